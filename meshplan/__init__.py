@@ -8,74 +8,74 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshplan.api import check_plan as check_plan
-    from meshplan.api import decide as decide
-    from meshplan.api import estimate_memory as estimate_memory
-    from meshplan.api import estimate_states as estimate_states
-    from meshplan.api import verify_plan as verify_plan
+    from meshplan.api.checking import check_plan as check_plan
+    from meshplan.api.checking import decide as decide
+    from meshplan.api.checking import estimate_memory as estimate_memory
+    from meshplan.api.checking import estimate_states as estimate_states
+    from meshplan.api.checking import verify_plan as verify_plan
+    from meshplan.api.exploring import explore as explore
+    from meshplan.api.planning import calibrate as calibrate
+    from meshplan.api.planning import explain as explain
+    from meshplan.api.planning import lock_plan as lock_plan
+    from meshplan.api.planning import search_plan as search_plan
+    from meshplan.api.reporting import make_report as make_report
+    from meshplan.api.retargeting import retarget as retarget
     from meshplan.errors import ApplyError as ApplyError
     from meshplan.errors import MeshplanError as MeshplanError
     from meshplan.errors import PlanError as PlanError
     from meshplan.errors import SpecError as SpecError
-    from meshplan.exploring import explore as explore
-    from meshplan.layout import Layout as Layout
-    from meshplan.mesh import Mesh as Mesh
-    from meshplan.plan import Plan as Plan
-    from meshplan.plan import make_plan as make_plan
-    from meshplan.planning import calibrate as calibrate
-    from meshplan.planning import explain as explain
-    from meshplan.planning import lock_plan as lock_plan
-    from meshplan.planning import search_plan as search_plan
-    from meshplan.reader import load_spec as load_spec
-    from meshplan.reporting import make_report as make_report
-    from meshplan.retargeting import retarget as retarget
-    from meshplan.runtime.gather import gather_batch as gather_batch
-    from meshplan.runtime.gather import global_mean as global_mean
-    from meshplan.runtime.grad_hooks import register_grad_hook as register_grad_hook
-    from meshplan.runtime.gradient_scale import clip_grad_norm_ as clip_grad_norm_
-    from meshplan.runtime.guard import guarded as guarded
+    from meshplan.layout.layout import Layout as Layout
+    from meshplan.layout.mesh import Mesh as Mesh
+    from meshplan.plan.plan import Plan as Plan
+    from meshplan.plan.plan import make_plan as make_plan
+    from meshplan.runtime.apply.gather import gather_batch as gather_batch
+    from meshplan.runtime.apply.gather import global_mean as global_mean
     from meshplan.runtime.parallelize import parallelize as parallelize
-    from meshplan.runtime.state import full_state_dict as full_state_dict
-    from meshplan.runtime.train import chunked_loss as chunked_loss
-    from meshplan.runtime.train import local_batch as local_batch
-    from meshplan.runtime.train import loss_parallel as loss_parallel
-    from meshplan.runtime.train import train_step as train_step
-    from meshplan.spec import Spec as Spec
+    from meshplan.runtime.train.grad_hooks import register_grad_hook as register_grad_hook
+    from meshplan.runtime.train.gradient_scale import clip_grad_norm_ as clip_grad_norm_
+    from meshplan.runtime.train.state import full_state_dict as full_state_dict
+    from meshplan.runtime.train.step import chunked_loss as chunked_loss
+    from meshplan.runtime.train.step import local_batch as local_batch
+    from meshplan.runtime.train.step import loss_parallel as loss_parallel
+    from meshplan.runtime.train.step import train_step as train_step
+    from meshplan.runtime.watch.guard import guarded as guarded
+    from meshplan.spec.reader import load_spec as load_spec
+    from meshplan.spec.spec import Spec as Spec
     from meshplan.version import __version__ as __version__
 
 _ROOMS = {
     # run a model under a plan
     "parallelize": "meshplan.runtime.parallelize",
-    "local_batch": "meshplan.runtime.train",
-    "train_step": "meshplan.runtime.train",
-    "chunked_loss": "meshplan.runtime.train",
-    "loss_parallel": "meshplan.runtime.train",
-    "register_grad_hook": "meshplan.runtime.grad_hooks",
-    "clip_grad_norm_": "meshplan.runtime.gradient_scale",
-    "gather_batch": "meshplan.runtime.gather",
-    "global_mean": "meshplan.runtime.gather",
-    "full_state_dict": "meshplan.runtime.state",
-    "guarded": "meshplan.runtime.guard",
+    "local_batch": "meshplan.runtime.train.step",
+    "train_step": "meshplan.runtime.train.step",
+    "chunked_loss": "meshplan.runtime.train.step",
+    "loss_parallel": "meshplan.runtime.train.step",
+    "register_grad_hook": "meshplan.runtime.train.grad_hooks",
+    "clip_grad_norm_": "meshplan.runtime.train.gradient_scale",
+    "gather_batch": "meshplan.runtime.apply.gather",
+    "global_mean": "meshplan.runtime.apply.gather",
+    "full_state_dict": "meshplan.runtime.train.state",
+    "guarded": "meshplan.runtime.watch.guard",
     # know it beforehand
-    "estimate_states": "meshplan.api",
-    "estimate_memory": "meshplan.api",
-    "check_plan": "meshplan.api",
-    "verify_plan": "meshplan.api",
-    "search_plan": "meshplan.planning",
-    "explain": "meshplan.planning",
-    "lock_plan": "meshplan.planning",
-    "retarget": "meshplan.retargeting",
-    "calibrate": "meshplan.planning",
-    "decide": "meshplan.api",
-    "load_spec": "meshplan.reader",
-    "make_plan": "meshplan.plan",
-    "make_report": "meshplan.reporting",
-    "explore": "meshplan.exploring",
+    "estimate_states": "meshplan.api.checking",
+    "estimate_memory": "meshplan.api.checking",
+    "check_plan": "meshplan.api.checking",
+    "verify_plan": "meshplan.api.checking",
+    "search_plan": "meshplan.api.planning",
+    "explain": "meshplan.api.planning",
+    "lock_plan": "meshplan.api.planning",
+    "retarget": "meshplan.api.retargeting",
+    "calibrate": "meshplan.api.planning",
+    "decide": "meshplan.api.checking",
+    "load_spec": "meshplan.spec.reader",
+    "make_plan": "meshplan.plan.plan",
+    "make_report": "meshplan.api.reporting",
+    "explore": "meshplan.api.exploring",
     # the values that pass between them
-    "Spec": "meshplan.spec",
-    "Plan": "meshplan.plan",
-    "Mesh": "meshplan.mesh",
-    "Layout": "meshplan.layout",
+    "Spec": "meshplan.spec.spec",
+    "Plan": "meshplan.plan.plan",
+    "Mesh": "meshplan.layout.mesh",
+    "Layout": "meshplan.layout.layout",
     # what can go wrong
     "MeshplanError": "meshplan.errors",
     "SpecError": "meshplan.errors",

@@ -2,6 +2,6 @@
 
 import sys
 
-from meshplan.cli import main
+from meshplan.cli.app import main
 
 sys.exit(main())

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.cost.grid import GRID, OPTIONS, SCHEDULE_WORDS
-from meshplan.planner.flights import in_flight
-from meshplan.planner.found import Measured
-from meshplan.planner.numbers import Numbers, weights
-from meshplan.planner.row import Candidate, Row, solve_row
-from meshplan.schedules import SCHEDULES, actions
+from meshplan.layout.schedules import SCHEDULES, actions
+from meshplan.planner.solve.config import Candidate, Row, solve_row
+from meshplan.planner.solve.result import Measured
+from meshplan.planner.tables.cost_table import Numbers, weights
+from meshplan.planner.tables.in_flight import in_flight
 
 NUM_OPTIONS = len(OPTIONS)
 HALVED = "InterleavedZeroBubble"

@@ -11,8 +11,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import meshplan
-from meshplan.memory.fusing import least_of
-from meshplan.runtime.measure import live_bytes
+from meshplan.memory.answer.compile_bound import least_of
+from meshplan.runtime.base.held_bytes import live_bytes
 from tests import exact, models
 
 
@@ -37,7 +37,7 @@ def measured(name: str, plan: dict[str, Any], size: int) -> int:
 
 def foretold(name: str, plan: dict[str, Any], size: int, world: int) -> tuple[int, int, int]:
     """(least, most) of the same, and the most of the plan without a compiler."""
-    from meshplan.runtime.imagine import imagine_step
+    from meshplan.runtime.fake_step.step import imagine_step
     from tests.replayed import decided
 
     warnings.simplefilter("ignore")

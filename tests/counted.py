@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import meshplan
-from meshplan.mesh import DATA_AXES
-from meshplan.plan import Plan
-from meshplan.runtime.count import counting
-from meshplan.runtime.visits import record_forward
+from meshplan.layout.mesh import DATA_AXES
+from meshplan.plan.plan import Plan
+from meshplan.runtime.trace.collectives import counting
+from meshplan.runtime.verify.module_calls import record_forward
 from meshplan.traffic import Forecast, Route, forecast
 from tests import models, moe, test_batchnorm
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import meshplan
 from meshplan.memory import EventLog, StateBytes, state_bytes
-from meshplan.runtime.optimizers import OPTIMIZERS
+from meshplan.runtime.fake_step.optimizers import OPTIMIZERS
 from tests import models
 
 Figures = dict[str, tuple[int, int]]
@@ -41,8 +41,8 @@ def measured(model_name: str, plan: Mapping[str, Any], how: str, num_steps: int)
     gloo's threads may let go of a tensor late, the later the busier the machine, so what a step
     needs is the least of several. More steps never make up for a buffer that is freed late in each.
     """
-    from meshplan.runtime.batch import mapped
-    from meshplan.runtime.imagine import watch_steps
+    from meshplan.runtime.base.batch import mapped
+    from meshplan.runtime.fake_step.step import watch_steps
 
     inputs, targets = models.batch(model_name, 0)
     example = inputs if isinstance(inputs, dict) else (inputs,)
@@ -74,7 +74,7 @@ def profiled(model_name: str, plan: Mapping[str, Any], num_steps: int) -> tuple[
 
     The least of each, as in `measured`.
     """
-    from meshplan.runtime.imagine import watch_steps
+    from meshplan.runtime.fake_step.step import watch_steps
 
     model = meshplan.parallelize(models.build(model_name), dict(plan))
     batch = meshplan.local_batch(model, models.batch(model_name, 0))
@@ -125,7 +125,7 @@ def imagined(
 def _imagined(
     model_name: str, plan: Mapping[str, Any], how: str, world: int, rank: int, device: str
 ) -> tuple[EventLog, StateBytes]:
-    from meshplan.runtime.imagine import imagine_step
+    from meshplan.runtime.fake_step.step import imagine_step
     from tests.replayed import decided
 
     model, found, batch = decided(model_name, plan, world)

@@ -9,9 +9,9 @@ import pytest
 
 from meshplan.assign import Assignment, assign
 from meshplan.errors import PlanError
-from meshplan.graph import ModelGraph, ModuleInfo, TensorInfo
-from meshplan.reader import load_spec
-from meshplan.styles import dims_of
+from meshplan.layout.styles import dims_of
+from meshplan.model.graph import ModelGraph, ModuleInfo, TensorInfo
+from meshplan.spec.reader import load_spec
 
 TYPES = {
     "linear": "Linear", "conv1d": "Conv1D", "embedding": "Embedding", "norm": "LayerNorm",

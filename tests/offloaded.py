@@ -17,13 +17,13 @@ import pytest
 import torch
 
 import meshplan
-from meshplan.memory.log import EventLog
+from meshplan.memory.log.events import EventLog
 from meshplan.memory.replay import replay
 from meshplan.memory.replay.optimizer import is_uniform
-from meshplan.runtime import imagine
-from meshplan.runtime.batch import mapped
-from meshplan.runtime.personality import AS_IT_IS, Behaviour
-from meshplan.runtime.private_offload import units_cross
+from meshplan.runtime.base.batch import mapped
+from meshplan.runtime.fake_step import step as imagine
+from meshplan.runtime.fake_step.cuda_mode import AS_IT_IS, Behaviour
+from meshplan.runtime.torch_private.offload import units_cross
 from tests import exact, models, replayed
 
 Apart = tuple[dict[str, tuple[int, int]], int]

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import meshplan
-from meshplan.plan import make_plan
-from meshplan.reader import load_spec
-from meshplan.runtime.bounding import everything, picking
-from meshplan.runtime.imagine import imagine_step, watch_steps
-from meshplan.runtime.trace import graph_of
+from meshplan.plan.plan import make_plan
+from meshplan.runtime.fake_step.step import imagine_step, watch_steps
+from meshplan.runtime.trace.bounds import everything, picking
+from meshplan.runtime.trace.structure import graph_of
+from meshplan.spec.reader import load_spec
 from tests.exact import least_of
 
 WIDTH, LENGTH = 24, 16

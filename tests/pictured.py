@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
-from meshplan.blueprint import from_config
-from meshplan.graph import ModelGraph
-from meshplan.plan import Plan, make_plan
-from meshplan.reader import load_spec
+from meshplan.model.blueprint import from_config
+from meshplan.model.graph import ModelGraph
+from meshplan.plan.plan import Plan, make_plan
+from meshplan.spec.reader import load_spec
 from tests.graphs import graph
 
 LLAMA = Path(__file__).resolve().parent.parent / "plans" / "models" / "llama-3.1-8b.json"

@@ -49,7 +49,7 @@ PRELOAD = (
     "transformers.models.vit.modeling_vit",
     "networkx",
     "meshplan.runtime.parallelize",
-    "meshplan.runtime.imagine",
+    "meshplan.runtime.fake_step.step",
     "torch.profiler",
     "pytest",
     "tests.parity",

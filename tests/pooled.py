@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshplan.memory.told import told_rank
-from meshplan.planner.found import Measured
-from meshplan.planner.job import Job
+from meshplan.memory.analytic.estimate import told_rank
+from meshplan.planner.problem.problem import Job
+from meshplan.planner.solve.result import Measured
 
 
 def pooled_bytes(at: Job, measured: Measured) -> int:

@@ -12,22 +12,22 @@ import pytest
 import torch
 from torch import nn
 
+from meshplan.layout.mesh import DATA_AXES
 from meshplan.memory import EventLog
-from meshplan.memory.composed import composed_log
-from meshplan.memory.log import Storage, Term
+from meshplan.memory.log.events import Storage, Term
+from meshplan.memory.log.microbatch import Work
 from meshplan.memory.replay import Prepared, replay
 from meshplan.memory.replay.optimizer import is_uniform
-from meshplan.memory.work import Work
-from meshplan.mesh import DATA_AXES
-from meshplan.plan import Plan, make_plan
-from meshplan.reader import load_spec
-from meshplan.runtime import blocks
-from meshplan.runtime.batch import mapped, microbatch, part_of
-from meshplan.runtime.blocks import trace_work
-from meshplan.runtime.imagine import imagine_step
-from meshplan.runtime.record import record
-from meshplan.runtime.rehearse import rehearser
-from meshplan.runtime.trace import graph_of
+from meshplan.memory.replay.step import composed_log
+from meshplan.plan.plan import Plan, make_plan
+from meshplan.runtime.base.batch import mapped, microbatch, part_of
+from meshplan.runtime.fake_step import microbatch as blocks
+from meshplan.runtime.fake_step.microbatch import trace_work
+from meshplan.runtime.fake_step.step import imagine_step
+from meshplan.runtime.trace.ops import record
+from meshplan.runtime.trace.rehearse import rehearser
+from meshplan.runtime.trace.structure import graph_of
+from meshplan.spec.reader import load_spec
 from tests import exact, models
 
 

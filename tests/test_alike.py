@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshplan
-from meshplan.runtime.checks import drift
-from meshplan.runtime.checks.drift import _differ, _ends, _sums, _tolerance
-from meshplan.runtime.mesh import local_of
+from meshplan.runtime.base.mesh import local_of
+from meshplan.runtime.comparisons import drift
+from meshplan.runtime.comparisons.drift import _differ, _ends, _sums, _tolerance
 from tests import models, parity
 
 RULES = models.tp_rules("own_llama")

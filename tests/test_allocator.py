@@ -10,8 +10,8 @@ import random
 
 import pytest
 
-from meshplan.memory.allocator import OutOfMemoryError, reserve
-from meshplan.memory.log import Event, EventLog, Storage, Term
+from meshplan.memory.log.allocator import OutOfMemoryError, reserve
+from meshplan.memory.log.events import Event, EventLog, Storage, Term
 
 KB, MB = 1 << 10, 1 << 20
 

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from meshplan.cli import main
-from meshplan.hardware import find_device
+from meshplan.api.planning import search_plan
+from meshplan.cli.app import main
+from meshplan.layout.hardware import find_device
 from meshplan.memory import with_workspaces
-from meshplan.memory.allocator import reserve
-from meshplan.memory.told import told_rank
-from meshplan.plan import make_plan
-from meshplan.planner.asking import question_of_file
-from meshplan.planner.remedy import trouble_of
-from meshplan.planning import search_plan
-from meshplan.reader import load_spec
-from meshplan.runtime.allocator import allocator_problems, with_growth
+from meshplan.memory.analytic.estimate import told_rank
+from meshplan.memory.log.allocator import reserve
+from meshplan.plan.plan import make_plan
+from meshplan.planner.answers.infeasible import trouble_of
+from meshplan.planner.problem.request import question_of_file
+from meshplan.runtime.apply.allocator import allocator_problems, with_growth
+from meshplan.spec.reader import load_spec
 from tests.test_planner import job
 from tests.test_planner_remedy import WIDE, tight
 

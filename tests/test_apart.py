@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshplan.errors import ApplyError, PlanError, Problem
-from meshplan.runtime.apart import run_apart
+from meshplan.runtime.base.subprocess_pool import run_apart
 
 
 def lingering(number: int) -> tuple[int, int]:

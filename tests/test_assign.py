@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from meshplan.assign import assign
-from meshplan.reader import load_spec
+from meshplan.spec.reader import load_spec
 from tests.graphs import SHARD, blocks, decide, graph, refusal, rule, stored, tp, warnings
 
 # Precedence

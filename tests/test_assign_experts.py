@@ -9,11 +9,11 @@ import pytest
 
 from meshplan import check_plan
 from meshplan.assign import Assignment
-from meshplan.blueprint import from_mapping
 from meshplan.errors import PlanError, SpecError
-from meshplan.mesh import Axis, Loan, Mesh
-from meshplan.plan import make_plan
-from meshplan.reader import load_spec
+from meshplan.layout.mesh import Axis, Loan, Mesh
+from meshplan.model.blueprint import from_mapping
+from meshplan.plan.plan import make_plan
+from meshplan.spec.reader import load_spec
 from tests.graphs import decide, graph, refusal, rule, stored
 
 MESH = {"dp_shard": 8, "ep": "2 in dp_shard"}
@@ -255,7 +255,7 @@ def test_a_config_file_is_enough(family, tmp_path):
 def test_a_config_file_gives_the_graph_of_the_live_model(family):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    from meshplan.runtime.trace import graph_of
+    from meshplan.runtime.trace.structure import graph_of
 
     config = {"num_hidden_layers": 2, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
               "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip

@@ -10,8 +10,8 @@ from torch import nn
 
 from meshplan import make_plan
 from meshplan.errors import PlanError
-from meshplan.reader import load_spec
-from meshplan.runtime.trace import graph_of
+from meshplan.runtime.trace.structure import graph_of
+from meshplan.spec.reader import load_spec
 
 
 class Block(nn.Module):

@@ -8,10 +8,10 @@ import pytest
 from torch import nn
 
 from meshplan.errors import PlanError
-from meshplan.graph import ModelGraph, TensorInfo
-from meshplan.plan import make_plan
-from meshplan.reader import load_spec
-from meshplan.runtime.trace import graph_of
+from meshplan.model.graph import ModelGraph, TensorInfo
+from meshplan.plan.plan import make_plan
+from meshplan.runtime.trace.structure import graph_of
+from meshplan.spec.reader import load_spec
 from tests.graphs import HYBRID, SHARD, TP, blocks, decide, graph, refusal, rule, stored, tp
 
 # Units

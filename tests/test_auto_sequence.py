@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 import meshplan
 from meshplan.errors import PlanError
-from meshplan.plan import Plan, make_plan
-from meshplan.reader import load_spec
-from meshplan.runtime.record import record
-from meshplan.runtime.rehearse import rehearser
-from meshplan.runtime.trace import graph_of
+from meshplan.plan.plan import Plan, make_plan
+from meshplan.runtime.trace.ops import record
+from meshplan.runtime.trace.rehearse import rehearser
+from meshplan.runtime.trace.structure import graph_of
+from meshplan.spec.reader import load_spec
 from meshplan.traffic import differences
 from tests import models, parity
 from tests import test_together as together

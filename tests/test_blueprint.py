@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from meshplan.blueprint import from_config, from_mapping, from_params
-from meshplan.graph import ModelGraph
+from meshplan.model.blueprint import from_config, from_mapping, from_params
+from meshplan.model.graph import ModelGraph
 from tests.calls import calls_of
 
 

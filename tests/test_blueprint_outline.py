@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from meshplan.blueprint import from_mapping
-from meshplan.graph import ModelGraph
-from meshplan.plan import Plan, make_plan
-from meshplan.reader import load_spec
+from meshplan.model.blueprint import from_mapping
+from meshplan.model.graph import ModelGraph
+from meshplan.plan.plan import Plan, make_plan
+from meshplan.spec.reader import load_spec
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
@@ -90,8 +90,8 @@ def _recorded(config: dict[str, Any]) -> ModelGraph:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from meshplan.runtime.record import record
-    from meshplan.runtime.trace import graph_of
+    from meshplan.runtime.trace.ops import record
+    from meshplan.runtime.trace.structure import graph_of
 
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     return graph_of(model, record(model, (torch.zeros(2, 8, dtype=torch.long),)))

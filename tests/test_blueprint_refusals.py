@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from meshplan.blueprint import from_config, from_mapping
 from meshplan.errors import Origin, SpecError
+from meshplan.model.blueprint import from_config, from_mapping
 from tests.test_blueprint import PUBLISHED, sizes
 
 

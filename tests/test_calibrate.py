@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from meshplan.cli import main
+from meshplan.cli.app import main
 from meshplan.cost.calibration import (
     Measured,
     Sample,
@@ -18,7 +18,7 @@ from meshplan.cost.calibration import (
 )
 from meshplan.cost.profile import GENERIC, on_cluster
 from meshplan.errors import PlanError
-from meshplan.hardware import Cluster, Device, Link, find_device
+from meshplan.layout.hardware import Cluster, Device, Link, find_device
 
 H100 = find_device("h100-sxm-80gb")
 

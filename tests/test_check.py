@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from meshplan import api, check_plan
-from meshplan.cli import main
+from meshplan import check_plan
+from meshplan.api import checking as api
+from meshplan.cli.app import main
 from meshplan.errors import PlanError, SpecError
 
 ROOT = Path(__file__).parent.parent
@@ -222,7 +223,7 @@ def test_a_config_needs_no_torch(tmp_path, verb):
     config = BAD_PLANS / "needs_model" / "tiny_llama.json"
     path = plan_file(tmp_path, f"model: {{config: {config}}}\nmesh: {{dp_shard: 4}}")
     script = (
-        "import sys; from meshplan.cli import main\n"
+        "import sys; from meshplan.cli.app import main\n"
         f"code = main([{verb!r}, '-f', {path!r}])\n"
         "heavy = {'torch', 'numpy', 'sympy', 'networkx', 'matplotlib'} & set(sys.modules)\n"
         "sys.exit(f'exit code {code}, imported {heavy}' if code or heavy else 0)"

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import meshplan
 from meshplan.errors import ApplyError
-from meshplan.runtime.check import check_live
+from meshplan.runtime.checks.layouts import check_live
 from tests import models
 
 SHARD: dict[str, Any] = {"version": 1, "strategy": "full_shard"}

@@ -15,15 +15,19 @@ import torch.nn.functional as F
 from torch import nn
 
 import meshplan
-from meshplan.api import check_plan
+from meshplan.api.checking import check_plan
 from meshplan.errors import ApplyError, PlanError
-from meshplan.plan import make_plan
-from meshplan.planner.module import explain_module
-from meshplan.reader import load_spec
+from meshplan.plan.plan import make_plan
+from meshplan.planner.answers.module import explain_module
 from meshplan.render.show import plan_to_json, plan_to_text
-from meshplan.runtime.chunked import ChunkedLoss, apply_chunked_loss, chunked_loss_problems
-from meshplan.runtime.ledger import Ledger
-from meshplan.runtime.trace import graph_of
+from meshplan.runtime.apply.chunked_loss import (
+    ChunkedLoss,
+    apply_chunked_loss,
+    chunked_loss_problems,
+)
+from meshplan.runtime.fake_step.memory_tracker import Ledger
+from meshplan.runtime.trace.structure import graph_of
+from meshplan.spec.reader import load_spec
 from tests import models, parity
 from tests.test_parity import assert_same
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import meshplan
-from meshplan.cli import main
+from meshplan.cli.app import main
 from tests.test_estimate import run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,7 +45,7 @@ def test_interrupted_quietly(capsys, monkeypatch):
     def interrupt(**_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("meshplan.api.estimate_states", interrupt)
+    monkeypatch.setattr("meshplan.api.checking.estimate_states", interrupt)
     assert main(["estimate", "--params", "3e9", "--gpus", "8"]) == 130
     assert capsys.readouterr() == ("", "")
 
@@ -67,7 +67,7 @@ def test_a_reader_that_leaves_early():
 
 def test_nothing_heavy_is_imported():
     script = (
-        "import sys; from meshplan.cli import main\n"
+        "import sys; from meshplan.cli.app import main\n"
         "main(['estimate', '--params', '3e9', '--gpus', '8', '--gpu', 'h200'])\n"
         "heavy = 'torch numpy sympy networkx matplotlib rich yaml transformers'.split()\n"
         "print('IMPORTED', *(name for name in heavy if name in sys.modules))"
@@ -77,7 +77,7 @@ def test_nothing_heavy_is_imported():
 
 def test_sympy_is_imported_only_for_inverse_questions():
     script = (
-        "import sys; from meshplan.cli import main\n"
+        "import sys; from meshplan.cli.app import main\n"
         "main(['estimate', '--gpus', '8', '--gpu', 'h200', '--max-params'])\n"
         "print('IMPORTED', 'sympy' in sys.modules)"
     )
@@ -87,7 +87,7 @@ def test_sympy_is_imported_only_for_inverse_questions():
 def test_a_formula_loads_few_modules():
     """A tenth of the package: what starts is quick, and seconds would be the machine's."""
     script = (
-        "import sys; from meshplan.cli import main\n"
+        "import sys; from meshplan.cli.app import main\n"
         "main(['estimate', '--params', '3e9', '--gpus', '8', '--json'])\n"
         "own = [name for name in sys.modules if name.startswith('meshplan')]\n"
         "print('LOADED', len(own), len(sys.modules))"

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from meshplan.compatibility import CLASHES, FEATURES, clashes
 from meshplan.errors import PlanError
-from meshplan.plan import make_plan, problems_without_model
-from meshplan.reader import load_spec
+from meshplan.plan.plan import make_plan, problems_without_model
+from meshplan.spec.compatibility import CLASHES, FEATURES, clashes
+from meshplan.spec.reader import load_spec
 from tests.graphs import graph
 
 STATED: dict[str, dict[str, Any]] = {

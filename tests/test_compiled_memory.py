@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from meshplan.memory.assemble import assemble
-from meshplan.memory.estimate import Tier
-from meshplan.memory.fusing import BOUND, least_of
-from meshplan.memory.log import Event, EventLog, Storage, Term
-from meshplan.plan import Plan, make_plan
-from meshplan.reader import load_spec
+from meshplan.memory.answer.assemble import assemble
+from meshplan.memory.answer.compile_bound import BOUND, least_of
+from meshplan.memory.answer.estimate import Tier
+from meshplan.memory.log.events import Event, EventLog, Storage, Term
+from meshplan.plan.plan import Plan, make_plan
 from meshplan.render.memory import memory_to_json, memory_to_text
+from meshplan.spec.reader import load_spec
 from tests import compiled
 from tests.graphs import blocks
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from meshplan.memory.compose import Composer
-from meshplan.memory.log import Event, EventLog, Storage, Term
-from meshplan.memory.work import Mark, Moment, Work
-from meshplan.plan import make_plan
-from meshplan.reader import load_spec
-from meshplan.runtime.probe import Ask, watch
-from meshplan.runtime.trace import graph_of
+from meshplan.memory.log.events import Event, EventLog, Storage, Term
+from meshplan.memory.log.microbatch import Mark, Moment, Work
+from meshplan.memory.repeat.compose import Composer
+from meshplan.plan.plan import make_plan
+from meshplan.runtime.fake_step.costs import Ask, watch
+from meshplan.runtime.trace.structure import graph_of
+from meshplan.spec.reader import load_spec
 
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
 

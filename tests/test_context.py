@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import meshplan
-from meshplan.runtime.mesh import full
+from meshplan.runtime.base.mesh import full
 from tests import context_models, models, parity
 from tests.test_parity import assert_same
 from tests.wide import leaving
@@ -154,7 +154,7 @@ def test_half_precision_is_told_from_wrong_positions(pool):
 
 def let_through(name: str) -> float:
     """A seeded bug: the proof finds nothing, so that a wrong model is trained."""
-    from meshplan.runtime.context import apply, proof
+    from meshplan.runtime.apply.context import apply, proof
 
     proof.raise_told, original = lambda problem: None, proof.raise_told
     apply.raise_told = proof.raise_told

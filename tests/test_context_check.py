@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshplan.api import check_plan
-from meshplan.layout import Layout
-from meshplan.mesh import Mesh
-from meshplan.plan import Plan
+from meshplan.api.checking import check_plan
+from meshplan.layout.layout import Layout
+from meshplan.layout.mesh import Mesh
+from meshplan.plan.plan import Plan
 from meshplan.render.show import plan_to_json, plan_to_text
 
 MODEL: dict[str, Any] = {"version": 1, "model": {"entry": "meshplan.runtime.demo_model:build"}}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import meshplan
-from meshplan.runtime import guard
+from meshplan.runtime.watch import guard
 from tests import models, parity
 
 PLAN: dict[str, Any] = {"version": 1, "mesh": {"cp": 2}, "batch": {"seq_len": models.SEQ_LEN}}

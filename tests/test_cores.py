@@ -22,7 +22,7 @@ needs_two = pytest.mark.skipif(
 
 BEGIN = """
 import os, sys, threading, time
-from meshplan.cores import each, has_another
+from meshplan.two_cores import each, has_another
 
 def slowly(piece):
     time.sleep(0.05)
@@ -146,7 +146,7 @@ def test_what_a_copy_could_not_do_is_done_nevertheless(end: str) -> None:
 @needs_two
 def test_an_error_of_a_copy_is_the_one_that_a_single_core_raises() -> None:
     script = """
-        from meshplan.cores import _SECOND
+        from meshplan.two_cores import _SECOND
         from meshplan.errors import PlanError, Problem
 
         def some(piece):
@@ -249,12 +249,12 @@ def test_ranks_told_by_two_processes_are_those_of_one() -> None:
     """Also where they are over, by whichever rank; and in full the highest of those in brief."""
     script = """
         from meshplan import cores
-        from meshplan.blueprint import from_mapping
+        from meshplan.model.blueprint import from_mapping
         from meshplan.memory import told_stages
-        from meshplan.memory.told import told_estimate
-        from meshplan.memory.told_ranks import OverError
-        from meshplan.plan import make_plan
-        from meshplan.reader import load_spec
+        from meshplan.memory.analytic.estimate import told_estimate
+        from meshplan.memory.analytic.ranks import OverError
+        from meshplan.plan.plan import make_plan
+        from meshplan.spec.reader import load_spec
 
         told_stages._MOST = 0  # In brief, however little there is to do.
         graph = from_mapping({
@@ -300,10 +300,10 @@ def test_a_rank_whose_turn_never_comes_is_not_over() -> None:
     """It is told beside the highest one, which then turns out to be higher still."""
     script = """
         from meshplan import cores
-        from meshplan.memory.held import Holding
+        from meshplan.memory.answer.reserved import Holding
         from meshplan.memory.log import EventLog, Storage, Term
-        from meshplan.memory.told_ranks import Ranks
-        from meshplan.reader import load_spec
+        from meshplan.memory.analytic.ranks import Ranks
+        from meshplan.spec.reader import load_spec
 
         in_brief, in_full, wrote = [1000, 990], [1040, 1200], []  # Beside workspaces.
 

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from meshplan.blueprint import from_config, from_mapping
 from meshplan.cost.chain import Chain, chain_of, chain_of_tapes, shown_of
 from meshplan.cost.grid import RECOMPUTE
 from meshplan.errors import PlanError
-from meshplan.memory.analytic import Run, tape_of
-from meshplan.memory.log import Term
-from meshplan.memory.row import Grad, Tape
-from meshplan.memory.rows import Writer
-from meshplan.memory.shape import shape_of
-from meshplan.memory.tape import Span, play
+from meshplan.memory.decoder.microbatch import Run, tape_of
+from meshplan.memory.decoder.sizes import shape_of
+from meshplan.memory.log.events import Term
+from meshplan.memory.tape.op import Grad, Tape
+from meshplan.memory.tape.ops import Writer
+from meshplan.memory.tape.tape import Span, play
+from meshplan.model.blueprint import from_config, from_mapping
 
 HIDDEN, MLP, LAYERS, HEADS, KV, VOCAB, LENGTH = 64, 160, 5, 8, 4, 96, 48
 LLAMA = {

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import pytest
 
-from meshplan.blueprint import from_config, from_mapping
 from meshplan.cost.chain import chain_of
 from meshplan.errors import PlanError
-from meshplan.plan import make_plan
-from meshplan.reader import load_spec
+from meshplan.model.blueprint import from_config, from_mapping
+from meshplan.plan.plan import make_plan
+from meshplan.spec.reader import load_spec
 from meshplan.traffic import forecast
 from tests.test_cost_step import BF16, FP32, LENGTH, LLAMA, charged, row, wire
 
@@ -115,8 +115,8 @@ def test_ep_is_charged_what_is_forecast(policy):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from meshplan.runtime.trace import graph_of
-    from meshplan.runtime.visits import record_forward
+    from meshplan.runtime.trace.structure import graph_of
+    from meshplan.runtime.verify.module_calls import record_forward
 
     torch.manual_seed(0)
     facts = {k: v for k, v in QWEN.items() if k != "architectures"}

@@ -13,7 +13,7 @@ import pytest
 from meshplan.cost.grid import SCHEDULE_WORDS
 from meshplan.cost.pipeline import pipeline_seconds
 from meshplan.cost.simulate import simulate
-from meshplan.schedules import SCHEDULES
+from meshplan.layout.schedules import SCHEDULES
 from tests.test_cost_step import row
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from meshplan.cost.profile import GENERIC, WORST_RESIDUAL, fitted, profile_of, without
 from meshplan.errors import PlanError
-from meshplan.hardware import Cluster, Device, Link, devices, find_device
+from meshplan.layout.hardware import Cluster, Device, Link, devices, find_device
 from tests.bench import published, published_time
 from tests.bench.fit_profiles import BOUNDS, LOOSE, Fit, bounds_of, least_squares
 from tests.bench.mapping import SkipError

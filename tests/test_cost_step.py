@@ -11,17 +11,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from meshplan.blueprint import from_mapping
 from meshplan.cost.chain import chain_of
 from meshplan.cost.collectives import all_gather, group
 from meshplan.cost.grid import GRID, MODES, OPTIONS, PARAMS_THERE
 from meshplan.cost.pipeline import crossing_seconds
 from meshplan.cost.profile import profile_of, without
 from meshplan.cost.step import terms, widths_of
-from meshplan.hardware import Cluster, Link, find_device
-from meshplan.plan import make_plan
-from meshplan.reader import load_spec
-from meshplan.spec import Precision
+from meshplan.layout.hardware import Cluster, Link, find_device
+from meshplan.model.blueprint import from_mapping
+from meshplan.plan.plan import make_plan
+from meshplan.spec.reader import load_spec
+from meshplan.spec.spec import Precision
 from meshplan.traffic import forecast
 
 LENGTH, LAYERS = 32, 3
@@ -159,8 +159,8 @@ OTHERS = {
 def test_tp_and_cp_are_charged_what_is_forecast(name, live):
     import torch
 
-    from meshplan.runtime.trace import graph_of
-    from meshplan.runtime.visits import record_forward
+    from meshplan.runtime.trace.structure import graph_of
+    from meshplan.runtime.verify.module_calls import record_forward
     from tests import models
 
     def loss(output, targets):
@@ -189,9 +189,9 @@ def test_tp_and_cp_are_charged_what_is_forecast(name, live):
 def test_stages_are_charged_what_is_forecast(live):
     import torch
 
-    from meshplan.runtime.record import record
-    from meshplan.runtime.trace import graph_of
-    from meshplan.runtime.visits import record_forward
+    from meshplan.runtime.trace.ops import record
+    from meshplan.runtime.trace.structure import graph_of
+    from meshplan.runtime.verify.module_calls import record_forward
     from tests import models
 
     ids = {"input_ids": torch.zeros(8, LENGTH, dtype=torch.int64)}

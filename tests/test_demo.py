@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from meshplan.cli import main
+from meshplan.cli.app import main
 from meshplan.memory import StateBytes
-from meshplan.plan import make_plan
-from meshplan.reader import load_spec
+from meshplan.plan.plan import make_plan
 from meshplan.render.demo import agrees, bytes_to_text, losses_to_text
 from meshplan.runtime.demo import _batches
-from meshplan.runtime.trace import graph_of
+from meshplan.runtime.trace.structure import graph_of
+from meshplan.spec.reader import load_spec
 
 ROOT = Path(__file__).parent.parent
 DEMO = [sys.executable, "-m", "meshplan", "demo"]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from meshplan.dims import DimClasses, classify
-from meshplan.dims.factors import Factors
-from meshplan.flow import UPDATE, Call, Flow, Op, Ref, Value
+from meshplan.model.dims import DimClasses, classify
+from meshplan.model.dims.factors import Factors
+from meshplan.model.flow import UPDATE, Call, Flow, Op, Ref, Value
 
 Shape = tuple[int, ...]
 

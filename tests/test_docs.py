@@ -24,7 +24,7 @@ SLOW = ("torchrun",)
 
 BLOCK = re.compile(r"<!-- (file|output): (.+?) -->\n```(\w*)\n(.*?)```", re.DOTALL)
 PROGRAMS = {
-    "meshplan": ["-c", "import sys; from meshplan.cli import main; sys.exit(main())"],
+    "meshplan": ["-c", "import sys; from meshplan.cli.app import main; sys.exit(main())"],
     "torchrun": ["-m", "torch.distributed.run"],
     "python": [],
 }

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from meshplan.hardware import devices
-from meshplan.memory.allocator import reserve
-from meshplan.memory.driver import (
+from meshplan.layout.hardware import devices
+from meshplan.memory.log.allocator import reserve
+from meshplan.memory.log.driver import (
     Band,
     Communicator,
     Use,
@@ -22,7 +22,7 @@ from meshplan.memory.driver import (
     with_workspaces,
     workspace_bytes,
 )
-from meshplan.memory.log import Event, EventLog, Storage, Term
+from meshplan.memory.log.events import Event, EventLog, Storage, Term
 from tests.graphs import decide, tp
 
 MIB = 1 << 20

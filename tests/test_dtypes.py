@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import meshplan
 from meshplan import make_plan
-from meshplan.reader import load_spec
-from meshplan.runtime.trace import graph_of
+from meshplan.runtime.trace.structure import graph_of
+from meshplan.spec.reader import load_spec
 from tests.parity import TOLERANCE
 
 

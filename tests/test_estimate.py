@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import meshplan
-from meshplan.cli import main
-from meshplan.hardware import find_device
-from meshplan.solve import STATES_ONLY
+from meshplan.cli.app import main
+from meshplan.layout.hardware import find_device
+from meshplan.textbook.inverse import STATES_ONLY
 
 ROOT = Path(__file__).resolve().parent.parent
 

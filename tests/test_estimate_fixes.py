@@ -9,13 +9,13 @@ from unittest import mock
 
 import pytest
 
-from meshplan.cli import main
+from meshplan.cli.app import main
 from meshplan.errors import Origin
-from meshplan.memory.estimate import margin
-from meshplan.reader import load_spec
-from meshplan.runtime.fixes import _batches, _Change, _first_blocks, _free, _least, _times
-from meshplan.runtime.question import decided
-from meshplan.runtime.shrink import Source
+from meshplan.memory.answer.estimate import margin
+from meshplan.runtime.estimate.fixes import _batches, _Change, _first_blocks, _free, _least, _times
+from meshplan.runtime.estimate.request import decided
+from meshplan.runtime.estimate.scale_down import Source
+from meshplan.spec.reader import load_spec
 from tests.test_estimate_memory import PLAN, result_of, run
 from tests.test_estimate_tiers import TALL
 from tests.test_planner import LARGE, LLAMA, job

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from meshplan import api
-from meshplan.cli import main
+from meshplan.api import checking as api
+from meshplan.cli.app import main
 from meshplan.errors import PlanError
 from meshplan.render.memory import memory_to_json, memory_to_text
 from tests import estimated, picked

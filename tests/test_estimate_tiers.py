@@ -9,16 +9,16 @@ from torch import nn
 
 from meshplan.errors import Origin
 from meshplan.memory import EventLog, Term, reserve
-from meshplan.memory.extrapolate import Blocks, NotRepeatingError, extrapolate, is_same
-from meshplan.memory.log import Event, Storage
-from meshplan.plan import make_plan
-from meshplan.reader import load_spec
-from meshplan.runtime.apart import run_apart
-from meshplan.runtime.foretell import _imagine, _worth_cutting
-from meshplan.runtime.question import Question, decided
-from meshplan.runtime.repeats import Repeats, is_alike
-from meshplan.runtime.shrink import Source
-from meshplan.runtime.trace import graph_of
+from meshplan.memory.log.events import Event, Storage
+from meshplan.memory.repeat.extrapolate import Blocks, NotRepeatingError, extrapolate, is_same
+from meshplan.plan.plan import make_plan
+from meshplan.runtime.base.subprocess_pool import run_apart
+from meshplan.runtime.estimate.estimate import _imagine, _worth_cutting
+from meshplan.runtime.estimate.request import Question, decided
+from meshplan.runtime.estimate.scale_down import Source
+from meshplan.runtime.fake_step.equal_lists import Repeats, is_alike
+from meshplan.runtime.trace.structure import graph_of
+from meshplan.spec.reader import load_spec
 from tests.test_estimate_memory import PLAN, check_modules, result_of, run
 
 __all__ = ["run"]

@@ -11,8 +11,8 @@ from torch import nn
 
 import meshplan
 from meshplan.memory import state_bytes
-from meshplan.runtime.count import counting
-from meshplan.runtime.measure import live_bytes
+from meshplan.runtime.base.held_bytes import live_bytes
+from meshplan.runtime.trace.collectives import counting
 from meshplan.traffic import Forecast, Route, differences, forecast
 from tests import models, moe
 from tests.parity import TOLERANCE

@@ -16,13 +16,13 @@ import torch
 from torch.distributed import checkpoint
 
 import meshplan
-from meshplan.blueprint import from_mapping
 from meshplan.memory import state_bytes
-from meshplan.plan import make_plan
-from meshplan.reader import load_spec
-from meshplan.restrict import restrict
-from meshplan.runtime.imagine import imagine_step
-from meshplan.runtime.measure import live_bytes
+from meshplan.model.blueprint import from_mapping
+from meshplan.plan.plan import make_plan
+from meshplan.plan.restrict import restrict
+from meshplan.runtime.base.held_bytes import live_bytes
+from meshplan.runtime.fake_step.step import imagine_step
+from meshplan.spec.reader import load_spec
 from tests import exact, models, moe, replayed
 from tests.parity import TOLERANCE
 from tests.test_expert_parallel import train

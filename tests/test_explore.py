@@ -11,14 +11,14 @@ import sys
 import pytest
 
 import meshplan
-from meshplan.blueprint import from_config
 from meshplan.errors import PlanError, SpecError
-from meshplan.memory import told_works
-from meshplan.memory.told import told_estimate
+from meshplan.memory.analytic import microbatches as told_works
+from meshplan.memory.analytic.estimate import told_estimate
+from meshplan.model.blueprint import from_config
 from meshplan.pictures.explored import Knobs, knobs_of, scene_of, spec_at
-from meshplan.plan import make_plan
-from meshplan.reader import load_spec
-from meshplan.sizing import read_limit
+from meshplan.plan.plan import make_plan
+from meshplan.spec.reader import load_spec
+from meshplan.textbook.inputs import read_limit
 from tests import browser
 from tests.pictured import LLAMA, STATED, check_readable, llama, plan_of, strange, written
 
@@ -206,7 +206,7 @@ def test_who_only_looks_sees_a_still(explorer, monkeypatch):
 
 
 def test_the_still_says_how_to_get_sliders(explorer, monkeypatch):
-    from meshplan import exploring
+    from meshplan.api import exploring
 
     said = []
     monkeypatch.setattr(exploring, "png_of", lambda scene, notes, **_: said.extend(notes) or b"")

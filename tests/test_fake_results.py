@@ -11,12 +11,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.nn import functional
 
-from meshplan.memory.log import EventLog
-from meshplan.runtime import private_legs, private_results
-from meshplan.runtime.bounding import everything, half, picking
-from meshplan.runtime.ledger import Ledger
-from meshplan.runtime.private_fakes import fake_like, fake_mode
-from meshplan.runtime.shadows import Shadows
+from meshplan.memory.log.events import EventLog
+from meshplan.runtime.fake_step.memory_tracker import Ledger
+from meshplan.runtime.torch_private import fake_dispatch as private_legs
+from meshplan.runtime.torch_private import fake_results as private_results
+from meshplan.runtime.torch_private.fakes import fake_like, fake_mode
+from meshplan.runtime.trace.bounds import everything, half, picking
+from meshplan.runtime.trace.constants import Shadows
 
 
 class _Many(nn.Module):

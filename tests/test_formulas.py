@@ -7,8 +7,8 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshplan.formulas import ROWS, Row, activations_per_layer
-from meshplan.solve import max_params, min_gpus, tabulate
+from meshplan.textbook.formulas import ROWS, Row, activations_per_layer
+from meshplan.textbook.inverse import max_params, min_gpus, tabulate
 
 a, n, nodes = sympy.symbols("a n nodes", positive=True)
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshplan
-from meshplan.plan import make_plan
-from meshplan.runtime.checks import given
-from meshplan.runtime.checks.given import axis_of_twins, is_telling
-from meshplan.runtime.digest import mark
-from meshplan.runtime.trace import graph_of
+from meshplan.plan.plan import make_plan
+from meshplan.runtime.base.digest import mark
+from meshplan.runtime.comparisons import given
+from meshplan.runtime.comparisons.given import axis_of_twins, is_telling
+from meshplan.runtime.trace.structure import graph_of
 
 DDP: dict[str, Any] = {"version": 1, "strategy": "ddp"}
 FULL: dict[str, Any] = {"version": 1, "strategy": "full_shard"}

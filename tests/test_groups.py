@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from meshplan.assign import Assignment
-from meshplan.blueprint import from_mapping
-from meshplan.memory.groups import equal_ranks
-from meshplan.mesh import UNIT_AXES
-from meshplan.plan import make_plan
-from meshplan.reader import load_spec
+from meshplan.layout.mesh import UNIT_AXES
+from meshplan.memory.answer.rank_classes import equal_ranks
+from meshplan.model.blueprint import from_mapping
+from meshplan.plan.plan import make_plan
+from meshplan.spec.reader import load_spec
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 24,

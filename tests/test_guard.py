@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 import meshplan
-from meshplan.runtime import guard
-from meshplan.runtime.mesh import local_of
-from meshplan.runtime.watch import job
+from meshplan.runtime.base.mesh import local_of
+from meshplan.runtime.watch import guard, job
 from tests import models, parity
 from tests.pool import PoolError
 

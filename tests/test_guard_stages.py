@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import meshplan
-from meshplan.runtime import guard
+from meshplan.runtime.watch import guard
 from tests import models
 from tests.test_guard import SECONDS, Mishap, loss_that_fails, total_of_ranks
 

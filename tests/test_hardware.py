@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from meshplan.dtypes import DTYPE_BYTES
 from meshplan.errors import Origin, SpecError
-from meshplan.hardware import Cluster, Device, Link, devices, find_device
+from meshplan.layout.dtypes import DTYPE_BYTES
+from meshplan.layout.hardware import Cluster, Device, Link, devices, find_device
 
 
 def test_every_figure_has_a_unit_that_makes_sense_and_a_source():

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 import meshplan
-from meshplan import api
-from meshplan.cli import main
+from meshplan.api import checking as api
+from meshplan.api.planning import lock_plan, overrides_of_free, search_plan
+from meshplan.cli.app import main
 from meshplan.errors import SpecError
-from meshplan.planner.lock import lock_path, read, spec_hash, write
-from meshplan.planning import lock_plan, overrides_of_free, search_plan
-from meshplan.reader import load_spec
+from meshplan.planner.lock.lock import lock_path, read, spec_hash, write
+from meshplan.spec.reader import load_spec
 from tests import models
 from tests.bench import consistency
 from tests.test_planner import LARGE, LLAMA, job

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from meshplan import schema
 from meshplan.errors import SpecError
-from meshplan.keys import FREEABLE, KEEP, KEYS, OBJECTIVE, TIME_LIMIT_S, freed
-from meshplan.mesh import AXES
-from meshplan.planner.admission import _CHOICES
-from meshplan.planner.lock import overrides
-from meshplan.reader import load_spec
-from meshplan.spec import HardwareSpec, Spec
+from meshplan.layout.mesh import AXES
+from meshplan.planner.lock.admission import _CHOICES
+from meshplan.planner.lock.lock import overrides
+from meshplan.spec import schema
+from meshplan.spec.keys import FREEABLE, KEEP, KEYS, OBJECTIVE, TIME_LIMIT_S, freed
+from meshplan.spec.reader import load_spec
+from meshplan.spec.spec import HardwareSpec, Spec
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "defaults.md"
 HEAD = "|---|---|---|\n"

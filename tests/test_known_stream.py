@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from meshplan.blueprint import from_mapping
 from meshplan.errors import PlanError
-from meshplan.plan import make_plan
-from meshplan.reader import load_spec
+from meshplan.model.blueprint import from_mapping
+from meshplan.plan.plan import make_plan
+from meshplan.spec.reader import load_spec
 from tests.test_known_styles import CASES, decided, styles
 
 TAKEN = frozenset(

@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from meshplan.blueprint import from_mapping
 from meshplan.errors import PlanError
-from meshplan.plan import Plan, make_plan
-from meshplan.reader import load_spec
-from meshplan.runtime.record import record
-from meshplan.runtime.rehearse import rehearser
-from meshplan.runtime.trace import graph_of
+from meshplan.model.blueprint import from_mapping
+from meshplan.plan.plan import Plan, make_plan
+from meshplan.runtime.trace.ops import record
+from meshplan.runtime.trace.rehearse import rehearser
+from meshplan.runtime.trace.structure import graph_of
+from meshplan.spec.reader import load_spec
 from tests.test_told import GPT2, LLAMA, QWEN3
 from tests.test_told_experts import MIXTRAL, QWEN, QWEN2
 from tests.test_told_latent import DEEPSEEK

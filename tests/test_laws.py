@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from meshplan.layout import Collective, Layout, changes
-from meshplan.mesh import Mesh
+from meshplan.layout.layout import Collective, Layout, changes
+from meshplan.layout.mesh import Mesh
 
 AXES = ("dp_replicate", "dp_shard", "tp")
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import meshplan
 from meshplan.errors import ApplyError
-from meshplan.runtime import leftovers
-from meshplan.runtime.record import record
+from meshplan.runtime.trace import side_effects as leftovers
+from meshplan.runtime.trace.ops import record
 
 DIM = 4
 TABLES: dict[str, dict[int, tuple[Tensor, Tensor]]] = {"cpu": {}}

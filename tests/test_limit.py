@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from meshplan.cli import main
-from meshplan.hardware import devices, find_device
-from meshplan.reader import load_spec
-from meshplan.sizing import read_limit, read_sizing
+from meshplan.cli.app import main
+from meshplan.layout.hardware import devices, find_device
+from meshplan.spec.reader import load_spec
+from meshplan.textbook.inputs import read_limit, read_sizing
 from tests.test_planner import job
 
 __all__ = ["job"]

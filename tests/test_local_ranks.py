@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from meshplan.errors import ApplyError, PlanError, Problem
-from meshplan.runtime import local_ranks
-from meshplan.runtime.local_ranks import run_ranks
+from meshplan.runtime.base import local_ranks
+from meshplan.runtime.base.local_ranks import run_ranks
 
 Send = Callable[[Any], None]
 

@@ -9,12 +9,12 @@ from unittest import mock
 
 import pytest
 
-from meshplan import api
-from meshplan.cli import main
+from meshplan.api import checking as api
+from meshplan.api.planning import search_plan
+from meshplan.cli.app import main
 from meshplan.errors import SpecError
-from meshplan.planner.brief import Brief
-from meshplan.planner.lock import lock_path, overrides, read
-from meshplan.planning import search_plan
+from meshplan.planner.lock.lock import lock_path, overrides, read
+from meshplan.planner.problem.truncated_estimate import Brief
 from tests.test_planner import job
 
 __all__ = ["job"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshplan
-from meshplan.runtime.mesh import local_of
+from meshplan.runtime.base.mesh import local_of
 from tests import models, parity
 
 IGNORED = -100

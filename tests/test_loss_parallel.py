@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import meshplan
-from meshplan.api import check_plan
-from meshplan.runtime.loss import LossParallel
+from meshplan.api.checking import check_plan
+from meshplan.runtime.apply.vocab_parallel_loss import LossParallel
 from tests import models, parity
 from tests.test_parity import assert_same
 from tests.wide import leaving

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshplan.match import PatternError, compile_selector, fold, near, nearest
-from meshplan.spec import Selector
+from meshplan.spec.match import PatternError, compile_selector, fold, near, nearest
+from meshplan.spec.spec import Selector
 
 NAMES = [
     "", "embed", "layers", "norm", "head",

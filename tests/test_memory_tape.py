@@ -15,18 +15,18 @@ from typing import Any
 
 import pytest
 
-from meshplan.blueprint import from_mapping
 from meshplan.errors import PlanError
-from meshplan.memory.analytic import Run, tape_of, work_of
-from meshplan.memory.log import EventLog, Term
-from meshplan.memory.row import Grad, Tape
-from meshplan.memory.rows import Writer
-from meshplan.memory.shape import shape_of
-from meshplan.memory.tape import play
-from meshplan.memory.told import told_log
-from meshplan.memory.work import Moment
-from meshplan.plan import make_plan
-from meshplan.reader import load_spec
+from meshplan.memory.analytic.estimate import told_log
+from meshplan.memory.decoder.microbatch import Run, tape_of, work_of
+from meshplan.memory.decoder.sizes import shape_of
+from meshplan.memory.log.events import EventLog, Term
+from meshplan.memory.log.microbatch import Moment
+from meshplan.memory.tape.op import Grad, Tape
+from meshplan.memory.tape.ops import Writer
+from meshplan.memory.tape.tape import play
+from meshplan.model.blueprint import from_mapping
+from meshplan.plan.plan import make_plan
+from meshplan.spec.reader import load_spec
 from tests.told import traced as traced_logs
 
 BATCH, SEQ_LEN = 2, 32
@@ -76,10 +76,10 @@ def _step(config: dict[str, Any], spec: dict[str, Any], world: int) -> Any:
     import torch.nn.functional as F
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from meshplan.plan import make_plan
-    from meshplan.reader import load_spec
-    from meshplan.runtime.imagine import imagine_step
-    from meshplan.runtime.trace import graph_of
+    from meshplan.plan.plan import make_plan
+    from meshplan.runtime.fake_step.step import imagine_step
+    from meshplan.runtime.trace.structure import graph_of
+    from meshplan.spec.reader import load_spec
 
     model = LlamaForCausalLM(LlamaConfig(**config))
     plan = make_plan(load_spec(spec), graph_of(model), world_size=world)
@@ -100,10 +100,10 @@ def _traced(model_type: str, config: dict[str, Any], element_bytes: int, recompu
     import torch.nn.functional as F
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from meshplan.plan import make_plan
-    from meshplan.reader import load_spec
-    from meshplan.runtime.imagine import imagine_step
-    from meshplan.runtime.trace import graph_of
+    from meshplan.plan.plan import make_plan
+    from meshplan.runtime.fake_step.step import imagine_step
+    from meshplan.runtime.trace.structure import graph_of
+    from meshplan.spec.reader import load_spec
 
     made = AutoConfig.for_model(model_type, **config)
     model = AutoModelForCausalLM.from_config(made, attn_implementation="sdpa")
@@ -281,10 +281,10 @@ def test_what_is_not_told_is_refused(more: dict[str, Any], what: str) -> None:
 def test_a_step_is_told_without_torch() -> None:
     script = (
         "import sys\n"
-        "from meshplan.blueprint import from_mapping\n"
-        "from meshplan.memory.told import told_log\n"
-        "from meshplan.plan import make_plan\n"
-        "from meshplan.reader import load_spec\n"
+        "from meshplan.model.blueprint import from_mapping\n"
+        "from meshplan.memory.analytic.estimate import told_log\n"
+        "from meshplan.plan.plan import make_plan\n"
+        "from meshplan.spec.reader import load_spec\n"
         "graph = from_mapping({'model_type': 'llama', 'num_hidden_layers': 4})\n"
         "spec = load_spec({'version': 1, 'mesh': {'dp_shard': 64}})\n"
         "log = told_log(make_plan(spec, graph, world_size=64), batch=1, seq_len=128)\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshplan.mesh import Axis, Loan, Mesh
+from meshplan.layout.mesh import Axis, Loan, Mesh
 
 
 def test_the_indices_of_all_ranks_are_those_of_each() -> None:

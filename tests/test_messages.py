@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from meshplan.blueprint import from_config
 from meshplan.errors import MeshplanError, SpecError
-from meshplan.graph import ModelGraph
-from meshplan.plan import make_plan
-from meshplan.reader import load_spec
+from meshplan.model.blueprint import from_config
+from meshplan.model.graph import ModelGraph
+from meshplan.plan.plan import make_plan
 from meshplan.runtime.demo_model import build
-from meshplan.runtime.trace import graph_of
-from meshplan.spec import Spec
+from meshplan.runtime.trace.structure import graph_of
+from meshplan.spec.reader import load_spec
+from meshplan.spec.spec import Spec
 
 BAD_PLANS = Path(__file__).parent / "bad_plans"
 FILES = sorted(BAD_PLANS.glob("*.yaml"))

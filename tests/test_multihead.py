@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import meshplan
-from meshplan.runtime.trace import graph_of
+from meshplan.runtime.trace.structure import graph_of
 from tests import models, parity
 from tests.graphs import decide, refusal, tp
 

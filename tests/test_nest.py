@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshplan.runtime.nest import fill, shape_of, tensors_in
+from meshplan.runtime.base.pytree import fill, shape_of, tensors_in
 
 
 @dataclasses.dataclass

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from meshplan.assign import assign
-from meshplan.blueprint import from_mapping
 from meshplan.errors import PlanError
-from meshplan.memory.states import state_bytes
-from meshplan.memory.told import told_estimate
-from meshplan.plan import Plan, make_plan
-from meshplan.reader import load_spec
+from meshplan.memory.analytic.estimate import told_estimate
+from meshplan.memory.answer.states import state_bytes
+from meshplan.model.blueprint import from_mapping
+from meshplan.plan.plan import Plan, make_plan
 from meshplan.render.memory import memory_to_json, memory_to_text
 from meshplan.render.show import plan_to_text
-from meshplan.runtime import offload
-from meshplan.runtime.fixes import changes_of
-from meshplan.runtime.host import to_host
+from meshplan.runtime.apply import offload
+from meshplan.runtime.base.host_copies import to_host
+from meshplan.runtime.estimate.fixes import changes_of
+from meshplan.spec.reader import load_spec
 from meshplan.traffic import forecast
 from tests import models, offloaded, parity
 from tests.graphs import blocks

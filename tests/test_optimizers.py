@@ -14,19 +14,19 @@ import torch
 from torch import nn
 
 from meshplan.errors import PlanError
-from meshplan.memory.log import Term
+from meshplan.layout.optimizers import SHAPED_STATES
+from meshplan.memory.answer.states import STEP_COUNTERS
+from meshplan.memory.log.events import Term
 from meshplan.memory.replay.optimizer import OPTIMIZERS as STEPS
 from meshplan.memory.replay.optimizer import Updated, states_of, step
 from meshplan.memory.replay.writer import Writer
-from meshplan.memory.states import STEP_COUNTERS
-from meshplan.optimizers import SHAPED_STATES
-from meshplan.plan import make_plan
-from meshplan.reader import load_spec
-from meshplan.runtime.assumed import _check_in_parts
-from meshplan.runtime.ledger import Ledger
-from meshplan.runtime.optimizers import OPTIMIZERS
-from meshplan.runtime.trace import graph_of
-from meshplan.spec import OPTIMIZER_STATES
+from meshplan.plan.plan import make_plan
+from meshplan.runtime.fake_step.default_loop import _check_in_parts
+from meshplan.runtime.fake_step.memory_tracker import Ledger
+from meshplan.runtime.fake_step.optimizers import OPTIMIZERS
+from meshplan.runtime.trace.structure import graph_of
+from meshplan.spec.reader import load_spec
+from meshplan.spec.spec import OPTIMIZER_STATES
 
 SHAPES = ((6, 10), (7,), (4, 3, 5, 2), ())
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import meshplan
-from meshplan.runtime.mesh import local_of
-from meshplan.runtime.outside import OutsideUse
+from meshplan.runtime.base.mesh import local_of
+from meshplan.runtime.checks.outside import OutsideUse
 
 WIDTH = 8
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from meshplan.cli import main
+from meshplan.cli.app import main
 from meshplan.cost.calibration import LINKS_ARE_A_GUESS, profile_from, write_profile
-from meshplan.hardware import Device
-from meshplan.planner.lock import lock_path
+from meshplan.layout.hardware import Device
+from meshplan.planner.lock.lock import lock_path
 from meshplan.render.profile import profile_to_text
 from tests.test_calibrate import GIGAS, MADE, times
 from tests.test_planner import LLAMA, job

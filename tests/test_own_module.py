@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshplan.cli import main
+from meshplan.cli.app import main
 from meshplan.runtime.demo_model import ByteLlama
 
 MODEL = ["--model", "meshplan.runtime.demo_model:ByteLlama"]

@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import meshplan
-from meshplan.layout import Layout, Piece, own_parts
-from meshplan.memory.states import state_bytes
-from meshplan.mesh import Mesh
-from meshplan.plan import make_plan
-from meshplan.reader import load_spec
-from meshplan.runtime.trace import graph_of
+from meshplan.layout.layout import Layout, Piece, own_parts
+from meshplan.layout.mesh import Mesh
+from meshplan.memory.answer.states import state_bytes
+from meshplan.plan.plan import make_plan
+from meshplan.runtime.trace.structure import graph_of
+from meshplan.spec.reader import load_spec
 from tests import attention_models as own
 from tests import models, parity
 from tests.graphs import decide, graph, refusal, tp
@@ -277,10 +277,10 @@ def changed_attribute() -> str:
         model.layers[1].attn.num_heads = 6
 
     model = own.build("fused")
-    plan = meshplan.plan.make_plan(
+    plan = meshplan.plan.plan.make_plan(
         load_spec({"version": 1, "mesh": {"tp": 2}, "rules": FUSED}), graph_of(model), world_size=2
     )
-    from meshplan.runtime.local_compute import set_local_attributes
+    from meshplan.runtime.apply.local_tensors import set_local_attributes
 
     before = dict(vars(model.layers[0].attn))
     spoil(model)

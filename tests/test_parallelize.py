@@ -203,7 +203,7 @@ def test_code_runs_on_the_whole_module(pool):
 
 
 def as_plan(spec: meshplan.Spec) -> Any:
-    from meshplan.runtime.trace import graph_of
+    from meshplan.runtime.trace.structure import graph_of
 
     return meshplan.make_plan(spec, graph_of(models.build("own_llama")), world_size=2)
 
@@ -218,7 +218,7 @@ def test_path_mapping_spec_and_plan_mean_the_same(pool, tmp_path):
 
 
 def test_a_plan_for_another_model_is_refused(pool):
-    from meshplan.runtime.trace import graph_of
+    from meshplan.runtime.trace.structure import graph_of
 
     spec = meshplan.load_spec(SHARD)
     plan = meshplan.make_plan(spec, graph_of(models.build("gpt2")), world_size=2)

@@ -18,15 +18,15 @@ import torch.nn.functional as F
 
 from meshplan.errors import ApplyError
 from meshplan.memory import EventLog, StateBytes, Term, reserve
-from meshplan.plan import make_plan
-from meshplan.reader import load_spec
-from meshplan.runtime.imagine import imagining, imagining_alone
-from meshplan.runtime.inside import taken_inside
-from meshplan.runtime.kernels import Kernels, attention_kind
-from meshplan.runtime.mesh import device_type
-from meshplan.runtime.personality import behaving_as
-from meshplan.runtime.private_fakes import fake_mode
-from meshplan.runtime.trace import graph_of
+from meshplan.plan.plan import make_plan
+from meshplan.runtime.base.mesh import device_type
+from meshplan.runtime.fake_step.cuda_kernels import Kernels, attention_kind
+from meshplan.runtime.fake_step.cuda_mode import behaving_as
+from meshplan.runtime.fake_step.cuda_workspace import taken_inside
+from meshplan.runtime.fake_step.step import imagining, imagining_alone
+from meshplan.runtime.torch_private.fakes import fake_mode
+from meshplan.runtime.trace.structure import graph_of
+from meshplan.spec.reader import load_spec
 from tests import exact
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

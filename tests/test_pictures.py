@@ -10,9 +10,10 @@ import pytest
 from matplotlib.text import Text
 
 from meshplan.errors import SpecError
-from meshplan.memory.log import Term
-from meshplan.memory.told import told_estimate
-from meshplan.mesh import Mesh
+from meshplan.layout.mesh import Mesh
+from meshplan.layout.schedules import SCHEDULES
+from meshplan.memory.analytic.estimate import told_estimate
+from meshplan.memory.log.events import Term
 from meshplan.pictures.gantt import gantt
 from meshplan.pictures.links import crosses_nodes, members
 from meshplan.pictures.main import WHATS, draw, facts_of
@@ -22,8 +23,7 @@ from meshplan.pictures.palette import PASSES, SHARDS, TERMS, THEMES, shard_ink
 from meshplan.pictures.sheet import fitted, fitted_name, width_of, wrapped
 from meshplan.pictures.tensor import tensor_layout
 from meshplan.pictures.types import Picture
-from meshplan.schedules import SCHEDULES
-from meshplan.sizing import read_limit
+from meshplan.textbook.inputs import read_limit
 from meshplan.units import GIB, format_seconds
 from tests.graphs import blocks
 from tests.pictured import LONG, boxes, check_readable, llama, plan_of, strange, written

@@ -7,13 +7,13 @@ import re
 import pytest
 
 import meshplan
-from meshplan.cli import main
+from meshplan.cli.app import main
 from meshplan.errors import PlanError
-from meshplan.memory.states import state_bytes
+from meshplan.memory.answer.states import state_bytes
 from meshplan.pictures.counted import OF_COUNT, ONLY_COUNT, counted_plan, is_counted
 from meshplan.pictures.main import WHATS, draw
 from meshplan.pictures.waterfall import waterfall_of_states
-from meshplan.reader import load_spec
+from meshplan.spec.reader import load_spec
 from meshplan.units import GIB
 from tests.graphs import graph
 from tests.pictured import boxes, check_readable, llama, plan_of, strange, written

@@ -11,9 +11,9 @@ import sys
 import pytest
 from matplotlib.lines import Line2D
 
-from meshplan.blueprint import from_config
-from meshplan.cli import main
-from meshplan.flow import Call, Flow, Op, Ref, Value
+from meshplan.cli.app import main
+from meshplan.model.blueprint import from_config
+from meshplan.model.flow import Call, Flow, Op, Ref, Value
 from meshplan.pictures.layered import lay_out
 from meshplan.pictures.main import draw
 from meshplan.pictures.module_arrows import ENTRY, EXIT

@@ -9,11 +9,11 @@ import pytest
 from matplotlib.collections import PolyCollection
 from matplotlib.lines import Line2D
 
-from meshplan import planning
-from meshplan.cli import main
+from meshplan.api import planning
+from meshplan.cli.app import main
 from meshplan.errors import PlanError, SpecError
-from meshplan.memory.log import Event, EventLog, Storage, Term
-from meshplan.memory.told import told_estimate, told_log
+from meshplan.memory.analytic.estimate import told_estimate, told_log
+from meshplan.memory.log.events import Event, EventLog, Storage, Term
 from meshplan.pictures.ladder import ladder
 from meshplan.pictures.main import WHATS, draw, draw_decision
 from meshplan.pictures.module_tree import module_tree
@@ -22,7 +22,7 @@ from meshplan.pictures.pareto import pareto
 from meshplan.pictures.timeline import draw_timeline, timeline
 from meshplan.pictures.treemap import squarified, treemap
 from meshplan.pictures.waterfall import waterfall
-from meshplan.sizing import read_limit
+from meshplan.textbook.inputs import read_limit
 from meshplan.units import GIB
 from tests.bench.gallery import FOLDER, MOST_BYTES, PAGE, SHOWN
 from tests.graphs import blocks, graph

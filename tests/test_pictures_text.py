@@ -9,16 +9,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from meshplan.cli import main
+from meshplan.cli.app import main
 from meshplan.cost.profile import profile_of
 from meshplan.cost.simulate import simulate
 from meshplan.cost.stages import stage_seconds
-from meshplan.layout import Layout
-from meshplan.memory.told import told_estimate
+from meshplan.layout.layout import Layout
+from meshplan.layout.schedules import SCHEDULES
+from meshplan.memory.analytic.estimate import told_estimate
 from meshplan.pictures.gantt import gantt
 from meshplan.pictures.main import facts_of
-from meshplan.planner.asking import cluster_of
-from meshplan.reader import load_spec
+from meshplan.planner.problem.request import cluster_of
 from meshplan.render.drawn import (
     gantt_lines,
     layout_lines,
@@ -26,8 +26,8 @@ from meshplan.render.drawn import (
     mesh_lines,
     print_lines,
 )
-from meshplan.schedules import SCHEDULES
-from meshplan.sizing import read_limit
+from meshplan.spec.reader import load_spec
+from meshplan.textbook.inputs import read_limit
 from meshplan.units import GIB
 from tests.graphs import graph
 from tests.pictured import LONG, STATED, llama, plan_of, strange

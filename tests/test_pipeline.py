@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import meshplan
 from meshplan.errors import ApplyError, PlanError
+from meshplan.layout.schedules import SCHEDULES
 from meshplan.memory import state_bytes
-from meshplan.schedules import SCHEDULES
 from tests import models, parity
 
 

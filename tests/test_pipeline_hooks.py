@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import meshplan
 from meshplan.errors import MeshplanError
-from meshplan.runtime.pipeline.hooks import Hooks
+from meshplan.runtime.apply.pipeline.hooks import Hooks
 from tests.parity import TOLERANCE
 
 DIM, LAYERS, STEPS = 8, 4, 3

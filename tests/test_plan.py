@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from meshplan.errors import PlanError
-from meshplan.graph import ModelGraph
-from meshplan.plan import Plan, make_plan, problems_without_model
-from meshplan.reader import load_spec
+from meshplan.model.graph import ModelGraph
+from meshplan.plan.plan import Plan, make_plan, problems_without_model
+from meshplan.spec.reader import load_spec
 from tests.graphs import blocks
 
 BASE: dict[str, Any] = {

@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 
 import meshplan
-from meshplan import api
-from meshplan.blueprint import from_config
-from meshplan.cli import main
+from meshplan.api import checking as api
+from meshplan.api.planning import search_plan
+from meshplan.cli.app import main
 from meshplan.cost.grid import OPTIONS
 from meshplan.errors import MeshplanError, PlanError, SpecError
-from meshplan.planner.asking import question_of
-from meshplan.planner.decide import decide_job
-from meshplan.planner.job import Job
-from meshplan.planner.lock import lock_path, overrides, read, write
-from meshplan.planner.row import Candidate, solve_row
-from meshplan.planner.settle import Block, patterns
-from meshplan.planner.whole import whole_spec
-from meshplan.planning import search_plan
-from meshplan.reader import load_spec
+from meshplan.model.blueprint import from_config
+from meshplan.planner.lock.lock import lock_path, overrides, read, write
+from meshplan.planner.objectives.complete import whole_spec
+from meshplan.planner.objectives.fastest import decide_job
+from meshplan.planner.problem.overrides import Block, patterns
+from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.request import question_of
+from meshplan.planner.solve.config import Candidate, solve_row
+from meshplan.spec.reader import load_spec
 from tests import models
 from tests.pooled import pooled_bytes
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from meshplan import api
-from meshplan.planner.asking import question_of_file
-from meshplan.planner.costed import Costed
-from meshplan.planner.difference import _fields
-from meshplan.planner.lock import overrides
-from meshplan.planner.settings import has
-from meshplan.planning import search_plan
+from meshplan.api import checking as api
+from meshplan.api.planning import search_plan
+from meshplan.planner.answers.difference import _fields
+from meshplan.planner.answers.settings import has
+from meshplan.planner.lock.lock import overrides
+from meshplan.planner.problem.request import question_of_file
+from meshplan.planner.tables.whole_plan import Costed
 from tests.test_planner import LLAMA, job
 
 __all__ = ["job"]

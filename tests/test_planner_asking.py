@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from meshplan.cli import main
-from meshplan.planner.lock import lock_path
-from meshplan.planning import explain
+from meshplan.api.planning import explain
+from meshplan.cli.app import main
+from meshplan.planner.lock.lock import lock_path
 from tests.test_planner import LLAMA, PLAN, job
 from tests.test_planner_words import measured
 

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from meshplan import api
-from meshplan.cli import main
+from meshplan.api import checking as api
+from meshplan.api.planning import search_plan
+from meshplan.cli.app import main
 from meshplan.cost.grid import OPTIONS
-from meshplan.planner.asking import question_of_file
-from meshplan.planner.balanced import balance, balanced
-from meshplan.planner.decision import Way
-from meshplan.planner.job import Job
-from meshplan.planner.lock import overrides
-from meshplan.planner.near import SLACK
-from meshplan.planner.row import Candidate, solve_row
-from meshplan.planning import search_plan
+from meshplan.planner.lock.lock import overrides
+from meshplan.planner.objectives.balanced import balance, balanced
+from meshplan.planner.objectives.simplify import SLACK
+from meshplan.planner.problem.decision import Way
+from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.request import question_of_file
+from meshplan.planner.solve.config import Candidate, solve_row
 from tests.test_planner import LLAMA, job
 
 __all__ = ["job"]

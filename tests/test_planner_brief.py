@@ -18,12 +18,12 @@ import pytest
 
 from meshplan.cost.grid import ACTIVATIONS_THERE
 from meshplan.errors import MeshplanError
-from meshplan.plan import make_plan
-from meshplan.planner.brief import Brief
-from meshplan.planner.job import Job
-from meshplan.planner.lock import overrides
-from meshplan.planner.row import Row, row_bound, solve_row
-from meshplan.planner.widened import _twins, widen
+from meshplan.plan.plan import make_plan
+from meshplan.planner.lock.lock import overrides
+from meshplan.planner.objectives.offload_variants import _twins, widen
+from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.truncated_estimate import Brief
+from meshplan.planner.solve.config import Row, row_bound, solve_row
 from tests.brute import random_numbers, random_rounds
 from tests.test_planner_gauge import LLAMA, job_in
 

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 from meshplan.errors import PlanError
-from meshplan.memory.told import told_rank
-from meshplan.plan import make_plan
-from meshplan.planner.asking import question_of_file
-from meshplan.planner.costed import Costed
-from meshplan.planner.decide import decide_job
-from meshplan.planner.job import Job
-from meshplan.planner.lock import overrides
-from meshplan.planner.row import Row, solve_row
+from meshplan.memory.analytic.estimate import told_rank
+from meshplan.plan.plan import make_plan
+from meshplan.planner.lock.lock import overrides
+from meshplan.planner.objectives.fastest import decide_job
+from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.request import question_of_file
+from meshplan.planner.solve.config import Row, solve_row
+from meshplan.planner.tables.whole_plan import Costed
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024,

@@ -15,20 +15,20 @@ import torch.distributed as dist
 from torch import nn
 
 import meshplan
-from meshplan import api
-from meshplan.memory.driver import with_workspaces
-from meshplan.plan import Plan, make_plan
-from meshplan.planner.asking import question_of_file
-from meshplan.planner.decide import decide
-from meshplan.planner.lock import overrides
-from meshplan.planning import search_plan
-from meshplan.reader import load_spec
-from meshplan.runtime import certify
-from meshplan.runtime.assumed import loop_of
-from meshplan.runtime.described import Described, described
-from meshplan.runtime.imagine import imagine_step
-from meshplan.runtime.planned import question_of_entry, question_of_model
-from meshplan.runtime.trace import graph_of
+from meshplan.api import checking as api
+from meshplan.api.planning import search_plan
+from meshplan.memory.log.driver import with_workspaces
+from meshplan.plan.plan import Plan, make_plan
+from meshplan.planner.lock.lock import overrides
+from meshplan.planner.objectives.fastest import decide
+from meshplan.planner.problem.request import question_of_file
+from meshplan.runtime.fake_step.default_loop import loop_of
+from meshplan.runtime.fake_step.step import imagine_step
+from meshplan.runtime.live import certify
+from meshplan.runtime.live.matches_config import Described, described
+from meshplan.runtime.live.planned import question_of_entry, question_of_model
+from meshplan.runtime.trace.structure import graph_of
+from meshplan.spec.reader import load_spec
 
 GPU = "h100-sxm-80gb"
 SIZES = {

@@ -6,14 +6,14 @@ import json
 
 import pytest
 
-from meshplan import api
-from meshplan.cli import main
+from meshplan.api import checking as api
+from meshplan.api.planning import plan_of_lock, search_plan
+from meshplan.cli.app import main
 from meshplan.errors import SpecError
-from meshplan.match import compile_selector
-from meshplan.planner.difference import difference, side_of
-from meshplan.planner.lock import lock_path, read
-from meshplan.planning import plan_of_lock, search_plan
-from meshplan.spec import Selector
+from meshplan.planner.answers.difference import difference, side_of
+from meshplan.planner.lock.lock import lock_path, read
+from meshplan.spec.match import compile_selector
+from meshplan.spec.spec import Selector
 from tests.test_planner import LLAMA, PLAN, job
 
 __all__ = ["job"]

@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-from meshplan.cli import main
+from meshplan.api.planning import fewest_devices, search_plan
+from meshplan.cli.app import main
 from meshplan.errors import PlanError
-from meshplan.planner.space import EmptySpaceError
-from meshplan.planning import fewest_devices, search_plan
+from meshplan.planner.space.space import EmptySpaceError
 from tests.test_planner import PLAN, job
 
 __all__ = ["job"]

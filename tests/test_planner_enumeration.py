@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from meshplan.cost.grid import MODES
-from meshplan.planner.enumeration import enumerate_grid
-from meshplan.planner.space import Freedom, divisors
+from meshplan.planner.space.enumeration import enumerate_grid
+from meshplan.planner.space.space import Freedom, divisors
 
 
 def modes(world: int, tp: int, stated: tuple[str, ...] = MODES) -> set[str]:

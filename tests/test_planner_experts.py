@@ -17,23 +17,23 @@ import numpy as np
 import pytest
 
 import meshplan
-from meshplan import api
-from meshplan.blueprint import from_config
-from meshplan.cli import main
+from meshplan.api import checking as api
+from meshplan.api.planning import search_plan
+from meshplan.cli.app import main
 from meshplan.cost.grid import GRID, MODES, OPTIONS
 from meshplan.cost.stages import chain_of_plan
-from meshplan.plan import make_plan
-from meshplan.planner.asking import question_of
-from meshplan.planner.enumeration import enumerate_grid
-from meshplan.planner.found import mesh_key
-from meshplan.planner.job import Job
-from meshplan.planner.lock import overrides
-from meshplan.planner.row import Candidate, solve_row
-from meshplan.planner.search import search
-from meshplan.planner.space import Freedom, divisors
-from meshplan.planner.spread import experts_of
-from meshplan.planning import search_plan
-from meshplan.reader import load_spec
+from meshplan.model.blueprint import from_config
+from meshplan.plan.plan import make_plan
+from meshplan.planner.lock.lock import overrides
+from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.request import question_of
+from meshplan.planner.solve.config import Candidate, solve_row
+from meshplan.planner.solve.result import mesh_key
+from meshplan.planner.solve.search import search
+from meshplan.planner.space.enumeration import enumerate_grid
+from meshplan.planner.space.ep import experts_of
+from meshplan.planner.space.space import Freedom, divisors
+from meshplan.spec.reader import load_spec
 from tests.brute import always_fits, fastest
 from tests.pooled import pooled_by_group
 from tests.test_planner import LLAMA, PLAN

@@ -8,14 +8,14 @@ import time
 
 import pytest
 
-from meshplan.cli import main
+from meshplan.api.planning import explain, search_plan
+from meshplan.cli.app import main
 from meshplan.errors import PlanError
-from meshplan.planner.asking import question_of_file
-from meshplan.planner.decide import decide_job
-from meshplan.planner.explain import Shares, _missing
-from meshplan.planner.job import Job
-from meshplan.planner.search import search
-from meshplan.planning import explain, search_plan
+from meshplan.planner.answers.explain import Shares, _missing
+from meshplan.planner.objectives.fastest import decide_job
+from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.request import question_of_file
+from meshplan.planner.solve.search import search
 from meshplan.render.explain import verdict
 from tests.bench.planned_models import MODELS
 from tests.test_planner import LARGE, LLAMA, PLAN, job
@@ -99,8 +99,8 @@ def test_one_search_for_all_values_of_a_field(job, monkeypatch):
         planned.append(args)
         return decide_job(*args, **more)
 
-    monkeypatch.setattr("meshplan.planner.widened.search", counted)
-    monkeypatch.setattr("meshplan.planner.explain.decide_job", decided)
+    monkeypatch.setattr("meshplan.planner.objectives.offload_variants.search", counted)
+    monkeypatch.setattr("meshplan.planner.answers.explain.decide_job", decided)
     answers = explain(job(solve={"time_limit": "1h"}), ["why", "mesh.dp_shard"])
     assert (len(asked), len(planned)) == (len(answers), 1)
     assert all(deadline < time.monotonic() + 3600 for deadline in asked)
@@ -188,8 +188,8 @@ def test_what_the_plan_lacks_is_told_as_by_plan(job, words):
 @pytest.fixture
 def flat(monkeypatch):
     """Optima as flat as can be: the plan takes what is simpler, however much slower."""
-    monkeypatch.setattr("meshplan.planner.near.SLACK", 0.5)
-    monkeypatch.setattr("meshplan.planner.decide.SLACK", 0.5)
+    monkeypatch.setattr("meshplan.planner.objectives.simplify.SLACK", 0.5)
+    monkeypatch.setattr("meshplan.planner.objectives.fastest.SLACK", 0.5)
 
 
 def test_what_the_plan_has_is_said_of_the_plan_and_not_of_the_fastest(job, flat):

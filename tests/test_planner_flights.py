@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from meshplan.cost.grid import GRID, SCHEDULE_WORDS
-from meshplan.planner.flights import (
+from meshplan.layout.schedules import SCHEDULES
+from meshplan.planner.tables.in_flight import (
     fewest_in_flight,
     flights,
     handed_on,
@@ -17,7 +18,6 @@ from meshplan.planner.flights import (
     usual_blocks,
     usual_in_flight,
 )
-from meshplan.schedules import SCHEDULES
 from tests.brute import HALVED, handed_by, kept_by
 
 

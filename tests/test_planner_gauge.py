@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshplan.graph import is_inside
-from meshplan.memory.allocator import reserve
-from meshplan.memory.driver import communicators, driver_bytes, with_workspaces
-from meshplan.memory.log import Event, EventLog, Storage, Term
-from meshplan.memory.told import told_rank
-from meshplan.plan import make_plan
-from meshplan.planner.asking import question_of_file
-from meshplan.planner.gauge import Gauge, Short, shorten
-from meshplan.planner.job import Job
-from meshplan.planner.lock import overrides
-from meshplan.planner.row import Candidate, Row, solve_row
-from meshplan.planner.settle import Block, statements
-from meshplan.spec import Spec
+from meshplan.memory.analytic.estimate import told_rank
+from meshplan.memory.log.allocator import reserve
+from meshplan.memory.log.driver import communicators, driver_bytes, with_workspaces
+from meshplan.memory.log.events import Event, EventLog, Storage, Term
+from meshplan.model.graph import is_inside
+from meshplan.plan.plan import make_plan
+from meshplan.planner.lock.lock import overrides
+from meshplan.planner.problem.overrides import Block, statements
+from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.request import question_of_file
+from meshplan.planner.problem.truncated import Gauge, Short, shorten
+from meshplan.planner.solve.config import Candidate, Row, solve_row
+from meshplan.spec.spec import Spec
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024,

@@ -7,11 +7,11 @@ import itertools
 import numpy as np
 import pytest
 
-from meshplan.planner import knapsack
-from meshplan.planner.cuts import cut
-from meshplan.planner.knapsack import NONE, Menu, _Labels, solve
-from meshplan.planner.mixes import mixes_of
-from meshplan.planner.relaxing import relaxed_each
+from meshplan.planner.knapsack import knapsack
+from meshplan.planner.knapsack.knapsack import NONE, Menu, _Labels, solve
+from meshplan.planner.knapsack.lp_relaxation import relaxed_each
+from meshplan.planner.knapsack.pareto_counts import mixes_of
+from meshplan.planner.knapsack.stage_cuts import cut
 
 
 @pytest.mark.parametrize("seed", range(3))

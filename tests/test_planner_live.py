@@ -13,22 +13,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshplan import api
-from meshplan.cli import main
+from meshplan.api import checking as api
+from meshplan.api.planning import search_plan
+from meshplan.cli.app import main
 from meshplan.cost.grid import OPTIONS
-from meshplan.hardware import find_device
-from meshplan.memory.work import Work
-from meshplan.plan import Plan, make_plan
-from meshplan.planner.decide import decide, decide_job
-from meshplan.planner.decision import Decision, Question
-from meshplan.planner.job import Job
-from meshplan.planner.lock import overrides
-from meshplan.planner.row import Candidate
-from meshplan.planning import search_plan
+from meshplan.layout.hardware import find_device
+from meshplan.memory.log.microbatch import Work
+from meshplan.plan.plan import Plan, make_plan
+from meshplan.planner.lock.lock import overrides
+from meshplan.planner.objectives.fastest import decide, decide_job
+from meshplan.planner.problem.decision import Decision, Question
+from meshplan.planner.problem.problem import Job
+from meshplan.planner.solve.config import Candidate
 from meshplan.render.sizing import cost_to_json, cost_to_text
-from meshplan.runtime.planned import question_of_entry
-from meshplan.runtime.probe import Ask, watch
-from meshplan.runtime.traced import TracedModel
+from meshplan.runtime.fake_step.costs import Ask, watch
+from meshplan.runtime.live.planned import question_of_entry
+from meshplan.runtime.live.traced import TracedModel
 from tests import planned
 
 
@@ -211,7 +211,7 @@ def test_what_was_traced_is_not_traced_again(ask, monkeypatch):
         asked.extend(args[6])
         return watch(*args, **kwargs)
 
-    monkeypatch.setattr("meshplan.runtime.traced.watch", watching)
+    monkeypatch.setattr("meshplan.runtime.live.traced.watch", watching)
     blocks = frozenset(question.graph.blocks())
     for micro, word, again in ((1, "none", frozenset()), (2, "full", blocks)):
         plan = with_micro(question, micro, word)

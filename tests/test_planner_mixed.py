@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshplan.memory.told import told_rank
-from meshplan.plan import make_plan
-from meshplan.planner.gauge import Gauge, shorten
-from meshplan.planner.job import Job
-from meshplan.planner.lock import overrides
-from meshplan.planner.numbers import memory_bounds
-from meshplan.planner.row import Row, solve_row
-from meshplan.planner.settle import statements
+from meshplan.memory.analytic.estimate import told_rank
+from meshplan.plan.plan import make_plan
+from meshplan.planner.lock.lock import overrides
+from meshplan.planner.problem.overrides import statements
+from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.truncated import Gauge, shorten
+from meshplan.planner.solve.config import Row, solve_row
+from meshplan.planner.tables.cost_table import memory_bounds
 from tests.test_planner_gauge import LLAMA, job_in
 
 QWEN: dict[str, Any] = LLAMA | {

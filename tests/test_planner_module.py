@@ -6,15 +6,15 @@ import json
 
 import pytest
 
-from meshplan import api
-from meshplan.cli import main
+from meshplan.api import checking as api
+from meshplan.api.planning import explain_module, search_plan
+from meshplan.cli.app import main
 from meshplan.cost.profile import without
 from meshplan.errors import PlanError, SpecError
 from meshplan.memory import state_bytes
-from meshplan.planner.asking import cluster_of, question_of_file
-from meshplan.planner.costed import Costed
-from meshplan.planner.lock import overrides
-from meshplan.planning import explain_module, search_plan
+from meshplan.planner.lock.lock import overrides
+from meshplan.planner.problem.request import cluster_of, question_of_file
+from meshplan.planner.tables.whole_plan import Costed
 from meshplan.units import format_bytes, format_gib
 from tests.test_planner import LLAMA, PLAN, job
 

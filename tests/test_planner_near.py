@@ -7,8 +7,8 @@ from itertools import combinations
 import pytest
 
 from meshplan.cost.grid import OPTIONS
-from meshplan.planner.near import Near, Try
-from meshplan.planner.search import search
+from meshplan.planner.objectives.simplify import Near, Try
+from meshplan.planner.solve.search import search
 from tests.brute import always_fits
 from tests.test_planner import LARGE, LLAMA, OPEN, job, job_of
 
@@ -21,7 +21,7 @@ SLACK = 0.5
 
 @pytest.mark.parametrize("gib", [26, 18])
 def test_what_is_simpler_comes_simplest_first(job, gib, monkeypatch):
-    monkeypatch.setattr("meshplan.planner.near.SLACK", SLACK)
+    monkeypatch.setattr("meshplan.planner.objectives.simplify.SLACK", SLACK)
     config = LLAMA | LARGE | {"num_hidden_layers": 8}
     batch = {"global": 32, "seq_len": 8192}
     at = job_of(job(config, batch=batch, activation_checkpointing="auto", **OPEN))

@@ -18,19 +18,19 @@ from meshplan.cost.host import crossing, host_rate
 from meshplan.cost.profile import Profile, profile_of
 from meshplan.cost.types import Kind, Sent, Tally
 from meshplan.errors import PlanError
-from meshplan.hardware import Cluster, find_device
-from meshplan.memory.hosts import HOST_BYTES_PER_DEVICE
-from meshplan.planner import widened
-from meshplan.planner.decide import decide_job
-from meshplan.planner.enumeration import enumerate_grid
-from meshplan.planner.found import Found
-from meshplan.planner.hosted import offload_words
-from meshplan.planner.job import Job
-from meshplan.planner.numbers import Numbers, memory_bounds
-from meshplan.planner.row import solve_row
-from meshplan.planner.search import search
-from meshplan.planner.widened import searched
-from meshplan.reader import load_spec
+from meshplan.layout.hardware import Cluster, find_device
+from meshplan.memory.answer.hosts import HOST_BYTES_PER_DEVICE
+from meshplan.planner.objectives import offload_variants as widened
+from meshplan.planner.objectives.fastest import decide_job
+from meshplan.planner.objectives.offload_variants import searched
+from meshplan.planner.problem.problem import Job
+from meshplan.planner.solve.config import solve_row
+from meshplan.planner.solve.result import Found
+from meshplan.planner.solve.search import search
+from meshplan.planner.space.enumeration import enumerate_grid
+from meshplan.planner.space.offload import offload_words
+from meshplan.planner.tables.cost_table import Numbers, memory_bounds
+from meshplan.spec.reader import load_spec
 from tests.brute import always_fits, fastest
 from tests.pooled import pooled_bytes
 from tests.test_planner import LARGE, LLAMA, job, job_of

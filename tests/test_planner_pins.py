@@ -7,15 +7,15 @@ import itertools
 import numpy as np
 import pytest
 
-from meshplan import api
+from meshplan.api import checking as api
+from meshplan.api.planning import search_plan
 from meshplan.errors import PlanError
-from meshplan.planner.asking import question_of_file
-from meshplan.planner.costed import Costed
-from meshplan.planner.cutting import LAST, StagePins
-from meshplan.planner.lock import overrides
-from meshplan.planner.row import Row, solve_row
-from meshplan.planner.space import EmptySpaceError
-from meshplan.planning import search_plan
+from meshplan.planner.lock.lock import overrides
+from meshplan.planner.problem.request import question_of_file
+from meshplan.planner.solve.config import Row, solve_row
+from meshplan.planner.space.fixed_stages import LAST, StagePins
+from meshplan.planner.space.space import EmptySpaceError
+from meshplan.planner.tables.whole_plan import Costed
 from tests.test_planner import LLAMA, PLAN, job, job_of
 
 __all__ = ["job"]

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from meshplan.cost.grid import OPTIONS
-from meshplan.planner.found import Found, Measured
-from meshplan.planner.job import Job
-from meshplan.planner.numbers import Numbers
-from meshplan.planner.polish import polish
-from meshplan.planner.row import Candidate
+from meshplan.planner.objectives.refine import polish
+from meshplan.planner.problem.problem import Job
+from meshplan.planner.solve.config import Candidate
+from meshplan.planner.solve.result import Found, Measured
+from meshplan.planner.tables.cost_table import Numbers
 from tests.brute import random_rounds
 
 ORDER = (0, 1, 2, 1, 0)

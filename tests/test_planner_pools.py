@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from meshplan.blueprint import from_mapping
 from meshplan.cost.chain import chain_of
 from meshplan.cost.grid import SCHEDULE_WORDS
-from meshplan.planner.held import ElementBytes, reducing_bytes
-from meshplan.planner.pools import Pools, pools_of
+from meshplan.model.blueprint import from_mapping
+from meshplan.planner.tables.memory_bounds import ElementBytes, reducing_bytes
+from meshplan.planner.tables.stream_pools import Pools, pools_of
 from tests.test_cost_step import LENGTH, LLAMA, row
 
 CHAIN = chain_of(from_mapping(LLAMA), seq_len=LENGTH, element_bytes=2)

@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from meshplan.cli import main
+from meshplan.api.planning import search_plan
+from meshplan.cli.app import main
 from meshplan.errors import PlanError
-from meshplan.planner.asking import question_of_file
-from meshplan.planner.job import Job
-from meshplan.planner.lock import lock_path, overrides
-from meshplan.planner.remedy import Trouble, _Asking, trouble_of
-from meshplan.planner.stated import Statement, statements_of, without
-from meshplan.planner.widened import fastest_that_fits
-from meshplan.planning import search_plan
-from meshplan.reader import load_spec
+from meshplan.planner.answers.infeasible import Trouble, _Asking, trouble_of
+from meshplan.planner.answers.stated import Statement, statements_of, without
+from meshplan.planner.lock.lock import lock_path, overrides
+from meshplan.planner.objectives.offload_variants import fastest_that_fits
+from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.request import question_of_file
 from meshplan.render.trouble import trouble_to_text
+from meshplan.spec.reader import load_spec
 from tests.test_planner import LLAMA, OPEN, job
 
 __all__ = ["job"]

@@ -8,13 +8,13 @@ import math
 import numpy as np
 import pytest
 
-from meshplan import api
-from meshplan.cli import main
+from meshplan.api import checking as api
+from meshplan.cli.app import main
 from meshplan.errors import PlanError
-from meshplan.layout import Layout
-from meshplan.mesh import Mesh
-from meshplan.planner.lock import lock_path, overrides, read
-from meshplan.planner.reshard import _elements, _Held, _Kind, reshard
+from meshplan.layout.layout import Layout
+from meshplan.layout.mesh import Mesh
+from meshplan.planner.answers.reshard import _elements, _Held, _Kind, reshard
+from meshplan.planner.lock.lock import lock_path, overrides, read
 from tests.test_planner import LLAMA, job
 
 __all__ = ["job"]

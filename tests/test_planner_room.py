@@ -8,17 +8,17 @@ import re
 import pytest
 import yaml
 
-from meshplan import api
-from meshplan.cli import main
+from meshplan.api import checking as api
+from meshplan.api.planning import lock_plan, search_plan
+from meshplan.cli.app import main
 from meshplan.errors import SpecError
-from meshplan.planner.asking import question_of_file
-from meshplan.planner.enumeration import enumerate_grid
-from meshplan.planner.job import Job
-from meshplan.planner.lock import read, spec_hash, write
-from meshplan.planner.near import SLACK
-from meshplan.planner.search import TOLERANCE
-from meshplan.planning import lock_plan, search_plan
-from meshplan.reader import load_spec
+from meshplan.planner.lock.lock import read, spec_hash, write
+from meshplan.planner.objectives.simplify import SLACK
+from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.request import question_of_file
+from meshplan.planner.solve.search import TOLERANCE
+from meshplan.planner.space.enumeration import enumerate_grid
+from meshplan.spec.reader import load_spec
 from tests.bench.no_better import ask, draw
 from tests.bench.planned_models import MODELS
 from tests.test_planner import LLAMA, OPEN, job

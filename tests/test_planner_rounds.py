@@ -22,16 +22,16 @@ from meshplan.cost.profile import profile_of
 from meshplan.cost.simulate import simulate
 from meshplan.cost.stages import stage_seconds
 from meshplan.errors import PlanError
-from meshplan.memory.told import told_rank
-from meshplan.plan import Plan, make_plan
-from meshplan.planner.asking import question_of_file
-from meshplan.planner.costed import Costed
-from meshplan.planner.decide import decide_job
-from meshplan.planner.held import is_late
-from meshplan.planner.job import Job
-from meshplan.planner.lock import overrides
-from meshplan.planner.row import Candidate, Row, solve_row
-from meshplan.schedules import SCHEDULES
+from meshplan.layout.schedules import SCHEDULES
+from meshplan.memory.analytic.estimate import told_rank
+from meshplan.plan.plan import Plan, make_plan
+from meshplan.planner.lock.lock import overrides
+from meshplan.planner.objectives.fastest import decide_job
+from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.request import question_of_file
+from meshplan.planner.solve.config import Candidate, Row, solve_row
+from meshplan.planner.tables.memory_bounds import is_late
+from meshplan.planner.tables.whole_plan import Costed
 from tests.test_planner_gauge import LLAMA
 
 HALVED = "InterleavedZeroBubble"

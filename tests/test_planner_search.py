@@ -12,16 +12,16 @@ import pytest
 from numpy.typing import NDArray
 
 from meshplan.cost.grid import SCHEDULE_WORDS
-from meshplan.planner.found import Guess, Measured
-from meshplan.planner.numbers import (
+from meshplan.planner.solve.config import Candidate, Row, solve_row
+from meshplan.planner.solve.result import Guess, Measured
+from meshplan.planner.solve.search import search
+from meshplan.planner.tables.cost_table import (
     by_bound,
     memory_bounds,
     priced_bounds,
     time_bounds,
     weights,
 )
-from meshplan.planner.row import Candidate, Row, solve_row
-from meshplan.planner.search import search
 from tests.brute import (
     HALVED,
     alike_rows,
@@ -238,7 +238,7 @@ def test_what_cannot_be_told_is_left_out_with_its_reason():
 
 def test_a_row_that_is_given_up_is_not_proved(monkeypatch):
     """Nobody knows whether it would have been faster."""
-    monkeypatch.setattr("meshplan.planner.search._MOST_TRIES", 1)
+    monkeypatch.setattr("meshplan.planner.solve.search._MOST_TRIES", 1)
     numbers, capacity = random_numbers(7)
     fastest_row = search(numbers, capacity, always_fits).best
     assert fastest_row is not None
@@ -409,7 +409,7 @@ def test_no_more_bounds_are_asked_for_than_the_answer_needs(monkeypatch):
             bounded.append(row)
             yield bound, row
 
-    monkeypatch.setattr("meshplan.planner.search.by_bound", counted)
+    monkeypatch.setattr("meshplan.planner.solve.search.by_bound", counted)
     found = search(numbers, float("inf"), always_fits)
     assert found.best is not None
     assert found.best.row == 59

@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshplan.cli import main
+from meshplan.cli.app import main
 from meshplan.cost.grid import SCHEDULE_WORDS
-from meshplan.memory.told import told_rank
-from meshplan.plan import make_plan
-from meshplan.planner.asking import question_of_file
-from meshplan.planner.costed import Costed
-from meshplan.planner.explain import Asker
-from meshplan.planner.job import Job
-from meshplan.planner.lock import overrides
-from meshplan.planner.row import Row, solve_row
-from meshplan.planner.space import EmptySpaceError
+from meshplan.memory.analytic.estimate import told_rank
+from meshplan.plan.plan import make_plan
+from meshplan.planner.answers.explain import Asker
+from meshplan.planner.lock.lock import overrides
+from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.request import question_of_file
+from meshplan.planner.solve.config import Row, solve_row
+from meshplan.planner.space.space import EmptySpaceError
+from meshplan.planner.tables.whole_plan import Costed
 from tests.test_planner_context import LLAMA
 
 ZERO_BUBBLE = "InterleavedZeroBubble"

@@ -10,22 +10,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from meshplan import api
-from meshplan.cli import main
+from meshplan.api import checking as api
+from meshplan.api.planning import fewest_devices, search_plan
+from meshplan.cli.app import main
 from meshplan.cost.grid import OPTIONS
 from meshplan.errors import SpecError
-from meshplan.planner.asking import question_of_file
-from meshplan.planner.decide import decide
-from meshplan.planner.decision import Way
-from meshplan.planner.found import Measured
-from meshplan.planner.frontier import frontier, undominated
-from meshplan.planner.job import Job
-from meshplan.planner.least import Least, least_rows
-from meshplan.planner.lock import lock_path, overrides, read
-from meshplan.planner.numbers import memory_bounds
-from meshplan.planner.row import Candidate, Row, solve_row
-from meshplan.planner.sizes import Size, _Fewest, fewest, positive, with_nodes
-from meshplan.planning import fewest_devices, search_plan
+from meshplan.planner.answers.frontier import frontier, undominated
+from meshplan.planner.lock.lock import lock_path, overrides, read
+from meshplan.planner.objectives.fastest import decide
+from meshplan.planner.objectives.memory import Least, least_rows
+from meshplan.planner.objectives.num_devices import Size, _Fewest, fewest, positive, with_nodes
+from meshplan.planner.problem.decision import Way
+from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.request import question_of_file
+from meshplan.planner.solve.config import Candidate, Row, solve_row
+from meshplan.planner.solve.result import Measured
+from meshplan.planner.tables.cost_table import memory_bounds
 from meshplan.render.sizing import frontier_to_text
 from tests.test_planner import LLAMA, job
 

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from meshplan.cli import main
+from meshplan.api.planning import search_plan
+from meshplan.cli.app import main
 from meshplan.errors import PlanError
-from meshplan.planner.asking import question_of_file
-from meshplan.planner.job import Job
-from meshplan.planner.lock import overrides
-from meshplan.planner.remedy import _Asking
-from meshplan.planner.stated import Statement, statements_of, without
-from meshplan.planning import search_plan
-from meshplan.reader import load_spec
-from meshplan.spec import Context, Spec
+from meshplan.planner.answers.infeasible import _Asking
+from meshplan.planner.answers.stated import Statement, statements_of, without
+from meshplan.planner.lock.lock import overrides
+from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.request import question_of_file
+from meshplan.spec.reader import load_spec
+from meshplan.spec.spec import Context, Spec
 from tests.test_planner import LLAMA, OPEN, job
 from tests.test_planner_experts import MIXTRAL
 from tests.test_planner_remedy import WIDE, tight

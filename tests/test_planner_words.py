@@ -10,16 +10,16 @@ import signal
 import pytest
 import yaml
 
-from meshplan import api
-from meshplan.cli import main
+from meshplan.api import checking as api
+from meshplan.api.planning import search_plan
+from meshplan.cli.app import main
 from meshplan.cost.calibration import write_profile
 from meshplan.cost.profile import profile_of
 from meshplan.errors import PlanError
-from meshplan.hardware import Cluster, Link, find_device
-from meshplan.planner import decide as deciding
-from meshplan.planner.changed import Change, changes
-from meshplan.planner.lock import lock_path, read
-from meshplan.planning import search_plan
+from meshplan.layout.hardware import Cluster, Link, find_device
+from meshplan.planner.lock.changes import Change, changes
+from meshplan.planner.lock.lock import lock_path, read
+from meshplan.planner.objectives import fastest as deciding
 from tests.test_planner import LLAMA, PLAN, job
 
 __all__ = ["job"]
@@ -119,7 +119,7 @@ def test_an_interrupt_before_any_answer_writes_nothing(job, capsys):
 def test_time_that_is_up_after_an_answer_is_an_honest_no(job, capsys, monkeypatch):
     path = job()
     monkeypatch.setattr(
-        "meshplan.planner.search._Search._is_late", lambda self: self.found.best is not None
+        "meshplan.planner.solve.search._Search._is_late", lambda self: self.found.best is not None
     )
     code, result, _ = plan(capsys, path)
     assert (code, result["fits"], result["is_whole"]) == (1, True, False)
@@ -178,7 +178,7 @@ def test_the_lock_depends_on_the_profile(job, tmp_path, capsys, monkeypatch):
         asked.append(question.profile)
         return deciding.decide(question, told)
 
-    monkeypatch.setattr("meshplan.planner.whole.answer", noted)
+    monkeypatch.setattr("meshplan.planner.objectives.complete.answer", noted)
     path = job()
     profile = measured(tmp_path / "profile.json")
     assert main(["plan", "-f", str(path), "--profile", str(profile), "-q"]) == 0

@@ -10,12 +10,12 @@ import torch
 
 import meshplan
 from meshplan import decide
-from meshplan.cli import main
+from meshplan.cli.app import main
 from meshplan.errors import SpecError
-from meshplan.reader import load_spec
-from meshplan.recipes import find_plan, recipe_names, recipe_path
 from meshplan.runtime.demo import entry_of
 from meshplan.runtime.demo_model import next_byte_loss
+from meshplan.spec.reader import load_spec
+from meshplan.spec.recipes import find_plan, recipe_names, recipe_path
 from tests.wide import leaving
 
 ROOT = Path(__file__).parent.parent

@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from meshplan import api
-from meshplan.cli import main
+from meshplan.api import checking as api
+from meshplan.api.planning import search_plan
+from meshplan.cli.app import main
 from meshplan.errors import Origin
-from meshplan.planner.asking import question_of_file
-from meshplan.planner.costed import Costed
-from meshplan.planner.job import Job
-from meshplan.planning import search_plan
-from meshplan.reader import load_spec
-from meshplan.runtime.priced import priced
-from meshplan.runtime.question import Question
-from meshplan.runtime.shrink import Source
+from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.request import question_of_file
+from meshplan.planner.tables.whole_plan import Costed
+from meshplan.runtime.estimate.request import Question
+from meshplan.runtime.estimate.scale_down import Source
+from meshplan.runtime.live.priced import priced
+from meshplan.spec.reader import load_spec
 
 PIPELINE = {"schedule": "1F1B", "microbatches": 4}
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -15,18 +15,18 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import meshplan
-from meshplan.blueprint import from_mapping
-from meshplan.memory.driver import Use, communicators, driver_bytes
-from meshplan.mesh import Axis, Mesh
-from meshplan.plan import make_plan
-from meshplan.reader import load_spec
-from meshplan.runtime.mesh import (
+from meshplan.layout.mesh import Axis, Mesh
+from meshplan.memory.log.driver import Use, communicators, driver_bytes
+from meshplan.model.blueprint import from_mapping
+from meshplan.plan.plan import make_plan
+from meshplan.runtime.base.mesh import (
     device_mesh,
     objects_along,
     reduce_along,
     unit_mesh,
     without_partial,
 )
+from meshplan.spec.reader import load_spec
 from tests import models
 
 TIED = from_mapping({

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from meshplan.memory.allocator import reserve
-from meshplan.memory.frameworks import nanotron_pace as pace
-from meshplan.memory.frameworks.nanotron import stages
-from meshplan.memory.frameworks.nanotron_job import Job, log_of, made_of
-from meshplan.memory.frameworks.nanotron_pace import QUEUE, lag_of, stalls
-from meshplan.memory.log import Event, EventLog, Storage, Term
-from meshplan.memory.shape import Shape
+from meshplan.memory.decoder.sizes import Shape
+from meshplan.memory.log.allocator import reserve
+from meshplan.memory.log.events import Event, EventLog, Storage, Term
 from tests.bench import mapping, pace_holdout, published, residuals
+from tests.bench.frameworks import nanotron_pace as pace
+from tests.bench.frameworks.nanotron import stages
+from tests.bench.frameworks.nanotron_job import Job, log_of, made_of
+from tests.bench.frameworks.nanotron_pace import QUEUE, lag_of, stalls
 from tests.bench.time_nanotron import STALL_S, STALLED_RANK_S, stalled_seconds
 from tests.published_rows import NANOTRON, TITAN, changed
 

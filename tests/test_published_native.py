@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from meshplan.blueprint import from_mapping
-from meshplan.memory.frameworks import native
-from meshplan.memory.frameworks.torchtitan import Training, tape_of
-from meshplan.memory.log import EventLog, Term
-from meshplan.memory.shape import shape_of
+from meshplan.memory.decoder.sizes import shape_of
+from meshplan.memory.log.events import EventLog, Term
+from meshplan.model.blueprint import from_mapping
+from tests.bench.frameworks import native
+from tests.bench.frameworks.torchtitan import Training, tape_of
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1024,

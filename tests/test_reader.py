@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshplan.errors import Origin, SpecError
-from meshplan.reader import load_spec
-from meshplan.spec import ActivationCheckpointing, Borrow, Offload, Selector, Spec
+from meshplan.spec.reader import load_spec
+from meshplan.spec.spec import ActivationCheckpointing, Borrow, Offload, Selector, Spec
 from tests.calls import calls_of
 
 PLANS = sorted((Path(__file__).parent.parent / "plans").glob("*.yaml"))

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from meshplan.errors import ApplyError
-from meshplan.flow import UPDATE
-from meshplan.runtime.record import record
+from meshplan.model.flow import UPDATE
+from meshplan.runtime.trace.ops import record
 from tests import models
 
 

@@ -16,8 +16,8 @@ import pytest
 
 from meshplan.errors import PlanError
 from meshplan.memory import EventLog
+from meshplan.memory.log.microbatch import Work
 from meshplan.memory.replay import gather, loops, optimizer, reduction, replay, shards, units
-from meshplan.memory.work import Work
 from tests import replayed
 from tests.test_memory_exact import CASES, FULL
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from meshplan.cli import main
+from meshplan.api.planning import lock_plan, search_plan
+from meshplan.api.reporting import make_report
+from meshplan.cli.app import main
 from meshplan.errors import PlanError, SpecError
 from meshplan.pictures.counted import OF_COUNT, ONLY_COUNT
 from meshplan.pictures.main import OF_DECISIONS, WHATS
-from meshplan.planning import lock_plan, search_plan
 from meshplan.report.figures import Colours, figure
 from meshplan.report.main import Known, Report, report_of
-from meshplan.reporting import make_report
 from meshplan.units import format_gib, format_seconds
 from tests import browser
 from tests.pictured import LLAMA, LONG, llama, plan_of, strange
@@ -259,7 +259,7 @@ def test_a_plan_with_problems_has_none(folder):
 def test_it_needs_no_torch(folder):
     script = (
         "import sys; sys.modules['torch'] = None\n"
-        "from meshplan.cli import main\n"
+        "from meshplan.cli.app import main\n"
         f"sys.exit(main(['report', '-f', {str(folder / 'plan.yaml')!r}, '-q', '-o', "
         f"{str(folder / 'torchless.html')!r}]))"
     )

@@ -6,7 +6,7 @@ import pytest
 
 import meshplan
 from meshplan.errors import SpecError
-from meshplan.planner.reshard import reshard
+from meshplan.planner.answers.reshard import reshard
 from tests.test_planner import job
 
 __all__ = ["job"]

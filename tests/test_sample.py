@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshplan.reader import load_spec
-from meshplan.runtime.sample import sample_inputs
+from meshplan.runtime.trace.sample import sample_inputs
+from meshplan.spec.reader import load_spec
 from tests import models
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from meshplan.schedules import SCHEDULES, Action, Schedule, actions, forward_only, telling
+from meshplan.layout.schedules import SCHEDULES, Action, Schedule, actions, forward_only, telling
 
 CASES = [
     (row, ranks, virtual, count)

@@ -189,7 +189,7 @@ def repaired() -> bool:
     """A wrapping that fails half way leaves nothing behind: the next one works."""
     plan = {"version": 1, "strategy": "full_shard"}
     model = models.build("own_llama")
-    room = importlib.import_module("meshplan.runtime.applied")
+    room = importlib.import_module("meshplan.runtime.apply.wrap")
     proof, room.check_live = room.check_live, fail
     try:
         meshplan.parallelize(model, plan)

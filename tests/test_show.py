@@ -17,15 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshplan import decide
-from meshplan.blueprint import from_mapping
-from meshplan.cli import main
+from meshplan.cli.app import main
 from meshplan.memory import state_bytes, state_bytes_by_rank
-from meshplan.plan import Plan, make_plan
-from meshplan.reader import load_spec
-from meshplan.recipes import recipe_names, recipe_path
+from meshplan.model.blueprint import from_mapping
+from meshplan.plan.plan import Plan, make_plan
 from meshplan.render.ranks import map_of_ranks
 from meshplan.render.show import plan_to_json, plan_to_text
 from meshplan.render.tree import Entry, Row, fold_tree
+from meshplan.spec.reader import load_spec
+from meshplan.spec.recipes import recipe_names, recipe_path
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / "tests" / "golden"

@@ -10,11 +10,11 @@ from torch import nn
 
 from meshplan.assign.balance import balance
 from meshplan.errors import PlanError
-from meshplan.plan import Plan, make_plan
-from meshplan.reader import load_spec
-from meshplan.relay import Cut, unit_calls
-from meshplan.runtime.record import record
-from meshplan.runtime.trace import graph_of
+from meshplan.model.stage_boundary import Cut, unit_calls
+from meshplan.plan.plan import Plan, make_plan
+from meshplan.runtime.trace.ops import record
+from meshplan.runtime.trace.structure import graph_of
+from meshplan.spec.reader import load_spec
 from tests import models
 from tests.bench import wild_cases
 from tests.test_pipeline import UNet

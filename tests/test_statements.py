@@ -8,15 +8,15 @@ import random
 
 import pytest
 
-from meshplan.cli import main
-from meshplan.match import compile_selector
-from meshplan.planner.changed import Change
-from meshplan.planner.lock import lock_path, read
-from meshplan.planner.settle import patterns
+from meshplan.cli.app import main
+from meshplan.planner.lock.changes import Change
+from meshplan.planner.lock.lock import lock_path, read
+from meshplan.planner.problem.overrides import patterns
 from meshplan.render.changes import changes_to_text
 from meshplan.render.statements import flow, stages_in_words, statement_lines, statement_value
 from meshplan.render.text import WIDTH, packed, wrapped
-from meshplan.spec import Selector
+from meshplan.spec.match import compile_selector
+from meshplan.spec.spec import Selector
 from tests.test_planner import LLAMA, job
 
 __all__ = ["job"]

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 import meshplan
-from meshplan import api
-from meshplan.layout import Layout
-from meshplan.memory import StateBytes, state_bytes_by_rank, states
-from meshplan.plan import Plan, make_plan
-from meshplan.reader import load_spec
-from meshplan.runtime.measure import live_bytes
-from meshplan.runtime.trace import graph_of
+from meshplan.api import checking as api
+from meshplan.layout.layout import Layout
+from meshplan.memory import StateBytes, state_bytes_by_rank
+from meshplan.memory.answer import states
+from meshplan.plan.plan import Plan, make_plan
+from meshplan.runtime.base.held_bytes import live_bytes
+from meshplan.runtime.trace.structure import graph_of
+from meshplan.spec.reader import load_spec
 from tests import models
 from tests.parity import cell_plan
 from tests.test_planner import LLAMA, job

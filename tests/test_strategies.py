@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from meshplan.errors import PlanError
-from meshplan.reader import load_spec
-from meshplan.spec import STRATEGY_WORDS
-from meshplan.strategies import STRATEGIES, resolve_mesh
+from meshplan.spec.reader import load_spec
+from meshplan.spec.spec import STRATEGY_WORDS
+from meshplan.spec.strategies import STRATEGIES, resolve_mesh
 
 TWO_BY_FOUR = {"hardware": {"nodes": 2, "gpus_per_node": 4}}
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshplan
-from meshplan.runtime.private_ops import optimizers_at_once
+from meshplan.runtime.torch_private.ops import optimizers_at_once
 from tests import models, parity
 from tests.test_parity import assert_same
 from tests.wide import leaving

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from meshplan.blueprint import from_mapping
 from meshplan.errors import PlanError
-from meshplan.memory.analytic import Run, tape_of
-from meshplan.memory.log import EventLog, Term
+from meshplan.memory.analytic.estimate import told_estimate, told_log
+from meshplan.memory.decoder.microbatch import Run, tape_of
+from meshplan.memory.decoder.sizes import shape_of
+from meshplan.memory.log.events import EventLog, Term
+from meshplan.memory.log.microbatch import Moment
 from meshplan.memory.replay.optimizer import is_uniform
-from meshplan.memory.shape import shape_of
-from meshplan.memory.tape import play
-from meshplan.memory.told import told_estimate, told_log
-from meshplan.memory.work import Moment
-from meshplan.plan import Plan, make_plan
-from meshplan.reader import load_spec
+from meshplan.memory.tape.tape import play
+from meshplan.model.blueprint import from_mapping
+from meshplan.plan.plan import Plan, make_plan
+from meshplan.spec.reader import load_spec
 
 BATCH, SEQ_LEN = 2, 32
 LLAMA: dict[str, Any] = {
@@ -66,10 +66,10 @@ def _traced(
     import torch.nn.functional as F
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from meshplan.runtime.imagine import imagine_step
-    from meshplan.runtime.record import record
-    from meshplan.runtime.rehearse import rehearser
-    from meshplan.runtime.trace import graph_of
+    from meshplan.runtime.fake_step.step import imagine_step
+    from meshplan.runtime.trace.ops import record
+    from meshplan.runtime.trace.rehearse import rehearser
+    from meshplan.runtime.trace.structure import graph_of
     from tests.replayed import is_on_host
 
     made = AutoConfig.for_model(**config)
@@ -334,7 +334,7 @@ def test_attention_that_torch_does_not_fuse_is_refused(
 def test_kernels_take_for_themselves_what_a_trace_knows_that_they_take() -> None:
     import torch
 
-    from meshplan.runtime.inside import taken_inside
+    from meshplan.runtime.fake_step.cuda_workspace import taken_inside
 
     shape = shape_of(from_mapping(LLAMA | {"head_dim": 48, "vocab_size": 5000}))
     run = Run(batch=2, seq_len=2000, element_bytes=2, tp=2)

@@ -14,15 +14,19 @@ from typing import Any
 
 import pytest
 
-from meshplan.memory import alike, stage_pass, stage_work, told_stages, told_works
-from meshplan.memory.log import EventLog, Term
+from meshplan.memory.analytic import microbatches as told_works
+from meshplan.memory.analytic import stages as told_stages
+from meshplan.memory.analytic.estimate import told_rank
+from meshplan.memory.decoder.tp_ops import Styled
+from meshplan.memory.log.events import EventLog, Term
+from meshplan.memory.log.microbatch import Work
+from meshplan.memory.repeat import equal_stages as alike
 from meshplan.memory.replay import replay
-from meshplan.memory.row import Row, Tape
-from meshplan.memory.stage_tape import StageTape
-from meshplan.memory.styled import Styled
-from meshplan.memory.told import told_rank
-from meshplan.memory.work import Work
-from meshplan.plan import Plan
+from meshplan.memory.stages import microbatch as stage_work
+from meshplan.memory.stages import schedule_pass as stage_pass
+from meshplan.memory.stages.tape import StageTape
+from meshplan.memory.tape.op import Row, Tape
+from meshplan.plan.plan import Plan
 from tests import told
 from tests.test_told_stages import (
     DEEP,

@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 
-from meshplan.blueprint import from_mapping
 from meshplan.errors import PlanError
-from meshplan.memory import blocks, told_works
+from meshplan.memory.analytic import microbatches as told_works
+from meshplan.memory.analytic.estimate import told_estimate, told_log
+from meshplan.memory.decoder import blocks
 from meshplan.memory.replay.optimizer import is_uniform
-from meshplan.memory.rows import Writer
-from meshplan.memory.told import told_estimate, told_log
-from meshplan.plan import Plan, make_plan
-from meshplan.reader import load_spec
+from meshplan.memory.tape.ops import Writer
+from meshplan.model.blueprint import from_mapping
+from meshplan.plan.plan import Plan, make_plan
+from meshplan.spec.reader import load_spec
 from tests import told
 from tests.test_told_stages import AGAIN, FUSED, GPT2, LLAMA, MIXED, MIXTRAL, NUMBERS
 

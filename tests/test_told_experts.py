@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from meshplan.blueprint import from_mapping
-from meshplan.memory.analytic import Run, tape_of
-from meshplan.memory.experts import Spread
-from meshplan.memory.shape import shape_of
-from meshplan.memory.told import told_log
+from meshplan.memory.analytic.estimate import told_log
+from meshplan.memory.decoder.experts import Spread
+from meshplan.memory.decoder.microbatch import Run, tape_of
+from meshplan.memory.decoder.sizes import shape_of
+from meshplan.model.blueprint import from_mapping
 from tests.test_told import (
     AUTO,
     BATCH,
@@ -165,7 +165,7 @@ def _trained(config: dict[str, Any]) -> Figures:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import meshplan
-    from meshplan.runtime.imagine import watch_steps
+    from meshplan.runtime.fake_step.step import watch_steps
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -204,7 +204,7 @@ def exchanged(config: dict[str, Any], plan: dict[str, Any]) -> tuple[dict[str, A
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import meshplan
-    from meshplan.runtime.imagine import watch_steps
+    from meshplan.runtime.fake_step.step import watch_steps
 
     torch.manual_seed(0)
     made = AutoConfig.for_model(**config)

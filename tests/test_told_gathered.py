@@ -13,15 +13,16 @@ from typing import Any
 
 import pytest
 
-from meshplan.blueprint import from_mapping
 from meshplan.errors import PlanError
-from meshplan.memory import gathered, told_works
-from meshplan.memory.groups import equal_ranks
-from meshplan.memory.log import EventLog
+from meshplan.memory.analytic import microbatches as told_works
+from meshplan.memory.analytic.estimate import told_estimate, told_log
+from meshplan.memory.answer.rank_classes import equal_ranks
+from meshplan.memory.decoder import cp_all_gather as gathered
+from meshplan.memory.log.events import EventLog
 from meshplan.memory.replay.optimizer import is_uniform
-from meshplan.memory.told import told_estimate, told_log
-from meshplan.plan import Plan, make_plan
-from meshplan.reader import load_spec
+from meshplan.model.blueprint import from_mapping
+from meshplan.plan.plan import Plan, make_plan
+from meshplan.spec.reader import load_spec
 from tests import told
 from tests.test_told_stages import AGAIN, GPT2, LLAMA, MIXED, MIXTRAL
 
@@ -151,7 +152,7 @@ def test_a_mask_that_no_kernel_takes_is_refused(
 
 def test_a_device_takes_masks_as_the_trace_imagines_it() -> None:
     """The two tables of devices are one."""
-    from meshplan.runtime.kernels import kernels_of
+    from meshplan.runtime.fake_step.cuda_kernels import kernels_of
 
     for device in (*gathered.CUDNN, "a100", "l40s", "v100", "cuda", "rtx", "a10"):
         assert kernels_of(f"{device}-sxm").prefers_cudnn == (device in gathered.CUDNN)

@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 
 from meshplan.errors import PlanError
-from meshplan.memory import halves, stage_halves, stage_pass, told_stages
-from meshplan.memory.halves import halves_of
-from meshplan.memory.log import EventLog
+from meshplan.memory.analytic import stages as told_stages
+from meshplan.memory.analytic.microbatches import told_works
+from meshplan.memory.log.events import EventLog
 from meshplan.memory.replay import part, replay
-from meshplan.memory.row import Grad, Row, Tape
-from meshplan.memory.told_works import told_works
+from meshplan.memory.stages import schedule_pass as stage_pass
+from meshplan.memory.stages import split_backward as stage_halves
+from meshplan.memory.tape import split_backward as halves
+from meshplan.memory.tape.op import Grad, Row, Tape
+from meshplan.memory.tape.split_backward import halves_of
 from tests import told
 from tests.test_told_stages import (
     CUT,

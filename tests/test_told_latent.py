@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from meshplan.blueprint import from_mapping
 from meshplan.errors import PlanError, SpecError
+from meshplan.model.blueprint import from_mapping
 from tests.test_told import AUTO, BF16, FULL, LLAMA, TWICE, Case, told, told_and_traced, traced
 from tests.test_told_experts import SPREAD, trained
 

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from meshplan.blueprint import from_mapping
 from meshplan.errors import PlanError
-from meshplan.memory.log import EventLog
+from meshplan.memory.analytic.estimate import told_estimate, told_log
+from meshplan.memory.analytic.microbatches import told_works
+from meshplan.memory.log.events import EventLog
 from meshplan.memory.replay import replay
 from meshplan.memory.replay.optimizer import is_uniform
-from meshplan.memory.told import told_estimate, told_log
-from meshplan.memory.told_works import told_works
-from meshplan.plan import Plan, make_plan
-from meshplan.reader import load_spec
+from meshplan.model.blueprint import from_mapping
+from meshplan.plan.plan import Plan, make_plan
 from meshplan.render.memory import memory_to_json, memory_to_text
+from meshplan.spec.reader import load_spec
 from tests.test_told import GPT2, LLAMA, QWEN3
 from tests.test_told_stages import NUMBERS
 
@@ -48,10 +48,10 @@ def _traced(
     import torch.nn.functional as F
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from meshplan.runtime import imagine
-    from meshplan.runtime.record import record
-    from meshplan.runtime.rehearse import rehearser
-    from meshplan.runtime.trace import graph_of
+    from meshplan.runtime.fake_step import step as imagine
+    from meshplan.runtime.trace.ops import record
+    from meshplan.runtime.trace.rehearse import rehearser
+    from meshplan.runtime.trace.structure import graph_of
     from tests.offloaded import host_apart
     from tests.replayed import is_on_host
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from meshplan.memory import told_stages
-from meshplan.memory.told import told_rank
-from meshplan.memory.told_stages import Played
-from meshplan.plan import Plan
+from meshplan.memory.analytic import stages as told_stages
+from meshplan.memory.analytic.estimate import told_rank
+from meshplan.memory.analytic.stages import Played
+from meshplan.plan.plan import Plan
 from tests.test_told_stages import AGAIN, FUSED, GPT2, MIXED, QWEN, decided, plan_of
 
 BATCH = {"micro": 8, "seq_len": 64}

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from meshplan.blueprint import from_mapping
 from meshplan.errors import PlanError, SpecError
-from meshplan.memory.experts import Spread, most_arriving
-from meshplan.memory.shape import shape_of
-from meshplan.memory.told import told_at_worst, told_estimate, told_log
-from meshplan.reader import load_spec
+from meshplan.memory.analytic.estimate import told_at_worst, told_estimate, told_log
+from meshplan.memory.decoder.experts import Spread, most_arriving
+from meshplan.memory.decoder.sizes import shape_of
+from meshplan.model.blueprint import from_mapping
+from meshplan.spec.reader import load_spec
 from meshplan.units import format_gib
 from tests.test_told import AUTO, BF16, LLAMA, LONG, plan_of
 from tests.test_told_experts import MIXTRAL, QWEN, SPREAD

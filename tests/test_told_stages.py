@@ -16,20 +16,24 @@ from typing import Any
 import pytest
 
 from meshplan.assign import Assignment
-from meshplan.blueprint import from_mapping
 from meshplan.errors import PlanError
-from meshplan.memory import EventLog, stage_pass, stage_tape, stage_work, told_stages
-from meshplan.memory.allocator import reserve
-from meshplan.memory.driver import with_workspaces
-from meshplan.memory.log import Term
+from meshplan.layout.schedules import Action
+from meshplan.memory import EventLog
+from meshplan.memory.analytic import stages as told_stages
+from meshplan.memory.analytic.estimate import told_estimate, told_log
+from meshplan.memory.analytic.microbatches import told_works
+from meshplan.memory.analytic.ranks import BRIEF_ERROR, OverError
+from meshplan.memory.log.allocator import reserve
+from meshplan.memory.log.driver import with_workspaces
+from meshplan.memory.log.events import Term
 from meshplan.memory.replay import replay
 from meshplan.memory.replay.optimizer import is_uniform
-from meshplan.memory.told import told_estimate, told_log
-from meshplan.memory.told_ranks import BRIEF_ERROR, OverError
-from meshplan.memory.told_works import told_works
-from meshplan.plan import Plan, make_plan
-from meshplan.reader import load_spec
-from meshplan.schedules import Action
+from meshplan.memory.stages import microbatch as stage_work
+from meshplan.memory.stages import schedule_pass as stage_pass
+from meshplan.memory.stages import tape as stage_tape
+from meshplan.model.blueprint import from_mapping
+from meshplan.plan.plan import Plan, make_plan
+from meshplan.spec.reader import load_spec
 from tests import told
 
 LLAMA: dict[str, Any] = {
@@ -378,10 +382,10 @@ def test_in_brief_a_rank_needs_as_much(
 def test_a_pipeline_is_told_without_torch() -> None:
     script = (
         "import sys\n"
-        "from meshplan.blueprint import from_mapping\n"
-        "from meshplan.memory.told import told_log\n"
-        "from meshplan.plan import make_plan\n"
-        "from meshplan.reader import load_spec\n"
+        "from meshplan.model.blueprint import from_mapping\n"
+        "from meshplan.memory.analytic.estimate import told_log\n"
+        "from meshplan.plan.plan import make_plan\n"
+        "from meshplan.spec.reader import load_spec\n"
         "graph = from_mapping({'model_type': 'llama', 'num_hidden_layers': 8})\n"
         "spec = load_spec({'version': 1, 'mesh': {'pp': 4, 'dp_shard': 2}})\n"
         "log = told_log(make_plan(spec, graph), batch=4, seq_len=128)\n"

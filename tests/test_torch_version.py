@@ -14,14 +14,15 @@ from packaging.specifiers import SpecifierSet
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from meshplan import planning
-from meshplan.api import estimate_memory
-from meshplan.memory import assemble, torch_version
-from meshplan.runtime import private_values
-from meshplan.runtime.data import mixed_precision
-from meshplan.runtime.mesh import _packed, replicated
-from meshplan.runtime.private_ops import _Laid, as_dtensor
-from meshplan.spec import Precision
+from meshplan.api import planning
+from meshplan.api.checking import estimate_memory
+from meshplan.memory.answer import assemble
+from meshplan.memory.log import torch_version
+from meshplan.runtime.apply.data import mixed_precision
+from meshplan.runtime.base.mesh import _packed, replicated
+from meshplan.runtime.torch_private import values as private_values
+from meshplan.runtime.torch_private.ops import _Laid, as_dtensor
+from meshplan.spec.spec import Precision
 from tests.bench import torch_versions
 
 ROOT = Path(__file__).parents[1]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from meshplan.blueprint import from_mapping
-from meshplan.graph import ModelGraph
+from meshplan.model.blueprint import from_mapping
+from meshplan.model.graph import ModelGraph
 from tests import parity
 from tests.graphs import TP, blocks, decide, refusal, stored, tp
 from tests.test_parity import assert_same

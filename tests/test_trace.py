@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from meshplan.blueprint import from_mapping
-from meshplan.graph import ModelGraph
-from meshplan.runtime.trace import graph_of
+from meshplan.model.blueprint import from_mapping
+from meshplan.model.graph import ModelGraph
+from meshplan.runtime.trace.structure import graph_of
 from tests import models
 
 

@@ -20,14 +20,14 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
-from meshplan.collecting import collecting_rarely
-from meshplan.memory.log import Term
-from meshplan.memory.work import Work
-from meshplan.plan import make_plan
-from meshplan.reader import load_spec
-from meshplan.runtime import counting
-from meshplan.runtime.blocks import trace_work
-from meshplan.runtime.trace import graph_of
+from meshplan.garbage import collecting_rarely
+from meshplan.memory.log.events import Term
+from meshplan.memory.log.microbatch import Work
+from meshplan.plan.plan import make_plan
+from meshplan.runtime.fake_step import kernels as counting
+from meshplan.runtime.fake_step.microbatch import trace_work
+from meshplan.runtime.trace.structure import graph_of
+from meshplan.spec.reader import load_spec
 
 _TABLES: Final[dict[int, torch.Tensor]] = {}
 
@@ -147,7 +147,7 @@ def test_what_a_search_made_is_not_looked_through_at_its_end(frozen: bool) -> No
     """In a process of its own, since what was frozen stays so."""
     code = (
         "import gc\n"
-        "from meshplan.collecting import collecting_rarely\n"
+        "from meshplan.garbage import collecting_rarely\n"
         f"{'gc.freeze()' if frozen else ''}\n"
         "before, seen = gc.get_freeze_count(), []\n"
         "def note(phase, info):\n"
@@ -168,7 +168,7 @@ def test_what_a_search_made_is_not_looked_through_at_its_end(frozen: bool) -> No
 def test_a_process_that_ends_looks_for_no_cycles() -> None:
     code = (
         "import atexit, gc\n"
-        "from meshplan.collecting import leave_at_once\n"
+        "from meshplan.garbage import leave_at_once\n"
         "atexit.register(lambda: print(gc.get_freeze_count() > 0))\n"
         "leave_at_once()\n"
         "assert not gc.get_freeze_count()\n"

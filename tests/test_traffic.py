@@ -11,9 +11,9 @@ from typing import Any, Final
 import pytest
 
 import meshplan
-from meshplan.plan import make_plan
-from meshplan.reader import load_spec
-from meshplan.runtime.trace import graph_of
+from meshplan.plan.plan import make_plan
+from meshplan.runtime.trace.structure import graph_of
+from meshplan.spec.reader import load_spec
 from meshplan.traffic import (
     Difference,
     Forecast,

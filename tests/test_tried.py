@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from meshplan import api
-from meshplan.cli import main
+from meshplan.api import checking as api
+from meshplan.cli.app import main
 from meshplan.errors import PlanError
-from meshplan.runtime import tried
+from meshplan.runtime.estimate import tried
 
 FILE = Path(__file__).with_name("tried_models.py")
 LINES = {

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 import meshplan
-from meshplan.cli import main
+from meshplan.cli.app import main
 from meshplan.errors import Origin
 from meshplan.memory import StateBytes
+from meshplan.plan.verdict import Moved, RankReport, Shift, Training, Verdict
 from meshplan.render.verify import verdict_to_text
-from meshplan.runtime.shrink import Source, model_of_source, shrink, source_of_config
-from meshplan.runtime.tiny_config import shrink_layers, shrink_sizes
+from meshplan.runtime.estimate.scale_down import Source, model_of_source, shrink, source_of_config
+from meshplan.runtime.estimate.tiny_config import shrink_layers, shrink_sizes
 from meshplan.traffic import Difference, Route
-from meshplan.verdict import Moved, RankReport, Shift, Training, Verdict
 from tests import models
 
 HERE = Origin("<test>")
@@ -191,14 +191,14 @@ def test_a_model_that_says_nothing_of_its_input(run):
 
 
 def test_a_model_larger_than_this_machine_is_cut_before_it_is_built(run, monkeypatch):
-    monkeypatch.setattr("meshplan.runtime.shrink.MODEL_LIMIT", 60_000)
+    monkeypatch.setattr("meshplan.runtime.estimate.scale_down.MODEL_LIMIT", 60_000)
     code, out, _ = run(PLAN, "--json")
     assert code == 0
     assert "blocks 6 to 2 blocks" in json.loads(out)["result"]["made_smaller"]
 
 
 def test_a_model_that_stays_too_large_is_refused(run, monkeypatch):
-    monkeypatch.setattr("meshplan.runtime.shrink.MODEL_LIMIT", 20_000)
+    monkeypatch.setattr("meshplan.runtime.estimate.scale_down.MODEL_LIMIT", 20_000)
     code, out, err = run(PLAN)
     assert (code, out) == (2, "")
     assert "no small model could be made: it has 0.0 GiB" in err

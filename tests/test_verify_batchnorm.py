@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshplan.cli import main
-from meshplan.runtime.batch import taken_together
+from meshplan.cli.app import main
+from meshplan.runtime.base.batch import taken_together
 
 
 class Features(nn.Module):

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 import meshplan
-from meshplan.runtime import guard, sockets
-from meshplan.runtime.watch import watchdog
+from meshplan.runtime.watch import guard, sockets, watchdog
 from meshplan.runtime.watch.verdict import verdict
 from tests import faults, models
 

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshplan.memory import EventLog
-from meshplan.plan import Plan, make_plan
-from meshplan.reader import load_spec
-from meshplan.runtime.imagine import CPU, imagine_step
-from meshplan.runtime.record import record
-from meshplan.runtime.rehearse import rehearser
-from meshplan.runtime.trace import graph_of
+from meshplan.plan.plan import Plan, make_plan
+from meshplan.runtime.fake_step.step import CPU, imagine_step
+from meshplan.runtime.trace.ops import record
+from meshplan.runtime.trace.rehearse import rehearser
+from meshplan.runtime.trace.structure import graph_of
+from meshplan.spec.reader import load_spec
 
 LENGTH = 32
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from meshplan.assign.types import Stages
 from meshplan.errors import Problem
-from meshplan.graph import ModelGraph, ModuleInfo
-from meshplan.mesh import GRADIENT_AXES, Mesh
-from meshplan.spec import Spec
+from meshplan.layout.mesh import GRADIENT_AXES, Mesh
+from meshplan.model.graph import ModelGraph, ModuleInfo
+from meshplan.spec.spec import Spec
 
 
 @dataclass(slots=True)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshplan.errors import Problem
-from meshplan.graph import ModelGraph, TensorInfo
-from meshplan.match import compile_selector, nearest
-from meshplan.spec import Rule, Spec
+from meshplan.model.graph import ModelGraph, TensorInfo
+from meshplan.spec.match import compile_selector, nearest
+from meshplan.spec.spec import Rule, Spec
 
 _FIELDS = (
     "reshard_after_forward", "precision", "activation_checkpointing",

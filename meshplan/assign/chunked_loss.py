@@ -7,8 +7,8 @@ from typing import Final
 
 from meshplan.assign.types import ChunkedLoss, Placed, Reason, StyleUse, Unit
 from meshplan.errors import Problem
-from meshplan.graph import ModelGraph, is_inside
-from meshplan.spec import Spec
+from meshplan.model.graph import ModelGraph, is_inside
+from meshplan.spec.spec import Spec
 
 _FIELD: Final = "loss_chunks"
 _LEAVE: Final = "leave loss_chunks out"

@@ -7,9 +7,9 @@ from typing import Final
 
 from meshplan.assign.types import ContextParallel, Reason
 from meshplan.errors import Problem
-from meshplan.graph import ModelGraph
-from meshplan.mesh import Mesh
-from meshplan.spec import Context, Spec
+from meshplan.layout.mesh import Mesh
+from meshplan.model.graph import ModelGraph
+from meshplan.spec.spec import Context, Spec
 
 _HIDDEN_ATTENTION: Final = "MultiheadAttention"
 """torch's own attention module computes inside one call, where nothing can be exchanged."""

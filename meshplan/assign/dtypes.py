@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from meshplan.graph import ModelGraph, TensorInfo
-from meshplan.spec import Precision
+from meshplan.model.graph import ModelGraph, TensorInfo
+from meshplan.spec.spec import Precision
 
 FLOATS: Final = frozenset(("float32", "bfloat16", "float16", "float64"))
 """The dtypes that a precision of the plan replaces."""

@@ -2,7 +2,7 @@
 
 What a graph can tell is checked here: parameters of one expert each, in equal shares. Whether
 the module computes with them as dispatch needs it is the live module's to prove
-(`runtime.expert_protocol`).
+(`runtime.apply.expert_protocol`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from meshplan.assign.missing_axis import no_axis
 from meshplan.assign.tensor_cuts import TensorParallel
 from meshplan.assign.types import ExpertUse, Reason
 from meshplan.errors import Problem
-from meshplan.graph import ModelGraph, TensorInfo, around, is_inside
-from meshplan.layout import Layout
-from meshplan.mesh import EXPERT_SHARD, Mesh
-from meshplan.spec import Spec
-from meshplan.styles import EXPERT_STYLE
+from meshplan.layout.layout import Layout
+from meshplan.layout.mesh import EXPERT_SHARD, Mesh
+from meshplan.layout.styles import EXPERT_STYLE
+from meshplan.model.graph import ModelGraph, TensorInfo, around, is_inside
+from meshplan.spec.spec import Spec
 
 _FIELD = "place.ep"
 

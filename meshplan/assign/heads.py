@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from meshplan.assign.pieces import out_width
 from meshplan.assign.tensor_cuts import TensorParallel
 from meshplan.assign.types import LocalAttribute, StyleUse
-from meshplan.graph import ModelGraph, ModuleInfo
-from meshplan.heads import ROLES, role
-from meshplan.layout import Piece
-from meshplan.mesh import Mesh
+from meshplan.layout.layout import Piece
+from meshplan.layout.mesh import Mesh
+from meshplan.model.graph import ModelGraph, ModuleInfo
+from meshplan.model.heads import ROLES, role
 
 
 def local_attributes(graph: ModelGraph, mesh: Mesh, out: TensorParallel) -> None:

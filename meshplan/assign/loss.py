@@ -7,10 +7,10 @@ from typing import Final
 
 from meshplan.assign.tensor_cuts import TensorParallel
 from meshplan.errors import Problem
-from meshplan.graph import ModelGraph, is_inside
-from meshplan.mesh import Mesh
-from meshplan.spec import Spec
-from meshplan.styles import LOGITS
+from meshplan.layout.mesh import Mesh
+from meshplan.layout.styles import LOGITS
+from meshplan.model.graph import ModelGraph, is_inside
+from meshplan.spec.spec import Spec
 
 _HEADS: Final = ("vocab", "colwise_gather_output")
 """Styles of a linear module that gather its output: of a head, the logits."""

@@ -27,15 +27,15 @@ from meshplan.assign.tensor_cuts import TensorParallel
 from meshplan.assign.tensor_parallel import assign_tp, no_dim, sequence_problems
 from meshplan.assign.types import Assignment, Placed, Reason, Unit
 from meshplan.assign.units import PLACE, Units, assign_units, check_reshards
-from meshplan.compatibility import clashes
 from meshplan.errors import Origin, PlanError, Problem
-from meshplan.graph import ModelGraph, TensorInfo, is_inside
-from meshplan.layout import Layout
-from meshplan.mesh import GRADIENT_AXES, Axis, Mesh
-from meshplan.rehearsal import Rehearse
-from meshplan.spec import Spec
-from meshplan.strategies import Strategy, resolve_mesh
-from meshplan.styles import parse_placement
+from meshplan.layout.layout import Layout
+from meshplan.layout.mesh import GRADIENT_AXES, Axis, Mesh
+from meshplan.layout.styles import parse_placement
+from meshplan.model.graph import ModelGraph, TensorInfo, is_inside
+from meshplan.model.rehearsal import Rehearse
+from meshplan.spec.compatibility import clashes
+from meshplan.spec.spec import Spec
+from meshplan.spec.strategies import Strategy, resolve_mesh
 
 
 def assign(
@@ -51,7 +51,7 @@ def assign(
     Args:
         world_size: Ranks of the running job; None on the command line.
         gpus_per_node: Ranks on one machine of the running job; None as above.
-        rehearse: Runs a live model as one rank would (`runtime.rehearse`), for `auto`.
+        rehearse: Runs a live model as one rank would (`runtime.trace.rehearse`), for `auto`.
 
     Raises:
         PlanError: With every problem found: contradictions, rules that match nothing, modules

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from meshplan.errors import Origin, Problem
-from meshplan.mesh import SHARD_AXES, Mesh
-from meshplan.spec import Spec
+from meshplan.layout.mesh import SHARD_AXES, Mesh
+from meshplan.spec.spec import Spec
 
 _ADD: Final = {
     "tp": "mesh: {dp_shard: 4, tp: 2}",

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from meshplan.assign.pieces import divisor_fix
 from meshplan.assign.types import Preset
 from meshplan.errors import Problem
-from meshplan.graph import ModelGraph, ModuleInfo, TensorInfo
-from meshplan.heads import role
-from meshplan.layout import Layout, Piece
+from meshplan.layout.layout import Layout, Piece
+from meshplan.model.graph import ModelGraph, ModuleInfo, TensorInfo
+from meshplan.model.heads import role
 
 
 def multihead_pieces(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from meshplan.errors import Problem
-from meshplan.spec import AUTO, ActivationCheckpointing, Spec
-from meshplan.styles import PLANNED_STYLES
+from meshplan.layout.styles import PLANNED_STYLES
+from meshplan.spec.spec import AUTO, ActivationCheckpointing, Spec
 
 
 def not_yet(spec: Spec) -> list[Problem]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from meshplan.assign.cascade import Cascade
 from meshplan.assign.types import Placed, Reason, Stages, Unit
 from meshplan.errors import Problem
-from meshplan.graph import ModelGraph, is_inside
-from meshplan.spec import Spec
+from meshplan.model.graph import ModelGraph, is_inside
+from meshplan.spec.spec import Spec
 
 _FIELD = "offload"
 _ACTIVATIONS = "offload.activations"

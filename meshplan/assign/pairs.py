@@ -10,9 +10,9 @@ from meshplan.assign.pieces import out_width
 from meshplan.assign.tensor_cuts import TensorParallel, report
 from meshplan.assign.types import StyleUse
 from meshplan.errors import Problem
-from meshplan.graph import ModelGraph, TensorInfo, is_inside
-from meshplan.mesh import Mesh
-from meshplan.styles import LOGITS
+from meshplan.layout.mesh import Mesh
+from meshplan.layout.styles import LOGITS
+from meshplan.model.graph import ModelGraph, TensorInfo, is_inside
 
 
 @dataclass(frozen=True, slots=True)

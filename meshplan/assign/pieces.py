@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 from meshplan.assign.types import Preset
 from meshplan.errors import Origin, Problem
-from meshplan.graph import ModelGraph, ModuleInfo, TensorInfo
-from meshplan.layout import Piece
-from meshplan.styles import Style, parse_packed
+from meshplan.layout.layout import Piece
+from meshplan.layout.styles import Style, parse_packed
+from meshplan.model.graph import ModelGraph, ModuleInfo, TensorInfo
 
 
 def share_out(

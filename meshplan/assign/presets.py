@@ -15,9 +15,9 @@ from typing import Final
 from meshplan.assign.cascade import Cascade
 from meshplan.assign.types import Preset, Reason
 from meshplan.errors import Problem
-from meshplan.graph import ModelGraph
-from meshplan.mesh import Mesh
-from meshplan.spec import Spec
+from meshplan.layout.mesh import Mesh
+from meshplan.model.graph import ModelGraph
+from meshplan.spec.spec import Spec
 
 _HF_WORDS: Final[Mapping[str, str]] = MappingProxyType(
     {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from meshplan.assign.cascade import Cascade
 from meshplan.assign.types import Reason, Recompute
 from meshplan.errors import Problem
-from meshplan.graph import ModelGraph, is_inside
-from meshplan.spec import Spec
+from meshplan.model.graph import ModelGraph, is_inside
+from meshplan.spec.spec import Spec
 
 _FIELD = "activation_checkpointing"
 

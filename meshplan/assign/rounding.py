@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshplan.errors import Problem
-from meshplan.graph import ModelGraph
-from meshplan.mesh import GRADIENT_AXES, Mesh
-from meshplan.spec import Spec
+from meshplan.layout.mesh import GRADIENT_AXES, Mesh
+from meshplan.model.graph import ModelGraph
+from meshplan.spec.spec import Spec
 
 
 def rounding_warnings(spec: Spec, graph: ModelGraph, mesh: Mesh) -> Iterator[Problem]:

@@ -12,8 +12,8 @@ from dataclasses import replace
 from meshplan.assign.cascade import Cascade
 from meshplan.assign.types import Placed, Stages, Unit
 from meshplan.errors import Problem
-from meshplan.schedules import SCHEDULES
-from meshplan.spec import Spec
+from meshplan.layout.schedules import SCHEDULES
+from meshplan.spec.spec import Spec
 
 
 def _splits(stages: Stages | None) -> bool:

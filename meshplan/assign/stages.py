@@ -14,13 +14,13 @@ from meshplan.assign.balance import balance
 from meshplan.assign.cascade import Cascade
 from meshplan.assign.types import Reason, Recompute, Stages
 from meshplan.errors import Origin, Problem
-from meshplan.flow import Call, Flow
-from meshplan.graph import ModelGraph, around, is_inside
-from meshplan.match import nearest
-from meshplan.mesh import Mesh
-from meshplan.relay import Bond, Cut, unit_calls
-from meshplan.schedules import SCHEDULES
-from meshplan.spec import AUTO, Pipeline, Spec
+from meshplan.layout.mesh import Mesh
+from meshplan.layout.schedules import SCHEDULES
+from meshplan.model.flow import Call, Flow
+from meshplan.model.graph import ModelGraph, around, is_inside
+from meshplan.model.stage_boundary import Bond, Cut, unit_calls
+from meshplan.spec.match import nearest
+from meshplan.spec.spec import AUTO, Pipeline, Spec
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from meshplan.assign.types import LocalAttribute, Reason, StyleUse
 from meshplan.errors import Problem
-from meshplan.layout import Layout
+from meshplan.layout.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)

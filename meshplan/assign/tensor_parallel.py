@@ -14,11 +14,9 @@ from meshplan.assign.pieces import are_equal, share_out
 from meshplan.assign.tensor_cuts import TensorCut, TensorParallel, report
 from meshplan.assign.types import Preset, Reason, StyleUse
 from meshplan.errors import Origin, Problem
-from meshplan.graph import ModelGraph, ModuleInfo, TensorInfo
-from meshplan.layout import Layout, Piece
-from meshplan.mesh import Mesh
-from meshplan.spec import AUTO, Spec
-from meshplan.styles import (
+from meshplan.layout.layout import Layout, Piece
+from meshplan.layout.mesh import Mesh
+from meshplan.layout.styles import (
     PLANNED_STYLES,
     WEIGHT_DIMS,
     Style,
@@ -27,6 +25,8 @@ from meshplan.styles import (
     parse_placement,
     style_for,
 )
+from meshplan.model.graph import ModelGraph, ModuleInfo, TensorInfo
+from meshplan.spec.spec import AUTO, Spec
 
 _FIELD = "place.tp"
 

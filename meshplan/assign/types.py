@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from meshplan.errors import Origin, Problem
-from meshplan.graph import TensorInfo
-from meshplan.layout import Layout, Piece
-from meshplan.mesh import Mesh
-from meshplan.schedules import SCHEDULES
-from meshplan.spec import ActivationCheckpointing, Precision
-from meshplan.strategies import Strategy
-from meshplan.styles import Style
+from meshplan.layout.layout import Layout, Piece
+from meshplan.layout.mesh import Mesh
+from meshplan.layout.schedules import SCHEDULES
+from meshplan.layout.styles import Style
+from meshplan.model.graph import TensorInfo
+from meshplan.spec.spec import ActivationCheckpointing, Precision
+from meshplan.spec.strategies import Strategy
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ from meshplan.assign.expert_parallel import ExpertParallel
 from meshplan.assign.offload import params_on_host
 from meshplan.assign.types import Placed, Reason, Unit
 from meshplan.errors import Problem
-from meshplan.graph import ModelGraph, TensorInfo, is_inside
-from meshplan.mesh import EXPERT_SHARD, GRADIENT_AXES, SHARD_AXES, Mesh
-from meshplan.spec import Precision, Spec
-from meshplan.strategies import Strategy
+from meshplan.layout.mesh import EXPERT_SHARD, GRADIENT_AXES, SHARD_AXES, Mesh
+from meshplan.model.graph import ModelGraph, TensorInfo, is_inside
+from meshplan.spec.spec import Precision, Spec
+from meshplan.spec.strategies import Strategy
 
 PLACE = "place.dp_shard"
 _RESHARD = "reshard_after_forward"

@@ -2,5 +2,5 @@
 
 Everything is computed for many global configurations at once (`grid.GRID`), since the planner asks
 for a hundred thousand of them; one plan is a grid of one row. Work comes from the same rows of a
-tape that memory is told from (`memory.tape`), so that a block has one description.
+tape that memory is told from (`memory.tape.tape`), so that a block has one description.
 """

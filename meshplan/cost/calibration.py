@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from meshplan.cost.profile import GENERIC, Profile
 from meshplan.errors import Origin, PlanError, Problem, SpecError
 from meshplan.files import read_bytes, write_bytes
-from meshplan.hardware import Device
+from meshplan.layout.hardware import Device
 
 Array = NDArray[Any]
 

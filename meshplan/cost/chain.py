@@ -1,6 +1,6 @@
 """A model as a chain of blocks, and what each kind of block costs: read off the rows of a tape.
 
-Rows say what an operation reads, makes, keeps and sends (`memory.rows`); flops and bytes moved
+Rows say what an operation reads, makes, keeps and sends (`memory.tape.ops`); flops and bytes moved
 follow from the same sizes, what is saved from playing them. Alike blocks are one kind with a count.
 """
 
@@ -17,12 +17,12 @@ from meshplan.cost.types import Kind as Kind
 from meshplan.cost.types import Sent as Sent
 from meshplan.cost.types import Tally as Tally
 from meshplan.errors import PlanError, Problem
-from meshplan.graph import ModelGraph
-from meshplan.memory.analytic import Run, tape_of
-from meshplan.memory.experts import Spread
-from meshplan.memory.shape import shape_of
-from meshplan.memory.styled import Styled
-from meshplan.memory.tape import Row, Tape
+from meshplan.memory.decoder.experts import Spread
+from meshplan.memory.decoder.microbatch import Run, tape_of
+from meshplan.memory.decoder.sizes import shape_of
+from meshplan.memory.decoder.tp_ops import Styled
+from meshplan.memory.tape.tape import Row, Tape
+from meshplan.model.graph import ModelGraph
 
 Triple = tuple[float, float, float]
 

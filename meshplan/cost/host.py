@@ -9,7 +9,7 @@ Activations: what a fully recomputed block is called with is copied while everyt
 comes back in the stream that computes.
 
 Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py, `all_gather_inputs`, and
-_fsdp_collectives.py, `foreach_reduce`; `runtime.offload`, `runtime.host`.
+_fsdp_collectives.py, `foreach_reduce`; `runtime.apply.offload`, `runtime.base.host_copies`.
 """
 
 from __future__ import annotations

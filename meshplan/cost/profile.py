@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from meshplan.errors import PlanError, Problem
-from meshplan.hardware import Cluster, devices
+from meshplan.layout.hardware import Cluster, devices
 
 _FILE: Final = Path(__file__).with_name("profiles.json")
 

@@ -4,7 +4,7 @@ A product of m x k by k x n takes 2mnk operations, and its backward two of them;
 causal, and its backward takes five products where forward takes two. Everything else moves what it
 reads and makes through the device's memory.
 
-Source: Dao 2023 (FlashAttention-2), section 3.1, for attention; `memory.rows` for what is kept.
+Source: Dao 2023 (FlashAttention-2), section 3.1, for attention; `memory.tape.ops` for what is kept.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from meshplan.cost.tallies import Numbers
-from meshplan.memory.log import Term
-from meshplan.memory.tape import Row, Span, Tape, play
-from meshplan.memory.work import Moment
+from meshplan.memory.log.events import Term
+from meshplan.memory.log.microbatch import Moment
+from meshplan.memory.tape.tape import Row, Span, Tape, play
 
 _PRODUCTS: Final = frozenset({"mm", "grouped_mm", "bmm", "column", "row"})
 """Products: with a parameter, with one for each group of rows, of two activations, and nanotron's
@@ -39,7 +39,10 @@ _SENT: Final = {
 }
 """By operation, the collective of its forward and of its backward."""
 _SUMMED: Final = frozenset({"amax", "stack"})
-"""What ranks sum of a loss over parts of the vocabulary. Source: `runtime.loss`."""
+"""What ranks sum of a loss over parts of the vocabulary.
+
+Source: `runtime.apply.vocab_parallel_loss`.
+"""
 
 
 def is_chosen(row: Row) -> bool:

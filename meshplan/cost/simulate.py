@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshplan.schedules import Action, Schedule, actions
+from meshplan.layout.schedules import Action, Schedule, actions
 
 
 @dataclass(frozen=True, slots=True)

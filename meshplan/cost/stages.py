@@ -13,10 +13,10 @@ from meshplan.cost.pipeline import crossing_seconds
 from meshplan.cost.profile import Profile
 from meshplan.cost.step import terms
 from meshplan.cost.types import Chain
-from meshplan.dtypes import DTYPE_BYTES
 from meshplan.errors import PlanError, Problem
-from meshplan.memory.told_works import loss_chunks_of, refusals, styled_of
-from meshplan.plan import Plan
+from meshplan.layout.dtypes import DTYPE_BYTES
+from meshplan.memory.analytic.microbatches import loss_chunks_of, refusals, styled_of
+from meshplan.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ What hides what, in meshplan's own runtime:
   left to hide it. Each half takes half as long.
 - What tp sends stands in the way of what is computed next; so does what cp gathers.
 
-Source: `runtime.data.set_gradient_sync`, `traffic.units` and `traffic.data`, which count the same
-collectives; Zhao et al. 2023 (PyTorch FSDP), section 3.3, for what overlaps.
+Source: `runtime.apply.data.set_gradient_sync`, `traffic.units` and `traffic.data`, which count the
+same collectives; Zhao et al. 2023 (PyTorch FSDP), section 3.3, for what overlaps.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from meshplan.cost.host import Crossing, crossing, host_rate, is_there
 from meshplan.cost.profile import Profile
 from meshplan.cost.shares import expert_share, share, trained
 from meshplan.cost.types import Kind, Sent, Tally
-from meshplan.dtypes import DTYPE_BYTES
-from meshplan.memory.gathered import takes_masks
-from meshplan.spec import Precision
+from meshplan.layout.dtypes import DTYPE_BYTES
+from meshplan.memory.decoder.cp_all_gather import takes_masks
+from meshplan.spec.spec import Precision
 
 Array = NDArray[Any]
 

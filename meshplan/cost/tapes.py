@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import Final
 
 from meshplan.errors import PlanError, Problem
-from meshplan.memory.analytic import Run, tape_of
-from meshplan.memory.shape import Shape
-from meshplan.memory.styled import Styled
-from meshplan.memory.tape import Tape
-from meshplan.styles import LOGITS, STYLES
+from meshplan.layout.styles import LOGITS, STYLES
+from meshplan.memory.decoder.microbatch import Run, tape_of
+from meshplan.memory.decoder.sizes import Shape
+from meshplan.memory.decoder.tp_ops import Styled
+from meshplan.memory.tape.tape import Tape
 
 _VOCAB: Final = "vocab"
 

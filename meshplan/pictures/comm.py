@@ -14,7 +14,7 @@ from meshplan.pictures.palette import COLLECTIVES, GREY, Ink, Theme, between, in
 from meshplan.pictures.sheet import SMALL, TEXT, Sheet, box, fitted, width_of, write
 from meshplan.pictures.types import Picture
 from meshplan.pictures.words import counted, in_short, speed
-from meshplan.plan import Plan
+from meshplan.plan.plan import Plan
 from meshplan.units import GIB, format_bytes
 
 if TYPE_CHECKING:

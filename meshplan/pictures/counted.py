@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from meshplan.errors import PlanError, Problem
-from meshplan.plan import Plan, make_plan
-from meshplan.sizing import graph_of
-from meshplan.spec import Spec
+from meshplan.plan.plan import Plan, make_plan
+from meshplan.spec.spec import Spec
+from meshplan.textbook.inputs import graph_of
 
 OF_COUNT: Final = ("mesh", "memory", "waterfall")
 """The pictures that states alone tell."""

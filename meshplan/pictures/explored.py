@@ -17,7 +17,8 @@ from typing import Any, Final
 import numpy as np
 
 from meshplan.errors import MeshplanError, Origin, Problem
-from meshplan.mesh import DATA_AXES
+from meshplan.layout.mesh import DATA_AXES
+from meshplan.model.rehearsal import Rehearse
 from meshplan.pictures.main import facts_of
 from meshplan.pictures.memory_bars import draw_memory
 from meshplan.pictures.mesh_map import MeshMap, draw_mesh, mesh_map
@@ -25,10 +26,9 @@ from meshplan.pictures.palette import Theme, theme_of
 from meshplan.pictures.sheet import EDGE, TEXT, WIDTH, Sheet, wrapped, write
 from meshplan.pictures.types import Picture
 from meshplan.pictures.words import counted
-from meshplan.plan import Plan, make_plan
-from meshplan.rehearsal import Rehearse
-from meshplan.spec import AUTO, Auto, Borrow, HardwareSpec, Spec
-from meshplan.strategies import STRATEGIES
+from meshplan.plan.plan import Plan, make_plan
+from meshplan.spec.spec import AUTO, Auto, Borrow, HardwareSpec, Spec
+from meshplan.spec.strategies import STRATEGIES
 
 __all__ = ["Knobs", "Scene", "knobs_of", "png_of", "scene_of", "spec_at"]
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Final
 
 from meshplan.cost.simulate import Run, simulate
 from meshplan.errors import PlanError, Problem
+from meshplan.layout.schedules import SCHEDULES
 from meshplan.pictures.palette import PASSES, STAGES, Ink, Theme, ink_on
 from meshplan.pictures.sheet import SMALL, Item, Sheet, box, fitted, width_of, write
 from meshplan.pictures.types import Picture
 from meshplan.pictures.words import counted
-from meshplan.plan import Plan
-from meshplan.schedules import SCHEDULES
+from meshplan.plan.plan import Plan
 from meshplan.units import format_seconds
 
 if TYPE_CHECKING:

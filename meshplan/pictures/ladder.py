@@ -13,7 +13,7 @@ from meshplan.pictures.words import counted
 from meshplan.units import format_seconds
 
 if TYPE_CHECKING:
-    from meshplan.planner.decision import Decision
+    from meshplan.planner.problem.decision import Decision
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from typing import Final
 from meshplan.cost.grid import RECOMPUTE
 from meshplan.cost.stages import chain_of_plan, stage_of_places
 from meshplan.errors import PlanError
-from meshplan.hardware import find_device
-from meshplan.mesh import Mesh
+from meshplan.layout.hardware import find_device
+from meshplan.layout.mesh import Mesh
 from meshplan.pictures.counted import ONLY_COUNT, is_counted
-from meshplan.plan import Plan
+from meshplan.plan.plan import Plan
 from meshplan.traffic import forecast
 
 _TIMES: Final = {"all_reduce": 2}

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 from meshplan.cost.profile import profile_of
 from meshplan.cost.stages import stage_seconds
 from meshplan.errors import Origin, PlanError, Problem, SpecError
-from meshplan.memory.driver import with_workspaces
-from meshplan.memory.estimate import MemoryEstimate
-from meshplan.memory.log import EventLog
-from meshplan.memory.told import told_estimate
+from meshplan.memory.analytic.estimate import told_estimate
+from meshplan.memory.answer.estimate import MemoryEstimate
+from meshplan.memory.log.driver import with_workspaces
+from meshplan.memory.log.events import EventLog
 from meshplan.pictures.comm import comm, draw_comm
 from meshplan.pictures.counted import ONLY_COUNT, check_counted, is_counted
 from meshplan.pictures.gantt import Gantt, draw_gantt, gantt
@@ -30,12 +30,12 @@ from meshplan.pictures.timeline import draw_timeline, log_of, timeline
 from meshplan.pictures.treemap import Of, draw_treemap, treemap
 from meshplan.pictures.types import Picture
 from meshplan.pictures.waterfall import draw_waterfall, waterfall, waterfall_of_states
-from meshplan.plan import Plan
-from meshplan.planner.asking import cluster_of
-from meshplan.sizing import read_limit
+from meshplan.plan.plan import Plan
+from meshplan.planner.problem.request import cluster_of
+from meshplan.textbook.inputs import read_limit
 
 if TYPE_CHECKING:
-    from meshplan.planner.decision import Decision
+    from meshplan.planner.problem.decision import Decision
 
 OF_DECISIONS: Final = ("pareto", "ladder")
 """What is about a search, and not about one plan."""
@@ -176,7 +176,7 @@ def _comm(asked: Asked) -> Picture:
 def _searched(asked: Asked) -> Decision:
     if asked.decision is None:
         what = "a plan does not say what it was chosen from"
-        fix = "give decision=meshplan.planning.search_plan(...), or use meshplan draw -f plan.yaml"
+        fix = "give decision=meshplan.search_plan(...), or use meshplan draw -f plan.yaml"
         raise PlanError(Problem(what, Origin("draw"), fix))
     return asked.decision
 

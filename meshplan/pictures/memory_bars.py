@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from meshplan.memory.estimate import MemoryEstimate, RankGroup, left_in_words, size_in_words
-from meshplan.memory.groups import equal_ranks
-from meshplan.memory.states import state_bytes
+from meshplan.memory.answer.estimate import MemoryEstimate, RankGroup, left_in_words, size_in_words
+from meshplan.memory.answer.rank_classes import equal_ranks
+from meshplan.memory.answer.states import state_bytes
 from meshplan.pictures.palette import DRIVER, ROUNDING, TERMS, UNKNOWN, UNUSED, Ink, Theme
 from meshplan.pictures.sheet import SMALL, TEXT, Sheet, box, fitted, width_of, write
 from meshplan.pictures.types import Picture
 from meshplan.pictures.words import ranks_in_words
-from meshplan.plan import Plan
+from meshplan.plan.plan import Plan
 from meshplan.units import GIB, format_bytes, format_gib
 
 _MOST_BARS: Final = 10

@@ -22,7 +22,7 @@ from meshplan.pictures.sheet import (
 )
 from meshplan.pictures.types import Picture
 from meshplan.pictures.words import at_in_words, counted, in_short, speed
-from meshplan.plan import Plan
+from meshplan.plan.plan import Plan
 from meshplan.units import format_bytes
 
 _MOST_LARGE: Final = 4

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from meshplan.flow import Flow, Op
-from meshplan.graph import around
+from meshplan.model.flow import Flow, Op
+from meshplan.model.graph import around
 from meshplan.pictures.module_tree import Folded
 
 ENTRY: Final = -1

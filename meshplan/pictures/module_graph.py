@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from meshplan.match import fold
 from meshplan.pictures.module_arrows import Box, Item, Links, Reader
 from meshplan.pictures.module_tree import Folded, folded, group_of, sizes_of, title_of
 from meshplan.pictures.told_flow import told_flow
 from meshplan.pictures.words import counted
-from meshplan.plan import Plan
+from meshplan.plan.plan import Plan
+from meshplan.spec.match import fold
 
 _MOST_BOXES: Final = 18
 _MOST_OF_ROOT: Final = 14

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
-from meshplan.graph import ModelGraph
-from meshplan.match import fold
+from meshplan.model.graph import ModelGraph
 from meshplan.pictures.words import counted
-from meshplan.plan import Plan
+from meshplan.plan.plan import Plan
+from meshplan.spec.match import fold
 from meshplan.units import format_count
 
 _MOST_ROWS: Final = 48

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from meshplan.layout import Layout
-from meshplan.memory.estimate import MemoryEstimate
+from meshplan.layout.layout import Layout
+from meshplan.memory.answer.estimate import MemoryEstimate
 from meshplan.pictures.memory_bars import INKS, memory_bars
 from meshplan.pictures.mesh_map import mesh_map
 from meshplan.pictures.palette import ink_on, shard_ink
-from meshplan.plan import Plan
-from meshplan.spec import Spec
+from meshplan.plan.plan import Plan
+from meshplan.spec.spec import Spec
 from meshplan.units import format_bytes, format_count
 
 _CELL = "padding:2px 8px;text-align:left"

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Final
 
 from meshplan.errors import Problem, SpecError
-from meshplan.memory.log import Term
+from meshplan.memory.log.events import Term
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from meshplan.units import GIB, format_gib, format_seconds
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from meshplan.planner.decision import Decision, Way
+    from meshplan.planner.problem.decision import Decision, Way
 
 _LOG: Final = 12.0
 """From which ratio of the largest to the smallest an axis is logarithmic."""

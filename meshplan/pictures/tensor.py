@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from meshplan.assign import Placed
-from meshplan.dtypes import DTYPE_BYTES
 from meshplan.errors import Origin, Problem, SpecError
-from meshplan.graph import is_inside
-from meshplan.layout import Layout
-from meshplan.match import nearest
-from meshplan.mesh import SHARD_AXES, Mesh
+from meshplan.layout.dtypes import DTYPE_BYTES
+from meshplan.layout.layout import Layout
+from meshplan.layout.mesh import SHARD_AXES, Mesh
+from meshplan.model.graph import is_inside
 from meshplan.pictures.links import members, strides
 from meshplan.pictures.palette import Ink, Theme, ink_on, shard_ink
 from meshplan.pictures.sheet import (
@@ -30,7 +29,8 @@ from meshplan.pictures.sheet import (
 )
 from meshplan.pictures.types import Picture
 from meshplan.pictures.words import ranks_in_words
-from meshplan.plan import Plan
+from meshplan.plan.plan import Plan
+from meshplan.spec.match import nearest
 from meshplan.units import format_bytes
 
 _MOST: Final = 10

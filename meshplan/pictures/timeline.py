@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from meshplan.memory.driver import with_workspaces
-from meshplan.memory.log import EventLog, Term
-from meshplan.memory.told import told_rank
+from meshplan.memory.analytic.estimate import told_rank
+from meshplan.memory.log.driver import with_workspaces
+from meshplan.memory.log.events import EventLog, Term
 from meshplan.pictures.palette import TERMS, Theme
 from meshplan.pictures.sheet import SMALL, TEXT, Sheet, fitted, hatch_colour, width_of, write
 from meshplan.pictures.types import Picture
-from meshplan.plan import Plan
+from meshplan.plan.plan import Plan
 from meshplan.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
 """The forward of a model of a known family, from its config: what each operation reads and makes.
 
-The operations are those that `memory.analytic` tells for memory's sake, once and in order.
+The operations are those that `memory.decoder.microbatch` tells for memory's sake, once and in
+order.
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 from typing import Final
 
 from meshplan.errors import PlanError
-from meshplan.flow import Call, Flow, Op, Ref, Value
-from meshplan.graph import ModelGraph
-from meshplan.memory.analytic import Run, tape_of
-from meshplan.memory.shape import shape_of
+from meshplan.memory.decoder.microbatch import Run, tape_of
+from meshplan.memory.decoder.sizes import shape_of
+from meshplan.model.flow import Call, Flow, Op, Ref, Value
+from meshplan.model.graph import ModelGraph
 
 _ANY: Final = Run(batch=1, seq_len=16, element_bytes=2)
 """Sizes do not matter to who reads what."""

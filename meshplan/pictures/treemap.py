@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from meshplan.assign import Placed
-from meshplan.dtypes import DTYPE_BYTES
-from meshplan.graph import pattern_of
-from meshplan.match import fold
+from meshplan.layout.dtypes import DTYPE_BYTES
+from meshplan.model.graph import pattern_of
 from meshplan.pictures.palette import PLACEMENTS, WHOLE, Ink, Theme, ink_on
 from meshplan.pictures.sheet import (
     EDGE,
@@ -27,7 +26,8 @@ from meshplan.pictures.sheet import (
 )
 from meshplan.pictures.types import Picture
 from meshplan.pictures.words import counted
-from meshplan.plan import Plan
+from meshplan.plan.plan import Plan
+from meshplan.spec.match import fold
 from meshplan.units import format_bytes
 
 Of = Literal["local", "global"]

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from meshplan.memory.estimate import MemoryEstimate, Step
-from meshplan.memory.groups import equal_ranks
-from meshplan.memory.reconcile import textbook_row
-from meshplan.memory.states import state_bytes
+from meshplan.memory.answer.estimate import MemoryEstimate, Step
+from meshplan.memory.answer.rank_classes import equal_ranks
+from meshplan.memory.answer.reconcile import textbook_row
+from meshplan.memory.answer.states import state_bytes
 from meshplan.pictures.counted import is_counted
 from meshplan.pictures.memory_bars import INKS, missing_of
 from meshplan.pictures.palette import GREY, Ink, Theme
 from meshplan.pictures.sheet import SMALL, Sheet, box, fitted, width_of, wrapped, write
 from meshplan.pictures.types import Picture
 from meshplan.pictures.words import ranks_in_words
-from meshplan.plan import Plan
+from meshplan.plan.plan import Plan
 from meshplan.units import GIB, format_bytes, format_gib
 
 _WHY: Final = 3.3

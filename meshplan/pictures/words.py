@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from meshplan.graph import pattern_of
+from meshplan.model.graph import pattern_of
 from meshplan.units import spans_of
 
 _MOST_RUNS = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from meshplan.planner.changed import Change
+from meshplan.planner.lock.changes import Change
 from meshplan.render.statements import statement_value
 from meshplan.units import format_gib, format_step
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from meshplan.planner.difference import Difference, Differs, Figure, Side
+from meshplan.planner.answers.difference import Difference, Differs, Figure, Side
 from meshplan.render.statements import flow, statement_value
 from meshplan.render.text import columns, wrapped
 from meshplan.units import format_bytes, format_step

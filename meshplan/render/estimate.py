@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshplan.render.text import columns, paint
-from meshplan.solve import STATES_ONLY, Answer, StatesEstimate, StatesRow
+from meshplan.textbook.inverse import STATES_ONLY, Answer, StatesEstimate, StatesRow
 from meshplan.units import format_bytes, format_count, format_gib
 
 

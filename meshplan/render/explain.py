@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Final
 
-from meshplan.planner.decision import Way
-from meshplan.planner.explain import NAMES, WhyNot
-from meshplan.planner.near import SLACK
+from meshplan.planner.answers.explain import NAMES, WhyNot
+from meshplan.planner.objectives.simplify import SLACK
+from meshplan.planner.problem.decision import Way
 from meshplan.render.statements import flow, way_lines
 from meshplan.render.text import wrapped
 from meshplan.units import format_bytes, format_gib, format_step

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from meshplan.memory import MemoryEstimate, Term
-from meshplan.memory.estimate import ModuleBytes, RankGroup, left_in_words
+from meshplan.memory.answer.estimate import ModuleBytes, RankGroup, left_in_words
 from meshplan.render.text import columns, paint
 from meshplan.units import format_bytes, format_gib, spans_of
 

@@ -6,13 +6,13 @@ import dataclasses
 from typing import Any
 
 from meshplan.assign import Reason
-from meshplan.match import fold
 from meshplan.memory import MemoryEstimate
-from meshplan.planner.module import ModuleAnswer, TensorAnswer
+from meshplan.planner.answers.module import ModuleAnswer, TensorAnswer
 from meshplan.render.findings import place_to_json
 from meshplan.render.memory import explained_to_text, memory_to_json
 from meshplan.render.show import shape_to_text, states_to_json, why_to_text
 from meshplan.render.text import columns
+from meshplan.spec.match import fold
 from meshplan.units import format_bytes, format_seconds
 
 

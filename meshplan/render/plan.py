@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from meshplan.memory.estimate import left_in_words
-from meshplan.planner.decision import Decision, Way
-from meshplan.planner.space import EmptySpaceError, Rejected
-from meshplan.planner.written import Written
+from meshplan.memory.answer.estimate import left_in_words
+from meshplan.planner.answers.written import Written
+from meshplan.planner.problem.decision import Decision, Way
+from meshplan.planner.space.space import EmptySpaceError, Rejected
 from meshplan.render.memory import ranks_in_words
 from meshplan.render.statements import flow, settings_in_words, way_lines
 from meshplan.render.text import columns, packed, paint, wrapped

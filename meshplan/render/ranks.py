@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshplan.mesh import Mesh
-from meshplan.plan import Plan
+from meshplan.layout.mesh import Mesh
+from meshplan.plan.plan import Plan
 from meshplan.render.text import columns
 
 _MOST_ROWS = 8

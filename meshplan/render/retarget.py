@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshplan.planner.difference import Difference
-from meshplan.planner.reshard import Reshard
+from meshplan.planner.answers.difference import Difference
+from meshplan.planner.answers.reshard import Reshard
 from meshplan.render.difference import difference_to_json, difference_to_text
 from meshplan.render.text import columns
 from meshplan.units import format_bytes

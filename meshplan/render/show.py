@@ -10,7 +10,7 @@ from typing import Any
 
 from meshplan.assign import Placed, Reason
 from meshplan.memory import StateBytes, state_bytes_by_rank
-from meshplan.plan import Plan
+from meshplan.plan.plan import Plan
 from meshplan.render.findings import place_to_json
 from meshplan.render.ranks import map_of_ranks
 from meshplan.render.stages import stages_to_json, stages_to_text

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from meshplan.planner.decision import Decision, Way
-from meshplan.planner.sizes import Size, Training, format_days
+from meshplan.planner.objectives.num_devices import Size, Training, format_days
+from meshplan.planner.problem.decision import Decision, Way
 from meshplan.render.plan import way_to_json
 from meshplan.render.statements import way_lines
 from meshplan.render.text import columns, packed, wrapped

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshplan.match import fold
-from meshplan.plan import Plan
+from meshplan.plan.plan import Plan
 from meshplan.render.text import columns
+from meshplan.spec.match import fold
 
 
 def stages_to_text(plan: Plan) -> list[str]:

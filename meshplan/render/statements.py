@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from meshplan.match import fold
-from meshplan.planner.decision import Way
+from meshplan.planner.problem.decision import Way
+from meshplan.spec.match import fold
 from meshplan.units import spans_of
 
 _SPLIT: Final = "pipeline.split"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from meshplan.match import fold
+from meshplan.spec.match import fold
 
 _NUMBERS = re.compile(r"\{([0-9]+)[0-9.,]*\}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from meshplan.planner.remedy import Remedy, Trouble
+from meshplan.planner.answers.infeasible import Remedy, Trouble
 from meshplan.render.statements import statement_lines
 from meshplan.render.text import columns, packed, wrapped
 from meshplan.units import format_gib, format_step

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshplan.plan.verdict import ROUNDINGS, RankReport, Verdict
 from meshplan.render.text import columns
-from meshplan.verdict import ROUNDINGS, RankReport, Verdict
 
 _MOST_LINES = 6
 

@@ -13,20 +13,20 @@ from typing import Any, Final
 
 from meshplan.errors import MeshplanError, Origin, PlanError, Problem, SpecError
 from meshplan.files import check_writable, write_bytes
-from meshplan.memory.estimate import MemoryEstimate
-from meshplan.memory.log import EventLog
+from meshplan.memory.answer.estimate import MemoryEstimate
+from meshplan.memory.log.events import EventLog
 from meshplan.pictures.main import OF_DECISIONS, WHATS, draw, draw_decision
 from meshplan.pictures.memory_bars import memory_bars, states_alone
 from meshplan.pictures.types import Picture
-from meshplan.plan import Plan
-from meshplan.planner.decision import Decision
-from meshplan.planner.explain import WhyNot
-from meshplan.planner.remedy import Trouble
+from meshplan.plan.plan import Plan
+from meshplan.planner.answers.explain import WhyNot
+from meshplan.planner.answers.infeasible import Trouble
+from meshplan.planner.problem.decision import Decision
 from meshplan.report import sections as of
 from meshplan.report.figures import Colours, figure
 from meshplan.report.page import Section, page, paragraph
-from meshplan.sizing import read_limit
-from meshplan.solve import StatesEstimate
+from meshplan.textbook.inputs import read_limit
+from meshplan.textbook.inverse import StatesEstimate
 from meshplan.units import format_count, format_gib
 from meshplan.version import __version__
 

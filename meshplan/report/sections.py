@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from meshplan.memory.estimate import MemoryEstimate, RankGroup, left_in_words
+from meshplan.memory.answer.estimate import MemoryEstimate, RankGroup, left_in_words
 from meshplan.pictures.links import links_of
 from meshplan.pictures.memory_bars import memory_bars
 from meshplan.pictures.pareto import words_of
 from meshplan.pictures.words import speed
-from meshplan.plan import Plan
-from meshplan.planner.decision import Decision, Way
-from meshplan.planner.explain import WhyNot
-from meshplan.planner.remedy import Trouble
+from meshplan.plan.plan import Plan
+from meshplan.planner.answers.explain import WhyNot
+from meshplan.planner.answers.infeasible import Trouble
+from meshplan.planner.problem.decision import Decision, Way
 from meshplan.render.explain import verdict
 from meshplan.render.memory import ranks_to_text
 from meshplan.render.show import settings, tree
@@ -20,7 +20,7 @@ from meshplan.render.statements import statement_lines, way_lines
 from meshplan.render.trouble import conflict_to_text, ended
 from meshplan.report.page import bullets, heading, numbered, pairs, paragraph
 from meshplan.report.tables import Cell, Table, gib, seconds, share, size
-from meshplan.solve import StatesEstimate
+from meshplan.textbook.inverse import StatesEstimate
 from meshplan.units import format_bytes, format_seconds
 
 

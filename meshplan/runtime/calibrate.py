@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 from meshplan.cost.calibration import Measured, Sample
 from meshplan.errors import SpecError
-from meshplan.hardware import Device, find_device
-from meshplan.runtime.mesh import gather_into
+from meshplan.layout.hardware import Device, find_device
+from meshplan.runtime.base.mesh import gather_into
 
 ROUNDS: Final = 30
 _HEADS, _WIDTH = 16, 128

@@ -19,17 +19,17 @@ from torch import nn
 
 from meshplan.errors import Problem, SpecError
 from meshplan.memory import StateBytes
-from meshplan.plan import Plan
-from meshplan.recipes import OWN_MODELS
+from meshplan.plan.plan import Plan
 from meshplan.runtime import demo_model, demo_moe
-from meshplan.runtime.applied import applied
+from meshplan.runtime.apply.wrap import applied
+from meshplan.runtime.base.held_bytes import live_bytes
+from meshplan.runtime.base.local_ranks import Send, run_ranks
 from meshplan.runtime.demo_model import next_byte_loss
-from meshplan.runtime.local_ranks import Send, run_ranks
-from meshplan.runtime.measure import live_bytes
 from meshplan.runtime.parallelize import parallelize
-from meshplan.runtime.train import local_batch, train_step
-from meshplan.spec import Spec
-from meshplan.trust import check_code
+from meshplan.runtime.train.step import local_batch, train_step
+from meshplan.spec.recipes import OWN_MODELS
+from meshplan.spec.spec import Spec
+from meshplan.spec.trust import check_code
 
 _MODELS: Final[Mapping[str, Callable[[], nn.Module]]] = MappingProxyType(
     dict(zip(OWN_MODELS, (demo_model.build, demo_moe.build), strict=True))

@@ -20,32 +20,32 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from meshplan.errors import ApplyError, MeshplanError, Origin, PlanError, Problem
-from meshplan.plan import Plan, make_plan
-from meshplan.reader import load_spec
-from meshplan.runtime.allocator import allocator_problems, set_allocator
-from meshplan.runtime.applied import apply_plan, exchange, function_of, raise_told
-from meshplan.runtime.checks.batches import watch_batches
+from meshplan.plan.plan import Plan, make_plan
+from meshplan.runtime.apply.allocator import allocator_problems, set_allocator
+from meshplan.runtime.apply.chunked_loss import chunked_loss_problems
+from meshplan.runtime.apply.expert_protocol import expert_problems
+from meshplan.runtime.apply.materialize import agree_on_values
+from meshplan.runtime.apply.wrap import apply_plan, exchange, function_of, raise_told
+from meshplan.runtime.base.batch_agreement import open_groups
+from meshplan.runtime.base.mesh import device_mesh, ensure_process_group, ranks_per_node
+from meshplan.runtime.base.module_state import own_attributes
+from meshplan.runtime.base.parallel_models import remember
+from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.checks.detours import explain_mixed_losses, refuse_copies_and_casts
-from meshplan.runtime.checks.drift import watch_drift
-from meshplan.runtime.checks.optimizers import watch_optimizers
-from meshplan.runtime.chunked import chunked_loss_problems
-from meshplan.runtime.example import find_example
-from meshplan.runtime.expert_protocol import expert_problems
-from meshplan.runtime.grad_hooks import watch_torch_hooks
-from meshplan.runtime.guard import come_together, guarded, note_forwards, publish
-from meshplan.runtime.materialize import agree_on_values
-from meshplan.runtime.mesh import device_mesh, ensure_process_group, ranks_per_node
-from meshplan.runtime.nest import tensors_in
-from meshplan.runtime.parallel_models import remember
-from meshplan.runtime.peers import open_groups
-from meshplan.runtime.planned import closed_together
-from meshplan.runtime.private import forget_units
-from meshplan.runtime.record import record
-from meshplan.runtime.rehearse import rehearser
-from meshplan.runtime.remembered import own_attributes
-from meshplan.runtime.state import refuse_whole_tensors
-from meshplan.runtime.trace import graph_of
-from meshplan.spec import Spec
+from meshplan.runtime.comparisons.batches import watch_batches
+from meshplan.runtime.comparisons.drift import watch_drift
+from meshplan.runtime.comparisons.optimizers import watch_optimizers
+from meshplan.runtime.live.planned import closed_together
+from meshplan.runtime.torch_private.private import forget_units
+from meshplan.runtime.trace.inputs import find_example
+from meshplan.runtime.trace.ops import record
+from meshplan.runtime.trace.rehearse import rehearser
+from meshplan.runtime.trace.structure import graph_of
+from meshplan.runtime.train.grad_hooks import watch_torch_hooks
+from meshplan.runtime.train.state import refuse_whole_tensors
+from meshplan.runtime.watch.guard import come_together, guarded, note_forwards, publish
+from meshplan.spec.reader import load_spec
+from meshplan.spec.spec import Spec
 
 PlanLike = str | os.PathLike[str] | Mapping[str, Any] | Spec | Plan
 

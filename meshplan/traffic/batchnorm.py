@@ -1,16 +1,16 @@
 """The traffic of norms with statistics over samples.
 
-Source of those over all data ranks: `runtime.batchnorm`: sums and the number of values, then the
-variance; each is summed, and so are the gradients of both.
+Source of those over all data ranks: `runtime.apply.batchnorm`: sums and the number of values, then
+the variance; each is summed, and so are the gradients of both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshplan.dtypes import DTYPE_BYTES
-from meshplan.mesh import GRADIENT_AXES
-from meshplan.plan import Plan
+from meshplan.layout.dtypes import DTYPE_BYTES
+from meshplan.layout.mesh import GRADIENT_AXES
+from meshplan.plan.plan import Plan
 from meshplan.traffic.forward import Forward
 from meshplan.traffic.loss import SINGLE_BYTES
 from meshplan.traffic.tensor_parallel import is_repeated

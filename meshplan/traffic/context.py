@@ -1,7 +1,8 @@
 """The traffic of attention over parts of the sequence.
 
-Source: `runtime.context.attention` and `parts`: keys and values are gathered and their gradients
-scattered, or queries, keys and values change sequence for heads and the result changes back.
+Source: `runtime.apply.context.attention` and `parts`: keys and values are gathered and their
+gradients scattered, or queries, keys and values change sequence for heads and the result changes
+back.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from meshplan.dtypes import DTYPE_BYTES
-from meshplan.graph import is_inside
-from meshplan.plan import Plan
+from meshplan.layout.dtypes import DTYPE_BYTES
+from meshplan.model.graph import is_inside
+from meshplan.plan.plan import Plan
 from meshplan.traffic.forward import Attention, Forward, Seen
 from meshplan.traffic.tensor_parallel import is_repeated
 from meshplan.traffic.types import Traffic, one

@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from meshplan.assign import Placed, Unit
-from meshplan.dtypes import DTYPE_BYTES
-from meshplan.mesh import GRADIENT_AXES
-from meshplan.plan import Plan
+from meshplan.layout.dtypes import DTYPE_BYTES
+from meshplan.layout.mesh import GRADIENT_AXES
+from meshplan.plan.plan import Plan
 from meshplan.traffic.types import Route, Traffic, along, one, trainable
 from meshplan.traffic.units import Use
 
@@ -76,7 +76,7 @@ def unit_traffic(plan: Plan, unit: Unit, use: Use, rank: int) -> Iterator[Traffi
     parameters, gradients = f"parameters of {what}", f"gradients of {what}"
     yield one(mesh, "all_gather", unit.shard_axes, gathered, parameters, use.gathers)
     reduced = sum(num_bytes(p, unit.precision.reduce or p.compute_dtype) for p in trained)
-    # As `runtime.data.set_gradient_sync` says it: shards are reduced after every microbatch.
+    # As `runtime.apply.data.set_gradient_sync` says it: shards are reduced after every microbatch.
     is_at_once = "gradient" in plan.assignment.strategy.cuts
     at_last = use.reductions[-1] if use.reductions else 0
     times = sum(use.reductions) if is_at_once else at_last

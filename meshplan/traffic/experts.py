@@ -5,7 +5,7 @@ results; gradients go the way back. What a rank sends of its own tokens does not
 routing. What it sends of the tokens that came to it does: `Routed` says within which bounds, unless
 it is given how many came.
 
-Source: `runtime.expert`.
+Source: `runtime.apply.experts`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from meshplan.dtypes import DTYPE_BYTES
-from meshplan.plan import Plan
+from meshplan.layout.dtypes import DTYPE_BYTES
+from meshplan.plan.plan import Plan
 from meshplan.traffic.forward import Forward, Seen, Visit
 from meshplan.traffic.tensor_parallel import is_repeated
 from meshplan.traffic.types import Routed, Traffic, one

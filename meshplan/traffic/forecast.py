@@ -10,11 +10,11 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from meshplan.mesh import DATA_AXES, EXPERT_SHARD, GRADIENT_AXES
-from meshplan.plan import Plan
-from meshplan.restrict import restrict
-from meshplan.schedules import SCHEDULES
-from meshplan.styles import GATHERED
+from meshplan.layout.mesh import DATA_AXES, EXPERT_SHARD, GRADIENT_AXES
+from meshplan.layout.schedules import SCHEDULES
+from meshplan.layout.styles import GATHERED
+from meshplan.plan.plan import Plan
+from meshplan.plan.restrict import restrict
 from meshplan.traffic.batchnorm import kept_statistics, statistics
 from meshplan.traffic.context import attention, unknown_heads
 from meshplan.traffic.data import agreement, ddp, unit_traffic
@@ -45,7 +45,8 @@ def forecast(
     """What `rank` sends and receives in one step.
 
     Args:
-        forward: `runtime.visits.record_forward` of this rank; needed for what activations send.
+        forward: `runtime.verify.module_calls.record_forward` of this rank; needed for what
+        activations send.
         arrivals: How the tokens of ep are routed; None tells balanced figures and their bounds.
 
     Assumes: every parameter gets a gradient.

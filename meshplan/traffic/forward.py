@@ -1,10 +1,10 @@
-"""One forward of one process, as `runtime.visits` records it: what no layout tells."""
+"""One forward of one process, as `runtime.verify.module_calls` records it: what no layout tells."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshplan.flow import Flow
+from meshplan.model.flow import Flow
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,15 @@
 """The traffic of a loss over parts of the vocabulary.
 
-Source: `runtime.loss`: the highest logit of each token, then three sums per token; its backward
-needs nobody.
+Source: `runtime.apply.vocab_parallel_loss`: the highest logit of each token, then three sums per
+token; its backward needs nobody.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshplan.dtypes import DTYPE_BYTES
-from meshplan.plan import Plan
+from meshplan.layout.dtypes import DTYPE_BYTES
+from meshplan.plan.plan import Plan
 from meshplan.traffic.forward import Forward
 from meshplan.traffic.types import Traffic, one
 

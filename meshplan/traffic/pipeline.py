@@ -1,7 +1,7 @@
 """The traffic of a pipeline: what crosses its cuts, and what its ranks tell one another.
 
-Source: `runtime.pipeline`, which plays the actions of `schedules`; a value that skips stages is
-relayed through each.
+Source: `runtime.apply.pipeline`, which plays the actions of `schedules`; a value that skips stages
+is relayed through each.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from meshplan.assign.types import Stages
-from meshplan.dtypes import DTYPE_BYTES
-from meshplan.flow import Call, Flow
-from meshplan.plan import Plan
-from meshplan.relay import Cut, stages_of, unit_calls
-from meshplan.schedules import SCHEDULES, Action, actions
+from meshplan.layout.dtypes import DTYPE_BYTES
+from meshplan.layout.schedules import SCHEDULES, Action, actions
+from meshplan.model.flow import Call, Flow
+from meshplan.model.stage_boundary import Cut, stages_of, unit_calls
+from meshplan.plan.plan import Plan
 from meshplan.traffic.forward import Forward, Seen, Visit
 from meshplan.traffic.sequence import SequenceCuts
 from meshplan.traffic.types import Traffic, one

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshplan.flow import Flow
-from meshplan.plan import Plan
+from meshplan.model.flow import Flow
+from meshplan.plan.plan import Plan
 from meshplan.traffic.forward import Seen
 
 

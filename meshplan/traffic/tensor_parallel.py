@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from meshplan.assign import Crossing, Placed, StyleUse
-from meshplan.dtypes import DTYPE_BYTES
-from meshplan.graph import is_inside
-from meshplan.plan import Plan
-from meshplan.styles import GATHERED, dims_of
+from meshplan.layout.dtypes import DTYPE_BYTES
+from meshplan.layout.styles import GATHERED, dims_of
+from meshplan.model.graph import is_inside
+from meshplan.plan.plan import Plan
 from meshplan.traffic.forward import Forward, Seen, Visit
 from meshplan.traffic.types import Route, Traffic, one, trainable
 from meshplan.traffic.units import Passes, Use
@@ -142,7 +142,7 @@ class _Activations:
         self.units = [call for call in forward.calls if call.fqn in owners]
         around = {fqn.rpartition(".")[0] for fqn in plan.assignment.styles}
         self.forgotten = sorted(call.end for call in forward.calls if call.fqn in around)
-        """When what entered styled modules is forgotten: `runtime.shard.forget_entered`."""
+        """Ends of calls that forget what entered styled modules: the runtime's `forget_entered`."""
         self.counted: Counter[tuple[Route, str]] = Counter()
 
     def traffic(self) -> Iterator[Traffic]:

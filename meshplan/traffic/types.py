@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshplan.assign import Placed
-from meshplan.mesh import Mesh
-from meshplan.plan import Plan
+from meshplan.layout.mesh import Mesh
+from meshplan.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -4,8 +4,8 @@ Backward goes through the calls of a forward in reverse. Before a unit's own it 
 and begins to gather the one that ran before it, whether or not backward comes there.
 
 Source: torch 2.13, FSDPParamGroup: pre_forward, post_forward, pre_backward, _backward_prefetch,
-post_backward; FSDPState._root_post_backward_final_callback. Reduction: `runtime.gradients`, which
-lets a unit with a missing gradient reduce zeros.
+post_backward; FSDPState._root_post_backward_final_callback. Reduction: `runtime.apply.gradients`,
+which lets a unit with a missing gradient reduce zeros.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from meshplan.assign import Unit
-from meshplan.graph import is_inside
-from meshplan.plan import Plan
+from meshplan.model.graph import is_inside
+from meshplan.plan.plan import Plan
 from meshplan.traffic.forward import Forward
 
 
@@ -251,7 +251,8 @@ class _Play:
                     group.phase = ""
 
     def _backward(self, *, is_last: bool) -> None:
-        # As `runtime.data.set_gradient_sync` says it: what stays after forward stays until the end.
+        # As `runtime.apply.data.set_gradient_sync` says it: what stays after forward stays until
+        # the end.
         self._gives_back = is_last
         for group in self._groups.values():
             group.reductions.append(0)

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from meshplan.cli import main as run
-from meshplan.planner.lock import lock_path
+from meshplan.cli.app import main as run
+from meshplan.planner.lock.lock import lock_path
 
 LLAMA: Final[Mapping[str, Any]] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024,

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from meshplan.memory import reserve, with_workspaces
-from meshplan.plan import make_plan
-from meshplan.reader import load_spec
-from meshplan.runtime.imagine import imagine_step
-from meshplan.runtime.trace import graph_of
+from meshplan.plan.plan import make_plan
+from meshplan.runtime.fake_step.step import imagine_step
+from meshplan.runtime.trace.structure import graph_of
+from meshplan.spec.reader import load_spec
 from tests.bench.llama import KeepsPrediction, Llama, Shape, loss
 
 _LLAMA2_7B = Shape(layers=32, hidden=4096, heads=32, kv_heads=32, ffn=11008, vocab=32000,

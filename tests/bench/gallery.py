@@ -13,7 +13,7 @@ from typing import Final
 
 from PIL import Image
 
-from meshplan.cli import main as meshplan
+from meshplan.cli.app import main as meshplan
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 FOLDER: Final = ROOT / "docs" / "gallery"

@@ -53,11 +53,11 @@ def _decided(size: str, plan: Mapping[str, Any]) -> tuple[Any, Any, tuple[int, i
     """(the model on meta, its plan, the shape of a rank's tokens)."""
     import torch
 
-    from meshplan.plan import make_plan
-    from meshplan.reader import load_spec
-    from meshplan.runtime.record import record
-    from meshplan.runtime.rehearse import rehearser
-    from meshplan.runtime.trace import graph_of
+    from meshplan.plan.plan import make_plan
+    from meshplan.runtime.trace.ops import record
+    from meshplan.runtime.trace.rehearse import rehearser
+    from meshplan.runtime.trace.structure import graph_of
+    from meshplan.spec.reader import load_spec
     from tests.bench.llama import Llama
 
     shape, spec = SHAPES[size], load_spec(dict(plan))
@@ -83,7 +83,7 @@ def foretold(size: str, plan: Mapping[str, Any], device: str) -> Figures | str:
         import torch
 
         from meshplan.memory import reserve, with_workspaces
-        from meshplan.runtime.imagine import imagine_step
+        from meshplan.runtime.fake_step.step import imagine_step
         from tests.bench.llama import loss
 
         model, found, shape = _decided(size, plan)
@@ -118,7 +118,7 @@ def measured(size: str, plan: Mapping[str, Any], device: str) -> Figures | str:
 @contextmanager
 def _real_replicas() -> Iterator[None]:
     """The wrapper of replicas is the real one: tensors have numbers, only others do not answer."""
-    from meshplan.runtime import data
+    from meshplan.runtime.apply import data
 
     ask = data.is_pretending
     data.is_pretending = lambda: False
@@ -145,14 +145,14 @@ def _answered(wrapped: Any) -> None:
 def _measured(size: str, plan: Mapping[str, Any], device: str) -> Figures:
     import torch
 
-    from meshplan.runtime.applied import applied, apply_plan
-    from meshplan.runtime.imagine import watch_steps
-    from meshplan.runtime.materialize import Values
-    from meshplan.runtime.mesh import device_mesh
-    from meshplan.runtime.peers import open_groups
-    from meshplan.runtime.pretend import pretending
-    from meshplan.runtime.private_fakes import group_of_fakes
-    from meshplan.runtime.train import train_step
+    from meshplan.runtime.apply.materialize import Values
+    from meshplan.runtime.apply.wrap import applied, apply_plan
+    from meshplan.runtime.base.batch_agreement import open_groups
+    from meshplan.runtime.base.fake_mode import pretending
+    from meshplan.runtime.base.mesh import device_mesh
+    from meshplan.runtime.fake_step.step import watch_steps
+    from meshplan.runtime.torch_private.fakes import group_of_fakes
+    from meshplan.runtime.train.step import train_step
     from tests.bench.llama import Llama, loss
 
     _, found, shape = _decided(size, plan)

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from meshplan.memory.frameworks import native
-from meshplan.memory.frameworks.nanotron import stages
-from meshplan.memory.frameworks.nanotron_job import Job
-from meshplan.memory.frameworks.nanotron_pace import stalls
-from meshplan.memory.frameworks.torchtitan import Training
-from meshplan.memory.shape import Shape
+from meshplan.memory.decoder.sizes import Shape
+from tests.bench.frameworks import native
+from tests.bench.frameworks.nanotron import stages
+from tests.bench.frameworks.nanotron_job import Job
+from tests.bench.frameworks.nanotron_pace import stalls
+from tests.bench.frameworks.torchtitan import Training
 from tests.bench.row_check import Row, disagreements, problems
 
 METRICS: Final = (

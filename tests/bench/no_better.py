@@ -24,15 +24,15 @@ from typing import Any, Final
 import yaml
 
 from meshplan.errors import MeshplanError
-from meshplan.planner.asking import question_of_file
-from meshplan.planner.decision import Decision
-from meshplan.planner.explain import Asker
-from meshplan.planner.lock import overrides
-from meshplan.planner.near import SLACK
-from meshplan.planner.objectives import answer
-from meshplan.planner.search import TOLERANCE
-from meshplan.planner.settings import FIELDS
-from meshplan.runtime.fixes import changes_of
+from meshplan.planner.answers.explain import Asker
+from meshplan.planner.answers.settings import FIELDS
+from meshplan.planner.lock.lock import overrides
+from meshplan.planner.objectives.answer import answer
+from meshplan.planner.objectives.simplify import SLACK
+from meshplan.planner.problem.decision import Decision
+from meshplan.planner.problem.request import question_of_file
+from meshplan.planner.solve.search import TOLERANCE
+from meshplan.runtime.estimate.fixes import changes_of
 from tests.bench.planned_models import MODELS, write_plan
 
 CARDS: Final = {

@@ -86,8 +86,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args()
+    from meshplan.api.planning import search_plan
     from meshplan.cost.calibration import read_profile
-    from meshplan.planning import search_plan
     from meshplan.render.profile import profile_to_text
     from tests.pool import Pool
 

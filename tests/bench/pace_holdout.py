@@ -19,9 +19,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.memory.frameworks import nanotron_pace as pace
-from meshplan.memory.frameworks.nanotron_job import made_of
 from tests.bench import published
+from tests.bench.frameworks import nanotron_pace as pace
+from tests.bench.frameworks.nanotron_job import made_of
 from tests.bench.mapping import Nanotron, Row, SkipError, case_of, checked, is_nanotron, usable_gib
 from tests.bench.row_check import read_rows
 

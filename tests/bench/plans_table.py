@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from meshplan.api.planning import search_plan
 from meshplan.errors import MeshplanError
-from meshplan.planner.decision import Decision, Way
-from meshplan.planning import search_plan
+from meshplan.planner.problem.decision import Decision, Way
 from meshplan.render.text import columns
 from meshplan.units import format_gib
 from tests.bench.planned_models import write_plan

@@ -3,7 +3,7 @@
     python -m tests.bench.published FILE.jsonl --json OUT [--jobs 2] [--what memory,time,ranking]
 
 Each row is mapped to a plan by its fields (`mapping`); profiles of frameworks are in
-`meshplan.memory.frameworks`, with their sources, and nothing is fitted to a row. Time and order of
+`tests.bench.frameworks`, with their sources, and nothing is fitted to a row. Time and order of
 plans are told by `published_time`.
 """
 
@@ -19,13 +19,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from meshplan.memory.allocator import OutOfMemoryError, Reserve, reserve
-from meshplan.memory.frameworks import native
-from meshplan.memory.frameworks.nanotron_job import Job, log_of, made_of
-from meshplan.memory.frameworks.nanotron_pace import QUEUE, lag_of
-from meshplan.memory.log import EventLog
-from meshplan.memory.shape import Shape
+from meshplan.memory.decoder.sizes import Shape
+from meshplan.memory.log.allocator import OutOfMemoryError, Reserve, reserve
+from meshplan.memory.log.events import EventLog
 from tests.bench import published_time
+from tests.bench.frameworks import native
+from tests.bench.frameworks.nanotron_job import Job, log_of, made_of
+from tests.bench.frameworks.nanotron_pace import QUEUE, lag_of
 from tests.bench.mapping import (
     Nanotron,
     Row,

@@ -32,8 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshplan.formulas import full_shard
-from meshplan.runtime.batch import mapped
+from meshplan.runtime.base.batch import mapped
+from meshplan.textbook.formulas import full_shard
 from tests import exact, models
 from tests.bench import cuda_figures
 from tests.bench.llama import KeepsPrediction, Llama, loss

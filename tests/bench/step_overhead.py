@@ -40,13 +40,16 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import meshplan
-from meshplan.mesh import DATA_AXES, Mesh
-from meshplan.recipes import recipe_path
-from meshplan.runtime import applied, guard, parallelize, train
-from meshplan.runtime import steps as runtime_steps
-from meshplan.runtime.checks.steps import StepCheck
+from meshplan.layout.mesh import DATA_AXES, Mesh
+from meshplan.runtime import parallelize
+from meshplan.runtime.apply import wrap as applied
+from meshplan.runtime.base import optimizer_steps as runtime_steps
+from meshplan.runtime.base.mesh import local_of
+from meshplan.runtime.comparisons.steps import StepCheck
 from meshplan.runtime.demo_model import ByteLlama, next_byte_loss
-from meshplan.runtime.mesh import local_of
+from meshplan.runtime.train import step as train
+from meshplan.runtime.watch import guard
+from meshplan.spec.recipes import recipe_path
 from tests.pool import Pool
 
 TARGET: Final = 1.02

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from meshplan.planner.explain import WhyNot
-from meshplan.planning import explain, search_plan
+from meshplan.api.planning import explain, search_plan
+from meshplan.planner.answers.explain import WhyNot
 from meshplan.render.explain import verdict
 from meshplan.render.text import columns
 from meshplan.units import format_gib

@@ -198,12 +198,13 @@ CASES: Final[Mapping[str, Case]] = {
 def measured(name: str) -> dict[str, Any]:
     """One row, in a process that is in no group."""
     from meshplan.errors import Origin
-    from meshplan.memory.allocator import reserve
-    from meshplan.memory.groups import equal_ranks
-    from meshplan.reader import load_spec
-    from meshplan.runtime import composing, foretell
-    from meshplan.runtime.question import Question, decided
-    from meshplan.runtime.shrink import Source
+    from meshplan.memory.answer.rank_classes import equal_ranks
+    from meshplan.memory.log.allocator import reserve
+    from meshplan.runtime.estimate import composed as composing
+    from meshplan.runtime.estimate import estimate as foretell
+    from meshplan.runtime.estimate.request import Question, decided
+    from meshplan.runtime.estimate.scale_down import Source
+    from meshplan.spec.reader import load_spec
 
     warnings.simplefilter("ignore")
     # All in this process, whose time is taken.
@@ -232,7 +233,8 @@ def measured(name: str) -> dict[str, Any]:
 
 
 def _logs(tier: int, question: Any, model: nn.Module, plan: Any, ranks: Sequence[int]) -> list[Any]:
-    from meshplan.runtime import composing, foretell
+    from meshplan.runtime.estimate import composed as composing
+    from meshplan.runtime.estimate import estimate as foretell
 
     if tier == 1:
         return [each.log for each in composing.composed(question, plan, ranks)]

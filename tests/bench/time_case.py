@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from meshplan.cost.chain import Chain
 from meshplan.cost.grid import GRID, MODES, SCHEDULE_WORDS
-from meshplan.hardware import Cluster, Link, find_device
-from meshplan.memory.shape import Shape
-from meshplan.memory.tape import Tape
-from meshplan.spec import Precision
+from meshplan.layout.hardware import Cluster, Link, find_device
+from meshplan.memory.decoder.sizes import Shape
+from meshplan.memory.tape.tape import Tape
+from meshplan.spec.spec import Precision
 from tests.bench.mapping import Row, SkipError
 
 DEVICES: Final[Mapping[str, str]] = {

@@ -15,14 +15,14 @@ from meshplan.cost.chain import Chain, chain_of_tapes
 from meshplan.cost.grid import OPTIONS
 from meshplan.cost.reading import is_chosen
 from meshplan.cost.tapes import decoder_tape
-from meshplan.memory.analytic import Run
-from meshplan.memory.frameworks import nanotron, torchtitan
-from meshplan.memory.frameworks.nanotron_job import Job
-from meshplan.memory.frameworks.nanotron_pace import stalls
-from meshplan.memory.shape import Shape
-from meshplan.memory.tape import Row as TapeRow
-from meshplan.memory.tape import Tape
-from meshplan.spec import Precision
+from meshplan.memory.decoder.microbatch import Run
+from meshplan.memory.decoder.sizes import Shape
+from meshplan.memory.tape.tape import Row as TapeRow
+from meshplan.memory.tape.tape import Tape
+from meshplan.spec.spec import Precision
+from tests.bench.frameworks import nanotron, torchtitan
+from tests.bench.frameworks.nanotron_job import Job
+from tests.bench.frameworks.nanotron_pace import stalls
 from tests.bench.mapping import ADAMW, NANOTRON_PRECISION, Row, SkipError, nanotron_only, only
 from tests.bench.time_case import (
     Case,

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from meshplan.memory.frameworks import nanotron
-from meshplan.memory.frameworks.nanotron_job import Job, buckets_of
-from meshplan.memory.frameworks.nanotron_pace import stalls
-from meshplan.memory.shape import Shape
-from meshplan.memory.tape import Row as TapeRow
-from meshplan.memory.tape import Tape
-from meshplan.spec import Precision
+from meshplan.memory.decoder.sizes import Shape
+from meshplan.memory.tape.tape import Row as TapeRow
+from meshplan.memory.tape.tape import Tape
+from meshplan.spec.spec import Precision
+from tests.bench.frameworks import nanotron
+from tests.bench.frameworks.nanotron_job import Job, buckets_of
+from tests.bench.frameworks.nanotron_pace import stalls
 from tests.bench.time_case import Write
 
 

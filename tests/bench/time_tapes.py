@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from meshplan.memory.blocks import enter, leave
-from meshplan.memory.common import Part
-from meshplan.memory.log import Term
-from meshplan.memory.rows import Writer
-from meshplan.memory.shape import Shape
-from meshplan.memory.tape import Grad, Row, Tape
+from meshplan.memory.decoder.blocks import enter, leave
+from meshplan.memory.decoder.common import Part
+from meshplan.memory.decoder.sizes import Shape
+from meshplan.memory.log.events import Term
+from meshplan.memory.tape.ops import Writer
+from meshplan.memory.tape.tape import Grad, Row, Tape
 
 CORE: Final = frozenset({"bmm", "scale_mask_softmax", "core_dropout"})
 """What selective recomputation of Megatron runs again. Source: Korthikanti 2022, section 5."""

@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from meshplan.runtime import train, verify
-from meshplan.runtime.applied import own_module
-from meshplan.runtime.batch import mapped
-from meshplan.runtime.mesh import local_of
-from meshplan.runtime.pipeline.module import PipelinedModule
-from meshplan.runtime.pipeline.shared import SharedTensors
-from meshplan.runtime.sample import results
+from meshplan.runtime.apply.pipeline.module import PipelinedModule
+from meshplan.runtime.apply.pipeline.shared import SharedTensors
+from meshplan.runtime.apply.wrap import own_module
+from meshplan.runtime.base.batch import mapped
+from meshplan.runtime.base.mesh import local_of
+from meshplan.runtime.trace.sample import results
+from meshplan.runtime.train import step as train
+from meshplan.runtime.verify import verify
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

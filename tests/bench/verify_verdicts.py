@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from meshplan.errors import MeshplanError, Origin
-from meshplan.reader import load_spec
-from meshplan.runtime.shrink import Source
-from meshplan.runtime.verify import _verify_rank
-from meshplan.verdict import RankReport, Verdict
+from meshplan.plan.verdict import RankReport, Verdict
+from meshplan.runtime.estimate.scale_down import Source
+from meshplan.runtime.verify.verify import _verify_rank
+from meshplan.spec.reader import load_spec
 from tests.bench.verify_bugs import planted
 from tests.bench.verify_models import MODELS
 from tests.pool import Pool, PoolError

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 import meshplan
-from meshplan.runtime import guard
-from meshplan.runtime.batch import as_arguments, chunked, mapped
+from meshplan.runtime.base.batch import as_arguments, chunked, mapped
+from meshplan.runtime.watch import guard
 from tests.bench import wild_cases as cases
 from tests.bench.wild_cases import BATCH, STEPS, Wild
 from tests.pool import Pool, PoolError

@@ -19,15 +19,15 @@ import huggingface_hub as hub
 import pytest
 import transformers
 
-from meshplan import reader, source, trust
-from meshplan.cli import main
+from meshplan.cli.app import main
 from meshplan.errors import SpecError
-from meshplan.planner.admission import check_chosen
-from meshplan.planner.asking import loading
-from meshplan.planner.lock import lock_path, overrides, read, write
-from meshplan.reader import load_spec
-from meshplan.runtime.entry import model_of_entry
-from meshplan.runtime.shrink import model_of_source, source_of_config
+from meshplan.planner.lock.admission import check_chosen
+from meshplan.planner.lock.lock import lock_path, overrides, read, write
+from meshplan.planner.problem.request import loading
+from meshplan.runtime.estimate.scale_down import model_of_source, source_of_config
+from meshplan.runtime.trace.entry import model_of_entry
+from meshplan.spec import reader, source, trust
+from meshplan.spec.reader import load_spec
 from tests.pool import forkserver
 from tests.test_planner import LLAMA, job
 

@@ -23,14 +23,14 @@ from pathlib import Path
 import pytest
 
 from meshplan import files
-from meshplan.cli import CRASHED, main
+from meshplan.cli.app import CRASHED, main
 from meshplan.cost.calibration import profile_from, read_profile, write_profile
 from meshplan.errors import MeshplanError, SpecError
 from meshplan.pictures.types import SUFFIXES, Picture
-from meshplan.planner.lock import lock_path, read, write
-from meshplan.reader import load_spec
+from meshplan.planner.lock.lock import lock_path, read, write
 from meshplan.report.main import Report
-from meshplan.trust import trust
+from meshplan.spec.reader import load_spec
+from meshplan.spec.trust import trust
 from tests.test_calibrate import MADE
 from tests.test_planner import LLAMA, job
 
@@ -388,7 +388,7 @@ def test_a_crash_is_no_answer(monkeypatch, capsys):
     def fail(**_):
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr("meshplan.api.estimate_states", fail)
+    monkeypatch.setattr("meshplan.api.checking.estimate_states", fail)
     assert main(["estimate", "--params", "3e9", "--gpus", "8"]) == CRASHED == 70
     err = capsys.readouterr().err
     assert "ZeroDivisionError in test_files.py" in err

@@ -28,8 +28,8 @@ import pytest
 import yaml
 
 import meshplan
-from meshplan.cli import main
-from meshplan.planner.lock import _hash_of, lock_path
+from meshplan.cli.app import main
+from meshplan.planner.lock.lock import _hash_of, lock_path
 from tests.test_calibrate import MADE
 from tests.test_planner import LLAMA, job
 

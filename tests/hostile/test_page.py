@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from meshplan import trust
-from meshplan.cli import VERBS, main
+from meshplan.cli.app import VERBS, main
 from meshplan.cost.calibration import profile_from, write_profile
 from meshplan.runtime import calibrate
+from meshplan.spec import trust
 from tests.hostile.test_code import folder
 from tests.test_calibrate import MADE
 from tests.test_planner import job
@@ -89,7 +89,7 @@ def see(event, args):
 sys.addaudithook(see)
 """
 """A sitecustomize: it watches a verb from before its first line, and every process it starts."""
-START = "import sys; from meshplan.cli import main; sys.exit(main(sys.argv[1:]))"
+START = "import sys; from meshplan.cli.app import main; sys.exit(main(sys.argv[1:]))"
 QUICK = "import meshplan.runtime.calibrate as it; it.ROUNDS = 1; "
 """Times of one round are too noisy to be a profile, unless a profile may be noisy."""
 NOISY = "import meshplan.cost.calibration as it; it._WORST_SPREAD = it._WORST_LAW = 1e9; "

@@ -12,11 +12,11 @@ import time
 
 import pytest
 
-from meshplan.blueprint import from_mapping
-from meshplan.blueprint.families import FAMILIES
-from meshplan.blueprint.keys import misfits, unknown
-from meshplan.cli import main
+from meshplan.cli.app import main
 from meshplan.errors import SpecError
+from meshplan.model.blueprint import from_mapping
+from meshplan.model.blueprint.families import FAMILIES
+from meshplan.model.blueprint.keys import misfits, unknown
 from tests.test_planner import LLAMA, job
 
 __all__ = ["job"]

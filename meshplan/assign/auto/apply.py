@@ -8,10 +8,10 @@ from meshplan.assign.auto.derive import Derived
 from meshplan.assign.auto.stream import Stream
 from meshplan.assign.tensor_cuts import TensorCut, TensorParallel
 from meshplan.assign.types import LocalAttribute, StyleUse
-from meshplan.flow import Flow
-from meshplan.graph import ModelGraph
-from meshplan.layout import Layout
-from meshplan.styles import GATHERED, GRADIENTS_ADDED
+from meshplan.layout.layout import Layout
+from meshplan.layout.styles import GATHERED, GRADIENTS_ADDED
+from meshplan.model.flow import Flow
+from meshplan.model.graph import ModelGraph
 
 
 def apply_derived(graph: ModelGraph, derived: Derived, out: TensorParallel) -> None:

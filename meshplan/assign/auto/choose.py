@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from meshplan.assign.auto.numbers import NotTheSame, Rehearsals
 from meshplan.assign.auto.proof import Proof, Refuted, prove
 from meshplan.assign.auto.regions import NoRegion, Places, Region, find_region
-from meshplan.dims.factors import Factor
+from meshplan.model.dims.factors import Factor
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 

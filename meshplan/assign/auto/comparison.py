@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from meshplan.assign.auto.regions import Places, Region
-from meshplan.dims.factors import Factor
-from meshplan.dims.linker import argument, base_name, positions
-from meshplan.flow import UPDATE, Flow, Op, Ref
-from meshplan.rehearsal import Stopped
+from meshplan.model.dims.factors import Factor
+from meshplan.model.dims.linker import argument, base_name, positions
+from meshplan.model.flow import UPDATE, Flow, Op, Ref
+from meshplan.model.rehearsal import Stopped
 
 _SPELLS_SHAPE: Final = frozenset(
     (

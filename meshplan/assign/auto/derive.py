@@ -17,13 +17,13 @@ from meshplan.assign.auto.sequence import find_stream
 from meshplan.assign.auto.stream import PARTS, Stream, crossings
 from meshplan.assign.cascade import Cascade
 from meshplan.assign.types import Crossing, LocalUse, Preset, Reason, Stages
-from meshplan.dims import classify
 from meshplan.errors import Origin, Problem
-from meshplan.graph import ModelGraph
-from meshplan.layout import Piece
-from meshplan.mesh import Mesh
-from meshplan.rehearsal import Rehearse
-from meshplan.spec import AUTO, Spec
+from meshplan.layout.layout import Piece
+from meshplan.layout.mesh import Mesh
+from meshplan.model.dims import classify
+from meshplan.model.graph import ModelGraph
+from meshplan.model.rehearsal import Rehearse
+from meshplan.spec.spec import AUTO, Spec
 
 _FIELD = "place.tp"
 _EP_FIELD = "place.ep"

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from meshplan.assign.pieces import out_width
 from meshplan.assign.types import LocalUse, Preset, Reason
-from meshplan.graph import ModelGraph, ModuleInfo
-from meshplan.layout import Piece
+from meshplan.layout.layout import Piece
+from meshplan.model.graph import ModelGraph, ModuleInfo
 
 SUMMED = Reason("auto: whole, and it meets cut values, so its gradient is added up")
 

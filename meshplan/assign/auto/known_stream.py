@@ -11,7 +11,7 @@ from typing import Final
 from meshplan.assign.auto.proof import Refuted
 from meshplan.assign.auto.stream import Stream
 from meshplan.assign.types import Preset
-from meshplan.graph import ModelGraph
+from meshplan.model.graph import ModelGraph
 
 _ARGUMENTS: Final[Mapping[str, Mapping[str, str]]] = {
     "self_attn": {"self_attn": "hidden_states", "mlp": "0"},

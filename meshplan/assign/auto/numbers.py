@@ -15,8 +15,8 @@ from typing import Final
 from meshplan.assign.auto.comparison import Difference, compare
 from meshplan.assign.auto.regions import Places, Region
 from meshplan.assign.auto.stream import Stream
-from meshplan.graph import is_inside
-from meshplan.rehearsal import Rehearsal, Rehearse, Stopped
+from meshplan.model.graph import is_inside
+from meshplan.model.rehearsal import Rehearsal, Rehearse, Stopped
 
 _LEVELS: Final = 3
 """How far outwards of the operation that went wrong its numbers may stand."""

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from meshplan.assign.auto.regions import Places, Region
-from meshplan.dims.factors import Factor
-from meshplan.dims.linker import base_name
-from meshplan.dims.operations import UNIFORM
-from meshplan.flow import UPDATE, Call, Op
+from meshplan.model.dims.factors import Factor
+from meshplan.model.dims.linker import base_name
+from meshplan.model.dims.operations import UNIFORM
+from meshplan.model.flow import UPDATE, Call, Op
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64", "complex64", "complex128")
 _WHOLE, _PART = 1, 2

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from meshplan.dims import DimClasses
-from meshplan.dims.factors import Factor
-from meshplan.flow import Call
-from meshplan.graph import ModelGraph, ModuleInfo, TensorInfo
+from meshplan.model.dims import DimClasses
+from meshplan.model.dims.factors import Factor
+from meshplan.model.flow import Call
+from meshplan.model.graph import ModelGraph, ModuleInfo, TensorInfo
 
 _PLAIN: Final[Mapping[str, frozenset[str]]] = {
     kind: frozenset(f"aten.{word}" for word in words.split())

@@ -18,10 +18,10 @@ from meshplan.assign.auto.numbers import Rehearsals
 from meshplan.assign.auto.proof import Refuted, summed_beside
 from meshplan.assign.auto.regions import Places
 from meshplan.assign.auto.stream import Stream
-from meshplan.dims.factors import Dim
-from meshplan.dims.linker import argument, base_name, positions
-from meshplan.dims.operations import ALONG, LOOKS_ALONG, REDUCED
-from meshplan.flow import UPDATE, Call, Op
+from meshplan.model.dims.factors import Dim
+from meshplan.model.dims.linker import argument, base_name, positions
+from meshplan.model.dims.operations import ALONG, LOOKS_ALONG, REDUCED
+from meshplan.model.flow import UPDATE, Call, Op
 
 _DIM: Final = 1
 _VIEWS: Final = frozenset(

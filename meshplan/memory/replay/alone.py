@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from meshplan.memory.log import Term
+from meshplan.memory.log.events import Term
 from meshplan.memory.replay.optimizer import Updated
 from meshplan.memory.replay.writer import Writer
 

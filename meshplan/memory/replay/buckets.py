@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from meshplan.memory.log import Term
+from meshplan.memory.log.events import Term
 from meshplan.memory.replay.optimizer import Updated
 from meshplan.memory.replay.writer import Writer
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a plan's `ddp:` says, as `runtime.data` passes it on."""
+    """What a plan's `ddp:` says, as `runtime.apply.data` passes it on."""
 
     is_view: bool = True
     broadcasts: bool = True

@@ -1,6 +1,6 @@
 """What clipping gradients takes: numbers, a few for each gradient.
 
-Source: `runtime.gradient_scale.clip_grad_norm_`, whose lines these are.
+Source: `runtime.train.gradient_scale.clip_grad_norm_`, whose lines these are.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final
 
-from meshplan.dtypes import DTYPE_BYTES
-from meshplan.memory.log import Term
+from meshplan.layout.dtypes import DTYPE_BYTES
+from meshplan.memory.log.events import Term
 from meshplan.memory.replay.optimizer import Updated
 from meshplan.memory.replay.writer import Writer
 

@@ -6,7 +6,7 @@ Source: torch 2.13, torch/distributed/fsdp/_fully_shard: `_fsdp_param_group`, `_
 
 from __future__ import annotations
 
-from meshplan.memory.log import Term
+from meshplan.memory.log.events import Term
 from meshplan.memory.replay.shards import Shard
 from meshplan.memory.replay.unit import GATHERING, Doing, Held, Unit
 from meshplan.memory.replay.writer import Writer

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from meshplan.memory.log import Term
+from meshplan.memory.log.events import Term
 from meshplan.memory.replay.writer import Writer
 
 _BF16: Final = 2
@@ -84,7 +84,7 @@ def _lion(loop: Loop, param: Stepped) -> None:
     """The two parts of the update, their sum, whose sign is taken in place.
 
     Source: Chen et al. 2023, algorithm 2, as their own lion_pytorch.py has it, which
-    `runtime.optimizers` follows.
+    `runtime.fake_step.optimizers` follows.
     """
     parts = loop.make(param.num_bytes), loop.make(param.num_bytes)
     update = loop.make(param.num_bytes)

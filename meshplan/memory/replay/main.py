@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from typing import Final
 
 from meshplan.errors import PlanError, Problem
-from meshplan.memory.log import EventLog, Term
+from meshplan.layout.mesh import DATA_AXES, GRADIENT_AXES
+from meshplan.memory.log.events import EventLog, Term
+from meshplan.memory.log.microbatch import AT_STAGE, Moment, Work
 from meshplan.memory.replay.buckets import Options
 from meshplan.memory.replay.clip import clip
 from meshplan.memory.replay.optimizer import Updated, check_optimizer, step
@@ -15,10 +17,8 @@ from meshplan.memory.replay.part import Part, splits_backward
 from meshplan.memory.replay.prepare import Act, Prepared
 from meshplan.memory.replay.unscale import unscale
 from meshplan.memory.replay.writer import Copy, Writer
-from meshplan.memory.work import AT_STAGE, Moment, Work
-from meshplan.mesh import DATA_AXES, GRADIENT_AXES
-from meshplan.plan import Plan
-from meshplan.restrict import restrict
+from meshplan.plan.plan import Plan
+from meshplan.plan.restrict import restrict
 
 _MOST: Final = 3
 """Microbatches that are played: what comes between the second and the last is like the second."""
@@ -217,7 +217,7 @@ class _Step:
             part.set_last(is_last=is_last and backwards[at] + 1 == self._work.ends[at])
 
     def _share(self) -> None:
-        """`runtime.pipeline.shared.SharedTensors.add_gradients`."""
+        """`runtime.apply.pipeline.shared.SharedTensors.add_gradients`."""
         before: int | None = None
         for fqn, holders in self._plan.assignment.shared.items():
             for at, part in self._parts.items():
@@ -251,7 +251,7 @@ class _Step:
                 self._writer.free(number)
 
     def _mean(self) -> int | None:
-        """`runtime.peers.mean_over_ranks`, in double precision."""
+        """`runtime.base.batch_agreement.mean_over_ranks`, in double precision."""
         if not self._work.losses:
             return None
         (size,) = self._work.losses.values()

@@ -11,15 +11,15 @@ from types import MappingProxyType
 from typing import Final
 
 from meshplan.assign import Assignment
-from meshplan.dtypes import DTYPE_BYTES
 from meshplan.errors import PlanError, Problem
-from meshplan.memory.log import Term
+from meshplan.layout.dtypes import DTYPE_BYTES
+from meshplan.layout.optimizers import SHAPED_TENSORS
+from meshplan.memory.answer.states import READ_BY_KERNELS, STEP_COUNTERS
+from meshplan.memory.log.events import Term
 from meshplan.memory.replay.loops import LOOPS, Stepped, play_loop
 from meshplan.memory.replay.shards import offloads_params
 from meshplan.memory.replay.writer import Writer
-from meshplan.memory.states import READ_BY_KERNELS, STEP_COUNTERS
-from meshplan.optimizers import SHAPED_TENSORS
-from meshplan.spec import OPTIMIZER_STATES
+from meshplan.spec.spec import OPTIMIZER_STATES
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from meshplan.assign import Assignment
-from meshplan.dtypes import DTYPE_BYTES
-from meshplan.memory.log import Term
+from meshplan.layout.dtypes import DTYPE_BYTES
+from meshplan.layout.mesh import GRADIENT_AXES, Mesh
+from meshplan.layout.schedules import SCHEDULES
+from meshplan.memory.log.events import Term
+from meshplan.memory.log.microbatch import Moment
 from meshplan.memory.replay.alone import Alone
 from meshplan.memory.replay.buckets import Buckets, Options
 from meshplan.memory.replay.optimizer import Updated, states_of
 from meshplan.memory.replay.shards import Numels, numels_of, unit_shards
 from meshplan.memory.replay.units import Units
 from meshplan.memory.replay.writer import Writer
-from meshplan.memory.work import Moment
-from meshplan.mesh import GRADIENT_AXES, Mesh
-from meshplan.plan import Plan
-from meshplan.schedules import SCHEDULES
+from meshplan.plan.plan import Plan
 
 
 def splits_backward(a: Assignment) -> bool:
@@ -83,7 +83,7 @@ class Part:
         self._units.set_last(is_last, keeps_whole=keeps)
 
     def reduce(self) -> None:
-        """`runtime.private.reduce_units`: what backwards in two halves left, all at once."""
+        """Reduce what split backwards left, all at once, as the runtime's `reduce_units` does."""
         self._units.set_last(is_last=True, keeps_whole=True)
         self._units.reduce_all()
         self.end_of_backward(is_last=True)
@@ -118,7 +118,7 @@ class Part:
         self._alone.fill()
         tensors = self._plan.assignment.tensors.values()
         count = sum(p.info.trainable and not p.info.is_buffer and p.info.numel > 0 for p in tensors)
-        # One number for each (`runtime.gradients`), and two of the calls that were made.
+        # One number for each (`runtime.apply.gradients`), and two of the calls that were made.
         self._writer.free(self._writer.make(8 * (count + 2), Term.COMMUNICATION))
 
     def add_gradients(self, fqn: str) -> int | None:

@@ -9,8 +9,8 @@ from operator import itemgetter
 from typing import Final, NamedTuple, TypeVar
 
 from meshplan.errors import PlanError, Problem
-from meshplan.memory.log import Change, EventLog
-from meshplan.memory.work import AT_STAGE, Mark, Moment, Work
+from meshplan.memory.log.events import Change, EventLog
+from meshplan.memory.log.microbatch import AT_STAGE, Mark, Moment, Work
 
 _T = TypeVar("_T")
 _EVENT: Final = itemgetter(0)

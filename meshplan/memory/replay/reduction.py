@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from meshplan.memory.log import Term
+from meshplan.memory.log.events import Term
 from meshplan.memory.replay.shards import Shard
 from meshplan.memory.replay.unit import ADDING_UP, REDUCING, Unit
 from meshplan.memory.replay.writer import Writer
@@ -82,7 +82,7 @@ class Reduction:
         return storage
 
     def fill(self, unit: Unit) -> None:
-        """`runtime.gradients`: one rank may have a gradient that another has not."""
+        """`runtime.apply.gradients`: one rank may have a gradient that another has not."""
         for param in unit.shards.trained if self._fills else ():
             waits = param.fqn in unit.grads or param.fqn in unit.summed
             has_been_filled = param.fqn in self._filled

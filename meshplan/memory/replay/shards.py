@@ -7,10 +7,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from meshplan.assign import Assignment, Placed, Unit
-from meshplan.dtypes import DTYPE_BYTES
-from meshplan.graph import ModelGraph
-from meshplan.layout import Layout
-from meshplan.mesh import UNIT_AXES, Mesh
+from meshplan.layout.dtypes import DTYPE_BYTES
+from meshplan.layout.layout import Layout
+from meshplan.layout.mesh import UNIT_AXES, Mesh
+from meshplan.model.graph import ModelGraph
 
 
 class Numels(NamedTuple):

@@ -43,7 +43,7 @@ class Units:
         self._root: Unit | None = None
 
     def set_last(self, is_last: bool, *, keeps_whole: bool) -> None:
-        """As `runtime.data.set_gradient_sync` does before each microbatch."""
+        """As `runtime.apply.data.set_gradient_sync` does before each microbatch."""
         for unit in self._units.values():
             unit.gives_back = is_last or unit.shards.reshard_after_forward
             if keeps_whole or not unit.shards.is_sharded:

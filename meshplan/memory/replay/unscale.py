@@ -1,14 +1,14 @@
 """What undoing the scale of a float16 loss takes: whether each gradient is finite.
 
-Source: `runtime.gradient_scale.unscale`, whose lines these are, and torch 2.13, ATen's `isfinite`,
-which compares the tensor with itself and its absolute value with infinity.
+Source: `runtime.train.gradient_scale.unscale`, whose lines these are, and torch 2.13, ATen's
+`isfinite`, which compares the tensor with itself and its absolute value with infinity.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshplan.memory.log import Term
+from meshplan.memory.log.events import Term
 from meshplan.memory.replay.optimizer import Updated
 from meshplan.memory.replay.writer import Writer
 

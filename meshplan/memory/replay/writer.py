@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from meshplan.memory.log import Change, EventLog, Storage, Term
+from meshplan.memory.log.events import Change, EventLog, Storage, Term
 
 
 class Writer:

@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshplan.errors import ApplyError, Problem
-from meshplan.graph import is_inside
-from meshplan.mesh import GRADIENT_AXES
-from meshplan.plan import Plan
-from meshplan.runtime.aside import is_aside
-from meshplan.runtime.private import running_node
+from meshplan.layout.mesh import GRADIENT_AXES
+from meshplan.model.graph import is_inside
+from meshplan.plan.plan import Plan
+from meshplan.runtime.checks.dry_run import is_aside
+from meshplan.runtime.torch_private.private import running_node
 
 
 def refuse_calls_of_parts(model: nn.Module, wrapped: nn.Module, plan: Plan) -> None:

@@ -12,7 +12,8 @@ go wrong, and each has its cure here:
   as in DistributedDataParallel, and the user is told once.
 - A forward runs once for each microbatch, and in one process once a step. Every microbatch finds
   what the first one found, but for statistics, which go on from one to the next.
-- A recomputed forward writes again: `runtime.recompute` puts buffers back, and parameters must be
+- A recomputed forward writes again: `runtime.apply.recompute` puts buffers back, and parameters
+  must be
   left as they are by a second run.
 
 Version counters tell of writes in every forward; contents are compared in steps 1, 2, 4, 8, ...,
@@ -31,8 +32,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshplan.errors import ApplyError
-from meshplan.mesh import GRADIENT_AXES
-from meshplan.plan import Plan
+from meshplan.layout.mesh import GRADIENT_AXES
+from meshplan.plan.plan import Plan
+from meshplan.runtime.base.compile import compiles
+from meshplan.runtime.base.digest import checksum
+from meshplan.runtime.base.mesh import local_of, submesh
+from meshplan.runtime.base.module_state import plain_attributes, tensor_attributes
+from meshplan.runtime.base.optimizer_steps import before_steps, is_due
 from meshplan.runtime.checks import write_problems
 from meshplan.runtime.checks.originals import Originals
 from meshplan.runtime.checks.places import (
@@ -48,12 +54,7 @@ from meshplan.runtime.checks.places import (
     sample_of,
 )  # fmt: skip
 from meshplan.runtime.checks.reach import Reach
-from meshplan.runtime.compiled import compiles
-from meshplan.runtime.digest import checksum
-from meshplan.runtime.mesh import local_of, submesh
-from meshplan.runtime.private import running_node, set_version, store_gathered
-from meshplan.runtime.remembered import plain_attributes, tensor_attributes
-from meshplan.runtime.steps import before_steps, is_due
+from meshplan.runtime.torch_private.private import running_node, set_version, store_gathered
 
 
 class ForwardWrites:

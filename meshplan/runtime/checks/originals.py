@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from meshplan.runtime.mesh import local_of
+from meshplan.runtime.base.mesh import local_of
 
 
 class Originals(TorchFunctionMode):

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshplan.plan import Plan
-from meshplan.runtime.digest import checksum
-from meshplan.runtime.mesh import local_of
+from meshplan.plan.plan import Plan
+from meshplan.runtime.base.digest import checksum
+from meshplan.runtime.base.mesh import local_of
 
 _ROUNDING: Final = 1e-4
 """Relative difference that repeating a normalisation makes at most; other samples make more."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from meshplan.runtime.nest import given_to, tensors_in
+from meshplan.runtime.base.pytree import given_to, tensors_in
 
 _Names = frozenset[str]
 

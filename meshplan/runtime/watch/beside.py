@@ -10,8 +10,8 @@ from typing import Final
 
 import torch.distributed as dist
 
-from meshplan.runtime.sockets import own_ends, spell
 from meshplan.runtime.watch.job import Job
+from meshplan.runtime.watch.sockets import own_ends, spell
 from meshplan.runtime.watch.stack import process_state
 
 _LOOKS: Final = 20

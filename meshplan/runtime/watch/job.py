@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from meshplan.errors import Problem
-from meshplan.runtime.private import abort_groups, num_groups, store_port
-from meshplan.runtime.sockets import close_between_ranks, own_ends, spell
+from meshplan.runtime.torch_private.private import abort_groups, num_groups, store_port
+from meshplan.runtime.watch.sockets import close_between_ranks, own_ends, spell
 
 NEEDS_ALL: Final = "train_step"
 """The verb that no rank can finish, under any plan, unless every rank runs it equally often."""

@@ -14,9 +14,9 @@ from typing import Final
 import torch.distributed as dist
 
 from meshplan.errors import ApplyError, Problem
-from meshplan.runtime.private import group_store, store_port
-from meshplan.runtime.sockets import own_ends, processes_at, spell
+from meshplan.runtime.torch_private.private import group_store, store_port
 from meshplan.runtime.watch.job import RESTART, is_store_served_elsewhere
+from meshplan.runtime.watch.sockets import own_ends, processes_at, spell
 from meshplan.runtime.watch.stack import process_state, user_line
 
 _POLL_S: Final = 0.02

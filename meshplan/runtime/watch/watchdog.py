@@ -18,18 +18,12 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from meshplan.errors import Problem
-from meshplan.runtime.private import (
+from meshplan.runtime.torch_private.private import (
     group_facts,
     group_sequences,
     has_groups_of_program,
     num_groups,
     store_port,
-)
-from meshplan.runtime.sockets import (
-    Traffic,
-    close_between_ranks,
-    is_cut_off,
-    traffic,
 )
 from meshplan.runtime.watch.beside import Beside
 from meshplan.runtime.watch.job import (
@@ -49,6 +43,7 @@ from meshplan.runtime.watch.job import (
 from meshplan.runtime.watch.meeting import missed, says_of_meeting, will_not_come
 from meshplan.runtime.watch.notices import Notices
 from meshplan.runtime.watch.server import Server, stopped
+from meshplan.runtime.watch.sockets import Traffic, close_between_ranks, is_cut_off, traffic
 from meshplan.runtime.watch.stack import Look, look_at
 from meshplan.runtime.watch.verdict import verdict
 

@@ -1,0 +1,1 @@
+"""The functions behind the command line and the public names, one module a kind of question."""

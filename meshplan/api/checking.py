@@ -1,0 +1,394 @@
+"""The verbs, each a straight line through the rooms."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshplan.api.in_force import WITHOUT_MODEL, PlanSource, find_model, spec_in_force
+from meshplan.errors import Origin, PlanError, Problem, SpecError, UnstatedError
+from meshplan.model.blueprint import OtherModelError
+from meshplan.plan.verdict import CheckResult
+from meshplan.spec.spec import Spec
+from meshplan.spec.trust import UntrustedError, check_code
+from meshplan.textbook.formulas import ROWS
+from meshplan.textbook.inputs import check_enough, read_limit, read_sizing
+from meshplan.textbook.inverse import (
+    STATES_ONLY,
+    Answer,
+    StatesEstimate,
+    StatesRow,
+    max_params,
+    min_gpus,
+    tabulate,
+)
+
+if TYPE_CHECKING:
+    from meshplan.memory import EventLog, MemoryEstimate
+    from meshplan.plan.plan import Plan
+    from meshplan.plan.verdict import Verdict
+    from meshplan.planner.lock.lock import Lock
+
+_NAME_MODEL = "add --model pkg.mod:function, --config PATH, or one of them to the plan's 'model'"
+
+
+def estimate_states(
+    *,
+    params: str | int | float | None = None,
+    config: str | Path | None = None,
+    gpus: str | int | None = None,
+    nodes: str | int | None = None,
+    gpu: str | None = None,
+    memory: str | int | None = None,
+    plan: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    ask_max_params: bool = False,
+    ask_min_gpus: bool = False,
+) -> StatesEstimate:
+    """Memory of the training states under every textbook strategy.
+
+    Args:
+        params: Number of parameters, or `config`, a Hugging Face config to count them in.
+        gpus: All GPUs together; `nodes` divides them.
+        gpu: Name of the device whose memory is the limit, or `memory`, the limit itself.
+        plan: A plan file that states any of these; what both state must agree.
+        overrides: `KEY=VALUE` for the plan file.
+        ask_max_params: Also solve for the largest model.
+        ask_min_gpus: Also solve for the fewest GPUs.
+
+    Raises:
+        SpecError: Something is missing, cannot be read, or is stated twice and differs.
+        PlanError: The plan's mesh and strategy contradict each other.
+
+    >>> estimate = estimate_states(params="3e9", gpus=8)
+    >>> [row.bytes_per_gpu for row in estimate.rows if row.row.strategy == "full_shard"]
+    [6000000000]
+    """
+    if overrides and plan is None:
+        what = "there is no plan file to change"
+        raise SpecError(Problem(what, Origin("--set"), "add -f plan.yaml"))
+    spec = None
+    if plan is not None:
+        from meshplan.spec.reader import load_spec  # yaml would cost the flags alone 20 ms
+
+        spec = load_spec(plan, overrides)
+    size = read_sizing(
+        {
+            "params": params, "config": config, "gpus": gpus, "nodes": nodes, "gpu": gpu,
+            "memory": memory,
+        },
+        spec,
+    )  # fmt: skip
+    check_enough(size, ask_max_params, ask_min_gpus)
+    a, n, limit_bytes = size.num_params, size.num_gpus, size.memory_bytes
+    rows: tuple[StatesRow, ...] = ()
+    largest, fewest = list[Answer](), list[Answer]()
+    if a and n:
+        rows = tabulate(
+            num_params=a, num_gpus=n, nodes=size.nodes, memory_bytes=limit_bytes, plan=size.plan_row
+        )
+    if ask_max_params and n and limit_bytes:
+        largest = [
+            max_params(r, num_gpus=n, nodes=size.nodes, memory_bytes=limit_bytes) for r in ROWS
+        ]
+    if ask_min_gpus and a and limit_bytes:
+        fewest = [
+            min_gpus(r, num_params=a, nodes=size.nodes, memory_bytes=limit_bytes) for r in ROWS
+        ]
+    notes = [STATES_ONLY, *size.notes]
+    if size.nodes == 1:
+        notes.append("on one node hybrid_shard is full_shard; --nodes says how many there are")
+    return StatesEstimate(
+        num_params=a,
+        num_gpus=n,
+        nodes=size.nodes,
+        memory_bytes=limit_bytes,
+        rows=rows,
+        max_params=tuple(largest),
+        min_gpus=tuple(fewest),
+        notes=tuple(notes),
+    )
+
+
+def check_plan(
+    plan: PlanSource,
+    overrides: Sequence[str] = (),
+    *,
+    model: str | None = None,
+    config: str | Path | None = None,
+) -> CheckResult:
+    """Everything that can be known to be wrong before a process starts.
+
+    Args:
+        plan: A plan file, or the same thing as a mapping.
+        overrides: `KEY=VALUE` for the plan.
+        model: "pkg.mod:function" that builds the model, or `config`, its Hugging Face config;
+            both go before the plan's own `model`. Without any, or where the plan names code that
+            may not run, rules are not matched.
+
+    Raises:
+        SpecError: The plan or the model cannot be read.
+    """
+    from meshplan.plan.plan import problems_without_model
+    from meshplan.spec.reader import load_spec
+
+    try:
+        return _tried(_checked(plan, overrides, model, config), model, config)
+    except UntrustedError as error:
+        problems = problems_without_model(load_spec(plan, overrides))
+        left_out = f"{error.problems[0]}\nnote: so {WITHOUT_MODEL}"
+        return CheckResult(problems=tuple(problems), notes=(left_out,))
+
+
+def _tried(checked: CheckResult, model: str | None, config: str | Path | None) -> CheckResult:
+    """The same, with the forward of a live model run as a rank of the plan would run it."""
+    decided = checked.plan
+    if decided is None or checked.problems or (model is None and config is not None):
+        return checked
+    stated = decided.spec.model
+    entry, origin = model, Origin("--model")
+    if entry is None and stated is not None and stated.entry is not None:
+        entry, origin = stated.entry, decided.spec.origin("model.entry")
+    if entry is None:
+        return checked
+    from meshplan.runtime.estimate.tried import try_entry  # torch
+
+    problem, untried = try_entry(entry, origin, decided)
+    if problem is not None:
+        return replace(checked, plan=None, problems=(problem,))
+    notes = (f"the forward was not run: {untried}",) if untried else ()
+    return replace(checked, notes=(*checked.notes, *notes))
+
+
+def _checked(
+    plan: PlanSource, overrides: Sequence[str], model: str | None, config: str | Path | None,
+    lock: Lock | None = None, told: Callable[[str], None] = lambda text: None,
+) -> CheckResult:  # fmt: skip
+    from meshplan.plan.plan import make_plan, problems_without_model  # half of the start-up
+    from meshplan.spec.reader import load_spec
+
+    spec = load_spec(plan, overrides)
+    try:
+        graph, notes, rehearse = find_model(spec, model, config)
+    except PlanError as error:
+        return CheckResult(problems=tuple(error.problems))
+    if graph is None:
+        return CheckResult(problems=tuple(problems_without_model(spec)), notes=notes)
+    noted: list[str] = []
+    try:
+        whole, graph, rehearse = spec_in_force(
+            plan, overrides, spec, (graph, rehearse), model, config,
+            noted=noted.append, told=told, lock=lock,
+        )  # fmt: skip
+        decided = make_plan(whole, graph, rehearse=rehearse)
+    except PlanError as error:
+        return CheckResult(problems=tuple(error.problems), notes=(*notes, *noted))
+    warnings = decided.assignment.warnings
+    return CheckResult(plan=decided, warnings=warnings, notes=(*notes, *noted))
+
+
+def _closed(
+    plan: PlanSource, overrides: Sequence[str], model: str | None, config: str | Path | None,
+    told: Callable[[str], None],
+) -> tuple[Spec, tuple[str, ...]]:  # fmt: skip
+    """(the spec that is in force, which lock it goes by) for a model that has yet to be found."""
+    from meshplan.planner.lock.lock import has_lock
+    from meshplan.spec.reader import load_spec
+
+    spec = load_spec(plan, overrides)
+    if not spec.free_fields and not has_lock(plan):
+        return spec, ()
+    graph, _, rehearse = find_model(spec, model, config)
+    if graph is None:
+        return spec, ()
+    noted: list[str] = []
+    whole, _, _ = spec_in_force(
+        plan, overrides, spec, (graph, rehearse), model, config, noted=noted.append, told=told
+    )
+    return whole, tuple(noted)
+
+
+def decide(
+    plan: PlanSource,
+    overrides: Sequence[str] = (),
+    *,
+    model: str | None = None,
+    config: str | Path | None = None,
+    lock: Lock | None = None,
+    noted: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """The Plan of a plan file, decided for its model; other arguments as for `check_plan`.
+
+    Args:
+        lock: Its choices complete the plan; None takes those of the lock beside the file.
+        noted: Is told what a reader has to know, which lock the plan goes by among it.
+
+    Raises:
+        SpecError: One of them cannot be read, the lock does not hold, or no model is known.
+        PlanError: The plan does not fit the model.
+    """
+    checked = _checked(plan, overrides, model, config, lock)
+    for note in checked.notes:
+        noted(note)
+    if checked.problems:
+        raise PlanError(checked.problems)
+    if checked.plan is None:
+        what = "nothing says which modules the model has"
+        raise SpecError(Problem(what, Origin(str(plan), "model"), _NAME_MODEL))
+    return checked.plan
+
+
+def verify_plan(
+    plan: PlanSource,
+    overrides: Sequence[str] = (),
+    *,
+    model: str | None = None,
+    config: str | Path | None = None,
+    max_ranks: int | None = None,
+    told: Callable[[str], None] = lambda text: None,
+) -> Verdict:
+    """Run a plan, made small, on local processes beside one process that knows of no plan.
+
+    Args:
+        plan: As for `check_plan`, like the arguments after it.
+        max_ranks: The most processes to start; 16 when not stated.
+        told: Is told what is being done.
+
+    Raises:
+        SpecError: The plan or the model cannot be read or made small.
+        PlanError: The plan's mesh contradicts itself.
+    """
+    from meshplan.plan.verdict import refused
+    from meshplan.runtime.estimate.scale_down import MAX_RANKS, shrink, source_of
+    from meshplan.runtime.verify.verify import verify
+
+    spec, notes = _closed(plan, overrides, model, config, told)
+    for note in notes:
+        told(note)
+    source = source_of(spec, model, config)
+    try:
+        problems = check_plan(plan, overrides, model=model, config=config).problems
+    except OtherModelError as error:
+        problems = ()
+        told(f"the plan was not checked on the whole model: {error.problems[0].what}")
+    if problems:
+        # A small model may divide where the whole one does not.
+        return refused(problems)
+    for code, origin in spec.applied_code:
+        check_code(code, origin)
+    return verify(shrink(spec, source, max_ranks or MAX_RANKS), told)
+
+
+def estimate_memory(
+    plan: PlanSource,
+    overrides: Sequence[str] = (),
+    *,
+    model: str | None = None,
+    config: str | Path | None = None,
+    gpu: str | None = None,
+    memory: str | int | None = None,
+    fixes: bool | None = None,
+    trace: bool = False,
+    tier: int | None = None,
+    told: Callable[[str], None] = lambda text: None,
+) -> MemoryEstimate:
+    """The peak memory of every rank, to the byte, without a GPU, and whether it fits.
+
+    Args:
+        plan: As for `check_plan`, like the arguments after it.
+        gpu: Name of the device whose memory is the limit, or `memory`, the limit itself; where
+            the plan states one too, they must agree.
+        fixes: Whether to look for single changes that would fit, where it does not; None looks
+            where that takes seconds.
+        trace: Whether to trace the step with torch even where the config alone tells it, in a
+            second and to within one per cent.
+        tier: 1 composes blocks that were traced once, 2 traces the step with few blocks, 3 traces
+            it whole; None takes the cheapest that can.
+        told: Is told what is being done.
+
+    Raises:
+        SpecError: The plan or the model cannot be read or built.
+        PlanError: The plan does not fit the model, says too little, or its step cannot be traced.
+        ApplyError: A process that traces was killed.
+    """
+    spec, by = _closed(plan, overrides, model, config, told)
+    device, limit_bytes, notes = read_limit(gpu, memory, spec)
+    notes = (*by, *notes)
+    is_config = model is None and (config is not None or (spec.model and spec.model.config))
+    began = time.monotonic()
+    if is_config and not trace and tier in (None, 1):
+        from meshplan.memory.analytic.estimate import told_estimate
+        from meshplan.plan.plan import make_plan
+
+        graph = rehearse = planned = None
+        try:
+            graph, more, rehearse = find_model(spec, None, config)
+            assert graph is not None
+            planned = make_plan(spec, graph)
+            estimate = told_estimate(
+                planned, device=device, limit_bytes=limit_bytes, notes=(*notes, *more),
+                tells_worst=True, tells_modules=True,
+            )  # fmt: skip
+        except UnstatedError:
+            raise
+        except (PlanError, OtherModelError) as error:
+            if graph is not None and planned is None and rehearse is None:
+                raise  # As `check` says it: a trace has the same modules, and refuses the plan too.
+            told(f"the config alone does not tell it: {error.problems[0].what}")
+        else:
+            if not fixes:
+                return estimate
+            from meshplan.runtime.estimate.fixes import with_fixes  # torch
+
+            def told_again(other: Spec) -> MemoryEstimate:
+                changed = make_plan(other, graph)
+                return told_estimate(changed, device=device, limit_bytes=limit_bytes, packs=False)
+
+            took_s = time.monotonic() - began
+            return with_fixes(planned, estimate, told_again, fixes, told, took_s)
+    from meshplan.runtime.estimate.estimate import foretell
+    from meshplan.runtime.estimate.fixes import with_fixes  # torch
+    from meshplan.runtime.estimate.request import Question, decided
+    from meshplan.runtime.estimate.scale_down import source_of
+
+    question = Question(
+        spec=spec,
+        source=source_of(spec, model, config),
+        device=device,
+        limit_bytes=limit_bytes,
+        tier=tier,
+    )
+    estimate = foretell(question, told, notes)
+    took_s = time.monotonic() - began
+    if estimate.fits is not False or fixes is False:
+        return estimate
+
+    def traced_again(other: Spec) -> MemoryEstimate:
+        return foretell(replace(question, spec=other, tier=int(estimate.tier)), lambda text: None)
+
+    _, planned = decided(question.spec, question.source)
+    return with_fixes(planned, estimate, traced_again, fixes, told, took_s)
+
+
+def traced_log(
+    plan: Plan,
+    rank: int,
+    *,
+    model: str | None = None,
+    config: str | Path | None = None,
+    gpu: str | None = None,
+    memory: str | int | None = None,
+    told: Callable[[str], None] = lambda text: None,
+) -> EventLog:
+    """Trace the step of one rank, event by event; arguments and errors as of `estimate_memory`."""
+    from meshplan.runtime.estimate.estimate import log_of_rank  # torch
+    from meshplan.runtime.estimate.request import Question
+    from meshplan.runtime.estimate.scale_down import source_of
+
+    device, limit_bytes, _ = read_limit(gpu, memory, plan.spec)
+    source = source_of(plan.spec, model, config)
+    question = Question(spec=plan.spec, source=source, device=device, limit_bytes=limit_bytes)
+    return log_of_rank(question, rank, told)

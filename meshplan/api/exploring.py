@@ -1,0 +1,224 @@
+"""`meshplan.explore`: sliders beside the pictures of a plan, where a notebook has them."""
+
+from __future__ import annotations
+
+import base64
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+from meshplan.api import checking as api
+from meshplan.api.in_force import PlanSource, find_model, spec_in_force
+from meshplan.errors import Origin, Problem, SpecError
+from meshplan.model.blueprint import from_config
+from meshplan.model.rehearsal import Rehearse
+from meshplan.pictures.counted import counted_plan
+from meshplan.pictures.explored import Knobs, Scene, knobs_of, png_of, scene_of
+from meshplan.pictures.palette import theme_of
+from meshplan.plan.plan import Plan, make_plan
+from meshplan.spec.reader import load_spec
+from meshplan.spec.spec import Spec
+from meshplan.spec.strategies import STRATEGIES
+from meshplan.textbook.inputs import graph_of
+
+_WIDGETS: Final = "pip install 'ipywidgets>=8' and run this again: there are sliders then"
+_STILL: Final = "A still: where this notebook runs there are sliders beside it."
+_KEPT: Final = 64
+"""Settings whose pictures are kept, so that the way back costs nothing."""
+
+
+def explore(
+    plan: PlanSource | Spec | Plan,
+    overrides: Sequence[str] = (),
+    *,
+    model: str | None = None,
+    config: str | Path | None = None,
+    gpu: str | None = None,
+    memory: str | int | None = None,
+    theme: str = "light",
+) -> Explorer:
+    """A plan to turn: sliders for nodes, GPUs and micro batch redraw its mesh and its memory.
+
+    Args:
+        plan: As for `check_plan`, or what `load_spec` or `decide` gave.
+        overrides, model, config: As for `check_plan`; not with a `Plan`, which has its model.
+        gpu, memory: As for `estimate_memory`.
+        theme: "light" or "dark".
+
+    Returns:
+        What a notebook shows: sliders where ipywidgets is installed, a picture where it is not.
+
+    Raises:
+        SpecError: The plan or the model cannot be read, or nothing says which model it is.
+        PlanError: The plan as it stands does not fit the model.
+    """
+    theme_of(theme)
+    start, rehearse = _start(plan, overrides, model, config)
+    return Explorer(start, gpu=gpu, memory=memory, theme=theme, rehearse=rehearse)
+
+
+def _start(
+    plan: PlanSource | Spec | Plan,
+    overrides: Sequence[str],
+    model: str | None,
+    config: str | Path | None,
+) -> tuple[Plan, Rehearse | None]:
+    """The plan as it stands, and of a live model whose forward is read, what runs it again."""
+    if isinstance(plan, Plan | Spec) and overrides:
+        what = "what was read already takes no overrides"
+        raise SpecError(Problem(what, Origin("overrides"), "give the plan file in its place"))
+    if isinstance(plan, Plan):
+        if (model, config) != (None, None):
+            what = "a plan that was decided has its model"
+            raise SpecError(Problem(what, Origin("model"), "leave model and config out"))
+        return plan, None
+    spec = plan if isinstance(plan, Spec) else load_spec(plan, overrides)
+    entry = model or (spec.model.entry if spec.model is not None and config is None else None)
+    if entry is not None and not spec.free_fields:
+        graph, _, rehearse = find_model(spec, model, config)
+        assert graph is not None
+        if not isinstance(plan, Spec):
+            spec, graph, rehearse = spec_in_force(
+                plan, overrides, spec, (graph, rehearse), model, config, noted=lambda text: None
+            )
+        return make_plan(spec, graph, rehearse=rehearse), rehearse
+    number = counted_plan(spec) if (entry, config) == (None, None) else None
+    if number is not None:
+        return number, None
+    if not isinstance(plan, Spec):
+        return api.decide(plan, overrides, model=model, config=config), None
+    told = from_config(config, Origin("config")) if config is not None else graph_of(spec)
+    if told is None:
+        what = "nothing says which modules the model has"
+        raise SpecError(Problem(what, Origin(spec.source, "model"), "give model or config"))
+    return make_plan(spec, told), None
+
+
+class Explorer:
+    """What `explore` shows.
+
+    Attributes:
+        plan: What it starts from.
+        scene: What is shown now.
+        controls: By setting, its widget; empty without ipywidgets.
+        widget: All of it, None without ipywidgets.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        gpu: str | None,
+        memory: str | int | None,
+        theme: str,
+        rehearse: Rehearse | None = None,
+    ) -> None:
+        self.plan, self._theme = plan, theme
+        self._scene_at: Callable[[Knobs], Scene] = lru_cache(_KEPT)(
+            lambda knobs: scene_of(
+                plan, knobs, theme=theme, gpu=gpu, memory=memory, rehearse=rehearse
+            )
+        )
+        self.scene = self._scene_at(knobs_of(plan))
+        self.controls: Mapping[str, Any] = {}
+        self.widget: Any = None
+        self._make_widgets()
+
+    def set(self, **settings: int | str) -> Scene:
+        """Turn settings, by the names of `Knobs`; the sliders go along.
+
+        Raises:
+            SpecError: There is no such setting, or it has no such value.
+        """
+        now = asdict(self.scene.knobs)
+        for name, value in settings.items():
+            if name not in now:
+                fix = f"the settings are {', '.join(now)}"
+                raise SpecError(Problem(f"there is no setting '{name}'", Origin("set"), fix))
+            if name == "strategy" and value not in STRATEGIES:
+                fix = f"write one of {', '.join(STRATEGIES)}"
+                raise SpecError(Problem(f"'{value}' is no strategy", Origin("set"), fix))
+            if name != "strategy" and (type(value) is not int or value < 1):
+                what = f"'{value}' is no number of {name}"
+                raise SpecError(Problem(what, Origin("set"), "write 1 or more"))
+        self._show(Knobs(**{**now, **settings}))
+        return self.scene
+
+    def _make_widgets(self) -> None:
+        try:
+            import ipywidgets
+        except ImportError:
+            return
+        now = self.scene.knobs
+
+        def slider(name: str, most: int, value: int) -> Any:
+            return ipywidgets.IntSlider(
+                value, 1, most, description=name, style={"description_width": "initial"}
+            )
+
+        def choice(name: str, options: Sequence[Any], value: Any) -> Any:
+            return ipywidgets.Dropdown(
+                options=options, value=value, description=name,
+                style={"description_width": "initial"}, layout={"width": "max-content"},
+            )  # fmt: skip
+
+        self.controls = {
+            "nodes": slider("nodes", max(32, 2 * now.nodes), now.nodes),
+            "gpus_per_node": slider("GPUs per node", max(16, now.gpus_per_node), now.gpus_per_node),
+            "micro": slider("micro batch", max(16, 2 * now.micro), now.micro),
+            "strategy": choice("strategy", list(STRATEGIES), now.strategy),
+            "tp": choice("tp", _sizes(now.tp), now.tp),
+            "pp": choice("pp", _sizes(now.pp), now.pp),
+        }
+        self._shown = ipywidgets.HTML(self.scene.html())
+        for control in self.controls.values():
+            control.observe(self._turned, "value")
+        row = ipywidgets.HBox(list(self.controls.values()), layout={"flex_flow": "row wrap"})
+        self.widget = ipywidgets.VBox([row, self._shown])
+
+    def _turned(self, change: Any) -> None:
+        self._show(Knobs(**{name: control.value for name, control in self.controls.items()}))
+
+    def _show(self, knobs: Knobs) -> None:
+        if knobs == self.scene.knobs:
+            return
+        is_collected = gc.isenabled()
+        gc.disable()  # It would go through all of matplotlib, for as long as a picture takes.
+        try:
+            self.scene = self._scene_at(knobs)
+            if self.widget is not None:
+                self._shown.value = self.scene.html()
+        finally:
+            if is_collected:
+                gc.enable()
+        if self.widget is None:
+            return
+        for name, control in self.controls.items():
+            value = getattr(knobs, name)
+            if hasattr(control, "max"):
+                control.max = max(control.max, value)
+            elif value not in control.options:
+                control.options = sorted([*control.options, value])
+            control.unobserve(self._turned, "value")  # Else what is between would be drawn too.
+            control.value = value
+            control.observe(self._turned, "value")
+
+    def __repr__(self) -> str:
+        return f"<Explorer of {self.plan.graph.name}: {self.scene.verdict}>"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        """Sliders for a notebook that runs, and a still for one that is only looked at."""
+        note = _WIDGETS if self.widget is None else _STILL
+        still = base64.b64encode(png_of(self.scene, [note], theme=self._theme)).decode()
+        shown: dict[str, Any] = {"text/plain": repr(self), "image/png": still}
+        if self.widget is not None:
+            # What a notebook makes of them is the widget's own to say.
+            shown = {**self.widget._repr_mimebundle_(), **shown}
+        return shown
+
+
+def _sizes(now: int) -> list[int]:
+    return sorted({1, 2, 4, 8, now})

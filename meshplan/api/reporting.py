@@ -1,0 +1,228 @@
+"""`meshplan report`: everything that is known of a plan, asked once, and put on a page."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from meshplan.api import checking as api
+from meshplan.api import planning
+from meshplan.api.in_force import PlanSource
+from meshplan.errors import MeshplanError, PlanError, SpecError
+from meshplan.pictures.counted import counted_plan
+from meshplan.plan.plan import Plan, make_plan
+from meshplan.planner.lock.lock import chosen_spec, lock_in_words, locked
+from meshplan.planner.problem.decision import Decision, Way
+from meshplan.planner.problem.request import loading
+from meshplan.planner.space.space import EmptySpaceError
+from meshplan.report.main import Known, Report, report_of
+from meshplan.spec.reader import load_spec
+
+_OPEN: Final = "faster plans and other choices"
+
+
+def make_report(
+    plan: PlanSource,
+    overrides: Sequence[str] = (),
+    *,
+    model: str | None = None,
+    config: str | Path | None = None,
+    gpu: str | None = None,
+    memory: str | int | None = None,
+    profile: str | Path | None = None,
+    why_not: Sequence[str] = (),
+    told: Callable[[str], None] = lambda text: None,
+) -> Report:
+    """One page about a plan: its verdict, every picture, tables, why, and why not.
+
+    Args:
+        plan, model, config, gpu, memory: As for `estimate_memory`.
+        profile: As for `search_plan`.
+        why_not: Settings such as "mesh.tp=8", or fields such as "mesh.tp", which ask of each of
+            their values.
+        told: Is told what is being done.
+
+    Raises:
+        SpecError: The plan or the model cannot be read.
+        PlanError: The plan does not fit the model.
+    """
+    return report_of(
+        _Gather(plan, overrides, model, config, gpu, memory, profile, told).all(why_not)
+    )
+
+
+class _Gather:
+    """All questions about one plan file; what has no answer is left out, and why is said."""
+
+    def __init__(
+        self,
+        plan: PlanSource,
+        overrides: Sequence[str],
+        model: str | None,
+        config: str | Path | None,
+        gpu: str | None,
+        memory: str | int | None,
+        profile: str | Path | None,
+        told: Callable[[str], None],
+    ) -> None:
+        self._plan, self._overrides, self._told = plan, overrides, told
+        self._model: dict[str, Any] = {"model": model, "config": config}
+        self._machine: dict[str, Any] = {"gpu": gpu, "memory": memory}
+        self._question: dict[str, Any] = {**self._machine, **self._model, "profile": profile}
+        self._spec = load_spec(plan, overrides)
+        self._is_entry = model is not None or (
+            config is None and self._spec.model is not None and self._spec.model.entry is not None
+        )
+        name = "a plan" if isinstance(plan, Mapping) else os.fspath(plan)
+        on_top = tuple(overrides)
+        self._known = Known(name=name, text=self._text(), on_top=on_top, **self._machine)
+
+    def all(self, why_not: Sequence[str]) -> Known:
+        """The answers."""
+        try:
+            decision = self._search()
+        except EmptySpaceError as error:
+            self._leave_out(_OPEN, error)
+            self._find_trouble()
+            for each in why_not:
+                self._leave_out(f"why not {each}", "what is stated leaves nothing to choose from")
+            return self._known
+        self._learn(decision=decision)
+        if decision is not None and decision.chosen is None and self._spec.free_fields:
+            if decision.is_whole:  # What was not searched to its end may be no trouble.
+                self._find_trouble()
+            for each in why_not:
+                self._leave_out(f"why not {each}", "nothing fits, whatever it is")
+            return self._known
+        self._decide(decision)
+        self._ask(why_not, decision)
+        return self._known
+
+    def _ask(self, why_not: Sequence[str], decision: Decision | None) -> None:
+        """Why settings are not as they were asked about."""
+        if decision is None:
+            for each in why_not:
+                self._leave_out(f"why not {each}", "the planner does not hold this plan")
+            return
+        answers = []
+        for words in why_not:
+            verb = "why-not" if "=" in words else "why"
+            try:
+                answers += planning.explain(
+                    self._plan, [verb, words], self._overrides, **self._question
+                )
+            except PlanError as error:  # A plan that is priced as it stands has no others.
+                self._leave_out(f"why not {words}", error.problems[0].what)
+        self._learn(why_not=tuple(answers))
+
+    def _search(self) -> Decision | None:
+        """What the planner says of the plan; None where it cannot."""
+        self._told("searching")
+        try:
+            return planning.search_plan(self._plan, self._overrides, **self._question)
+        except EmptySpaceError:
+            if self._spec.free_fields:
+                raise
+            return None
+        except (PlanError, SpecError) as error:
+            self._leave_out(_OPEN, error)
+            return None
+
+    def _find_trouble(self) -> None:
+        self._told("nothing fits: looking for what contradicts what")
+        found = planning.find_trouble(self._plan, self._overrides, **self._question)
+        self._learn(trouble=found)
+
+    def _decide(self, decision: Decision | None) -> None:
+        """The plan that everything else goes by, and its memory."""
+        chosen = decision.chosen if decision else None
+        if chosen is not None and self._spec.free_fields and not self._has_lock(decision):
+            plan, memory = self._with_origins(chosen), chosen.memory
+            warnings = tuple(map(str, plan.assignment.warnings))
+            by = locked(self._plan, loading(self._plan, self._overrides), plan.graph)
+            line = lock_in_words(by, self._plan, self._spec)
+            notes = (line, *memory.notes)
+            self._learn(plan=plan, estimate=memory, warnings=warnings, notes=notes)
+            return
+        checked = api.check_plan(self._plan, self._overrides, **self._model)
+        if checked.problems:
+            raise PlanError(checked.problems)
+        notes = checked.notes
+        self._learn(plan=checked.plan, warnings=tuple(map(str, checked.warnings)), notes=notes)
+        if checked.plan is None:
+            if self._is_entry:  # Code that nobody said may run.
+                self._leave_out("the model", notes[0].partition("\n")[0])
+            self._textbook()
+            return
+        if chosen is not None and chosen.plan.digest() != checked.plan.digest():
+            more = "a search now chooses otherwise: this report is of the plan as it is, but "
+            more += "times, candidates and what was chosen are of the search"
+            notes = (*notes, more)
+            self._learn(notes=notes)
+        try:
+            estimate = api.estimate_memory(
+                self._plan, self._overrides, **self._model, **self._machine, fixes=False,
+                told=self._told,
+            )  # fmt: skip
+        except MeshplanError as error:
+            self._leave_out("the memory of a step", error)
+        else:
+            self._learn(estimate=estimate, notes=tuple(dict.fromkeys((*notes, *estimate.notes))))
+            self._trace(checked.plan, estimate.worst.ranks[0])
+
+    def _trace(self, plan: Plan, rank: int) -> None:
+        """What the picture of a step over time shows of a model that no config describes."""
+        if plan.graph.config:
+            return
+        try:
+            log = api.traced_log(plan, rank, **self._model, **self._machine, told=self._told)
+        except MeshplanError as error:
+            self._leave_out("the step event by event", error)
+        else:
+            self._learn(traced=(rank, log))
+
+    def _with_origins(self, chosen: Way) -> Plan:
+        """The plan that was chosen; what was is said to be the planner's."""
+        if not self._spec.free_fields:
+            return chosen.plan
+        load = lambda more: load_spec(self._plan, [*self._overrides, *more])  # noqa: E731
+        plan = make_plan(chosen_spec(load, chosen.stated, "the planner"), chosen.plan.graph)
+        assert plan.digest() == chosen.plan.digest()
+        return plan
+
+    def _textbook(self) -> None:
+        """Without a model, what its number of parameters tells."""
+        try:
+            self._learn(counted=counted_plan(self._spec))
+        except PlanError as error:
+            self._leave_out("pictures of the states", error)
+        try:
+            if isinstance(self._plan, Mapping):
+                raise PlanError("the textbook's table is read from plan files")
+            states = api.estimate_states(
+                plan=Path(self._plan), overrides=self._overrides, **self._machine
+            )
+        except MeshplanError as error:
+            self._leave_out("the states by the textbook", error)
+        else:
+            self._learn(states=states)
+
+    def _has_lock(self, decision: Decision | None) -> bool:
+        if isinstance(self._plan, Mapping) or not self._spec.free_fields or decision is None:
+            return False
+        return planning.changes_since(self._plan, decision) is not None
+
+    def _text(self) -> str:
+        if isinstance(self._plan, Mapping):
+            return ""
+        return Path(self._plan).read_text(encoding="utf-8")
+
+    def _learn(self, **more: Any) -> None:
+        self._known = replace(self._known, **more)
+
+    def _leave_out(self, what: str, why: MeshplanError | str) -> None:
+        text = why if isinstance(why, str) else why.problems[0].what
+        self._learn(left_out=(*self._known.left_out, (what, text)))

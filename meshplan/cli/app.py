@@ -1,0 +1,397 @@
+"""The command line: one function per verb, each printing what `api` answers.
+
+Results go to stdout, notes and problems to stderr. Exit codes: 0 yes, 1 an honest no, 2 could
+not answer, 70 a mistake of meshplan's own, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from typing import Any, NoReturn
+
+from meshplan.api import checking as api
+from meshplan.cli import diff as cli_diff
+from meshplan.cli import draw as cli_draw
+from meshplan.cli import planning as cli_planning
+from meshplan.cli import report as cli_report
+from meshplan.cli import trust as cli_trust
+from meshplan.cli.common import (
+    COULD_NOT,
+    NO,
+    YES,
+    Verb,
+    answer,
+    colours,
+    model_flags,
+    noting,
+    plan_file,
+    print_notes,
+)
+from meshplan.errors import MeshplanError, Origin, Problem, SpecError
+from meshplan.garbage import leave_at_once
+from meshplan.render.estimate import estimate_to_json, estimate_to_text
+from meshplan.render.text import PlainStream, envelope
+from meshplan.spec.recipes import find_plan
+from meshplan.spec.trust import ALLOW_CODE
+from meshplan.textbook.inverse import STATES_ONLY
+from meshplan.version import __version__
+
+INTERRUPTED = 130
+CRASHED = 70
+"""As sysexits.h has it for an error inside a program."""
+_REPORT_TO = "https://github.com/meshplan/meshplan/issues"
+
+_DEMO_PLAN = "hybrid_2x4"
+_DEMO_STEPS = 30
+
+
+def _estimate_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--params", metavar="N", help="number of parameters: 3e9, 3B, 350M")
+    parser.add_argument("--config", metavar="PATH", help="a Hugging Face config.json or its folder")
+    parser.add_argument("--gpus", metavar="N", help="number of GPUs, all nodes together")
+    parser.add_argument("--nodes", metavar="N", help="number of nodes (default 1)")
+    parser.add_argument("--gpu", metavar="NAME", help="what one GPU is: h100-sxm-80gb, a100-40g")
+    parser.add_argument("--memory", metavar="SIZE", help="memory of one GPU: 80GiB, 24GB")
+    parser.add_argument("--explain", action="store_true", help="formula, numbers, result, source")
+    parser.add_argument("--max-params", action="store_true", help="the largest model that fits")
+    parser.add_argument("--min-gpus", action="store_true", help="the fewest GPUs that hold it")
+    parser.add_argument("--model", metavar="PKG.MOD:FN", help="with -f: builds the model")
+    parser.add_argument(
+        "--fixes", action="store_true", help="with -f: look for changes that would fit"
+    )
+    parser.add_argument(
+        "--trace", action="store_true", help="with -f and a config: trace the model with torch"
+    )
+    parser.add_argument(
+        "--tier", type=int, choices=(1, 2, 3),
+        help="with -f: compose traced blocks, trace the step with few blocks, or trace it whole",
+    )  # fmt: skip
+
+
+def _estimate(args: argparse.Namespace) -> int:
+    if _asks_for_peaks(args):
+        return _estimate_peaks(args)
+    of_peaks = {"--model": args.model, "--fixes": args.fixes, "--trace": args.trace,
+                "--tier": args.tier}  # fmt: skip
+    if any(of_peaks.values()):
+        flag = next(name for name, value in of_peaks.items() if value)
+        what = f"{flag} is about the peak of a plan's step, and no plan with a model is given"
+        raise SpecError(Problem(what, Origin(flag), "add -f plan.yaml, and leave out the rest"))
+    estimate = api.estimate_states(
+        params=args.params,
+        config=args.config,
+        gpus=args.gpus,
+        nodes=args.nodes,
+        gpu=args.gpu,
+        memory=args.memory,
+        plan=args.file,
+        overrides=args.set,
+        ask_max_params=args.max_params,
+        ask_min_gpus=args.min_gpus,
+    )
+    explain = args.explain or args.verbose
+    if args.json:
+        answer(
+            args,
+            envelope("estimate/1", estimate_to_json(estimate, explain=explain), estimate.notes),
+        )
+    else:
+        answer(args, *estimate_to_text(estimate, explain=explain, colour=colours(args)))
+        print_notes(args, [note for note in estimate.notes if note != STATES_ONLY])
+    return YES if estimate.is_possible else NO
+
+
+def _asks_for_peaks(args: argparse.Namespace) -> bool:
+    """Whether a plan and its model are named, and nothing that is asked of states alone."""
+    of_states = (args.params, args.gpus, args.nodes)
+    is_of_states = args.explain or args.max_params or args.min_gpus
+    if args.file is None or is_of_states or any(flag is not None for flag in of_states):
+        return False
+    if args.model is not None or args.config is not None:
+        return True
+    from meshplan.spec.reader import load_spec
+
+    stated = load_spec(args.file, args.set).model
+    return stated is not None and stated.params is None
+
+
+def _estimate_peaks(args: argparse.Namespace) -> int:
+    from meshplan.render.memory import memory_to_json, memory_to_text
+
+    estimate = api.estimate_memory(
+        args.file,
+        args.set,
+        model=args.model,
+        config=args.config,
+        gpu=args.gpu,
+        memory=args.memory,
+        fixes=True if args.fixes else None,
+        trace=args.trace,
+        tier=args.tier,
+        told=noting(args),
+    )
+    if args.json:
+        answer(args, envelope("memory/1", memory_to_json(estimate), estimate.notes))
+    else:
+        colour = colours(args)
+        answer(
+            args, *memory_to_text(estimate, str(args.file), colour=colour, by_module=args.verbose)
+        )
+        print_notes(args, estimate.notes)
+    return NO if estimate.fits is False else YES
+
+
+def _check(args: argparse.Namespace) -> int:
+    from meshplan.render.findings import findings_to_json, findings_to_text
+
+    try:
+        path = plan_file(args)
+        checked = api.check_plan(path, args.set, model=args.model, config=args.config)
+    except SpecError as error:
+        if not args.json:
+            raise
+        answer(args, envelope("check/1", findings_to_json(error.problems)))
+        return COULD_NOT
+    if args.json:
+        result = findings_to_json(checked.problems, checked.warnings)
+        answer(args, envelope("check/1", result, checked.notes))
+    else:
+        for noun, findings in (("problem", checked.problems), ("warning", checked.warnings)):
+            if findings:
+                answer(args, findings_to_text(noun, findings))
+        if checked.is_ok:
+            plan = checked.plan
+            answer(args, f"{path}: ok" + (f", {plan.graph.name} on {plan.mesh}" if plan else ""))
+        print_notes(args, checked.notes)
+    return YES if checked.is_ok else NO
+
+
+def _demo_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--plan", metavar="PLAN", help="a recipe's name or a plan file, as -f")
+    parser.add_argument(
+        "--steps", metavar="N", type=int, default=_DEMO_STEPS, help="training steps"
+    )
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from meshplan.memory import state_bytes_by_rank
+    from meshplan.render.demo import agrees, bytes_to_text, demo_to_json, losses_to_text
+    from meshplan.render.progress import loss_progress
+    from meshplan.render.show import plan_to_text
+    from meshplan.runtime import demo
+    from meshplan.runtime.base import local_ranks
+    from meshplan.spec.reader import load_spec
+
+    if args.file and args.plan:
+        raise SpecError(Problem("-f and --plan both name the plan", None, "leave one of them out"))
+    local_ranks.prepare()  # imports torch once more, meanwhile
+    path = find_plan(args.plan or args.file or _DEMO_PLAN)
+    plan = api.decide(
+        path, args.set, model=demo.entry_of(load_spec(path, args.set)), noted=noting(args)
+    )
+    demo.check_demo(plan, args.steps)
+    if not args.json:
+        answer(args, *plan_to_text(plan, colour=colours(args)), "")
+    world, steps = plan.mesh.world_size, args.steps
+    print_notes(args, [f"{world} processes on the CPU of this machine, and gloo between them"])
+    with loss_progress(f"{world} ranks", steps, is_quiet=args.quiet) as told:
+        losses, live = demo.train_under_plan(plan, steps, told)
+    with loss_progress("1 process", steps, is_quiet=args.quiet) as told:
+        alone = demo.train_alone(plan, steps, told)
+    tolerance = demo.tolerance(plan)
+    predicted = state_bytes_by_rank(plan.assignment, plan.spec.optimizer)
+    if args.json:
+        result = demo_to_json(losses, alone, tolerance, live, predicted)
+        answer(args, envelope("demo/1", {"plan": str(path), **result}))
+    else:
+        answer(args, *losses_to_text(losses, alone, world, tolerance), "")
+        answer(args, *bytes_to_text(live, predicted))
+    return YES if agrees(losses, alone, tolerance) and tuple(live) == predicted else NO
+
+
+def _verify_flags(parser: argparse.ArgumentParser) -> None:
+    model_flags(parser)
+    parser.add_argument("--ranks", metavar="N", type=int, help="the most processes (default 16)")
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from meshplan.render.verify import verdict_to_json, verdict_to_text
+
+    path, notes = plan_file(args), list[str]()
+    verdict = api.verify_plan(
+        path,
+        args.set,
+        model=args.model,
+        config=args.config,
+        max_ranks=args.ranks,
+        told=noting(args, notes),
+    )
+    if args.json:
+        answer(args, envelope("verify/1", {"plan": path, **verdict_to_json(verdict)}, notes))
+    else:
+        answer(args, *verdict_to_text(verdict, path))
+    return YES if verdict.is_ok else NO
+
+
+VERBS: tuple[Verb, ...] = (
+    Verb(
+        "estimate",
+        "memory of a plan's step, or of the states of every strategy",
+        _estimate_flags,
+        _estimate,
+    ),
+    Verb("check", "every mistake of a plan, before a process starts", model_flags, _check),
+    *cli_planning.VERBS,
+    cli_diff.VERB,
+    *cli_draw.VERBS,
+    *cli_report.VERBS,
+    cli_trust.VERB,
+    Verb("verify", "run a plan, made small, beside one process", _verify_flags, _verify),
+    Verb("demo", "train under a plan on this machine, beside one process", _demo_flags, _demo),
+)
+"""Every verb, in the order of `meshplan --help`."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose usage errors look like every other problem, and whose flags are whole."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise SpecError(Problem(message, None, f"see {self.prog} --help"))
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = _Parser(add_help=False)
+    flags = common.add_argument_group("flags of every verb")
+    flags.add_argument("-f", "--file", metavar="PLAN", help="a plan file, plan.yaml")
+    flags.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="replace a value of the plan file: mesh.tp=2",
+    )
+    flags.add_argument(
+        "--allow-code", action="store_true", help="run the code that the plan file names"
+    )
+    flags.add_argument("--json", action="store_true", help="print one JSON object")
+    flags.add_argument("-q", "--quiet", action="store_true", help="no notes")
+    flags.add_argument("-v", "--verbose", action="store_true", help="say more")
+    flags.add_argument("--no-color", action="store_true", help="as NO_COLOR=1")
+    parser = _Parser(
+        prog="meshplan",
+        description="Declare how a model is parallelised, know its memory, run it.",
+    )
+    parser.add_argument("--version", action="version", version=f"meshplan {__version__}")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    for verb in VERBS:
+        sub = verbs.add_parser(verb.name, help=verb.help, description=verb.help, parents=[common])
+        verb.add_flags(sub)
+        sub.set_defaults(run=verb.run)
+    return parser
+
+
+@contextmanager
+def _streams() -> Iterator[None]:
+    """Streams that take everything: closed ones, letters that a terminal lacks, orders to it."""
+    before = sys.stdout, sys.stderr
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+        setattr(sys, name, PlainStream(stream))
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+@contextmanager
+def _environment(args: argparse.Namespace) -> Iterator[None]:
+    """Set what processes that a verb starts have to know, and set it back.
+
+    These begin as `python -c`, which looks for every module in the working directory first.
+    """
+    stated = {"PYTHONSAFEPATH": "1"} | ({ALLOW_CODE: "1"} if args.allow_code else {})
+    before = {name: os.environ.get(name) for name in stated}
+    os.environ.update(stated)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; never raises for a user's mistake.
+
+    With `--json` what could not be answered is JSON too: schema problems/1, as check/1 has them.
+    """
+    leave_at_once()
+    with _streams():
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    """As `main`, with streams that take everything but may be full, or closed by their reader."""
+    try:
+        return _answer(argv)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has gone (`| head`): point stdout away, or its last flush complains.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return YES
+    except OSError as error:
+        # A full disk behind stdout; what reads files has its own words for it.
+        print(f"meshplan: the answer cannot be written: {error.strerror}", file=sys.stderr)
+        return COULD_NOT
+    except Exception as error:
+        return _crash(error)
+
+
+def _answer(argv: Sequence[str] | None) -> int:
+    try:
+        args = _parser().parse_args(argv)
+        args.answers = sys.stdout
+        with _environment(args), redirect_stdout(sys.stderr):
+            code: int = args.run(args)
+    except MeshplanError as error:
+        print(error, file=sys.stderr)
+        if "--json" in (sys.argv[1:] if argv is None else argv):
+            from meshplan.render.findings import findings_to_json
+
+            print(envelope("problems/1", findings_to_json(error.problems)))
+        sys.stdout.flush()
+        return COULD_NOT
+    except SystemExit as stop:  # argparse's way out of --help and --version
+        return stop.code if isinstance(stop.code, int) else YES
+    return code
+
+
+def _crash(error: Exception) -> int:
+    """Tell of a mistake of meshplan's own, which is no answer about the plan."""
+    if os.environ.get("MESHPLAN_TRACEBACK"):
+        traceback.print_exception(error)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+    first = (str(error).strip() or "no message").splitlines()[0]
+    print(
+        f"meshplan: a mistake of meshplan's own: {type(error).__name__} in {where}: {first}\n"
+        f"    fix: say it at {_REPORT_TO}, with what MESHPLAN_TRACEBACK=1 prints",
+        file=sys.stderr,
+    )
+    return CRASHED

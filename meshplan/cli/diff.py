@@ -1,0 +1,67 @@
+"""`meshplan diff`: two plans, or two locks, beside each other."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from meshplan.api import checking as api
+from meshplan.cli.common import NO, YES, Verb, answer, model_flags, print_notes
+from meshplan.errors import MeshplanError, Problem, SpecError
+from meshplan.render.text import envelope
+
+if TYPE_CHECKING:
+    from meshplan.planner.answers.difference import Difference
+
+
+def _diff_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plans", nargs=2, metavar="PLAN", help="a plan file, or a lock")
+    model_flags(parser)
+    parser.add_argument("--profile", metavar="FILE", help="what calibrate wrote of this machine")
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from meshplan.api import planning
+    from meshplan.planner.answers.difference import figures_of
+
+    if args.file is not None:
+        raise SpecError(Problem("diff takes two plans, and -f names a third", None, "leave it out"))
+    if not args.set and (locks := planning.locks_alone(*args.plans)) is not None:
+        return _print_difference(args, planning.compare_locks(*locks), [])
+    sides, known, notes = [], [], list[str]()
+    for name in args.plans:
+        path, lock = planning.plan_of_lock(name) or (name, None)
+        plan = api.decide(
+            path, args.set, model=args.model, config=args.config, lock=lock,
+            noted=lambda text, name=name: notes.append(f"{name}: {text}"),  # type: ignore[misc]
+        )  # fmt: skip
+        sides.append((name, plan))
+        # What --set changes no lock tells of, nor what another machine takes.
+        is_told = not args.set and args.profile is None
+        figures = planning.figures_of_lock(path, plan, lock) if is_told else {}
+        if not figures and not plan.graph.config and lock is None:
+            try:
+                decision = planning.search_plan(
+                    path, args.set, model=args.model, profile=args.profile
+                )
+                figures = figures_of(decision, plan)
+            except MeshplanError as error:
+                notes.append(f"{name}: no seconds and no bytes: {error.problems[0].what}")
+        known.append(figures)
+    found = planning.compare(*sides, profile=args.profile, known=(known[0], known[1]))
+    return _print_difference(args, found, notes)
+
+
+def _print_difference(args: argparse.Namespace, found: Difference, notes: Sequence[str]) -> int:
+    from meshplan.render.difference import difference_to_json, difference_to_text
+
+    if args.json:
+        answer(args, envelope("diff/1", difference_to_json(found), notes))
+    else:
+        answer(args, *difference_to_text(found))
+        print_notes(args, notes)
+    return YES if found.is_same else NO
+
+
+VERB = Verb("diff", "two plans: what is decided otherwise, and what that costs", _diff_flags, _diff)

@@ -1,0 +1,239 @@
+"""`meshplan show` and `meshplan draw`: a plan as text, and as a picture."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshplan.api import checking as api
+from meshplan.cli.common import (
+    YES,
+    Verb,
+    answer,
+    colours,
+    free_flag,
+    model_flags,
+    plan_file,
+    print_notes,
+)
+from meshplan.errors import Origin, PlanError, Problem, SpecError
+from meshplan.render.text import envelope
+from meshplan.textbook.inputs import read_limit
+
+if TYPE_CHECKING:
+    from meshplan.memory import MemoryEstimate
+    from meshplan.pictures.types import Picture
+    from meshplan.plan.plan import Plan
+
+_OF_MEMORY = ("memory", "waterfall")
+
+
+def _show(args: argparse.Namespace) -> int:
+    from meshplan.render.findings import findings_to_text
+    from meshplan.render.show import plan_to_json, plan_to_text
+
+    notes: list[str] = []
+    plan = api.decide(
+        plan_file(args), args.set, model=args.model, config=args.config, noted=notes.append
+    )
+    warnings = plan.assignment.warnings
+    if args.json:
+        said = [*notes, *(str(warning) for warning in warnings)]
+        answer(args, envelope("show/1", plan_to_json(plan), said))
+        return YES
+    answer(args, *plan_to_text(plan, colour=colours(args)))
+    print_notes(args, notes)
+    if warnings and not args.quiet:
+        print(findings_to_text("warning", warnings), file=sys.stderr)
+    return YES
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--what", metavar="WHAT", help="mesh, layout, memory, waterfall, timeline, "
+                        "treemap, gantt, comm, pareto, ladder or graph")  # fmt: skip
+    parser.add_argument("-o", "--output", metavar="FILE", help="a .png, .svg or .html")
+    parser.add_argument("--model", metavar="PKG.MOD:FN", help="a function that builds the model")
+    parser.add_argument("--config", metavar="PATH", help="a Hugging Face config.json or its folder")
+    parser.add_argument("--gpu", metavar="NAME", help="what one GPU is: h100-sxm-80gb, a100-40g")
+    parser.add_argument("--memory", metavar="SIZE", help="memory of one GPU: 80GiB, 24GB")
+    parser.add_argument("--profile", metavar="FILE", help="pareto, ladder: what calibrate wrote")
+    free_flag(parser)
+    parser.add_argument("--theme", metavar="NAME", default="light", help="light or dark")
+    parser.add_argument("--module", metavar="NAME", help="layout: whose largest parameter")
+    parser.add_argument("--rank", metavar="N", help="timeline, treemap, comm: which rank")
+    parser.add_argument("--bytes", metavar="OF", help="treemap: local (default) or global")
+
+
+def _draw(args: argparse.Namespace) -> int:
+    from meshplan.api.planning import overrides_of_free
+    from meshplan.pictures.main import check_what
+    from meshplan.pictures.palette import theme_of
+    from meshplan.pictures.types import check_target, import_matplotlib
+
+    path = plan_file(args)
+    args.set = [*args.set, *overrides_of_free(args.free)]
+    if args.what is None:
+        raise SpecError(Problem("nothing says what to draw", None, "add --what mesh, say"))
+    check_what(args.what)
+    theme_of(args.theme)
+    _check_profile(args)
+    if args.output is None:
+        return _in_terminal(path, args)
+    check_target(Path(args.output))
+    import_matplotlib()
+    notes: list[str] = []
+    picture = _picture(path, args, notes)
+    saved = picture.save(args.output)
+    if args.json:
+        result = {
+            "what": picture.what,
+            "title": picture.title,
+            "alt": picture.alt,
+            "file": str(saved),
+        }
+        answer(args, envelope("draw/1", result, notes))
+    else:
+        answer(args, picture.title)
+        print_notes(args, notes)
+        print_notes(args, [f"wrote {saved}"])
+    return YES
+
+
+def _in_terminal(path: str, args: argparse.Namespace) -> int:
+    """The twin of a picture, where it has one."""
+    from meshplan.pictures.main import facts_of
+    from meshplan.render.drawn import (
+        gantt_lines,
+        graph_lines,
+        layout_lines,
+        memory_lines,
+        mesh_lines,
+        print_lines,
+    )
+
+    twins: dict[str, Callable[[Any], Any]] = {
+        "mesh": mesh_lines, "layout": layout_lines, "memory": memory_lines, "gantt": gantt_lines,
+        "graph": graph_lines,
+    }  # fmt: skip
+    if args.what not in twins or args.json:
+        what = f"a picture of {args.what} needs a file to be in"
+        if args.json:
+            what = "--json tells what was written, and nothing is"
+        raise SpecError(Problem(what, Origin("-o"), "add -o out.png, out.svg or out.html"))
+    notes: list[str] = []
+    plan = _decided(path, args, notes)
+    facts = facts_of(plan, args.what, **_given(path, plan, args))
+    print_lines(twins[args.what](facts), args.answers, colour=colours(args))
+    print_notes(args, notes)
+    return YES
+
+
+def _picture(path: str, args: argparse.Namespace, notes: list[str]) -> Picture:
+    from meshplan.pictures.main import OF_DECISIONS, draw
+
+    if args.what in OF_DECISIONS:
+        return _of_search(path, args)
+    plan = _decided(path, args, notes)
+    return draw(plan, args.what, theme=args.theme, **_given(path, plan, args))
+
+
+def _check_profile(args: argparse.Namespace) -> None:
+    """Refuse a profile beside a picture without seconds of candidates."""
+    from meshplan.pictures.main import OF_DECISIONS
+
+    if args.profile is not None and args.what not in OF_DECISIONS:
+        what = f"the picture of {args.what} takes no --profile"
+        raise SpecError(Problem(what, Origin("--profile"), "leave it out"))
+
+
+def _decided(path: str, args: argparse.Namespace, notes: list[str]) -> Plan:
+    """The plan, and notes about it; of a model that is a number of parameters too."""
+    from meshplan.pictures.counted import counted_plan
+    from meshplan.spec.reader import load_spec
+
+    plan = None
+    if (args.model, args.config) == (None, None):
+        plan = counted_plan(load_spec(path, args.set))
+    return plan or api.decide(
+        path, args.set, model=args.model, config=args.config, noted=notes.append
+    )
+
+
+def _of_search(path: str, args: argparse.Namespace) -> Picture:
+    """What is about all candidates, and not about one plan."""
+    from meshplan.api.planning import search_plan
+    from meshplan.pictures.main import draw_decision
+
+    decision = search_plan(
+        path, args.set, model=args.model, config=args.config, gpu=args.gpu, memory=args.memory,
+        profile=args.profile, told=lambda text: print_notes(args, [text]),
+    )  # fmt: skip
+    for flag in ("module", "rank", "bytes"):
+        if getattr(args, flag) is not None:
+            what = f"the picture of {args.what} takes no --{flag}"
+            raise SpecError(Problem(what, Origin(f"--{flag}"), "leave it out"))
+    return draw_decision(decision, args.what, theme=args.theme)
+
+
+def _given(path: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
+    """What goes with the question."""
+    from meshplan.pictures.main import check_rank
+
+    if args.rank is not None and not args.rank.isdigit():
+        raise SpecError(Problem(f"'{args.rank}' is no rank", Origin("--rank"), "such as --rank 0"))
+    if args.rank is not None:
+        check_rank(plan, int(args.rank))
+    from meshplan.pictures.counted import is_counted
+
+    given: dict[str, Any] = {
+        "name": args.module, "rank": None if args.rank is None else int(args.rank),
+        "gpu": args.gpu, "memory": args.memory, "of": args.bytes,
+    }  # fmt: skip
+    if args.what not in (*_OF_MEMORY, "timeline"):
+        return given
+    # As `meshplan estimate` does: the config alone, and what it does not tell is traced.
+    if is_counted(plan):
+        return given
+    estimate = _told(plan, args)
+    if args.what == "timeline":
+        if estimate is None:
+            given["log"] = api.traced_log(
+                plan, int(args.rank or 0), model=args.model, config=args.config, gpu=args.gpu,
+                memory=args.memory, told=lambda text: print_notes(args, [text]),
+            )  # fmt: skip
+        elif args.rank is None:
+            given["rank"] = estimate.worst.ranks[0]
+        return given
+    if estimate is None:
+        try:
+            estimate = api.estimate_memory(
+                path, args.set, model=args.model, config=args.config, gpu=args.gpu,
+                memory=args.memory, fixes=False, told=lambda text: print_notes(args, [text]),
+            )  # fmt: skip
+        except PlanError:
+            # Where nothing tells the step, what is drawn are the states, and the picture says so.
+            estimate = None
+    given["estimate"] = estimate
+    return given
+
+
+def _told(plan: Plan, args: argparse.Namespace) -> MemoryEstimate | None:
+    """What the config alone tells; None where it does not, or where there is none."""
+    from meshplan.memory.analytic.estimate import told_estimate
+
+    if not plan.graph.config:
+        return None
+    device, limit_bytes, notes = read_limit(args.gpu, args.memory, plan.spec)
+    try:
+        return told_estimate(plan, device=device, limit_bytes=limit_bytes, notes=notes)
+    except PlanError:
+        return None
+
+
+VERBS: tuple[Verb, ...] = (
+    Verb("show", "every layout of a plan, with the line that decided it", model_flags, _show),
+    Verb("draw", "a picture of a plan: mesh, layout, memory, pipeline and more", _flags, _draw),
+)

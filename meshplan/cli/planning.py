@@ -1,0 +1,370 @@
+"""The verbs of planning on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from meshplan.api import checking as api
+from meshplan.cli.common import (
+    COULD_NOT,
+    NO,
+    YES,
+    Verb,
+    answer,
+    colours,
+    free_flag,
+    noting,
+    plan_file,
+    print_notes,
+    until_interrupted,
+)
+from meshplan.errors import Origin, Problem, SpecError
+from meshplan.render.text import envelope
+
+if TYPE_CHECKING:
+    from meshplan.planner.lock.changes import Change
+    from meshplan.planner.problem.decision import Decision
+    from meshplan.planner.space.space import EmptySpaceError
+
+
+def _question_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="PKG.MOD:FN", help="what builds the model, if no config")
+    parser.add_argument("--config", metavar="PATH", help="a Hugging Face config.json or its folder")
+    parser.add_argument("--gpu", metavar="NAME", help="what one GPU is: h100-sxm-80gb, a100-40g")
+    parser.add_argument("--memory", metavar="SIZE", help="memory of one GPU: 80GiB, 24GB")
+    parser.add_argument("--profile", metavar="FILE", help="what calibrate wrote of this machine")
+    free_flag(parser)
+
+
+def _plan_flags(parser: argparse.ArgumentParser) -> None:
+    _question_flags(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", help="the lock (default PLAN.lock.yaml)")
+    parser.add_argument("--dry-run", action="store_true", help="write no lock")
+    parser.add_argument("--retarget", metavar="HW", help="other hardware: nodes=4,gpu=h200")
+    parser.add_argument("--frontier", action="store_true", help="memory against time, plan by plan")
+    parser.add_argument("--price", metavar="P", help="of a GPU for an hour")
+    parser.add_argument("--tokens", metavar="N", help="of a whole training: 15e12, with --days")
+    parser.add_argument("--days", metavar="D", help="that it may take: the fewest nodes that do")
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from meshplan.api import planning
+    from meshplan.planner.answers.frontier import undominated
+    from meshplan.planner.space.space import EmptySpaceError
+    from meshplan.render.sizing import frontier_to_json, frontier_to_text
+
+    old = None
+    asked = _Asked(args)
+    if args.retarget is not None and (args.tokens or args.days):
+        what = "--retarget says how many nodes there are, and --tokens asks how many it takes"
+        raise SpecError(Problem(what, Origin("--retarget"), "leave one of them out"))
+    if args.retarget is not None:
+        from meshplan.api.retargeting import retarget_settings
+
+        settings = retarget_settings(args.retarget)
+        old = api.decide(plan_file(args), args.set, model=args.model, config=args.config)
+        known = {} if args.set or args.profile else planning.figures_of_lock(plan_file(args), old)
+        args.set = [*args.set, *settings]
+        asked.flags["overrides"] = [*asked.flags["overrides"], *settings]
+    if args.tokens is not None or args.days is not None:
+        return _plan_training(asked)
+    with until_interrupted() as is_stopped:
+        try:
+            decision = planning.search_plan(**asked.flags, is_stopped=is_stopped)
+        except EmptySpaceError as error:
+            return _print_trouble(asked, error, is_stopped)
+        if decision.chosen is None:
+            return _print_trouble(asked, decision, is_stopped)
+        # Of a space of one plan that is its frontier.
+        ways, is_whole = undominated(decision.ways), decision.num_configs == 1
+        if args.frontier and not is_whole:
+            ways, is_whole = planning.find_frontier(**asked.flags, is_stopped=is_stopped)
+    more = frontier_to_json(decision, ways, is_whole=is_whole)
+    lines: list[str] = []
+    if args.frontier:
+        lines = ["", *frontier_to_text(ways, is_whole=is_whole, is_interrupted=is_stopped())]
+    if old is not None:
+        from meshplan.planner.answers.difference import figures_of
+        from meshplan.render.retarget import retarget_to_json, retarget_to_text
+
+        assert decision.chosen is not None
+        found = planning.compare(
+            (str(asked.path), old),
+            (args.retarget, decision.chosen.plan),
+            profile=args.profile,
+            known=(known, figures_of(decision)),
+        )
+        moved = planning.moved_between(old, decision.chosen.plan)
+        more["retarget"] = retarget_to_json(found, moved)
+        lines += ["", *retarget_to_text(found, moved)]
+    return _print_plan(asked, decision, more, lines)
+
+
+def _plan_training(asked: _Asked) -> int:
+    """The fewest nodes for a whole training, and the plan on them."""
+    from meshplan.api import planning
+    from meshplan.render.sizing import training_to_json, training_to_text
+
+    args = asked.args
+    if args.tokens is None or args.days is None:
+        what = "a training is so many tokens in so many days"
+        raise SpecError(Problem(what, Origin("--days"), "give --tokens and --days, both"))
+    with until_interrupted() as is_stopped:
+        found = planning.fewest_devices(
+            **asked.flags, tokens=args.tokens, days=args.days, is_stopped=is_stopped
+        )
+    more = {"training": training_to_json(found, asked.price)}
+    lines = training_to_text(found, asked.price)
+    if found.answer is None:
+        if args.json:
+            answer(args, envelope("plan/1", {"fits": False, **more}))
+        else:
+            answer(args, *lines)
+        return NO
+    assert found.answer.decision is not None
+    code = _print_plan(asked, found.answer.decision, more, ["", *lines])
+    return code if found.is_fewest else NO
+
+
+class _Asked:
+    """The flags of a question about a plan file, as `planning` has them."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from meshplan.api.planning import overrides_of_free
+
+        self.args, self.path = args, plan_file(args)
+        self.notes: list[str] = []
+        self.flags: dict[str, Any] = {
+            "plan": self.path,
+            "overrides": [*args.set, *overrides_of_free(args.free)],
+            "model": args.model,
+            "config": args.config,
+            "gpu": args.gpu,
+            "memory": args.memory,
+            "profile": args.profile,
+            "told": noting(args, self.notes),
+        }
+        self.price = self._price()
+
+    def _price(self) -> float | None:
+        """Of a GPU for an hour; None where nobody says."""
+        stated = getattr(self.args, "price", None)
+        if stated is None:
+            return None
+        from meshplan.planner.objectives.num_devices import positive
+
+        return positive(stated, "--price")
+
+
+def _print_trouble(
+    asked: _Asked, found: Decision | EmptySpaceError, is_stopped: Callable[[], bool]
+) -> int:
+    """That there is no plan, why, and what would help."""
+    from meshplan.api import planning
+    from meshplan.planner.space.space import UnsearchedError
+    from meshplan.render.plan import (
+        decision_to_json,
+        decision_to_text,
+        no_space_to_json,
+        no_space_to_text,
+    )
+    from meshplan.render.trouble import trouble_to_json, trouble_to_text
+
+    args = asked.args
+    if isinstance(found, Exception):
+        result, is_whole = no_space_to_json(found), True
+        lines = no_space_to_text(found, asked.path)
+    else:
+        colour = colours(args)
+        result, is_whole = decision_to_json(found), found.is_whole
+        lines = decision_to_text(found, asked.path, colour=colour)
+    trouble = None
+    # What was not searched, or not to its end, may be no trouble.
+    if is_whole and not isinstance(found, UnsearchedError):
+        trouble = planning.find_trouble(**asked.flags, is_stopped=is_stopped)
+    if args.json:
+        more = trouble_to_json(trouble) if trouble else {"conflict": None, "fixes": []}
+        answer(args, envelope("plan/1", {**result, "changed": None, **more}))
+        return NO
+    answer(args, *lines, *(["", *trouble_to_text(trouble)] if trouble else []))
+    return NO
+
+
+def _print_plan(
+    asked: _Asked, decision: Decision, more: Mapping[str, Any], lines: Sequence[str]
+) -> int:
+    """A plan, and its lock.
+
+    Args:
+        more, lines: What else was asked, as JSON and in words.
+    """
+    from meshplan.api import planning
+    from meshplan.render.changes import changes_to_json, changes_to_text
+    from meshplan.render.plan import (
+        decision_to_json,
+        decision_to_text,
+        written_to_json,
+        written_to_text,
+    )
+    from meshplan.render.sizing import cost_to_json, cost_to_text
+
+    args = asked.args
+    changes = _changes(args, asked.path, decision)
+    written = planning.as_written(decision, args.gpu, args.memory)
+    if args.json:
+        result = {**decision_to_json(decision), "changed": changes_to_json(changes)}
+        result |= {"conflict": None, "fixes": [], "cost": cost_to_json(decision, asked.price)}
+        result["as_written"] = written and written_to_json(written)
+        answer(args, envelope("plan/1", {**result, **more}))
+    else:
+        colour = colours(args)
+        costs = cost_to_text(decision, asked.price)
+        answer(args, *decision_to_text(decision, asked.path, costs, colour=colour), *lines)
+    assert decision.chosen is not None
+    if written is not None:
+        print_notes(args, [written_to_text(written)])
+    print_notes(args, changes_to_text(changes, decision.chosen.plan.graph.blocks()))
+    if (why_not := _more_nodes(asked, decision)) is not None:
+        print_notes(args, [why_not])
+    elif args.set and not args.dry_run and args.output is None:
+        by = "--set" if args.retarget is None else "--retarget"
+        print_notes(args, [f"no lock is written for a plan changed by {by}; -o FILE writes one"])
+    elif not args.dry_run:
+        try:
+            target = planning.lock_plan(asked.path, decision, args.output, args.free)
+        except SpecError as error:  # The answer stands already, and took its time.
+            print(error, file=sys.stderr)
+            return COULD_NOT
+        print_notes(args, [f"wrote {target}"])
+    return YES if decision.is_whole else NO
+
+
+def _more_nodes(asked: _Asked, decision: Decision) -> str | None:
+    """Why there is no lock of a decision for more nodes than the plan says there are."""
+    from meshplan.spec.reader import load_spec
+
+    assert decision.chosen is not None
+    nodes = decision.chosen.stated.get("hardware.nodes", 0)
+    hardware = load_spec(asked.path, asked.args.set).hardware
+    if hardware is None or nodes <= hardware.nodes:
+        return None
+    return f"no lock is written: this takes hardware: {{nodes: {nodes}}} in the plan"
+
+
+def _changes(args: argparse.Namespace, path: str, decision: Decision) -> tuple[Change, ...] | None:
+    """What is not as the last lock says; a lock that cannot be read is only told of."""
+    from meshplan.api import planning
+
+    try:
+        return planning.changes_since(path, decision, args.output, args.free)
+    except SpecError as error:
+        print_notes(args, [f"the last lock cannot be compared: {error.problems[0]}"])
+        return None
+
+
+def _explain_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "words",
+        nargs="+",
+        metavar="WORD",
+        help="why FIELD, why-not FIELD=VALUE, memory, or a module's name",
+    )
+    _question_flags(parser)
+
+
+def _explain(args: argparse.Namespace) -> int:
+    if len(args.words) == 1 and args.words[0] not in ("why", "why-not"):
+        return _explain_memory(args) if args.words == ["memory"] else _explain_module(args)
+    from meshplan.api import planning
+    from meshplan.render.explain import why_not_to_json, why_not_to_text
+
+    asked = _Asked(args)
+    answers = planning.explain(words=args.words, **asked.flags)
+    if args.json:
+        result = {"answers": [why_not_to_json(each) for each in answers]}
+        answer(args, envelope("explain/1", result, asked.notes))
+    elif len(answers) == 1:
+        answer(args, *why_not_to_text(answers[0]))
+    else:
+        answer(args, *(why_not_to_text(each)[0] for each in answers))
+    return YES if any(each.seconds is not None for each in answers) else NO
+
+
+def _explain_module(args: argparse.Namespace) -> int:
+    from meshplan.api import planning
+    from meshplan.render.module import module_to_json, module_to_text
+
+    notes: list[str] = []
+    plan = api.decide(
+        plan_file(args), args.set, model=args.model, config=args.config, noted=notes.append
+    )
+    found = planning.explain_module(plan, args.words[0], profile=args.profile)
+    if args.json:
+        answer(args, envelope("explain/1", {"module": module_to_json(found)}, notes))
+    else:
+        answer(args, *module_to_text(found))
+        print_notes(args, notes)
+    return YES
+
+
+def _explain_memory(args: argparse.Namespace) -> int:
+    from meshplan.render.module import explained_memory_to_json, explained_memory_to_text
+
+    estimate = api.estimate_memory(
+        plan_file(args),
+        args.set,
+        model=args.model,
+        config=args.config,
+        gpu=args.gpu,
+        memory=args.memory,
+        told=noting(args),
+    )
+    if args.json:
+        result = {"memory": explained_memory_to_json(estimate)}
+        answer(args, envelope("explain/1", result, estimate.notes))
+    else:
+        answer(args, *explained_memory_to_text(estimate))
+        print_notes(args, estimate.notes)
+    return YES if estimate.fits is not False else NO
+
+
+def _calibrate_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--out", metavar="PROFILE", default="profile.json", help="where to write the profile"
+    )
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    from meshplan.api import planning
+    from meshplan.render.profile import profile_to_text
+
+    print_notes(args, ["this takes about a minute"])
+    profile = planning.calibrate(args.out)
+    if profile is None:
+        return YES
+    if args.json:
+        answer(args, envelope("calibrate/1", dataclasses.asdict(profile), []))
+    else:
+        answer(args, *profile_to_text(profile), f"written to {args.out}")
+    return YES
+
+
+VERBS: tuple[Verb, ...] = (
+    Verb("plan", "decide all that a plan leaves open: the fastest that fits", _plan_flags, _plan),
+    Verb(
+        "explain",
+        "why a plan is what it is: why FIELD, why-not FIELD=VALUE, MODULE, memory",
+        _explain_flags,
+        _explain,
+    ),
+    Verb(
+        "calibrate",
+        "time this machine: products, copies, messages",
+        _calibrate_flags,
+        _calibrate,
+    ),
+)

@@ -1,0 +1,1 @@
+"""Parallelism as data: meshes, layouts of tensors, styles, schedules, optimizers, hardware."""

@@ -1,0 +1,345 @@
+"""Layouts: which mesh axes cut which dim of a tensor, in order.
+
+This is the one idea of the house: data parallel, ZeRO, hybrid sharding and tensor parallel
+are all layouts, and shapes, bytes and collectives follow from them. Knows tensors only as
+shapes. Refuses to know why a layout was chosen (`assign`) and how torch spells it
+(`runtime.base.mesh`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from meshplan.layout.mesh import SHARD_AXES, Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Per tensor dim, the axes that cut it, first cut first.
+
+    An axis that cuts no dim holds replicas, unless it is in `partial`: then every rank along
+    it holds one addend of the value.
+
+    Args:
+        cuts: One tuple of axis names per tensor dim; `()` for a whole dim.
+        partial: Axes along which the true value is the sum of what the ranks hold.
+        packed: (axis, n) for an axis that cuts each of the n equal pieces of its dim, so that a
+            rank holds its part of every piece, one after the other: projections fused in one
+            weight. It is the only cut of that dim.
+
+    >>> mesh = Mesh.of({"dp_shard": 4, "tp": 2})
+    >>> Layout((("tp", "dp_shard"), ())).local_shape((9600, 3200), mesh)
+    (1200, 3200)
+    """
+
+    cuts: tuple[tuple[str, ...], ...]
+    partial: tuple[str, ...] = ()
+    packed: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        used = [axis for axes in self.cuts for axis in axes] + list(self.partial)
+        assert len(used) == len(set(used)), f"an axis is used twice in {self.cuts}"
+        alone = [axis for axis, _ in self.packed if (axis,) in self.cuts]
+        assert len(alone) == len(self.packed), f"a packed dim is cut twice in {self.cuts}"
+
+    @classmethod
+    def whole(cls, ndim: int) -> Layout:
+        """Nothing cut: every rank holds the full tensor."""
+        return _whole(ndim)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that cut something, by tensor dim and then by order of the cut."""
+        return tuple(axis for axes in self.cuts for axis in axes)
+
+    def dim_of(self, axis: str) -> int | None:
+        """The tensor dim that `axis` cuts; None where it holds replicas."""
+        return next((dim for dim, axes in enumerate(self.cuts) if axis in axes), None)
+
+    def pieces(self, dim: int) -> int:
+        """How many equal pieces of this dim are each cut; 1 for a plain cut and for none."""
+        return next((n for axis, n in self.packed if axis in self.cuts[dim]), 1)
+
+    def cut(self, axis: str, dim: int, pieces: int = 1) -> Layout:
+        """This layout with `axis` cutting `dim`, or its pieces, after every cut already there."""
+        return _cut(self, axis, dim, pieces)
+
+    def without(self, *axes: str) -> Layout:
+        """This layout with the cuts of `axes` undone."""
+        cuts = tuple(tuple(a for a in dim if a not in axes) for dim in self.cuts)
+        packed = tuple((axis, n) for axis, n in self.packed if axis not in axes)
+        return Layout(cuts, tuple(a for a in self.partial if a not in axes), packed)
+
+    def num_shards(self, mesh: Mesh) -> int:
+        """Into how many different pieces the tensor is cut."""
+        return mesh.size(*self.axes)
+
+    def num_replicas(self, mesh: Mesh) -> int:
+        """How many ranks hold each piece."""
+        return mesh.world_size // self.num_shards(mesh)
+
+    def slices(self, shape: Sequence[int], mesh: Mesh, rank: int = 0) -> tuple[slice, ...]:
+        """The part of the global tensor that `rank` holds, one slice per dim.
+
+        A dim of size d cut n ways gives pieces of ceil(d / n), the last ones shorter or
+        empty: `torch.chunk`'s rule, which DTensor follows. Each further axis cuts the piece
+        that the one before it left; `mesh.SHARD_AXES` cut as one axis.
+        """
+        assert not self.packed, "a part of every piece is no single slice: see `ranges`"
+        out = []
+        for size, axes in zip(shape, self.cuts, strict=True):
+            start, stop = 0, size
+            for joint in _joint(axes):
+                piece = -(-(stop - start) // mesh.size(*joint))
+                start = min(start + piece * mesh.index(rank, joint), stop)
+                stop = min(start + piece, stop)
+            out.append(slice(start, stop))
+        return tuple(out)
+
+    def ranges(
+        self, shape: Sequence[int], mesh: Mesh, rank: int = 0
+    ) -> tuple[tuple[slice, ...], ...]:
+        """The part of the global tensor that `rank` holds: per dim, its slices in order."""
+        plain = Layout(self.cuts)
+        counts = [self.pieces(dim) for dim in range(len(self.cuts))]
+        pieces = tuple(size // n for size, n in zip(shape, counts, strict=True))
+        return tuple(
+            tuple(slice(s.start + i * piece, s.stop + i * piece) for i in range(n))
+            for s, piece, n in zip(plain.slices(pieces, mesh, rank), pieces, counts, strict=True)
+        )
+
+    def local_shape(self, shape: Sequence[int], mesh: Mesh, rank: int = 0) -> tuple[int, ...]:
+        """The shape that `rank` holds of a tensor of this global shape."""
+        return _local_shape(self, tuple(shape), mesh, rank)
+
+    def least_local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
+        """The shape of the smallest part; with two cuts of a dim not always the last rank's.
+
+        An axis cuts one dim only, so some rank has the least of every dim. Cutting leaves at most
+        three sizes, whatever the number of ranks.
+        """
+        out = []
+        for dim, (size, axes) in enumerate(zip(shape, self.cuts, strict=True)):
+            pieces = self.pieces(dim)
+            sizes = {size // pieces}
+            for joint in _joint(axes):
+                sizes = {part for each in sizes for part in _parts(each, mesh.size(*joint))}
+            out.append(pieces * min(sizes))
+        return tuple(out)
+
+    def turns(self, shape: Sequence[int], mesh: Mesh) -> dict[tuple[str, ...], tuple[int, ...]]:
+        """The positions along the axes of each cut at which the size of the part changes.
+
+        Between two of these positions all ranks that differ in these axes alone hold as much, so
+        few of many ranks need to be looked at. A cut that leaves equal parts has no turns.
+
+        >>> mesh = Mesh.of({"dp_shard": 1000, "tp": 8})
+        >>> Layout((("tp", "dp_shard"), ())).turns((32000, 4096), mesh)
+        {('tp',): (), ('dp_shard',): ()}
+        >>> Layout((("tp", "dp_shard"), ())).turns((11008, 4096), mesh)
+        {('tp',): (), ('dp_shard',): (688,)}
+        """
+        out = {}
+        for dim, (size, axes) in enumerate(zip(shape, self.cuts, strict=True)):
+            sizes = {size // self.pieces(dim)}
+            for joint in _joint(axes):
+                count = mesh.size(*joint)
+                out[tuple(joint)] = tuple(sorted({n for s in sizes for n in _turns(s, count)}))
+                sizes = {part for each in sizes for part in _parts(each, count)}
+        return out
+
+    def local_numel(self, shape: Sequence[int], mesh: Mesh, rank: int = 0) -> int:
+        """The number of elements that `rank` holds."""
+        return math.prod(self.local_shape(shape, mesh, rank))
+
+    def padded_numel(
+        self, shape: Sequence[int], mesh: Mesh, axes: Sequence[str], rank: int = 0
+    ) -> int:
+        """Elements stored when the cut by `axes`, one after the other, is padded to equal pieces.
+
+        FSDP2 pads every shard of the dim it cuts to the first rank's size so that one
+        all-gather moves equal pieces.
+
+        Source: `torch.distributed.fsdp`, FSDPParam._init_sharded_param.
+        """
+        cutting = [axis for axis in axes if axis in self.axes]
+        if not cutting:
+            return self.local_numel(shape, mesh, rank)
+        dim = self.dim_of(cutting[0])
+        assert dim is not None
+        local = list(self.without(*cutting).local_shape(shape, mesh, rank))
+        local[dim] = -(-local[dim] // mesh.size(*cutting))
+        return math.prod(local)
+
+    def spell(self, mesh: Mesh | None = None) -> str:
+        """The layout in placement words: `S(0)@tp,dp_shard`, `R`, `P@tp`, `S(0)@tp(3)` packed.
+
+        Axes of size 1 are left out when a mesh is given.
+        """
+        words = []
+        for dim, axes in enumerate(self.cuts):
+            kept = [a for a in axes if mesh is None or mesh.size(a) > 1]
+            if kept:
+                pieces = f"({self.pieces(dim)})" if self.pieces(dim) > 1 else ""
+                words.append(f"S({dim})@{','.join(kept)}{pieces}")
+        partial = [a for a in self.partial if mesh is None or mesh.size(a) > 1]
+        if partial:
+            words.append(f"P@{','.join(partial)}")
+        return " ".join(words) or "R"
+
+    def _repr_html_(self) -> str:
+        from meshplan.pictures.notebook import layout_html  # what only notebooks ask for
+
+        return layout_html(self)
+
+    def __str__(self) -> str:
+        return self.spell()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One of the projections that lie one after the other along a dim, and who computes what.
+
+    Args:
+        size: Along the dim.
+        parts: Into how many equal parts it is cut. Fewer than there are ranks when neighbours
+            compute with the same part, as query heads do that share a kv head.
+    """
+
+    size: int
+    parts: int
+
+    @property
+    def part(self) -> int:
+        """The size of one part."""
+        return self.size // self.parts
+
+
+def own_parts(pieces: Sequence[Piece], rank: int, num_ranks: int) -> tuple[slice, ...]:
+    """The slices of the dim that one of the ranks computes with, a part of every piece.
+
+    >>> own_parts([Piece(8, 4), Piece(4, 2)], 3, 4)
+    (slice(6, 8, None), slice(10, 12, None))
+    """
+    out, start = [], 0
+    for piece in pieces:
+        at = start + rank * piece.parts // num_ranks * piece.part
+        out.append(slice(at, at + piece.part))
+        start += piece.size
+    return tuple(out)
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective that changes a layout along one axis.
+
+    Args:
+        kind: all_gather, all_reduce, reduce_scatter, all_to_all or local (a slice: no bytes).
+        axis: The mesh axis whose ranks talk.
+        dim: The tensor dim that is gathered or scattered; -1 for all_reduce.
+    """
+
+    kind: str
+    axis: str
+    dim: int = -1
+
+
+def changes(source: Layout, target: Layout) -> tuple[Collective, ...]:
+    """The collectives that turn `source` into `target`, the table every room reads.
+
+    | from | to   | collective     |
+    |------|------|----------------|
+    | S(d) | R    | all_gather     |
+    | P    | R    | all_reduce     |
+    | P    | S(d) | reduce_scatter |
+    | R    | S(d) | local          |
+    | S(d) | S(e) | all_to_all     |
+
+    Only the innermost cut of a dim can be undone, so cuts that both layouts begin with stay,
+    and those after them go innermost first before new ones come. Additions into whole pieces
+    come last, when the pieces are smallest.
+    """
+    assert set(target.partial) <= set(source.partial), "nothing is ever made partial on purpose"
+    both = set(source.axes) & set(target.axes)
+    assert not any(axis in both for axis, _ in set(source.packed) ^ set(target.packed))
+    pairs = list(zip(source.cuts, target.cuts, strict=True))
+    kept = [_common(old, new) for old, new in pairs]
+    undone = [(d, axis) for d, (old, _) in enumerate(pairs) for axis in reversed(old[kept[d] :])]
+    made = [(d, axis) for d, (_, new) in enumerate(pairs) for axis in new[kept[d] :]]
+    moved = {
+        axis: dim
+        for dim, axis in made
+        if pairs[dim][0] == pairs[dim][1][: kept[dim]]  # nothing to undo where it arrives,
+        and pairs[dim][1][kept[dim]] == axis  # it arrives first,
+        and any(old[-1:] == (axis,) for old in source.cuts)  # and leaves from the inside
+    }
+    moves = [Collective("all_to_all", axis, dim) for axis, dim in moved.items()]
+    gathers = [Collective("all_gather", axis, dim) for dim, axis in undone if axis not in moved]
+    cuts = [
+        Collective("reduce_scatter" if axis in source.partial else "local", axis, dim)
+        for dim, axis in made
+        if axis not in moved
+    ]
+    added = set(source.partial) - set(target.partial) - set(target.axes)
+    sums = [Collective("all_reduce", axis) for axis in source.partial if axis in added]
+    return (*moves, *gathers, *cuts, *sums)
+
+
+# The thousands of tensors of a model lie in a handful of ways.
+
+
+@lru_cache(maxsize=64)
+def _whole(ndim: int) -> Layout:
+    return Layout(((),) * ndim)
+
+
+@lru_cache(maxsize=1 << 10)
+def _cut(layout: Layout, axis: str, dim: int, pieces: int) -> Layout:
+    dim = range(len(layout.cuts))[dim]
+    cuts = tuple(axes + (axis,) if d == dim else axes for d, axes in enumerate(layout.cuts))
+    packed = layout.packed + (((axis, pieces),) if pieces > 1 else ())
+    return Layout(cuts, layout.partial, packed)
+
+
+@lru_cache(maxsize=1 << 12)
+def _local_shape(layout: Layout, shape: tuple[int, ...], mesh: Mesh, rank: int) -> tuple[int, ...]:
+    if not layout.packed:
+        return tuple(s.stop - s.start for s in layout.slices(shape, mesh, rank))
+    ranges = layout.ranges(shape, mesh, rank)
+    return tuple(sum(s.stop - s.start for s in each) for each in ranges)
+
+
+def _parts(size: int, count: int) -> set[int]:
+    """The sizes of parts when something is cut into so many as `torch.chunk` does."""
+    piece = -(-size // count)
+    whole, rest = divmod(size, piece) if piece else (0, 0)
+    parts = {piece} if whole else set()
+    parts |= {rest} if rest else set()
+    return parts | ({0} if whole + bool(rest) < count else set())
+
+
+def _turns(size: int, count: int) -> set[int]:
+    """Which of these parts are smaller than the part before."""
+    piece = -(-size // count)
+    whole, rest = divmod(size, piece) if piece else (0, 0)
+    return {whole, whole + bool(rest)} - {0, *range(count, whole + 2)}
+
+
+def _joint(axes: Sequence[str]) -> list[list[str]]:
+    """The cuts of a dim in order, axes that cut in one go together."""
+    out: list[list[str]] = []
+    for axis in axes:
+        if out and axis in SHARD_AXES and out[-1][-1] in SHARD_AXES:
+            out[-1].append(axis)
+        else:
+            out.append([axis])
+    return out
+
+
+def _common(left: Sequence[str], right: Sequence[str]) -> int:
+    """How many leading items are equal."""
+    same = [a == b for a, b in zip(left, right, strict=False)]
+    return (same + [False]).index(False)

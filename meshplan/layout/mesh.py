@@ -1,0 +1,181 @@
+"""The device mesh: named axes, outermost first, and where each rank stands on them.
+
+Knows sizes and coordinates. Refuses to know devices, links or process groups (`hardware`,
+`runtime.base.mesh`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+"""Every axis name a plan may use, outermost first (torchtitan's and accelerate's names)."""
+
+DATA_AXES: Final = ("dp_replicate", "dp_shard")
+"""The axes over which ranks see different samples."""
+
+GRADIENT_AXES: Final = (*DATA_AXES, "cp")
+"""The axes over which ranks see different tokens: losses and gradients are averaged over them.
+Ranks along cp hold other parts of the same samples."""
+
+SHARD_AXES: Final = ("dp_shard", "cp")
+"""The axes that cut a sharded parameter, together and in one go: into pieces of ceil(size /
+ranks), as along one axis of all their ranks."""
+
+EXPERT_SHARD: Final = "efsdp"
+"""What ep leaves of the axis whose ranks it borrows: experts are sharded over it (torchtitan's
+name)."""
+
+UNIT_AXES: Final = (*SHARD_AXES, EXPERT_SHARD)
+"""The axes over which some unit's parameters are cut at rest and gathered for use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One named direction of the mesh."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """An axis that has no ranks of its own: `ep: 2 in dp_shard`.
+
+    Args:
+        name: The axis that borrows; neighbours along the lender differ in it first.
+        size: Its ranks.
+        within: The axis that lends.
+        rest: What the lender is along this axis's other ranks: `within` is `rest` x `name`.
+    """
+
+    name: str
+    size: int
+    within: str
+    rest: str = EXPERT_SHARD
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Named axes, outermost first; ranks count through the last axis fastest.
+
+    A borrowed axis is none of `axes`, `names` and `sizes`: its ranks are counted there already.
+    It has a size and coordinates.
+
+    >>> mesh = Mesh.of({"dp_replicate": 2, "dp_shard": 4})
+    >>> mesh.world_size, mesh.size("tp"), mesh.coordinates(5)
+    (8, 1, {'dp_replicate': 1, 'dp_shard': 1})
+    >>> mesh = Mesh((Axis("dp_shard", 4),), loans=(Loan("ep", 2, "dp_shard"),))
+    >>> mesh.world_size, mesh.size("ep"), mesh.coordinates(3)
+    (4, 2, {'dp_shard': 3, 'efsdp': 1, 'ep': 1})
+    """
+
+    axes: tuple[Axis, ...]
+    loans: tuple[Loan, ...] = ()
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int]) -> Mesh:
+        """A mesh from `{axis: size}` in the order given."""
+        return cls(tuple(Axis(name, size) for name, size in sizes.items()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(axis.name for axis in self.axes)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {axis.name: axis.size for axis in self.axes}
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(axis.size for axis in self.axes)
+
+    def size(self, *names: str) -> int:
+        """Ranks along these axes together; an axis the mesh does not have counts 1."""
+        if not self.loans:
+            found = (axis.size for name in names for axis in self.axes if axis.name == name)
+            return math.prod(found)
+        sizes = self.sizes
+        for loan in self.loans:
+            sizes |= {loan.name: loan.size, loan.rest: sizes[loan.within] // loan.size}
+        return math.prod(sizes.get(name, 1) for name in names)
+
+    def present(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Those of `names` that this mesh has, outermost first."""
+        wanted = set(names)
+        return tuple(name for name in self.names if name in wanted)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands on every axis."""
+        out: dict[str, int] = {}
+        for axis in reversed(self.axes):
+            rank, out[axis.name] = divmod(rank, axis.size)
+        at = {name: out[name] for name in self.names}
+        for loan in self.loans:
+            at[loan.rest], at[loan.name] = divmod(at[loan.within], loan.size)
+        return at
+
+    def index(self, rank: int, names: Iterable[str]) -> int:
+        """The position of `rank` among the ranks along `names`, outermost axis slowest.
+
+        Which part of a global batch a rank reads is `index(rank, DATA_AXES)`.
+        """
+        wanted = set(names)
+        position = 0
+        for name, coordinate in self.coordinates(rank).items():
+            if name in wanted:
+                position = position * self.size(name) + coordinate
+        return position
+
+    def indices(self, names: Iterable[str]) -> list[int]:
+        """`index` of every rank, of which there may be very many."""
+        wanted, weight, weights = set(names), 1, {}
+        for name in reversed(self.coordinates(0)):
+            if name in wanted:
+                weights[name] = weight
+                weight *= self.size(name)
+        out = [0]
+        for axis in self.axes:
+            steps = [c * weights.get(axis.name, 0) for c in range(axis.size)]
+            for loan in self.loans:
+                if loan.within == axis.name:
+                    step = weights.get(loan.rest, 0), weights.get(loan.name, 0)
+                    parts = (divmod(c, loan.size) for c in range(axis.size))
+                    here = [rest * step[0] + own * step[1] for rest, own in parts]
+                    steps = [one + more for one, more in zip(steps, here, strict=True)]
+            out = [at + step for at in out for step in steps]
+        return out
+
+    def spread(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The axes of more than one rank among these, borrowed ones too, outermost first.
+
+        A lender stands for itself and for all that it lends, in whatever words it is named.
+
+        >>> mesh = Mesh((Axis("dp_shard", 4), Axis("tp", 1)), (Loan("ep", 2, "dp_shard"),))
+        >>> mesh.spread(("tp", "ep")), mesh.spread(("ep", "efsdp"))
+        (('ep',), ('dp_shard',))
+        """
+        wanted = set(names)
+        out: list[str] = []
+        for axis in self.names:
+            parts = [
+                p for loan in self.loans if loan.within == axis for p in (loan.rest, loan.name)
+            ]
+            parts = [part for part in parts if self.size(part) > 1]
+            asked = [part for part in parts if part in wanted]
+            if axis in wanted or (parts and asked == parts):
+                out += [axis] if self.size(axis) > 1 else []
+            else:
+                out += asked
+        return tuple(out)
+
+    def __iter__(self) -> Iterator[Axis]:
+        return iter(self.axes)
+
+    def __str__(self) -> str:
+        lent = {loan.within: f" ({loan.name} {loan.size})" for loan in self.loans}
+        words = (f"{axis.name} {axis.size}{lent.get(axis.name, '')}" for axis in self.axes)
+        return " x ".join(words) or "1 device"

@@ -1,0 +1,272 @@
+"""What the ranks of a plan do, told from its blueprint: operations by sizes, as works to replay.
+
+What has no rule is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
+
+from meshplan.assign.types import Stages
+from meshplan.errors import PlanError, Problem
+from meshplan.layout.dtypes import DTYPE_BYTES
+from meshplan.memory.analytic.stages import Played, StageWorks
+from meshplan.memory.decoder.attention_kernel import is_fused
+from meshplan.memory.decoder.cp_all_gather import gathered_of
+from meshplan.memory.decoder.experts import Spread, most_arriving
+from meshplan.memory.decoder.microbatch import Run, tape_of
+from meshplan.memory.decoder.sizes import Shape, shape_of
+from meshplan.memory.decoder.tp_ops import Styled
+from meshplan.memory.replay import Prepared
+from meshplan.memory.tape.tape import play
+from meshplan.plan.plan import Plan
+from meshplan.spec.spec import PRODUCTS
+
+
+class Works(Protocol):
+    """What the ranks of a plan do."""
+
+    @property
+    def in_brief(self) -> bool:
+        """Whether there is so much that only the fullest ranks should be written out whole."""
+
+    @property
+    def only_in_brief(self) -> bool:
+        """Whether there is so much that none should be."""
+
+    def of_rank(self, rank: int, *, in_brief: bool = False) -> Prepared:
+        """Of one rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Same:
+    """Without a pipeline all ranks do the same."""
+
+    work: Prepared
+    in_brief: bool = False
+    only_in_brief: bool = False
+
+    def of_rank(self, rank: int, *, in_brief: bool = False) -> Prepared:
+        """Of any rank."""
+        return self.work
+
+
+@dataclass(frozen=True, slots=True)
+class _Each:
+    """Ranks that have other parts of a sequence do other work."""
+
+    played: Callable[[int], Prepared]
+    in_brief: bool = False
+    only_in_brief: bool = False
+
+    def of_rank(self, rank: int, *, in_brief: bool = False) -> Prepared:
+        """Of one rank."""
+        return self.played(rank)
+
+
+def told_works(
+    plan: Plan,
+    batch: int,
+    seq_len: int,
+    *,
+    is_cuda: bool = True,
+    in_place: bool = True,
+    spread: Spread | None = None,
+    device: str = "",
+    rank: int | None = None,
+    played: Played | None = None,
+) -> Works:
+    """What the ranks do.
+
+    Args:
+        rank: The only one that is of interest; None for all. How much there is to do is not
+            known then.
+        played: As for `StageWorks`.
+        device: As for `fused.check_fused`.
+
+    Raises:
+        PlanError: The model's operations, or something in the plan, are not known.
+    """
+    if problems := list(refusals(plan)):
+        raise PlanError(problems)
+    recompute = {_number(fqn): r.policy for fqn, r in plan.assignment.recompute.items()}
+    stages = plan.assignment.stages
+    run = Run(
+        batch=batch // (stages.microbatches if stages is not None else 1),
+        seq_len=seq_len // plan.mesh.size("cp"),
+        cp=plan.mesh.size("cp"),
+        element_bytes=_element_bytes(plan),
+        is_fused=not is_cuda or is_fused(plan),
+        recomputed=frozenset(recompute),
+        saves={
+            number: frozenset(policy.kept)
+            for number, policy in recompute.items()
+            if policy.mode == "selective"
+        },
+        is_cuda=is_cuda,
+        in_place=in_place,
+        styled=styled_of(plan),
+        lays_itself=frozenset(f for f, p in plan.assignment.tensors.items() if p.unit is None),
+        spread=spread or spread_of(plan),
+        loss_chunks=loss_chunks_of(plan),
+        hosted=frozenset(map(_number, plan.assignment.host_activations)),
+    )
+    shape = shape_of(plan.graph)
+    if stages is not None:
+        only = None if rank is None else _near(plan, stages, rank)
+        tape = tape_of(shape, run, only=only)
+        return StageWorks(tape, plan, in_place=in_place, played=played)
+    if gathered_of(plan, 0, is_cuda=is_cuda, device=device) is None:
+        return _Same(LAST.played(shape, run, in_place=in_place))
+
+    def of_rank(rank: int) -> Prepared:
+        own = gathered_of(plan, rank, is_cuda=is_cuda, device=device)
+        return LAST.played(shape, replace(run, gathered=own), in_place=in_place)
+
+    return _Each(of_rank)
+
+
+class LastPlayed:
+    """Plays microbatches, and keeps the last ones.
+
+    Plans that differ in nodes or strategy alone do the same operations, and are told one after the
+    other. A `Run` has no hash, so they are looked through.
+
+    Args:
+        most: That are kept: each is tens of thousands of tuples.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._last: deque[tuple[Shape, Run, bool, Prepared]] = deque(maxlen=most)
+
+    def played(self, shape: Shape, run: Run, *, in_place: bool) -> Prepared:
+        """One microbatch, which nobody who replays it changes."""
+        for *asked, prepared in tuple(self._last):
+            if asked == [shape, run, in_place]:
+                return prepared
+        prepared = Prepared(play(tape_of(shape, run), sums_in_place=in_place))
+        self._last.append((shape, run, in_place, prepared))
+        return prepared
+
+
+LAST: Final = LastPlayed(most=8)
+"""The one of this process."""
+
+
+def spread_of(plan: Plan) -> Spread:
+    """How the plan spreads experts: all that a block has, or none.
+
+    To a rank come as many slots as the plan states at the most, else an even share.
+    """
+    a, ep = plan.assignment, plan.mesh.size("ep")
+    is_unit, arriving = bool(a.experts.keys() & a.units.keys()), plan.spec.experts.capacity or 1.0
+    if ep > 1 and arriving > 1:
+        arriving = min(arriving, most_arriving(shape_of(plan.graph), ep))
+    return Spread(ep, arriving, is_unit=is_unit)
+
+
+def loss_chunks_of(plan: Plan) -> int:
+    """Parts of the tokens over which head and loss are computed; 1 for all at once."""
+    chunked = plan.assignment.chunked_loss
+    return 1 if chunked is None else chunked.chunks
+
+
+def refusals(plan: Plan) -> Iterator[Problem]:
+    """What a step told from a config has no rules for."""
+    a = plan.assignment
+    blocks = {fqn for fqn in plan.graph.modules if _is_block(plan, fqn)}
+    experts = {f"{fqn}.mlp.experts" for fqn in blocks}
+    others = {word for r in a.recompute.values() for word in r.policy.save}.difference(PRODUCTS)
+    for is_there, what in (
+        *((True, problem.what) for problem in styled_of(plan).check()),
+        # Their code takes the length of a sequence, and positions, from what it is given.
+        (
+            a.sequence_parallel and not a.crossings,
+            "sequence_parallel by rule, with which transformers' own code does not run",
+        ),
+        (any(p.gathered_axes for p in a.tensors.values()), "parameters that tp gathers at use"),
+        (_exchanges_latents(plan), "context parallelism of attention by narrow vectors"),
+        (_scores_scaled(plan), "loss_chunks over logits that the model divides"),
+        (_parts_heads(plan), "all_to_all over heads that do not divide by tp and cp together"),
+        (bool(others), f"recomputation that saves {', '.join(sorted(others))}"),
+        (bool(a.recompute.keys() - blocks), "recomputed modules that are no blocks"),
+        (bool(a.host_activations.keys() - blocks), "offloaded activations of what is no block"),
+        (bool(a.units.keys() - blocks - a.experts.keys() - {""}), "units that are no blocks"),
+        (bool(a.experts.keys() - experts), "experts of other modules than mlp.experts"),
+        (_is_autocast(plan), "parameters computed with in several dtypes"),
+    ):
+        if is_there:
+            yield Problem(
+                f"a step told from a config has no rules for {what}",
+                fix="give the model itself (model: entry, with torch), so that it is traced",
+            )
+
+
+def _exchanges_latents(plan: Plan) -> bool:
+    return plan.mesh.size("cp") > 1 and "kv_lora_rank" in plan.graph.config
+
+
+def _scores_scaled(plan: Plan) -> bool:
+    if plan.assignment.chunked_loss is None or not plan.graph.config:
+        return False
+    return shape_of(plan.graph).scales
+
+
+def _parts_heads(plan: Plan) -> bool:
+    """Whether ranks of cp cannot share out the heads that a rank of tp may have."""
+    context = plan.assignment.context
+    if context is None or context.attention != "all_to_all" or not plan.graph.config:
+        return False
+    shape, ranks = shape_of(plan.graph), plan.mesh.size("cp", "tp")
+    return bool(shape.heads % ranks or shape.kv_heads % ranks)
+
+
+def _is_block(plan: Plan, fqn: str) -> bool:
+    above, _, name = fqn.rpartition(".")
+    return name.isdigit() and above in plan.graph.modules
+
+
+def styled_of(plan: Plan) -> Styled:
+    """Which modules tp cuts, and how."""
+    a = plan.assignment
+    pieces = {fqn: use.pieces for fqn, use in a.styles.items() if use.pieces}
+    return Styled(
+        plan.mesh.size("tp"),
+        {fqn: use.style for fqn, use in a.styles.items()},
+        pieces,
+        frozenset(
+            tensor.fqn
+            for fqn in pieces
+            for tensor in plan.graph.owned(fqn)
+            if not a.tensors[tensor.fqn].computed.axes
+        ),
+        frozenset(fqn for fqn, p in a.tensors.items() if p.is_local),
+        has_stream=bool(a.crossings),
+        ends=any(crossing.path is None for crossing in a.crossings),
+    )
+
+
+def _near(plan: Plan, stages: Stages, rank: int) -> set[int]:
+    """Blocks of a rank's stages and of their neighbours, and those at the ends of the model."""
+    held = stages.of_rank(plan.mesh.index(rank, ("pp",)))
+    near = {each for stage in held for each in (stage - 1, stage, stage + 1)}
+    blocks = plan.graph.blocks()
+    known = {fqn for fqn, stage in stages.units if stage in near}.intersection(blocks)
+    return {_number(fqn) for fqn in (blocks[0], *known, blocks[-1])}
+
+
+def _number(fqn: str) -> int:
+    """Of a block."""
+    return int(fqn.rpartition(".")[2])
+
+
+def _is_autocast(plan: Plan) -> bool:
+    return len(plan.assignment.compute_dtypes) != 1
+
+
+def _element_bytes(plan: Plan) -> int:
+    (dtype,) = plan.assignment.compute_dtypes
+    return DTYPE_BYTES[dtype]

@@ -1,0 +1,171 @@
+"""The work of every rank of a pipeline, told from the operations of the whole model.
+
+What has no rule is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
+from typing import Final
+
+from meshplan.errors import PlanError, Problem
+from meshplan.layout.dtypes import DTYPE_BYTES
+from meshplan.layout.schedules import SCHEDULES, actions, released, telling
+from meshplan.memory.repeat.equal_stages import outline_of
+from meshplan.memory.replay import Prepared
+from meshplan.memory.stages.microbatch import StageWork, play_stage
+from meshplan.memory.stages.rank import work_of_rank
+from meshplan.memory.stages.split_backward import play_in_halves
+from meshplan.memory.stages.tape import Cutter, StageTape
+from meshplan.memory.tape.tape import Tape
+from meshplan.model.graph import is_inside
+from meshplan.plan.plan import Plan
+
+_MOST: Final = 40_000
+"""Operations of a step up to which every microbatch is written out, on all ranks."""
+_FAR_TOO_MANY: Final = 600_000
+"""Operations from which they are on none."""
+_MOST_PLAYED: Final = 32
+"""Stages that are kept for other plans."""
+
+
+class Played:
+    """Stages that were played: plans that are weighed against each other have most in common."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[tuple[str, ...], StageWork]] = {}
+        """By what stages do alike, the names in one of the last ones, and its work."""
+
+    def work_of(
+        self, alike: Hashable, names: tuple[str, ...], play: Callable[[], StageWork]
+    ) -> StageWork:
+        """The work of a stage, which is played if none like it was.
+
+        Args:
+            alike: What is equal where stages do the same but for their names.
+            names: Of the stage, as of `Outline`.
+        """
+        if alike not in self._known:
+            while len(self._known) >= _MOST_PLAYED:
+                del self._known[next(iter(self._known))]
+            self._known[alike] = names, play()
+        others, work = self._known[alike]
+        return work if names == others else work.renamed(dict(zip(others, names, strict=True)))
+
+
+class StageWorks:
+    """What the ranks of a pipeline do.
+
+    Args:
+        tape: One microbatch of the whole model.
+        plan: For a blueprint's model, with stages.
+        in_place: As for `tape.play`.
+        played: What was played for plans before; None to begin anew.
+
+    Attributes:
+        in_brief: Whether there is so much to do that it takes seconds to write all of it out.
+        only_in_brief: Whether it takes seconds for one rank.
+
+    Raises:
+        PlanError: There is no rule for something in this plan.
+    """
+
+    def __init__(
+        self, tape: Tape, plan: Plan, *, in_place: bool, played: Played | None = None
+    ) -> None:
+        if problems := list(_unknown(plan, tape)):
+            raise PlanError(problems)
+        assert plan.assignment.stages is not None
+        self._stages, self._plan, self._in_place = plan.assignment.stages, plan, in_place
+        self._cutter = Cutter(tape, self._stages, widening=_widening(plan))
+        stages = self._stages
+        schedule = SCHEDULES[stages.schedule]
+        count = telling(schedule, stages.num_ranks, stages.microbatches)
+        self._orders = actions(schedule, stages.num_ranks, stages.virtual, count)
+        num_rows = len(tape.rows) * count
+        self.in_brief, self.only_in_brief = num_rows > _MOST, num_rows > _FAR_TOO_MANY
+        self._parts: dict[tuple[int, bool], StageWork] = {}
+        self._played = Played() if played is None else played
+        self._modules = {name: n for n, name in enumerate(plan.graph.modules)}
+        self._tensors = {fqn: n for n, fqn in enumerate(plan.assignment.tensors)}
+        self._found: dict[tuple[int, bool], Prepared] = {}
+
+    def of_rank(self, rank: int, *, in_brief: bool = False) -> Prepared:
+        """Of one rank; those at the same place along pp do the same.
+
+        Args:
+            in_brief: As for `work_of_rank`.
+        """
+        place = self._plan.mesh.index(rank, ("pp",))
+        if (place, in_brief) not in self._found:
+            held, order = self._stages.of_rank(place), self._orders[place]
+            split = {action.stage for action in order if action.kind == "I"}
+            unsplit = {action.stage for action in order if action.kind == "B"}
+            halved = {stage: self._part(stage, in_halves=True) for stage in split}
+            whole = {stage: self._part(stage) for stage in unsplit}
+            parts = {stage: whole.get(stage) or halved[stage] for stage in held}
+            work = work_of_rank(
+                parts,
+                self._stages,
+                order,
+                released=released(self._orders, place),
+                takes_gradients=bool(self._plan.assignment.units),
+                in_brief=in_brief,
+                halved=halved,
+            )
+            self._found[place, in_brief] = Prepared(work)
+        return self._found[place, in_brief]
+
+    def _part(self, stage: int, *, in_halves: bool = False) -> StageWork:
+        key = stage, in_halves
+        if key not in self._parts:
+            part = self._cutter.part(stage)
+            outline = outline_of(part, self._order if in_halves else None)
+            alike = outline.shape, in_halves, self._in_place
+            play = partial(self._play, part, in_halves=in_halves)
+            self._parts[key] = self._played.work_of(alike, outline.names, play)
+        return self._parts[key]
+
+    def _play(self, part: StageTape, *, in_halves: bool) -> StageWork:
+        if in_halves:
+            return play_in_halves(part, self._order, sums_in_place=self._in_place)
+        return play_stage(part, sums_in_place=self._in_place)
+
+    def _order(self, module: str, fqn: str) -> tuple[int, int]:
+        """A tied weight stands where it is used: the module that it is of may be elsewhere."""
+        at = module if module in self._modules else fqn.rpartition(".")[0]
+        return self._modules[at], self._tensors[fqn]
+
+
+def _widening(plan: Plan) -> int:
+    """How many times as wide as what is computed in what parameters are stored in is."""
+    tensors = plan.assignment.tensors.values()
+    dtypes = {(p.dtype, p.compute_dtype) for p in tensors if not p.info.is_buffer}
+    return max(DTYPE_BYTES[stored] // DTYPE_BYTES[computed] for stored, computed in dtypes)
+
+
+def _unknown(plan: Plan, tape: Tape) -> Iterator[Problem]:
+    """What the work of stages has no rules for."""
+    a = plan.assignment
+    assert a.stages is not None
+    stages = a.stages
+    units = [module for module, _ in stages.units]
+    blocks = [fqn for fqn, _, _ in tape.units]
+    for is_there, what, fix in (
+        (len(set(units)) < len(units), "modules that run twice in a pipeline", ""),
+        (
+            any(unit != block and is_inside(unit, block) for unit in units for block in blocks),
+            "stages that are cut inside blocks",
+            "use fewer stages",
+        ),
+        (
+            plan.micro is not None and plan.micro % stages.microbatches > 0,
+            f"{plan.micro} samples in {stages.microbatches} microbatches",
+            f"use a multiple of {stages.microbatches} for batch.micro",
+        ),
+    ):
+        if is_there:
+            otherwise = "give the model itself (model: entry, with torch), so that it is traced"
+            yield Problem(f"a step told from a config has no rules for {what}",
+                          stages.reason.origin, fix or otherwise)  # fmt: skip

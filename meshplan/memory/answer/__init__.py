@@ -1,0 +1,1 @@
+"""`MemoryEstimate`: the peak of every class of ranks, by category and by module."""

@@ -1,0 +1,81 @@
+"""From the textbook's figure to the exact one, step by step: where every byte of difference is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from meshplan.assign import Assignment
+from meshplan.memory.answer.estimate import RankGroup, Step
+from meshplan.memory.log.events import Term
+from meshplan.textbook.formulas import ROWS, Row
+
+_STATES: Final = {
+    "weights": Term.PARAMETERS,
+    "gradients": Term.GRADIENTS,
+    "adam": Term.OPTIMIZER,
+}
+"""The textbook's terms that a step really has; what else it counts is counted where it is made."""
+
+_WHY: Final = {
+    Term.PARAMETERS: "as the layouts cut them: tp, pp, padding, what stays whole, dtypes",
+    Term.GRADIENTS: "those that are there at the peak",
+    Term.OPTIMIZER: "as this optimizer keeps it, cut as the parameters are",
+    Term.BUFFERS: "tensors of the model that are no parameters",
+    Term.INPUTS: "inputs and targets of the step",
+    Term.GATHERED: "parameters put together again to compute with",
+    Term.COMMUNICATION: "what collectives read and write",
+    Term.ACTIVATIONS: "kept for backward",
+    Term.LOSS: "logits, what the loss is computed from, and their gradients",
+    Term.WORKSPACES: "cuBLAS keeps them for each thread",
+    Term.TEMPORARIES: "what operators and the optimizer take for a while",
+}
+
+
+def textbook_row(assignment: Assignment, *, is_mixed: bool) -> Row:
+    """The row of `formulas.ROWS` that a plan's strategy stands in.
+
+    Without data axes every rank holds the whole model, as under ddp; hybrid_shard_zero2 has no
+    formula of its own, and stands in that of hybrid_shard.
+    """
+    name = assignment.strategy.name
+    name = "hybrid_shard" if name == "hybrid_shard_zero2" else name
+    precision = "mixed" if name == "ddp" and is_mixed else "fp32"
+    return next(row for row in ROWS if (row.strategy, row.precision) == (name, precision))
+
+
+def reconcile(group: RankGroup, assignment: Assignment, *, is_mixed: bool) -> tuple[Step, ...]:
+    """The steps from the textbook's row, with all GPUs, to the group's total.
+
+    Args:
+        is_mixed: The plan computes in another dtype than it stores.
+    """
+    row, mesh = textbook_row(assignment, is_mixed=is_mixed), assignment.mesh
+    tensors = assignment.tensors.values()
+    num_params = sum(p.info.numel for p in tensors if not p.info.is_buffer)
+    nodes = mesh.size("dp_replicate") if row.strategy == "hybrid_shard" else 1
+    book = row.terms(num_params, mesh.world_size, nodes)
+    start = sum(book.values())
+    steps = [Step(f"textbook: {row.strategy}, {row.formula}", start, start, row.source)]
+    for name, delta, why in _deltas(book, group):
+        if delta:
+            steps.append(Step(name, delta, steps[-1].total_bytes + delta, why))
+    assert steps[-1].total_bytes == group.peak.total_bytes
+    return tuple(steps)
+
+
+def _deltas(book: dict[str, int], group: RankGroup) -> Iterator[tuple[str, int, str]]:
+    for name, size in book.items():
+        if name in _STATES:
+            term = _STATES[name]
+            yield str(term), group.terms.get(term, 0) - size, _WHY[term]
+        else:
+            yield f"textbook's {name.replace('_', ' ')}", -size, "counted where they are made"
+    for term, size in group.terms.items():
+        if term not in _STATES.values():
+            yield str(term), size, _WHY.get(term, "")
+    peak = group.peak
+    yield "rounding", peak.allocated_bytes - peak.requested_bytes, "blocks of 512 bytes"
+    unused = peak.reserved_bytes - peak.allocated_bytes
+    yield "unused in segments", unused, "reserved by the allocator, and free"
+    yield "driver", peak.driver_bytes, "outside of torch: context, communicators"

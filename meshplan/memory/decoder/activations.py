@@ -1,0 +1,22 @@
+"""Functions of a feed-forward, as rows.
+
+Source: transformers 5.23, activations.py.
+"""
+
+from __future__ import annotations
+
+from meshplan.memory.tape.op import Grad
+from meshplan.memory.tape.ops import Writer
+
+
+def activate(w: Writer, x: int, name: str) -> int:
+    """One of `ACT2FN`."""
+    if name != "gelu_new":
+        return w.unary(name, x)
+    size, half = w.size(x), w.scale(x)
+    cube = w.row("pow", (x,), size, keeps=(x,), takes_back=2 * size, grads=(Grad(x, size),))
+    inner = w.add(x, w.scale(cube))
+    bent = w.shift(w.unary("tanh", w.scale(inner), keeps_out=True))
+    out = w.mul(half, bent)
+    w.touch(x)
+    return out

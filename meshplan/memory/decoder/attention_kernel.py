@@ -1,0 +1,70 @@
+"""Attention for which torch takes other kernels than those that the rows stand for.
+
+Source: torch 2.13, aten/native/transformers/cuda/sdp_utils.cpp, `select_sdp_backend`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from meshplan.errors import PlanError, Problem
+from meshplan.memory.decoder.cp_all_gather import unmasked
+from meshplan.memory.decoder.sizes import shape_of
+from meshplan.plan.plan import Plan
+
+_HALVES: Final = frozenset({"bfloat16", "float16"})
+_MOST_FLASH: Final = 256
+_WITHOUT_FLASH: Final = frozenset({"v100"})
+
+
+def check_fused(plan: Plan, seq_len: int, *, is_cuda: bool = True, device: str = "") -> None:
+    """Refuse what pads heads, or looks back over a part of the tokens only.
+
+    Args:
+        device: A name of `hardware`, if it is known.
+
+    Raises:
+        PlanError: What would be told is not what runs.
+    """
+    problems = [
+        Problem(
+            f"a step told from a config has no rules for {what}",
+            fix="give the model itself (model: entry, with torch), so that it is traced",
+        )
+        for what in _unfused(plan, seq_len, is_cuda=is_cuda, device=device)
+    ]
+    if problems:
+        raise PlanError(problems)
+
+
+def is_fused(plan: Plan) -> bool:
+    """Whether a kernel on CUDA takes the queries: in float32 none takes those that share keys."""
+    shape = shape_of(plan.graph)
+    return _is_half(plan) or shape.kv_heads == shape.heads
+
+
+def _is_half(plan: Plan) -> bool:
+    return plan.assignment.compute_dtypes <= _HALVES
+
+
+def _unfused(plan: Plan, seq_len: int, *, is_cuda: bool, device: str) -> Iterator[str]:
+    shape = shape_of(plan.graph)
+    if 0 < shape.window <= seq_len:  # One as long is masked like a shorter one.
+        yield f"attention over a window of {shape.window} tokens of {seq_len}"
+    yield from unmasked(plan, is_cuda=is_cuda, device=device)
+    value_dim = shape.head_dim if shape.latent is None else shape.latent.value
+    is_even = value_dim == shape.head_dim
+    if not is_cuda:
+        if not is_even:
+            yield f"attention on CPUs with values of {value_dim} features of {shape.head_dim}"
+        return
+    if not is_even and (shape.head_dim % 8 or value_dim % 8):
+        yield f"attention with heads of {shape.head_dim} features, and {value_dim} of values"
+    elif not _is_half(plan):
+        if shape.kv_heads == shape.heads and shape.head_dim % 4:
+            yield f"attention in float32 with heads of {shape.head_dim} features"
+    elif _WITHOUT_FLASH & set(device.lower().split("-")):
+        yield f"attention in half precision on {device}, which has no flash attention"
+    elif shape.head_dim % 8 or (is_even and shape.head_dim > _MOST_FLASH):
+        yield f"attention with heads of {shape.head_dim} features"

@@ -1,0 +1,222 @@
+"""Decoder blocks of transformers, operation by operation, as its modeling files write them.
+
+A frame of Python holds what it names until it returns: `touch` says where that is. What a block is
+cut into by tp, and which block follows which, `memory.decoder.microbatch` says.
+
+Source: transformers 5.23, models/<family>/modeling_*.py, activations.py, cache_utils.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from meshplan.memory.decoder.activations import activate
+from meshplan.memory.decoder.attention import attend
+from meshplan.memory.decoder.common import Part, number_of, rms_norm, rotate
+from meshplan.memory.decoder.cp_all_gather import attend_to_gathered, lay
+from meshplan.memory.decoder.experts import sparse_mlp
+from meshplan.memory.decoder.mla import latent_attention
+from meshplan.memory.decoder.sizes import Shape
+from meshplan.memory.decoder.sp_boundary import gather
+from meshplan.memory.decoder.tp_ops import Entered, cut_otherwise, project
+from meshplan.memory.tape.ops import Writer
+
+
+def enter(w: Writer, x: int, part: Part) -> int:
+    """All tokens, where parts of features begin to be computed."""
+    return w.gather(x, part.tp) if part.is_sequence else w.enter(x, part.tp)
+
+
+def leave(w: Writer, x: int, part: Part) -> int:
+    """The sum over ranks, where they end."""
+    return w.reduce_scatter(x, part.tp) if part.is_sequence else w.all_reduce(x, part.tp)
+
+
+def _attend(w: Writer, shape: Shape, q: int, k: int, v: int, part: Part) -> int:
+    """Attention, with a copy of keys and values in a cache before it."""
+    is_cut = w.size(q) < w.tokens * shape.q_width * w.element_bytes
+    # Ranks whose queries need the same keys and values all compute them.
+    kv_width = shape.kv_width // (min(part.styled.tp, shape.kv_heads) if is_cut else 1)
+    if not w.size(k) == w.size(v) == w.tokens * kv_width * w.element_bytes:
+        raise cut_otherwise(w.module)
+    if part.caches:
+        k, v = w.cat(k), w.cat(v)
+    if part.gathered is not None:
+        return attend_to_gathered(w, q, k, v, shape.head_dim, part.seq_len, part.gathered, part.cp,
+                                  is_fused=part.is_fused)  # fmt: skip
+    if part.cp > 1:
+        return _attend_to_whole(w, shape, q, k, v, part)
+    return attend(w, q, k, v, shape.head_dim, part.seq_len, is_fused=part.is_fused)
+
+
+def _attend_to_whole(w: Writer, shape: Shape, q: int, k: int, v: int, part: Part) -> int:
+    """Parts of the sequence are exchanged for parts of the heads, and back.
+
+    Source: `runtime.apply.context.parts`; sdpa_attention.py of transformers, which lays the result
+    anew.
+    """
+    q, k, v = (w.exchange(each) for each in (q, k, v))
+    out = attend(w, q, k, v, shape.head_dim, part.seq_len, is_fused=part.is_fused)
+    own = w.exchange(out)
+    w.touch(q, k, v, out)
+    return w.shift(own, "clone")
+
+
+def llama_attention(w: Writer, shape: Shape, x: int, part: Part) -> int:
+    """`LlamaAttention`, with norms of queries and keys where the family has them."""
+    entered, hidden = Entered(), shape.hidden
+
+    def made(width: int, name: str, norm: str = "") -> int:
+        out = project(w, part.styled, entered, x, hidden, width, name, bias=shape.qkv_bias)
+        if not norm or not shape.qk_norm:
+            return out
+        return head_norm(w, part, out, shape.head_dim, norm)
+
+    q = made(shape.q_width, "q_proj", "q_norm")
+    k = made(shape.kv_width, "k_proj", "k_norm")
+    v = made(shape.kv_width, "v_proj")
+    if part.gathered is not None:
+        q, k, v = (lay(w, x) for x in (q, k, v))
+    turned_q = rotate(w, q, part)
+    turned_k = rotate(w, k, part)
+    w.touch(q, k)
+    out = _attend(w, shape, turned_q, turned_k, v, part)
+    out = project(w, part.styled, entered, out, shape.q_width, hidden, "o_proj", bias=shape.o_bias)
+    w.touch(turned_q, turned_k, v)
+    return out
+
+
+def head_norm(w: Writer, part: Part, x: int, width: int, name: str) -> int:
+    """Of every head. Where ranks have parts of the heads, its gradients are added up over them."""
+    return norm_of_part(w, part, rms_norm(w, x, width, name), width, name)
+
+
+def norm_of_part(
+    w: Writer, part: Part, out: int, width: int, name: str, leaves: tuple[str, ...] = ("weight",)
+) -> int:
+    """What a norm made. Of its gradients every rank has an addend where it is of a part."""
+    if part.styled.adds_up(f"{w.module}.{name}"):
+        for leaf in leaves:
+            w.tape.lay(f"{w.module}.{name}.{leaf}", width * w.parameter_bytes)
+    return out
+
+
+def gated_mlp(w: Writer, shape: Shape, x: int, part: Part) -> int:
+    """`LlamaMLP`."""
+    entered, bias = Entered(), shape.mlp_bias
+    gate = project(w, part.styled, entered, x, shape.hidden, shape.mlp, "gate_proj", bias=bias)
+    bent = activate(w.at(f"{w.module}.act_fn"), gate, shape.activation)
+    up = project(w, part.styled, entered, x, shape.hidden, shape.mlp, "up_proj", bias=bias)
+    if w.size(bent) != w.size(up):
+        raise cut_otherwise(w.module)
+    product = w.mul(bent, up)
+    return project(
+        w, part.styled, entered, product, shape.mlp, shape.hidden, "down_proj", bias=bias
+    )
+
+
+def expert_mlp(w: Writer, shape: Shape, x: int, part: Part) -> int:
+    """In the place of `gated_mlp`, beside one where some experts are everyone's."""
+    if shape.gates_shared:
+        return _beside_gated(w, shape, x, part)
+    routed, held = sparse_mlp(w, shape, x, part.spread)
+    if not shape.shared_mlp:
+        w.touch(*held)
+        return routed
+    shared = replace(shape, mlp=shape.shared_mlp)
+    own = gated_mlp(w.at(f"{w.module}.shared_experts"), shared, x, part)
+    out = w.add(routed, own)
+    w.touch(*held)
+    return out
+
+
+def _beside_gated(w: Writer, shape: Shape, x: int, part: Part) -> int:
+    """`Qwen2MoeSparseMoeBlock`."""
+    at = w.at(f"{w.module}.shared_expert")
+    shared = gated_mlp(at, replace(shape, mlp=shape.shared_mlp), x, part)
+    routed, held = sparse_mlp(w, shape, x, part.spread)
+    weight = w.unary("sigmoid", w.linear(x, shape.hidden, 1, "shared_expert_gate"), keeps_out=True)
+    weighed = w.mul(weight, shared)
+    out = w.add(routed, weighed)
+    w.touch(*held, weighed, routed)
+    return out
+
+
+def llama_block(w: Writer, shape: Shape, x: int, part: Part) -> int:
+    """`LlamaDecoderLayer`, and the layers of its shape."""
+    names = ("input_layernorm", "post_attention_layernorm")
+    feed = expert_mlp if shape.is_sparse(number_of(w.module)) else gated_mlp
+    attention = latent_attention if shape.latent is not None else llama_attention
+    halves = ((attention, "self_attn"), (feed, "mlp"))
+    first = x
+    for norm, (half, name) in zip(names, halves, strict=True):
+        normed = head_norm(w, part, x, shape.hidden, norm)
+        out = _whole_inside(w.at(f"{w.module}.{name}"), shape, normed, part, half)
+        w.touch(normed)
+        scaled = w.scale(out) if shape.scales else out
+        residual, x = x, w.add(x, scaled)
+        w.touch(out)
+        w.touch(residual)
+    w.touch(first)
+    return x
+
+
+def _whole_inside(
+    w: Writer, shape: Shape, x: int, part: Part, half: Callable[[Writer, Shape, int, Part], int]
+) -> int:
+    """A half of a block, which works on whole sequences."""
+    if not part.styled.has_stream:
+        return half(w, shape, x, part)
+    whole = gather(w, x, part.styled.tp)
+    out = half(w, shape, whole, part)
+    w.touch(whole)
+    return out
+
+
+def gpt2_block(w: Writer, shape: Shape, x: int, part: Part) -> int:
+    """`GPT2Block`: one projection for queries, keys and values, LayerNorm, two dropouts."""
+    first, hidden = x, shape.hidden
+
+    def conv(at: Writer, entered: Entered, x: int, into: int, out: int, name: str) -> int:
+        return project(at, part.styled, entered, x, into, out, name, bias=True)
+
+    def norm(x: int, name: str) -> int:
+        out = w.layer_norm(x, hidden, name)
+        return norm_of_part(w, part, out, hidden, name, ("weight", "bias"))
+
+    def attention(at: Writer, shape: Shape, x: int, part: Part) -> int:
+        return _gpt2_attention(at, shape, x, part, conv)
+
+    def mlp(at: Writer, shape: Shape, x: int, part: Part) -> int:
+        entered = Entered()
+        inner = conv(at, entered, x, hidden, shape.mlp, "c_fc")
+        bent = activate(at.at(f"{at.module}.act"), inner, shape.activation)
+        out = conv(at, entered, bent, shape.mlp, hidden, "c_proj")
+        return at.dropout(out, shape.dropout)
+
+    normed = norm(x, "ln_1")
+    out = _whole_inside(w.at(f"{w.module}.attn"), shape, normed, part, attention)
+    x, attended = w.add(out, x), out
+    w.touch(normed)
+    normed = norm(x, "ln_2")
+    out = _whole_inside(w.at(f"{w.module}.mlp"), shape, normed, part, mlp)
+    w.touch(normed)
+    x = w.add(x, out)
+    w.touch(first, attended)
+    return x
+
+
+def _gpt2_attention(at: Writer, shape: Shape, x: int, part: Part, conv: Callable[..., int]) -> int:
+    """`GPT2Attention`."""
+    entered, hidden = Entered(), shape.hidden
+    fused = conv(at, entered, x, hidden, 3 * shape.q_width, "c_attn")
+    size = at.size(fused) // 3
+    q, k, v = at.chunk(fused, size, size, size)
+    if part.gathered is not None:
+        q, k, v = (lay(at, x) for x in (q, k, v))
+    out = _attend(at, shape, q, k, v, part)
+    out = conv(at, entered, out, shape.q_width, hidden, "c_proj")
+    out = at.dropout(out, shape.dropout)
+    at.touch(fused)
+    return out

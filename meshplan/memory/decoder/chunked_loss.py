@@ -1,0 +1,91 @@
+"""Head and cross-entropy over one part of the tokens after the other, as rows.
+
+Source: `runtime.apply.chunked_loss`, whose lines these are.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from meshplan.memory.tape.op import Grad, Row
+from meshplan.memory.tape.ops import Writer
+
+_FP32: Final = 4
+_ID: Final = 8
+
+
+def chunked_cross_entropy(
+    w: Writer, x: int, targets: int, *, chunks: int, hidden: int, vocab: int, weight: str
+) -> int:
+    """The mean over tokens of the loss of `x` times the head's weight.
+
+    Args:
+        x: What the head is called with.
+        chunks: As a plan states them.
+        weight: The fqn of the head's weight.
+    """
+    tape, tokens = w.tape, w.tokens
+    size = max(1, -(-tokens // chunks))
+    weight_bytes = vocab * hidden * w.parameter_bytes
+    is_kept = w.row("ne", (targets,), tokens)
+    scale = w.row("sum", (is_kept,), _FP32)
+    target = w.row("where", (is_kept, targets), tokens * _ID)
+    dx = w.row("empty", (), w.size(x))
+    total = w.row("zeros", (), _FP32)
+    dw = -1
+    for start in range(0, tokens, size):
+        dw = _chunk(w, x, (is_kept, scale, target, dx, dw, total), min(size, tokens - start),
+                    hidden, vocab, weight_bytes)  # fmt: skip
+    w.touch(is_kept, scale, target)
+    loss = tape.value(_FP32)
+    tape.handed |= {(len(tape.rows), x): dx, (len(tape.rows), weight): dw}
+    tape.add(
+        Row("chunked_cross_entropy", w.module, (x, total), (loss,), (dx, dw),
+            (Grad(x, w.size(x)),), ((weight, weight_bytes),))
+    )  # fmt: skip
+    w.touch(dx, dw)
+    return loss
+
+
+def _chunk(
+    w: Writer,
+    x: int,
+    held: tuple[int, int, int, int, int, int],
+    tokens: int,
+    hidden: int,
+    vocab: int,
+    weight_bytes: int,
+) -> int:
+    """Logits of some tokens, their losses and gradients; returns the weight's gradient so far."""
+    is_kept, scale, target, dx, dw, total = held
+    number, flops = tokens * _FP32, 2.0 * tokens * hidden * vocab
+    tape, part = w.tape, tokens * hidden * w.element_bytes
+    logits = w.row("mm", (tape.value(part, of=x),), tokens * vocab * w.element_bytes, flops=flops,
+                   weight_bytes=weight_bytes)  # fmt: skip
+    z = _as(w, logits, tokens * vocab * _FP32)
+    highest = w.row("amax_of_chunk", (z,), number)
+    w.write("sub_", z, highest)
+    hit = w.row("gather", (target,), number)
+    losses = w.row("mul", (hit,), number)
+    w.write("exp_", z)
+    sums = w.row("sum", (z,), number)
+    w.write("add_", losses, takes=number)
+    w.write("add_", total, is_kept, takes=number + _FP32)
+    factor = w.row("mul", (is_kept, scale), number)
+    w.write("mul_", z, takes=number)
+    w.write("scatter_add_", factor, takes=number)
+    gradient = _as(w, z, tokens * vocab * w.element_bytes)
+    w.touch(z, highest, hit, losses, sums, factor)
+    tape.add(Row("mm", w.module, (gradient,), (tape.value(part, of=dx),), flops=flops,
+                 weight_bytes=weight_bytes))  # fmt: skip
+    reads = (gradient, tape.value(part, of=x))
+    if dw < 0:
+        return w.row("mm", reads, weight_bytes, flops=flops)
+    w.write("addmm_", *reads, flops=flops, weight_bytes=2 * weight_bytes)
+    w.touch(dw)
+    return dw
+
+
+def _as(w: Writer, x: int, nbytes: int) -> int:
+    """Another dtype, which no gradient comes to; the same tensor where it is the same dtype."""
+    return x if w.size(x) == nbytes else w.row("_to_copy", (x,), nbytes)

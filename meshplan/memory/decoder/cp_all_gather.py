@@ -1,0 +1,170 @@
+"""Causal attention of a part of the sequence to the keys and values of all of it, as rows.
+
+Ranks of cp gather keys and values. Each chunk of queries attends to the keys up to its own end, by
+a mask, unless it is the first: so ranks hold masks of other sizes. Which kernel takes a mask, the
+device decides.
+
+Source: `runtime.apply.context.attention._causal` and `runtime.apply.context.parts`, whose lines
+these are; torch 2.13, aten/native/transformers/attention.cpp, `convert_boolean_attn_mask` and
+`preprocess_mask`, and cuda/sdp_utils.cpp, `select_sdp_backend`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from meshplan.layout.dtypes import DTYPE_BYTES
+from meshplan.memory.decoder.attention import attend
+from meshplan.memory.decoder.sizes import shape_of
+from meshplan.memory.tape.op import Grad
+from meshplan.memory.tape.ops import Writer
+from meshplan.plan.plan import Plan
+
+_ID: Final = 8
+_FP32: Final = 4
+_ROW: Final = 16
+"""Columns of a mask that memory-efficient attention takes come in multiples of so many."""
+CUDNN: Final = frozenset({"h100", "h200", "gh200", "h800", "h20", "b200", "gb200", "b300", "gb300"})
+"""Devices on which attention goes to cuDNN first, which takes a mask over grouped queries."""
+_MOST_CUDNN: Final = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Which of a sequence's chunks a rank has.
+
+    Args:
+        chunks: Their numbers.
+        num: Of all of them.
+        pads: Whether masks are made with rows of a multiple of 16 columns.
+    """
+
+    chunks: tuple[int, ...]
+    num: int
+    pads: bool = False
+
+
+def gathered_of(plan: Plan, rank: int, *, is_cuda: bool, device: str) -> Gathered | None:
+    """Of a rank; None where keys and values are not gathered."""
+    context, size = plan.assignment.context, plan.mesh.size("cp")
+    if context is None or context.attention != "all_gather":
+        return None
+    place = plan.mesh.index(rank, ("cp",))
+    pads = is_cuda and not _takes_cudnn(plan, device)
+    return Gathered(context.chunks(size, place), context.num_chunks(size), pads)
+
+
+def unmasked(plan: Plan, *, is_cuda: bool, device: str) -> Iterator[str]:
+    """What no single kernel computes under a mask."""
+    context = plan.assignment.context
+    if context is None or context.attention != "all_gather" or not is_cuda:
+        return
+    shape = shape_of(plan.graph)
+    if shape.heads != shape.kv_heads and not _takes_cudnn(plan, device):
+        yield "attention of grouped queries under a mask, which no fused kernel takes there"
+
+
+def takes_masks(device: str) -> bool:
+    """Whether attention under a mask goes to a kernel that is as fast as the one without."""
+    return not CUDNN.isdisjoint(device.lower().split("-"))
+
+
+def _takes_cudnn(plan: Plan, device: str) -> bool:
+    tensors = plan.assignment.tensors.values()
+    (size,) = {DTYPE_BYTES[p.compute_dtype] for p in tensors if not p.info.is_buffer}
+    head = shape_of(plan.graph).head_dim
+    fits = head <= _MOST_CUDNN and not head % 8
+    return size == 2 and fits and takes_masks(device)
+
+
+def lay(w: Writer, x: int) -> int:
+    """Heads beside each other, whose gradient comes head by head and is laid anew."""
+    return w.slice(x, w.size(x))
+
+
+def attend_to_gathered(
+    w: Writer, q: int, k: int, v: int, head_dim: int, seq_len: int, own: Gathered, ranks: int,
+    *, is_fused: bool,
+) -> int:  # fmt: skip
+    """Of a rank's queries to the keys and values of all ranks.
+
+    Args:
+        seq_len: Of the whole sequence.
+        ranks: Of cp.
+    """
+    keys, values = (_gather(w, x, own, ranks) for x in (k, v))
+    parts, length = len(own.chunks), seq_len // own.num
+    made: list[int] = []
+    mask: tuple[int, ...] = ()
+    pieces = w.chunk(q, *[w.size(q) // parts] * parts)
+    for number, piece in zip(own.chunks, pieces, strict=True):
+        share = (number + 1, own.num)
+        near, far = (_up_to(w, x, *share) for x in (keys, values))
+        if not number:
+            out = attend(w, piece, near, far, head_dim, length, is_fused=is_fused)
+        else:
+            out, mask = _masked(w, piece, near, far, head_dim, length, number + 1, own, mask)
+        made.append(out)
+    whole = w.cat(*made)
+    w.touch(keys, values, *mask)
+    return w.shift(whole, "clone")
+
+
+def _gather(w: Writer, x: int, own: Gathered, ranks: int) -> int:
+    """Every rank's part beside each other, then joined in order; gradients go the way back."""
+    size = w.size(x)
+    whole = size * ranks
+    # Of several chunks a rank, each rank's are put side by side before all are stacked.
+    stacked = 2 * whole - size if len(own.chunks) > 1 else whole
+    return w.row("all_gather", (x,), whole, takes=whole, takes_back=stacked, grads=(Grad(x, size),))
+
+
+def _up_to(w: Writer, x: int, stop: int, num: int) -> int:
+    """The first chunks; all of them are no part."""
+    return x if stop == num else w.slice(x, w.size(x) // num * stop)
+
+
+def _masked(
+    w: Writer, q: int, k: int, v: int, head_dim: int, length: int, stop: int, own: Gathered,
+    before: tuple[int, ...],
+) -> tuple[int, tuple[int, ...]]:  # fmt: skip
+    """(what it makes, the mask and what that is made of, which a frame holds on to)."""
+    columns = length * stop
+    rows = w.row("arange", (), length * _ID)
+    w.touch(*before[:1])
+    mask = w.row("ge", (rows,), length * columns, takes=columns * _ID)
+    w.touch(*before[1:])
+    bias = w.row("where", (mask,), length * columns * w.element_bytes,
+                 takes=length * columns if w.is_cuda else 0)  # fmt: skip
+    if own.pads and columns % _ROW:
+        padded = columns + -columns % _ROW
+        bias = w.row("pad", (bias,), length * padded * w.element_bytes)
+    heads = (w.size(q) // length) // (w.size(k) // columns)
+    takes_back, figures = 0, None
+    if w.is_cuda:
+        each = w.size(q) // (length * head_dim * w.element_bytes)
+        figures = each * _up(length, 32) if own.pads else None
+        takes_back = _inside(w, each, length, head_dim, pads=own.pads)
+        takes_back += 2 * heads * w.size(k) if heads > 1 else 0
+    out = w.attention(q, k, v, heads, head_dim, takes_back=takes_back, bias=bias, figures=figures)
+    return out, (rows, mask)
+
+
+def _inside(w: Writer, heads: int, length: int, head_dim: int, *, pads: bool) -> int:
+    """Sums of rows, and in half precision a gradient of queries in fp32, of so many heads.
+
+    Source: `memory.decoder.attention`, and attention_backward.cu for the kernel that pads.
+    """
+    sums = heads * _up(length, 32 if pads else 128) * _FP32
+    if w.element_bytes == _FP32:
+        return sums
+    rows, width = (
+        (_up(length, 64), 32) if pads else (_up(length, 128), 32 if head_dim <= 128 else 64)
+    )
+    return sums + heads * rows * _up(head_dim, width) * _FP32
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

@@ -1,0 +1,196 @@
+"""A mixture of experts as rows: the router, and experts by grouped products.
+
+`grouped_mm` is what transformers takes where a config says nothing: every token stands once for
+each expert it is sent to, sorted by expert, and one product serves all experts. So sizes do not
+depend on the routing.
+
+Source: transformers 5.23, integrations/moe.py, `grouped_mm_experts_forward`, and
+models/<family>/modeling_*.py, `<Family>TopKRouter`; torch 2.13, native/cuda/Sort.cu,
+`segmented_sort_large_segments`, and Indexing.cu, `index_put_with_sort_kernel`, for what CUDA takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from meshplan.memory.decoder.activations import activate
+from meshplan.memory.decoder.routing import route, route_by_groups
+from meshplan.memory.decoder.sizes import Shape
+from meshplan.memory.tape.op import Grad, Row
+from meshplan.memory.tape.ops import Writer
+
+_FP32: Final = 4
+_ID: Final = 8
+_SORTED_IN_PLACE: Final = 4096
+_TO_SORT: Final = 3
+_TO_PUT: Final = 5
+"""Lists of indices that sorting takes, and adding up rows at indices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How experts are spread over ranks.
+
+    Args:
+        ranks: Of ep.
+        arriving: Slots that come to a rank for each that it sends: 1 where all get as many.
+        is_unit: Whether they are a unit of their own.
+    """
+
+    ranks: int = 1
+    arriving: float = 1.0
+    is_unit: bool = False
+
+
+ONE_RANK: Final = Spread()
+"""All experts are where the tokens are."""
+
+
+def sparse_mlp(
+    w: Writer, shape: Shape, x: int, spread: Spread
+) -> tuple[int, tuple[int, ...]]:  # fmt: skip
+    """(what experts make, what the frame holds), of `MixtralSparseMoeBlock` and its like."""
+    choose = route_by_groups if shape.groups is not None else route
+    logits, weights, index = choose(w.at(f"{w.module}.gate"), shape, x)
+    at, start = w.at(f"{w.module}.experts"), len(w.tape.rows)
+    if spread.ranks > 1:
+        out = _dispatch(at, shape, x, index, weights, spread)
+    else:
+        out = compute(at, shape, x, weights, slots=shape.top_k)
+    if spread.is_unit:
+        w.tape.units.append((at.module, start, len(w.tape.rows)))
+    return out, (logits, weights, index)
+
+
+def most_arriving(shape: Shape, ranks: int) -> float:
+    """`Spread.arriving` where all tokens of all ranks go to the experts of one."""
+    return ranks * min(shape.top_k, shape.experts // ranks) / shape.top_k
+
+
+def _dispatch(
+    w: Writer, shape: Shape, x: int, index: int, weights: int, spread: Spread
+) -> int:  # fmt: skip
+    """Slots travel to the rank of their expert, and what it makes of them back.
+
+    Source: `runtime.apply.experts._Dispatch`, whose lines these are.
+    """
+    tape, table = w.tape, shape.experts * _ID
+    size, ids = w.size(x) * shape.top_k, w.size(index)
+    arrived = round(ids // _ID * spread.arriving)
+    width = shape.hidden * w.element_bytes
+    counts = w.row("where", (index,), table, takes=2 * ids + 1)
+    theirs = w.row("all_to_all", (counts,), table, is_sent=True)
+    both = w.row("cat", (counts, theirs), 2 * table)
+    _, order = _sort(w, ids)
+    repeated = w.row("clone", (x,), size, grads=(Grad(x, w.size(x)),))
+    own, own_weights = _select(w, repeated, order), _select(w, weights, order)
+    rows = tape.value(arrived * width)
+    scores = tape.value(arrived * (w.size(weights) // (ids // _ID)))
+    tape.add(
+        Row("all_to_all", w.module, (own, own_weights), (rows, scores),
+            grads=(Grad(own, w.size(own)), Grad(own_weights, w.size(own_weights))),
+            takes_back=max(0, w.size(rows) - w.size(own_weights)), is_sent=True)
+    )  # fmt: skip
+    here = w.row("repeat", (), table, takes=table // spread.ranks)
+    ids_here = w.row("index_select", (here,), arrived * _ID, takes=arrived * _ID)
+    local = replace(shape, experts=shape.experts // spread.ranks)
+    computed = compute(w, local, rows, scores, slots=1)
+    shown = w.slice(computed, w.size(computed))
+    back = w.row(
+        "all_to_all", (shown,), size, grads=(Grad(shown, w.size(computed)),), takes_back=size,
+        is_sent=True,
+    )  # fmt: skip
+    inverse = w.row("empty_like", (), ids)
+    tape.add(Row("index_put", w.module, (order,), (), takes=ids))
+    out = _sum(w, _select(w, back, inverse), shape.top_k)
+    w.touch(counts, theirs, both, order, rows, scores, here, ids_here, computed, back, inverse)
+    return out
+
+
+def _select(w: Writer, x: int, index: int) -> int:
+    """`index_select` of all rows, in another order."""
+    size = w.size(x)
+    grads, apart = (Grad(x, size),), w.apart(size)
+    return w.row("index_select", (x, index), size, keeps=(index,), grads=grads, takes_back=apart)
+
+
+def _sort(w: Writer, size: int) -> tuple[int, int]:
+    """(sorted, order) of whole numbers of so many bytes."""
+    out = w.tape.value(size), w.tape.value(size)
+    is_long = w.is_cuda and size // _ID > _SORTED_IN_PLACE
+    w.tape.add(Row("sort", w.module, (), out, takes=_TO_SORT * size if is_long else 0))
+    return out
+
+
+def _sum(w: Writer, x: int, slots: int) -> int:
+    """Over the slots of each token, to each of which goes the gradient of the sum."""
+    new = w.size(x) if slots > 1 else 0
+    return w.row("sum", (x,), w.size(x) // slots, grads=(Grad(x, new),))
+
+
+def compute(w: Writer, shape: Shape, x: int, weights: int, *, slots: int) -> int:
+    """`grouped_mm_experts_forward`.
+
+    Args:
+        x: Tokens.
+        weights: Of the experts that each token is sent to.
+        slots: Experts of one token.
+    """
+    size = w.size(x) * slots
+    number = size // (shape.hidden * w.element_bytes)
+    ids = number * _ID
+    tape, at = w.tape, w.module
+    by_expert, order = _sort(w, ids)
+    tokens = w.row("floor_divide", (order,), ids)
+    rows = _take(w, x, tokens, size)
+    own_weights = _take(w, weights, order, w.size(weights))
+    numbers = w.row("_to_copy", (by_expert,), number * _FP32)
+    count = w.row("histc", (numbers,), shape.experts * _FP32)
+    ends = w.row("cumsum", (count,), shape.experts * _FP32)
+    into, inner = shape.hidden, shape.expert_mlp
+    fused = _grouped(w, shape, rows, ends, into, 2 * inner, "gate_up_proj")
+    gate, up = w.chunk(fused, w.size(fused) // 2, w.size(fused) // 2)
+    bent = activate(w.at(f"{at}.act_fn"), gate, shape.activation)
+    made = _grouped(w, shape, w.mul(bent, up), ends, inner, into, "down_proj")
+    out = _weigh(w, shape, made, own_weights)
+    back = w.row("empty_like", (), ids)
+    tape.add(Row("index_put", at, (order,), (), takes=ids))
+    out = _take(w, out, back, w.size(out))
+    summed = _sum(w, out, slots)
+    summed = w.cast(summed, w.size(x) / w.size(summed))
+    w.touch(by_expert, order, rows, own_weights, numbers, count, ends, made, out, back)
+    return summed
+
+
+def _take(w: Writer, x: int, index: int, nbytes: int) -> int:
+    """Rows at an index; its gradient is zeros, to which rows are added."""
+    inside = _TO_PUT * w.size(index) if w.is_cuda else 0
+    return w.row(
+        "index", (x, index), nbytes, keeps=(index,), grads=(Grad(x, w.size(x)),),
+        takes_back=w.apart(w.size(x)) + inside,
+    )  # fmt: skip
+
+
+def _grouped(w: Writer, shape: Shape, x: int, ends: int, into: int, out: int, name: str) -> int:
+    """Rows by the weights of their expert."""
+    weights = shape.experts * into * out * w.parameter_bytes
+    return w.row(
+        "grouped_mm", (x, ends), w.size(x) // into * out, keeps=(x, ends),
+        grads=(Grad(x, w.size(x)),), parameters=((f"{w.module}.{name}", weights),),
+        is_kept="mm" in w.saves,
+    )  # fmt: skip
+
+
+def _weigh(w: Writer, shape: Shape, made: int, weights: int) -> int:
+    """In the wider dtype of the two. One weight stands for a row, so its gradient is a sum."""
+    size, own = w.size(made), w.size(weights)
+    is_wider = shape.has_wide_weights and w.element_bytes < _FP32
+    wide = size * _FP32 // w.element_bytes if is_wider else size
+    # The gradient of rows is narrowed, and only then that of weights summed. What was made again
+    # goes as it is taken out, before that.
+    takes_back = 2 * wide - own - (size if w.runs_again else 0) if is_wider else size
+    return w.row(
+        "mul", (made, weights), wide, keeps=(made, weights), takes_back=takes_back,
+        grads=(Grad(made, size), Grad(weights, own)),
+    )  # fmt: skip

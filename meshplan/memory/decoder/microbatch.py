@@ -1,0 +1,248 @@
+"""One microbatch of a model that nobody has built: its `Work` from sizes alone, without torch.
+
+The same interface as a traced model gives, so that the wrappers' rules act on either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from meshplan.errors import PlanError, Problem
+from meshplan.layout.styles import LOGITS
+from meshplan.memory.decoder.blocks import gpt2_block, head_norm, llama_block
+from meshplan.memory.decoder.chunked_loss import chunked_cross_entropy
+from meshplan.memory.decoder.common import Part
+from meshplan.memory.decoder.cp_all_gather import Gathered
+from meshplan.memory.decoder.experts import ONE_RANK, Spread
+from meshplan.memory.decoder.sizes import Shape, shape_of
+from meshplan.memory.decoder.sp_boundary import cut, end
+from meshplan.memory.decoder.tp_ops import Entered, Styled, look_up, project
+from meshplan.memory.decoder.vocab_parallel_loss import cross_entropy_of_parts
+from meshplan.memory.log.events import Term
+from meshplan.memory.log.microbatch import Work
+from meshplan.memory.tape.ops import Writer
+from meshplan.memory.tape.tape import Grad, Tape, play
+from meshplan.model.graph import ModelGraph
+from meshplan.spec.spec import PRODUCTS
+
+_ID: Final = 8
+_FP32: Final = 4
+_CHOSEN: Final = frozenset(PRODUCTS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """How one rank computes a microbatch.
+
+    Args:
+        batch: Sequences of the microbatch.
+        seq_len: Tokens of one that this rank has.
+        cp: Ranks that have the other tokens, and exchange them for heads in attention.
+        element_bytes: Of the dtype that is computed in.
+        tp: Ranks that `Shape.styles` are cut over, where `styled` is None.
+        is_sequence: Whether what lies between styled modules is cut by tokens: there are no rows
+            for that, since transformers' own code computes something else from a part.
+        caches: As in `blocks.Part`.
+        recomputed: The numbers of the blocks that backward runs again.
+        keeps_chosen: Whether those are spared the products and attention.
+        styled: Which modules tp cuts; None for those that `Shape.styles` names.
+        is_fused: As in `blocks.Part`.
+        lays_itself: Parameters whose gradients no unit reduces.
+        saves: By number of a block, the words of `save:` that it is spared instead of these.
+        is_cuda: Whether CUDA's kernels run.
+        in_place: Whether gradients that meet are added up in place; see `tape.play`.
+        spread: How experts are spread over ranks.
+        gathered: As in `blocks.Part`.
+        loss_chunks: Parts of the tokens over which head and loss are computed one by one.
+        hosted: The numbers of the blocks whose kept activations wait on the host.
+        is_chain: Whether blocks should be alike, so that where parts of the sequence begin and end
+            is beside them, although their units are gathered before.
+    """
+
+    batch: int
+    seq_len: int
+    cp: int = 1
+    element_bytes: int = 4
+    tp: int = 1
+    is_sequence: bool = False
+    caches: bool = False
+    recomputed: frozenset[int] = frozenset()
+    keeps_chosen: bool = False
+    is_cuda: bool = True
+    in_place: bool = True
+    styled: Styled | None = None
+    is_fused: bool = True
+    lays_itself: frozenset[str] = frozenset()
+    spread: Spread = ONE_RANK
+    gathered: Gathered | None = None
+    saves: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    loss_chunks: int = 1
+    hosted: frozenset[int] = frozenset()
+    is_chain: bool = False
+
+    def saved(self, number: int) -> frozenset[str]:
+        """The words of `save:` that a block is spared when it runs again."""
+        return self.saves.get(number, _CHOSEN if self.keeps_chosen else frozenset())
+
+
+def work_of(graph: ModelGraph, run: Run) -> Work:
+    """The `Work` of a decoder of a known family, as transformers computes it.
+
+    Raises:
+        PlanError: The model is of no family whose blocks are known operation by operation.
+    """
+    return play(tape_of(shape_of(graph), run), sums_in_place=run.in_place)
+
+
+def tape_of(shape: Shape, run: Run, *, only: Collection[int] | None = None) -> Tape:
+    """The operations of a causal language model of transformers, loss included.
+
+    Args:
+        only: The numbers of the blocks that are of interest, the first and the last among them: for
+            any other stands one operation that makes what it gives. None for all.
+
+    Raises:
+        PlanError: There are no rows for what the run does.
+    """
+    if run.is_sequence:
+        what = "transformers' own code does not run with sequence_parallel"
+        raise PlanError(Problem(what, fix="leave sequence_parallel out"))
+    tape = Tape()
+    tokens = run.batch * run.seq_len
+    size = run.element_bytes
+    w = Writer(
+        tape, size, size, run.is_cuda, tokens=tokens, samples=run.batch, in_place=run.in_place
+    )
+    ids, targets = tape.value(tokens * _ID), tape.value(tokens * _ID)
+    tape.before |= {ids: Term.INPUTS, targets: Term.INPUTS}
+    is_llama = not shape.positions
+    body = w.at("model" if is_llama else "transformer")
+    begin = _rotary if is_llama else _learned
+    x, part, held = begin(body, shape, run, ids)
+    block, blocks = (llama_block, "layers") if is_llama else (gpt2_block, "h")
+    for number in range(shape.layers):
+        start, fqn = len(tape.rows), f"{body.module}.{blocks}.{number}"
+        if only is not None and number not in only:
+            x = w.at(fqn).row("block", (x,), w.size(x), grads=(Grad(x, w.size(x)),))
+            tape.units.append((fqn, start, len(tape.rows)))
+            continue
+        saved, runs_again = run.saved(number), number in run.recomputed
+        embedded, on_host = x, number in run.hosted
+        if part.styled.has_stream and number == 0:
+            x = cut(w.at(fqn), x, part.styled.tp)
+            start = len(tape.rows) if run.is_chain else start
+        entered, begun = x, len(tape.rows)
+        at = replace(w.at(fqn), saves=saved or _CHOSEN, runs_again=runs_again)
+        x = block(at, shape, x, part)
+        if runs_again:
+            w.recomputed(
+                begun, keeps_chosen=bool(saved), given=part.given, on_host=on_host, enters=entered
+            )
+        elif on_host:
+            w.offloaded(begun)
+        if part.styled.has_stream and number == 0:
+            w.touch(embedded)
+        last_row = len(tape.rows)
+        if part.styled.ends and number == shape.layers - 1:
+            x = end(w.at(fqn), x, part.styled.tp)
+            last_row = last_row if run.is_chain else len(tape.rows)
+        tape.units.append((fqn, start, last_row))
+    last = x
+    if is_llama:
+        x = head_norm(body, part, x, shape.hidden, "norm")
+    else:
+        x = body.layer_norm(x, shape.hidden, "ln_f")
+    w.touch(last, *held)
+    tied = f"{body.module}.{'embed_tokens' if is_llama else 'wte'}.weight" if shape.tied else ""
+    if run.loss_chunks > 1:
+        tape.loss_start = len(tape.rows)
+        chunked_cross_entropy(
+            w.at("lm_head"), x, targets, chunks=run.loss_chunks, hidden=shape.hidden,
+            vocab=shape.vocab, weight=tied or "lm_head.weight",
+        )  # fmt: skip
+        tape.hold(x)
+        tape.lays_itself |= run.lays_itself
+        return tape
+    logits = project(
+        w, part.styled, Entered(), x, shape.hidden, shape.vocab, "lm_head", weight=tied
+    )
+    logits = w.scale(logits, "div") if shape.scales else logits
+    w.touch(x)  # What the model's body gave back, of which the head may have gathered more.
+    if run.cp > 1:  # What is given is held as long as the call.
+        w.touch(*part.given, *part.told)
+    tape.loss_start = len(tape.rows)
+    if part.styled.of("lm_head") == LOGITS:
+        cross_entropy_of_parts(w, logits, targets)
+    else:
+        w.cross_entropy(logits, targets, run.element_bytes)
+    tape.hold(logits)
+    tape.logits = tape.base[logits]
+    tape.lays_itself |= run.lays_itself
+    return tape
+
+
+def _rotary(w: Writer, shape: Shape, run: Run, ids: int) -> tuple[int, Part, tuple[int, ...]]:
+    """Words; the angles that every block rotates by."""
+    frequencies = w.tape.value(2 * -(-shape.turned // 2) * _FP32)
+    w.tape.before[frequencies] = Term.BUFFERS
+    part = _part(shape, run)
+    positions, told = _given_positions(w, run)
+    x = look_up(w, part.styled, ids, shape.vocab, shape.hidden, "embed_tokens")
+    x = w.scale(x) if shape.scales else x
+    if positions is None:
+        positions = w.row("arange", (), run.seq_len * _ID)
+    at, size = w.at(f"{w.module}.rotary_emb"), run.seq_len * shape.turned
+    cos, sin = (at.row(name, (positions,), size * run.element_bytes) for name in ("cos", "sin"))
+    part = replace(part, cos=cos, sin=sin, given=(positions,), told=told)
+    held: tuple[int, ...] = (positions, cos, sin, x)
+    if shape.has_mask:
+        held = (*held, w.row("bitwise_and", (), run.seq_len**2))
+    return x, part, held
+
+
+def _learned(w: Writer, shape: Shape, run: Run, ids: int) -> tuple[int, Part, tuple[int, ...]]:
+    """Words and their places; the gradient of places is summed over the batch."""
+    part = _part(shape, run)
+    positions, told = _given_positions(w, run)
+    words = look_up(w, part.styled, ids, shape.vocab, shape.hidden, "wte")
+    if positions is None:
+        positions = w.row("arange", (), run.seq_len * _ID)
+    places = look_up(w, part.styled, positions, shape.positions, shape.hidden, "wpe")
+    total = w.row(
+        "add", (words, places), w.size(words),
+        grads=(Grad(words, 0), Grad(places, w.size(places) if run.batch > 1 else 0)),
+    )  # fmt: skip
+    x = w.at(f"{w.module}.drop").dropout(total, shape.embed_dropout)
+    part = replace(part, given=(positions,), told=told)
+    return x, part, (words, positions, places)
+
+
+def _given_positions(w: Writer, run: Run) -> tuple[int | None, tuple[int, ...]]:
+    """Under cp the model is given them: a view of those of the whole sequence, if they run on.
+
+    Returns:
+        (positions, what it is given to say that those with a gap are of one sample).
+    """
+    if run.cp == 1:
+        return None, ()
+    size = run.seq_len * _ID
+    whole = w.row("arange", (), size * run.cp)
+    if run.gathered is None or len(run.gathered.chunks) == 1:
+        return w.tape.value(size, of=whole), ()
+    return w.row("cat", (whole,), size), (w.row("ones_like", (), size),)
+
+
+def _part(shape: Shape, run: Run) -> Part:
+    styled = run.styled or Styled(run.tp, shape.styles)
+    return Part(
+        tp=styled.tp,
+        caches=run.caches,
+        styled=styled,
+        seq_len=run.seq_len * run.cp,
+        cp=run.cp,
+        is_fused=run.is_fused,
+        spread=run.spread,
+        gathered=run.gathered,
+    )

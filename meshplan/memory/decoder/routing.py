@@ -1,0 +1,111 @@
+"""Which experts a token is sent to, as rows: two kinds of router.
+
+Source: transformers 5.23, models/<family>/modeling_*.py, `<Family>TopKRouter`, and
+models/deepseek_v3/modeling_deepseek_v3.py, `DeepseekV3TopkRouter`; torch 2.13,
+FunctionsManual.cpp and TensorAdvancedIndexing.cpp, `gather_backward`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from meshplan.memory.decoder.sizes import Shape
+from meshplan.memory.log.events import Term
+from meshplan.memory.tape.op import Grad, Row
+from meshplan.memory.tape.ops import Writer
+
+_FP32: Final = 4
+_ID: Final = 8
+_BEST: Final = 2
+"""Experts of a group whose scores add up to the group's own."""
+
+
+def route(w: Writer, shape: Shape, x: int) -> tuple[int, int, int]:
+    """(logits, weights, experts) of every token: those that score most of all."""
+    tape, tokens = w.tape, w.tokens
+    above, _, name = w.module.rpartition(".")
+    logits = w.at(above).linear(x, shape.hidden, shape.experts, name)
+    wide = w.cast(logits, _FP32 / w.element_bytes)
+    size, chosen = w.size(wide), tokens * shape.top_k * _FP32
+    shares = w.row("_softmax", (wide,), size, keeps_out=True, grads=(Grad(wide, size),))
+    weights, index = tape.value(chosen), tape.value(tokens * shape.top_k * _ID)
+    tape.add(
+        Row("topk", w.module, (shares,), (weights, index), (index,), (Grad(shares, size),),
+            takes_back=w.apart(size))
+    )  # fmt: skip
+    if shape.scales_weights:
+        weights, _ = _to_sum_one(w, weights)
+    if not shape.has_wide_weights:
+        weights = w.cast(weights, w.element_bytes / _FP32)
+    w.touch(shares)
+    return logits, weights, index
+
+
+def _to_sum_one(w: Writer, weights: int, *, is_safe: bool = False) -> tuple[int, int]:
+    """(weights, their sum): divided in place, so that backward has a copy.
+
+    Args:
+        is_safe: Whether a little is added to the sum.
+    """
+    tape, size = w.tape, w.size(weights)
+    total = w.row("sum", (weights,), w.tokens * _FP32, grads=(Grad(weights, 0),))
+    if is_safe:
+        total = w.shift(total)
+    copy, divided = tape.value(size), tape.value(size, of=weights)
+    tape.add(
+        Row("div", w.module, (weights, total), (copy, divided), (total, copy),
+            (Grad(weights, size), Grad(total, w.size(total))), takes_back=3 * size)
+    )  # fmt: skip
+    return divided, total
+
+
+def route_by_groups(w: Writer, shape: Shape, x: int) -> tuple[int, int, int]:
+    """(logits, weights, experts) of every token: of the groups whose best ones score most.
+
+    All in float32. What corrects the scores for choosing gets no gradient.
+    """
+    assert shape.groups is not None
+    tape, (count, chosen_groups) = w.tape, shape.groups
+    each = w.tokens * _FP32
+    logits = _wide_linear(w, shape, x)
+    size = w.size(logits)
+    scores = w.unary("sigmoid", logits, keeps_out=True)
+    correction = tape.value(shape.experts * _FP32)
+    tape.before[correction] = Term.BUFFERS
+    corrected = w.row("add", (scores, correction), size)
+    best = w.row("topk", (corrected,), each * count * _BEST)
+    best_index = w.row("topk", (corrected,), w.tokens * count * _BEST * _ID)
+    of_groups = w.row("sum", (best,), each * count)
+    groups = w.row("topk", (of_groups,), w.tokens * chosen_groups * _ID, takes=each * chosen_groups)
+    mask = w.row("zeros_like", (of_groups,), each * count)
+    masks = w.row("clone", (mask,), size)
+    elements = size // _FP32
+    left_out = w.row("bitwise_not", (masks,), elements, takes=elements)
+    masked = w.row("masked_fill", (corrected, left_out), size)
+    index = w.row("topk", (masked,), w.tokens * shape.top_k * _ID, takes=each * shape.top_k)
+    weights = w.row(
+        "gather", (scores, index), each * shape.top_k, keeps=(scores, index),
+        grads=(Grad(scores, size),), takes_back=w.apart(size),
+    )  # fmt: skip
+    total = weights
+    if shape.scales_weights:
+        weights, total = _to_sum_one(w, weights, is_safe=True)
+    scaled = w.scale(weights)
+    w.touch(scores, masked, left_out, best_index, of_groups, groups, mask, masks, total)
+    return logits, scaled, index
+
+
+def _wide_linear(w: Writer, shape: Shape, x: int) -> int:
+    """A product in float32 of what may be narrower."""
+    above, _, name = w.module.rpartition(".")
+    fqn, into = f"{w.module}.weight", shape.hidden
+    if w.element_bytes == _FP32:
+        return w.at(above).linear(x, into, shape.experts, name)
+    wide = w.cast(x, _FP32 / w.element_bytes)
+    nbytes = into * shape.experts
+    weight = w.row("_to_copy", (), nbytes * _FP32, parameters=((fqn, nbytes * w.parameter_bytes),))
+    at = replace(w.at(above), element_bytes=_FP32, parameter_bytes=_FP32)
+    logits = at.linear(wide, into, shape.experts, name, parts={fqn: weight})
+    w.tape.in_float32.add(logits)
+    return logits

@@ -1,0 +1,279 @@
+"""What a transformer's sizes and switches are, and which part of it one rank computes with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+from meshplan.errors import PlanError, Problem
+from meshplan.layout.styles import Style, style_for
+from meshplan.model.graph import ModelGraph, pattern_of
+
+_ITSELF: Final = "give the model itself (model: {entry: PKG.MOD:FN} in the plan, with torch)"
+
+_KNOWN: Final = frozenset(
+    {
+        "GPT2LMHeadModel",
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "MixtralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "GraniteForCausalLM",
+        "Qwen2MoeForCausalLM",
+    }
+)
+
+_SCALED: Final = frozenset({"GraniteForCausalLM"})
+"""Whose words, halves of blocks and logits are multiplied by numbers."""
+
+_MASKED: Final = frozenset({"Qwen2MoeForCausalLM"})
+"""Whose code makes the mask of a window, whether or not a block has one."""
+
+_WIDE_WEIGHTS: Final = frozenset({"MixtralForCausalLM", "DeepseekV3ForCausalLM"})
+
+_UNKNOWN: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
+    {
+        "experts_implementation": (
+            "what the config's experts_implementation keeps depends on where tokens are sent",
+            "leave it out (transformers then takes grouped_mm), or give the model itself",
+        ),
+        "output_router_logits": (
+            "what the loss over output_router_logits keeps is not known",
+            "leave it out, or give the model itself",
+        ),
+        "router_jitter_noise": (
+            "what router_jitter_noise keeps is not known",
+            "leave it out, or give the model itself",
+        ),
+    }
+)
+"""By key of `ModelGraph.config`, switches that change what blocks with experts do."""
+
+_ACTIVATIONS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "SiLUActivation": "silu",
+        "NewGELUActivation": "gelu_new",
+        "GELUActivation": "gelu",
+        "GELUTanh": "gelu",
+        "ReLU": "relu",
+    }
+)
+"""By class, the operation that keeps what it keeps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Attention whose keys and values are made of one narrow vector a token.
+
+    Args:
+        q_rank: Features of the vector that queries are made of, 0 where they are made at once.
+        kv_rank: Of that of keys and values.
+        straight, turned: Features of one head's query that positions leave alone, and turn.
+        value: Features of one head's value.
+        bias: Whether the projections into narrow vectors, and out of heads, have one.
+        is_interleaved: Whether neighbours are turned together, rather than halves.
+    """
+
+    q_rank: int
+    kv_rank: int
+    straight: int
+    turned: int
+    value: int
+    bias: bool = False
+    is_interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A decoder of repeated blocks.
+
+    Args:
+        head_dim: Features of one head.
+        mlp: Features inside the feed-forward.
+        activation: As configs name it.
+        positions: Rows of the table of learned positions, 0 where positions are rotated in.
+        qkv_bias, o_bias, mlp_bias: Whether these projections have one.
+        qk_norm: Whether queries and keys are normalised per head.
+        dropout: Whether what attention and feed-forward give is dropped in part, not 0 if so.
+        embed_dropout: Likewise of the words.
+        window: How many tokens attention looks back, 0 for all.
+        scales: Whether words, what a half block adds, and logits are multiplied by numbers.
+        has_mask: Whether a mask is made that no block takes.
+        experts, top_k: Of a block, and of a token; 0 where there are none.
+        expert_mlp: Features inside one expert.
+        dense: Numbers of the blocks that have no experts, where others have.
+        scales_weights: Whether the weights of a token's experts are made to add up to 1.
+        has_wide_weights: Whether they stay in float32.
+        groups: How many groups experts fall into, and of how many of them a token's are; None
+            where that does not matter.
+        shared_mlp: Features inside the expert of all tokens, 0 where there is none.
+        gates_shared: Whether a token weighs what that expert makes of it.
+        latent: How attention makes keys and values, where not by head.
+        styles: What `tp_plan: auto` gives the modules where all sizes divide, with `*` for the
+            numbers of blocks.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocab: int
+    activation: str = "silu"
+    positions: int = 0
+    tied: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    dropout: float = 0.0
+    embed_dropout: float = 0.0
+    window: int = 0
+    scales: bool = False
+    has_mask: bool = False
+    experts: int = 0
+    top_k: int = 0
+    expert_mlp: int = 0
+    dense: frozenset[int] = frozenset()
+    scales_weights: bool = False
+    has_wide_weights: bool = False
+    groups: tuple[int, int] | None = None
+    shared_mlp: int = 0
+    gates_shared: bool = False
+    latent: Latent | None = None
+    styles: Mapping[str, Style] = field(default_factory=dict, compare=False)
+
+    def is_sparse(self, number: int) -> bool:
+        """Whether this block is a mixture of experts."""
+        return self.experts > 0 and number not in self.dense
+
+    @property
+    def turned(self) -> int:
+        """Features of one head that positions turn."""
+        return self.head_dim if self.latent is None else self.latent.turned
+
+    @property
+    def q_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+
+def shape_of(graph: ModelGraph) -> Shape:
+    """Read off a blueprint's graph.
+
+    Raises:
+        PlanError: Its blocks are not known operation by operation.
+    """
+    sizes, tensors = graph.config, graph.tensors
+    root = graph.modules[""].type if "" in graph.modules else ""
+    if root not in _KNOWN:
+        what = f"the operations of {root or graph.name} are not known one by one"
+        known = ", ".join(sorted(_KNOWN))
+        raise PlanError(Problem(what, fix=f"{_ITSELF}; known from a config are {known}"))
+    is_gpt2 = root == "GPT2LMHeadModel"
+    heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
+    first = "transformer.h.0" if is_gpt2 else "model.layers.0"
+    if problems := [
+        Problem(what, fix=fix) for key, (what, fix) in _UNKNOWN.items() if key in sizes
+    ]:
+        raise PlanError(problems)
+    names = ("mlp.act", "mlp.act_fn", "mlp.experts.act_fn")
+    act = next(graph.modules[at].type for n in names if (at := f"{first}.{n}") in graph.modules)
+    if act not in _ACTIVATIONS:
+        known = ", ".join(sorted(_ACTIVATIONS))
+        what = f"what {act} keeps for backward is not known"
+        raise PlanError(
+            Problem(what, fix=f"give the model itself; known from a config are {known}")
+        )
+
+    def has(name: str) -> bool:
+        return f"{first}.{name}" in tensors
+
+    latent = _latent_of(graph) if "kv_lora_rank" in sizes else None
+    head_dim = sizes.get("head_dim", hidden // heads)
+    return Shape(
+        layers=sizes["num_hidden_layers"],
+        hidden=hidden,
+        heads=heads,
+        kv_heads=sizes.get("num_key_value_heads", heads),
+        head_dim=head_dim if latent is None else latent.straight + latent.turned,
+        mlp=sizes.get("n_inner", 4 * hidden) if is_gpt2 else sizes["intermediate_size"],
+        vocab=sizes["vocab_size"],
+        activation=_ACTIVATIONS[act],
+        positions=sizes["max_position_embeddings"] if is_gpt2 else 0,
+        tied="lm_head.weight" not in tensors,
+        qkv_bias=is_gpt2 or has("self_attn.q_proj.bias"),
+        o_bias=is_gpt2 or has("self_attn.o_proj.bias"),
+        mlp_bias=is_gpt2 or has("mlp.up_proj.bias"),
+        qk_norm=has("self_attn.q_norm.weight"),
+        dropout=sizes.get("resid_pdrop", 0),
+        embed_dropout=sizes.get("embd_pdrop", 0),
+        window=sizes.get("sliding_window", 0),
+        scales=root in _SCALED,
+        has_mask=root in _MASKED and "sliding_window" not in sizes,
+        latent=latent,
+        styles=_styles(graph),
+        **_experts_of(graph),
+    )
+
+
+def _latent_of(graph: ModelGraph) -> Latent:
+    """What attention of one narrow vector says."""
+    sizes, first = graph.config, "model.layers.0.self_attn"
+    return Latent(
+        q_rank=sizes.get("q_lora_rank", 0),
+        kv_rank=sizes["kv_lora_rank"],
+        straight=sizes["qk_nope_head_dim"],
+        turned=sizes["qk_rope_head_dim"],
+        value=sizes["v_head_dim"],
+        bias=f"{first}.o_proj.bias" in graph.tensors,
+        is_interleaved="rope_interleave" in sizes,
+    )
+
+
+def _experts_of(graph: ModelGraph) -> dict[str, Any]:
+    """What the blocks that have experts say."""
+    layers = range(graph.config["num_hidden_layers"])
+    stacks = {n: graph.tensors.get(f"model.layers.{n}.mlp.experts.down_proj") for n in layers}
+    stack = next((tensor for tensor in stacks.values() if tensor is not None), None)
+    if stack is None:
+        return {}
+    top_k = graph.config["num_experts_per_tok"]
+    if top_k > stack.shape[0]:
+        what = f"a token cannot be sent to {top_k} of {stack.shape[0]} experts"
+        raise PlanError(
+            Problem(what, fix="let num_experts_per_tok be the number of experts at most")
+        )
+    number = next(n for n, tensor in stacks.items() if tensor is not None)
+    at = f"model.layers.{number}.mlp"
+    names = (f"{at}.{name}.up_proj.weight" for name in ("shared_experts", "shared_expert"))
+    shared = next((graph.tensors[name] for name in names if name in graph.tensors), None)
+    groups = (
+        (graph.config["n_group"], graph.config["topk_group"]) if "n_group" in graph.config else None
+    )
+    return {
+        "groups": groups,
+        "shared_mlp": shared.shape[0] if shared is not None else 0,
+        "gates_shared": f"{at}.shared_expert_gate" in graph.modules,
+        "experts": stack.shape[0],
+        "top_k": top_k,
+        "expert_mlp": stack.shape[-1],
+        "dense": frozenset(n for n, tensor in stacks.items() if tensor is None),
+        "scales_weights": "norm_topk_prob" in graph.config,
+        "has_wide_weights": graph.modules[""].type in _WIDE_WEIGHTS,
+    }
+
+
+def _styles(graph: ModelGraph) -> Mapping[str, Style]:
+    kinds = {pattern_of(fqn): info.kind for fqn, info in graph.modules.items()}
+    found = {name: style_for(word, kinds.get(name, "")) for name, word in graph.tp_derived.items()}
+    return {name: style for name, style in found.items() if style is not None}

@@ -1,0 +1,58 @@
+"""Where a sequence is cut over tp and put together again, as rows.
+
+Torch gathers and scatters along the first dim, and lays out anew what runs along the second: with
+one sample what was gathered lies right.
+
+Source: `runtime.trace.sp_boundary`; torch 2.13, distributed/_functional_collectives.py
+(`all_gather_single`, `reduce_scatter_single`) and distributed/tensor/placement_types.py.
+"""
+
+from __future__ import annotations
+
+from meshplan.memory.tape.op import Grad
+from meshplan.memory.tape.ops import Writer
+
+
+def gather(w: Writer, x: int, tp: int) -> int:
+    """All positions; the gradients of the ranks are added up, and each takes its part."""
+    whole = w.size(x) * tp
+    out = w.row(
+        "gather_sequence", (x,), whole, takes_back=whole, is_sent=True,
+        grads=(Grad(x, w.size(x)),),
+    )  # fmt: skip
+    out = _laid_out(w, out)
+    w.tape.sums_apart.add(out)  # It enters styled modules as a DTensor.
+    return out
+
+
+def scatter(w: Writer, x: int, tp: int) -> int:
+    """This rank's part of a sum; its gradient is gathered."""
+    whole = w.size(x)
+    return w.row(
+        "scatter_sequence", (x,), whole // tp, takes=whole, takes_back=_laid(w, whole),
+        is_sent=True, is_kept="mm" in w.saves, grads=(Grad(x, whole),),
+    )  # fmt: skip
+
+
+def cut(w: Writer, x: int, tp: int) -> int:
+    """A copy of this rank's part; its gradient is gathered."""
+    whole = w.size(x)
+    return w.row(
+        "cut_sequence", (x,), whole // tp, takes_back=_laid(w, whole), grads=(Grad(x, whole),)
+    )  # fmt: skip
+
+
+def end(w: Writer, x: int, tp: int) -> int:
+    """All positions, with which every rank goes on alike; its gradient is cut."""
+    whole = w.size(x) * tp
+    out = w.row("end_sequence", (x,), whole, is_sent=True, grads=(Grad(x, w.size(x)),))
+    return _laid_out(w, out)
+
+
+def _laid_out(w: Writer, x: int) -> int:
+    return x if w.samples == 1 else w.shift(x, "cat")
+
+
+def _laid(w: Writer, nbytes: int) -> int:
+    """What is made before it is laid out anew."""
+    return nbytes if w.samples > 1 else 0

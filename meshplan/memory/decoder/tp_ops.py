@@ -1,0 +1,272 @@
+"""Modules that tp cuts, as rows: what enters one, the part it computes, what leaves it.
+
+Two tables follow `styles.STYLES`: how a layout outside becomes the one computed with, and back.
+What is in neither is refused by name.
+
+Source: `runtime.apply.tensor_parallel`, whose hooks these rows are; torch 2.13,
+distributed/tensor/_redistribute.py and placement_types.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Final
+
+from meshplan.errors import PlanError, Problem
+from meshplan.layout.layout import Piece
+from meshplan.layout.styles import GATHERED, LOGITS, Style
+from meshplan.memory.decoder.sp_boundary import gather, scatter
+from meshplan.memory.tape.op import Grad, Row
+from meshplan.memory.tape.ops import Writer
+from meshplan.model.graph import pattern_of
+
+_ID: Final = 8
+_WHOLE: Final = "R"
+_PARTS: Final = "S(1)"
+STREAM_NORMS: Final = (
+    "input_layernorm", "post_attention_layernorm", "norm", "ln_1", "ln_2", "ln_f",
+)  # fmt: skip
+"""Of every token: parts of a sequence are normalised as the whole is."""
+HEAD_NORMS: Final = ("q_norm", "k_norm")
+"""Of every head: parts of the heads are normalised as the whole is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Styled:
+    """What tp does to the modules of a model.
+
+    Args:
+        tp: Ranks that styles cut over.
+        styles: By fqn, or by fqn with `*` for the numbers of blocks.
+        pieces: Of modules whose output falls into several, by fqn.
+        whole: Parameters of these that every rank holds whole, and takes its parts of.
+        added: Parameters that plain code computes with beside parts: their gradients are addends.
+        has_stream: Whether what lies between styled modules of blocks is cut along the sequence.
+        ends: Whether that ends with the last block, rather than where the head is entered.
+    """
+
+    tp: int = 1
+    styles: Mapping[str, Style] = field(default_factory=dict)
+    pieces: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
+    whole: frozenset[str] = frozenset()
+    added: frozenset[str] = frozenset()
+    has_stream: bool = False
+    ends: bool = False
+
+    def of(self, fqn: str) -> Style | None:
+        """The style of a module, if it has one that cuts something."""
+        if self.tp == 1:
+            return None
+        return self.styles.get(fqn) or self.styles.get(pattern_of(fqn))
+
+    def of_any_block(self) -> Styled:
+        """The same for blocks by any number: what is made of the same modules is styled alike."""
+        return replace(
+            self,
+            styles={pattern_of(f): style for f, style in self.styles.items()} | {**self.styles},
+            pieces={pattern_of(f): pieces for f, pieces in self.pieces.items()} | {**self.pieces},
+            whole=self.whole | {*map(pattern_of, self.whole)},
+            added=self.added | {*map(pattern_of, self.added)},
+        )
+
+    def pieces_of(self, fqn: str) -> tuple[Piece, ...]:
+        """Of a module whose output falls into several."""
+        return self.pieces.get(fqn) or self.pieces.get(pattern_of(fqn), ())
+
+    def is_whole(self, parameter: str) -> bool:
+        """Whether every rank holds one of these whole."""
+        return parameter in self.whole or pattern_of(parameter) in self.whole
+
+    def check(self) -> Iterator[Problem]:
+        """What no row stands for."""
+        told: set[str] = set()
+        for fqn, style in self.styles.items() if self.tp > 1 else ():
+            known = self.spelled(style.input) in _ENTERS and self.spelled(style.output) in _LEAVES
+            known = known and not style.gradient and style.kind != "mha"
+            if style.kind == "norm":
+                known = known and fqn.rpartition(".")[2] in HEAD_NORMS
+            if not known and style != LOGITS and style.name not in told:
+                told.add(style.name)
+                yield Problem(f"the style '{style.name}' (of {fqn})")
+        norms = (*HEAD_NORMS, *STREAM_NORMS) if self.has_stream else HEAD_NORMS
+        for fqn in self.added if self.tp > 1 else ():
+            if fqn.split(".")[-2] not in norms:
+                yield Problem(f"{fqn}, which plain code computes with beside parts")
+                return
+
+    def adds_up(self, fqn: str) -> bool:
+        """Whether every rank has an addend of the gradients of a norm."""
+        added = {f"{fqn}.weight", pattern_of(f"{fqn}.weight")}
+        return self.of(fqn) is not None or not added.isdisjoint(self.added)
+
+    def spelled(self, flow: tuple[str, str]) -> tuple[str, str]:
+        """With what activations look like between modules: whole, or parts of the sequence."""
+        outside = _PARTS if self.has_stream else _WHOLE
+        first, second = (outside if word == "outside" else word for word in flow)
+        return first, second
+
+
+@dataclass(slots=True)
+class Entered:
+    """What entered the styled modules of one module around them: each tensor enters once."""
+
+    known: dict[int, int] = field(default_factory=dict)
+
+    def all_reduced(self, w: Writer, x: int, tp: int) -> int:
+        """Whole; its gradients are added up, then over the ranks."""
+        if x not in self.known:
+            self.known[x] = w.enter(x, tp)
+            # Torch adds up in place only what is no DTensor.
+            w.tape.sums_apart.add(self.known[x])
+        return self.known[x]
+
+
+def _as_it_is(w: Writer, x: int, tp: int) -> int:
+    return x
+
+
+def _all_gather(w: Writer, x: int, tp: int) -> int:
+    """Parts of features put side by side: gathered along the first dim, then laid out anew.
+
+    Its gradient is this rank's part of everyone's.
+    """
+    size = w.size(x) * tp
+    return w.row("all_gather", (x,), size, takes=size, is_sent=True, grads=(Grad(x, w.size(x)),))
+
+
+def _all_reduce(w: Writer, x: int, tp: int) -> int:
+    return w.all_reduce(x, tp)
+
+
+_ENTERS: Final = frozenset(
+    {("R", "R"), (GATHERED, "R"), (_PARTS, "R"), ("S(-1)", "S(-1)"), ("S(-2)", "S(-2)")}
+)
+_LEAVES: Final[Mapping[tuple[str, str], Callable[[Writer, int, int], int]]] = MappingProxyType(
+    {
+        ("S(-1)", "S(-1)"): _as_it_is,
+        ("S(-2)", "S(-2)"): _as_it_is,
+        ("S(-1)", "R"): _all_gather,
+        ("P", "R"): _all_reduce,
+        ("P", _PARTS): scatter,
+    }
+)
+
+
+def project(
+    w: Writer,
+    styled: Styled,
+    entered: Entered,
+    x: int,
+    into: int,
+    out: int,
+    name: str,
+    *,
+    bias: bool = False,
+    weight: str = "",
+) -> int:
+    """A linear module.
+
+    Args:
+        into, out: Features of the whole module.
+        weight: The fqn of its weight, if it is another module's.
+    """
+    fqn = f"{w.module}.{name}" if w.module else name
+    style, tp = styled.of(fqn), styled.tp
+    if style is None:
+        return w.linear(_of_width(w, x, into, fqn), into, out, name, bias=bias, weight=weight)
+    pieces = styled.pieces_of(fqn)
+    if style.input[1] == "S(-1)":
+        into = _part(into, tp, fqn)
+    if style.output[0] == "S(-1)":
+        out = sum(piece.part for piece in pieces) or _part(out, tp, fqn)
+    enters = styled.spelled(style.input)
+    if enters[0] == _PARTS:
+        x = gather(w, x, tp)
+    x = _of_width(w, x, into, fqn)
+    if enters == ("R", "R"):
+        x = entered.all_reduced(w, x, tp)
+    parts = {}
+    for leaf, size in (("weight", into * out), ("bias", out)):
+        if styled.is_whole(f"{fqn}.{leaf}"):
+            parts[f"{fqn}.{leaf}"] = _own_part(w.at(fqn), leaf, size, pieces)
+    # Of a bias each rank adds its share, so that the sum has it once.
+    share = out * w.parameter_bytes if bias and style.output[0] == "P" else 0
+    y = w.linear(
+        x, into, out, name, bias=bias, weight=weight, parts=parts, takes=share,
+        is_addend=style.output[0] == "P",
+    )  # fmt: skip
+    if style != LOGITS:
+        y = _LEAVES[styled.spelled(style.output)](w, y, tp)
+        w.touch(x)  # The call that made y holds it until its hooks are done.
+    return y
+
+
+def _own_part(w: Writer, leaf: str, numel: int, pieces: tuple[Piece, ...]) -> int:
+    """This rank's rows of every piece, side by side.
+
+    Their gradients, each one of the whole with zeros elsewhere, are added up, then over the ranks.
+    """
+    part, fqn = numel * w.parameter_bytes, f"{w.module}.{leaf}"
+    whole = part // sum(p.part for p in pieces) * sum(p.size for p in pieces)
+    own = w.row(
+        "cat", (), part, parameters=((fqn, whole),),
+        takes_back=2 * whole if len(pieces) > 1 else 0,
+    )  # fmt: skip
+    w.tape.lay(fqn, whole)
+    return own
+
+
+def look_up(w: Writer, styled: Styled, ids: int, vocab: int, width: int, name: str) -> int:
+    """An embedding: cut by rows, where other ranks' rows are zeros, or by features."""
+    fqn = f"{w.module}.{name}" if w.module else name
+    style, tp = styled.of(fqn), styled.tp
+    if style is None:
+        return w.embedding(ids, vocab, width, name)
+    if style.cut_dim == "vocab":
+        found = _own_rows(w, ids, _part(vocab, tp, fqn), width, name)
+    else:
+        found = w.embedding(ids, vocab, _part(width, tp, fqn), name)
+    return _LEAVES[styled.spelled(style.output)](w.at(fqn), found, tp)
+
+
+def _own_rows(w: Writer, ids: int, rows: int, width: int, name: str) -> int:
+    """`runtime.apply.local_tensors.look_up_own_rows`."""
+    at, tokens = w.at(f"{w.module}.{name}" if w.module else name), w.size(ids) // _ID
+    own = at.row("sub", (ids,), tokens * _ID)
+    below, above = (at.row(op, (own,), tokens) for op in ("lt", "ge"))
+    elsewhere = at.row("bitwise_or", (below, above), tokens)
+    at.write("masked_fill_", own, elsewhere)
+    found = w.embedding(own, rows, width, name)
+    size = w.size(found)
+    out, grads = w.tape.value(size, of=found), (Grad(found, size),)
+    w.tape.add(Row("masked_fill_", at.module, (found, elsewhere), (out,), (elsewhere,), grads))
+    w.touch(ids, own)
+    return out
+
+
+def _part(size: int, tp: int, fqn: str) -> int:
+    """What each rank has of a dim, where all have as much."""
+    if size % tp:
+        what = f"{fqn} is cut into parts of several sizes: {size} does not divide by tp {tp}"
+        fix = "pad it to a multiple, or give the model itself (model: entry, with torch)"
+        raise PlanError(Problem(what, fix=fix))
+    return size // tp
+
+
+def _of_width(w: Writer, x: int, width: int, fqn: str) -> int:
+    """Refuse what the model's own code would fail on, or compute something else from."""
+    if w.size(x) != w.tokens * width * w.element_bytes:
+        raise cut_otherwise(fqn)
+    return x
+
+
+def cut_otherwise(fqn: str) -> PlanError:
+    """Styles of neighbours that do not fit."""
+    return PlanError(
+        Problem(
+            f"what arrives at {fqn} is cut otherwise than its tp style computes with",
+            fix="give the projections around it styles that belong together, as tp_plan: hf does",
+        )
+    )

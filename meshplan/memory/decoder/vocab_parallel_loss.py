@@ -1,0 +1,45 @@
+"""Cross-entropy of logits that are cut over the vocabulary, as rows.
+
+Source: `runtime.apply.vocab_parallel_loss`, whose lines these are.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from meshplan.memory.tape.op import Grad, Row
+from meshplan.memory.tape.ops import Writer
+
+_FP32: Final = 4
+_ID: Final = 8
+
+
+def cross_entropy_of_parts(w: Writer, logits: int, ids: int) -> int:
+    """The mean over tokens, of logits that are cast to fp32 first and stay cut."""
+    tape, number = w.tape, w.tokens * _FP32
+    wide = w.cast(logits, _FP32 / w.element_bytes)
+    size = w.size(wide)
+    is_kept = w.row("ne", (ids,), w.tokens)
+    target = w.row("where", (is_kept, ids), w.tokens * _ID)
+    highest = w.row("amax", (wide,), number)
+    powers = w.row("exp", (w.row("sub", (wide, highest), size),), size)
+    start = w.row("sub", (target,), w.tokens * _ID)
+    is_here = w.row("bitwise_and", (start,), w.tokens, takes=2 * w.tokens)
+    index = w.row("where", (is_here, start), w.tokens * _ID)
+    hit = w.row("where", (index,), number, takes=2 * number)
+    sums = w.row("stack", (hit,), 3 * number, takes=2 * number)
+    probabilities = w.row("div", (powers,), size)
+    losses = tape.value(number)
+    tape.add(
+        Row("cross_entropy", w.module, (probabilities, index, is_here), (losses,),
+            (probabilities, index, is_here), (Grad(wide, size),), takes=2 * number,
+            takes_back=2 * number)
+    )  # fmt: skip
+    w.touch(highest, powers, sums, target)
+    chosen = w.row("where", (is_kept, losses), number, keeps=(is_kept,),
+                   grads=(Grad(losses, number),))  # fmt: skip
+    total = w.row("sum", (chosen,), _FP32, grads=(Grad(chosen, 0),))
+    count = w.row("sum", (is_kept,), _ID)
+    loss = w.row("div", (total, count), _FP32, keeps=(count,), grads=(Grad(total, _FP32),))
+    w.touch(losses, wide)
+    return loss

@@ -1,0 +1,1 @@
+"""Many equal blocks from few: found once, traced once, repeated in the log."""

@@ -1,0 +1,163 @@
+"""The log of one microbatch in pieces: what each block does forward and backward, and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple
+
+from meshplan.memory.log.events import Event
+from meshplan.memory.log.microbatch import Mark, Moment, Work
+
+END: Final = 1 << 60
+"""Behind everything that a piece does."""
+
+
+class NotComposableError(Exception):
+    """The logs are not made of pieces that go together."""
+
+
+class Key(NamedTuple):
+    """Which piece of a log: of a block, or ("") of what lies between blocks.
+
+    Attributes:
+        number: How many pieces of the same block and direction came before.
+    """
+
+    block: str
+    direction: Literal["", "forward", "backward"]
+    number: int
+
+
+class At(NamedTuple):
+    """A place in a log: the piece, and how many of its events come before."""
+
+    piece: int
+    event: int
+
+
+NEVER: Final = At(END, 0)
+
+
+@dataclass(slots=True)
+class Piece:
+    """Events and marks of one key.
+
+    Attributes:
+        first: The number of the first event.
+        made: Storages that are made in it.
+    """
+
+    key: Key
+    first: int
+    events: list[Event] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    made: list[int] = field(default_factory=list)
+
+
+class Cut:
+    """A work, in pieces."""
+
+    def __init__(self, work: Work, blocks: Collection[str]) -> None:
+        self.work = work
+        self.pieces = list(_pieces(work, blocks))
+        self.births: dict[int, At] = {}
+        self.deaths: dict[int, At] = {}
+        self.sizes: dict[int, int] = {}
+        for number, piece in enumerate(self.pieces):
+            for place, (delta, storage, _) in enumerate(piece.events):
+                at = At(number, place)
+                if storage not in self.births:
+                    self.births[storage], self.sizes[storage] = at, delta
+                    piece.made.append(storage)
+                elif delta == -self.sizes[storage] and storage not in self.deaths:
+                    self.deaths[storage] = at
+                else:
+                    raise NotComposableError("a storage changes its size")
+
+    def death(self, storage: int) -> At:
+        """When it ends."""
+        return self.deaths.get(storage, NEVER)
+
+    def alive_at_turn(self) -> set[int]:
+        """What there is when most is, after the last block's forward and in its backward.
+
+        Nothing that other blocks keep is gone by then. Gradients of parameters do not count.
+        """
+        directions = [piece.key.direction for piece in self.pieces]
+        if "backward" not in directions:
+            return set()
+        last = len(directions) - 1 - directions[::-1].index("forward")
+        turn = range(last + 1, directions.index("backward") + 1)
+        gradients = set(self.work.gradients.values())
+        live = most = 0
+        alive: set[int] = set()
+        best: set[int] = set()
+        for number, piece in enumerate(self.pieces[: turn.stop]):
+            for delta, storage, _ in piece.events:
+                if storage in gradients:
+                    continue
+                live += delta
+                if delta > 0:
+                    alive.add(storage)
+                else:
+                    alive.discard(storage)
+                if number in turn and live > most:
+                    most, best = live, set(alive)
+        return best
+
+    def most_in_backward(self) -> dict[str, int]:
+        """By block, the most that there is at once in its backward, but gradients of parameters."""
+        gradients = set(self.work.gradients.values())
+        live = 0
+        out: dict[str, int] = {}
+        for piece in self.pieces:
+            for delta, storage, _ in piece.events:
+                live += 0 if storage in gradients else delta
+                if piece.key.direction == "backward":
+                    out[piece.key.block] = max(live, out.get(piece.key.block, 0))
+        return out
+
+
+def _pieces(work: Work, blocks: Collection[str]) -> Iterator[Piece]:
+    """The log, cut where blocks begin and end."""
+    numbers: dict[tuple[str, str], int] = {}
+    never_ends = {m.unit for m in work.marks if m.moment == Moment.BEFORE_BACKWARD} - {
+        m.unit for m in work.marks if m.moment == Moment.AFTER_BACKWARD
+    }
+
+    def piece(block: str, direction: Literal["", "forward", "backward"], at: int) -> Piece:
+        number = numbers[block, direction] = numbers.get((block, direction), -1) + 1
+        return Piece(Key(block, direction, number), at)
+
+    current = piece("", "", 0)
+    marks = iter([*work.marks, None])
+    mark = next(marks)
+    for number in range(len(work.log.events) + 1):
+        while mark is not None and mark.event == number:
+            own = mark.unit if mark.unit in blocks else None
+            is_open = current.key.block
+            begins: Literal["", "forward", "backward"] = ""
+            if own is not None and mark.moment == Moment.BEFORE_FORWARD:
+                begins = "forward"
+            elif own is not None and mark.moment == Moment.BEFORE_BACKWARD:
+                begins = "backward"
+            if begins and own != is_open:
+                assert own is not None
+                if is_open and not (is_open in never_ends and current.key.direction == "backward"):
+                    raise NotComposableError(f"'{own}' begins while '{is_open}' runs")
+                yield current
+                current = piece(own, begins, number)
+            elif mark.moment == Moment.END_OF_BACKWARD and is_open:
+                yield current
+                current = piece("", "", number)
+            current.marks.append(mark)
+            ends = {"forward": Moment.AFTER_FORWARD, "backward": Moment.AFTER_BACKWARD}
+            is_own = own is not None and own == is_open == current.key.block
+            if is_own and mark.moment == ends.get(current.key.direction):
+                yield current
+                current = piece("", "", number)
+            mark = next(marks)
+        if number < len(work.log.events):
+            current.events.append(work.log.events[number])
+    yield current

@@ -1,0 +1,365 @@
+"""What a rank of a pipeline allocates and frees: its stages' microbatches, in the schedule's order.
+
+Each stage is played once (`stage_work`); its forwards and backwards are put where the schedule has
+them, and between them what `runtime.apply.pipeline.run` receives, sends and holds on to: what was
+sent until it is known to have arrived.
+
+Of many microbatches most are like others, with less around them: those are written in brief, as
+what they leave behind and nothing else. Where a backward is run in two halves, the graph may hold
+what crosses an edge longer than who sent or received it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from meshplan.assign.types import Stages
+from meshplan.layout.schedules import Action
+from meshplan.memory.log.events import Change, EventLog, Storage, Term
+from meshplan.memory.log.microbatch import AT_STAGE, Mark, Moment, Work
+from meshplan.memory.stages.microbatch import StageWork
+
+_NUMBER: Final = 8
+"""Losses are added up in double precision."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """One microbatch in one stage.
+
+    Args:
+        first: What the pass calls the first storage of its work.
+        known: Those that it calls otherwise, by the number that the work gives them.
+        left: What forward left behind for backward, and nothing else holds.
+    """
+
+    stage: int
+    first: int
+    known: dict[int, int]
+    left: list[int]
+
+    def __getitem__(self, storage: int) -> int:
+        return self.known.get(storage, self.first + storage)
+
+
+class Pass:
+    """A pass in the making."""
+
+    def __init__(
+        self,
+        parts: Mapping[int, StageWork],
+        part_of: Callable[[int, int], StageWork],
+        stages: Stages,
+        whole: set[tuple[int, int]],
+        *,
+        takes_gradients: bool,
+    ) -> None:
+        self._parts, self._part_of = parts, part_of
+        self._stages, self._takes = stages, takes_gradients
+        self._whole = whole
+        self._storages: list[Storage] = []
+        self._events: list[Change] = []
+        self._phases = ["before"]
+        self._sizes: dict[int, int] = {}
+        self._marks: list[Mark] = []
+        self._gradients: dict[str, int] = {}
+        self._ready: dict[str, int] = {}
+        self._again: list[tuple[int, str, int]] = []
+        self._known: dict[int, dict[int, int]] = {}
+        """By stage, what is there before, by the number that its work gives it."""
+        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._arrived: dict[tuple[int, int], list[int]] = {}
+        self._came_back: dict[tuple[int, int], list[int]] = {}
+        self._leaving: dict[Action, list[int]] = {}
+        self._holders: Counter[int] = Counter()
+        self._host: list[tuple[int, int]] = []
+        self._be_there()
+        self._num_before = len(self._events)
+        self._total = self._make(_NUMBER, Storage(Term.COMMUNICATION, "zeros"))
+
+    def _be_there(self) -> None:
+        """Inputs and targets of all microbatches, and every stage's own buffers."""
+        inputs: list[int] | None = None
+        for stage, part in self._parts.items():
+            known = self._known[stage] = {}
+            given: list[int] = []
+            log = part.work.log
+            for delta, storage, phase in log.changes:
+                if phase:
+                    break
+                made = log.storages[storage]
+                if storage in part.received:
+                    continue
+                if made.term != Term.INPUTS:
+                    known[storage] = self._make(delta, made)
+                    continue
+                if inputs is None:
+                    given.append(self._make(delta * self._stages.microbatches, made))
+                else:
+                    given.append(inputs[len(given)])
+                known[storage] = given[-1]
+            inputs = given if inputs is None else inputs
+
+    # What a rank does
+
+    def begin(self, action: Action, arrived: Iterable[Action]) -> None:
+        """What was sent and has arrived is let go of."""
+        self._begin("forward" if action.kind == "F" else "backward")
+        for sent in arrived:
+            self._let_go(self._leaving.pop(sent, ()))
+
+    def forward(self, stage: int, m: int) -> None:
+        """Until what is sent on, or the loss, is there."""
+        part = self._part_of(stage, m)
+        arrived = self._arrived.pop((stage, m), [])
+        if stage - 1 in self._parts:  # It is what its neighbour made, and not received.
+            before = self._flights[stage - 1, m]
+            arrived = [before[s] for s in self._part_of(stage - 1, m).sent]
+            self._holders.update(arrived)
+        known = self._known[stage] | dict(zip(part.received, arrived, strict=True))
+        flight = _Flight(stage, len(self._storages), known, [])
+        self._flights[stage, m] = flight
+        if part.turn is not None:  # The graph holds it too.
+            self._holders.update(arrived)
+        if (stage, m) not in self._whole:
+            flight.left.extend(self._make(part.sizes[n], part.storages[n]) for n in part.left)
+            self._make_known(part, flight, part.sent)
+            self._change_host(part.host_bytes)
+            return
+        self._storages.extend(part.storages)
+        flight.left.extend(flight[storage] for storage in part.left)
+        for storage in (*part.left, *part.sent, *part.returned):
+            self._sizes[flight[storage]] = part.sizes[storage]
+        self._play(part, flight, part.num_before, part.split)
+        if stage == self._stages.num - 1:
+            self._begin("backward")
+            self._drop(self._make(_NUMBER, Storage(Term.LOSS, "_to_copy")))
+
+    def backward(self, stage: int, m: int) -> None:
+        """Until the gradients of what was received are there."""
+        self._take_back(stage, m)
+        self._whole_backward(stage, m)
+
+    def _whole_backward(self, stage: int, m: int) -> None:
+        part, flight = self._part_of(stage, m), self._flights[stage, m]
+        came = self._came_back.pop((stage, m), [])
+        if (stage, m) not in self._whole:
+            self._make_known(part, flight, part.returned)
+            for storage in (*flight.left, *came):
+                self._let_go([storage])
+            self._let_go(flight[storage] for storage in part.sent)
+            self._change_host(-part.host_bytes)
+            return
+        flight.known.update(zip(part.given, came, strict=True))
+        self._play(part, flight, part.split, len(part.work.log.changes))
+        self._let_go(came)
+        self._end_outputs(part, flight)
+
+    def first_half(self, stage: int, m: int) -> None:
+        """The same, but for the gradients of weights."""
+        self._take_back(stage, m)
+        part, flight = self._part_of(stage, m), self._flights[stage, m]
+        if part.turn is None:
+            return  # Nothing was received: the second half does all.
+        flight.known.update(zip(part.given, self._came_back.pop((stage, m), []), strict=True))
+        if (stage, m) in self._whole:
+            self._play(part, flight, part.split, part.turn[0])
+            self._end_outputs(part, flight)
+            return
+        waiting = {*part.waiting}
+        for mark in part.marks_between(part.split):  # Gradients of before are taken in there.
+            self._mark(mark, f"{AT_STAGE}{stage}")
+        self._make_known(part, flight, part.returned)
+        self._holders.update(flight[s] for s in part.returned)
+        new = [s for s in part.waiting if s not in flight.known and s not in part.left]
+        left = dict(zip(part.left, flight.left, strict=True))
+        flight.known.update(left)
+        self._make_known(part, flight, new)
+        self._let_go(flight[s] for s in part.left if s not in waiting)
+        self._let_go(
+            flight[s] for s in (*part.received, *part.given, *part.returned) if s not in waiting
+        )
+        self._let_go(flight[storage] for storage in part.sent)
+
+    def second_half(self, stage: int, m: int) -> None:
+        """The gradients of weights."""
+        part, flight = self._part_of(stage, m), self._flights[stage, m]
+        if part.turn is None:
+            self._whole_backward(stage, m)
+        elif (stage, m) in self._whole:
+            self._play(part, flight, part.turn[0], len(part.work.log.changes))
+        else:
+            self._let_go(flight[storage] for storage in part.waiting)
+            for storage in part.names if self._takes else ():
+                # They wait for the next first half, in which they are taken in.
+                self._make_known(part, flight, [storage])
+                self._take(part, storage, flight[storage], f"{AT_STAGE}{stage}")
+
+    def _end_outputs(self, part: StageWork, flight: _Flight) -> None:
+        """What backward began with is let go of."""
+        self._let_go(flight[storage] for storage in part.sent)
+        if flight.stage == self._stages.num - 1:
+            for storage in part.work.losses:
+                self._drop(flight[storage])
+
+    def _take_back(self, stage: int, m: int) -> None:
+        """From a neighbour on this rank gradients come as they are, and what they are of goes."""
+        if stage + 1 in self._parts:
+            part, flight = self._part_of(stage + 1, m), self._flights[stage + 1, m]
+            self._let_go(flight[storage] for storage in part.received)
+            self._came_back[stage, m] = [flight[storage] for storage in part.returned]
+
+    def send_forward(self, stage: int, m: int) -> None:
+        """What is sent is held until it has arrived, and until its backward is done."""
+        storages = [self._flights[stage, m][s] for s in self._part_of(stage, m).sent]
+        self._leaving[Action("SEND_F", stage, m)] = storages
+        self._holders.update(storages)
+
+    def receive_forward(self, stage: int, m: int) -> None:
+        """Room for what comes."""
+        self._arrived[stage, m] = self._receive(stage, m, received=True)
+
+    def send_backward(self, stage: int, m: int) -> None:
+        """The gradients are held until they have arrived, what they are of no longer."""
+        part, flight = self._part_of(stage, m), self._flights[stage, m]
+        self._leaving[Action("SEND_B", stage, m)] = [flight[s] for s in part.returned]
+        self._let_go(flight[storage] for storage in part.received)
+
+    def receive_backward(self, stage: int, m: int) -> None:
+        """Room for the gradients, which are held until their backward is done."""
+        self._came_back[stage, m] = self._receive(stage, m, received=False)
+
+    def end(self, split_of: Collection[int]) -> Work:
+        """All was played: what is still held of what was sent goes."""
+        self._begin("backward")
+        for storages in self._leaving.values():
+            self._let_go(storages)
+        self._drop(self._make(_NUMBER, Storage(Term.COMMUNICATION, "_to_copy")))
+        for stage in self._parts:
+            if stage in split_of:
+                self._marks.append(Mark(len(self._events), Moment.REDUCING, f"{AT_STAGE}{stage}"))
+        self._marks.append(Mark(len(self._events), Moment.SHARING, ""))
+        loss = self._make(_NUMBER, Storage(Term.LOSS, "div"))
+        self._drop(self._total)
+        return Work(
+            log=EventLog(tuple(self._storages), tuple(self._events), tuple(self._phases)),
+            marks=tuple(self._marks),
+            gradients=self._gradients,
+            ready=self._ready,
+            losses=(loss,),
+            again=tuple(self._again),
+            settling={
+                f"{fqn}{AT_STAGE}{stage}": each
+                for stage, part in self._parts.items()
+                for fqn, each in part.work.settling.items()
+            },
+            num_before=self._num_before,
+            host=tuple(self._host),
+        )
+
+    # Memory
+
+    def _change_host(self, delta: int) -> None:
+        if delta:
+            self._host.append((len(self._events), delta))
+
+    def _make_known(self, part: StageWork, flight: _Flight, storages: Iterable[int]) -> None:
+        for storage in storages:
+            flight.known[storage] = self._make(part.sizes[storage], part.storages[storage])
+
+    def _begin(self, phase: str) -> None:
+        if self._phases[-1] != phase:
+            self._phases.append(phase)
+
+    def _make(self, size: int, storage: Storage) -> int:
+        number = len(self._storages)
+        if storage.phase != self._phases[-1]:
+            storage = Storage(*storage[:3], self._phases[-1], storage.stream)
+        self._storages.append(storage)
+        self._sizes[number] = size
+        self._events.append((size, number, len(self._phases) - 1))
+        return number
+
+    def _drop(self, number: int) -> None:
+        self._events.append((-self._sizes[number], number, len(self._phases) - 1))
+
+    def _receive(self, stage: int, m: int, *, received: bool) -> list[int]:
+        part = self._part_of(stage, m)
+        storages, sizes = part.received if received else part.given, part.sizes
+        made = Storage(Term.COMMUNICATION, "empty")
+        return [self._make(sizes[storage], made) for storage in storages]
+
+    def _let_go(self, storages: Iterable[int]) -> None:
+        """One holder less; the last one's ends them."""
+        for storage in storages:
+            if self._holders.get(storage):
+                self._holders[storage] -= 1
+            else:
+                self._drop(storage)
+
+    def _play(self, part: StageWork, flight: _Flight, first: int, end: int) -> None:
+        """A piece of a stage's work."""
+        log, at = part.work.log, f"{AT_STAGE}{flight.stage}"
+        marks = part.marks_between(first)
+        is_split = part.turn is not None
+        crossing = {*part.received, *part.given, *part.returned} if is_split else set[int]()
+        sent, given, returned = {*part.sent}, {*part.given}, {*part.returned}
+        ready = part.ready_at
+        is_forward = first < part.split
+        # Forward copies to the host, and backward has done with it.
+        host = deque(each for each in part.work.host or () if (each[1] > 0) is is_forward)
+        done = 0
+        plain_until, numbers, events = part.plain_until, flight.known, log.changes
+        number = first
+        while number < end:
+            if plain_until[number] > number:
+                begun, number = number, min(plain_until[number], end)
+                now, offset = len(self._phases) - 1, flight.first
+                self._events += [
+                    (delta, numbers.get(storage, offset + storage), now)
+                    for delta, storage, _ in events[begun:number]
+                ]
+                continue
+            while host and host[0][0] <= number:
+                self._change_host(host.popleft()[1])
+            while done < len(marks) and marks[done].event <= number:
+                self._mark(marks[done], at)
+                done += 1
+            for storage in ready.get(number, ()):
+                self._take(part, storage, flight[storage], at)
+            delta, storage, phase = events[number]
+            number += 1
+            if storage in (sent if delta < 0 else given):
+                continue  # The pass holds it.
+            self._begin(log.phases[phase])
+            if delta < 0 and storage in crossing:
+                self._let_go([flight[storage]])
+                continue
+            own = flight[storage]
+            self._events.append((delta, own, len(self._phases) - 1))
+            if delta > 0 and storage in crossing & returned:
+                self._holders[own] += 1
+            if delta > 0 and storage in part.names:
+                self._sizes[own] = delta
+        for storage in ready.get(end, ()) if end == len(events) else ():
+            self._take(part, storage, flight[storage], at)
+        for _, delta in host:
+            self._change_host(delta)
+        for mark in marks[done:]:
+            self._mark(mark, at)
+
+    def _take(self, part: StageWork, storage: int, own: int, at: str) -> None:
+        """Autograd gives a parameter its gradient: what made it is done."""
+        name = part.names[storage] + at
+        if name not in self._gradients:
+            self._gradients[name], self._ready[name] = own, len(self._events)
+        elif self._takes:
+            self._again.append((len(self._events), name, own))
+        else:  # It is added to the one that is there.
+            self._drop(own)
+
+    def _mark(self, mark: Mark, at: str) -> None:
+        self._marks.append(Mark(len(self._events), mark.moment, mark.unit + at))

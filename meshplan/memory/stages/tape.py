@@ -1,0 +1,309 @@
+"""One stage's part of a tape: its own modules' rows, and what stands between modules.
+
+A stage runs the model's own forward, except for the modules that other stages run
+(`runtime.apply.pipeline.stage`): what such a module gives was received from the stage before, or is
+a stand-in without memory that nothing of this stage reads. Its forward ends with its last module.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from meshplan.assign.types import Stages
+from meshplan.errors import PlanError, Problem
+from meshplan.memory.log.events import Term
+from meshplan.memory.tape.op import Grad, Row, Span, Tape
+
+_ABSENT = -1
+"""In place of its base, of a value that a stage does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageTape:
+    """What one stage does with one microbatch.
+
+    Args:
+        tape: Its last row takes what is sent on; in the last stage, the loss.
+        received: Values that are there before, made by the stage before.
+        sent: Values that the next stage gets.
+    """
+
+    tape: Tape
+    received: tuple[int, ...]
+    sent: tuple[int, ...]
+
+
+class Cutter:
+    """Who runs each row, who makes each value, and what crosses the cuts.
+
+    Args:
+        tape: Of the whole model, loss included.
+        widening: How many times as wide as what is computed in what stands in for other stages'
+            modules is, which has the dtype that the model is stored in. What free modules make
+            is as wide, and cast by each unit that is called with it: but where a stage gets what
+            blocks begin with, free modules go by the dtype of that.
+
+    Raises:
+        PlanError: Something passes through a stage that does not use it.
+    """
+
+    def __init__(self, tape: Tape, stages: Stages, *, widening: int = 1) -> None:
+        self.tape, self.stages, self.last = tape, stages, stages.num - 1
+        self._widening = widening
+        units = dict(stages.units)
+        known: dict[str, int | None] = {}
+        self.owner: list[int | None] = []
+        """By row, the stage that runs it; None where every stage does."""
+        for row in tape.rows:
+            if row.module not in known:
+                known[row.module] = next((units[m] for m in around(row.module) if m in units), None)
+            self.owner.append(known[row.module])
+        self.maker: dict[int, int] = {}
+        """By value, the stage that makes it."""
+        self.until: dict[int, int] = {}
+        """By value, the last stage that uses it."""
+        self._follow()
+        self._received: list[list[int]] = [[] for _ in range(stages.num)]
+        self._sent: list[list[int]] = [[] for _ in range(stages.num)]
+        """By stage, what comes from and goes to its neighbours."""
+        for value, stage in self.maker.items():
+            until = self.until.get(value, stage)
+            if until == stage + 1:
+                self._sent[stage].append(value)
+                self._received[until].append(value)
+            elif until > stage:
+                what = "what a stage makes and a later one than the next uses is not told"
+                fix = "give the model itself (model: entry, with torch), or cut elsewhere"
+                raise PlanError(Problem(what, stages.reason.origin, fix))
+        self._rows_of: list[list[int]] = [[] for _ in range(stages.num)]
+        self._everywhere: list[int] = []
+        """By stage the rows that it runs, and those that all do."""
+        for number, owner in enumerate(self.owner):
+            (self._everywhere if owner is None else self._rows_of[owner]).append(number)
+        self._readers: dict[int, list[int]] = {}
+        """Of what is there before, the rows that read it."""
+        for number, row in enumerate(tape.rows):
+            for value in row.reads:
+                if value in tape.before:
+                    self._readers.setdefault(value, []).append(number)
+        self._spans_of: dict[int | None, list[Span]] = {}
+        self._units_of: dict[int | None, list[tuple[str, int, int]]] = {}
+        self._laid_of: dict[int | None, list[tuple[int, str, int]]] = {}
+        for span in tape.spans:
+            self._spans_of.setdefault(self.owner[span.start], []).append(span)
+        for unit in tape.units:
+            self._units_of.setdefault(self.owner[unit[1]], []).append(unit)
+        for (number, fqn), size in tape.laid.items():
+            self._laid_of.setdefault(self.owner[number], []).append((number, fqn, size))
+        self._free: dict[str, bool] = {}
+        """By module, whether it is free, where somebody asked."""
+        first = min((start for _, start, _ in tape.units), default=0)
+        self._begins = {tape.base[value] for row in tape.rows[:first] for value in row.makes}
+        """What blocks begin with."""
+
+    def _follow(self) -> None:
+        """Whose modules' values each stage depends on, itself or through what is between them."""
+        tape = self.tape
+        behind: dict[int, set[int]] = {}
+        until = self.until
+        for number, row in enumerate(tape.rows):
+            owner = self.owner[number]
+            reads = [tape.base[value] for value in row.reads]
+            roots = {root for value in reads for root in behind.get(value, ())}
+            if owner is not None or 0 <= tape.loss_start <= number:
+                stage = self.last if owner is None else owner
+                for root in roots:
+                    if until.get(root, 0) <= stage:
+                        until[root] = stage
+            for value in row.makes:
+                base = tape.base[value]
+                if base in behind:
+                    continue  # A view.
+                behind[base] = roots if owner is None else {base}
+                if owner is not None:
+                    self.maker[base] = owner
+
+    def part(self, stage: int) -> StageTape:
+        """The tape of one stage, whose values have numbers of their own, in the same order.
+
+        It takes as long as the stage has rows, however many the model has.
+        """
+        whole, is_last = self.tape, stage == self.last
+        own = self._rows_of[stage]
+        end = len(whole.rows) if is_last else own[-1] + 1
+        kept = sorted((*own, *(number for number in self._everywhere if number < end)))
+        received = self._received[stage]
+        before = self._before(kept) | dict.fromkeys(received, Term.COMMUNICATION)
+        rows = list(self._rows(kept, received))
+        spans = self._spans_of.get(stage, [])
+        made = {whole.base[v] for row in rows for v in row.makes} | before.keys()
+        values = sorted(made.union(*(_handled(row) for row in rows), *map(_called_with, spans)))
+        names = {value: number for number, value in enumerate(values)}
+
+        def place(number: int) -> int:
+            """Of a row of the whole, the last one of the part that has run by then."""
+            is_after = number == len(whole.rows)
+            return len(kept) if is_after else max(bisect_right(kept, number) - 1, 0)
+
+        out = Tape(
+            rows=[_renumbered(row, names) for row in rows],
+            nbytes=[whole.nbytes[value] for value in values],
+            base=[names[b] if (b := whole.base[v]) in made else _ABSENT for v in values],
+            before={names[value]: term for value, term in before.items()},
+            last_use=[place(whole.last_use[value]) for value in values],
+            units=[
+                (fqn, place(start), place(stop - 1) + 1)
+                for fqn, start, stop in self._units_of.get(stage, ())
+            ],
+            loss_start=place(whole.loss_start - 1) + 1 if is_last else len(rows),
+            laid={(place(number), fqn): size for number, fqn, size in self._laid_of.get(stage, ())},
+            lays_itself=whole.lays_itself,
+            sums_apart={names[value] for value in whole.sums_apart & names.keys()},
+        )
+        out.spans = [
+            replace(
+                span,
+                start=place(span.start),
+                end=place(span.end - 1) + 1,
+                given=tuple(names[value] for value in span.given),
+                enters=names.get(span.enters, -1),
+            )
+            for span in spans
+        ]
+        sent = tuple(names[value] for value in self._sent[stage])
+        if not is_last:
+            done = out.value(0)
+            grads = tuple(Grad(value, out.nbytes[value]) for value in sent)
+            for value in sent:
+                out.last_use[value] = len(out.rows) + 1
+                out.outlive.add(value)
+            out.add(Row("send", "", sent, (done,), grads=grads))
+        out.outlive |= {names[value] for value in whole.outlive & made}
+        if self._widening > 1 and stage:
+            begins = not self._begins.isdisjoint(received)
+            _widen(out, (lambda _: False) if begins else self._is_free, self._widening)
+        return StageTape(out, tuple(names[value] for value in received), sent)
+
+    def _is_free(self, module: str) -> bool:
+        if module not in self._free:
+            self._free[module] = any(each in self.stages.free for each in around(module))
+        return self._free[module]
+
+    def _before(self, kept: Sequence[int]) -> dict[int, Term]:
+        """What is there before: no buffers that other stages' modules alone read."""
+        whole, readers, here = self.tape, self._readers, set(kept)
+        return {
+            value: term
+            for value, term in whole.before.items()
+            if term != Term.BUFFERS or value not in readers or not here.isdisjoint(readers[value])
+        }
+
+    def _rows(self, kept: Sequence[int], received: Sequence[int]) -> Iterator[Row]:
+        """The rows; what only stand-ins flow through has no gradient and keeps nothing."""
+        tape = self.tape
+        flows = set(received)
+        for number in kept:
+            row, is_needed = tape.rows[number], True
+            if self.owner[number] is None:
+                grads = tuple(grad for grad in row.grads if tape.base[grad.value] in flows)
+                is_needed = bool(grads or row.parameters)
+                row = row._replace(grads=grads, keeps=row.keeps if is_needed else ())
+            if is_needed:
+                flows |= {tape.base[value] for value in row.makes}
+            yield row
+
+
+def _handled(row: Row) -> tuple[int, ...]:
+    """The values that a row names."""
+    return (*row.reads, *row.makes, *row.keeps, *[value for value, _ in row.grads])
+
+
+def _called_with(span: Span) -> tuple[int, ...]:
+    return span.given if span.enters < 0 else (*span.given, span.enters)
+
+
+def _renumbered(row: Row, names: Mapping[int, int]) -> Row:
+    name = names.__getitem__
+    return Row(
+        row.op,
+        row.module,
+        tuple(map(name, row.reads)),
+        tuple(map(name, row.makes)),
+        tuple(map(name, row.keeps)),
+        tuple([Grad(name(value), nbytes) for value, nbytes in row.grads]),
+        *row[6:],
+    )
+
+
+def _widen(tape: Tape, is_free: Callable[[str], bool], times: int) -> None:
+    """Let free modules make what they make wider, and every unit cast what it is called with.
+
+    What is computed from stand-ins alone is as wide as these. A unit inside of another one is
+    called with what that one has cast.
+    """
+    wide = {
+        value
+        for row in tape.rows
+        if is_free(row.module)
+        or (row.reads and all(tape.base[value] == _ABSENT for value in row.reads))
+        for value in row.makes
+    }
+    for value in wide:
+        tape.nbytes[value] *= times
+    rows, shift, at = tape.rows, 0, 0
+    moved: list[int] = []
+    entered: dict[tuple[int, int], int] = {}
+    out: list[Row] = []
+    units = sorted(tape.units, key=lambda unit: (unit[1], -unit[2]))
+    for fqn, start, end in units:
+        if start < at:
+            continue
+        moved += [n + shift for n in range(at, start)]
+        out += rows[at:start]
+        read = sorted({v for row in rows[start:end] for v in row.reads if v in wide})
+        narrow = {}
+        for value in read:
+            narrow[value] = cast = tape.value(tape.nbytes[value] // times)
+            out.append(Row("_to_copy", fqn, (value,), (cast,)))
+        shift += len(read)
+        moved += [n + shift for n in range(start, end)]
+        out += [_renamed(row, narrow) for row in rows[start:end]]
+        for value, cast in narrow.items():
+            tape.last_use[cast] = end - 1
+            entered[start, value] = cast
+        at = end
+    moved += [n + shift for n in range(at, len(rows) + 1)]
+    out += rows[at:]
+    tape.rows = out
+    tape.last_use = [moved[min(use, len(rows))] for use in tape.last_use]
+    tape.loss_start = moved[tape.loss_start]
+    tape.units = [(fqn, moved[start], moved[end - 1] + 1) for fqn, start, end in units]
+    tape.laid = {(moved[number], fqn): size for (number, fqn), size in tape.laid.items()}
+    tape.spans = [
+        replace(
+            span,
+            start=moved[span.start],
+            end=moved[span.end - 1] + 1,
+            enters=entered.get((span.start, span.enters), span.enters),
+        )
+        for span in tape.spans
+    ]
+
+
+def _renamed(row: Row, names: Mapping[int, int]) -> Row:
+    """The row, reading other values."""
+    if not any(value in names for value in (*row.reads, *row.keeps)):
+        return row
+    return row._replace(
+        reads=tuple(names.get(value, value) for value in row.reads),
+        keeps=tuple(names.get(value, value) for value in row.keeps),
+    )
+
+
+def around(module: str) -> Iterator[str]:
+    """A module and those around it, innermost first, the root apart."""
+    while module:
+        yield module
+        module = module.rpartition(".")[0]

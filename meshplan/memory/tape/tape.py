@@ -1,0 +1,400 @@
+"""Autograd's bookkeeping in plain Python: a list of operations played forward and in reverse.
+
+An operation is a row of data: what it reads and makes, what it keeps for backward, what it takes
+in passing. Playing rows gives the storages' births and deaths as eager torch has them: outputs are
+born, inputs end at their last use unless something keeps them, backward runs the rows in reverse,
+gradients that meet are summed, what was kept ends once it has been used. Which rows a model is made
+of, `memory.tape.ops` and `memory.decoder.blocks` know.
+
+Source: torch 2.13, csrc/autograd/engine.cpp (`evaluate_function`: gradients of inputs are there
+before that of the output goes, then what was kept goes) and input_buffer.cpp (sums);
+utils/checkpoint.py (recomputation stops at the last tensor that something keeps).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
+from typing import Final
+
+from meshplan.memory.log.categories import settled
+from meshplan.memory.log.events import Change, EventLog, Storage, Term
+from meshplan.memory.log.microbatch import Mark, Moment, Work
+from meshplan.memory.tape.nested_units import Nested
+from meshplan.memory.tape.offload import Hosted
+from meshplan.memory.tape.op import Grad, Row, Span, Tape
+
+__all__ = ["Grad", "Row", "Span", "Tape", "play"]
+
+_FORWARD, _LOSS, _BACKWARD = 1, 2, 3
+_PHASES: Final = ("before", "forward", "loss", "backward")
+
+
+def play(tape: Tape, *, sums_in_place: bool = False) -> Work:
+    """One microbatch, from what is there before to the end of backward.
+
+    Args:
+        sums_in_place: Whether gradients that meet are added up in the memory of the first, as torch
+            does when nothing watches it; under a dispatch mode each sum is a new tensor.
+    """
+    return Player(tape, sums_in_place).work()
+
+
+class Player:
+    """Plays a tape, and writes what happens."""
+
+    def __init__(self, tape: Tape, sums_in_place: bool) -> None:
+        self._tape, self._sums_in_place = tape, sums_in_place
+        self._terms, self._made_by = list[Term](), list[Row]()
+        self._born_in, self._ended_in = list[int](), dict[int, int]()
+        """By storage: what it is for, the row that made it, and its phases, by number."""
+        self._events: list[Change] = []
+        self._marks: list[Mark] = []
+        self._gradients: dict[str, int] = {}
+        self._ready: dict[str, int] = {}
+        """By fqn, the event before which autograd gives the parameter its gradient."""
+        self._unlaid: dict[str, int] = {}
+        """By fqn, gradients that are not laid as their parameter is."""
+        self._sent: set[int] = set()
+        self._phase = 0
+        self._is_loss = False
+        self._sizes, self._uses = list[int](), list[int]()
+        self._env: dict[int, int] = {}
+        """By base value, its storage, as forward's frames see it."""
+        self._kept: dict[int, list[int]] = {}
+        """By row, the storages that it keeps."""
+        self._inputs: dict[int, dict[int, int]] = {}
+        """By the first row of a recomputed span, what it begins with."""
+        self._cached: dict[int, int] = {}
+        """By value, its storage that recomputation need not make again."""
+        self._host = Hosted(tape.nbytes)
+        self._grads: dict[int, int] = {}
+        """By value, the storage of its gradient."""
+        self._seeds: list[int] = []
+        """The scaled loss and its gradient, which `backward` holds until it returns."""
+        self._dying = tape.dying()
+        self._starts = {start: unit for unit, start, _ in tape.units}
+        self._ends = {end - 1: unit for unit, _, end in tape.units}
+        self._nested = Nested(tape)
+
+    def work(self) -> Work:
+        tape = self._tape
+        for value, term in tape.before.items():
+            self._env[value] = self._born(tape.nbytes[value], Row("", "", ()), term)
+        num_before, self._phase = len(self._terms), _FORWARD
+        self._mark(Moment.BEFORE_FORWARD, "")
+        spans = list(tape.parts())
+        for span in spans:
+            self._forward(span)
+        self._begin_backward()
+        self._run_backward(spans)
+        assert not self._grads, "a gradient reached no operation"
+        log = EventLog(self._settled(num_before), tuple(self._events), _PHASES)
+        loss = self._env[tape.rows[-1].makes[0]]
+        # What a unit does once it has the whole: these storages are none of the log.
+        settling = {
+            fqn: ((nbytes, -1),) for (_, fqn), nbytes in tape.laid.items() if fqn in self._unlaid
+        }
+        return Work(
+            log, tuple(self._marks), self._gradients, self._ready, (loss,), settling=settling,
+            host=tuple(self._host.changes),
+        )  # fmt: skip
+
+    # Memory
+
+    def _born(self, nbytes: int, row: Row, term: Term = Term.TEMPORARIES) -> int:
+        """A new storage with one use."""
+        number, phase = len(self._uses), self._phase
+        if self._is_loss and term is Term.TEMPORARIES:
+            term = Term.LOSS
+        self._terms.append(term)
+        self._made_by.append(row)
+        self._born_in.append(phase)
+        self._sizes.append(nbytes)
+        self._uses.append(1)
+        if nbytes:
+            self._events.append((nbytes, number, phase))
+        if row.is_sent:
+            self._sent.add(number)
+        return number
+
+    def _hold(self, storage: int) -> None:
+        self._uses[storage] += 1
+
+    def _drop(self, storage: int) -> None:
+        self._uses[storage] = left = self._uses[storage] - 1
+        if not left and (size := self._sizes[storage]):
+            self._ended_in[storage] = self._phase
+            self._events.append((-size, storage, self._phase))
+
+    def _settled(self, num_before: int) -> tuple[Storage, ...]:
+        """What was made, with the terms that tell when it lived: nothing changes its size."""
+        sizes, ended, never = self._sizes, self._ended_in.get, len(_PHASES)
+        born = enumerate(self._born_in)
+        spans = [(phase, ended(n, never)) if sizes[n] else None for n, phase in born]
+        terms = settled(self._terms, spans, _PHASES, sent=self._sent, num_before=num_before)
+        ops, modules = zip(*((row.op, row.module) for row in self._made_by), strict=True)
+        phases = map(_PHASES.__getitem__, self._born_in)
+        return tuple(map(Storage._make, zip(terms, ops, modules, phases, repeat(0), strict=False)))
+
+    @property
+    def _now(self) -> int:
+        return len(self._events)
+
+    def _mark(self, moment: Moment, unit: str) -> None:
+        self._marks.append(Mark(self._now, moment, unit))
+
+    # Forward
+
+    def _forward(self, span: Span) -> None:
+        tape = self._tape
+        if span.recompute:
+            inputs = tape.called_with(span)
+            if span.on_host and not self._host.take(~span.start, (span.enters,), self._now):
+                del inputs[tape.base[span.enters]]
+            self._inputs[span.start] = held = {value: self._env[value] for value in inputs}
+            for storage in held.values():
+                self._hold(storage)
+        for number in range(span.start, span.end):
+            if number == tape.loss_start:
+                self._mark(Moment.AFTER_FORWARD, "")
+                self._phase, self._is_loss = _LOSS, True
+            if number in self._starts:
+                self._mark(Moment.BEFORE_FORWARD, self._starts[number])
+            row = tape.rows[number]
+            self._run(row, self._env)
+            if span.keeps_chosen:
+                self._cache(row)
+            elif not span.recompute:
+                self._keep(number, self._env, on_host=span.on_host)
+            for value in self._dying[number]:
+                if value != tape.rows[-1].makes[0]:  # The loop keeps the loss.
+                    self._drop(self._env.pop(value))
+            if number in self._ends:
+                self._mark(Moment.AFTER_FORWARD, self._ends[number])
+
+    def _run(self, row: Row, env: dict[int, int], cached: dict[int, int] | None = None) -> None:
+        """Make the row's outputs, or take them from what is cached."""
+        tape = self._tape
+        took = self._born(row.takes, row) if row.takes else None
+        for value in row.makes:
+            if tape.base[value] == value:
+                known = cached.pop(value, None) if cached else None
+                if known is None:
+                    term = Term.LOSS if value == tape.logits else Term.TEMPORARIES
+                    known = self._born(tape.nbytes[value], row, term)
+                env[value] = known
+        if took is not None:
+            self._drop(took)
+
+    def _keep(self, number: int, env: Mapping[int, int], *, on_host: bool = False) -> None:
+        base, keeps = self._tape.base, self._tape.rows[number].keeps
+        if on_host:
+            keeps = self._host.take(number, keeps, self._now)
+        kept = [env[base[value]] for value in keeps]
+        for storage in kept:
+            self._hold(storage)
+        self._kept[number] = kept
+
+    def _cache(self, row: Row) -> None:
+        if row.is_kept:
+            for value in row.makes:
+                storage = self._env[self._tape.base[value]]
+                self._hold(storage)
+                self._cached[value] = storage
+
+    # Backward
+
+    def _begin_backward(self) -> None:
+        """The loss is a scalar whose gradient is one of the same size."""
+        loss = self._tape.rows[-1].makes[0]
+        self._phase, self._is_loss = _BACKWARD, False
+        for value in self._dying[len(self._tape.rows)]:
+            if value not in self._tape.outlive:
+                self._drop(self._env.pop(value))
+        scaled = Row("mul", "", (loss,))
+        self._seeds = [self._born(self._tape.nbytes[loss], scaled) for _ in range(2)]
+        self._grads[loss] = self._born(self._tape.nbytes[loss], scaled)
+
+    def _run_backward(self, spans: Sequence[Span]) -> None:
+        for span in reversed(spans):
+            self._backward(span)
+        for value in self._tape.outlive:
+            self._drop(self._env.pop(value))
+        self._mark(Moment.END_OF_BACKWARD, "")
+        for storage in self._seeds:
+            self._drop(storage)
+
+    def _backward(self, span: Span) -> None:
+        end = span.end
+        if span.recompute:
+            # What needs nothing that was kept is done first; what runs again must be gathered.
+            end = 1 + self._tape.last_kept(span)
+            self._back_through(end, span.end)
+            self._begin_unit(end - 1)
+            self._recompute(span)
+        self._back_through(span.start, end, span if span.recompute else None)
+
+    def _end_span(self, span: Span) -> None:
+        """With the last that it kept goes what it was called with, and what it did not need."""
+        left = [v for row in self._tape.rows[span.start : span.end] for v in row.makes]
+        spared = [self._cached.pop(value) for value in left if value in self._cached]
+        for storage in (*self._inputs.pop(span.start).values(), *spared):
+            self._drop(storage)
+        self._host.end(~span.start, self._now)
+
+    def _back_through(self, start: int, end: int, ending: Span | None = None) -> None:
+        loss_start = self._tape.loss_start
+        for number in range(end - 1, start - 1, -1):
+            self._is_loss = 0 <= loss_start <= number
+            if number == loss_start - 1:
+                self._mark(Moment.BEFORE_BACKWARD, "")
+            self._begin_unit(number)
+            self._back(number)
+            if ending is not None and number == start:
+                self._end_span(ending)
+            self._end_unit(number)
+
+    def _begin_unit(self, number: int) -> None:
+        """A row that is the last one of a unit is the first that its backward comes to."""
+        if number in self._ends:
+            self._mark(Moment.BEFORE_BACKWARD, self._ends.pop(number))
+            self._nested.begin(number, self._grads)
+
+    def _end_unit(self, number: int) -> None:
+        """The first row of a unit is the last that its backward comes to."""
+        if number in self._starts:
+            self._mark(Moment.AFTER_BACKWARD, self._starts[number])
+            for value, storage in self._nested.end(number, self._grads):
+                self._accumulate(value, storage, self._tape.rows[number])
+
+    def _recompute(self, span: Span) -> None:
+        """Run forward again up to the last tensor that something keeps."""
+        rows, last = self._tape.rows, self._tape.last_kept(span)
+        self._is_loss = False
+        env = dict(self._inputs[span.start])
+        for storage in env.values():
+            self._hold(storage)
+        back = [self._born(size, rows[span.start]) for size in self._host.of(~span.start)]
+        for storage in back:  # What runs again is called with it, and holds it until it is done.
+            env[self._tape.base[span.enters]] = storage
+            self._hold(storage)
+        for number in range(span.start, last + 1):
+            row = rows[number]
+            if number in self._starts and number > span.start:
+                self._mark(Moment.BEFORE_FORWARD, self._starts[number])
+            if number < last or set(row.keeps) & set(row.makes):
+                self._run(row, env, self._cached)
+            self._keep(number, env)
+            for value in self._dying[number]:
+                if value in env:
+                    self._drop(env.pop(value))
+            if number in self._ends and number < last:
+                self._mark(Moment.AFTER_FORWARD, self._ends[number])
+        for storage in (*env.values(), *back):
+            self._drop(storage)
+
+    def _back(self, number: int) -> None:
+        """The backward of one row: gradients of its inputs, then the end of what it used."""
+        row, grads = self._tape.rows[number], self._grads
+        given = [grads.pop(value) for value in row.makes if value in grads]
+        made, own = list[tuple[int, int]](), list[tuple[str, int, int]]()
+        back: Sequence[int] = ()
+        if given:
+            back = [self._born(size, row) for size in self._host.of(number)]
+            took = self._born(row.takes_back, row) if row.takes_back else None
+            own = [(fqn, size, self._gradient(fqn, size, number)) for fqn, size in row.parameters]
+            made = self._passed_on(number, row.grads, given)
+            if took is not None:
+                self._drop(took)
+        for storage in (*back, *given, *self._kept.pop(number, ())):
+            self._drop(storage)
+        if self._host.changes:
+            self._host.end(number, self._now)
+        for fqn, nbytes, storage in own:
+            self._add_gradient(fqn, nbytes, storage, number)
+        for value, storage in made:
+            self._accumulate(value, storage, row)
+        for fqn, _ in row.parameters if given else ():
+            if fqn in self._unlaid:
+                self._lay(fqn, number)
+            self._ready[fqn] = len(self._events)
+
+    def _passed_on(
+        self, number: int, grads: Iterable[Grad], given: Sequence[int]
+    ) -> list[tuple[int, int]]:
+        """(value, its gradient) of what a row reads; one that takes no bytes is what was given."""
+        made: list[tuple[int, int]] = []
+        handed, row = self._tape.handed, self._tape.rows[number]
+        for value, nbytes in grads:
+            if handed and (number, value) in handed:
+                made.append((value, self._handed(number, value)))
+            elif nbytes:
+                made.append((value, self._born(nbytes, row)))
+            else:
+                self._hold(given[0])
+                made.append((value, given[0]))
+        return made
+
+    def _accumulate(self, value: int, storage: int, row: Row) -> None:
+        known = self._grads.get(value)
+        if known is None:
+            self._grads[value] = storage
+            return
+        if self._sums_in_place and self._uses[known] == 1 and value not in self._tape.sums_apart:
+            self._drop(storage)
+            return
+        self._grads[value] = self._born(max(self._sizes[known], self._sizes[storage]), row)
+        self._drop(known)
+        self._drop(storage)
+
+    def _lay(self, fqn: str, number: int) -> None:
+        """Where nobody does so later, and before it is added to one that is laid already."""
+        row, known, whole = self._tape.rows[number], self._gradients[fqn], self._unlaid[fqn]
+        if known == whole and fqn not in self._tape.lays_itself:
+            return
+        size = self._tape.laid[number, fqn]
+        laid = self._born(size, row, Term.GRADIENTS)
+        if known != whole:
+            total = self._born(size, row, Term.GRADIENTS)
+            self._drop(laid)
+            self._drop(known)
+            laid = total
+        self._drop(self._unlaid.pop(fqn))
+        self._gradients[fqn] = laid
+
+    def _handed(self, number: int, key: int | str) -> int:
+        """What forward has made of a gradient already."""
+        place = self._tape.rows[number].keeps.index(self._tape.handed[number, key])
+        storage = self._kept[number][place]
+        self._hold(storage)
+        return storage
+
+    def _gradient(self, fqn: str, nbytes: int, number: int) -> int:
+        """What one row gives to a parameter."""
+        if (number, fqn) in self._tape.handed:
+            return self._as(Term.GRADIENTS, self._handed(number, fqn))
+        return self._born(nbytes, self._tape.rows[number], Term.GRADIENTS)
+
+    def _add_gradient(self, fqn: str, nbytes: int, storage: int, number: int) -> None:
+        """A parameter that two rows read has the sum."""
+        is_laid = (number, fqn) not in self._tape.laid
+        if not is_laid:
+            self._unlaid[fqn] = storage
+        known = self._gradients.setdefault(fqn, storage)
+        if known == storage or not is_laid:
+            return
+        if not self._sums_in_place:
+            self._gradients[fqn] = self._born(nbytes, self._tape.rows[number], Term.GRADIENTS)
+            self._drop(self._as_addend(known))
+        self._drop(self._as_addend(storage))
+
+    def _as_addend(self, storage: int) -> int:
+        """It never is the gradient of a parameter."""
+        of_loss = self._born_in[storage] == _LOSS
+        return self._as(Term.LOSS if of_loss else Term.TEMPORARIES, storage)
+
+    def _as(self, term: Term, storage: int) -> int:
+        """The storage, which turns out to be for something else."""
+        self._terms[storage] = term
+        return storage

@@ -1,0 +1,240 @@
+"""Reading a config.json: the file, then each value with its default, all problems at once."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from meshplan.errors import Origin, Problem, SpecError
+from meshplan.files import read_bytes
+from meshplan.model.blueprint.keys import KEYS, MAX_SIZE, misfits, unknown
+from meshplan.spec.match import near
+from meshplan.spec.values import quote
+
+_MAX_FILE_BYTES: Final = 16 * 10**6
+_MOST_NOTED: Final = 8
+"""Keys that nobody knows and that a note names."""
+
+_ALIASES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "num_experts": ("num_local_experts", "n_routed_experts"),
+        "hidden_size": ("n_embd",),
+        "num_hidden_layers": ("n_layer",),
+        "num_attention_heads": ("n_head",),
+        "max_position_embeddings": ("n_positions",),
+    }
+)
+"""Other names under which configs state a size."""
+
+
+class Facts:
+    """Reads a config's values and gathers what is wrong with them."""
+
+    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, int], file: str) -> None:
+        self.config, self.defaults, self.file = config, defaults, file
+        self.sizes: dict[str, int] = {}
+        self.problems: list[Problem] = []
+
+    def problem(self, key: str, what: str, fix: str) -> None:
+        self.problems.append(Problem(what, Origin(self.file, key), fix))
+
+    def size(
+        self, key: str, default: int | None = None, *, most: int = MAX_SIZE, least: int = 1
+    ) -> int:
+        """An int; null and absence mean the default. Asked again, the same answer."""
+        if key in self.sizes:
+            return self.sizes[key]
+        key_stated, value = key, None
+        for name in (key, *_ALIASES.get(key, ())):
+            if self.config.get(name) is not None:
+                key_stated, value = name, self.config[name]
+                break
+        if value is None:
+            value = self.defaults.get(key, default)
+        if type(value) is not int or not least <= value <= most:
+            fix = f"write an int from {least} to {most}"
+            self.problem(key_stated, f"{_shown(value)} is not a size", fix)
+            value = 1
+        self.sizes[key] = value
+        return value
+
+    def size_or_none(self, key: str) -> int | None:
+        """A positive int, or none where the config says null; absence means the default."""
+        return None if self.config.get(key, key) is None else self.size(key)
+
+    def flag(self, key: bool | str, default: bool = False) -> bool:
+        """A bool of the config, or the family's fixed answer."""
+        if isinstance(key, bool):
+            return key
+        value = self.config.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self.problem(key, f"{_shown(value)} is not true or false", "write true or false")
+        return bool(value)
+
+    def layers(self, key: str) -> frozenset[int]:
+        """A list of layer indices; null and absence mean none."""
+        value = self.config.get(key) or []
+        if not isinstance(value, list) or any(type(i) is not int for i in value):
+            self.problem(key, f"{_shown(value)} is not a list of layers", "write a list of ints")
+            return frozenset()
+        return frozenset(value)
+
+    def window(self, key: bool | str) -> None:
+        """Note how far back attention sees, where it does not see everything.
+
+        Args:
+            key: Whether it does; the config's own switch, or its size where that is the switch.
+        """
+        stated = self.config.get("sliding_window")
+        if key == "sliding_window":
+            is_used = stated is not None
+        else:
+            is_used = self.flag(key) and ("sliding_window" not in self.config or stated is not None)
+        if is_used:
+            self.size("sliding_window", 4096)
+
+    def experts(self, *, scales_weights: bool) -> None:
+        """How a router chooses, and what changes what it keeps."""
+        chosen, count = self.size("num_experts_per_tok"), self.size("num_experts")
+        if chosen > count and self.config.get("num_experts_per_tok") is not None:
+            what = f"{chosen} experts cannot be chosen of {count}"
+            self.problem("num_experts_per_tok", what, f"write {count} at most")
+        if scales_weights:
+            self.sizes["norm_topk_prob"] = 1
+        if self.config.get("experts_implementation") not in (None, "grouped_mm"):
+            self.sizes["experts_implementation"] = 1
+        for key in ("output_router_logits", "router_jitter_noise"):
+            if self.config.get(key):
+                self.sizes[key] = 1
+
+    def dropout(self, key: str, default: float) -> None:
+        """Note whether something is dropped: 1 or 0, under the key's own name."""
+        value = self.config.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            self.problem(key, f"{_shown(value)} is not a probability", "write a number from 0 to 1")
+            value = 0
+        self.sizes[key] = int(value > 0)
+
+    def notes(self) -> tuple[str, ...]:
+        """The keys that nobody here knows, each with the known one that it may be meant for."""
+        keys = unknown(self.config)
+        words = []
+        for key in keys[:_MOST_NOTED]:
+            meant = near(key, KEYS)
+            guess = f" (or is {meant} meant?)" if meant and meant not in self.config else ""
+            words.append(f"{quote(key)}{guess}")
+        if len(keys) > _MOST_NOTED:
+            words.append(f"{len(keys) - _MOST_NOTED} more")
+        return (f"{self.file}: no figure depends on {', '.join(words)}",) if words else ()
+
+    def finish(self) -> None:
+        """Raise what was found, before anything is built on it."""
+        told = {problem.origin.path for problem in self.problems if problem.origin}
+        for key, kind in misfits(self.config):
+            if key not in told:
+                self.problem(key, f"{_shown(self.config[key])} is not {kind.what}", kind.fix)
+        if self.problems:
+            raise SpecError(self.problems)
+
+
+def attention_sizes(facts: Facts) -> tuple[int, int, int]:
+    """(heads, kv heads, elements of one head)."""
+    hidden, heads = facts.size("hidden_size"), facts.size("num_attention_heads")
+    kv_heads = facts.size("num_key_value_heads", heads)
+    head_dim = facts.size("head_dim", max(1, hidden // heads))
+    if facts.problems:  # what follows would only repeat them
+        return heads, kv_heads, head_dim
+    is_stated = facts.config.get("head_dim") is not None or "head_dim" in facts.defaults
+    if not is_stated and hidden % heads:
+        facts.problem(
+            "num_attention_heads",
+            f"{heads} heads do not divide hidden_size {hidden}",
+            "change one of them, or state head_dim",
+        )
+    if heads % kv_heads:
+        facts.problem(
+            "num_key_value_heads",
+            f"{kv_heads} key-value heads do not divide {heads} attention heads",
+            "write a divisor of num_attention_heads",
+        )
+    return heads, kv_heads, head_dim
+
+
+def read_json(file: Path, origin: Origin | None) -> Mapping[str, Any]:
+    """The file's object."""
+    here = Origin(str(file))
+    ask = "give a Hugging Face config.json, or the directory that holds one"
+    try:
+        data = read_bytes(file, _MAX_FILE_BYTES, "a config.json")
+    except FileNotFoundError as error:
+        what = f"cannot read {str(file)!r}: {error.strerror}"
+        raise SpecError(Problem(what, origin, ask)) from None
+    except SpecError as error:
+        what = f"cannot read {str(file)!r}: {error.problems[0].what}"
+        raise SpecError(Problem(what, origin, ask)) from None
+    try:
+        config = json.loads(data.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise SpecError(Problem("the file is not text", here, ask)) from None
+    except json.JSONDecodeError as error:
+        where = Origin(str(file), "", error.lineno, error.colno)
+        raise SpecError(Problem(f"not JSON: {error.msg}", where, ask)) from None
+    except (ValueError, RecursionError):
+        raise SpecError(Problem("not JSON that a model could mean", here, ask)) from None
+    if not isinstance(config, dict):
+        what = f"the file holds a {type(config).__name__}, not an object of keys and values"
+        raise SpecError(Problem(what, here, ask))
+    return config
+
+
+def _shown(value: object) -> str:
+    """A value as a message names it: on one line and not too long."""
+    return quote(value) if isinstance(value, str) else quote(repr(value))[1:-1]
+
+
+_KERNEL_KEYS: Final = ("attn_implementation", "experts_implementation")
+_KERNELS: Final = frozenset(
+    {
+        "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention",
+        "grouped_mm", "batched_mm",
+    }
+)  # fmt: skip
+_COUNT_KEY: Final = re.compile(
+    r"(num|n)_.*(layer|block|expert|stage).*|.*(layers|blocks|depths?)(\[[0-9]+\])?"
+)
+_MOST_MODULES: Final = 2048
+_FETCHES: Final = ("pretrained", "use_pretrained_backbone")
+
+
+def foreign_problem(config: Mapping[str, Any], file: str) -> Problem | None:
+    """Return why transformers must not be asked to build a config, or None.
+
+    It takes a kernel's name such as "org/kernel" for code to be fetched and run, fetches weights of
+    backbones, and makes as many modules as a count says.
+    """
+    todo: list[tuple[str, Any]] = [("", config)]
+    while todo:
+        path, value = todo.pop()
+        if isinstance(value, Mapping):
+            todo += [(f"{path}.{key}".lstrip("."), inner) for key, inner in value.items()]
+        elif isinstance(value, list):
+            todo += [(f"{path}[{number}]", inner) for number, inner in enumerate(value)]
+        is_asked = any(name in path for name in _KERNEL_KEYS)
+        if is_asked and isinstance(value, str) and value not in _KERNELS:
+            what = f"{value!r} is no kernel that is built in"
+            return Problem(what, Origin(file, path), f"write one of {', '.join(sorted(_KERNELS))}")
+        if path.rpartition(".")[2] in _FETCHES and value is True:
+            what = "this asks for weights to be fetched"
+            return Problem(what, Origin(file, path), "write false: only sizes are needed here")
+        is_count = _COUNT_KEY.fullmatch(path.rpartition(".")[2]) is not None
+        if is_count and isinstance(value, int | float) and value > _MOST_MODULES:
+            what = f"{value!r} is more modules than any model has"
+            return Problem(what, Origin(file, path), f"write {_MOST_MODULES:,} or less")
+    return None

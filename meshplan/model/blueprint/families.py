@@ -1,0 +1,227 @@
+"""Model families as data: what sets each apart from Llama's shape, and its defaults.
+
+To add a family of this shape, add a row.
+
+Source: transformers 5.23, `models/<family>/configuration_*.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from meshplan.model.blueprint.config import Facts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What sets one decoder family apart from Llama's shape.
+
+    Args:
+        prefix: Of its class names.
+        defaults: transformers' value of each size that a config may leave out.
+        qkv_bias: Whether query, key and value projections have one; a key names the config's
+            own switch. Likewise `o_bias` and `mlp_bias`.
+        attention: A word of `parts`: how queries, keys and values are made.
+        qk_norm: Whether queries and keys are normalised per head.
+        norms: The norms of one layer, in order.
+        moe: Children of a sparse block in order of definition, () for a dense model.
+        sparse_block, router: Classes, behind the prefix.
+        has_groups: Whether a token's experts are of few groups, chosen by scores that a buffer
+            corrects.
+        mixes_dense: The key that says which layers are dense, where experts have a width of their
+            own; "" where none are.
+        scales_weights: Whether the weights of a token's experts are made to add up to 1; a key
+            names the config's own switch.
+        on_by_default: Keys of switches that are on when the config is silent.
+        activation: Key of the activation's name.
+        embedding: Class of the token embedding.
+        window: Whether attention sees the last `sliding_window` tokens only; a key names the
+            config's own switch.
+        scales: Whether words, what a half block adds, and logits are multiplied by numbers.
+        ties: Whether input and output embeddings are one tensor when the config is silent.
+    """
+
+    prefix: str
+    defaults: Mapping[str, int]
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    attention: str = "by_head"
+    qk_norm: bool = False
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    moe: tuple[str, ...] = ()
+    sparse_block: str = "SparseMoeBlock"
+    router: str = "TopKRouter"
+    has_groups: bool = False
+    mixes_dense: str = ""
+    scales_weights: bool | str = False
+    on_by_default: frozenset[str] = frozenset()
+    activation: str = "hidden_act"
+    embedding: str = "Embedding"
+    window: bool | str = False
+    scales: bool = False
+    ties: bool = False
+
+    def flag(self, key: bool | str, facts: Facts) -> bool:
+        """What a switch says, be it fixed or the config's own."""
+        return facts.flag(key, key in self.on_by_default)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its code computes what Llama's does, and what `auto` derives of it is known.
+
+        Of experts it cuts nothing.
+        """
+        return len(self.norms) == 2
+
+    @property
+    def shared(self) -> str:
+        """The child of a sparse block that all tokens pass through, "" where there is none."""
+        return next((name for name in self.moe if name in ("shared_expert", "shared_experts")), "")
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether some layer may have a dense feed-forward."""
+        return not self.moe or bool(self.mixes_dense)
+
+
+def _sizes(
+    vocab: int, hidden: int, intermediate: int, layers: int, heads: int, **more: int
+) -> Mapping[str, int]:
+    sizes = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+    return MappingProxyType(sizes | more)
+
+
+_BIAS_KEY: Final = "attention_bias"
+
+FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
+    {
+        "llama": Family(
+            prefix="Llama",
+            defaults=_sizes(32000, 4096, 11008, 32, 32),
+            qkv_bias=_BIAS_KEY,
+            o_bias=_BIAS_KEY,
+            mlp_bias="mlp_bias",
+        ),
+        "mistral": Family(
+            prefix="Mistral",
+            defaults=_sizes(32000, 4096, 14336, 32, 32, num_key_value_heads=8),
+            window=True,
+        ),
+        "qwen2": Family(
+            prefix="Qwen2",
+            defaults=_sizes(151936, 4096, 22016, 32, 32, num_key_value_heads=32),
+            qkv_bias=True,
+            window="use_sliding_window",
+        ),
+        "qwen3": Family(
+            prefix="Qwen3",
+            defaults=_sizes(151936, 4096, 22016, 32, 32, num_key_value_heads=32, head_dim=128),
+            qkv_bias=_BIAS_KEY,
+            o_bias=_BIAS_KEY,
+            qk_norm=True,
+            window="use_sliding_window",
+        ),
+        "gemma2": Family(
+            prefix="Gemma2",
+            defaults=_sizes(256000, 2304, 9216, 26, 8, num_key_value_heads=4, head_dim=256),
+            qkv_bias=_BIAS_KEY,
+            o_bias=_BIAS_KEY,
+            norms=(
+                "input_layernorm",
+                "post_attention_layernorm",
+                "pre_feedforward_layernorm",
+                "post_feedforward_layernorm",
+            ),
+            activation="hidden_activation",
+            embedding="Gemma2TextScaledWordEmbedding",
+            ties=True,
+        ),
+        "granite": Family(
+            prefix="Granite",
+            defaults=_sizes(32000, 4096, 11008, 32, 32),
+            qkv_bias=_BIAS_KEY,
+            o_bias=_BIAS_KEY,
+            mlp_bias="mlp_bias",
+            scales=True,
+        ),
+        "mixtral": Family(
+            prefix="Mixtral",
+            defaults=_sizes(
+                32000, 4096, 14336, 32, 32,
+                num_key_value_heads=8, num_experts=8, num_experts_per_tok=2,
+            ),
+            moe=("gate", "experts"),
+            scales_weights=True,
+            window="sliding_window",
+        ),
+        "qwen3_moe": Family(
+            prefix="Qwen3Moe",
+            defaults=_sizes(
+                151936, 2048, 6144, 24, 32,
+                num_key_value_heads=4, num_experts=128, num_experts_per_tok=8,
+                moe_intermediate_size=768, decoder_sparse_step=1,
+            ),
+            qkv_bias=_BIAS_KEY,
+            o_bias=_BIAS_KEY,
+            qk_norm=True,
+            moe=("experts", "gate"),
+            mixes_dense="decoder_sparse_step",
+            scales_weights="norm_topk_prob",
+            window="use_sliding_window",
+        ),
+        "deepseek_v3": Family(
+            prefix="DeepseekV3",
+            defaults=_sizes(
+                129280, 7168, 18432, 61, 128,
+                q_lora_rank=1536, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128,
+                v_head_dim=128, num_experts=256, num_experts_per_tok=8, n_shared_experts=1,
+                moe_intermediate_size=2048, n_group=8, topk_group=4, first_k_dense_replace=3,
+            ),
+            attention="latent",
+            moe=("experts", "gate", "shared_experts"),
+            sparse_block="MoE",
+            router="TopkRouter",
+            has_groups=True,
+            mixes_dense="first_k_dense_replace",
+            scales_weights="norm_topk_prob",
+            on_by_default=frozenset({"norm_topk_prob"}),
+        ),
+        "qwen2_moe": Family(
+            prefix="Qwen2Moe",
+            defaults=_sizes(
+                151936, 2048, 5632, 24, 16,
+                num_key_value_heads=16, num_experts=60, num_experts_per_tok=4,
+                moe_intermediate_size=1408, shared_expert_intermediate_size=5632,
+                decoder_sparse_step=1,
+            ),
+            qkv_bias="qkv_bias",
+            moe=("gate", "experts", "shared_expert", "shared_expert_gate"),
+            mixes_dense="decoder_sparse_step",
+            scales_weights="norm_topk_prob",
+            on_by_default=frozenset({"qkv_bias"}),
+            window="use_sliding_window",
+        ),
+    }
+)  # fmt: skip
+"""The families of Llama's shape by `model_type`; GPT-2 has a shape of its own."""
+
+GPT2_DEFAULTS: Final = MappingProxyType(
+    {
+        "vocab_size": 50257,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 1024,
+    }
+)
+"""GPT-2's sizes under the names that the other families use."""

@@ -1,0 +1,212 @@
+"""The forward of a model that nobody has built, as far as cutting it into stages asks for.
+
+One operation stands for each module that runs as a whole: which tensors it reads, and what it is
+given. What happens inside of it a recorded forward would tell (`runtime.trace.ops`), and derived
+styles need; an outline is no recording, and is kept apart from one.
+
+Source: transformers 5.23, `models/<family>/modeling_*.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from meshplan.model.flow import Call, Flow, Op, Ref, Value
+from meshplan.model.graph import ModuleInfo, TensorInfo
+
+
+@dataclass(slots=True)
+class Outline:
+    """A forward in the making.
+
+    Args:
+        tensors: All of the model, by fqn.
+    """
+
+    tensors: Mapping[str, TensorInfo]
+    _inside: dict[str, list[str]] = field(init=False)
+    _values: list[Value] = field(default_factory=list)
+    _ops: list[Op] = field(default_factory=list)
+    _calls: list[Call] = field(default_factory=list)
+    _known: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._inside = {}
+        for fqn, tensor in self.tensors.items():
+            around = {above for name in tensor.names for above in _around(name)}
+            for module in around:
+                self._inside.setdefault(module, []).append(fqn)
+
+    def enter(self, module: str, parent: int | None) -> int:
+        """A call of a module that others are called from; `leave` says where it ends."""
+        return self._call(module, parent, (), ())
+
+    def leave(self, call: int, value: int) -> None:
+        """It returns this."""
+        begun = self._calls[call]
+        self._calls[call] = Call(
+            id=call,
+            module=begun.module,
+            parent=begun.parent,
+            inputs=begun.inputs,
+            outputs=(("", value),),
+            ops=(begun.ops[0], len(self._ops)),
+        )
+
+    def given(self, name: str) -> int:
+        """An input of the model."""
+        return self._value("input", name)
+
+    def run(
+        self,
+        module: str,
+        parent: int,
+        reads: Iterable[int],
+        *,
+        is_random: bool = False,
+        leaves_out: tuple[str, ...] = (),
+    ) -> int:
+        """A call of a module that runs as a whole; what it returns.
+
+        Args:
+            reads: What it is given.
+            leaves_out: Names of its tensors that forward does not read.
+        """
+        inputs = tuple(reads)
+        own = [
+            self._known.setdefault(fqn, self._tensor(fqn))
+            for fqn in self._inside.get(module, ())
+            if fqn.rpartition(".")[2] not in leaves_out
+        ]
+        before = len(self._ops)
+        call = self._call(module, parent, inputs, ())
+        out = self.compute(call, (*inputs, *own), is_random=is_random)
+        self._calls[call] = Call(
+            id=call,
+            module=module,
+            parent=parent,
+            inputs=self._calls[call].inputs,
+            outputs=(("", out),),
+            ops=(before, len(self._ops)),
+        )
+        return out
+
+    def hand_on(self, module: str, parent: int, value: int) -> int:
+        """A call of a module that returns what it is given."""
+        self._call(module, parent, (value,), (value,))
+        return value
+
+    def compute(self, call: int, reads: Iterable[int], *, is_random: bool = False) -> int:
+        """What the code of a module computes itself."""
+        out = self._value("op")
+        args = tuple(map(Ref, reads))
+        self._ops.append(
+            Op(
+                name="meshplan.outline",
+                args=args,
+                kwargs={},
+                outputs=(out,),
+                call=call,
+                is_random=is_random,
+            )
+        )
+        return out
+
+    def flow(self) -> Flow:
+        """All of it."""
+        return Flow(values=tuple(self._values), ops=tuple(self._ops), calls=tuple(self._calls))
+
+    def _call(
+        self, module: str, parent: int | None, inputs: tuple[int, ...], outputs: tuple[int, ...]
+    ) -> int:
+        number, at = len(self._calls), len(self._ops)
+        self._calls.append(
+            Call(
+                id=number,
+                module=module,
+                parent=parent,
+                inputs=tuple((str(n), value) for n, value in enumerate(inputs)),
+                outputs=tuple(("", value) for value in outputs),
+                ops=(at, at),
+            )
+        )
+        return number
+
+    def _tensor(self, fqn: str) -> int:
+        return self._value("buffer" if self.tensors[fqn].is_buffer else "parameter", fqn)
+
+    def _value(
+        self, origin: Literal["parameter", "buffer", "input", "constant", "op"], name: str = ""
+    ) -> int:
+        number = len(self._values)
+        self._values.append(Value(id=number, shape=(), dtype="", origin=origin, name=name))
+        return number
+
+
+def _around(name: str) -> Iterator[str]:
+    """The modules that a tensor lies in."""
+    module = name.rpartition(".")[0]
+    while module:
+        yield module
+        module = module.rpartition(".")[0]
+
+
+def decoder_outline(
+    modules: Mapping[str, ModuleInfo], tensors: Mapping[str, TensorInfo], *, scales: bool = False
+) -> Flow:
+    """A decoder of Llama's shape: words, angles that every block rotates by, blocks, norm, head.
+
+    Args:
+        scales: Whether words and logits are multiplied by numbers.
+    """
+    out = Outline(tensors)
+    root = out.enter("", None)
+    ids = out.given("input_ids")
+    body = out.enter("model", root)
+    x = out.run("model.embed_tokens", body, (ids,))
+    if scales:
+        x = out.compute(body, (x,))
+    angles = out.run("model.rotary_emb", body, (), leaves_out=("original_inv_freq",))
+    for block in _blocks(modules, "model.layers"):
+        x = out.run(block, body, (x, angles))
+    x = out.run("model.norm", body, (x,))
+    out.leave(body, x)
+    x = out.run("lm_head", root, (x,))
+    if scales:
+        x = out.compute(root, (x,))
+    out.leave(root, x)
+    return out.flow()
+
+
+def gpt2_outline(
+    modules: Mapping[str, ModuleInfo], tensors: Mapping[str, TensorInfo], *, drops: bool
+) -> Flow:
+    """GPT-2: words and places are added up between modules.
+
+    Args:
+        drops: Whether the dropout behind them draws, rather than returning what it is given.
+    """
+    out = Outline(tensors)
+    root = out.enter("", None)
+    ids = out.given("input_ids")
+    body = out.enter("transformer", root)
+    words = out.run("transformer.wte", body, (ids,))
+    places = out.run("transformer.wpe", body, ())
+    x = out.compute(body, (words, places))
+    if drops:
+        x = out.run("transformer.drop", body, (x,), is_random=True)
+    else:
+        x = out.hand_on("transformer.drop", body, x)
+    for block in _blocks(modules, "transformer.h"):
+        x = out.run(block, body, (x,))
+    x = out.run("transformer.ln_f", body, (x,))
+    out.leave(body, x)
+    x = out.run("lm_head", root, (x,))
+    out.leave(root, x)
+    return out.flow()
+
+
+def _blocks(modules: Mapping[str, ModuleInfo], at: str) -> Iterable[str]:
+    return (fqn for fqn in modules if fqn.rpartition(".")[0] == at)

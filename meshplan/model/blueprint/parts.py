@@ -1,0 +1,176 @@
+"""The parts of a decoder's layer, each in two steps: sizes are read, then modules are put.
+
+Reading comes first for all of them, so that everything wrong with a config is said at once.
+
+Source: transformers 5.23, `models/<family>/modeling_*.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final
+
+from meshplan.model.blueprint.builder import Builder
+from meshplan.model.blueprint.config import Facts, attention_sizes
+from meshplan.model.blueprint.families import Family
+
+Put = Callable[[str], None]
+"""Puts one at a fqn."""
+
+_EACH_GROUP: Final = 2
+"""Experts of a group whose scores are added up to the group's own."""
+
+
+def attention_of(family: Family, facts: Facts, build: Builder) -> tuple[Put, int]:
+    """(how to put an attention, the features of a head that positions turn)."""
+    return _ATTENTIONS[family.attention](family, facts, build)
+
+
+def _by_head(family: Family, facts: Facts, build: Builder) -> tuple[Put, int]:
+    """Queries, keys and values are each projected from what enters."""
+    hidden, (heads, kv_heads, head_dim) = facts.size("hidden_size"), attention_sizes(facts)
+    qkv_bias, o_bias = family.flag(family.qkv_bias, facts), family.flag(family.o_bias, facts)
+    sizes = MappingProxyType({"head_dim": head_dim, "num_key_value_groups": heads // kv_heads})
+
+    def put(at: str) -> None:
+        build.module(at, f"{family.prefix}Attention", sizes=sizes)
+        for name, num in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads)):
+            build.linear(f"{at}.{name}", num * head_dim, hidden, bias=qkv_bias, head_dim=head_dim)
+        build.linear(f"{at}.o_proj", hidden, heads * head_dim, bias=o_bias, head_dim=head_dim)
+        if family.qk_norm:
+            build.norm(f"{at}.q_norm", head_dim, f"{family.prefix}RMSNorm")
+            build.norm(f"{at}.k_norm", head_dim, f"{family.prefix}RMSNorm")
+
+    return put, head_dim
+
+
+def _latent(family: Family, facts: Facts, build: Builder) -> tuple[Put, int]:
+    """Keys and values of all heads are made of one narrow vector a token, and so are queries.
+
+    Source: DeepSeek-V2 report, section 2.1 (multi-head latent attention).
+    """
+    hidden, heads = facts.size("hidden_size"), facts.size("num_attention_heads")
+    q_rank, kv_rank = facts.size_or_none("q_lora_rank"), facts.size("kv_lora_rank")
+    turned, straight = facts.size("qk_rope_head_dim"), facts.size("qk_nope_head_dim")
+    value, bias = facts.size("v_head_dim"), facts.flag("attention_bias")
+    if facts.flag("rope_interleave", True):
+        facts.sizes["rope_interleave"] = 1
+    if facts.size("num_key_value_heads", heads) != heads:
+        facts.problem(
+            "num_key_value_heads",
+            f"every head has keys and values of its own, so there are {heads} of them",
+            "write num_attention_heads, or leave it out",
+        )
+    if facts.config.get("head_dim") not in (None, turned):
+        what = "positions are made for as many features as they turn, which are qk_rope_head_dim"
+        facts.problem("head_dim", what, f"write {turned}, or leave it out")
+    norm, wide = f"{family.prefix}RMSNorm", heads * (straight + turned)
+    sizes = MappingProxyType({"num_heads": heads, "num_key_value_groups": 1})
+
+    def put(at: str) -> None:
+        build.module(at, f"{family.prefix}Attention", sizes=sizes)
+        if q_rank is None:
+            build.linear(f"{at}.q_proj", wide, hidden)
+        else:
+            build.linear(f"{at}.q_a_proj", q_rank, hidden, bias=bias)
+            build.norm(f"{at}.q_a_layernorm", q_rank, norm)
+            build.linear(f"{at}.q_b_proj", wide, q_rank)
+        build.linear(f"{at}.kv_a_proj_with_mqa", kv_rank + turned, hidden, bias=bias)
+        build.norm(f"{at}.kv_a_layernorm", kv_rank, norm)
+        build.linear(f"{at}.kv_b_proj", heads * (straight + value), kv_rank)
+        build.linear(f"{at}.o_proj", hidden, heads * value, bias=bias)
+
+    return put, turned
+
+
+_ATTENTIONS: Final[Mapping[str, Callable[[Family, Facts, Builder], tuple[Put, int]]]] = (
+    MappingProxyType({"by_head": _by_head, "latent": _latent})
+)
+
+
+def gated_mlp(family: Family, facts: Facts, build: Builder, width: int, act: object) -> Put:
+    """A feed-forward of three projections.
+
+    Args:
+        width: Features inside.
+        act: As configs name the activation.
+    """
+    hidden, bias = facts.size("hidden_size"), family.flag(family.mlp_bias, facts)
+
+    def put(at: str) -> None:
+        build.module(at, f"{family.prefix}MLP")
+        build.linear(f"{at}.gate_proj", width, hidden, bias=bias)
+        build.linear(f"{at}.up_proj", width, hidden, bias=bias)
+        build.linear(f"{at}.down_proj", hidden, width, bias=bias)
+        build.activation(f"{at}.act_fn", act)
+
+    return put
+
+
+def sparse_mlp(family: Family, facts: Facts, build: Builder, act: object) -> Put:
+    """A router and the experts that it chooses from."""
+    hidden, count = facts.size("hidden_size"), facts.size("num_experts")
+    facts.experts(scales_weights=family.flag(family.scales_weights, facts))
+    width = facts.size("moe_intermediate_size" if family.mixes_dense else "intermediate_size")
+    if family.has_groups:
+        _groups(facts, count)
+    shared = None
+    if family.shared == "shared_experts":
+        every = facts.size("n_shared_experts") * width
+        shared = gated_mlp(family, facts, build, every, act)
+    elif family.shared == "shared_expert":
+        every = facts.size("shared_expert_intermediate_size")
+        shared = gated_mlp(family, facts, build, every, act)
+
+    def gate(at: str) -> None:
+        build.module(at, f"{family.prefix}{family.router}")
+        build.parameter(f"{at}.weight", (count, hidden), ("expert", "in"))
+        if family.has_groups:
+            build.buffer(f"{at}.e_score_correction_bias", (count,), is_persistent=True)
+
+    def experts(at: str) -> None:
+        build.module(at, f"{family.prefix}Experts")
+        for name, shape in (
+            ("gate_up_proj", (count, 2 * width, hidden)), ("down_proj", (count, hidden, width)),
+        ):  # fmt: skip
+            build.parameter(f"{at}.{name}", shape, ("expert", "out", "in"))
+        build.activation(f"{at}.act_fn", act)
+
+    def shared_gate(at: str) -> None:
+        build.linear(at, 1, hidden)
+
+    puts = {
+        "gate": gate, "experts": experts, family.shared: shared, "shared_expert_gate": shared_gate,
+    }  # fmt: skip
+
+    def put(at: str) -> None:
+        build.module(at, f"{family.prefix}{family.sparse_block}")
+        for child in family.moe:
+            child_put = puts[child]
+            assert child_put is not None
+            child_put(f"{at}.{child}")
+
+    return put
+
+
+def _groups(facts: Facts, count: int) -> None:
+    """Experts are chosen from the groups whose best ones score most."""
+    groups, chosen = facts.size("n_group"), facts.size("topk_group")
+    if count % groups or count // groups < _EACH_GROUP:
+        what = f"{count} experts do not fall into {groups} equal groups of {_EACH_GROUP} or more"
+        facts.problem("n_group", what, "change one of them")
+    if chosen > groups:
+        what = f"{chosen} groups cannot be chosen of {groups}"
+        facts.problem("topk_group", what, "write n_group at most")
+
+
+def dense_layers(family: Family, facts: Facts, num_layers: int) -> frozenset[int]:
+    """The layers of a mixture of experts that have a dense feed-forward."""
+    if family.mixes_dense == "first_k_dense_replace":
+        return frozenset(range(min(num_layers, facts.size(family.mixes_dense, least=0))))
+    if family.mixes_dense == "decoder_sparse_step":
+        step = facts.size(family.mixes_dense)
+        skipped = frozenset(n for n in range(num_layers) if (n + 1) % step)
+        return skipped | facts.layers("mlp_only_layers")
+    return frozenset()

@@ -1,0 +1,70 @@
+"""The classes of dims of a whole flow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from meshplan.model.dims.factors import Dim, Factor
+from meshplan.model.dims.linker import Linker
+from meshplan.model.dims.operations import link
+from meshplan.model.flow import Flow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DimClasses:
+    """Every dim of every value, in factors that are equal where dims run along together.
+
+    Args:
+        flow: What was read.
+        dims: By value id, per dim its factors, outermost first; () for a dim of size 1.
+        sizes: By factor.
+        blocked: By factor, why it cannot be cut; only those that cannot.
+        summed: By number of the operation, the factors that a product sums over.
+    """
+
+    flow: Flow
+    dims: tuple[tuple[Dim, ...], ...]
+    sizes: Mapping[Factor, int]
+    blocked: Mapping[Factor, str]
+    summed: Mapping[int, Dim]
+
+    def sizes_of(self, dim: Dim) -> int:
+        """The size of a dim, or of a part of one."""
+        return math.prod(self.sizes[factor] for factor in dim)
+
+    def factors_of(self, value: int) -> frozenset[Factor]:
+        """All factors of a value."""
+        return frozenset(factor for dim in self.dims[value] for factor in dim)
+
+
+def classify(flow: Flow) -> DimClasses:
+    """Run a flow through what its operations do to dims."""
+    linker = Linker(flow)
+    for number, op in enumerate(flow.ops):
+        link(linker, number, op)
+    factors = linker.factors
+    for value, found in linker.dims.items():
+        leaves = [leaf for dim in found for leaf in factors.leaves(dim)]
+        twice = [leaf for leaf in set(leaves) if leaves.count(leaf) > 1]
+        origin = flow.values[value].origin
+        factors.block(twice, "two dims of one tensor run along it")
+        if origin in ("buffer", "constant", "input"):
+            factors.block(leaves, f"it is a dim of {_a_name(flow, value)}")
+    dims = tuple(tuple(factors.leaves(dim) for dim in linker.dims[v.id]) for v in flow.values)
+    used = {leaf for value in dims for dim in value for leaf in dim}
+    return DimClasses(
+        flow=flow,
+        dims=dims,
+        sizes=MappingProxyType({leaf: factors.size((leaf,)) for leaf in used}),
+        blocked=MappingProxyType({leaf: why for leaf in used if (why := factors.blocked(leaf))}),
+        summed=MappingProxyType({n: factors.leaves(dim) for n, dim in linker.summed.items()}),
+    )
+
+
+def _a_name(flow: Flow, value: int) -> str:
+    found = flow.values[value]
+    kind = {"buffer": "the buffer", "input": "the input"}.get(found.origin, "a constant")
+    return f"{kind} {found.name}".strip()

@@ -1,0 +1,108 @@
+"""What operations have in common: the dims of their arguments, and how these are linked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from meshplan.model.dims.factors import Dim, Factor, Factors
+from meshplan.model.flow import Flow, Op, Ref, Value, refs
+
+Dims = tuple[Dim, ...]
+
+
+class Linker:
+    """The dims of every value of a flow, while operation after operation links them.
+
+    Attributes:
+        dims: By value id.
+        summed: By number of the operation, the dims that it sums products over.
+    """
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self.factors = Factors()
+        self.dims: dict[int, Dims] = {}
+        self.summed: dict[int, Dim] = {}
+        for value in flow.values:
+            if value.origin != "op":
+                self.fresh(value.id)
+
+    def value(self, item: Any) -> Value:
+        assert isinstance(item, Ref), f"{item} is not a tensor"
+        return self.flow.values[item.value]
+
+    def of(self, item: Any) -> Dims:
+        """The dims of a tensor argument."""
+        return self.dims[self.value(item).id]
+
+    def fresh(self, value: int, blocked: str = "") -> Dims:
+        """Dims of its own for a value."""
+        shape = self.flow.values[value].shape
+        self.dims[value] = tuple(self.factors.new(size, blocked) for size in shape)
+        return self.dims[value]
+
+    def give(self, value: int, dims: Iterable[Dim]) -> None:
+        """Say what the dims of an operation's result are."""
+        self.dims[value] = tuple(dims)
+        sizes = tuple(self.factors.size(d) for d in self.dims[value])
+        assert sizes == self.flow.values[value].shape, (sizes, self.flow.values[value])
+
+    def block(self, dims: Iterable[Dim], reason: str) -> None:
+        for dim in dims:
+            self.factors.block(dim, reason)
+
+    def block_all(self, op: Op, reason: str) -> None:
+        """Nothing is known of an operation: all that it touches stays whole."""
+        for value in op.inputs:
+            self.block(self.dims[value], reason)
+        for value in op.outputs:
+            self.fresh(value, reason)
+
+    def broadcast(self, tensors: Sequence[tuple[Dims, tuple[int, ...]]], reason: str) -> Dims:
+        """The dims of tensors that run along together, aligned at the last.
+
+        Args:
+            tensors: (dims, shape) of each.
+            reason: Why those dims cannot be cut that do not fall into common factors.
+        """
+        ndim = max(len(shape) for _, shape in tensors)
+        out: list[Dim] = [()] * ndim
+        for dims, shape in tensors:
+            for place, dim in enumerate(dims, ndim - len(shape)):
+                if not dim:
+                    continue
+                if out[place]:
+                    self.factors.unify(out[place], dim, reason)
+                else:
+                    out[place] = dim
+        return tuple(out)
+
+    def of_shape(self, item: Any) -> tuple[Dims, tuple[int, ...]]:
+        return self.of(item), self.value(item).shape
+
+    def all_of(self, op: Op) -> list[tuple[Dims, tuple[int, ...]]]:
+        """Every tensor argument of an operation."""
+        found = (*refs(op.args), *refs(tuple(op.kwargs.values())))
+        return [(self.dims[v], self.flow.values[v].shape) for v in found]
+
+    def leaves(self, dims: Iterable[Dim]) -> frozenset[Factor]:
+        return frozenset(leaf for dim in dims for leaf in self.factors.leaves(dim))
+
+
+def argument(op: Op, place: int, name: str, default: Any = None) -> Any:
+    """An argument passed by place or by name."""
+    return op.args[place] if place < len(op.args) else op.kwargs.get(name, default)
+
+
+def base_name(op: Op) -> str:
+    """The operator without its room and overload: "mm" of "aten.mm.default"."""
+    return op.name.split(".")[1] if "." in op.name else op.name
+
+
+def positions(item: Any, ndim: int) -> tuple[int, ...]:
+    """Dims named by an int, by several or by none (all), counted from the front."""
+    if item is None or item == () or item == []:
+        return tuple(range(ndim))
+    items = item if isinstance(item, tuple | list) else (item,)
+    return tuple(i % ndim if ndim else 0 for i in items)

@@ -1,0 +1,301 @@
+"""The model as data: its modules, its tensors and the names of their dims.
+
+Made by `blueprint` from a config file and by `runtime.trace.structure` from a live `nn.Module`;
+read by everybody else. Refuses to know torch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING
+
+from meshplan.layout.dtypes import DTYPE_BYTES
+from meshplan.model.flow import Flow
+
+if TYPE_CHECKING:
+    import networkx
+
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+
+
+@cache
+def pattern_of(fqn: str) -> str:
+    """A name with `*` for the numbers in it.
+
+    >>> pattern_of("model.layers.12.mlp")
+    'model.layers.*.mlp'
+    """
+    return _NUMBER.sub(".*", fqn)
+
+
+def is_inside(fqn: str, around: str) -> bool:
+    """Whether a module or tensor is `around` itself or lies below it; all lie below the root."""
+    return not around or fqn == around or fqn.startswith(around + ".")
+
+
+def around(module: str) -> Iterator[str]:
+    """A module and those around it, innermost first, the root last."""
+    while module:
+        yield module
+        module = module.rpartition(".")[0]
+    yield ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """One parameter or buffer.
+
+    Args:
+        fqn: The first name under which `named_parameters` or `named_buffers` meets it.
+        shape: Global shape.
+        dtype: Name such as "float32".
+        dims: A name per dim ("out", "in", "vocab", "embed", "norm", ...), "" where unknown.
+        aliases: Further names of the very same tensor (tied weights).
+        trainable: Whether it gets a gradient.
+        is_buffer: A buffer has neither gradient nor optimizer state and is never cut.
+        is_persistent: Whether it is part of the state dict.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    dims: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    trainable: bool = True
+    is_buffer: bool = False
+    is_persistent: bool = True
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name of the tensor, its own first."""
+        return (self.fqn, *self.aliases)
+
+    @property
+    def module(self) -> str:
+        """The fqn of the module that holds it."""
+        return self.fqn.rpartition(".")[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleInfo:
+    """One module of the tree.
+
+    Args:
+        fqn: Dotted name; "" for the root.
+        type: Class name such as "LlamaDecoderLayer".
+        qualified_type: Class name with its module path, for `match: {type: pkg.Class}`.
+        kind: What styles may do with it: "linear", "embedding", "conv1d" (transformers'
+            transposed linear), "mha" (nn.MultiheadAttention), "norm", "batchnorm" ("own_batchnorm"
+            with a forward of its own), "container" (ModuleList, Sequential, ModuleDict), "other".
+        head_dim: For a projection inside an attention module, the elements of one head along
+            its head dim; None where the model does not say. A cut must keep heads whole.
+        packed: How many projections are fused in one weight, one after the other (3 for QKV);
+            1 if none.
+        pieces: Their sizes along the output dim, such as (4096, 1024, 1024) for q, k and v; ()
+            if it is none, or if the sizes are not known.
+        sizes: The integer attributes of an attention module that count heads or what follows
+            from their number, by name (`heads.ROLES`).
+        has_forward: Whether it is called itself; False for ModuleList and ModuleDict, which
+            only hold others and so cannot be a unit of sharding.
+        numbers: Integers above 1 that the instance holds as attributes, by name: its code may
+            build shapes from them.
+        aliases: Further names of the very same module (shared submodules).
+    """
+
+    fqn: str
+    type: str
+    qualified_type: str = ""
+    kind: str = "other"
+    head_dim: int | None = None
+    packed: int = 1
+    pieces: tuple[int, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    has_forward: bool = True
+    numbers: Mapping[str, int] = field(default_factory=dict, compare=False)
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelGraph:
+    """The module tree and its tensors, in definition order.
+
+    Args:
+        name: What to call the model in a title.
+        modules: By fqn, parents before children, the root "" first.
+        tensors: By fqn; each tied or shared tensor once.
+        config: Facts a config file stated (heads, kv heads, layers, vocab), for checks.
+        flow: One recorded forward pass; None where nothing was recorded.
+        outline: In place of a recording, the order in which modules run and what goes between
+            them, each of them one operation: enough to cut stages, and nothing else.
+        tp_preset: transformers' own tp plan of this model: its words by name of a module or a
+            parameter, with `*` for the numbers of layers. Empty where it has none.
+        tp_derived: Likewise, the styles that `tp_plan: auto` reads from the data flow of this
+            model, where that is known without one. Empty where it is not.
+        notes: What a reader has to know about where it is from.
+    """
+
+    name: str
+    modules: Mapping[str, ModuleInfo]
+    tensors: Mapping[str, TensorInfo]
+    config: Mapping[str, int] = field(default_factory=dict)
+    flow: Flow | None = field(default=None, repr=False, compare=False)
+    outline: Flow | None = field(default=None, repr=False, compare=False)
+    tp_preset: Mapping[str, str] = field(default_factory=dict)
+    tp_derived: Mapping[str, str] = field(default_factory=dict, compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    _owned: Mapping[str, tuple[TensorInfo, ...]] = field(init=False, repr=False, compare=False)
+    _first_name: Mapping[str, str] = field(init=False, repr=False, compare=False)
+    _blocks: list[tuple[str, ...]] = field(
+        init=False, repr=False, compare=False, default_factory=list
+    )
+    """What `blocks` found, once it was asked."""
+    _inside: dict[str, tuple[TensorInfo, ...]] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+    """Likewise of `inside`, by module."""
+    _inner_first: dict[str, int] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+    """Likewise of `inner_first`."""
+    _order: dict[str, int] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """Likewise of `order`."""
+
+    def __post_init__(self) -> None:
+        aliases = {alias: m.fqn for m in self.modules.values() for alias in m.aliases}
+        object.__setattr__(self, "_first_name", aliases)
+        owned: dict[str, list[TensorInfo]] = {}
+        for tensor in self.tensors.values():
+            for module in dict.fromkeys(name.rpartition(".")[0] for name in tensor.names):
+                owned.setdefault(module, []).append(tensor)
+        by_module = {module: tuple(tensors) for module, tensors in owned.items()}
+        object.__setattr__(self, "_owned", by_module)
+
+    def word_of(self, fqn: str, words: Mapping[str, str]) -> str | None:
+        """What `tp_preset` or `tp_derived` says of a module or a parameter."""
+        return words.get(pattern_of(fqn)) if words else None
+
+    @property
+    def parameters(self) -> Iterator[TensorInfo]:
+        return (t for t in self.tensors.values() if not t.is_buffer)
+
+    @property
+    def num_params(self) -> int:
+        """Parameters, each tied one counted once."""
+        return sum(t.numel for t in self.parameters)
+
+    def first_name(self, module: str) -> str:
+        """The fqn of a module known by this or another name."""
+        return self._first_name.get(module, module)
+
+    def owned(self, module: str) -> tuple[TensorInfo, ...]:
+        """The tensors held by exactly this module, tied ones included."""
+        return self._owned.get(module, ())
+
+    def inside(self, module: str) -> tuple[TensorInfo, ...]:
+        """The tensors of a module and of those below it, tied ones included."""
+        return self._all_inside().get(module, ())
+
+    def tracks_statistics(self, module: str) -> bool:
+        """Return whether a module keeps running statistics, as BatchNorm does by default."""
+        return any(t.is_buffer and t.fqn.endswith(".running_mean") for t in self.owned(module))
+
+    def with_params(self) -> set[str]:
+        """The modules that hold a parameter, or lie around one that does."""
+        inside = self._all_inside().items()
+        return {module for module, held in inside if not all(t.is_buffer for t in held)}
+
+    def _all_inside(self) -> Mapping[str, tuple[TensorInfo, ...]]:
+        if not self._inside:
+            out: dict[str, list[TensorInfo]] = {}
+            for tensor in self.tensors.values():
+                holders = (name.rpartition(".")[0] for name in tensor.names)
+                for module in dict.fromkeys(m for holder in holders for m in around(holder)):
+                    out.setdefault(module, []).append(tensor)
+            self._inside.update({module: tuple(held) for module, held in out.items()})
+        return self._inside
+
+    def order(self) -> Mapping[str, int]:
+        """The place of each module in definition order."""
+        if not self._order:
+            self._order.update({fqn: place for place, fqn in enumerate(self.modules)})
+        return self._order
+
+    def inner_first(self) -> Mapping[str, int]:
+        """The place of each module where every module comes after those inside it."""
+        if not self._inner_first:
+            children: dict[str, list[str]] = {}
+            for fqn in self.modules:
+                if fqn:
+                    children.setdefault(fqn.rpartition(".")[0], []).append(fqn)
+
+            def visit(fqn: str) -> None:
+                for child in children.get(fqn, ()):
+                    visit(child)
+                self._inner_first[fqn] = len(self._inner_first)
+
+            visit("")
+        return self._inner_first
+
+    def children(self, module: str) -> tuple[ModuleInfo, ...]:
+        """Direct children, in definition order."""
+        return tuple(m for f, m in self.modules.items() if f and f.rpartition(".")[0] == module)
+
+    def blocks(self) -> tuple[str, ...]:
+        """The repeated blocks: the units of sharding and of activation checkpointing.
+
+        Outermost children of a container that holds at least two modules of one class with
+        parameters of their own.
+        """
+        if not self._blocks:
+            self._blocks.append(self._find_blocks())
+        return self._blocks[0]
+
+    def _find_blocks(self) -> tuple[str, ...]:
+        with_params = self.with_params()
+        out: list[str] = []
+
+        def visit(fqn: str) -> None:
+            kids = [k for k in by_parent.get(fqn, ()) if k.fqn in with_params]
+            types = {k.type for k in kids}
+            repeated = self.modules[fqn].kind == "container" and len(kids) > 1 and len(types) == 1
+            if repeated and kids[0].kind in ("other", "mha", "container"):
+                out.extend(k.fqn for k in kids)
+            else:
+                for kid in kids:
+                    visit(kid.fqn)
+
+        by_parent: dict[str, list[ModuleInfo]] = {}
+        for fqn, info in self.modules.items():
+            if fqn:
+                by_parent.setdefault(fqn.rpartition(".")[0], []).append(info)
+        visit("")
+        return tuple(out)
+
+    def to_networkx(self) -> networkx.DiGraph:
+        """The module tree as a graph: an edge from each module to each child.
+
+        Nodes carry `info` (ModuleInfo) and `num_params` (parameters held directly).
+        """
+        import networkx
+
+        graph = networkx.DiGraph(name=self.name)
+        held: dict[str, int] = dict.fromkeys(self.modules, 0)
+        for tensor in self.parameters:
+            held[tensor.module] += tensor.numel
+        for fqn, info in self.modules.items():
+            graph.add_node(fqn, info=info, num_params=held[fqn])
+            if fqn:
+                graph.add_edge(fqn.rpartition(".")[0], fqn)
+        return graph

@@ -1,0 +1,84 @@
+"""What models call the numbers of their attention heads, and what those become on one rank.
+
+Knows names only, as data: `runtime.trace.structure` and `blueprint` read the attributes of these
+names, `assign` decides which of them change when the heads are cut. An attribute counts only if its
+value is the one that its role says, so a name that means something else stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+ROLES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "nheads", "heads",
+             "num_attn_heads", "num_q_heads", "num_query_heads", "n_q_heads"), "heads",
+        ),
+        **dict.fromkeys(
+            ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads",
+             "n_head_kv", "num_k_heads", "num_v_heads"), "kv_heads",
+        ),
+        **dict.fromkeys(
+            ("num_key_value_groups", "num_kv_groups", "num_queries_per_kv", "n_rep", "group"),
+            "groups",
+        ),
+        **dict.fromkeys(("inner_dim", "all_head_size", "split_size", "attn_dim"), "width"),
+        **dict.fromkeys(
+            ("head_dim", "attention_head_size", "key_value_proj_dim", "dim_head", "d_head",
+             "head_size"), "head_dim",
+        ),
+    }
+)  # fmt: skip
+"""By attribute name: `heads` (of queries), `kv_heads`, `groups` (queries per kv head), `width` (of
+all heads together; names such as hidden_size mean the width of the model as well, so they are not
+here) and `head_dim` (of one head).
+
+Source: the attention modules of torch, transformers 5.23, diffusers and timm.
+"""
+
+FUSED: Final[Mapping[str, int]] = MappingProxyType(
+    {
+        "c_attn": 3, "qkv": 3, "qkv_proj": 3, "Wqkv": 3, "to_qkv": 3,
+        "gate_up_proj": 2, "gate_up": 2,
+    }
+)  # fmt: skip
+"""Projections that fuse others one after the other, by the names that models give them."""
+
+HEAD_BY_HEAD: Final[Mapping[str, int]] = MappingProxyType({"query_key_value": 3})
+"""Projections that fuse others head by head (Megatron's order): a plain cut keeps heads whole."""
+
+
+def role(sizes: Mapping[str, int], wanted: str) -> int | None:
+    """The value of the first attribute of this role; None where there is none."""
+    return next((value for name, value in sizes.items() if ROLES.get(name) == wanted), None)
+
+
+def pieces_of(name: str, out: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The sizes of the pieces of a fused projection of this name; () where nothing says.
+
+    Args:
+        out: The size of its output dim.
+        sizes: The attributes of the module around it, as in `ModuleInfo.sizes`.
+
+    >>> pieces_of("qkv_proj", 96, {"num_heads": 8, "num_kv_heads": 2, "head_dim": 8})
+    (64, 16, 16)
+    """
+    count = FUSED.get(name)
+    if count is None:
+        return ()
+    head_dim, groups = role(sizes, "head_dim"), role(sizes, "groups")
+    kv_heads = role(sizes, "kv_heads")
+    heads = role(sizes, "heads") or (kv_heads * groups if kv_heads and groups else None)
+    if count == 2:
+        return (out // 2,) * 2 if out % 2 == 0 else ()
+    if heads and head_dim:
+        queries, keys = heads * head_dim, (kv_heads or heads) * head_dim
+        # Cross-attention projects its queries elsewhere, and fuses keys and values alone.
+        fitting = [p for p in ((queries, keys, keys), (keys, keys)) if sum(p) == out]
+        return fitting[0] if fitting else ()
+    if kv_heads or groups or out % count:
+        return ()
+    return (out // count,) * count

@@ -1,0 +1,208 @@
+"""The Plan: one decision, whole, that every later room reads and none changes."""
+
+from __future__ import annotations
+
+import copyreg
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from meshplan.assign import Assignment, assign
+from meshplan.assign.missing_axis import rules_without_axis
+from meshplan.assign.not_yet import not_yet
+from meshplan.errors import PlanError, Problem, UnstatedError
+from meshplan.layout.mesh import DATA_AXES, GRADIENT_AXES, Mesh
+from meshplan.model.graph import ModelGraph
+from meshplan.model.rehearsal import Rehearse
+from meshplan.spec.compatibility import clashes
+from meshplan.spec.contradictions import split_batch
+from meshplan.spec.spec import Spec
+from meshplan.spec.strategies import resolve_mesh
+
+if TYPE_CHECKING:
+    from meshplan.pictures.types import Picture
+
+
+def unstated(spec: Spec, micro: int | None, *, reads_tokens: bool) -> list[Problem]:
+    """List what a plan does not say of how much a rank is fed.
+
+    Args:
+        micro: Samples that a rank takes at once, None where nothing says it.
+        reads_tokens: Whether the model takes sequences.
+    """
+    problems = []
+    if micro is None:
+        what = "nothing says how many samples a rank takes at once, on which its memory depends"
+        problems.append(Problem(what, spec.origin("batch"), "add batch: {micro: 1}"))
+    if reads_tokens and spec.batch.seq_len is None and spec.input is None:
+        what = "nothing says how long a sequence is, on which a step's memory depends"
+        problems.append(Problem(what, spec.origin("batch"), "add batch: {seq_len: 2048}"))
+    return problems
+
+
+# Plans and specs travel between processes, and Python does not know how to send their
+# read-only mappings.
+def _read_only(items: dict[Any, Any]) -> MappingProxyType[Any, Any]:
+    return MappingProxyType(items)
+
+
+copyreg.pickle(MappingProxyType, lambda mapping: (_read_only, (dict(mapping),)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A spec decided for one model and one mesh.
+
+    Args:
+        spec: What was declared.
+        graph: The model it was decided for.
+        assignment: Every layout, with the line that decided it.
+        accumulate: Microbatches per optimizer step.
+        micro: Samples per rank and microbatch, None when the plan does not say.
+    """
+
+    spec: Spec
+    graph: ModelGraph
+    assignment: Assignment
+    accumulate: int = 1
+    micro: int | None = None
+    by_stage: dict[int, Plan] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """What `restrict` made of it, once it was asked, by stage."""
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.assignment.mesh
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks that read different samples."""
+        return self.mesh.size(*DATA_AXES)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Forwards that a rank runs in one optimizer step, each on a part of its samples."""
+        stages = self.assignment.stages
+        return self.accumulate * (1 if stages is None else stages.microbatches)
+
+    def fed(self) -> tuple[int, int]:
+        """(samples, tokens of each) that a rank takes at once.
+
+        Raises:
+            UnstatedError: The plan does not say.
+            PlanError: It states the length of a sequence in an example of the input only.
+        """
+        if problems := unstated(self.spec, self.micro, reads_tokens=True):
+            raise UnstatedError(problems)
+        if self.micro is None or self.spec.batch.seq_len is None:
+            what = "how long a sequence is stands in the example of an input alone"
+            fix = "add batch: {seq_len: 2048}"
+            raise PlanError(Problem(what, self.spec.origin("input"), fix))
+        return self.micro, self.spec.batch.seq_len
+
+    @property
+    def num_parts(self) -> int:
+        """Parts that the batch of one optimizer step is cut into: over ranks, then over time."""
+        return self.mesh.size(*GRADIENT_AXES) * self.num_microbatches
+
+    def draw(self, what: str, **options: Any) -> Picture:
+        """A picture that answers one question; arguments as of `pictures.main.draw`."""
+        from meshplan.pictures.main import draw  # matplotlib, in the end
+
+        return draw(self, what, **options)
+
+    def _repr_html_(self) -> str:
+        from meshplan.pictures.notebook import plan_html  # what only notebooks ask for
+
+        return plan_html(self)
+
+    def digest(self) -> str:
+        """A hash of every decision: equal on two ranks exactly when they would do the same."""
+        text = json.dumps(self._decisions(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _decisions(self) -> Mapping[str, Any]:
+        a = self.assignment
+        return {
+            "mesh": [(axis.name, axis.size) for axis in a.mesh],
+            "loans": [[loan.name, loan.size, loan.within, loan.rest] for loan in a.mesh.loans],
+            "wrapper": [a.wrapper, sorted(a.strategy.cuts), a.sequence_parallel],
+            "crossings": [[c.module, c.path, c.change] for c in a.crossings],
+            "context": [a.context.attention, a.context.balance] if a.context else None,
+            "tensors": {
+                fqn: [list(p.info.shape), p.info.dtype, list(p.info.aliases), p.info.trainable,
+                      str(p.stored), str(p.gradient), p.dtype, p.compute_dtype,
+                      list(p.gathered_axes), p.reduced_alone, p.unit, p.is_local]
+                for fqn, p in a.tensors.items()
+            },
+            "units": {
+                fqn: [list(u.shard_axes), u.reshard_after_forward, str(u.precision),
+                      u.casts_inputs, u.on_host]
+                for fqn, u in a.units.items()
+            },
+            "styles": {
+                fqn: [u.style.name, u.style.input[0], u.style.output[1], u.axis,
+                      [(p.size, p.parts) for p in u.pieces], u.is_written]
+                for fqn, u in a.styles.items()
+            },
+            "attributes": [[x.module, x.name, x.whole, x.local] for x in a.attributes],
+            "experts": {fqn: [u.num_experts, u.capacity] for fqn, u in a.experts.items()},
+            "recompute": {fqn: str(r.policy) for fqn, r in a.recompute.items()},
+            "host_activations": list(a.host_activations),
+            "compiled": list(a.compiled),
+            "chunked_loss": a.chunked_loss and [a.chunked_loss.head, a.chunked_loss.chunks],
+            "synchronized": list(a.synchronized),
+            "stages": a.stages and [
+                a.stages.schedule, a.stages.num_ranks, a.stages.virtual, a.stages.microbatches,
+                list(a.stages.units), list(a.stages.free), sorted(a.stages.tensors.items()),
+            ],
+            "apply": [[fqn, code] for fqn, code, _ in a.apply],
+            "allocator": self.spec.allocator,
+            "step": [self.accumulate, self.micro, self.spec.clip_grad_norm, dict(self.spec.ddp)],
+        }  # fmt: skip
+
+
+def make_plan(
+    spec: Spec,
+    graph: ModelGraph,
+    *,
+    world_size: int | None = None,
+    gpus_per_node: int | None = None,
+    rehearse: Rehearse | None = None,
+) -> Plan:
+    """Decide a spec for a model.
+
+    Args:
+        world_size: Ranks of the running job; None takes `hardware:` or the mesh itself.
+        gpus_per_node: Ranks on one machine of the running job; None as above.
+        rehearse: Runs a live model as one rank would (`runtime.trace.rehearse`), for `auto`.
+
+    Raises:
+        PlanError: With every problem found.
+    """
+    assignment = assign(
+        spec, graph, world_size=world_size, gpus_per_node=gpus_per_node, rehearse=rehearse
+    )
+    accumulate, micro, problems = split_batch(spec, assignment.mesh.size(*DATA_AXES))
+    stages = assignment.stages
+    if stages is not None and micro is not None and micro % stages.microbatches:
+        what = f"{micro} samples do not divide into {stages.microbatches} microbatches"
+        fix = f"let batch.micro be a multiple of {stages.microbatches}, or say other microbatches"
+        problems.append(Problem(what, spec.origin("batch.micro"), fix))
+    if problems:
+        raise PlanError(problems)
+    return Plan(spec=spec, graph=graph, assignment=assignment, accumulate=accumulate, micro=micro)
+
+
+def problems_without_model(spec: Spec) -> list[Problem]:
+    """What is wrong with a spec whatever the model is; rules are not matched."""
+    problems = [*not_yet(spec), *clashes(spec)]
+    try:
+        mesh, _ = resolve_mesh(spec)
+        problems += split_batch(spec, mesh.size(*DATA_AXES))[2]
+        problems += rules_without_axis(spec, mesh)
+    except PlanError as error:
+        return [*error.problems, *problems]
+    return problems

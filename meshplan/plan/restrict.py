@@ -1,0 +1,142 @@
+"""One stage's part of a plan: what the rooms that wrap a module read for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from types import MappingProxyType
+from typing import TypeVar
+
+from meshplan.assign.types import Assignment, Placed, Stages, Unit
+from meshplan.model.graph import around
+from meshplan.plan.plan import Plan
+
+_T = TypeVar("_T")
+
+
+def restrict(plan: Plan, stage: int) -> Plan:
+    """The plan of one stage, as if it were the whole model.
+
+    Returns:
+        The tensors that the stage holds, the units, styles and other decisions on modules that
+        run in it; as many microbatches as backwards per optimizer step.
+    """
+    if not plan.by_stage:  # Every rank of a stage asks again, and most ask for several stages.
+        plan.by_stage.update(enumerate(_restricted(plan)))
+    return plan.by_stage[stage]
+
+
+def _restricted(plan: Plan) -> Iterator[Plan]:
+    """The plans of all stages, in one pass over what the whole one says."""
+    whole = plan.assignment
+    stages = whole.stages
+    assert stages is not None
+    where, every = _places(stages.units), range(stages.num)
+
+    def apart(items: Mapping[str, _T]) -> list[dict[str, _T]]:
+        """What is said of modules, by the stages that they run in."""
+        out: list[dict[str, _T]] = [{} for _ in every]
+        for fqn, value in items.items():
+            for stage in where.stages(fqn) or every:
+                out[stage][fqn] = value
+        return out
+
+    def owned(items: Sequence[_T], fqn_of: Callable[[_T], str]) -> list[tuple[_T, ...]]:
+        out: list[list[_T]] = [[] for _ in every]
+        for each in items:
+            for stage in where.stages(fqn_of(each)) or every:
+                out[stage].append(each)
+        return [tuple(own) for own in out]
+
+    tensors: list[dict[str, Placed]] = [{} for _ in every]
+    for fqn, placed in whole.tensors.items():
+        for stage in stages.tensors[fqn]:
+            tensors[stage][fqn] = placed
+    owning = [{placed.unit for placed in own.values()} for own in tensors]
+    units: list[dict[str, Unit]] = [{} for _ in every]
+    for fqn, unit in whole.units.items():
+        if not fqn:
+            for stage in every:
+                units[stage][fqn] = unit if stage == stages.num - 1 else _without_cast(unit)
+        elif fqn not in where.outer:
+            # A unit gathers for its backward when a gradient comes to its output. Where modules
+            # inside it are cut apart, or its forward is called by name so that only what it calls
+            # is known, what is sent on is not its output; that of the stage always is.
+            for stage in where.stages(fqn) or every:
+                if fqn in owning[stage]:
+                    units[stage][fqn] = unit
+    styles, experts = apart(whole.styles), apart(whole.experts)
+    recompute, host_activations = apart(whole.recompute), apart(whole.host_activations)
+    attributes = owned(whole.attributes, lambda each: each.module)
+    crossings = owned(whole.crossings, lambda each: each.module)
+    synchronized = owned(whole.synchronized, str)
+    for stage in every:
+        own = units[stage]
+        part: Assignment = replace(
+            whole,
+            tensors=MappingProxyType({f: _housed(p, own) for f, p in tensors[stage].items()}),
+            units=MappingProxyType(own),
+            styles=MappingProxyType(styles[stage]),
+            experts=MappingProxyType(experts[stage]),
+            recompute=MappingProxyType(recompute[stage]),
+            host_activations=MappingProxyType(host_activations[stage]),
+            attributes=attributes[stage],
+            crossings=crossings[stage],
+            synchronized=synchronized[stage],
+            apply=(),
+        )
+        yield replace(plan, assignment=part, accumulate=plan.accumulate * stages.microbatches)
+
+
+def runs(fqn: str, stages: Stages, stage: int) -> bool:
+    """Whether the forward of a module runs in a stage, rather than being stood in for."""
+    return _places(stages.units).runs(fqn, stage)
+
+
+class _Places:
+    """Where modules run.
+
+    Attributes:
+        outer: The modules around one that runs as a whole.
+    """
+
+    def __init__(self, units: tuple[tuple[str, int], ...]) -> None:
+        self._own: dict[str, set[int]] = {}
+        for module, stage in units:
+            self._own.setdefault(module, set()).add(stage)
+        self.outer = frozenset(
+            each for module, _ in units if module for each in around(module.rpartition(".")[0])
+        )
+        self._known: dict[str, frozenset[int]] = {}
+
+    def runs(self, fqn: str, stage: int) -> bool:
+        """Whether a module runs in a stage; one that no stage has runs in every one."""
+        found = self.stages(fqn)
+        return stage in found if found else True
+
+    def stages(self, fqn: str) -> frozenset[int]:
+        """Those that have a module, or one around it."""
+        found = self._known.get(fqn)
+        if found is None:
+            found = frozenset().union(*(self._own.get(module, ()) for module in around(fqn)))
+            self._known[fqn] = found
+        return found
+
+
+@lru_cache(maxsize=8)
+def _places(units: tuple[tuple[str, int], ...]) -> _Places:
+    return _Places(units)
+
+
+def _housed(placed: Placed, units: dict[str, Unit]) -> Placed:
+    """A tensor whose unit does not run here is gathered by the one around it."""
+    unit = placed.unit
+    while unit and unit not in units:
+        unit = unit.rpartition(".")[0]
+    return placed if unit == placed.unit else replace(placed, unit=unit)
+
+
+def _without_cast(unit: Unit) -> Unit:
+    """What goes to another stage keeps its dtype; only the model's output is cast."""
+    return replace(unit, precision=replace(unit.precision, output=None))

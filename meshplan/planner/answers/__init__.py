@@ -1,0 +1,1 @@
+"""Answers about a decision: why, why not, what differs, what would fit."""

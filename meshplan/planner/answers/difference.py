@@ -1,0 +1,297 @@
+"""Two whole plans beside each other: what they decide otherwise, and what that costs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from meshplan.assign.types import Stages
+from meshplan.cost.profile import Profile
+from meshplan.errors import MeshplanError
+from meshplan.memory.analytic.estimate import told_estimate
+from meshplan.plan.plan import Plan
+from meshplan.planner.problem.decision import Decision
+from meshplan.planner.problem.request import cluster_of
+from meshplan.planner.tables.whole_plan import Costed
+from meshplan.spec.match import fold
+from meshplan.textbook.inputs import read_limit
+from meshplan.traffic import forecast
+from meshplan.units import format_bytes
+
+_ABSENT: Final = "absent"
+"""A tensor, or a block, that one of the two does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Differs:
+    """One thing that is decided otherwise.
+
+    Args:
+        what: A field of the plan, or a pattern of names.
+        old, new: None where it is not there.
+    """
+
+    what: str
+    old: Any
+    new: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Something that follows from a plan; None, and why, where it cannot be told."""
+
+    value: float | None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One of the two.
+
+    Args:
+        name: What the user calls it.
+        plan: None where nothing but its lock is known.
+        step_s: Seconds of a step.
+        tokens_per_s: Of all devices together.
+        peak_bytes: The upper end of the band of the fullest rank.
+        traffic_bytes: That rank 0 sends and receives in a step, whole tensors counted once.
+        routes: The same by (kind, axes).
+    """
+
+    name: str
+    plan: Plan | None
+    step_s: Figure
+    tokens_per_s: Figure
+    peak_bytes: Figure
+    traffic_bytes: Figure
+    routes: Mapping[tuple[str, tuple[str, ...]], int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Two plans.
+
+    Args:
+        fields: Mesh, strategy, batch and the like.
+        blocks: What blocks do, by patterns of their names.
+        placements: How tensors lie at rest, likewise.
+    """
+
+    old: Side
+    new: Side
+    fields: tuple[Differs, ...]
+    blocks: tuple[Differs, ...]
+    placements: tuple[Differs, ...]
+
+    @property
+    def is_same(self) -> bool:
+        return not (self.fields or self.blocks or self.placements)
+
+
+def figures_of(decision: Decision, plan: Plan | None = None) -> dict[str, float]:
+    """Figures that the planner found of what it chose, by the names of `Side`.
+
+    Args:
+        plan: The one that is asked about: {} where the planner chose another.
+    """
+    way = decision.chosen
+    if way is None or (plan is not None and plan.digest() != way.plan.digest()):
+        return {}
+    rate = decision.tokens_per_s(way) * way.plan.mesh.world_size
+    found = {"step_s": way.seconds, "peak_bytes": float(way.memory.worst.band[1])}
+    return {**found, "tokens_per_s": rate} if rate else found
+
+
+def side_of(
+    name: str | Path,
+    plan: Plan,
+    profile: Profile | None = None,
+    known: Mapping[str, float] = MappingProxyType({}),
+) -> Side:
+    """What follows from a plan, as far as a config tells it.
+
+    Args:
+        known: What the planner, or a lock, says of it where no config does.
+    """
+
+    def told(what: str, ask: Callable[[], float]) -> Figure:
+        why = f"no config tells of {plan.graph.name}"
+        if plan.graph.config:
+            try:
+                return Figure(ask())
+            except MeshplanError as error:
+                why = error.problems[0].what
+        return Figure(known[what]) if what in known else Figure(None, why)
+
+    spec = plan.spec
+
+    def costed() -> Costed:
+        device, _, _ = read_limit(None, None, spec)
+        return Costed(plan, cluster_of(spec, device, profile), profile)
+
+    def peak() -> float:
+        device, limit, _ = read_limit(None, None, spec)
+        return told_estimate(plan, device=device, limit_bytes=limit).worst.band[1]
+
+    def tokens() -> float:
+        found = costed()
+        return found.tokens / found.seconds
+
+    routes: dict[tuple[str, tuple[str, ...]], int] = {}
+    sent = forecast(plan)
+    for each in sent.traffic:
+        key = each.route.kind, each.route.axes
+        routes[key] = routes.get(key, 0) + each.count * each.route.num_bytes
+    traffic = Figure(float(sum(routes.values())))
+    if sent.unknown:
+        traffic = Figure(None, f"a config does not tell {sent.unknown[0]}")
+    return Side(
+        name=str(name),
+        plan=plan,
+        step_s=told("step_s", lambda: costed().seconds),
+        tokens_per_s=told("tokens_per_s", tokens),
+        peak_bytes=told("peak_bytes", peak),
+        traffic_bytes=traffic,
+        routes=routes,
+    )
+
+
+def difference(old: Side, new: Side) -> Difference:
+    """What the second plan decides otherwise than the first."""
+    assert old.plan is not None
+    assert new.plan is not None
+    before, after = dict(_fields(old.plan)), dict(_fields(new.plan))
+    return Difference(
+        old=old,
+        new=new,
+        fields=tuple(
+            Differs(name, before.get(name), after.get(name))
+            for name in dict.fromkeys((*before, *after))
+            if before.get(name) != after.get(name)
+        ),
+        blocks=tuple(_folded(_blocks(old.plan), _blocks(new.plan))),
+        placements=tuple(_placements(old.plan, new.plan)),
+    )
+
+
+def _fields(plan: Plan) -> Iterator[tuple[str, Any]]:
+    a, spec, stages = plan.assignment, plan.spec, plan.assignment.stages
+    if spec.hardware is not None:
+        for each in dataclasses.fields(spec.hardware):
+            name = each.name.removesuffix("_bytes").removesuffix("_bytes_per_s")
+            yield f"hardware.{name}", _size(each.name, getattr(spec.hardware, each.name))
+    yield "model", plan.graph.name
+    yield "parameters", plan.graph.num_params
+    for axis in a.mesh:
+        if axis.size > 1:
+            yield f"mesh.{axis.name}", axis.size
+    for loan in a.mesh.loans:
+        yield f"mesh.{loan.name}", f"{loan.size} in {loan.within}"
+    # Ranks without a data axis are called ddp, though nobody stated or chose it.
+    is_said = plan.num_data_ranks > 1 or plan.mesh.world_size == 1 or a.strategy.name != "ddp"
+    yield "strategy", a.strategy.name if is_said else None
+    yield "sequence_parallel", a.sequence_parallel
+    yield "loss_parallel", a.loss_parallel
+    yield "loss_chunks", a.chunked_loss and a.chunked_loss.chunks
+    yield "context", a.context and a.context.attention
+    if stages is not None:
+        yield "pipeline.schedule", stages.schedule
+        yield "pipeline.virtual", stages.virtual
+        yield "pipeline.microbatches", stages.microbatches
+        yield "pipeline.split", _begins(plan, stages)
+    yield "batch.micro", plan.micro
+    yield "batch.accumulate", plan.accumulate
+    samples = plan.micro and plan.micro * plan.accumulate * plan.num_data_ranks
+    yield "batch.global", samples
+    yield "batch.seq_len", spec.batch.seq_len
+    for role in ("param", "reduce", "output", "master"):
+        yield f"precision.{role}", getattr(spec.precision, role)
+    yield "optimizer", spec.optimizer
+    yield "compile", bool(a.compiled)
+    yield "clip_grad_norm", spec.clip_grad_norm
+    yield "allocator", spec.allocator
+
+
+def _size(name: str, value: Any) -> Any:
+    """A field of the hardware, with its unit where it has one."""
+    if value is not None and name.endswith("_bytes"):
+        return format_bytes(value)
+    return f"{value / 1e9:g} GB/s" if value is not None and name.endswith("_per_s") else value
+
+
+def _begins(plan: Plan, stages: Stages) -> list[list[str]]:
+    """By stage the first of its blocks, or of its modules where it has none: as a plan names it."""
+    blocks = set(plan.graph.blocks())
+    inside: dict[int, list[str]] = {}
+    for module, stage in stages.units:
+        inside.setdefault(stage, []).append(module)
+    return [
+        [next((m for m in inside[stage] if m in blocks), inside[stage][0])]
+        for stage in sorted(inside)
+    ]
+
+
+def _blocks(plan: Plan) -> dict[str, dict[str, str]]:
+    """By block, what it does, in words."""
+    a = plan.assignment
+    out: dict[str, dict[str, str]] = {}
+    for block in plan.graph.blocks():
+        again, unit = a.recompute.get(block), a.units.get(block)
+        words = {"activation_checkpointing": str(again.policy.mode) if again else "none"}
+        if unit is not None and unit.is_sharded:
+            words["reshard_after_forward"] = str(unit.reshard_after_forward).lower()
+        parts = {"params": unit is not None and unit.on_host,
+                 "activations": block in a.host_activations}  # fmt: skip
+        words["offload"] = (
+            " and ".join(part for part, is_there in parts.items() if is_there) or "none"
+        )
+        out[block] = words
+    return out
+
+
+def _folded(
+    old: Mapping[str, Mapping[str, str]], new: Mapping[str, Mapping[str, str]]
+) -> Iterator[Differs]:
+    """One line for all blocks that change alike."""
+    alike: dict[tuple[str, str | None, str | None], list[str]] = {}
+    for block in dict.fromkeys((*old, *new)):
+        before, after = old.get(block, {}), new.get(block, {})
+        for word in dict.fromkeys((*before, *after)):
+            if before.get(word) != after.get(word):
+                alike.setdefault((word, before.get(word), after.get(word)), []).append(block)
+    for (word, was, now), blocks in alike.items():
+        yield Differs(f"{_names(blocks)} {word}", was, now)
+
+
+def _placements(old: Plan, new: Plan) -> Iterator[Differs]:
+    """One line for all tensors of alike names that change alike."""
+    before, after = _layouts(old), _layouts(new)
+    blocks = sorted({*old.graph.blocks(), *new.graph.blocks()}, key=len, reverse=True)
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for fqn in dict.fromkeys((*before, *after)):
+        was, now = before.get(fqn, _ABSENT), after.get(fqn, _ABSENT)
+        if was == now:
+            continue
+        block = next((b for b in blocks if fqn.startswith(f"{b}.")), "")
+        rest = fqn[len(block) :] if block else fqn
+        alike.setdefault((rest, was, now), []).append(block)
+    for (rest, was, now), found in alike.items():
+        name = _names(found, rest) if found[0] else rest
+        yield Differs(name, None if was == _ABSENT else was, None if now == _ABSENT else now)
+
+
+def _layouts(plan: Plan) -> dict[str, str]:
+    mesh = plan.mesh
+    out = {}
+    for fqn, placed in plan.assignment.tensors.items():
+        if not placed.info.is_buffer:
+            out[fqn] = f"{placed.stored.spell(mesh)} {placed.dtype}"
+    return out
+
+
+def _names(blocks: list[str], rest: str = "") -> str:
+    return ", ".join(fold(f"{block}{rest}" for block in blocks))

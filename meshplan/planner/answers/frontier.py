@@ -1,0 +1,65 @@
+"""Memory against time: the fastest plan within less and less memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Final
+
+from meshplan.planner.objectives.offload_variants import fastest_that_fits
+from meshplan.planner.objectives.priced import is_priced, price
+from meshplan.planner.problem.decision import Question, Way
+from meshplan.planner.problem.problem import Job
+from meshplan.spec.keys import TIME_LIMIT_S
+from meshplan.units import format_gib, format_step
+
+_STEP: Final = 0.95
+"""The next point of a frontier may have this share of the memory of the one before."""
+_MOST_POINTS: Final = 16
+
+
+def frontier(
+    question: Question, told: Callable[[str], None] = lambda text: None
+) -> tuple[tuple[Way, ...], bool]:
+    """(plans of which none is both slower and larger than another, whether the time sufficed).
+
+    The fastest that fits, then the fastest within 5 % less than that one holds, and so on.
+    """
+    if is_priced(question):
+        alone = price(question, told).chosen
+        return ((alone,) if alone else ()), True
+    began = time.monotonic()
+    deadline = began + (TIME_LIMIT_S if question.time_limit_s is None else question.time_limit_s)
+    out: list[Way] = []
+    limit, free, is_whole = question.limit_bytes, None, True
+    while len(out) < _MOST_POINTS:
+        job = Job(replace(question, limit_bytes=limit), free)
+        free = job.free
+        found = fastest_that_fits(job, deadline)
+        is_whole = is_whole and found.is_whole
+        way = found.measured.result if found.measured is not None else None
+        if not isinstance(way, Way) or not found.is_whole:
+            break
+        certified = job.certified(way)
+        if certified is None:
+            is_whole = False
+            break
+        way = certified
+        out.append(way)
+        told(f"{format_step(way.seconds)} within {format_gib(limit)}")
+        limit = int(way.memory.worst.band[1] * _STEP)
+    return undominated(out), is_whole
+
+
+def undominated(ways: Iterable[Way]) -> tuple[Way, ...]:
+    """Those of which no other is both as fast and as small, fastest first."""
+    return tuple(_undominated(ways))
+
+
+def _undominated(ways: Iterable[Way]) -> Iterator[Way]:
+    least = float("inf")
+    for way in sorted(ways, key=lambda w: (w.seconds, w.memory.worst.band[1])):
+        if way.memory.worst.band[1] < least:
+            least = way.memory.worst.band[1]
+            yield way

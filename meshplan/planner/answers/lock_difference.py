@@ -1,0 +1,91 @@
+"""Two locks beside each other by what they say alone, where a plan file is gone or was changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from meshplan.planner.answers.difference import Difference, Differs, Figure, Side
+from meshplan.planner.answers.lock_words import source_beside
+from meshplan.planner.lock.changes import fields
+from meshplan.planner.lock.lock import Lock, read, spec_hash
+from meshplan.spec.reader import load_spec
+
+_MARK: Final = ".lock."
+_FIGURES: Final = ("expected.", "memory.")
+_SHOWN: Final = 19
+"""Letters of a hash: its kind, and enough to tell two apart."""
+
+
+def locks_alone(old: str, new: str) -> tuple[Lock, Lock] | None:
+    """Return two locks of which one does not hold for the plan file beside it; else None.
+
+    Raises:
+        SpecError: One of them cannot be read.
+    """
+    if not all(_MARK in Path(name).name for name in (old, new)):
+        return None
+    one, two = read(Path(old)), read(Path(new))
+    if one is None or two is None or (_holds(one) and _holds(two)):
+        return None
+    return one, two
+
+
+def _holds(lock: Lock) -> bool:
+    """Return whether the plan file is beside a lock, and says what the lock was made for."""
+    source = source_beside(lock.path)
+    return source is not None and spec_hash(load_spec(source)) == lock.spec
+
+
+def difference_of_locks(old: Lock, new: Lock) -> Difference:
+    """Compare two locks by what they say."""
+    before, after = dict(_fields(old.content)), dict(_fields(new.content))
+    return Difference(
+        old=_side(old),
+        new=_side(new),
+        fields=tuple(_differ(before, after)),
+        blocks=(),
+        placements=tuple(_differ(_tensors(old), _tensors(new))),
+    )
+
+
+def _differ(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Differs]:
+    for name in dict.fromkeys((*before, *after)):
+        if before.get(name) != after.get(name):
+            yield Differs(name, before.get(name), after.get(name))
+
+
+def _fields(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(path, value) of what was chosen, and of what it was chosen for."""
+    for path, value in fields(content):
+        if path in ("inputs.plan", "inputs.model"):
+            yield path, str(value)[:_SHOWN]
+        elif not path.startswith(_FIGURES):
+            yield path, value
+
+
+def _tensors(lock: Lock) -> Mapping[str, str]:
+    found: Mapping[str, str] = lock.content.get("tensors", {})
+    return found
+
+
+def _side(lock: Lock) -> Side:
+    """Return the figures that a lock expects of its plan."""
+    said = dict(fields(lock.content))
+    mesh = lock.chosen.get("mesh", {})
+    sizes = [size for size in mesh.values() if isinstance(size, int)]  # Borrowed ranks count once.
+    rate = said["expected.tokens_per_s_per_gpu"]
+
+    def told(value: float | None) -> Figure:
+        return Figure(value, "" if value is not None else "its lock does not say")
+
+    return Side(
+        name=str(lock.path),
+        plan=None,
+        step_s=told(said["expected.step_s"]),
+        tokens_per_s=told(rate * math.prod(sizes) if rate else None),
+        peak_bytes=told(said["memory.high_bytes"]),
+        traffic_bytes=Figure(None, "a lock does not say what is sent"),
+    )

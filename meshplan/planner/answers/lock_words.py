@@ -1,0 +1,205 @@
+"""What a lock file says of a decision: the choices, and for people what follows from them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from meshplan.errors import Origin, Problem, SpecError
+from meshplan.plan.plan import Plan
+from meshplan.planner.lock.changes import Change, changes, fields
+from meshplan.planner.lock.lock import (
+    FORMAT,
+    INSTEAD,
+    Lock,
+    file_hash,
+    lock_path,
+    locked,
+    model_hash,
+    read,
+    spec_hash,
+    write,
+)
+from meshplan.planner.problem.decision import Decision
+from meshplan.planner.problem.overrides import patterns
+from meshplan.planner.problem.request import loading
+from meshplan.version import __version__
+
+_SUFFIX: Final = ".lock.yaml"
+
+
+def write_lock(
+    plan: str | os.PathLike[str],
+    decision: Decision,
+    path: str | Path | None = None,
+    free: Sequence[str] = (),
+) -> Path:
+    """Write a decision beside its plan file, or where it is told; returns where.
+
+    Args:
+        free: Keys that were left to the planner beside those that the file leaves to it.
+    """
+    target = Path(path) if path is not None else lock_path(plan)
+    write(target, lock_of(decision, target.parent, free))
+    return target
+
+
+def changes_since(
+    plan: str | os.PathLike[str],
+    decision: Decision,
+    path: str | Path | None = None,
+    free: Sequence[str] = (),
+) -> tuple[Change, ...] | None:
+    """What a decision says otherwise than the lock that is there; None where there is none.
+
+    Args:
+        free: As for `write_lock`.
+
+    Raises:
+        SpecError: There is one, and it cannot be read.
+    """
+    target = Path(path) if path is not None else lock_path(plan)
+    lock = read(target)
+    return changes(lock.content, lock_of(decision, target.parent, free)) if lock else None
+
+
+def figures_of_lock(source: Any, plan: Plan, lock: Lock | None = None) -> dict[str, float]:
+    """What the lock of a plan file expects of it, as of `Side`; {} where there is none that holds.
+
+    Args:
+        lock: That is known to hold; None looks for the one beside the plan file.
+
+    Raises:
+        SpecError: The lock cannot be read.
+    """
+    found = lock or locked(source, loading(source, ()), plan.graph)
+    if isinstance(found, str):
+        return {}
+    said = dict(fields(found.content))
+    rate = said["expected.tokens_per_s_per_gpu"]
+    figures = {
+        "step_s": said["expected.step_s"],
+        # Samples that are no sequences have no tokens.
+        "tokens_per_s": rate and rate * plan.mesh.world_size,
+        "peak_bytes": said["memory.high_bytes"],
+    }
+    return {name: float(x) for name, x in figures.items() if x}
+
+
+def source_of_lock(path: Path) -> tuple[Path, Lock] | None:
+    """(the plan file of a lock, the lock); None where `path` is no lock.
+
+    Whether the lock holds, `check_holds` says once the model is known.
+
+    Raises:
+        SpecError: The plan file is not beside it.
+    """
+    if not path.name.endswith(_SUFFIX):
+        return None
+    lock = read(path)
+    if lock is None:
+        return None
+    source = source_beside(path)
+    if source is None:
+        name = f"{path.name.removesuffix(_SUFFIX)}.yaml"
+        what = f"this is the lock of {name}, which is not beside it"
+        raise SpecError(Problem(what, Origin(str(path)), INSTEAD))
+    return source, lock
+
+
+def source_beside(lock: Path) -> Path | None:
+    """Return the plan file of a lock; None where it is not beside it."""
+    source = lock.with_name(f"{lock.name.removesuffix(_SUFFIX)}.yaml")
+    return source if source != lock and source.is_file() else None
+
+
+def lock_of(decision: Decision, folder: Path, free: Sequence[str] = ()) -> dict[str, Any]:
+    """The content of the file: the same inputs give the same bytes.
+
+    Args:
+        decision: One that chose something.
+        folder: That the file will be in.
+        free: As for `write_lock`.
+    """
+    chosen = decision.chosen
+    assert chosen is not None
+    plan, ladder = chosen.plan, decision.ladder
+    return {
+        "lock": FORMAT,
+        "meshplan": __version__,
+        "inputs": {
+            "plan": spec_hash(decision.spec),
+            **({"free": list(free)} if free else {}),
+            "model": model_hash(plan.graph),
+            "profile": f"{decision.profile.device}, {decision.profile.framework}, "
+            f"{decision.profile.dtype}",
+            **_profile_file(decision, folder),
+        },
+        "chosen": dict(chosen.stated),
+        "expected": {
+            "step_s": _round(chosen.seconds),
+            "tokens_per_s_per_gpu": _round(decision.tokens_per_s(chosen)),
+            "mfu": _round(decision.mfu(chosen)),
+            "gap": _round(decision.gap),
+            **(
+                {
+                    "ladder_s": {
+                        "roofline": _round(ladder.roofline_s),
+                        "no_network": _round(ladder.no_network_s),
+                        "no_memory_limit": _round(ladder.no_memory_limit_s),
+                        "fastest": _round(ladder.plan_s),
+                    }
+                }
+                if ladder
+                else {}
+            ),
+        },
+        "memory": [
+            {
+                "ranks": f"{group.ranks[0]}..{group.ranks[-1]}, {len(group.ranks)} in all",
+                "high_bytes": group.band[1],
+                "limit_bytes": decision.limit_bytes,
+                "at": " ".join(filter(None, (group.at.phase, group.at.module))),
+            }
+            for group in chosen.memory.groups
+        ],
+        "tensors": dict(_tensors(decision)),
+        "rejected": [f"{each.what}: {each.why}" for each in decision.rejected],
+    }
+
+
+def _profile_file(decision: Decision, folder: Path) -> dict[str, Any]:
+    """The file of measured constants, where it went by one."""
+    path = decision.profile_path
+    if path is None:
+        return {}
+    name = os.path.relpath(path, folder).replace(os.sep, "/")
+    return {"profile_file": {"path": name, "hash": file_hash(path)}}
+
+
+def _round(number: float) -> float:
+    """Six digits: what is beyond is the machine's that planned."""
+    return float(f"{number:.6g}")
+
+
+def _tensors(decision: Decision) -> Iterator[tuple[str, str]]:
+    """(names, how they lie), alike ones of alike blocks in one line."""
+    assert decision.chosen is not None
+    plan = decision.chosen.plan
+    blocks = plan.graph.blocks()
+    inside: dict[tuple[str, str], list[str]] = {}
+    for fqn, placed in plan.assignment.tensors.items():
+        if placed.info.is_buffer:
+            continue
+        block = next((b for b in blocks if fqn.startswith(f"{b}.")), None)
+        layout = str(placed.stored)
+        if block is None:
+            inside.setdefault((fqn, layout), [])
+        else:
+            inside.setdefault((fqn[len(block) :], layout), []).append(block)
+    for (rest, layout), found in inside.items():
+        folded = patterns(found) if found else ""
+        for pattern in [folded] if isinstance(folded, str) else folded:
+            yield f"{pattern}{rest}", layout

@@ -1,0 +1,181 @@
+"""One module of a plan: how each tensor lies, who decided it, what it holds and what it takes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from meshplan.assign import Placed, Reason
+from meshplan.cost.calibration import read_profile
+from meshplan.errors import MeshplanError, Origin, Problem, SpecError
+from meshplan.memory import StateBytes, state_bytes
+from meshplan.model.graph import is_inside
+from meshplan.plan.plan import Plan
+from meshplan.planner.problem.request import cluster_of
+from meshplan.planner.tables.whole_plan import BlockCost, Costed
+from meshplan.textbook.inputs import read_limit
+from meshplan.units import spans_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorAnswer:
+    """One tensor.
+
+    Args:
+        rank: That the bytes are of: the first that holds it.
+        decided_by: Line by line, along tp, ep and the data axes.
+    """
+
+    placed: Placed
+    rank: int
+    states: StateBytes
+    decided_by: tuple[Reason, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleAnswer:
+    """One module with all that is below it.
+
+    Args:
+        name: As asked: a module's or a tensor's.
+        facts: What else was decided of it, and by what: ("unit", reason), ("recompute", reason).
+        states: Of all tensors together, on `rank`.
+        block: The block that `cost` and `saved_bytes` are of; "" where nothing is known.
+        saved_bytes: What the block keeps of one microbatch for backward.
+        why_no_cost: Why neither is known.
+    """
+
+    name: str
+    type: str
+    plan: Plan
+    tensors: tuple[TensorAnswer, ...]
+    facts: tuple[tuple[str, Reason], ...]
+    rank: int
+    states: StateBytes
+    block: str = ""
+    cost: BlockCost | None = None
+    saved_bytes: int | None = None
+    why_no_cost: str = ""
+
+
+def explain_module(plan: Plan, name: str, *, profile: str | Path | None = None) -> ModuleAnswer:
+    """What a plan decided of a module, or of a tensor.
+
+    Args:
+        name: Dotted, as in `meshplan show`.
+        profile: What `meshplan calibrate` wrote.
+
+    Raises:
+        SpecError: The model has nothing of that name.
+    """
+    graph, a = plan.graph, plan.assignment
+    found = [fqn for fqn in a.tensors if is_inside(fqn, name) or not name]
+    if name not in graph.modules and name not in a.tensors:
+        raise SpecError(_unknown(plan, name))
+    first = _first_ranks(plan)
+    tensors = tuple(_tensor(plan, fqn, first) for fqn in found)
+    rank = min((each.rank for each in tensors), default=0)
+    answer = ModuleAnswer(
+        name=name,
+        type=graph.modules[name].type if name in graph.modules else "",
+        plan=plan,
+        tensors=tensors,
+        facts=tuple(_facts(plan, name)),
+        rank=rank,
+        states=_states(plan, found, rank),
+    )
+    blocks = graph.blocks()
+    inside = [b for b in blocks if is_inside(b, name) and b != name]
+    block = next((b for b in blocks if is_inside(name, b)), "")
+    if inside:
+        return replace(answer, why_no_cost=f"it holds {len(inside)} blocks: ask of one of them")
+    if not block:
+        return replace(answer, why_no_cost="it is in no block, and only blocks are told apart")
+    try:
+        measured = read_profile(Path(profile), Origin("--profile")) if profile else None
+        device, _, _ = read_limit(None, None, plan.spec)
+        costed = Costed(plan, cluster_of(plan.spec, device, measured), measured)
+        cost, saved = costed.block(block), costed.saved_bytes(block)
+    except MeshplanError as error:
+        return replace(answer, why_no_cost=error.problems[0].what)
+    return replace(answer, block=block, cost=cost, saved_bytes=saved)
+
+
+def _unknown(plan: Plan, name: str) -> Problem:
+    known = [*plan.graph.modules, *plan.assignment.tensors]
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    fix = f"did you mean '{close[0]}'?" if close else "see meshplan show for the names."
+    what = f"'{name}' is no module of {plan.graph.name}, and no question"
+    fix += " Questions are: why FIELD, why-not FIELD=VALUE, memory"
+    return Problem(what, Origin("explain"), fix)
+
+
+def _tensor(plan: Plan, fqn: str, first: Mapping[int, int]) -> TensorAnswer:
+    placed, stages = plan.assignment.tensors[fqn], plan.assignment.stages
+    places = [stages.rank_of(stage) for stage in stages.tensors[fqn]] if stages else [0]
+    rank = min(first[place] for place in places)
+    reasons = (placed.tp_reason, placed.ep_reason, placed.data_reason)
+    return TensorAnswer(
+        placed=placed,
+        rank=rank,
+        states=_states(plan, [fqn], rank),
+        decided_by=tuple(each for each in reasons if each is not None),
+    )
+
+
+def _first_ranks(plan: Plan) -> dict[int, int]:
+    """By place along pp."""
+    out: dict[int, int] = {}
+    for rank, place in enumerate(plan.mesh.indices(("pp",))):
+        out.setdefault(place, rank)
+    return out
+
+
+def _states(plan: Plan, fqns: list[str], rank: int) -> StateBytes:
+    a = plan.assignment
+    part = replace(a, tensors={fqn: a.tensors[fqn] for fqn in fqns})
+    return state_bytes(part, plan.spec.optimizer, rank)
+
+
+def _facts(plan: Plan, name: str) -> Iterator[tuple[str, Reason]]:
+    """What decided more than layouts, of the module itself or of the one around it."""
+    a = plan.assignment
+    around = _around(name)
+    unit = next((a.units[fqn] for fqn in around if fqn in a.units), None)
+    if unit is not None and unit.is_sharded:
+        free = unit.reshard_after_forward
+        word = "freed after forward" if free is True else "kept until backward ends"
+        if not isinstance(free, bool):
+            word = f"cut over {free} ranks after forward"
+        word += ", at rest in the host's memory" if unit.on_host else ""
+        yield f"parameters of {unit.fqn or 'the root unit'} {word}", unit.reason
+    again = next(((fqn, a.recompute[fqn]) for fqn in around if fqn in a.recompute), None)
+    if again is not None:
+        text = f"activation_checkpointing: {again[1].policy.mode}"
+        yield f"{again[0]} is recomputed", Reason(text, again[1].reason.origin)
+    there = next((fqn for fqn in around if fqn in a.host_activations), None)
+    if there is not None:
+        what = f"what {there or 'the model'} keeps for backward waits in the host's memory"
+        yield what, a.host_activations[there]
+    if a.chunked_loss is not None and name in (a.chunked_loss.head, ""):
+        what = f"computed with the loss, over {a.chunked_loss.chunks} parts of the tokens"
+        yield f"{a.chunked_loss.head} is {what}", a.chunked_loss.reason
+    if name in a.styles:
+        yield f"{a.styles[name].style.name} along {a.styles[name].axis}", a.styles[name].reason
+    if a.stages is not None:
+        stages = sorted({s for f, each in a.stages.tensors.items() if is_inside(f, name)
+                         for s in each})  # fmt: skip
+        if stages:
+            spans = [str(one) if one == two else f"{one}-{two}" for one, two in spans_of(stages)]
+            word = "stage" if len(stages) == 1 else "stages"
+            yield f"in {word} {', '.join(spans)} of {a.stages.num}", a.stages.reason
+
+
+def _around(name: str) -> list[str]:
+    """The module itself, then what is around it, the root last."""
+    out = [name]
+    while out[-1]:
+        out.append(out[-1].rpartition(".")[0])
+    return out

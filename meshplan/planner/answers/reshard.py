@@ -1,0 +1,153 @@
+"""What moves when a training goes on under another plan: parameters and the optimizer's state.
+
+A rank needs its part of every tensor as the new plan lays it out. What it holds of that already,
+by the old plan, stays; the rest is sent to it, or read from a checkpoint. Parts are products of
+slices, one set for each dim, so what two have in common is the product of what these have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshplan.errors import PlanError, Problem
+from meshplan.layout.dtypes import DTYPE_BYTES
+from meshplan.layout.layout import Layout
+from meshplan.layout.mesh import Mesh
+from meshplan.plan.plan import Plan
+from meshplan.spec.spec import OPTIMIZER_STATES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reshard:
+    """Bytes of parameters and optimizer state.
+
+    Args:
+        state_bytes: Of the model once, whole.
+        needed_bytes: Of all ranks of the new plan together.
+        moved_bytes: Of these, what a rank does not hold already, where every rank of both plans
+            stays on its device.
+        most_bytes: That a single rank receives then.
+        most_rank: Which one.
+    """
+
+    state_bytes: int
+    needed_bytes: int
+    moved_bytes: int
+    most_bytes: int
+    most_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """One plan's side of a tensor: how it lies, and where along pp."""
+
+    stored: Layout
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What the bytes depend on."""
+
+    shape: tuple[int, ...]
+    element_bytes: int
+    old: _Held
+    new: _Held
+
+
+def reshard(old: Plan, new: Plan) -> Reshard:
+    """What moves from one plan to another of the same model and optimizer.
+
+    Steps that optimizers count, a few bytes for each parameter, are left out, and so is padding.
+
+    Raises:
+        PlanError: The plans train different things, or states that are not of a parameter's shape.
+    """
+    kinds = _kinds(old, new)
+    received = [0] * new.mesh.world_size
+    needed = 0
+    for kind, count in kinds.items():
+        size = kind.element_bytes * count
+        for rank, (wants, has) in enumerate(_elements(kind, old.mesh, new.mesh)):
+            needed += wants * size
+            received[rank] += (wants - has) * size
+    most = max(range(len(received)), key=received.__getitem__)
+    return Reshard(
+        state_bytes=sum(math.prod(k.shape) * k.element_bytes * count for k, count in kinds.items()),
+        needed_bytes=needed,
+        moved_bytes=sum(received),
+        most_bytes=received[most],
+        most_rank=most,
+    )
+
+
+def _kinds(old: Plan, new: Plan) -> Counter[_Kind]:
+    before, after = old.assignment.tensors, new.assignment.tensors
+    optimizer = new.spec.optimizer
+    problems = []
+    if {f: p.info.shape for f, p in before.items()} != {f: p.info.shape for f, p in after.items()}:
+        problems.append(Problem("the two plans are of different models"))
+    if old.spec.optimizer != optimizer:
+        problems.append(Problem(f"one plan trains with {old.spec.optimizer}, one with {optimizer}"))
+    if optimizer not in OPTIMIZER_STATES:
+        problems.append(Problem(f"the state of {optimizer} is not of its parameters' shapes"))
+    if problems:
+        raise PlanError(problems)
+    out: Counter[_Kind] = Counter()
+    for fqn, placed in after.items():
+        if placed.info.is_buffer:
+            continue
+        if before[fqn].dtype != placed.dtype:
+            what = f"'{fqn}' is kept in {before[fqn].dtype} by one plan, in {placed.dtype} by one"
+            raise PlanError(Problem(what))
+        states = OPTIMIZER_STATES[optimizer] if placed.info.trainable else 0
+        size = DTYPE_BYTES[placed.dtype] * (1 + states)
+        out[_Kind(placed.info.shape, size, _held(old, fqn), _held(new, fqn))] += 1
+    return out
+
+
+def _held(plan: Plan, fqn: str) -> _Held:
+    stages = plan.assignment.stages
+    places: tuple[int, ...] = (0,)
+    if stages is not None:
+        places = tuple(sorted({stages.rank_of(stage) for stage in stages.tensors[fqn]}))
+    return _Held(plan.assignment.tensors[fqn].stored, places)
+
+
+def _elements(kind: _Kind, old: Mesh, new: Mesh) -> list[tuple[int, int]]:
+    """By rank of the new mesh: elements that it needs, and those of them that it holds."""
+    known: dict[tuple[tuple[int, ...], tuple[int, ...] | None], tuple[int, int]] = {}
+    out = []
+    for rank in range(new.world_size):
+        if new.index(rank, ("pp",)) not in kind.new.places:
+            out.append((0, 0))
+            continue
+        at_new = _spot(kind.new.stored, new, rank)
+        is_held = rank < old.world_size and old.index(rank, ("pp",)) in kind.old.places
+        at_old = _spot(kind.old.stored, old, rank) if is_held else None
+        if (at_new, at_old) not in known:
+            wanted = kind.new.stored.ranges(kind.shape, new, rank)
+            held = kind.old.stored.ranges(kind.shape, old, rank) if is_held else None
+            known[at_new, at_old] = (
+                math.prod(sum(s.stop - s.start for s in each) for each in wanted),
+                0 if held is None else _common(wanted, held),
+            )
+        out.append(known[at_new, at_old])
+    return out
+
+
+def _spot(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
+    """Where a rank stands on the axes that cut something."""
+    at = mesh.coordinates(rank)
+    return tuple(at.get(axis, 0) for axis in layout.axes)
+
+
+def _common(one: Sequence[Sequence[slice]], other: Sequence[Sequence[slice]]) -> int:
+    """Elements that two parts of a tensor have in common."""
+    return math.prod(
+        sum(max(0, min(a.stop, b.stop) - max(a.start, b.start)) for a in left for b in right)
+        for left, right in zip(one, other, strict=True)
+    )

@@ -1,0 +1,182 @@
+"""What can be asked of a plan, as settings: "mesh.tp=8".
+
+Which settings there are, whether a plan has one, and what is left of a space where it is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, RECOMPUTE
+from meshplan.errors import Origin, Problem, SpecError
+from meshplan.layout.mesh import AXES
+from meshplan.planner.problem.decision import Way
+from meshplan.planner.space.offload import ONLY_IN_FULL, WORDS, offload_of
+from meshplan.planner.space.space import STRATEGIES, Freedom, divisors
+from meshplan.spec.spec import STRATEGY_WORDS
+
+FIELDS: Final = (
+    *(f"mesh.{axis}" for axis in AXES),
+    "strategy", "batch.micro", "activation_checkpointing", "reshard_after_forward", "offload",
+    "sequence_parallel", "loss_parallel", "loss_chunks", "allocator",
+)  # fmt: skip
+"""What the planner chooses, and can be asked about."""
+
+READ_AGAIN: Final = ("loss_parallel", "loss_chunks", "allocator")
+"""Those of them that are asked by planning a file that states the value, tried or not."""
+
+STATED: Final = (
+    "precision", "optimizer", "tp_plan",
+    "context.attention", "experts.capacity", "pipeline.schedule", "pipeline.virtual",
+)  # fmt: skip
+"""What it leaves as the plan has it, or chooses in part, and a plan may state."""
+
+
+def has(way: Way, path: str, text: str) -> bool:
+    """Whether a plan has a setting.
+
+    Args:
+        path, text: Of a setting that the planner chooses.
+    """
+    plan, a = way.plan, way.plan.assignment
+    area, _, axis = path.partition(".")
+    if area == "mesh":
+        return plan.mesh.size(axis) == int(text)
+    if path == "strategy":
+        return a.strategy.name == STRATEGY_WORDS[text.lower()]
+    if path == "batch.micro":
+        return plan.micro == int(text)
+    if path == "sequence_parallel":
+        return a.sequence_parallel == (text == "true")
+    if path == "offload":
+        return offload_of(plan) == WORDS[text]
+    if path == "loss_parallel":
+        return a.loss_parallel == (text == "true")
+    if path == "loss_chunks":
+        return str(a.chunked_loss.chunks if a.chunked_loss is not None else 1) == text
+    if path == "allocator":
+        return plan.spec.allocator == text
+    num_with, num = blocks_with(way, path, text)
+    return 0 < num == num_with
+
+
+def blocks_with(way: Way, path: str, text: str) -> tuple[int, int]:
+    """(how many blocks of a plan have a setting, of how many); (0, 0) where blocks choose nothing.
+
+    Args:
+        path, text: As of `has`.
+    """
+    a, blocks = way.plan.assignment, way.plan.graph.blocks()
+    chosen: list[str]
+    if path == "activation_checkpointing":
+        again = [a.recompute.get(block) for block in blocks]
+        chosen = [each.policy.mode if each else "none" for each in again]
+    elif path == "reshard_after_forward":
+        units = [a.units[block] for block in blocks if block in a.units]
+        chosen = [str(unit.reshard_after_forward).lower() for unit in units if unit.is_sharded]
+    else:
+        return 0, 0
+    return chosen.count(text), len(chosen)
+
+
+def narrowed(free: Freedom, path: str, text: str) -> tuple[Freedom | None, str]:
+    """(the freedom with one choice held, "") or (None, why it cannot be)."""
+    area, _, axis = path.partition(".")
+    held: dict[str, Any] = {}
+    if area == "mesh":
+        size = _number(path, text)
+        if size not in free.axes[axis]:
+            return None, no_mesh(free, path, text)
+        held = {"axes": {**free.axes, axis: (size,)}}
+    elif path == "strategy":
+        word = STRATEGY_WORDS.get(text.lower(), "")
+        if word not in STRATEGIES:
+            fix = f"write one of {', '.join(STRATEGIES)}"
+            raise SpecError(Problem(f"'{text}' is no strategy", Origin(path), fix))
+        modes, reshard = STRATEGIES[word]
+        hybrid = word.startswith("hybrid") if MODES[modes[0]] == "shard" else None
+        held = {"modes": modes, "reshard": reshard, "hybrid": hybrid}
+    elif path == "batch.micro":
+        held = {"micro": (_number(path, text),)}
+    elif path == "activation_checkpointing":
+        if text not in RECOMPUTE:
+            raise _no_value(path, text, RECOMPUTE)
+        if RECOMPUTE.index(text) not in free.recompute:
+            return None, _why_rejected(free, f"{path}={text}") or "the plan states another"
+        held = {"recompute": (RECOMPUTE.index(text),)}
+    elif path == "offload":
+        if text not in WORDS:
+            raise _no_value(path, text, tuple(WORDS))
+        if WORDS[text] not in free.offload:
+            return None, "the plan states another"
+        if WORDS[text] & ACTIVATIONS_THERE and RECOMPUTE.index("full") not in free.recompute:
+            return None, ONLY_IN_FULL
+        held = {"offload": (WORDS[text],)}
+    elif text not in ("true", "false"):
+        raise _no_value(path, text, ("true", "false"))
+    elif path == "sequence_parallel" and text == "false":
+        held = {"sequence_parallel": dict.fromkeys(free.sequence_parallel, False)}
+    elif path == "sequence_parallel":
+        cut = tuple(size for size, is_cut in free.sequence_parallel.items() if is_cut and size > 1)
+        if not cut:
+            return None, "with no size of tp can it be shown to be right"
+        held = {"axes": {**free.axes, "tp": cut}}
+    else:
+        held = {"reshard": (int(text == "true"),), "modes": (MODES.index("shard"),)}
+    return replace(free, **held), ""
+
+
+def _number(path: str, text: str) -> int:
+    if not text.isdigit() or not int(text):
+        fix = "write a whole number of at least 1"
+        raise SpecError(Problem(f"'{text}' is no positive number", Origin(path), fix))
+    return int(text)
+
+
+def _no_value(path: str, text: str, words: Sequence[str]) -> SpecError:
+    fix = f"write {', '.join(words[:-1])} or {words[-1]}"
+    return SpecError(Problem(f"'{text}' is no value of {path}", Origin(path), fix))
+
+
+def _why_rejected(free: Freedom, setting: str) -> str:
+    """The reason that was found when the space was made."""
+    path, _, text = setting.partition("=")
+    for each in free.rejected:
+        what, _, values = each.what.partition("=")
+        if what == path and text in values.split(", "):
+            return each.why
+    return ""
+
+
+def no_mesh(free: Freedom, path: str, text: str) -> str:
+    found = _why_rejected(free, f"{path}={text}")
+    if found:
+        return found
+    if path.startswith("mesh.") and int(text) not in divisors(free.world):
+        return f"{free.world} devices do not divide by {text}"
+    if path.startswith("mesh.") and free.axes[path.partition(".")[2]] == (1,):
+        return "the plan's mesh does not have that axis, or not more than one rank of it"
+    return "no mesh and batch of this many devices has it"
+
+
+def settings_of(free: Freedom, path: str) -> Iterator[str]:
+    """Those that the freedom itself tells."""
+    if path.startswith("mesh."):
+        yield from (f"{path}={size}" for size in free.axes[path.partition(".")[2]])
+    elif path == "strategy":
+        yield from (f"{path}={word}" for word in STRATEGIES)
+    elif path == "activation_checkpointing":
+        yield from (f"{path}={RECOMPUTE[place]}" for place in free.recompute)
+    elif path == "offload":
+        yield from (f"{path}={word}" for word, what in WORDS.items() if what in free.offload)
+    elif path == "loss_chunks":
+        yield from (f"{path}={chunks}" for chunks in free.loss_chunks)
+    elif path == "allocator":
+        yield from (f"{path}={word}" for word in free.allocators)
+    elif path in ("reshard_after_forward", "sequence_parallel", "loss_parallel"):
+        yield from (f"{path}=true", f"{path}=false")
+    else:
+        what, fix = f"'{path}' is nothing that is planned", f"ask about {', '.join(FIELDS)}"
+        raise SpecError(Problem(what, Origin(path), fix))

@@ -1,0 +1,241 @@
+"""What a plan states of the things that the planner would choose, one by one, and without some.
+
+What is trained is no such thing: the model, the samples and tokens of a step, what numbers are
+computed in and the optimizer stay; so does the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from meshplan.layout.mesh import AXES
+from meshplan.planner.lock.lock import overrides
+from meshplan.planner.space.batch import of_data_rank
+from meshplan.planner.space.memory_settings import OFFERED
+from meshplan.planner.space.schedule import stated_schedule, stated_virtual
+from meshplan.spec.spec import AUTO, Borrow, Rule, Spec
+
+_RULED: Final = ("activation_checkpointing", "reshard_after_forward", "stage", "unit")
+"""What rules state that the planner would choose; `place` beside it."""
+_OTHERS: Final = "mesh"
+"""The path of the statement that there are no axes but those that are named."""
+_PIPELINE: Final = "pipeline"
+"""The path of the statement that there are stages at all."""
+_SCHEDULE: Final = "pipeline.schedule"
+_VIRTUAL: Final = "pipeline.virtual"
+_WITH_SCHEDULE: Final = (_SCHEDULE, _VIRTUAL, "pipeline.microbatches")
+_SWITCHES: Final = ("compile",)
+"""What the planner leaves as it is where nobody states it, and what narrows where somebody does."""
+_OFFLOADED: Final = ("params", "optimizer", "activations")
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """One of them.
+
+    Args:
+        path: As in plan.yaml.
+        text: Its value, in words.
+        rule: The index of its rule; None where it is no rule's.
+        allows_more: Whether it allows what the planner would not try by itself, so that without it
+            less may fit.
+    """
+
+    path: str
+    text: str
+    rule: int | None = None
+    allows_more: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.text}"
+
+    def settings(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """What the planner says in its place, by path; None takes the statement back."""
+        area = self.path.partition(".")[0]
+        if area == "mesh":
+            return {"mesh": chosen["mesh"]}
+        if self.rule is not None or area == "activation_checkpointing":
+            names = ("activation_checkpointing", "rules[", "pipeline.split")
+            return {path: value for path, value in chosen.items() if path.startswith(names)}
+        own = f"{self.path}."
+        found = {p: v for p, v in chosen.items() if p in (self.path, area) or p.startswith(own)}
+        if area == _PIPELINE:
+            # A schedule is said with what it was chosen with.
+            found |= {path: chosen[path] for path in _WITH_SCHEDULE if path in chosen}
+        return found if self.path in found or area in found else {self.path: None, **found}
+
+    def change(self, chosen: Mapping[str, Any]) -> str:
+        """In words, such as "batch.micro: 2 -> 1"."""
+        new = self.settings(chosen)
+        if self.path.startswith("mesh.") and self.path.partition(".")[2] in AXES:
+            return f"{self} -> {new['mesh'].get(self.path.partition('.')[2], 1)}"
+        if new.get(self.path) is not None and self.rule is None:
+            rules = sum(path.startswith("rules[") for path in new)
+            more = f" and {rules} rule{'' if rules == 1 else 's'}" if rules else ""
+            return f"{self} -> {_words(new[self.path])}{more}"
+        return f"without {self}"
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_words(item)}" for key, item in value.items())
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def statements_of(spec: Spec) -> tuple[Statement, ...]:
+    """All of them."""
+    return (*_of_mesh(spec), *_of_whole(spec), *_of_pipeline(spec), *_of_rules(spec))
+
+
+def _of_mesh(spec: Spec) -> Iterator[Statement]:
+    if not isinstance(spec.mesh, Mapping):
+        return
+    node = spec.hardware.gpus_per_node if spec.hardware is not None else 0
+    for axis, size in spec.mesh.items():
+        if isinstance(size, Borrow):
+            yield Statement(f"mesh.{axis}", str(in_words(size)))
+        elif isinstance(size, int):
+            # Over several nodes tp is not tried.
+            yield Statement(f"mesh.{axis}", str(size), allows_more=axis == "tp" and size > node)
+    yield Statement(_OTHERS, f"no axes but {', '.join(spec.mesh)}")
+
+
+def _of_whole(spec: Spec) -> Iterator[Statement]:
+    """What holds for the whole model."""
+    if spec.strategy not in (None, AUTO):
+        yield Statement("strategy", str(spec.strategy))
+    for name in ("micro", "accumulate"):
+        if isinstance(getattr(spec.batch, name), int):
+            yield Statement(f"batch.{name}", str(getattr(spec.batch, name)))
+    policy = spec.activation_checkpointing
+    if "activation_checkpointing" in spec.origins and policy.mode != AUTO:
+        yield Statement("activation_checkpointing", policy.mode)
+    yield from _of_offload(spec)
+    if spec.context is not None:
+        words = {"attention": spec.context.attention, "balance": spec.context.balance}
+        stated = {name: value for name, value in words.items() if value is not None}
+        yield Statement("context", _words(stated), allows_more=True)
+    if "tp_plan" in spec.origins and spec.tp_plan != AUTO:
+        yield Statement("tp_plan", spec.tp_plan, allows_more=True)
+    if "sequence_parallel" in spec.origins:
+        cuts = spec.sequence_parallel
+        yield Statement("sequence_parallel", _words(cuts), allows_more=not cuts)
+    if spec.experts.capacity is not None:
+        yield Statement("experts.capacity", f"{spec.experts.capacity:g}")
+    for name in OFFERED:
+        value = getattr(spec, name)
+        if name in spec.origins and value != AUTO:
+            yield Statement(name, _words(value), allows_more=value not in OFFERED[name])
+    for name in _SWITCHES:
+        value = getattr(spec, name)
+        if value != getattr(Spec(), name):
+            yield Statement(name, _words(value), allows_more=True)
+
+
+def _of_offload(spec: Spec) -> Iterator[Statement]:
+    """One word of the plan is one statement."""
+    offload = spec.offload
+    parts = {n: v for n in _OFFLOADED if (v := getattr(offload, n)) in (True, False)}
+    # Where an optimizer is, its parameters go too, if they may.
+    allows_more = offload.optimizer is True
+    if any(f"offload.{name}" in spec.origins for name in _OFFLOADED):
+        for name, value in parts.items():
+            yield Statement(f"offload.{name}", _words(value), allows_more=allows_more)
+    elif parts:
+        there = [name for name, value in parts.items() if value]
+        yield Statement("offload", ", ".join(there) or "none", allows_more=allows_more)
+
+
+def _of_pipeline(spec: Spec) -> Iterator[Statement]:
+    if spec.pipeline is None:
+        return
+    yield Statement(_PIPELINE, "there is one", allows_more=True)
+    if (word := stated_schedule(spec)) is not None:
+        yield Statement(_SCHEDULE, word)
+    if (virtual := stated_virtual(spec)) is not None:
+        yield Statement(_VIRTUAL, str(virtual))
+    for name in ("microbatches", "split"):
+        value = getattr(spec.pipeline, name)
+        if value != AUTO:
+            words = f"{len(value)} stages" if isinstance(value, tuple) else str(value)
+            yield Statement(f"pipeline.{name}", words)
+
+
+def _of_rules(spec: Spec) -> Iterator[Statement]:
+    for rule in spec.rules:
+        where = f" of {', '.join(map(str, rule.match))}"
+        for name in _RULED:
+            value = getattr(rule, name)
+            if value is not None:
+                words = str(getattr(value, "mode", value)).lower() + where
+                yield Statement(f"rules[{rule.index}].{name}", words, rule.index)
+        placed = rule.data or _words(rule.place)
+        if placed:
+            path = f"rules[{rule.index}].place"
+            yield Statement(path, placed + where, rule.index, allows_more=bool(rule.place))
+
+
+def without(
+    read: Callable[[Sequence[str]], Spec], dropped: Collection[Statement], more: Sequence[str]
+) -> Spec:
+    """The spec with some of its statements left to the planner, then with more on top."""
+    whole = read(())
+    paths = {each.path for each in dropped if each.rule is None}
+    spec = read([*overrides(_left(whole, paths)), *more])
+    counts = {each.path for each in _of_whole(whole)} & {"batch.micro", "batch.accumulate"}
+    if whole.batch.global_ is None and len(counts) == 2 and counts & paths:
+        # Else nothing would say any more how large a step is.
+        own = of_data_rank(whole.batch)
+        spec = replace(spec, batch=replace(spec.batch, of_data_rank=own))
+    fields: dict[int, set[str]] = {}
+    for each in dropped:
+        if each.rule is not None:
+            fields.setdefault(each.rule, set()).add(each.path.rpartition(".")[2])
+    # Rules that the planner adds come after those of the file.
+    return replace(spec, rules=tuple(_without(r, fields.get(r.index, ())) for r in spec.rules))
+
+
+def _left(spec: Spec, paths: Collection[str]) -> dict[str, Any]:
+    """What leaves these open, by path; None takes a statement back."""
+    mesh = _mesh_left(spec, paths)
+    out: dict[str, Any] = {
+        path: None for path in paths if not path.startswith(("mesh", "pipeline"))
+    }
+    stages = {each.path for each in _of_pipeline(spec)}
+    left = stages & set(paths)
+    pp = mesh.get("pp", 1)
+    if _PIPELINE in left and (left == stages or pp in (1, AUTO)):
+        # What is still said of stages holds where there are any: that is asked with them.
+        mesh |= {"pp": 1} if pp == AUTO and left != stages else {}
+        out[_PIPELINE] = None
+    else:
+        out |= {path: None if path == _VIRTUAL else AUTO for path in left - {_PIPELINE}}
+        if _VIRTUAL in left and _SCHEDULE not in stages:
+            out[_SCHEDULE] = AUTO  # A pipeline of which nothing is said has a schedule.
+    is_other = mesh != _mesh_left(spec, ())
+    return {"mesh": mesh, **out} if is_other else out
+
+
+def _mesh_left(spec: Spec, paths: Collection[str]) -> dict[str, Any]:
+    """The sizes of all axes that the mesh may have with these left open."""
+    if not isinstance(spec.mesh, Mapping):
+        return dict.fromkeys(AXES, AUTO)
+    others = dict.fromkeys(AXES, AUTO) if _OTHERS in paths else {}
+    return others | {
+        axis: AUTO if f"mesh.{axis}" in paths else in_words(size)
+        for axis, size in spec.mesh.items()
+    }
+
+
+def in_words(size: int | str | Borrow) -> int | str:
+    """Of an axis, as a plan file has it."""
+    return f"{size.size} in {size.within}" if isinstance(size, Borrow) else size
+
+
+def _without(rule: Rule, names: Collection[str]) -> Rule:
+    taken: dict[str, Any] = {name: None for name in names if name != "place"}
+    if "place" in names:
+        taken |= {"data": None, "place": {}}
+    return replace(rule, **taken)

@@ -1,0 +1,1 @@
+"""Checkpointing of each block and stage boundaries, chosen exactly and bounded from below."""

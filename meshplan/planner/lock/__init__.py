@@ -1,0 +1,1 @@
+"""plan.lock.yaml: the choices of a search, and whether they still stand."""

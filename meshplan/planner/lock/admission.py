@@ -1,0 +1,176 @@
+"""Check that a lock says choices that its plan file leaves open, and nothing else.
+
+A lock lies beside a plan and may come from anybody. Its statements go on top of the plan's, so each
+is held against what the plan says by itself: a key that the planner never writes, and a choice that
+changes a stated word, are refused where they stand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Final
+
+from meshplan.assign.cascade import Cascade
+from meshplan.errors import Origin, Problem, SpecError
+from meshplan.layout.styles import EXPERT_STYLE
+from meshplan.model.graph import ModelGraph
+from meshplan.planner.space.ep import is_placed
+from meshplan.spec.spec import AUTO, Spec
+from meshplan.spec.strategies import STRATEGIES
+
+_CHOICES: Final = frozenset(
+    {
+        "mesh", "strategy", "batch.micro", "batch.accumulate", "tp_plan", "sequence_parallel",
+        "loss_parallel", "pipeline.schedule", "pipeline.virtual", "pipeline.microbatches",
+        "pipeline.split", "offload", "activation_checkpointing", "context.attention",
+        "experts.capacity", "hardware.nodes", "loss_chunks", "allocator",
+    }
+)  # fmt: skip
+"""Paths that the planner may state, beside rules for single blocks."""
+_RULE: Final = re.compile(r"rules\[([0-9]{1,5})\]")
+_EXPERTS: Final = {"ep": EXPERT_STYLE}
+_OF_BLOCKS: Final = ("activation_checkpointing", "reshard_after_forward")
+_AGAIN: Final = "delete the lock, or run meshplan plan again"
+
+Load = Callable[[Sequence[str]], Spec]
+
+
+def check_chosen(
+    chosen: Mapping[str, Any],
+    origins: Mapping[str, Origin],
+    load: Load,
+    statements: Sequence[str],
+    graph: ModelGraph | None = None,
+) -> None:
+    """Refuse choices that are not the planner's to make.
+
+    Args:
+        chosen: By path, as the lock has them.
+        origins: Where each of them stands.
+        load: Reads the plan file with statements on top.
+        statements: The choices, as such statements.
+        graph: The model; without it nobody knows what rules match.
+
+    Raises:
+        SpecError: With all of them.
+    """
+    spec = load(())
+    problems = [
+        Problem(f"a lock has no {path} to choose", origins[path], _AGAIN)
+        for path in chosen
+        if path not in _CHOICES and not _is_own_rule(path, chosen[path], spec)
+    ]
+    if problems:
+        raise SpecError(problems)
+    try:
+        locked = load(statements)
+    except SpecError as error:
+        raise SpecError([_in_lock(problem, origins) for problem in error.problems]) from None
+    problems = [
+        Problem(f"the plan says {stated}, and a lock cannot change it", origins[path], _AGAIN)
+        for path, stated in _overruled(chosen, spec, locked, graph)
+    ]
+    if problems:
+        raise SpecError(problems)
+
+
+def _is_own_rule(path: str, rule: Any, spec: Spec) -> bool:
+    """Return whether this is a rule for blocks, or for experts that no rule of the plan places."""
+    found = _RULE.fullmatch(path)
+    if found is None or int(found[1]) < len(spec.rules) or not isinstance(rule, dict):
+        return False
+    if "place" in rule:
+        return (
+            rule.keys() == {"match", "place"} and rule["place"] == _EXPERTS and not is_placed(spec)
+        )
+    is_open = {
+        "activation_checkpointing": _stated(spec, "activation_checkpointing") is None
+        or spec.activation_checkpointing.mode == AUTO,
+        "reshard_after_forward": spec.strategy in (None, AUTO),
+    }
+    return len(rule) == 2 and "match" in rule and any(is_open.get(key) for key in rule)
+
+
+def _in_lock(problem: Problem, origins: Mapping[str, Origin]) -> Problem:
+    """A problem of a statement, told where the lock has it."""
+    at = problem.origin.path if problem.origin is not None else ""
+    around = (path for path in origins if at == path or at.startswith((f"{path}.", f"{path}[")))
+    path = next(around, None)
+    return Problem(problem.what, problem.origin if path is None else origins[path], _AGAIN)
+
+
+def _overruled(
+    chosen: Mapping[str, Any], spec: Spec, locked: Spec, graph: ModelGraph | None
+) -> Iterator[tuple[str, str]]:
+    """(path of a choice, what the plan says instead)."""
+    sizes = _sizes(locked.mesh)
+    for path in chosen:
+        stated, now = _stated(spec, path), _stated(locked, path)
+        if stated not in (None, AUTO) and not _agrees(path, stated, now, spec, sizes):
+            yield path, f"{path}: {stated}"
+    if graph is not None and any(path.startswith("rules[") for path in chosen):
+        yield from _overruled_rules(spec, locked, graph)
+
+
+def _stated(spec: Spec, path: str) -> Any:
+    """Return what a file says of a choice; None where it says nothing."""
+    if not any(at == path or at.startswith(f"{path}.") for at in spec.origins):
+        return None
+    found: Any = spec
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def _agrees(path: str, stated: Any, now: Any, spec: Spec, sizes: Mapping[str, Any]) -> bool:
+    """Whether a choice leaves a stated value as it is, or says nothing where it means nothing."""
+    has_tp, has_ep = "tp" in sizes, "ep" in sizes
+    match path:
+        case "mesh":
+            return _keeps_mesh(stated, sizes)
+        case "hardware.nodes":  # Fewer may cost less than all that there are.
+            return bool(now == stated or (spec.solve.get("objective") == "cost" and now < stated))
+        case "strategy":
+            if now is None:  # Nothing is left for it to say.
+                return not sizes.keys() & {"dp_replicate", "dp_shard"}
+            return now in STRATEGIES and STRATEGIES[now].cuts == STRATEGIES[stated].cuts
+        case "tp_plan" | "sequence_parallel" | "loss_parallel":
+            return bool(now == stated or not has_tp)
+        case "experts.capacity":
+            return bool(now == stated or not has_ep)
+        case "activation_checkpointing":
+            return bool(stated.mode == AUTO or now == stated)
+        case "offload":
+            if now is None:
+                return False
+            parts = [(getattr(stated, f.name), getattr(now, f.name)) for f in fields(stated)]
+            return all(old in (None, AUTO) or bool(old) == bool(new) for old, new in parts)
+    return bool(now == stated)
+
+
+def _sizes(mesh: Any) -> dict[str, Any]:
+    """The axes of a mesh that are larger than 1."""
+    axes = mesh if isinstance(mesh, Mapping) else {}
+    return {axis: size for axis, size in axes.items() if size != 1}
+
+
+def _keeps_mesh(stated: Any, sizes: Mapping[str, Any]) -> bool:
+    """Whether axes that the plan gives a size have it, and no others are there."""
+    if not isinstance(stated, Mapping):
+        listed = sorted(size for size in stated if size != 1)
+        return listed == sorted(size for size in sizes.values() if isinstance(size, int))
+    is_known = all(size in (AUTO, sizes.get(axis, 1)) for axis, size in stated.items())
+    return is_known and sizes.keys() <= stated.keys()
+
+
+def _overruled_rules(spec: Spec, locked: Spec, graph: ModelGraph) -> Iterator[tuple[str, str]]:
+    """(path of a rule of the lock, the rule of the plan that says otherwise of some module)."""
+    before, after = Cascade(spec, graph), Cascade(locked, graph)
+    for fqn in graph.modules:
+        for field in _OF_BLOCKS:
+            old, new = before.inherited(fqn, field), after.inherited(fqn, field)
+            if old is not None and new is not None and old.value != new.value:
+                yield f"rules[{new.rule.index}]", f"{old.path} of {fqn or 'the model'}"
+                return

@@ -1,0 +1,340 @@
+"""plan.lock.yaml: what the planner chose, in the words of plan.yaml, and what it was chosen for.
+
+The choices are statements that go on top of the plan file, as `--set` does, so that a locked plan
+is the user's own file made whole. They hold while the plan file says the same and the model has
+the same parameters. No times, no dates: the same inputs give the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from meshplan.errors import Origin, Problem, SpecError
+from meshplan.files import check_writable, read_bytes, write_bytes
+from meshplan.model.graph import ModelGraph
+from meshplan.planner.lock.admission import check_chosen
+from meshplan.planner.lock.changes import EXPECTED
+from meshplan.spec.keys import FREEABLE, freed
+from meshplan.spec.reader import load_spec, read_yaml
+from meshplan.spec.spec import Spec
+from meshplan.spec.values import Value, plain
+
+FORMAT: Final = 2
+_AGAIN: Final = "run meshplan plan again"
+_ELSEWHERE: Final = "say -o FILE, in a folder that is there and may be written to"
+INSTEAD: Final = "give the plan file itself, or run meshplan plan again"
+"""The fix of a lock that was named and does not hold."""
+_HEADROOM: Final = 0.10
+"""That earlier versions took for what a plan does not state."""
+_MOST_BYTES: Final = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lock:
+    """A lock file's part that decides.
+
+    Args:
+        spec, model: Hashes of what it was made for.
+        profile: (file beside the lock, its hash) of the constants that were measured; None where
+            it went by meshplan's own.
+        chosen: Statements by path.
+        free: Keys that `--free` gave to the planner although the plan file states them.
+        origins: Where each statement stands.
+        path: Of the file.
+        content: All that it says.
+    """
+
+    spec: str
+    model: str
+    chosen: Mapping[str, Any]
+    profile: tuple[Path, str] | None
+    path: Path
+    content: Mapping[str, Any]
+    origins: Mapping[str, Origin]
+    free: tuple[str, ...] = ()
+
+    @property
+    def statements(self) -> dict[str, Any]:
+        """All that goes on top of the plan file: the freed keys taken back, then the choices."""
+        return {**freed(self.free), **self.chosen}
+
+    @property
+    def used(self) -> str:
+        """The line that says that a verb goes by this lock."""
+        free = f", which frees {' and '.join(self.free)}" if self.free else ""
+        return f"goes by {self.path.name}{free}"
+
+
+def lock_path(plan: str | os.PathLike[str]) -> Path:
+    """Where the lock of a plan file is.
+
+    >>> lock_path("jobs/plan.yaml").name
+    'plan.lock.yaml'
+    """
+    path = Path(plan)
+    return path.with_name(f"{path.stem}.lock.yaml")
+
+
+def is_file(source: Any) -> bool:
+    """Return whether a plan is a file, which may have a lock, and not a mapping."""
+    return isinstance(source, str | os.PathLike)
+
+
+def has_lock(source: Any) -> bool:
+    """Return whether a lock lies beside a plan, whether or not it holds."""
+    return is_file(source) and lock_path(source).exists()
+
+
+def spec_hash(spec: Spec) -> str:
+    """Hash what a plan says, whatever its comments, the order of its keys and where the file is.
+
+    What nobody states of headroom and dtype counts as what earlier versions took for it: their
+    locks go on to hold.
+    """
+    hardware, given, more = spec.hardware, spec.input, ""
+    if hardware is not None and "hardware.headroom" not in spec.origins:
+        hardware = replace(hardware, headroom=_HEADROOM)
+    elif hardware is not None and hardware.headroom == _HEADROOM:
+        more = ", and it is stated"
+    if given is not None and given.dtype is None:
+        given = replace(given, dtype="int64")
+    return _hash(repr(replace(spec, hardware=hardware, input=given)) + more)
+
+
+def model_hash(graph: ModelGraph) -> str:
+    """Of the names and shapes of all parameters, which say what a plan's rules match."""
+    return _hash(json.dumps(sorted((t.fqn, list(t.shape)) for t in graph.parameters)))
+
+
+def _hash(text: str) -> str:
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def write(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a lock file whole, or not at all.
+
+    Args:
+        content: All but the hash of it, which is added.
+    """
+    check_writable(path, "the lock", _ELSEWHERE)
+    lock, *rest = content.items()
+    whole = dict([lock, ("hash", _hash_of(content)), *rest])
+    text = "# Written by `meshplan plan`; commit it beside the plan.\n" + yaml.dump(
+        whole, Dumper=_Dumper, sort_keys=False, width=100, allow_unicode=True
+    )
+    write_bytes(path, text.encode(), "the lock", _ELSEWHERE)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes a list that stands twice twice: aliases are not read."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _hash_of(content: Mapping[str, Any]) -> str:
+    """The hash of all that a lock says but the hash itself."""
+    return _hash(json.dumps({k: v for k, v in content.items() if k != "hash"}, sort_keys=True))
+
+
+def read(path: Path) -> Lock | None:
+    """Return a lock file; None where there is none.
+
+    Raises:
+        SpecError: It is no lock file, or was changed after it was written.
+    """
+    try:
+        root = read_yaml(path, _MOST_BYTES, "a lock")
+    except FileNotFoundError:
+        return None
+    except SpecError as error:
+        first = error.problems[0]
+        what = f"this is no lock file of this version: {first.what}"
+        raise SpecError(Problem(what, first.origin, _AGAIN)) from None
+    try:
+        content = _checked(plain(root))
+        inputs = content["inputs"]
+        return Lock(
+            spec=inputs["plan"],
+            model=inputs["model"],
+            chosen=content["chosen"],
+            profile=_profile_of(path, inputs),
+            free=_free_of(inputs),
+            path=path,
+            content=content,
+            origins={path: each.key or each.origin for path, each in _chosen(root).items()},
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        why = str(error)
+    what = f"this is no lock file of this version: {why}"
+    raise SpecError(Problem(what, Origin(str(path)), _AGAIN))
+
+
+def _chosen(root: Value) -> Mapping[str, Value]:
+    found: Mapping[str, Value] = root.data["chosen"].data
+    return found
+
+
+def _checked(content: Any) -> Mapping[str, Any]:
+    """What a lock says, once its form and its hash are right."""
+    if not isinstance(content, dict) or "lock" not in content:
+        raise ValueError("it does not begin with lock:")
+    if content["lock"] != FORMAT:
+        raise ValueError(f"it is of format {content['lock']}, and this version's is {FORMAT}")
+    for part in ("inputs", "chosen"):
+        if not isinstance(content.get(part), dict):
+            raise ValueError(f"it has no {part}")
+    for name in ("plan", "model"):
+        if not isinstance(content["inputs"].get(name), str):
+            raise ValueError(f"its inputs have no {name}")
+    if content.get("hash") != _hash_of(content):
+        raise ValueError("it was changed after it was written")
+    _check_figures(content)
+    return content
+
+
+def _check_figures(content: Mapping[str, Any]) -> None:
+    """Check what is compared and printed: whoever writes a lock can hash it too."""
+    expected, groups = content.get("expected"), content.get("memory")
+    if not isinstance(expected, dict):
+        raise ValueError("it has no expected")
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise ValueError("it has no memory")
+    figures = [(f"expected.{name}", expected.get(name)) for name in EXPECTED]
+    figures += [("memory.high_bytes", group.get("high_bytes", 0)) for group in groups]
+    for name, value in figures:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 <= value < math.inf):
+            raise ValueError(f"its {name} is {value!r}")
+
+
+def _profile_of(path: Path, inputs: Mapping[str, Any]) -> tuple[Path, str] | None:
+    if "profile_file" not in inputs:
+        return None
+    stated = inputs["profile_file"]
+    return path.parent / str(stated["path"]), str(stated["hash"])
+
+
+def _free_of(inputs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the keys that a lock frees; only such as may be chosen."""
+    free = inputs.get("free", [])
+    if not isinstance(free, list) or not all(each in FREEABLE for each in free):
+        raise ValueError(f"its free is {free!r}")
+    return tuple(free)
+
+
+def file_hash(path: Path) -> str:
+    """Of what a file says."""
+    return f"sha256:{hashlib.sha256(read_bytes(path, _MOST_BYTES, 'a profile')).hexdigest()}"
+
+
+def overrides(stated: Mapping[str, Any]) -> list[str]:
+    """Statements as `--set PATH=VALUE` has them; JSON is YAML."""
+    return [f"{path}={json.dumps(value)}" for path, value in stated.items()]
+
+
+def locked(source: Any, load: Callable[[Sequence[str]], Spec], graph: ModelGraph) -> Lock | str:
+    """The lock of a plan file, or why there is none of this plan and model.
+
+    Args:
+        source: The plan file; a mapping has no lock.
+        load: Reads it with statements on top.
+
+    Raises:
+        SpecError: The lock cannot be read, or says more than the plan leaves open.
+    """
+    if not is_file(source):
+        return "a plan without a file has no lock"
+    path = lock_path(source)
+    lock = read(path)
+    if lock is None:
+        return f"there is no {path.name}"
+    free = overrides(freed(lock.free))
+    if lock.spec != spec_hash(load(free)):
+        if lock.spec == spec_hash(load_spec(source, free)):
+            return f"{path.name} was made for the file without --set"
+        return f"{path.name} was made for another state of this file"
+    if lock.model != model_hash(graph):
+        return f"{path.name} was made for another model"
+    if lock.profile is not None:
+        profile, known = lock.profile
+        # Where a job runs, the file need not be: its figures have done their work.
+        if profile.is_file() and file_hash(profile) != known:
+            return f"{path.name} was made with another state of {profile.name}"
+    _check_chosen(lock, load, graph)
+    return lock
+
+
+def lock_in_words(found: Lock | str, source: Any, spec: Spec) -> str:
+    """Which lock a plan goes by, or why by none; "" where none is there, and none is needed.
+
+    Args:
+        found: As `locked` has it.
+        spec: The plan file, as it is without a lock.
+    """
+    if not isinstance(found, str):
+        return found.used
+    if spec.free_fields:
+        return f"{found}: planning"
+    return f"{found}: what the plan leaves out has its default" if has_lock(source) else ""
+
+
+def _check_chosen(lock: Lock, load: Callable[[Sequence[str]], Spec], graph: ModelGraph) -> None:
+    """Refuse choices that the plan, without the keys that are freed, does not leave open."""
+    free = overrides(freed(lock.free))
+    check_chosen(
+        lock.chosen, lock.origins, lambda more: load([*free, *more]), overrides(lock.chosen), graph
+    )
+
+
+def check_holds(lock: Lock, load: Callable[[Sequence[str]], Spec], graph: ModelGraph) -> None:
+    """Refuse a lock that somebody names, where the one beside a plan file would be passed over.
+
+    Args:
+        load: Reads its plan file with statements on top.
+
+    Raises:
+        SpecError: It was made for another plan or model, or says more than the plan leaves open.
+    """
+    for is_other, other in (
+        (lock.spec != spec_hash(load(overrides(freed(lock.free)))), "state of its plan file"),
+        (lock.model != model_hash(graph), "model"),
+    ):
+        if is_other:
+            what = f"this lock was made for another {other}"
+            raise SpecError(Problem(what, Origin(str(lock.path)), INSTEAD))
+    _check_chosen(lock, load, graph)
+
+
+def chosen_spec(
+    load: Callable[[Sequence[str]], Spec], chosen: Mapping[str, Any], source: str
+) -> Spec:
+    """The spec with choices on top, each of which is said to stand in `source`."""
+    spec = load(overrides(chosen))
+
+    def is_chosen(path: str) -> bool:
+        return any(path == c or path.startswith((f"{c}.", f"{c}[")) for c in chosen)
+
+    origins = {
+        path: Origin(source, origin.path) if is_chosen(path) else origin
+        for path, origin in spec.origins.items()
+    }
+    return replace(spec, origins=origins)
+
+
+def profile_of_lock(source: Any) -> Path | None:
+    """The profile that the lock of a plan file was made with, where it is still there."""
+    if not is_file(source):
+        return None
+    lock = read(lock_path(source))
+    found = lock and lock.profile
+    return found[0] if found and found[0].is_file() else None

@@ -1,0 +1,1 @@
+"""What can be asked for: fastest, least memory, balanced stages, fewest devices."""

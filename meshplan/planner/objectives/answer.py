@@ -1,0 +1,99 @@
+"""What is the best: the fastest plan, the one that holds the least, between them, the cheapest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Final
+
+from meshplan.planner.objectives.balanced import balanced
+from meshplan.planner.objectives.fastest import decide, size_in_words
+from meshplan.planner.objectives.memory import Least
+from meshplan.planner.objectives.num_devices import cheapest
+from meshplan.planner.objectives.offload_variants import widen
+from meshplan.planner.objectives.priced import is_priced, price
+from meshplan.planner.problem.decision import Decision, Question
+from meshplan.planner.problem.problem import Job
+from meshplan.planner.space.space import Rejected
+from meshplan.spec.keys import TIME_LIMIT_S
+from meshplan.spec.spec import AUTO
+
+Told = Callable[[str], None]
+_NOT_ASKED: Final = "something fits without, and nothing asks for it: offload: auto does"
+
+
+def answer(question: Question, told: Told = lambda text: None) -> Decision:
+    """The best plan by the question's objective.
+
+    Raises:
+        PlanError: The plan file says too little, or nothing is left to choose from.
+    """
+    if is_priced(question):
+        return price(question, told)
+    return _BY_OBJECTIVE[question.objective](question, told)
+
+
+def smallest(question: Question, told: Told = lambda text: None) -> Decision:
+    """The plan that holds the least, whatever time it takes.
+
+    What no configuration can be below, by the linear figures, is the gap.
+    """
+    return smallest_of(Job(question), told)
+
+
+def smallest_of(job: Job, told: Told = lambda text: None) -> Decision:
+    """The same of a question made concrete."""
+    began, question = time.monotonic(), job.question
+    limit = TIME_LIMIT_S if question.time_limit_s is None else question.time_limit_s
+    told(size_in_words(job))
+    offload = job.spec.offload
+    if AUTO in (offload.params, offload.activations):
+        widen(job)
+    least = Least(job, began + limit)
+    way = least.way if least.way is not None and least.way.memory.fits else None
+    if way is None and least.is_whole and widen(job):
+        job.allow(question.limit_bytes)
+        least = Least(job, began + limit)
+        way = least.way if least.way is not None and least.way.memory.fits else None
+    elif not job.is_widened and len(job.free.offload) > 1:
+        job.reject(Rejected("offload=params, activations", _NOT_ASKED))
+    if way is not None and (way := job.certified(way)) is None:
+        # What its pieces told was too little: the fastest goes by what its model does.
+        return replace(decide(question, told), objective="memory", gap=1.0, is_whole=False)
+    samples, gap = 0, 1.0
+    if way is not None:
+        samples = (way.plan.micro or 0) * way.plan.accumulate * way.plan.num_data_ranks
+        gap = max(0.0, 1 - least.lower_bytes / way.memory.worst.band[1])
+    return Decision(
+        spec=job.spec,
+        chosen=way,
+        best_s=way.seconds if way is not None else float("inf"),
+        gap=gap,
+        alternatives=(),
+        rejected=job.free.rejected,
+        ladder=None,
+        num_configs=job.num_configs,
+        num_options=sum(job.free.options),
+        num_measured=least.num_measured,
+        search_s=time.monotonic() - began,
+        samples=samples,
+        tokens=samples * (job.spec.batch.seq_len or 0),
+        flops=job.flops_of_sample * samples,
+        profile=job.profile,
+        limit_bytes=question.limit_bytes,
+        is_whole=least.is_whole,
+        is_interrupted=question.is_stopped(),
+        objective="memory",
+        profile_path=question.profile_path,
+    )
+
+
+def _by_time(question: Question, told: Told) -> Decision:
+    return decide(question, told)
+
+
+_BY_OBJECTIVE: Final[Mapping[str, Callable[[Question, Told], Decision]]] = MappingProxyType(
+    {"time": _by_time, "memory": smallest, "balanced": balanced, "cost": cheapest}
+)

@@ -1,0 +1,161 @@
+"""The planner's line: what is free, all there is, the fastest that fits, the simplest near it.
+
+Costs and memory are asked of their rooms; a plan that the memory room did not certify is never
+given.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import numpy as np
+
+from meshplan.cost.profile import without
+from meshplan.garbage import collecting_rarely
+from meshplan.layout.mesh import AXES
+from meshplan.planner.objectives.offload_variants import searched
+from meshplan.planner.objectives.refine import polish
+from meshplan.planner.objectives.simplify import SLACK, Near
+from meshplan.planner.problem.decision import Bound, Decision, Ladder, Question
+from meshplan.planner.problem.problem import Job
+from meshplan.planner.solve.config import Candidate
+from meshplan.planner.solve.result import Found, Measured
+from meshplan.planner.solve.search import search
+from meshplan.planner.space.space import Rejected
+from meshplan.planner.tables.cost_table import Numbers, memory_bounds, time_bounds
+from meshplan.units import format_step
+
+_MOST_CHOICES: Final = 8
+"""After each the memory room knows better what it was wrong about."""
+
+
+def decide(question: Question, told: Callable[[str], None] = lambda text: None) -> Decision:
+    """The plan.
+
+    Raises:
+        PlanError: The plan file says too little, or nothing is left to choose from.
+    """
+    return decide_job(Job(question), told)
+
+
+@collecting_rarely()
+def decide_job(job: Job, told: Callable[[str], None] = lambda text: None) -> Decision:
+    """The plan of a question made concrete."""
+    began = time.monotonic()
+    limit = job.question.time_limit_s
+    told(size_in_words(job))
+    deadline = None if limit is None else time.monotonic() + limit
+    for _ in range(_MOST_CHOICES):
+        numbers, found = searched(
+            job,
+            lambda numbers: search(
+                numbers,
+                job.capacity,
+                lambda candidate: job.measure(numbers, candidate),
+                guess=lambda candidate: job.guess(numbers, candidate),
+                is_over=lambda candidate: job.is_over(numbers, candidate),
+                taken=job.taken,
+                slack=SLACK,
+                deadline=deadline,
+                is_stopped=job.question.is_stopped,
+                told=lambda better: told(_line(job, better)),
+            ),
+        )
+        polish(job, numbers, found, deadline)
+        chosen, others = Near(job, numbers, found).choose()
+        if chosen is None:
+            break
+        if (certified := job.certified(chosen)) is not None:
+            chosen = certified
+            break
+        told("what was chosen holds more than its pieces told: looking again")
+    else:
+        chosen = None
+    best = found.best
+    samples = job.samples(best.row) if best else 0
+    ladder = _ladder(job, numbers, best) if best else None
+    is_stopped = job.question.is_stopped()
+    return Decision(
+        spec=job.spec,
+        chosen=chosen,
+        best_s=best.seconds if best else float("inf"),
+        gap=found.gap,
+        alternatives=others,
+        rejected=(*job.free.rejected, *_why_refused(found)),
+        ladder=ladder,
+        num_configs=job.num_configs,
+        num_options=sum(job.free.options),
+        num_measured=found.num_measured,
+        search_s=time.monotonic() - began,
+        samples=samples,
+        tokens=samples * (job.spec.batch.seq_len or 0),
+        flops=job.flops(best.row) if best else 0.0,
+        profile=job.profile,
+        limit_bytes=job.question.limit_bytes,
+        # What was cut short after the search may have ended with another plan than usual.
+        is_whole=found.is_whole and not is_stopped,
+        is_interrupted=is_stopped,
+        profile_path=job.question.profile_path,
+        bounds=tuple(_bounds(job, numbers)),
+        measured=tuple(job.measured),
+        unoffloaded_s=found.unoffloaded_s,
+    )
+
+
+def size_in_words(job: Job) -> str:
+    """How many configurations there are, before any are added."""
+    count = len(job.grid)
+    return f"{count:,} configuration{'' if count == 1 else 's'}"
+
+
+def _bounds(job: Job, numbers: Numbers) -> Iterator[Bound]:
+    """Of every row that exists."""
+    seconds, held = time_bounds(numbers), memory_bounds(numbers)
+    exists = np.isfinite(seconds) & np.isfinite(held)
+    return map(Bound, seconds[exists].tolist(), map(job.widened, held[exists].tolist()))
+
+
+def _line(job: Job, found: Found) -> str:
+    """A better plan in a few words."""
+    assert found.best is not None
+    row: np.void = job.grid[found.best.row]
+    mesh = " x ".join(f"{axis} {row[axis]}" for axis in AXES if row[axis] > 1) or "one device"
+    return f"{format_step(found.best.seconds)}: {mesh}"
+
+
+def _ladder(job: Job, numbers: Numbers, best: Candidate) -> Ladder | None:
+    """The same space where the network, or memory, is no limit; None if that is not waited for."""
+    stop = job.question.is_stopped
+    if stop():
+        return None
+    no_network = Found(best=best)  # One device sends nothing.
+    if job.free.world > 1:
+        free = job.numbers(without(job.profile, network=True))
+        no_network = search(free, job.capacity, _fits, is_stopped=stop)
+    no_limit = search(numbers, float("inf"), _fits, is_stopped=stop)
+    if not (no_network.is_whole and no_limit.is_whole):
+        return None
+    assert no_network.best is not None
+    assert no_limit.best is not None
+    return Ladder(
+        roofline_s=job.flops(best.row) / job.profile.peak_flops / job.free.world,
+        no_network_s=no_network.best.seconds,
+        no_memory_limit_s=no_limit.best.seconds,
+        plan_s=best.seconds,
+    )
+
+
+def _fits(candidate: Candidate) -> Measured:
+    return Measured(fits=True)
+
+
+def _why_refused(found: Found) -> Iterator[Rejected]:
+    """One line for each reason, with how many configurations it is of."""
+    by_why: dict[str, list[int]] = {}
+    for row, why in found.refused.items():
+        by_why.setdefault(why, []).append(row)
+    for why, rows in by_why.items():
+        many = f"{len(rows)} configurations" if len(rows) > 1 else "1 configuration"
+        yield Rejected(many, why)

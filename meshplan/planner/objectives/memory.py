@@ -1,0 +1,75 @@
+"""Which configurations may hold the least."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshplan.planner.knapsack.knapsack import Floats
+from meshplan.planner.problem.decision import Way
+from meshplan.planner.problem.problem import Job
+from meshplan.planner.solve.config import Candidate, Row
+from meshplan.planner.solve.result import mesh_key
+from meshplan.planner.tables.cost_table import memory_bounds
+
+
+def least_rows(grid: NDArray[np.void], bounds: Floats, capacity: float) -> list[int]:
+    """Of configurations that differ in the microbatch alone the smallest; least bound first.
+
+    Args:
+        bounds: Bytes from below, by row.
+        capacity: Rows above are left out.
+    """
+    least: dict[tuple[int, ...], int] = {}
+    for row in np.argsort(grid["micro"], kind="stable"):
+        if bounds[row] <= capacity and np.isfinite(bounds[row]):
+            least.setdefault(mesh_key(grid[row]), int(row))
+    return sorted(least.values(), key=lambda row: float(bounds[row]))
+
+
+class Least:
+    """The plan that holds the least of those that fit; lowers what the job allows.
+
+    Attributes:
+        way: None where nothing could be told.
+        lower_bytes: Nothing in the space holds less, by the linear figures.
+        is_whole: Whether all that may hold less was looked at before the time was up.
+        num_measured: How many were replayed.
+    """
+
+    def __init__(self, job: Job, deadline: float) -> None:
+        self.way: Way | None = None
+        self.is_whole, self.num_measured = True, 0
+        numbers = job.usual
+        bounds = memory_bounds(numbers)
+        rows = least_rows(numbers.grid, bounds, float("inf"))
+        self.lower_bytes = job.widened(float(bounds[rows[0]])) if rows else 0.0
+        candidates: list[Candidate] = []
+        for row in rows:
+            if self._is_late(job, deadline):
+                break
+            candidates.append(Row(numbers, row, float("inf")).smallest())
+        candidates.sort(key=_held)
+        if candidates and self.is_whole:
+            self.lower_bytes = job.widened(_held(candidates[0]))
+        least = float("inf")
+        for candidate in candidates:
+            if job.widened(_held(candidate)) >= least or self._is_late(job, deadline):
+                break
+            for allocator in job.free.allocators:
+                self.num_measured += 1
+                way = job.measure(numbers, candidate, allocators=(allocator,)).result
+                if isinstance(way, Way) and way.memory.worst.band[1] < least:
+                    least, self.way = way.memory.worst.band[1], way
+                    job.allow(least)  # What is over that is not told to its end.
+
+    def _is_late(self, job: Job, deadline: float) -> bool:
+        late = time.monotonic() > deadline or job.question.is_stopped()
+        self.is_whole = self.is_whole and not late
+        return late
+
+
+def _held(candidate: Candidate) -> float:
+    return max(candidate.linear_bytes)

@@ -1,0 +1,241 @@
+"""The space with what may lie on the host, where that may be the answer.
+
+To offload costs time and saves memory: a row with it takes no less than its twin without, whatever
+memory that would take, and what the host's slower update takes on top. So most spaces are searched
+without, and of the others only those rows are added that may beat what was found; all of them are
+in the space, since none of them is left out without a bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshplan.cost.grid import (
+    ACTIVATIONS_THERE,
+    MODES,
+    OPTIONS,
+    PARAMS_THERE,
+    RECOMPUTE,
+    Cut,
+    cuts_of,
+)
+from meshplan.cost.host import entered_s, updates_more_s
+from meshplan.cost.shares import share, trained
+from meshplan.cost.step import widths_of
+from meshplan.memory.answer.hosts import host_limit
+from meshplan.planner.knapsack.knapsack import Counts, Floats
+from meshplan.planner.problem.problem import Job
+from meshplan.planner.solve.result import Found
+from meshplan.planner.solve.search import TOLERANCE, search
+from meshplan.planner.space.offload import WORDS, too_much_there
+from meshplan.planner.space.space import Rejected
+from meshplan.planner.space.trials import with_offload
+from meshplan.planner.tables.cost_table import Numbers, step_seconds
+from meshplan.planner.tables.memory_bounds import element_bytes_of
+
+_DDP, _SHARD = MODES.index("ddp"), MODES.index("shard")
+_FULL: Final = np.array([again == RECOMPUTE.index("full") for again, _ in OPTIONS])
+
+
+def searched(job: Job, run: Callable[[Numbers], Found]) -> tuple[Numbers, Found]:
+    """A search of the whole space: without what is offloaded, then with it where it may win.
+
+    Args:
+        run: One search of what the job has. After its time limit it still bounds what it was given.
+    """
+    numbers = job.usual
+    found = run(numbers)
+    found.unoffloaded_s = found.best.seconds if found.best else float("inf")
+    num_base = len(numbers.grid)
+    if widen(job, found.unoffloaded_s):
+        numbers = job.usual
+        is_new = np.arange(len(numbers.grid)) >= num_base
+        # What has one stage is told soonest, and rules out much of what has more.
+        is_alone = numbers.grid["pp"] == 1
+        for some in (is_new & is_alone, is_new & ~is_alone):
+            if some.any():
+                with np.errstate(invalid="ignore"):  # Infinity less infinity is no bound.
+                    found = _together(found, run(_only(numbers, some, found)))
+    return numbers, found
+
+
+def fastest_that_fits(job: Job, deadline: float | None = None) -> Found:
+    """The search of a job that asks for nothing but its answer.
+
+    Args:
+        deadline: `time.monotonic()` at which to end with what is there.
+    """
+    _, found = searched(
+        job,
+        lambda numbers: search(
+            numbers,
+            job.capacity,
+            partial(job.measure, numbers),
+            deadline=deadline,
+            is_stopped=job.question.is_stopped,
+        ),
+    )
+    return found
+
+
+def _only(numbers: Numbers, some: NDArray[np.bool_], found: Found) -> Numbers:
+    """Some rows, and the answer so far."""
+    kept = some.copy()
+    if found.best is not None:
+        kept[found.best.row] = True
+    return replace(numbers, seconds=np.where(kept[:, None, None], numbers.seconds, np.inf))
+
+
+def _together(one: Found, two: Found) -> Found:
+    """What two searches came to, of which the second knew the first one's answer."""
+    return replace(
+        two,
+        best=two.best or one.best,
+        measured=two.measured or one.measured,
+        lower_s=min(one.lower_s, two.lower_s),
+        is_whole=one.is_whole and two.is_whole,
+        unoffloaded_s=one.unoffloaded_s,
+        near=sorted([*one.near, *(c for c in two.near if c not in one.near)],
+                    key=lambda c: (c.seconds, c.row)),
+        refused={**one.refused, **two.refused},
+        excess={**one.excess, **two.excess},
+        num_solved=one.num_solved + two.num_solved,
+        num_measured=one.num_measured + two.num_measured,
+        given_up=one.given_up + two.given_up,
+    )  # fmt: skip
+
+
+def widen(job: Job, seconds: float = float("inf")) -> bool:
+    """Add the rows that may take less than so many seconds; whether there are any.
+
+    Afterwards `job.num_configs` counts all of them, ruled out or not.
+    """
+    free = job.free
+    if 0 not in free.offload or len(free.offload) == 1 or job.is_widened:
+        return False
+    numbers = job.usual
+    limit = seconds * (1 - TOLERANCE)
+    added, count, num_base = [], 0, len(numbers.grid)
+    for what in free.offload[1:]:
+        at, rows = _twins(numbers.grid, what, job)
+        count += len(rows)
+        if not len(rows):
+            continue
+        hopeful = _bounds(job, numbers, at, what) < limit
+        is_held = _host_least(job, rows, what) <= host_limit(job.spec.hardware)
+        if hopeful.any() and not (hopeful & is_held).any():
+            job.reject(Rejected(f"offload={_words(what)}", too_much_there(job.spec)))
+        hopeful &= is_held
+        if hopeful.any() and (why := _refused(job, what)):
+            job.reject(why)
+            count -= len(rows)
+        elif hopeful.any():
+            added.append(_allowed(job, rows[hopeful], what))
+    rows = np.concatenate(added) if added else numbers.grid[:0]
+    job.extend(rows, num_base + count)
+    return bool(len(rows))
+
+
+def _twins(grid: NDArray[np.void], what: int, job: Job) -> tuple[Counts, NDArray[np.void]]:
+    """(rows that can be so, the same with it): what is not sharded FSDP2 cannot offload.
+
+    On one data rank it shards over one, which is otherwise of no use.
+    """
+    free = job.free
+    if what & ACTIVATIONS_THERE and RECOMPUTE.index("full") not in free.recompute:
+        return np.zeros(0, dtype=np.int64), grid[:0]
+    can_be, alone = np.ones(len(grid), dtype=bool), np.zeros(len(grid), dtype=bool)
+    if what & PARAMS_THERE:
+        can_be = grid["mode"] != _DDP
+        alone = ~can_be & (grid["dp_replicate"] == 1) & (grid["dp_shard"] == 1)
+        alone &= (grid["cp"] == 1) & (_SHARD in free.modes) & (not free.hybrid)
+        alone &= free.world > 1  # A device on its own has those rows already.
+    at = np.flatnonzero(can_be | alone)
+    rows = grid[at].copy()
+    rows["offload"] = what
+    rows["mode"] = np.where(alone[at], _SHARD, rows["mode"])
+    return at, rows
+
+
+def _bounds(job: Job, numbers: Numbers, at: Counts, what: int) -> Floats:
+    """Seconds from below of the twins of these rows."""
+    grid, seconds = numbers.grid[at], numbers.seconds[at]
+    more = np.zeros(len(at))
+    count = numbers.counts
+    for at_cut in cuts_of(grid):
+        mine = at_cut.rows(grid)
+        more[mine] = _more(job, grid[mine], what, at_cut)
+    if what & ACTIVATIONS_THERE:
+        has_choice = np.array([bool(name) for name in numbers.names])
+        blocks = np.isin(np.arange(len(count)), np.array(numbers.order)[has_choice])
+        offered = _FULL[None] | ~blocks[:, None]
+        seconds = np.where(offered[None], seconds, np.inf)
+    there = count > 0
+    fastest = seconds.min(axis=2)[:, there]
+    can_be = np.isfinite(fastest).all(axis=1)
+    fastest = np.where(can_be[:, None], fastest, 0.0)
+    least = step_seconds(numbers, fastest @ count[there] + more, fastest.max(axis=1), at)
+    return np.where(can_be, least, np.inf)
+
+
+def _host_least(job: Job, rows: NDArray[np.void], what: int) -> Floats:
+    """By row, bytes of a node's host at the least, if every node holds as much."""
+    out = np.zeros(len(rows))
+    if not what & PARAMS_THERE:
+        return out
+    sizes, world = element_bytes_of(job.trial), job.question.cluster.num_gpus
+    per_node = min(world, job.question.cluster.gpus_per_node)
+    for at_cut in cuts_of(rows):
+        mine = at_cut.rows(rows)
+        chain = job.chain_at(*at_cut)
+        for number, many in zip(*np.unique(chain.order, return_counts=True), strict=True):
+            kind = chain.kinds[number]
+            kept = share(rows[mine], kind) * sizes.stored
+            kept += share(rows[mine], trained(kind)) * (sizes.stored + sizes.states)
+            out[mine] += many * kept * per_node / rows["pp"][mine]
+    return out
+
+
+def _more(job: Job, grid: NDArray[np.void], what: int, cut: Cut) -> Floats:
+    """By row, what all blocks take for each microbatch beside what they take without."""
+    chain, profile = job.chain_at(*cut), job.profile
+    per_node = job.question.cluster.gpus_per_node
+    widths = widths_of(job.spec.precision, job.dtype)
+    out = np.zeros(len(grid))
+    for number, many in zip(*np.unique(chain.order, return_counts=True), strict=True):
+        kind = chain.kinds[number]
+        if what & PARAMS_THERE:
+            once = updates_more_s(grid, kind, profile, per_node, widths)
+            out += many * once / grid["microbatches"]
+        if what & ACTIVATIONS_THERE and kind.has_options:
+            out += many * entered_s(grid, kind, profile)
+    return out
+
+
+def _allowed(job: Job, rows: NDArray[np.void], what: int) -> NDArray[np.void]:
+    """Those of some rows whose axes go with it: what two ranks cannot do, more cannot."""
+    for axis, where in (("pp", " in a pipeline"), ("ep", " where experts are spread")):
+        spread = rows[axis] > 1
+        if not spread.any() or (axis == "pp" and not what & PARAMS_THERE):
+            continue
+        if why := _refused(job, what, where, **{axis: int(rows[axis][spread].min())}):
+            job.reject(why)
+            rows = rows[~spread]
+    return rows
+
+
+def _refused(job: Job, what: int, where: str = "", *, pp: int = 1, ep: int = 1) -> Rejected | None:
+    """Why a trial of it cannot be; None if it can."""
+    trial = with_offload(job.spec, what, pp=min(pp, 2), ep=ep, experts=job.free.experts)
+    why = job.refuses(trial)
+    return Rejected(f"offload={_words(what)}{where}", why) if why else None
+
+
+def _words(what: int) -> str:
+    return next(word for word, value in WORDS.items() if value == what)

@@ -1,0 +1,75 @@
+"""A live model's plan that cannot be searched: priced as it is stated.
+
+Its bytes are those of `estimate`; its seconds are of a microbatch that was counted as it runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from meshplan.errors import PlanError, Problem
+from meshplan.memory.answer.estimate import left_in_words
+from meshplan.planner.problem.decision import Bound, Decision, Question, Way
+from meshplan.planner.space.space import Rejected, UnsearchedError
+from meshplan.planner.tables.whole_plan import Costed
+
+
+def is_priced(question: Question) -> bool:
+    """Tell whether a plan of a live model states what has figures and is not searched."""
+    traced, spec = question.traced, question.read(())
+    return traced is not None and traced.is_priced(spec) and bool(traced.refuses(spec))
+
+
+def price(question: Question, told: Callable[[str], None] = lambda text: None) -> Decision:
+    """The one plan that there is.
+
+    Raises:
+        UnsearchedError: It does not fit.
+        PlanError: Something is left open, or has no figures.
+    """
+    began, spec, traced = time.monotonic(), question.read(()), question.traced
+    assert traced is not None
+    why = traced.refuses(spec)
+    if spec.free_fields:
+        left = " and ".join(spec.free_fields)
+        are = "are" if len(spec.free_fields) > 1 else "is"
+        fix = "state all, and the plan is priced as it stands"
+        what = f"{left} {are} left to the planner, which does not search this: {why}"
+        raise PlanError(Problem(what, spec.origin(spec.free_fields[0]), fix))
+    told("1 configuration")
+    found = traced.priced(spec)
+    plan, memory, cluster = found.plan, found.memory, question.cluster
+    if not memory.fits:
+        left = left_in_words(memory.worst.band[1], memory.limit_bytes)
+        fix = "meshplan estimate --fixes says what each change gives; others are not searched"
+        raise UnsearchedError(
+            Problem(f"as it is stated: {memory.size}: {left}", spec.origin("mesh"), fix),
+            (Rejected("other plans", why),),
+        )
+    costed = Costed(plan, cluster, question.profile, found.chain)
+    way = Way(stated={}, seconds=costed.seconds, plan=plan, memory=memory)
+    samples = (plan.micro or 0) * plan.accumulate * plan.num_data_ranks
+    flops = found.flops * samples
+    return Decision(
+        spec=spec,
+        chosen=way,
+        best_s=way.seconds,
+        gap=0.0,
+        alternatives=(),
+        rejected=(Rejected("other plans", why),),
+        ladder=None,
+        num_configs=1,
+        num_options=1,
+        num_measured=1,
+        search_s=time.monotonic() - began,
+        samples=samples,
+        tokens=samples * (spec.batch.seq_len or 0),
+        flops=flops,
+        profile=costed.profile,
+        limit_bytes=question.limit_bytes,
+        objective=question.objective,
+        profile_path=question.profile_path,
+        bounds=(Bound(way.seconds, memory.worst.band[1]),),
+        measured=(way,),
+    )

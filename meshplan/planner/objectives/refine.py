@@ -1,0 +1,132 @@
+"""Answers for blocks of many kinds, by what each block's backward holds.
+
+The worst moment of a step is in the backward of some block, where what blocks before it keep is
+there, and all that its own backward takes. Which block's that is follows from what all of them do,
+so that no one linear figure rules; but as blocks come one after the other, a label for what the
+blocks so far keep decides for all of them. What stays unproved the search tells as its gap.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import numpy as np
+
+from meshplan.cost.grid import OPTIONS
+from meshplan.planner.knapsack.knapsack import Counts
+from meshplan.planner.problem.problem import Job
+from meshplan.planner.solve.config import Candidate
+from meshplan.planner.solve.result import Found
+from meshplan.planner.solve.search import TOLERANCE
+from meshplan.planner.tables.cost_table import Numbers, time_bounds
+
+_MOST_ROWS: Final = 6
+_MOST_TRIES: Final = 4
+"""Answers of a row that are measured."""
+_MOST_LABELS: Final = 2000
+"""Of which each is a way for the blocks so far that no other beats."""
+
+
+def polish(job: Job, numbers: Numbers, found: Found, deadline: float | None = None) -> None:
+    """Look for faster answers of the rows that may have one."""
+    kinds, turns = job.chain.kinds, job.chain.turns
+    is_told = any(turns)
+    is_proved = found.best is not None and found.gap <= TOLERANCE
+    if sum(kind.has_options for kind in kinds) < 2 or not is_told or not found.is_whole:
+        return
+    if is_proved or (found.measured is not None and found.measured.is_of_row):
+        return
+    times = time_bounds(numbers)
+    rows = [int(row) for row in np.argsort(times, kind="stable") if np.isfinite(times[row])]
+    for row in rows[:_MOST_ROWS]:
+        if found.best is not None and times[row] >= found.best.seconds * (1 - TOLERANCE):
+            return
+        if row not in found.refused and numbers.grid["pp"][row] == 1:
+            _improve(job, numbers, found, row, deadline)
+
+
+def _improve(job: Job, numbers: Numbers, found: Found, row: int, deadline: float | None) -> None:
+    """The fastest answer of one row that fits, and is faster than what there is."""
+    excess = {0: 0.0, 1: 0.0}
+    """By whether parameters are given back, what answers held above these figures."""
+    for _ in range(_MOST_TRIES):
+        below = found.best.seconds * (1 - TOLERANCE) if found.best else float("inf")
+        answers = [
+            (back, *answer)
+            for back in (0, 1)
+            if (answer := _solve(job, numbers, row, back, job.capacity - excess[back], below))
+        ]
+        if not answers or (deadline is not None and time.monotonic() > deadline):
+            return
+        back, candidate, held = min(answers, key=lambda answer: answer[1].seconds)
+        found.num_measured += 1
+        measured = job.measure(numbers, candidate)
+        if measured.why:
+            return
+        if measured.fits:
+            found.best, found.measured = candidate, measured
+            return
+        over = measured.excess_bytes + candidate.linear_bytes[0] - held
+        excess[back] = max(over, excess[back] + 1)
+
+
+def _solve(
+    job: Job, numbers: Numbers, row: int, back: int, room: float, below: float
+) -> tuple[Candidate, float] | None:
+    """The fastest options of all blocks that keep every moment within so many bytes; the most."""
+    config, turns = numbers.grid[row], job.chain.turns
+    micro, microbatches = float(config["micro"]), float(config["microbatches"])
+    seconds, saved, resident = (a[row] for a in (numbers.seconds, numbers.saved, numbers.resident))
+    offered = []
+    fixed = float(numbers.top[row])
+    for place, kind in enumerate(numbers.order):
+        may = [o for o in map(int, np.flatnonzero(np.isfinite(seconds[kind])))
+               if not turns[place] or OPTIONS[o][1] == back]  # fmt: skip
+        if not may:
+            return None
+        offered.append(may)
+        fixed += float(resident[kind, may].min())
+        fixed += 0.0 if turns[place] else float(saved[kind, may[0]])
+    taken, kept, most = np.zeros(1), np.zeros(1), np.zeros(1)
+    layers: list[tuple[Counts, Counts]] = []
+    """By place, of each label: the one before it, and its option."""
+    for place, kind in enumerate(numbers.order):
+        options = np.array(offered[place], dtype=np.int64)
+        own = (
+            np.array([turns[place][OPTIONS[o][0]] if turns[place] else 0.0 for o in options])
+            * micro
+        )
+        more = saved[kind, options] if turns[place] else np.zeros(len(options))
+        worst = np.maximum(most[:, None], kept[:, None] + own[None])
+        at = np.flatnonzero((fixed + worst <= room).ravel())
+        time_s = (taken[:, None] + seconds[kind, options][None]).ravel()[at]
+        held = (kept[:, None] + more[None]).ravel()[at]
+        order = np.lexsort((held, time_s))
+        least = np.minimum.accumulate(held[order]) if len(order) else held
+        order = order[np.append(True, held[order][1:] < least[:-1])] if len(order) else order
+        if len(order) > _MOST_LABELS:
+            order = order[np.linspace(0, len(order) - 1, _MOST_LABELS).astype(np.int64)]
+        if not len(order):
+            return None
+        at = at[order]
+        taken, kept, most = time_s[order], held[order], worst.ravel()[at]
+        parents: Counts = (at // len(options)).astype(np.int64)
+        layers.append((parents, options[at % len(options)]))
+    fit = np.flatnonzero(fixed + np.maximum(most, kept) <= room)
+    if not len(fit):
+        return None
+    label = int(fit[0])
+    step = microbatches * float(taken[label]) + float(numbers.once_s[row])
+    if step >= below:
+        return None
+    peak = fixed + float(max(most[label], kept[label]))
+    takes = np.zeros(seconds.shape, dtype=np.int64)
+    for kind, (before, took) in reversed([*zip(numbers.order, layers, strict=True)]):
+        takes[kind, took[label]] += 1
+        label = int(before[label])
+    chosen = takes > 0
+    linear = float((takes[chosen] * numbers.menu(row, 1.0).memory[chosen]).sum())
+    linear += numbers.on_top(row, 0)
+    rows = tuple(tuple(map(int, counts)) for counts in takes)
+    return Candidate(row, step, (0, len(numbers.order)), (rows,), (float(linear),)), peak

@@ -1,0 +1,120 @@
+"""The chain of blocks as ranks of tp, and of ep, compute it: each is read off once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+from meshplan.cost.chain import chain_of
+from meshplan.cost.grid import Cut
+from meshplan.cost.types import Chain
+from meshplan.memory.analytic.microbatches import loss_chunks_of, styled_of
+from meshplan.plan.plan import Plan, make_plan
+from meshplan.planner.problem.decision import Question
+from meshplan.planner.space.trials import with_axes
+from meshplan.spec.spec import Spec
+from meshplan.two_cores import each
+
+_MANY: Final = 8
+"""Chains that are worth a second core: to begin on one takes as long as to read one off."""
+
+
+class _Key(NamedTuple):
+    """The kinds that a chain is of, cut activations and a cut loss beside tp among them."""
+
+    tp: int
+    ep: int
+    cuts: bool
+    cuts_loss: bool
+    loss_chunks: int
+
+
+class Chains:
+    """The chains of one question.
+
+    Args:
+        spec: As the plan file says it.
+        element_bytes: Asked for what is computed in, once there is something to compute.
+        cuts: Whether ranks of so many along tp cut activations along the sequence, and the loss
+            along the vocabulary.
+    """
+
+    def __init__(
+        self,
+        question: Question,
+        spec: Spec,
+        *,
+        element_bytes: Callable[[], int],
+        cuts: Callable[[int], tuple[bool, bool]],
+    ) -> None:
+        self._spec, self._graph, self._traced = spec, question.graph, question.traced
+        self._few = question.few or question.graph
+        self._element_bytes, self._cuts = element_bytes, cuts
+        self._known: dict[_Key, Chain] = {}
+        self._read_before = question.chains
+
+    def at(self, tp: int, ep: int, loss_chunks: int | None = None) -> Chain:
+        """As one rank of so many along tp, and of ep, has it.
+
+        Args:
+            loss_chunks: Parts of the loss; None for as many as the plan states.
+        """
+        if self._traced is not None:
+            return self._traced.chain()
+        stated = self._spec.loss_chunks
+        usual = stated if isinstance(stated, int) else 1
+        key = self._key(Cut(tp, ep, loss_chunks or usual))
+        if key not in self._known:
+            self._known[key] = self._read(key)
+        return self._known[key]
+
+    def of(self, plan: Plan, ep: int = 1) -> Chain:
+        """As one rank of the plan's tp, and of ep, has it."""
+        tp = plan.mesh.size("tp")
+        cuts, cuts_loss = plan.spec.sequence_parallel, plan.spec.loss_parallel
+        key = _Key(tp, ep, tp > 1 and cuts, tp > 1 and cuts_loss, loss_chunks_of(plan))
+        if key not in self._known:
+            self._known[key] = self._read_off(plan, ep)
+        return self._known[key]
+
+    def read(self, cuts: Iterable[Cut]) -> None:
+        """Those of many cuts that are going to be asked for."""
+        keys = [self._key(cut) for cut in cuts]
+        new = [key for key in keys if key not in self._known]
+        if self._traced is None and len(new) >= _MANY:
+            self._known.update(zip(new, each(self._read, new), strict=True))
+
+    def _key(self, cut: Cut) -> _Key:
+        cuts, cuts_loss = self._cuts(cut.tp) if cut.tp > 1 else (False, False)
+        return _Key(cut.tp, cut.ep, cuts, cuts_loss, cut.loss_chunks)
+
+    def _read(self, key: _Key) -> Chain:
+        trial = with_axes(
+            self._spec,
+            {"tp": key.tp},
+            sequence_parallel=key.cuts,
+            loss_parallel=key.cuts_loss,
+        )
+        trial = replace(trial, loss_chunks=key.loss_chunks)
+        return self._read_off(make_plan(trial, self._few), key.ep)
+
+    def _read_off(self, plan: Plan, ep: int) -> Chain:
+        length, tp = self._spec.batch.seq_len, plan.mesh.size("tp")
+        assert length is not None
+        # What else is asked of the same plan needs the same chains.
+        key = id(self._graph), repr(plan.spec), ep
+        if key not in self._read_before:
+            self._read_before[key] = self._chain_of(plan, ep, length, tp)
+        return self._read_before[key]
+
+    def _chain_of(self, plan: Plan, ep: int, length: int, tp: int) -> Chain:
+        return chain_of(
+            self._graph,
+            seq_len=length,
+            element_bytes=self._element_bytes(),
+            tp=tp,
+            ep=ep,
+            styled=styled_of(plan) if tp > 1 else None,
+            loss_chunks=loss_chunks_of(plan),
+        )

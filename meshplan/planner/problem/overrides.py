@@ -1,0 +1,179 @@
+"""From a candidate of the search to a plan: the words that it would have in a file.
+
+What a candidate leaves to say is said as statements of plan.yaml, path by path, so that a settled
+plan is the user's own file with them added, and nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from meshplan.cost.grid import MODES, OPTIONS, RECOMPUTE, SCHEDULE_WORDS
+from meshplan.layout.mesh import AXES
+from meshplan.planner.solve.config import Candidate
+from meshplan.planner.space.cp import context_of
+from meshplan.planner.space.ep import LENDER, is_placed, words
+from meshplan.planner.space.fixed import Pins
+from meshplan.planner.space.memory_settings import room_words
+from meshplan.planner.space.offload import offload_words
+from meshplan.planner.space.space import Freedom
+from meshplan.spec.spec import AUTO, Allocator, Spec
+from meshplan.units import spans_of
+
+_UNIFORM: Final = {0: ("zero2", "hybrid_shard_zero2"), 1: ("full_shard", "hybrid_shard")}
+"""By reshard, the strategy of one data axis and of two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What one block does."""
+
+    name: str
+    recompute: int
+    reshard: int
+
+
+def blocks_of(
+    candidate: Candidate, order: Sequence[int], names: Sequence[str]
+) -> tuple[tuple[Block, ...], ...]:
+    """By stage, what each block that has a choice does.
+
+    Those that recompute the most come first, those that give their parameters back likewise: at
+    the backward of the first blocks, what later ones kept is gone already.
+
+    Args:
+        order, names: As of `Numbers`.
+    """
+    out = []
+    for stage, (begin, end) in enumerate(itertools.pairwise(candidate.ends)):
+        left = [_sorted_options(takes) for takes in candidate.takes[stage]]
+        blocks = []
+        for place in range(begin, end):
+            option = next(left[order[place]])
+            if names[place]:
+                blocks.append(Block(names[place], *OPTIONS[option]))
+        out.append(tuple(blocks))
+    return tuple(out)
+
+
+def _sorted_options(takes: Sequence[int]) -> Iterator[int]:
+    options = [number for number, count in enumerate(takes) for _ in range(count)]
+    return iter(sorted(options, key=lambda number: OPTIONS[number], reverse=True))
+
+
+def statements(
+    spec: Spec,
+    free: Freedom,
+    row: np.void,
+    stages: Sequence[Sequence[Block]],
+    pins: Pins,
+    allocator: Allocator,
+) -> dict[str, Any]:
+    """What the plan file would have to say, by path.
+
+    Args:
+        row: Of the grid.
+        stages: As of `blocks_of`.
+        pins: What rules say already.
+        allocator: That memory is told with.
+    """
+    sizes = {axis: int(row[axis]) for axis in AXES}
+    mesh = {axis: size for axis, size in sizes.items() if size > 1}
+    ep = mesh.pop("ep", 1)
+    data = [axis for axis in ("dp_replicate", "dp_shard") if axis in mesh]
+    out: dict[str, Any] = {"mesh": mesh or {"dp_replicate": 1}}
+    if ep > 1:
+        out["mesh"] = {**mesh, "ep": f"{ep} in {LENDER}"}
+    elif spec.experts.capacity is not None:
+        out["experts.capacity"] = None  # No tokens are sent to ranks.
+    blocks = [block for stage in stages for block in stage]
+    usual = max((block.reshard for block in blocks), default=0)
+    mode = MODES[int(row["mode"])]
+    if mode != "ddp" and not data:  # Sharded over one rank: what it offloads, or as is stated.
+        out["mesh"] = {"dp_shard": 1, **mesh}
+        data = ["dp_shard"]
+    if mode == "shard":
+        out["strategy"] = _UNIFORM[usual][len(data) - 1]
+    else:
+        out["strategy"] = mode if data else None  # Nothing is left for it to say.
+    pp, micro, count = sizes["pp"], int(row["micro"]), int(row["microbatches"])
+    out["batch.micro"] = micro * count if pp > 1 else micro
+    out["batch.accumulate"] = 1 if pp > 1 else count
+    if sizes["tp"] > 1:
+        if spec.tp_plan == "none" and "tp_plan" not in spec.origins:
+            out["tp_plan"] = "auto"
+        if free.sequence_parallel.get(sizes["tp"]) and not spec.sequence_parallel:
+            out["sequence_parallel"] = True
+        if free.loss_parallel.get(sizes["tp"]) and not spec.loss_parallel:
+            out["loss_parallel"] = True
+    else:
+        # What is about tp alone has nothing to be about.
+        out |= {"tp_plan": "none"} if spec.tp_plan != "none" else {}
+        for switch in ("sequence_parallel", "loss_parallel"):
+            out |= {switch: False} if getattr(spec, switch) else {}
+    if pp > 1:
+        out["pipeline.schedule"] = SCHEDULE_WORDS[int(row["schedule"])]
+        if int(row["virtual"]) > 1:
+            out["pipeline.virtual"] = int(row["virtual"])
+        out["pipeline.microbatches"] = count
+        # What follows a named module is of its stage, up to the next that is named.
+        if spec.pipeline is None or spec.pipeline.split == AUTO:
+            out["pipeline.split"] = [[stage[0].name] for stage in stages]
+    out |= offload_words(spec, int(row["offload"]))
+    out |= room_words(spec, int(row["loss_chunks"]), allocator)
+    open_ = [b for b in blocks if not (b.name in pins and pins[b.name].recompute)]
+    word = _usual_recompute(open_)
+    if spec.activation_checkpointing.every == 1:  # Else it says it of all blocks already.
+        out["activation_checkpointing"] = word
+    rules = list(_recompute_rules(open_, word))
+    open_ = [b for b in blocks if not (b.name in pins and pins[b.name].reshard)]
+    rules += _reshard_rules(open_, usual)
+    if sizes["cp"] > 1 and spec.context is None:
+        out["context.attention"] = context_of(spec).attention
+    if ep > 1 and not is_placed(spec):
+        rules.append(words(free.experts))
+    for number, rule in enumerate(rules, len(spec.rules)):
+        out[f"rules[{number}]"] = rule
+    return out
+
+
+def _usual_recompute(blocks: Sequence[Block]) -> str:
+    """What the plan says of all."""
+    modes = {block.recompute for block in blocks}
+    return RECOMPUTE[modes.pop()] if len(modes) == 1 else RECOMPUTE[0]
+
+
+def _recompute_rules(blocks: Sequence[Block], usual: str) -> Iterator[dict[str, Any]]:
+    """What single blocks do otherwise than the plan says of all."""
+    for place, word in enumerate(RECOMPUTE):
+        names = [block.name for block in blocks if block.recompute == place]
+        if names and word != usual:
+            yield {"match": patterns(names), "activation_checkpointing": word}
+
+
+def _reshard_rules(blocks: Sequence[Block], usual: int) -> Iterator[dict[str, Any]]:
+    names = [block.name for block in blocks if block.reshard != usual]
+    if names:
+        yield {"match": patterns(names), "reshard_after_forward": not usual}
+
+
+def patterns(names: Sequence[str]) -> str | list[str]:
+    """Globs that match these modules and no others: runs of numbers are folded."""
+    out: list[str] = []
+    by_container: dict[str, list[int]] = {}
+    for name in names:
+        container, _, last = name.rpartition(".")
+        if last.isdigit():
+            by_container.setdefault(container, []).append(int(last))
+        else:
+            out.append(name)
+    for container, numbers in by_container.items():
+        for low, high in spans_of(sorted(numbers)):
+            span = str(low) if low == high else f"{{{low}..{high}}}"
+            out.append(f"{container}.{span}" if container else span)
+    return out[0] if len(out) == 1 else out

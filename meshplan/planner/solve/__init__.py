@@ -1,0 +1,1 @@
+"""Best-first search over the configurations, each solved exactly."""

@@ -1,0 +1,208 @@
+"""One configuration: its fastest way, and its smallest, within a linear memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from meshplan.planner.knapsack.knapsack import NONE, Choice, Counts, Floats, solve
+from meshplan.planner.knapsack.lp_relaxation import relaxed_each
+from meshplan.planner.knapsack.stage_cuts import cut, least
+from meshplan.planner.tables.cost_table import Numbers, weights
+from meshplan.planner.tables.stage_layout import Stretches, lanes_of
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way, whole.
+
+    Args:
+        row: Of the grid.
+        seconds: Of a step.
+        ends: Of the stages, in blocks, 0 first.
+        takes: By stage and kind, how many blocks take each option.
+        linear_bytes: By rank of the pipeline, what the bounds say it holds.
+    """
+
+    row: int
+    seconds: float
+    ends: tuple[int, ...]
+    takes: tuple[tuple[tuple[int, ...], ...], ...]
+    linear_bytes: tuple[float, ...]
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of a row within a memory.
+
+    Attributes:
+        row: None once there is an answer.
+        answer: Its fastest way; None where that is not known.
+        none_below: Then no way of it takes less.
+    """
+
+    row: Row | None
+    answer: Candidate | None = None
+    none_below: float = float("-inf")
+
+
+def solve_row(
+    numbers: Numbers, row: int, capacity: float, below: float = float("inf")
+) -> Candidate | None:
+    """The fastest way of one row within a linear memory; None where none is below.
+
+    Args:
+        capacity: Bytes of one rank.
+    """
+    known = _known(numbers, row, capacity)
+    if known.row is not None and below > known.none_below:
+        known.none_below = below
+        known.answer = known.row.best(below) if known.row.least_s < below else None
+        known.row = known.row if known.answer is None else None
+    answer = known.answer
+    return answer if answer is not None and answer.seconds < below else None
+
+
+def row_bound(numbers: Numbers, row: int, capacity: float) -> float:
+    """Seconds from below of what `solve_row` finds, for a part of its time; infinite for none."""
+    known = _known(numbers, row, capacity)
+    if known.row is not None:
+        return known.row.least_s
+    return known.answer.seconds if known.answer is not None else float("inf")
+
+
+def _known(numbers: Numbers, row: int, capacity: float) -> _Known:
+    known: _Known | None = numbers.answers.get((row, capacity))
+    if known is None:
+        known = numbers.answers[row, capacity] = _Known(Row(numbers, row, capacity))
+    return known
+
+
+class Row:
+    """One configuration."""
+
+    def __init__(self, numbers: Numbers, row: int, capacity: float) -> None:
+        self._numbers, self._row = numbers, row
+        self._lanes = lanes_of(numbers, row)
+        self._menus = self._lanes.menus
+        self._rooms = [capacity - top for top in self._lanes.tops]
+        self._known: dict[tuple[int, float, bytes], Choice] = {}
+
+    @cached_property
+    def least_s(self) -> float:
+        """Seconds of a step from below, with blocks that may be parted."""
+        (a, b), once = self._weights, float(self._numbers.once_s[self._row])
+        if self._lanes.num == 1:
+            counts = self._lanes.counts(0, 0, len(self._numbers.order))
+            room = np.array([self._rooms[0]])
+            return (a + b) * float(self._menus[0].relaxed(counts, room)[0]) + once
+        return least(self._table(self._bounds), (a, b)) + once
+
+    @cached_property
+    def _weights(self) -> tuple[float, float]:
+        a, b = weights(self._numbers.grid[self._row : self._row + 1])
+        return float(a[0]), float(b[0])
+
+    def best(self, below: float) -> Candidate | None:
+        numbers, row, lanes = self._numbers, self._row, self._lanes
+        (a, b), once = self._weights, float(numbers.once_s[row])
+        if lanes.num == 1:
+            choice = self._solve(0, 0, len(numbers.order), (below - once) / (a + b))
+            if choice is NONE:
+                return None
+            return self._candidate((0, len(numbers.order)), (a + b) * choice.seconds + once)
+
+        def exact(rank: int, i: int, j: int) -> float:
+            return self._solve(rank, i, j).seconds
+
+        cost, ends = cut(self._table(self._bounds), exact, (a, b), below - once)
+        return self._candidate(ends, cost + once) if ends else None
+
+    def smallest(self) -> Candidate:
+        """What holds the least, on the rank that holds the most."""
+        numbers, row, lanes = self._numbers, self._row, self._lanes
+        held = [np.where(np.isfinite(m.seconds), m.memory, np.inf) for m in self._menus]
+        least = [each.argmin(axis=1) for each in held]
+
+        def value(rank: int, counts: Counts) -> Floats:
+            kinds = np.arange(len(least[rank]))
+            there = counts.any(axis=0)
+            each = np.where(there, held[rank][kinds, least[rank]], 0.0)
+            return np.asarray(counts @ each + lanes.tops[rank])
+
+        table = self._table(self._values(lambda asked: [value(*each) for each in asked]))
+        _, ends = cut(table, lambda *at: float(table[at]), (1.0, 0.0))
+        takes, times = [], []
+        for rank, (first, last) in enumerate(itertools.pairwise(ends)):
+            one = np.zeros(held[rank].shape, dtype=np.int64)
+            one[np.arange(len(one)), least[rank]] = lanes.counts(rank, first, last)
+            takes.append(tuple(tuple(map(int, options)) for options in one))
+            times.append(float((one * np.where(one > 0, self._menus[rank].seconds, 0.0)).sum()))
+        linear = [
+            float(table[at]) for at in zip(range(lanes.num), ends[:-1], ends[1:], strict=True)
+        ]
+        a, b = self._weights
+        seconds = a * max(times) + b * sum(times) + float(numbers.once_s[row])
+        return Candidate(row, seconds, *lanes.stages(ends, takes), tuple(linear))
+
+    @cached_property
+    def _bounds(self) -> list[Floats]:
+        """By rank, seconds from below of all that it may have."""
+        return self._values(
+            lambda asked: relaxed_each(
+                [(self._menus[rank], counts, self._rooms[rank]) for rank, counts in asked]
+            )
+        )
+
+    @cached_property
+    def _stretches(self) -> list[Stretches]:
+        """By rank."""
+        return [self._lanes.stretches(rank) for rank in range(self._lanes.num)]
+
+    def _values(self, value: Callable[[list[tuple[int, Counts]]], list[Floats]]) -> list[Floats]:
+        """By rank, what follows from what the stretches that it may have are made of.
+
+        Args:
+            value: Of (rank, what its stretches are made of) of ranks that differ.
+        """
+        keys = [
+            (id(self._menus[rank]), self._lanes.tops[rank], id(each.made_of))
+            for rank, each in enumerate(self._stretches)
+        ]
+        first = {key: rank for rank, key in reversed([*enumerate(keys)])}
+        asked = [(rank, self._stretches[rank].made_of) for rank in first.values()]
+        known = dict(zip(first, value(asked), strict=True))
+        return [known[key] for key in keys]
+
+    def _table(self, values: list[Floats]) -> Floats:
+        """[ranks, i, j] of what there is for each stretch."""
+        num, places = self._lanes.num, self._lanes.places
+        table = np.full((num, places * places), np.inf)
+        for rank, (own, each) in enumerate(zip(values, self._stretches, strict=True)):
+            table[rank, each.at] = own[each.look]
+        return table.reshape(num, places, places)
+
+    def _solve(self, rank: int, i: int, j: int, below: float = float("inf")) -> Choice:
+        counts, menu = self._lanes.counts(rank, i, j), self._menus[rank]
+        key = (id(menu), self._rooms[rank], counts.tobytes())
+        if key not in self._known:
+            choice = solve(menu, counts, self._rooms[rank], below)
+            if choice is NONE and below < float("inf"):
+                return NONE  # There may be one that takes longer.
+            self._known[key] = choice
+        return self._known[key]
+
+    def _candidate(self, ends: tuple[int, ...], seconds: float) -> Candidate:
+        takes, linear = [], []
+        for rank, (i, j) in enumerate(itertools.pairwise(ends)):
+            chosen = self._solve(rank, i, j).takes
+            table = np.array(chosen)
+            held = float(np.where(table > 0, table * self._menus[rank].memory, 0.0).sum())
+            takes.append(chosen)
+            linear.append(held + self._lanes.tops[rank])
+        stages = self._lanes.stages(ends, takes)
+        return Candidate(self._row, seconds, *stages, linear_bytes=tuple(linear))

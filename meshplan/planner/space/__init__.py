@@ -1,0 +1,1 @@
+"""What a plan leaves open, and every configuration of it."""

@@ -1,0 +1,37 @@
+"""What a plan says of the samples of a step, as the planner needs it."""
+
+from __future__ import annotations
+
+import math
+
+from meshplan.errors import PlanError, Problem
+from meshplan.spec.spec import Batch, Spec
+
+
+def of_data_rank(batch: Batch) -> int:
+    """Samples of a step of one, where no global batch says it."""
+    if batch.of_data_rank is not None:
+        return batch.of_data_rank
+    both = (batch.micro, batch.accumulate)
+    return math.prod(each for each in both if isinstance(each, int))
+
+
+def check_batch(spec: Spec, *, reads_tokens: bool = True) -> None:
+    """Two of micro, accumulate and global must say or leave free how large a step is.
+
+    Args:
+        reads_tokens: Whether a sample has a length.
+
+    Raises:
+        PlanError: They do not.
+    """
+    batch, problems = spec.batch, []
+    is_counted = isinstance(batch.micro, int) and isinstance(batch.accumulate, int)
+    if batch.global_ is None and batch.of_data_rank is None and not is_counted:
+        what = "nothing says how many samples a step has, so no two plans can be compared"
+        problems.append(Problem(what, spec.origin("batch"), "add batch: {global: 64}"))
+    if reads_tokens and batch.seq_len is None:
+        what = "nothing says how long a sample is"
+        problems.append(Problem(what, spec.origin("batch"), "add batch: {seq_len: 2048}"))
+    if problems:
+        raise PlanError(problems)

@@ -1,0 +1,45 @@
+"""Why a space has nothing in it: what the model or the plan rules out, or the samples of a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from meshplan.errors import Problem
+from meshplan.planner.space.enumeration import enumerate_grid
+from meshplan.planner.space.space import EmptySpaceError, Freedom
+from meshplan.spec.spec import Spec
+
+_FIX: Final = "state less, or another batch.global"
+
+
+def nothing_to_choose(free: Freedom, spec: Spec) -> EmptySpaceError:
+    """The error of a freedom that no configuration is left of."""
+    whys = "; ".join(f"{each.what}: {each.why}" for each in free.rejected)
+    least = _least_samples(free)
+    devices = f"{free.world:,} device{'' if free.world == 1 else 's'}"
+    if least is None or free.global_ is None:
+        what = f"no mesh of {devices} has all that is stated"
+        problem = Problem(what, spec.origin("mesh"), whys or _FIX)
+    else:
+        what = (
+            f"no mesh of {devices} shares out {free.global_:,} samples: "
+            f"its data ranks take {least:,} at the least"
+        )
+        fix = f"write a batch.global of which {least:,} is a divisor, or take fewer devices"
+        if least <= free.global_ or not len(enumerate_grid(replace(free, global_=least))):
+            what = f"no mesh of {devices} shares out {free.global_:,} samples as stated"
+            fix = _FIX
+        problem = Problem(what, spec.origin("batch.global"), fix)
+    return EmptySpaceError(problem, free.rejected)
+
+
+def _least_samples(free: Freedom) -> int | None:
+    """Of a step of all meshes that there would be with others; None where there would be none."""
+    own = (free.micro or (1,))[0] * (free.accumulate or 1)
+    if not free.micro:
+        own *= free.pipelined or 1
+    grid = enumerate_grid(replace(free, global_=None, of_data_rank=own))
+    return own * int(np.min(grid["dp_replicate"] * grid["dp_shard"])) if len(grid) else None

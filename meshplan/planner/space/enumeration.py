@@ -1,0 +1,125 @@
+"""Every configuration of what is free, one row each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshplan.cost.grid import GRID, MODES, SCHEDULE_WORDS
+from meshplan.layout.schedules import SCHEDULES
+from meshplan.planner.space.ep import go_together
+from meshplan.planner.space.offload import may_lie_there
+from meshplan.planner.space.space import Freedom, divisors
+
+_DDP, _ZERO1, _SHARD = range(len(MODES))
+_MOST_MICRO: Final = 64
+_HALVED: Final = frozenset(
+    place for place, word in enumerate(SCHEDULE_WORDS) if word and SCHEDULES[word].splits_backward
+)
+"""Schedules whose backwards are run in two halves, of which there are no figures with a host."""
+
+
+def enumerate_grid(free: Freedom) -> NDArray[np.void]:
+    """Every configuration."""
+    rows: list[tuple[int, ...]] = []
+    offloads = (0,) if 0 in free.offload else free.offload
+    for tp in free.axes["tp"]:
+        for cp in free.axes["cp"]:
+            for pp in free.axes["pp"]:
+                inner = tp * cp * pp
+                if free.world % inner == 0 and _shares_heads(free, tp, cp):
+                    for data in _data(free, free.world // inner):
+                        for ep in _lent(free, data[1], {"pp": pp, "cp": cp, "tp": tp}):
+                            steps = [*_steps(free, (pp, *data[:2], cp, tp, ep), data[2])]
+                            # No rank of the others has all logits of its tokens, or all stages.
+                            chunks = free.loss_chunks[: None if inner == 1 else 1]
+                            for what in offloads:
+                                if may_lie_there(free, (pp, *data[:2], cp), data[2], what):
+                                    rows += [(*step, what, parts) for step in steps
+                                             for parts in chunks
+                                             if not (what and step[-1] in _HALVED)]  # fmt: skip
+    return np.array(rows, GRID)
+
+
+def _shares_heads(free: Freedom, tp: int, cp: int) -> bool:
+    """Whether ranks of cp may share out the heads that one of tp has."""
+    return cp == 1 or not any(heads % (tp * cp) for heads in free.heads)
+
+
+def _lent(free: Freedom, shard: int, sizes: Mapping[str, int]) -> Iterator[int]:
+    """What ep may borrow of so many ranks along dp_shard; nothing, where two axes clash."""
+    is_sequence = free.sequence_parallel.get(sizes["tp"], False)
+    for ep in free.axes["ep"]:
+        if shard % ep == 0 and go_together({**sizes, "ep": ep}, is_sequence=is_sequence):
+            yield ep
+
+
+def _data(free: Freedom, ranks: int) -> Iterator[tuple[int, int, int]]:
+    """(dp_replicate, dp_shard, mode) of so many data ranks."""
+    is_stated = _DDP not in free.modes
+    for shard in divisors(ranks):
+        replicate = ranks // shard
+        if shard not in free.axes["dp_shard"] or replicate not in free.axes["dp_replicate"]:
+            continue
+        if _DDP in free.modes and shard == 1:
+            yield replicate, shard, _DDP
+        # A model on one device may give back what was cast; one rank of many has nothing to share.
+        least = 1 if free.world == 1 else 2
+        if _ZERO1 in free.modes and replicate == 1 and shard >= (least if is_stated else 2):
+            yield replicate, shard, _ZERO1
+        # Else over one rank only what is offloaded.
+        least = least if 0 in free.offload or replicate > 1 else 1
+        if _SHARD in free.modes and shard >= least and free.hybrid in (None, replicate > 1):
+            yield replicate, shard, _SHARD
+
+
+def _steps(free: Freedom, sizes: tuple[int, ...], mode: int) -> Iterator[tuple[int, ...]]:
+    """Whole rows: microbatches and schedules of one mesh."""
+    pp, replicate, shard = sizes[0], sizes[1], sizes[2]
+    ranks = replicate * shard
+    for micro, microbatches in _microbatches(free, ranks, pp > 1):
+        if pp == 1:
+            yield (*sizes, 1, micro, microbatches, mode, 0)
+            continue
+        for schedule in free.schedules:
+            for virtual in _virtual(free, SCHEDULE_WORDS[schedule], pp, microbatches):
+                yield (*sizes, virtual, micro, microbatches, mode, schedule)
+
+
+def _virtual(free: Freedom, schedule: str, pp: int, microbatches: int) -> Iterator[int]:
+    """Stages of one rank: every number that shares out what a rank has about evenly.
+
+    With fewer microbatches than ranks some would only wait.
+    """
+    row = SCHEDULES[schedule]
+    if row.virtual is not None:
+        yield row.virtual
+    elif microbatches >= pp and not row.problem(pp, microbatches):
+        few, more = free.num_blocks // pp, -(-free.num_blocks // pp)
+        every = {*divisors(few), *divisors(more)} if free.virtual is None else {free.virtual}
+        yield from (v for v in sorted(every) if v > 1 and v * pp <= free.num_blocks)
+
+
+def _microbatches(free: Freedom, ranks: int, is_pipeline: bool) -> Iterator[tuple[int, int]]:
+    """(samples of one, how many) for each of so many data ranks.
+
+    A pipeline takes all that a rank has in a step at once: `batch.micro` is what it cuts.
+    """
+    if free.global_ is None:
+        own = free.of_data_rank
+    elif free.global_ % ranks:
+        return
+    else:
+        own = free.global_ // ranks
+    if is_pipeline:
+        if free.accumulate in (None, 1) and (not free.micro or own in free.micro):
+            for micro in divisors(own):
+                if micro <= _MOST_MICRO and free.pipelined in (None, own // micro):
+                    yield micro, own // micro
+        return
+    for micro in free.micro or tuple(d for d in divisors(own) if d <= _MOST_MICRO):
+        if own % micro == 0 and free.accumulate in (None, own // micro):
+            yield micro, own // micro

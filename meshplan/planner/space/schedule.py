@@ -1,0 +1,124 @@
+"""Which schedules a plan leaves open: those that are tried, and those that it may state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from meshplan.cost.grid import SCHEDULE_WORDS
+from meshplan.errors import PlanError, Problem
+from meshplan.layout.schedules import SCHEDULES
+from meshplan.spec.spec import AUTO, Spec
+
+_HALVED: Final = "InterleavedZeroBubble"
+_TRIED: Final = ("1F1B", "Interleaved1F1B", _HALVED)
+"""GPipe takes as long as 1F1B and keeps more."""
+_KNOWN: Final = (*_TRIED, "GPipe")
+_LEFT_OUT: Final = {
+    "GPipe": "it takes as long as 1F1B and keeps more",
+    **{
+        word: f"ranks wait no less than with {_HALVED}, and one of them has both ends of the model"
+        for word, row in SCHEDULES.items()
+        if row.is_v
+    },
+}
+"""Of a free schedule, those that are not tried, and why."""
+_GIVING_BACK: Final = ("full_shard", "hybrid_shard")
+
+
+def schedules_of(
+    spec: Spec, pipelines: Sequence[int], keeps_from_rounds: str
+) -> tuple[tuple[int, ...], tuple[tuple[str, str], ...]]:
+    """(places in SCHEDULE_WORDS, the words of those that are left out and why).
+
+    Args:
+        pipelines: Sizes that pp may have.
+        keeps_from_rounds: Why no rank may have several stages, "" if it may.
+
+    Raises:
+        PlanError: What is stated cannot be planned.
+    """
+    virtual, is_stated = stated_virtual(spec), _is_stated(spec)
+    words = tuple(_words(spec, virtual)) if not is_stated else (_stated(spec),)
+    if (
+        is_stated
+        and (own := SCHEDULES[words[0]].virtual) is not None
+        and virtual not in (None, own)
+    ):
+        what = f"{words[0]} has {own} stages per rank, not virtual: {virtual}"
+        fix = "say schedule: Interleaved1F1B, or leave virtual out"
+        raise PlanError(Problem(what, spec.origin("pipeline.virtual"), fix))
+    out = []
+    halves = _keeps_from_halves(spec)
+    if max(pipelines, default=1) > 1:
+        if keeps_from_rounds:
+            out = [word for word in words if SCHEDULES[word].virtual is None]
+        if halves:
+            out += [word for word in words if word == _HALVED and word not in out]
+    left = tuple(SCHEDULE_WORDS.index(word) for word in words if word not in out)
+    if not left:
+        what = f"the planner cannot plan {out[0]}: {keeps_from_rounds or halves}"
+        fix = "say schedule: 1F1B, or state all that is left open"
+        raise PlanError(Problem(what, spec.origin("pipeline.schedule"), fix))
+    reasons = dict.fromkeys(out, keeps_from_rounds or halves)
+    if not is_stated and max(pipelines, default=1) > 1:
+        reasons |= _LEFT_OUT
+    by_reason: dict[str, list[str]] = {}
+    for word, why in reasons.items():
+        by_reason.setdefault(why, []).append(word)
+    return left, tuple((", ".join(words), why) for why, words in by_reason.items())
+
+
+def _keeps_from_halves(spec: Spec) -> str:
+    """Why no backward may be run in two halves, "" if it may."""
+    modes = [r.activation_checkpointing for r in spec.rules]
+    if "activation_checkpointing" in spec.origins:
+        modes.append(spec.activation_checkpointing)
+    if any(mode is not None and mode.mode not in ("none", AUTO) for mode in modes):
+        return "what is recomputed would be recomputed in each half of a backward"
+    if spec.strategy in _GIVING_BACK or any(rule.reshard_after_forward for rule in spec.rules):
+        return "parameters stay gathered to the end of a step, and the plan gives some back"
+    if spec.compile:
+        return "a compiled block has one backward, which nothing splits in two halves"
+    if True in (spec.offload.params, spec.offload.optimizer, spec.offload.activations):
+        return "what halves of a backward and the host wait for has no figures"
+    if any(rule.unit is False for rule in spec.rules):
+        return "what is of no unit is averaged as soon as its gradient is there"
+    return ""
+
+
+def stated_virtual(spec: Spec) -> int | None:
+    """Stages of a rank that the plan asks for."""
+    if spec.pipeline is None:
+        return None
+    is_stated = "pipeline.virtual" in spec.origins or spec.pipeline.virtual > 1
+    return spec.pipeline.virtual if is_stated else None
+
+
+def stated_schedule(spec: Spec) -> str | None:
+    """The schedule that the plan asks for; that it has stages and no more asks for one too."""
+    return spec.pipeline.schedule if spec.pipeline is not None and _is_stated(spec) else None
+
+
+def _is_stated(spec: Spec) -> bool:
+    """Whether the plan has a schedule: 1F1B is what `Pipeline` says where it says nothing."""
+    if spec.pipeline is None or spec.pipeline.schedule == AUTO:
+        return False
+    return "pipeline.schedule" in spec.origins or stated_virtual(spec) is None
+
+
+def _stated(spec: Spec) -> str:
+    assert spec.pipeline is not None
+    word = spec.pipeline.schedule
+    if word not in _KNOWN:
+        what = f"the planner does not know what {word} takes"
+        fix = f"say schedule: auto, or {', '.join(_KNOWN[:-1])} or {_KNOWN[-1]}"
+        raise PlanError(Problem(what, spec.origin("pipeline.schedule"), fix))
+    return word
+
+
+def _words(spec: Spec, virtual: int | None) -> Iterator[str]:
+    """Those that go with so many stages a rank, if any are asked for."""
+    for word in _TRIED:
+        if virtual is None or (SCHEDULES[word].virtual is None) == (virtual > 1):
+            yield word

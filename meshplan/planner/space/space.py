@@ -1,0 +1,362 @@
+"""What is free in a plan, and every configuration that it may become.
+
+A concrete value in the plan is a constraint; `auto`, or nothing said, is free. What a model or this
+version does not allow is left out with the reason, which is told.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal
+
+from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, OPTIONS, PARAMS_THERE, RECOMPUTE
+from meshplan.errors import PlanError, Problem
+from meshplan.layout.mesh import AXES
+from meshplan.planner.space.batch import of_data_rank
+from meshplan.planner.space.cp import contexts_of, shared_heads
+from meshplan.planner.space.ep import NO_EXPERTS, Experts, is_placed
+from meshplan.planner.space.memory_settings import allocators_of, chunks_of
+from meshplan.planner.space.offload import ONLY_IN_FULL, stated_offloads
+from meshplan.planner.space.schedule import schedules_of, stated_virtual
+from meshplan.planner.space.trials import with_axes, with_offload
+from meshplan.spec.spec import AUTO, Allocator, Borrow, Spec
+
+_DDP, _ZERO1, _SHARD = range(len(MODES))
+STRATEGIES: Final[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
+    "ddp": ((_DDP,), (0,)),
+    "zero1": ((_ZERO1,), (0,)),
+    "zero2": ((_SHARD,), (0,)),
+    "full_shard": ((_SHARD,), (1,)),
+    "hybrid_shard": ((_SHARD,), (1,)),
+    "hybrid_shard_zero2": ((_SHARD,), (0,)),
+}
+"""By word, (modes, reshards)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Something that is not in the space, or not the answer, and why."""
+
+    what: str
+    why: str
+
+
+class EmptySpaceError(PlanError):
+    """What a plan states leaves nothing to choose from.
+
+    Attributes:
+        rejected: What the model or the plan leaves out.
+    """
+
+    def __init__(self, problem: Problem, rejected: tuple[Rejected, ...]) -> None:
+        super().__init__(problem)
+        self.rejected = rejected
+
+
+class UnsearchedError(EmptySpaceError):
+    """The one plan that is stated does not fit, and no other is searched."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Freedom:
+    """The values that each choice may take.
+
+    Args:
+        world: Devices.
+        axes: By axis, sizes.
+        hybrid: Whether both data axes are spread; None where that is free.
+        modes, schedules: Places in `grid.MODES` and `grid.SCHEDULE_WORDS`.
+        virtual: Stages of a rank, of schedules with several; None where that is free.
+        num_blocks: Of the model.
+        heads: Of one attention, and of its keys and values; () where nobody knows.
+        recompute: Places in `grid.RECOMPUTE`.
+        reshard: Of blocks whose parameters are sharded.
+        micro: `batch.micro`: samples of one microbatch, of a pipeline of all its microbatches; ()
+            where free.
+        accumulate: Microbatches of a step; None where free.
+        pipelined: Microbatches of a pipeline; None where free.
+        global_: Samples of a step of all ranks; None where `of_data_rank` says it.
+        of_data_rank: Samples of a step of one data rank.
+        sequence_parallel, loss_parallel: By size of tp.
+        experts: Patterns of the modules that ep spreads.
+        offload: What lies on the host, as in the grid, so far as the plan leaves it open.
+        stages_there: Whether parameters may lie there in a pipeline.
+        loss_chunks: Parts of the loss; on ranks that pp, cp or tp spread, the first alone.
+        allocators: Of which any may be the plan's, the plainest first.
+        rejected: What was left out.
+    """
+
+    world: int
+    axes: Mapping[str, tuple[int, ...]]
+    hybrid: bool | None = None
+    modes: tuple[int, ...] = tuple(range(len(MODES)))
+    schedules: tuple[int, ...] = (0,)
+    virtual: int | None = None
+    num_blocks: int = 1
+    heads: tuple[int, ...] = ()
+    recompute: tuple[int, ...] = tuple(range(len(RECOMPUTE)))
+    reshard: tuple[int, ...] = (0, 1)
+    micro: tuple[int, ...] = ()
+    accumulate: int | None = None
+    pipelined: int | None = None
+    global_: int | None = None
+    of_data_rank: int = 1
+    sequence_parallel: Mapping[int, bool] = field(default_factory=dict)
+    loss_parallel: Mapping[int, bool] = field(default_factory=dict)
+    experts: tuple[str, ...] = ()
+    offload: tuple[int, ...] = (0,)
+    stages_there: bool = True
+    loss_chunks: tuple[int, ...] = (1,)
+    allocators: tuple[Allocator, ...] = ("default",)
+    rejected: tuple[Rejected, ...] = ()
+
+    @property
+    def options(self) -> tuple[bool, ...]:
+        """Which of `grid.OPTIONS` a block may take."""
+        return tuple(r in self.recompute and s in (0, *self.reshard) for r, s in OPTIONS)
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All of them, least first."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return tuple(small + [number // d for d in reversed(small) if d * d != number])
+
+
+def freedom_of(
+    spec: Spec,
+    *,
+    world: int,
+    gpus_per_node: int,
+    num_blocks: int,
+    refuses: Callable[[Spec], str],
+    can_cut: Callable[[int], bool] = lambda stages: True,
+    experts: Experts = NO_EXPERTS,
+    keeps_from_rounds: str = "",
+    heads: tuple[int, ...] = (),
+    is_traced: bool = False,
+) -> Freedom:
+    """What a spec leaves free.
+
+    Args:
+        can_cut: Whether blocks can be cut into so many stages where the plan says that they are.
+        experts: Of the model.
+        heads: As in `Freedom`.
+        is_traced: Whether the model is known by its traces.
+        keeps_from_rounds: Why no rank may have several stages, "" if it may.
+        refuses: Why a trial of a spec cannot be, "" if it can be: whether the model divides, and
+            whether its step can be told.
+
+    Raises:
+        PlanError: It contradicts itself, or says too little.
+    """
+    rejected: list[Rejected] = []
+    axes = _axes(spec, world)
+    axes["tp"] = tuple(t for t in axes["tp"] if t <= gpus_per_node or len(axes["tp"]) == 1)
+    tensor = _tensor_parallel(spec, axes, refuses, rejected)
+    axes["tp"] = tuple(tensor)
+    axes["pp"] = _pipelines(spec, axes["pp"], num_blocks, refuses, rejected)
+    axes["pp"] = tuple(_as_stated(spec, axes["pp"], can_cut, rejected))
+    axes["cp"], left_out = contexts_of(
+        spec, axes["cp"], heads, lambda size: refuses(with_axes(spec, {"cp": size}))
+    )
+    rejected += (Rejected(what, why) for what, why in left_out)
+    axes["ep"] = tuple(_spread(spec, axes["ep"], experts, refuses, rejected))
+    schedules, without = schedules_of(spec, axes["pp"], keeps_from_rounds)
+    rejected += (Rejected(f"pipeline.schedule={words}", why) for words, why in without)
+    modes: tuple[int, ...] = tuple(range(len(MODES)))
+    reshard: tuple[int, ...] = (0, 1)
+    hybrid = None
+    if spec.strategy not in (None, AUTO):
+        modes, reshard = STRATEGIES[spec.strategy or ""]
+        hybrid = spec.strategy.startswith("hybrid") if modes == (_SHARD,) else None
+    trial = with_axes(spec, {"dp_shard": 2})
+    chunks, why = chunks_of(spec, refuses, trial, is_traced=is_traced)
+    rejected += [Rejected("loss_chunks", why)] if why else []
+    offload = stated_offloads(spec)
+    if offload[0]:
+        _check_offload(spec, offload[0], refuses)
+    return Freedom(
+        world=world,
+        axes=axes,
+        hybrid=hybrid,
+        modes=modes,
+        schedules=schedules,
+        virtual=stated_virtual(spec),
+        num_blocks=num_blocks,
+        heads=shared_heads(spec, heads),
+        recompute=tuple(_recompute(spec, refuses, rejected)),
+        reshard=reshard,
+        sequence_parallel={size: cuts for size, (cuts, _) in tensor.items()},
+        loss_parallel={size: cuts_loss for size, (_, cuts_loss) in tensor.items()},
+        experts=experts.modules,
+        rejected=tuple(rejected),
+        micro=(spec.batch.micro,) if isinstance(spec.batch.micro, int) else (),
+        accumulate=spec.batch.accumulate if isinstance(spec.batch.accumulate, int) else None,
+        pipelined=_stated_microbatches(spec),
+        global_=spec.batch.global_,
+        of_data_rank=of_data_rank(spec.batch),
+        offload=offload,
+        loss_chunks=chunks,
+        allocators=allocators_of(spec),
+        stages_there=not offload[0] & PARAMS_THERE
+        or max(axes["pp"], default=1) == 1
+        or not refuses(with_offload(spec, offload[0], pp=2)),
+    )
+
+
+def _axes(spec: Spec, world: int) -> dict[str, tuple[int, ...]]:
+    """Sizes of every axis before the model has its say."""
+    every = divisors(world)
+    if spec.mesh is None or spec.mesh == AUTO:
+        return dict.fromkeys(AXES, every)
+    if not isinstance(spec.mesh, Mapping):
+        what = "a bare mesh leaves open which axes it has"
+        fix = "name the axes, such as mesh: {dp_replicate: 2, dp_shard: 4}, or say mesh: auto"
+        raise PlanError(Problem(what, spec.origin("mesh"), fix))
+    out: dict[str, tuple[int, ...]] = dict.fromkeys(AXES, (1,))
+    for axis, size in spec.mesh.items():
+        own = size.size if isinstance(size, Borrow) else size
+        out[axis] = (own,) if isinstance(own, int) else every
+    return out
+
+
+def _tensor_parallel(
+    spec: Spec,
+    axes: Mapping[str, Sequence[int]],
+    refuses: Callable[[Spec], str],
+    rejected: list[Rejected],
+) -> dict[int, tuple[bool, bool]]:
+    """Sizes of tp that the model allows.
+
+    With each, whether the sequence is cut there too, and the loss along the vocabulary: what is cut
+    is smaller, and takes less to send.
+    """
+    choices = [
+        (getattr(spec, name),) if name in spec.origins else (True, False)
+        for name in ("sequence_parallel", "loss_parallel")
+    ]
+    out = {1: (spec.sequence_parallel, False)} if 1 in axes["tp"] else {}
+    for size in axes["tp"]:
+        if size == 1:
+            continue
+        whys = []
+        for cuts, cuts_loss in itertools.product(*choices):
+            trial = with_axes(spec, {"tp": size}, sequence_parallel=cuts, loss_parallel=cuts_loss)
+            why = refuses(trial)
+            if not why:
+                out[size] = cuts, cuts_loss
+                break
+            whys.append(why)
+        else:
+            rejected.append(Rejected(f"mesh.tp={size}", whys[-1]))
+    return out
+
+
+def _pipelines(
+    spec: Spec,
+    sizes: Sequence[int],
+    num_blocks: int,
+    refuses: Callable[[Spec], str],
+    rejected: list[Rejected],
+) -> tuple[int, ...]:
+    """Every stage has a block; what two stages cannot do, more cannot."""
+    more = [size for size in sizes if size > 1]
+    why = refuses(with_axes(spec, {"pp": 2})) if more else ""
+    if why:
+        rejected.append(Rejected(f"mesh.pp={', '.join(map(str, more))}", why))
+        return tuple(size for size in sizes if size == 1)
+    over = [size for size in more if size > num_blocks]
+    if over:
+        what = f"mesh.pp={', '.join(map(str, over))}"
+        there = "is 1 block" if num_blocks == 1 else f"are {num_blocks} blocks"
+        rejected.append(Rejected(what, f"there {there}, and each stage has one"))
+    return tuple(size for size in sizes if size <= max(1, num_blocks))
+
+
+def _as_stated(
+    spec: Spec,
+    sizes: Sequence[int],
+    can_cut: Callable[[int], bool],
+    rejected: list[Rejected],
+) -> Iterator[int]:
+    """A pipeline that is stated is there, and is cut where it is stated."""
+    is_stated = spec.pipeline is not None or any(rule.stage is not None for rule in spec.rules)
+    for size in sizes:
+        why = ""
+        if size == 1 and is_stated:
+            why = "the plan states a pipeline"
+        elif size > 1 and not can_cut(size):
+            why = "the plan states stages that do not go with it"
+        if why:
+            rejected.append(Rejected(f"mesh.pp={size}", why))
+        else:
+            yield size
+
+
+def _stated_microbatches(spec: Spec) -> int | None:
+    stated = spec.pipeline.microbatches if spec.pipeline is not None else AUTO
+    return stated if isinstance(stated, int) else None
+
+
+def _spread(
+    spec: Spec,
+    sizes: Sequence[int],
+    experts: Experts,
+    refuses: Callable[[Spec], str],
+    rejected: list[Rejected],
+) -> Iterator[int]:
+    """Over how many ranks experts may be spread: what rules place is spread."""
+    more = [size for size in sizes if size > 1]
+    if 1 in sizes and not is_placed(spec):
+        yield 1
+    if more and not experts.modules:
+        rejected.append(Rejected(f"mesh.ep={more[0]}", "no module of the model stacks experts"))
+        return
+    for size in [size for size in more if experts.count % size == 0]:
+        if why := refuses(with_axes(spec, {"ep": size}, experts=experts.modules)):
+            rejected.append(Rejected(f"mesh.ep={size}", why))
+        else:
+            yield size
+    if uneven := [str(size) for size in more if experts.count % size]:
+        why = f"{experts.count} experts do not divide by it"
+        rejected.append(Rejected(f"mesh.ep={', '.join(uneven)}", why))
+
+
+def _check_offload(spec: Spec, what: int, refuses: Callable[[Spec], str]) -> None:
+    """Refuse what is stated and cannot be, or has no figures."""
+    mode = spec.activation_checkpointing.mode
+    stated = "activation_checkpointing" in spec.origins and mode != AUTO
+    trial = with_offload(spec, what)
+    optimizer = spec.offload.optimizer
+    if optimizer in (True, False):
+        params = trial.offload.params and spec.offload.params is not None
+        there = replace(trial.offload, optimizer=optimizer, params=params)
+        trial = replace(trial, offload=there)
+    why, fix = refuses(trial), "leave it out, or state all that is open"
+    if not why and what & ACTIVATIONS_THERE and stated and mode != "full":
+        why = ONLY_IN_FULL
+        fix = "say activation_checkpointing: full"
+    if why:
+        raise PlanError(Problem(why, spec.origin("offload"), fix))
+
+
+def _recompute(
+    spec: Spec, refuses: Callable[[Spec], str], rejected: list[Rejected]
+) -> Iterator[int]:
+    """Places in RECOMPUTE that blocks may take."""
+    stated = spec.activation_checkpointing
+    if "activation_checkpointing" in spec.origins and stated.mode != AUTO:
+        yield RECOMPUTE.index(stated.mode)
+        return
+    yield RECOMPUTE.index("none")
+    words: tuple[Literal["selective", "full"], ...] = ("selective", "full")
+    for word in words:
+        trial = with_axes(spec, {"dp_shard": 2})
+        policy = replace(trial.activation_checkpointing, mode=word)
+        if why := refuses(replace(trial, activation_checkpointing=policy)):
+            rejected.append(Rejected(f"activation_checkpointing={word}", why))
+        else:
+            yield RECOMPUTE.index(word)

@@ -1,0 +1,73 @@
+"""Trials of what a model allows: a plan with one thing spread, or on the host, and little else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from meshplan.cost.grid import ACTIVATIONS_THERE
+from meshplan.planner.space.cp import context_of
+from meshplan.planner.space.ep import as_trial
+from meshplan.planner.space.offload import as_stated
+from meshplan.spec.spec import AUTO, Offload, Pipeline, Rule, Spec
+
+
+def with_axes(
+    spec: Spec,
+    sizes: Mapping[str, int],
+    *,
+    sequence_parallel: bool = False,
+    loss_parallel: bool | None = None,
+    experts: tuple[str, ...] = (),
+) -> Spec:
+    """The spec on this mesh alone, as a trial of what the model allows.
+
+    Args:
+        loss_parallel: None for what the plan states.
+    """
+    spec = as_trial(spec, sizes, experts)
+    has_tp = sizes.get("tp", 1) > 1
+    tp_plan = spec.tp_plan if has_tp else "none"
+    if has_tp and tp_plan == "none" and "tp_plan" not in spec.origins:
+        tp_plan = AUTO
+    return replace(
+        spec,
+        strategy=None,
+        hardware=None,
+        offload=Offload(),
+        tp_plan=tp_plan,
+        sequence_parallel=sequence_parallel and has_tp,
+        loss_parallel=(spec.loss_parallel if loss_parallel is None else loss_parallel) and has_tp,
+        loss_chunks=1 if spec.loss_chunks == AUTO else spec.loss_chunks,
+        allocator="default" if spec.allocator == AUTO else spec.allocator,
+        batch=replace(spec.batch, micro=sizes.get("pp", 1), accumulate=None, global_=None),
+        activation_checkpointing=replace(spec.activation_checkpointing, mode="none", budget=None),
+        pipeline=_as_trial(spec.pipeline) if "pp" in sizes else None,
+        context=context_of(spec) if sizes.get("cp", 1) > 1 else None,
+        # A trial may be of fewer blocks than rules speak of.
+        rules=tuple(_rule_as_trial(rule, sizes) for rule in spec.rules),
+    )
+
+
+def with_offload(
+    spec: Spec, what: int, *, pp: int = 1, ep: int = 1, experts: tuple[str, ...] = ()
+) -> Spec:
+    """A trial of whether the model allows that this lies on the host."""
+    sizes = {"dp_shard": 2, "pp": pp, "ep": ep}
+    spread = {axis: size for axis, size in sizes.items() if size > 1}
+    trial = with_axes(spec, spread, experts=experts)
+    policy = trial.activation_checkpointing
+    if what & ACTIVATIONS_THERE:
+        policy = replace(policy, mode="full")
+    return replace(trial, offload=as_stated(what), activation_checkpointing=policy)
+
+
+def _rule_as_trial(rule: Rule, sizes: Mapping[str, int]) -> Rule:
+    """Without what is of another mesh: stages, and parameters that are cut."""
+    back = rule.reshard_after_forward if sizes.get("dp_shard", 1) > 1 else None
+    return replace(rule, optional=True, stage=None, reshard_after_forward=back)
+
+
+def _as_trial(pipeline: Pipeline | None) -> Pipeline | None:
+    """Without what is of one number of stages."""
+    return pipeline and replace(pipeline, schedule="1F1B", virtual=1, microbatches=AUTO, split=AUTO)

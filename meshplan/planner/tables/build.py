@@ -1,0 +1,215 @@
+"""A model on a machine as `Numbers`: the chain of each size of tp, its seconds and its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, OPTIONS, RECOMPUTE, Cut, cuts_of
+from meshplan.cost.pipeline import crossing_seconds, pipeline_seconds
+from meshplan.cost.profile import Profile
+from meshplan.cost.step import terms, widths_of
+from meshplan.cost.types import Chain, Kind
+from meshplan.planner.knapsack.knapsack import Floats
+from meshplan.planner.space.fixed import Pin, Pins
+from meshplan.planner.tables.cost_table import Numbers
+from meshplan.planner.tables.memory_bounds import (
+    ElementBytes,
+    ahead_bytes,
+    always_bytes,
+    have_waited,
+    is_late,
+    passing_bytes,
+    reduced_bytes,
+    reducing_bytes,
+    resident_bytes,
+    saved_bytes,
+    scattering_bytes,
+    step_bytes,
+    turning_bytes,
+    waiting_bytes,
+    whole_bytes,
+)
+from meshplan.planner.tables.stream_pools import pools_of
+from meshplan.spec.spec import Precision
+
+_FULL: Final = np.array([again == RECOMPUTE.index("full") for again, _ in OPTIONS])
+_ONCE: Final = [OPTIONS.index((0, reshard)) for _, reshard in OPTIONS]
+"""By option, the one that runs nothing again and is like it otherwise."""
+
+
+def numbers_of(
+    grid: NDArray[np.void],
+    chain_of: Callable[[int, int, int], Chain],
+    *,
+    profile: Profile,
+    gpus_per_node: int,
+    precision: Precision,
+    dtype: str,
+    sizes: ElementBytes,
+    recompute: tuple[int, ...],
+    reshard: tuple[int, ...],
+    pins: Pins,
+    exchanges: bool = True,
+    are_units: bool = False,
+) -> Numbers:
+    """Everything that the search reads.
+
+    Args:
+        chain_of: The model as one rank of so many along tp, and along ep, computes it, with head
+            and loss over so many parts of the tokens.
+        precision: Dtypes by role.
+        dtype: Of the model's parameters.
+        recompute, reshard: What the plan leaves to blocks.
+        pins: What rules leave to single ones.
+        exchanges: As in `cost.step.terms`.
+        are_units: Whether each block is gathered, and its gradients reduced, at once.
+    """
+    cuts = cuts_of(grid)
+    chains, left = _aligned({cut: chain_of(*cut) for cut in cuts}, pins)
+    first = chains[cuts[0]]
+    shape = (len(grid), len(first.kinds), len(OPTIONS))
+    compute, tensor, host, later = (np.zeros(shape[:2]) for _ in range(4))
+    repeated = np.zeros(shape)
+    seconds, saved, resident = np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
+    top, sent, floor, crossing, reducing = (np.zeros(len(grid)) for _ in range(5))
+    # Of blocks of several kinds a rank may have any one.
+    turn, passes, beside, pooled, at_first, at_last = (np.full(len(grid), np.inf) for _ in range(6))
+    reduce_bytes = widths_of(precision, dtype).reduce
+    late = is_late(grid)
+    for at_cut, chain in chains.items():
+        rows = at_cut.rows(grid)
+        part = grid[rows]
+        counts = np.bincount(chain.order, minlength=len(chain.kinds))
+        boundary, always, passing = 0.0, np.zeros(len(part)), np.zeros(len(part))
+        for number, kind in enumerate(chain.kinds):
+            found = terms(
+                part, kind, profile, gpus_per_node, precision, dtype=dtype, exchanges=exchanges
+            )
+            pin = left[number]
+            again, back = pin.recompute or recompute, pin.reshard or reshard
+            if not kind.has_options:
+                again, back = (0,), (0,)
+            is_sharded = (part["mode"] == MODES.index("shard"))[:, None]
+            offered = np.where(is_sharded, _options(again, back)[None], _options(again, (0,))[None])
+            if kind.has_options and part["offload"].any():
+                waits = (part["offload"] & ACTIVATIONS_THERE) > 0
+                offered = offered & (_FULL[None] | ~waits[:, None])
+            seconds[rows, number] = np.where(offered, found.seconds, np.inf)
+            compute[rows, number], tensor[rows, number] = found.compute_s, found.exposed_tp_s
+            host[rows, number] = found.host_s
+            there = np.where(np.isfinite(found.seconds), found.seconds, 0.0)
+            repeated[rows, number] = there - there[:, _ONCE]
+            saved[rows, number] = saved_bytes(part, kind)
+            resident[rows, number] = resident_bytes(part, kind, sizes, late[rows])
+            is_counted = have_waited(part, late[rows]) | (part["pp"] == 1)
+            later[rows, number] = np.where(is_counted, 0.0, whole_bytes(part, kind, sizes))
+            if kind.has_options:
+                own = scattering_bytes(part, kind, late[rows], reduce_bytes)
+                beside[rows] = np.minimum(beside[rows], own)
+                if are_units:
+                    pools = pools_of(part, kind, _ends(chain), sizes, reduce_bytes)
+                    pooled[rows] = np.minimum(pooled[rows], pools.every)
+                    at_first[rows] = np.minimum(at_first[rows], pools.first)
+                    at_last[rows] = np.minimum(at_last[rows], pools.last)
+            if are_units:
+                made = reducing_bytes(part, kind, sizes, reduce_bytes) * kind.has_options
+                held = always_bytes(part, kind, sizes) + reduced_bytes(part, kind, sizes)
+                own = made + ahead_bytes(made, part, kind, int(counts[number]), sizes)
+                always, passing = always + counts[number] * held, np.maximum(passing, own)
+                reducing[rows] = np.maximum(reducing[rows], held + own)
+                if kind.has_options:
+                    own = turning_bytes(made, part, kind, offered)
+                    turn[rows] = np.minimum(turn[rows], own)
+                    own = passing_bytes(part, kind, offered)
+                    passes[rows] = np.minimum(passes[rows], own)
+            floor[rows] += counts[number] * step_bytes(part, kind, sizes)
+            boundary = max(boundary, kind.boundary_bytes)
+        reducing[rows] = np.where(part["pp"] == 1, always + passing, reducing[rows])
+        reducing[rows] += _known(pooled[rows])
+        ends = chain.kinds[chain.order[0]], chain.kinds[chain.order[-1]]
+        # When the last block runs, what comes after it has kept nothing, or no longer.
+        behind = sum(saved_bytes(part, kind)[:, 0] for kind in _ends(chain)[1])
+        top[rows] = part["micro"] / part["cp"] * ends[1].transient_bytes[0]
+        top[rows] = np.maximum(top[rows], _known(passes[rows]) - behind)
+        top[rows] += waiting_bytes(part, *ends, reduce_bytes)
+        top[rows] = np.maximum(top[rows], _known(turn[rows]) - behind)
+        cut_at = [k.boundary_bytes for k in chain.kinds if k.has_options] or [0.0]
+        sent[rows] = np.where(part["pp"] > 1, part["micro"] * min(cut_at), 0.0)
+        crossing[rows] = crossing_seconds(part, boundary, profile, gpus_per_node)
+    zero = np.zeros(len(grid))
+    counts = np.bincount(first.order, minlength=len(first.kinds))
+    once = pipeline_seconds(grid, zero, zero, crossing)
+    once += _unhidden(grid, compute @ counts, crossing)
+    return Numbers(
+        grid=grid,
+        order=first.order,
+        names=first.names,
+        seconds=seconds,
+        saved=saved,
+        resident=resident,
+        top=top,
+        turn=np.maximum(_known(turn), _known(passes)),
+        later=later,
+        sent=sent,
+        beside=_known(beside) + _known(pooled),
+        first=_known(at_first),
+        last=_known(at_last),
+        floor=floor,
+        reducing=reducing,
+        once_s=once,
+        compute_s=compute,
+        tensor_s=tensor,
+        again_s=repeated,
+        host_s=host,
+    )
+
+
+def _unhidden(
+    grid: NDArray[np.void], compute_s: NDArray[np.float64], crossing_s: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """What ranks with several stages send longer than they compute, of a step.
+
+    Each stage of each microbatch is sent from, forwards and backwards, by the link of its rank;
+    the shorter stages are, the less there is to hide it.
+    """
+    sends = 2.0 * grid["microbatches"] * grid["virtual"] * crossing_s
+    over = np.maximum(0.0, sends - grid["microbatches"] * compute_s / grid["pp"])
+    return np.asarray(np.where(grid["virtual"] > 1, over, 0.0))
+
+
+def _known(least: Floats) -> Floats:
+    return np.where(np.isfinite(least), least, 0.0)
+
+
+def _ends(chain: Chain) -> tuple[list[Kind], list[Kind]]:
+    """What lies before the blocks, and after them."""
+    kinds = [chain.kinds[number] for number in chain.order]
+    blocks = [place for place, kind in enumerate(kinds) if kind.has_options] or [len(kinds)]
+    return kinds[: blocks[0]], kinds[blocks[-1] + 1 :]
+
+
+def _options(recompute: tuple[int, ...], reshard: tuple[int, ...]) -> NDArray[np.bool_]:
+    return np.array([again in recompute and back in reshard for again, back in OPTIONS])
+
+
+def _aligned(chains: dict[Cut, Chain], pins: Pins) -> tuple[dict[Cut, Chain], tuple[Pin, ...]]:
+    """The chains with the same kinds at the same places, and the pins by kind.
+
+    Blocks are of one kind where they are in every chain, and rules say the same of them.
+    """
+    some = next(iter(chains.values()))
+    none = Pin()
+    left = [pins.get(name, none) for name in some.names]
+    keys = list(zip(*(chain.order for chain in chains.values()), left, strict=True))
+    kinds = list(dict.fromkeys(keys))
+    order = tuple(kinds.index(key) for key in keys)
+    aligned = {
+        cut: replace(chain, kinds=tuple(chain.kinds[key[at]] for key in kinds), order=order)
+        for at, (cut, chain) in enumerate(chains.items())
+    }
+    return aligned, tuple(key[-1] for key in kinds)

@@ -1,0 +1,131 @@
+"""Microbatches whose activations are kept at once, by the schedule: what memory's bounds go by."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshplan.cost.grid import SCHEDULE_WORDS, in_halves
+from meshplan.planner.knapsack.knapsack import Floats
+
+
+def flights(row: np.void, rank: int) -> tuple[float, ...]:
+    """By stage of a rank of the pipeline, how many it keeps at one moment that holds much.
+
+    With several stages a rank, that is when it has warmed up: before its first backward. Of
+    backwards in two halves, when it has put off as many second halves as it ever does.
+
+    Source: Narayanan et al. 2021 (Megatron-LM), section 2.2; `schedules.SCHEDULES`, whose order it
+    counts (`tests/test_planner_flights.py`).
+    """
+    p, m, v = int(row["pp"]), int(row["microbatches"]), int(row["virtual"])
+    if p == 1:
+        return (1.0,)
+    word = SCHEDULE_WORDS[row["schedule"]]
+    if word == "GPipe":
+        return (float(m),) * v
+    if v == 1:
+        return (float(min(m, p - rank)),)
+    size = _round(p, m)
+    if in_halves(row):
+        return (float(size),) * (v - 1) + (float(p),)
+    forwards = min((v - 1) * size + 2 * (p - 1 - rank) + 1, m * v)
+    rounds, rest = divmod(forwards, size * v)
+    return tuple(float(rounds * size + min(max(rest - c * size, 0), size)) for c in range(v))
+
+
+def had_backward(row: np.void, rank: int) -> bool:
+    """Whether the last stage of a rank has had a backward at such a moment, if no other one has.
+
+    Then as much is in flight at its next forward as there was before its first backward.
+    """
+    p, m, v = int(row["pp"]), int(row["microbatches"]), int(row["virtual"])
+    if p == 1 or in_halves(row) or SCHEDULE_WORDS[row["schedule"]] == "GPipe":
+        return False
+    if v == 1:
+        return m > p - rank
+    size = _round(p, m)
+    forwards = (v - 1) * size + 2 * (p - 1 - rank) + 1
+    return forwards < m * v and forwards % (size * v) >= (v - 1) * size
+
+
+def handed_on(row: np.void, rank: int) -> tuple[float, ...]:
+    """By stage of a rank, of how many it then keeps what it handed on: to their first half."""
+    each = flights(row, rank)
+    return (*each[:-1], each[-1] - rank) if in_halves(row) else each
+
+
+def _round(ranks: int, count: int) -> int:
+    return count // max(1, count // ranks)
+
+
+def in_flight(row: np.void, rank: int) -> float:
+    """Of a rank, in parts of all that it has."""
+    each = flights(row, rank)
+    return sum(each) / len(each)
+
+
+def fewest_in_flight(grid: NDArray[np.void]) -> Floats:
+    """By row, what the stage that keeps the fewest keeps: the last one."""
+    p, m = grid["pp"].astype(float), grid["microbatches"].astype(float)
+    is_gpipe = grid["schedule"] == SCHEDULE_WORDS.index("GPipe")
+    few = np.where((p > 1) & is_gpipe, m, 1.0)
+    return np.asarray(np.where(in_halves(grid), p, few), dtype=np.float64)
+
+
+def sent_in_flight(grid: NDArray[np.void]) -> Floats:
+    """By row, `handed_on` of the stages between the first and the last one of the model.
+
+    The last one hands on nothing; what the first block's input is charged for holds for what the
+    first stage hands on (`cost.chain`).
+    """
+    p, m, v = (grid[name].astype(np.int64) for name in ("pp", "microbatches", "virtual"))
+    turn = m // np.maximum(1, m // p)
+    few = np.minimum(m, p)
+    alone = few * (few + 1) // 2 + (p - few) * few - 1
+    # Ranks have 1, 3, 5 ... forwards beyond whole turns; one round has no more than a turn of them.
+    within = np.minimum((turn + 1) // 2, p)
+    beyond = np.where(m > turn, p * p, within * within + (p - within) * turn)
+    several = p * (v - 1) * turn + beyond - 1
+    is_gpipe = grid["schedule"] == SCHEDULE_WORDS.index("GPipe")
+    warm = np.minimum((v - 1) * turn + 2 * p - 1, m * v)
+    first = warm // (turn * v) * turn + np.minimum(warm % (turn * v), turn)
+    own = np.where(v > 1, several - first, alone - few)
+    halved = p * (v - 1) * turn + p * (p + 1) // 2 - turn - 1
+    many = np.where(is_gpipe, m * (p - 2), np.where(in_halves(grid), halved, own))
+    return np.asarray(np.where(p > 1, many, 0), dtype=np.float64)
+
+
+def usual_in_flight(grid: NDArray[np.void]) -> Floats:
+    """By row, what every stage keeps at the least that is not the last one of its rank.
+
+    As many as `fewest_in_flight` where a rank has one stage.
+    """
+    p, m = grid["pp"], grid["microbatches"]
+    turn = m // np.maximum(1, m // p)
+    return np.asarray(np.where(grid["virtual"] > 1, turn, fewest_in_flight(grid)), dtype=np.float64)
+
+
+def usual_blocks(grid: NDArray[np.void], blocks: int) -> Floats:
+    """By row, how many blocks at the least are of such a stage, of so many that are shared out.
+
+    A rank's last stage has one block more than its even share at the most; on the last rank none.
+    """
+    p, v = grid["pp"].astype(float), grid["virtual"].astype(float)
+    last = np.minimum(blocks, np.floor((blocks + (p - 1) * (v - 1)) / v))
+    return np.asarray(np.where(grid["virtual"] > 1, blocks - last, 0.0), dtype=np.float64)
+
+
+def has_gradients(grid: NDArray[np.void]) -> NDArray[np.bool_]:
+    """By row, whether at that moment, or a like one, every block had its gradients before.
+
+    A pipeline runs up to pp forwards before the first backward, or a round of all stages and more.
+    One round later as much is kept; and of two rounds also at the last forward, since what the
+    warming up has ahead is what the cooling down has left.
+    """
+    p, m, v = (grid[name].astype(np.int64) for name in ("pp", "microbatches", "virtual"))
+    turn = m // np.maximum(1, m // p)
+    halved = in_halves(grid)
+    warm = (v - 1) * turn + np.where(halved, p, 2 * (p - 1) + 1)
+    several = (m * v >= warm + turn * v) | ((m == 2 * turn) & ~halved)
+    return np.asarray(np.where(v > 1, several, m > p))

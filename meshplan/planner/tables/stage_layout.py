@@ -1,0 +1,302 @@
+"""How the blocks of one configuration may lie on the ranks of its pipeline.
+
+With one stage a rank, each rank has a stretch of blocks. With several, each has as many stretches,
+one in each round of the ranks; of blocks that are all alike it then only counts how many a rank
+has, and they are shared out among its stages evenly. So both are a cut of a line of blocks into one
+stretch for each rank, and differ in what a stretch holds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from meshplan.cost.grid import GRID
+from meshplan.planner.knapsack.knapsack import Counts, Menu
+from meshplan.planner.tables.cost_table import Numbers, alike
+from meshplan.planner.tables.in_flight import flights, had_backward, handed_on
+
+Takes = tuple[tuple[int, ...], ...]
+"""By kind, how many blocks take each option."""
+_MOST_KNOWN: Final = 256
+"""Ranks of which it is kept where they may begin and end: it is the same for many rows."""
+
+
+class Stretches(NamedTuple):
+    """What one rank may have of the line.
+
+    Attributes:
+        made_of: [looks, kinds] blocks of each kind of its menu, no two alike.
+        at: By stretch, its place in a flat table [begin, end].
+        look: By stretch, which of `made_of` it is.
+    """
+
+    made_of: Counts
+    at: Counts
+    look: Counts
+
+
+class Lanes:
+    """One stage a rank.
+
+    Attributes:
+        menus: By rank, what its blocks may choose.
+        tops: By rank, bytes on top of what its blocks hold.
+        places: Where the line may be cut: before each block, and behind all of them.
+    """
+
+    def __init__(self, numbers: Numbers, row: int) -> None:
+        self._numbers, config = numbers, numbers.grid[row]
+        self.num = int(config["pp"])
+        self._kept, self._had, handed = _scheduled(
+            *(int(config[name]) for name in ("pp", "virtual", "microbatches", "schedule"))
+        )
+        self.menus = self._menus(row)
+        waiting = [sum(each) for each in handed]
+        # The last stage hands on nothing; what the first one does is charged as its input.
+        waiting[0] -= handed[0][0]
+        waiting[-1] -= handed[-1][-1] * (self.num > 1)
+        self.tops = [
+            numbers.on_top(row, rank) + float(numbers.sent[row]) * many
+            for rank, many in enumerate(waiting)
+        ]
+        self.places = len(numbers.order) + 1
+        self._pinned = tuple(
+            (place, stage if stage >= 0 else self.num - 1)
+            for place, stage in enumerate(numbers.stages)
+            if stage is not None
+        )
+
+    def _menus(self, row: int) -> list[Menu]:
+        keys = [(each[0], had) for each, had in zip(self._kept, self._had, strict=True)]
+        known = {
+            key: self._numbers.menu(row, key[0], had_backward=key[1]) for key in dict.fromkeys(keys)
+        }
+        return [known[key] for key in keys]
+
+    def counts(self, rank: int, i: Counts | int, j: Counts | int) -> Counts:
+        """Blocks of each kind of the menu on a rank with the stretch from i up to j."""
+        before = self._numbers.before
+        return np.asarray(before[j] - before[i])
+
+    def stretches(self, rank: int) -> Stretches:
+        """What a rank may have."""
+        numbers = self._numbers
+        is_block, kinds = tuple(numbers.is_block.tolist()), len(numbers.counts)
+        at, look = _in_line(self.num, rank, numbers.order, kinds, is_block, self._pinned)
+        return Stretches(numbers.alike[0], at, look)
+
+    def stages(
+        self, ends: Sequence[int], takes: Sequence[Takes]
+    ) -> tuple[tuple[int, ...], tuple[Takes, ...]]:
+        """(the ends of all stages in the order of the model, what their blocks take).
+
+        Args:
+            ends: Of the ranks' stretches.
+            takes: By rank, of its menu.
+        """
+        return tuple(ends), tuple(takes)
+
+
+class Rounds(Lanes):
+    """Several stages a rank, of blocks that are all alike.
+
+    A rank's stages differ by one block at most. Longer ones come last, where the fewest
+    microbatches wait; on the last rank first, where the last stage has the loss.
+    """
+
+    def __init__(self, numbers: Numbers, row: int) -> None:
+        self._virtual = int(numbers.grid[row]["virtual"])
+        super().__init__(numbers, row)
+        self._begin, self._block, self._length = blocks_in(numbers)
+        self.places = self._length + 1
+        self._kinds = len(numbers.counts)
+        self._tables: dict[int, Counts] = {}
+
+    @cached_property
+    def _groups(self) -> list[list[float]]:
+        """By rank, how many microbatches its stages keep."""
+        return [sorted(set(each), reverse=True) for each in self._kept]
+
+    def _menus(self, row: int) -> list[Menu]:
+        keys = [(tuple(each), self._had_backward(rank)) for rank, each in enumerate(self._groups)]
+        known: dict[tuple[tuple[float, ...], float], Menu] = {}
+        for groups, began in keys:
+            if (groups, began) not in known:
+                menus = [
+                    self._numbers.menu(row, each, had_backward=each == began) for each in groups
+                ]
+                known[groups, began] = menus[0] if len(menus) == 1 else Menu(
+                    np.concatenate([m.seconds for m in menus]),
+                    np.concatenate([m.memory for m in menus]),
+                )  # fmt: skip
+        return [known[key] for key in keys]
+
+    def _had_backward(self, rank: int) -> float:
+        """Microbatches of the group of stages that have had a backward; negative for none."""
+        *others, last = self._kept[rank]
+        return last if self._had[rank] and last not in others else -1.0
+
+    def sizes(self, rank: int, blocks: Counts) -> Counts:
+        """[..., turn] blocks of each of a rank's stages, of so many that it has: [...]."""
+        each, more = np.divmod(blocks[..., None], self._virtual)
+        turns = np.arange(self._virtual)
+        is_long = turns < more if rank == self.num - 1 else turns >= self._virtual - more
+        return np.asarray(each + is_long)
+
+    def counts(self, rank: int, i: Counts | int, j: Counts | int) -> Counts:
+        """Of each kind of the menu, which has every kind once for each group of stages."""
+        if rank not in self._tables:
+            self._tables[rank] = self._table(rank)
+        return np.asarray(self._tables[rank][np.asarray(j) - np.asarray(i)])
+
+    def _table(self, rank: int) -> Counts:
+        """[how many blocks a rank has, kinds of its menu]."""
+        groups, kept = self._groups[rank], self._kept[rank]
+        group_of = [groups.index(microbatches) for microbatches in kept]
+        lengths = np.arange(self._length + 1)
+        sizes = self.sizes(rank, lengths)
+        out = np.zeros((len(lengths), len(groups), self._kinds), dtype=np.int64)
+        for turn, group in enumerate(group_of):
+            out[:, group, self._block] += sizes[:, turn]
+        order = self._numbers.order
+        if rank == 0:
+            for kind in order[: self._begin]:
+                out[:, group_of[0], kind] += 1
+        if rank == self.num - 1:
+            for kind in order[self._begin + self._length :]:
+                out[:, group_of[-1], kind] += 1
+        return out.reshape(len(lengths), -1)
+
+    def stretches(self, rank: int) -> Stretches:
+        """What a rank may have: what that is made of follows from its length."""
+        at, lengths, look = _in_rounds(self.num, rank, self._virtual, self._length)
+        return Stretches(self.counts(rank, 0 * lengths, lengths), at, look)
+
+    def stages(
+        self, ends: Sequence[int], takes: Sequence[Takes]
+    ) -> tuple[tuple[int, ...], tuple[Takes, ...]]:
+        """Where stages keep alike, what their blocks take is dealt out in the order of OPTIONS."""
+        blocks = np.diff(ends)
+        sizes = [self.sizes(rank, np.asarray(each)).tolist() for rank, each in enumerate(blocks)]
+        lengths = [rank[turn] for turn in range(self._virtual) for rank in sizes]
+        all_ends = [0, *itertools.accumulate(lengths, initial=self._begin)]
+        del all_ends[1]
+        all_ends[-1] = len(self._numbers.order)
+        left = [np.array(each).reshape(len(g), self._kinds, -1)
+                for each, g in zip(takes, self._groups, strict=True)]  # fmt: skip
+        out: list[Takes] = []
+        last = self._virtual - 1, self.num - 1
+        for place in itertools.product(range(self._virtual), range(self.num)):
+            turn, rank = place
+            group = left[rank][self._groups[rank].index(self._kept[rank][turn])]
+            own = np.zeros_like(group)
+            for kind in range(self._kinds):
+                many = sizes[rank][turn] if kind == self._block else 0
+                many += self._ends_of(kind, place == (0, 0), place == last)
+                for option in reversed(range(group.shape[1])):
+                    own[kind, option] = taken = min(many, int(group[kind, option]))
+                    many -= taken
+            group -= own
+            out.append(tuple(tuple(map(int, options)) for options in own))
+        return tuple(all_ends), tuple(out)
+
+    def _ends_of(self, kind: int, is_first: bool, is_last: bool) -> int:
+        """What is of no block and of this kind, at the ends of the model."""
+        order = self._numbers.order
+        before = order[: self._begin].count(kind) if is_first else 0
+        return before + (order[self._begin + self._length :].count(kind) if is_last else 0)
+
+
+@lru_cache(maxsize=_MOST_KNOWN)
+def _scheduled(
+    ranks: int, virtual: int, microbatches: int, schedule: int
+) -> tuple[tuple[tuple[float, ...], ...], tuple[bool, ...], tuple[tuple[float, ...], ...]]:
+    """By rank, what `flights`, `had_backward` and `handed_on` say."""
+    config = np.zeros(1, GRID)[0]
+    config["pp"], config["virtual"] = ranks, virtual
+    config["microbatches"], config["schedule"] = microbatches, schedule
+    every = range(ranks)
+    return (
+        tuple(flights(config, rank) for rank in every),
+        tuple(had_backward(config, rank) for rank in every),
+        tuple(handed_on(config, rank) for rank in every),
+    )
+
+
+@lru_cache(maxsize=_MOST_KNOWN)
+def _in_line(
+    num: int,
+    rank: int,
+    order: tuple[int, ...],
+    kinds: int,
+    is_block: tuple[bool, ...],
+    pinned: tuple[tuple[int, int], ...],
+) -> tuple[Counts, Counts]:
+    """Where one of so many ranks may begin and end, in a flat table, and what that is alike to.
+
+    Every rank has a block, and begins with one; what is in no block goes along. Blocks are left
+    for the ranks before and after it.
+    """
+    last = len(is_block)
+    can_begin = np.append(is_block, False)
+    can_begin[0] = True
+    can_end = np.append(False, np.logical_or.accumulate(is_block))
+    i, j = np.triu_indices(last + 1, 1)
+    is_open = (i >= rank) & (j <= last + 1 - num + rank)
+    is_open &= (i == 0) == (rank == 0)
+    is_open &= (j == last) == (rank == num - 1)
+    for place, own in pinned:
+        if rank == own:
+            is_open &= (i <= place) & (place < j)
+    is_open &= can_begin[i] & can_end[j]
+    at, look = (i * (last + 1) + j)[is_open], alike(order, kinds)[1][i, j][is_open]
+    return _kept(at), _kept(look)
+
+
+@lru_cache(maxsize=_MOST_KNOWN)
+def _in_rounds(num: int, rank: int, virtual: int, length: int) -> tuple[Counts, Counts, Counts]:
+    """(the same where every stage of a rank has a block, all lengths, which of them each has)."""
+    i, j = np.triu_indices(length + 1, 1)
+    is_open = (j - i >= virtual) & (i >= rank * virtual)
+    is_open &= length - j >= (num - 1 - rank) * virtual
+    is_open &= ((i == 0) == (rank == 0)) & ((j == length) == (rank == num - 1))
+    lengths, look = np.unique((j - i)[is_open], return_inverse=True)
+    at = (i * (length + 1) + j)[is_open]
+    return _kept(at), _kept(lengths), _kept(look)
+
+
+def _kept(numbers: Counts) -> Counts:
+    """Not to be written to: others read it too."""
+    numbers.setflags(write=False)
+    return numbers
+
+
+def lanes_of(numbers: Numbers, row: int) -> Lanes:
+    """Of one configuration."""
+    if row not in numbers.lanes:
+        kind = Rounds if int(numbers.grid[row]["virtual"]) > 1 else Lanes
+        numbers.lanes[row] = kind(numbers, row)
+    lanes: Lanes = numbers.lanes[row]
+    return lanes
+
+
+NOT_ALIKE: Final = "its blocks are not all alike, and only alike ones are shared out over rounds"
+
+
+def are_alike(numbers: Numbers) -> bool:
+    """Whether blocks of a model may be shared out over rounds."""
+    return len({numbers.order[n] for n, name in enumerate(numbers.names) if name}) == 1
+
+
+def blocks_in(numbers: Numbers) -> tuple[int, int, int]:
+    """(where blocks begin in `order`, their kind, how many) of a model of alike ones."""
+    named = np.flatnonzero(numbers.is_block).tolist()
+    kinds = {numbers.order[n] for n in named}
+    assert len(kinds) == 1, NOT_ALIKE
+    assert named == [*range(named[0], named[-1] + 1)], NOT_ALIKE
+    return named[0], kinds.pop(), len(named)

@@ -1,0 +1,303 @@
+"""What a plan that is whole takes: the same figures that the search goes by, for one plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshplan.cost.chain import chain_of
+from meshplan.cost.grid import (
+    ACTIVATIONS_THERE,
+    GRID,
+    MODES,
+    OPTIONS,
+    PARAMS_THERE,
+    RECOMPUTE,
+    SCHEDULE_WORDS,
+)
+from meshplan.cost.profile import Profile, measured_for, profile_of, without
+from meshplan.cost.step import Terms, terms
+from meshplan.cost.types import Chain
+from meshplan.errors import PlanError, Problem
+from meshplan.layout.hardware import Cluster
+from meshplan.layout.schedules import SCHEDULES
+from meshplan.memory.analytic.microbatches import loss_chunks_of, refusals, styled_of
+from meshplan.model.graph import is_inside
+from meshplan.plan.plan import Plan
+from meshplan.planner.space.offload import offload_of
+from meshplan.planner.space.space import STRATEGIES
+from meshplan.planner.tables.build import numbers_of
+from meshplan.planner.tables.cost_table import Numbers, weights
+from meshplan.planner.tables.memory_bounds import element_bytes_of
+
+_SCHEDULES = SCHEDULE_WORDS[1:]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCost:
+    """Seconds that one block takes of one microbatch, as its rank sees them.
+
+    Attributes:
+        forward_s, backward_s: With what runs again and what is sent in the way.
+        exposed_s: Of both, what would go if links took no time.
+        update_s: Of a step, once: what the last microbatch's gradients and the optimizer take.
+    """
+
+    forward_s: float
+    backward_s: float
+    exposed_s: float
+    update_s: float
+
+
+class Costed:
+    """A whole plan on a machine.
+
+    Args:
+        chain: The model as one rank of tp runs it under this plan; None reads it off the config.
+
+    Raises:
+        PlanError: Something in it has no figures.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        cluster: Cluster,
+        profile: Profile | None = None,
+        chain: Chain | None = None,
+    ) -> None:
+        self.plan, self.cluster, self._run = plan, cluster, chain
+        refused = list(refusals(plan)) or list(_not_read(plan)) if chain is None else []
+        if problems := refused or list(_unknown(plan)):
+            raise PlanError(problems)
+        self._dtype = next(
+            p.info.dtype for p in plan.assignment.tensors.values() if not p.info.is_buffer
+        )
+        dtype = plan.spec.precision.param or self._dtype
+        self.profile = (
+            measured_for(profile, cluster, dtype)
+            if profile is not None
+            else profile_of(cluster, dtype=dtype)
+        )
+        self.row = _row(plan)
+
+    @cached_property
+    def chain(self) -> Chain:
+        """The model as one rank of tp computes it."""
+        if self._run is not None:
+            return self._run
+        plan = self.plan
+        length, tp = plan.spec.batch.seq_len, plan.mesh.size("tp")
+        assert length is not None
+        return chain_of(
+            plan.graph,
+            seq_len=length,
+            element_bytes=element_bytes_of(plan).computed,
+            tp=tp,
+            ep=plan.mesh.size("ep"),
+            styled=styled_of(plan) if tp > 1 else None,
+            loss_chunks=loss_chunks_of(plan),
+        )
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of a step."""
+        numbers = self._numbers
+        stages = self._by_stage(numbers)
+        a, b = (float(each[0]) for each in weights(self.row))
+        return a * max(stages) + b * sum(stages) + float(numbers.once_s[0])
+
+    @property
+    def tokens(self) -> int:
+        """Of a step of all ranks."""
+        r = self.row[0]
+        samples = int(r["dp_replicate"] * r["dp_shard"] * r["micro"] * r["microbatches"])
+        return samples * (self.plan.spec.batch.seq_len or 0)
+
+    @cached_property
+    def _numbers(self) -> Numbers:
+        return numbers_of(
+            self.row,
+            lambda *cut: self.chain,
+            profile=self.profile,
+            gpus_per_node=self.cluster.gpus_per_node,
+            precision=self.plan.spec.precision,
+            dtype=self._dtype,
+            sizes=element_bytes_of(self.plan),
+            recompute=tuple(range(len(RECOMPUTE))),
+            reshard=(0, 1),
+            pins={},
+            exchanges=self._exchanges,
+        )
+
+    def _by_stage(self, numbers: Numbers) -> list[float]:
+        """Seconds of a microbatch on each stage."""
+        stages = self.plan.assignment.stages
+        out = [0.0] * int(self.row["pp"][0])
+        at = 0
+        for kind, name in zip(numbers.order, numbers.names, strict=True):
+            if stages is not None and name:
+                at = stages.rank_of(_stage_of(self.plan, name))
+            out[at] += float(numbers.seconds[0, kind, self.option(name)])
+        return out
+
+    def option(self, name: str) -> int:
+        """What a block chooses, as a place in `cost.grid.OPTIONS`; "" has no choice."""
+        if not name:
+            return OPTIONS.index((0, 0))
+        a = self.plan.assignment
+        again = a.recompute.get(name)
+        mode = again.policy.mode if again is not None else "none"
+        back = int(self.row["mode"][0] == MODES.index("shard"))
+        if back:
+            back = int(a.units[name].reshard_after_forward)
+        return OPTIONS.index((RECOMPUTE.index(mode), back))
+
+    def block(self, name: str) -> BlockCost:
+        """One block, or "" all that is of no block together."""
+        option = self.option(name)
+        chain = self.chain
+        kinds = [k for k, other in zip(chain.order, chain.names, strict=True) if other == name]
+        parts = [self._part(self._terms(k, self.profile), option) for k in kinds]
+        free = without(self.profile, network=True)
+        alone = [self._part(self._terms(k, free), option) for k in kinds]
+        forward, backward, update = (sum(p[n] for p in parts) for n in range(3))
+        unsent = sum(p[0] + p[1] for p in alone)
+        return BlockCost(forward, backward, forward + backward - unsent, update)
+
+    def saved_bytes(self, name: str) -> int:
+        """What a block keeps of one microbatch for backward."""
+        chain = self.chain
+        again = OPTIONS[self.option(name)][0]
+        per_sample = sum(
+            chain.kinds[k].saved_bytes[again]
+            for k, other in zip(chain.order, chain.names, strict=True)
+            if other == name
+        )
+        return int(per_sample * int(self.row["micro"][0]) / int(self.row["cp"][0]))
+
+    @property
+    def _exchanges(self) -> bool:
+        """Whether cp exchanges heads."""
+        context = self.plan.assignment.context
+        return context is not None and context.attention == "all_to_all"
+
+    def _terms(self, kind: int, profile: Profile) -> Terms:
+        return terms(
+            self.row,
+            self.chain.kinds[kind],
+            profile,
+            self.cluster.gpus_per_node,
+            self.plan.spec.precision,
+            dtype=self._dtype,
+            exchanges=self._exchanges,
+        )
+
+    def _part(self, found: Terms, option: int) -> tuple[float, float, float]:
+        """(forward, backward, once a step) of one option."""
+        return (
+            float(found.forward_s[0, option]),
+            float(found.backward_s[0, option]),
+            float(found.settle_s[0, option] + found.update_s[0]),
+        )
+
+
+def _stage_of(plan: Plan, block: str) -> int:
+    stages = plan.assignment.stages
+    assert stages is not None
+    held = ((fqn, own[0]) for fqn, own in stages.tensors.items())
+    return next(s for fqn, s in (*stages.units, *held) if is_inside(fqn, block))
+
+
+def _row(plan: Plan) -> NDArray[np.void]:
+    """The plan as the only row of a grid."""
+    mesh, stages = plan.mesh, plan.assignment.stages
+    micro, count, schedule, virtual = plan.micro, plan.accumulate, 0, 1
+    assert micro is not None
+    if stages is not None:
+        micro, count = micro // stages.microbatches, stages.microbatches
+        schedule, virtual = SCHEDULE_WORDS.index(stages.schedule), stages.virtual
+    sizes = [mesh.size(axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")]
+    there, chunks = offload_of(plan), loss_chunks_of(plan)
+    return np.array(
+        [(*sizes, 1, virtual, micro, count, _mode(plan), schedule, there, chunks)], GRID
+    )
+
+
+def _mode(plan: Plan) -> int:
+    return STRATEGIES[plan.assignment.strategy.name][0][0]
+
+
+def _not_read(plan: Plan) -> Iterator[Problem]:
+    """The problems of a plan that its config says too little for."""
+    if not plan.graph.config:
+        yield _no_figures(plan, f"{plan.graph.name}: no config tells of it")
+    if plan.spec.batch.seq_len is None:
+        yield _no_figures(plan, "a batch that is not stated")
+
+
+def _no_figures(plan: Plan, what: str) -> Problem:
+    return Problem(f"the cost model has no figures for {what}", plan.spec.origin(""))
+
+
+def _unknown(plan: Plan) -> Iterator[Problem]:
+    """What the cost model has no figures for."""
+    a, mesh, stages = plan.assignment, plan.mesh, plan.assignment.stages
+    mode = MODES[_mode(plan)]
+    units = {(unit.shard_axes, unit.replicate_axes) for unit in a.units.values()}
+    odd_data = (mode == "ddp" and mesh.size("dp_shard") > 1) or (
+        mode == "zero1" and mesh.size("dp_replicate") > 1
+    )
+    reshards = [u.reshard_after_forward for u in a.units.values()]
+    blocks = plan.graph.blocks()
+    split = stages and {_stages_of_block(plan, block) for block in blocks}
+    for is_there, what in (
+        (plan.micro is None, "a batch that is not stated"),
+        (bool(mesh.loans), "borrowed ranks"),
+        (bool(a.compiled), "compiled blocks"),
+        (any(u.on_host for u in a.units.values()) and not offload_of(plan) & PARAMS_THERE,
+         "parameters of single modules on the host"),
+        (bool(a.host_activations) and not offload_of(plan) & ACTIVATIONS_THERE,
+         "offloaded activations of other blocks than all, recomputed in full"),
+        (any(not isinstance(each, bool) for each in reshards), "resharding to fewer ranks"),
+        (len(units) > 1, "units that are not all cut along the same axes"),
+        (mode == "shard" and not set(blocks) <= set(a.units), "blocks that are no units"),
+        (odd_data, f"{a.strategy.name} on this mesh"),
+        (any(r.policy.save for r in a.recompute.values()), "a list of operations to save"),
+        (stages is not None and plan.accumulate > 1, "accumulation around a pipeline"),
+        (stages is not None and stages.schedule not in _SCHEDULES, "this schedule"),
+        (stages is not None and SCHEDULES[stages.schedule].splits_backward
+         and any(unit.on_host for unit in a.units.values()),
+         "backwards in two halves of parameters that lie on the host"),
+        (stages is not None and stages.virtual > 1 and _is_uneven(plan),
+         "stages of a rank that differ by more than a block"),
+        (bool(split) and max(len(each) for each in split or ()) > 1, "blocks that a stage cuts"),
+    ):  # fmt: skip
+        if is_there:
+            yield _no_figures(plan, what)
+
+
+def _stages_of_block(plan: Plan, block: str) -> tuple[int, ...]:
+    stages = plan.assignment.stages
+    assert stages is not None
+    counts: Counter[int] = Counter()
+    for fqn, held in stages.tensors.items():
+        if fqn.startswith(f"{block}."):
+            counts.update(held)
+    return tuple(counts)
+
+
+def _is_uneven(plan: Plan) -> bool:
+    """Whether some rank has a stage with two blocks more than another of its own."""
+    stages = plan.assignment.stages
+    assert stages is not None
+    counts = Counter(_stage_of(plan, block) for block in plan.graph.blocks())
+    by_rank: dict[int, list[int]] = {}
+    for stage in range(stages.num):
+        by_rank.setdefault(stages.rank_of(stage), []).append(counts[stage])
+    return any(max(each) - min(each) > 1 for each in by_rank.values())

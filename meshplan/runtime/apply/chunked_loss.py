@@ -1,0 +1,279 @@
+"""Loss in chunks: the head and cross-entropy over one part of the tokens after the other.
+
+While `ChunkedLoss` is on, the head's call is put off: what the model gets in place of logits is a
+tensor without numbers (`Pending`) that remembers what the head was to be called with. Where
+`torch.nn.functional.cross_entropy` is taken of it, the head is called with all its hooks, so that
+whatever gathers its weight does so once, and its forward gives the loss: the logits of each chunk
+are made, scored, turned into their own gradient in place and let go of, so no more than one chunk's
+are there at any time. Backward only has to scale the gradients of the head's input and weight.
+
+Gradients of weights are added up over chunks in the dtype that is computed in.
+
+Source: Hsu et al. 2024 (Liger Kernel), section 3.2, for gradients taken in forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.plan.plan import Plan
+from meshplan.runtime.apply.lazy_logits import Pending, Scores
+from meshplan.runtime.torch_private.private import intercept_calls
+
+
+class ChunkedLoss:
+    """On while a model, its loss and their backward are computed.
+
+    Args:
+        plan: Of the model.
+        is_trial: Whether a forward runs beside the training, of which no loss need be taken.
+    """
+
+    now: ContextVar[ChunkedLoss | None] = ContextVar("chunked_loss", default=None)
+
+    def __init__(self, plan: Plan, *, is_trial: bool = False) -> None:
+        self._plan, self._is_trial = plan, is_trial
+        self._num_taken = 0
+
+    def __enter__(self) -> ChunkedLoss:
+        self._token = ChunkedLoss.now.set(self)
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        ChunkedLoss.now.reset(self._token)
+        if error is None and not self._num_taken and not self._is_trial:
+            use = self._plan.assignment.chunked_loss
+            assert use is not None
+            raise ApplyError(
+                Problem(
+                    f"no cross_entropy was taken of what '{use.head}' gives, so there was nothing "
+                    "to compute in chunks",
+                    use.reason.origin,
+                    "let the loss take torch.nn.functional.cross_entropy of the logits that the "
+                    "model returns, or leave loss_chunks out",
+                )
+            )
+
+    def took(self) -> None:
+        """A loss was computed in chunks."""
+        self._num_taken += 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What the head's forward is to give instead of logits."""
+
+    scores: Scores
+    chunks: int
+
+
+_ASKED: Final[ContextVar[_Asked | None]] = ContextVar("asked", default=None)
+
+
+def apply_chunked_loss(model: nn.Module, plan: Plan) -> Callable[[], None]:
+    """Let the head's forward give a loss when it is asked for one, in place.
+
+    Returns:
+        What puts its calls off; to be called when all that hangs on to the head hangs there.
+
+    Assumes: `chunked_loss_problems` found none.
+    """
+    use = plan.assignment.chunked_loss
+    if use is None:
+        return lambda: None
+    head = model.get_submodule(use.head)
+    assert isinstance(head, nn.Linear)
+    forward, chunks = head.forward, use.chunks
+
+    def give(x: torch.Tensor) -> torch.Tensor:
+        asked = _ASKED.get()
+        if asked is None:
+            return forward(x)
+        return _loss_of(x, head, asked)
+
+    def put_off(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        mode = ChunkedLoss.now.get()
+        given = [*args, *kwargs.values()]
+        if mode is None or len(given) != 1 or _ASKED.get() is not None:
+            return call(*args, **kwargs)
+        (x,) = given
+        if torch.is_grad_enabled() and not x.requires_grad:
+            # Wrappers learn from the gradient of what the head is given that backward has come.
+            x = x.detach().requires_grad_(head.weight.requires_grad)
+
+        def take(scores: Scores) -> torch.Tensor:
+            mode.took()
+            token = _ASKED.set(_Asked(scores, chunks))
+            try:
+                loss: torch.Tensor = call(x)
+            finally:
+                _ASKED.reset(token)
+            return loss
+
+        return Pending.of(x, head.out_features, _dtype_of(x, plan, use.head), take)
+
+    head.forward = give
+    return lambda: intercept_calls(head, put_off)
+
+
+def _dtype_of(x: torch.Tensor, plan: Plan, head: str) -> torch.dtype:
+    """Of the logits."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    (weight,) = (p for p in plan.graph.owned(head) if len(p.shape) > 1)
+    return getattr(torch, plan.assignment.tensors[weight.fqn].compute_dtype)
+
+
+def _loss_of(x: torch.Tensor, head: nn.Linear, asked: _Asked) -> torch.Tensor:
+    """Shape: x (..., width) -> ()."""
+    scores = asked.scores
+    target = scores.target.flatten()
+    is_kept = target != scores.ignore_index
+    scale = None
+    if scores.is_mean:
+        scale = 1 / is_kept.sum().to(torch.promote_types(scores.dtype, torch.float32))
+    loss: torch.Tensor = _Chunks.apply(
+        x,
+        head.weight,
+        head.bias,
+        torch.where(is_kept, target, 0),
+        is_kept,
+        scale,
+        scores,
+        asked.chunks,
+        torch.is_grad_enabled(),
+    )
+    # Autocast has cross-entropy in single precision.
+    return loss if torch.is_autocast_enabled(x.device.type) else loss.to(scores.dtype)
+
+
+class _Chunks(torch.autograd.Function):
+    """Cross-entropy of x W' + b, summed over tokens or averaged.
+
+    With z the logits of a token, t its target, V the vocabulary and e the smoothing:
+    loss = logsumexp(z) - (1 - e) z_t - e mean(z), and
+    d loss / d z_c = softmax(z)_c - (1 - e) [c = t] - e / V.
+
+    Source: Szegedy et al. 2016, section 7, for smoothing.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        is_kept: torch.Tensor,
+        scale: torch.Tensor | None,
+        scores: Scores,
+        chunks: int,
+        is_training: bool,
+    ) -> torch.Tensor:
+        """Shape: x (..., width), weight (V, width), target and is_kept (tokens) -> ()."""
+        needs = [is_training and need for need in ctx.needs_input_grad[:3]]
+        rows, index = x.reshape(-1, x.shape[-1]), scores.index
+        smoothing, vocab = scores.smoothing, weight.shape[0]
+        dx = dw = db = None
+        if needs[0]:
+            dx = torch.empty_like(rows) if index is None else torch.zeros_like(rows)
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=x.device)
+        each = torch.ones((), dtype=wide, device=x.device) if scale is None else scale
+        size = max(1, -(-len(target) // chunks))
+        for start in range(0, len(target), size):
+            own = slice(start, start + size)
+            part = rows[own] if index is None else rows.index_select(0, index[own])
+            logits = F.linear(part, weight, bias)
+            z = logits.to(wide)
+            dtype = logits.dtype
+            del logits
+            highest = z.amax(-1, keepdim=True)
+            z -= highest
+            hit = z.gather(-1, target[own, None])[:, 0]
+            losses = -(1 - smoothing) * hit
+            if smoothing:
+                losses -= z.sum(-1) * (smoothing / vocab)
+            z.exp_()
+            sums = z.sum(-1)
+            losses += sums.log()
+            total += torch.where(is_kept[own], losses, 0.0).sum()
+            if not any(needs):
+                continue
+            # Not a product: where all are ignored the scale has no end.
+            factor = torch.where(is_kept[own], each, 0.0)
+            z *= (factor / sums)[:, None]
+            if smoothing:
+                z -= (factor * (smoothing / vocab))[:, None]
+            z.scatter_add_(-1, target[own, None], (factor * (smoothing - 1))[:, None])
+            gradient = z.to(dtype)
+            del z, highest, hit, losses, sums, factor
+            if dx is not None and index is None and dx.dtype == dtype:
+                torch.mm(gradient, weight.to(dtype), out=dx[own])
+            elif dx is not None:
+                dx[own if index is None else index[own]] = (gradient @ weight.to(dtype)).to(
+                    dx.dtype
+                )
+            if needs[1] and dw is None:
+                dw = gradient.t() @ part.to(dtype)
+            elif dw is not None:
+                dw.addmm_(gradient.t(), part.to(dtype))
+            if needs[2]:
+                summed = gradient.sum(0)
+                db = summed if db is None else db.add_(summed)
+            del gradient, part
+        if scale is not None:
+            total *= scale
+        ctx.gradients = [
+            None if dx is None else dx.view(x.shape),
+            None if dw is None else dw.to(weight.dtype),
+            None if db is None or bias is None else db.to(bias.dtype),
+        ]
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        found, ctx.gradients = ctx.gradients, None
+        if found is None:
+            raise ApplyError(
+                Problem(
+                    "a loss in chunks gives its gradients once, and backward came to it again",
+                    fix="call backward once for each forward, or leave loss_chunks out",
+                )
+            )
+        out = []
+        while found:  # Who gets a gradient must be alone in holding it, or copies it.
+            each = found.pop(0)
+            out.append(None if each is None else each.mul_(gradient))
+            del each
+        return (*out, *(None,) * 6)
+
+
+def chunked_loss_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
+    """Why the head of a live model cannot give a loss in place of logits."""
+    use = plan.assignment.chunked_loss
+    if use is None:
+        return
+    head = model.get_submodule(use.head)
+    what = ""
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        what = f"is a {type(head).__name__} with a forward of its own"
+    elif "forward" in vars(head):
+        what = "has been given another forward"
+    elif head._forward_hooks or head._forward_pre_hooks or head._backward_hooks:
+        what = "has hooks, which would meet chunks in place of logits"
+    if what:
+        yield Problem(
+            f"'{use.head}' {what}: its loss cannot be computed in chunks",
+            use.reason.origin,
+            "let a plain torch.nn.Linear give the logits, or leave loss_chunks out",
+        )

@@ -1,0 +1,183 @@
+"""What a model is fed under cp: this rank's part of the sequence, and where its tokens stand."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.plan.plan import Plan
+from meshplan.runtime.apply.context.parts import Parts
+from meshplan.runtime.base.batch import mapped
+from meshplan.runtime.base.fake_mode import numbers
+from meshplan.runtime.base.pytree import tensors_in
+
+_IGNORED: Final = -100
+"""The target that torch's cross-entropy leaves out."""
+
+
+def sequence_length(value: Any, stated: int | None) -> int:
+    """The length of the sequence in a batch.
+
+    That is the size of dim 1 of its tensors of whole numbers with two dims (tokens, masks), or
+    where there are none, of its tensors of three dims (embeddings).
+
+    Args:
+        value: A tensor, or a tuple, list or mapping of tensors.
+        stated: What the plan says, which decides where they differ.
+
+    Raises:
+        ApplyError: No tensor says, or they differ.
+    """
+    tensors = [t for _, t in tensors_in(value)]
+    tokens = [t for t in tensors if t.ndim == 2 and not t.is_floating_point()]
+    found = {t.shape[1] for t in tokens or tensors if tokens or t.ndim == 3}
+    if len(found) == 1:
+        return found.pop()
+    if stated in found:
+        assert stated is not None
+        return stated
+    what = (
+        f"tensors of lengths {', '.join(map(str, sorted(found)))} could be it"
+        if found
+        else "no tensor of tokens (samples, tokens) or embeddings (samples, tokens, width) is there"
+    )
+    raise ApplyError(
+        Problem(
+            f"cp cuts the sequence, but which dim of this batch it is cannot be told: {what}",
+            fix="state batch: {seq_len: N} in the plan"
+            if found
+            else "pass inputs and targets "
+            "together, local_batch(model, (inputs, targets)), or leave cp out",
+        )
+    )
+
+
+def has_sequence(tensor: torch.Tensor, length: int) -> bool:
+    """Whether dim 1 of a tensor is the sequence.
+
+    Raises:
+        ApplyError: Another dim could be.
+    """
+    others = [d for d, size in enumerate(tensor.shape) if size == length and d > 1]
+    if others:
+        raise ApplyError(
+            Problem(
+                f"a tensor of shape {list(tensor.shape)} has the length of the sequence along dim "
+                f"{others[0]}, and cp cuts dim 1 only",
+                fix="give no mask of queries by keys; where the size is the same by chance, pad "
+                "the sequence to another length",
+            )
+        )
+    return tensor.ndim > 1 and tensor.shape[1] == length
+
+
+def local_sequence(plan: Plan, batch: Any) -> Any:
+    """This rank's part of the sequence of a global batch.
+
+    Args:
+        batch: As for `local_batch`; every tensor whose dim 1 has the length of the sequence
+            (`sequence_length`) is cut, the others are left whole.
+
+    Raises:
+        ApplyError: The sequence cannot be told or does not divide.
+    """
+    context, size = plan.assignment.context, plan.mesh.size("cp")
+    assert context is not None
+    rank = plan.mesh.index(dist.get_rank(), ("cp",))
+    length, chunks = sequence_length(batch, plan.spec.batch.seq_len), context.num_chunks(size)
+    if length % chunks:
+        raise ApplyError(
+            Problem(
+                f"a sequence of {length} does not divide into the {chunks} chunks of cp",
+                fix=f"pad it to a multiple of {chunks}",
+            )
+        )
+
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        if not has_sequence(tensor, length):
+            return tensor
+        pieces = tensor.chunk(chunks, 1)
+        held = [[pieces[i] for i in context.chunks(size, at)] for at in range(size)]
+        if not tensor.is_floating_point() and plan.spec.loss == "mean":
+            _warn_if_uneven(held)
+        return torch.cat(held[rank], 1)
+
+    return mapped(batch, part)
+
+
+def _warn_if_uneven(held: list[list[torch.Tensor]]) -> None:
+    """Ignored targets make the mean of means another number than the mean."""
+    counts = {sum(int((piece == _IGNORED).sum()) for piece in pieces) for pieces in held}
+    if len(counts) > 1:
+        warnings.warn(
+            f"targets of {_IGNORED} are spread unevenly over cp: if the loss is the mean over the "
+            "others, the mean over ranks is not that of one process; say loss: tokens in the plan, "
+            "or let loss_fn return (sum, count)",
+            stacklevel=2,
+        )
+
+
+class Feed:
+    """Says to a model where its tokens stand, if its forward can be told.
+
+    Args:
+        model: The model as the user wrote it, whose forward's signature is read.
+        parts: Which part this rank holds.
+    """
+
+    def __init__(self, model: nn.Module, parts: Parts) -> None:
+        self._names = tuple(inspect.signature(model.forward).parameters)
+        self._parts = parts
+
+    def hides_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
+        """Whether an `attention_mask` hides some token; None without one."""
+        mask = self._given(args, kwargs).get("attention_mask")
+        return None if mask is None else not bool(numbers(mask.all(), True))
+
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What is passed, by name."""
+        named = dict(zip(self._names, args, strict=False)) | kwargs
+        return {name: value for name, value in named.items() if value is not None}
+
+    def with_positions(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], length: int
+    ) -> dict[str, Any]:
+        """The keyword arguments, with the positions of this rank's tokens.
+
+        Transformers takes positions with a gap for several samples packed in one, unless a mask
+        says that there is one sample: balanced parts, which have a gap, come with one of ones.
+        Positions that are given are left as they are.
+        """
+        given = self._given(args, kwargs)
+        if "position_ids" not in self._names:
+            return kwargs
+        tokens = next(
+            t for _, t in tensors_in((args, kwargs)) if t.ndim > 1 and t.shape[1] == length
+        )
+        positions = self._parts.positions(length, tokens.device)[None]
+        out = dict(kwargs)
+        has_gap = self._parts.num_local_chunks > 1
+        if "position_ids" not in given:
+            out["position_ids"] = positions
+        elif has_gap and not self._is_one_sample(given["position_ids"], positions):
+            return kwargs
+        if has_gap and "attention_mask" in self._names and "attention_mask" not in given:
+            out["attention_mask"] = torch.ones_like(positions).expand(tokens.shape[0], -1)
+        return out
+
+    def _is_one_sample(self, given: Any, positions: torch.Tensor) -> bool:
+        """Whether positions that were given run on through each row; the same on all ranks."""
+        shift = given - positions if isinstance(given, torch.Tensor) else None
+        if shift is None or shift.shape[-1:] != positions.shape[-1:]:
+            return False
+        rows = shift.flatten(0, -2).long()
+        ends = torch.cat((rows.amax(-1), -rows.amin(-1)))
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self._parts.group)
+        high, low = ends.chunk(2)
+        return bool(numbers((high == -low).all(), True))

@@ -1,0 +1,328 @@
+"""Proof that a model on parts of the sequence computes what it computes on the whole.
+
+Before the first forward of each length, one sample is run whole, as one process would, and in
+parts. What attention gets and gives, and every output, must agree. Whatever makes a number of a
+token from others by another way than the attention that is exchanged differs: positions that
+start anew on each rank, attention that is written out, convolutions along the sequence, pooling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshplan.errors import ApplyError, MeshplanError, Problem
+from meshplan.runtime.apply.context.attention import SequenceMode, Site, Trial
+from meshplan.runtime.base.batch import mapped
+from meshplan.runtime.base.fake_mode import is_pretending, numbers
+from meshplan.runtime.base.mesh import local_of
+from meshplan.runtime.checks.dry_run import aside, noise
+
+_TOLERANCE: Final = (1e-3, 1e-1)
+"""Relative difference of a token in single and in half precision that another order of addition
+does not make and a wrong position does [Empirical]."""
+_FIRST_TOLERANCE: Final = 1e-2
+"""The same in half precision for what the first attention gets: until then no two tokens were
+added, and a few last bits at most can differ."""
+_MEAN_TOLERANCE: Final = 1e-5
+"""The same for a mean over tokens, in single precision."""
+_MOST: Final = 32
+_EDGE: Final = 4
+"""Tokens compared: this many all over the part, and at both ends of each of its chunks."""
+
+
+_CANNOT: Final = "this model cannot be run on parts of the sequence"
+
+_UNSEEN: Final = Problem(
+    f"{_CANNOT}: no call of scaled_dot_product_attention over the sequence was seen",
+    fix="set its attention to sdpa (transformers: attn_implementation='sdpa'), or leave cp out",
+)
+
+
+class _Whole(Trial):
+    """The run on the whole sequence: calls are noted, attention is sampled."""
+
+    is_whole = True
+
+    def __init__(self, length: int, sampled: torch.Tensor) -> None:
+        self.length, self.sampled = length, sampled
+        self.calls: dict[Site, set[tuple[int, ...]]] = {}
+        self.attentions: list[tuple[Mapping[str, Any], dict[str, torch.Tensor]]] = []
+
+    def seen(self, site: Site, *lengths: int) -> bool:
+        self.calls.setdefault(site, set()).add(lengths)
+        return False
+
+    def attended(self, form: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        kept = {name: tensor.index_select(-2, self.sampled) for name, tensor in tensors.items()}
+        self.attentions.append((form, kept))
+
+
+class _Part(Trial):
+    """The run on parts: calls are told apart, attention is compared."""
+
+    is_whole = False
+
+    def __init__(self, whole: _Whole, part_length: int, sampled: torch.Tensor) -> None:
+        self.whole, self.sampled = whole, sampled
+        self.length, self.part_length = whole.length, part_length
+        self.known: dict[tuple[int, ...], bool] = {}
+        self.problems: list[Problem] = []
+        self.count = 0
+
+    def seen(self, site: Site, *lengths: int) -> bool:
+        if lengths[-1] != self.part_length and len(lengths) == 1:
+            return False
+        before = self.whole.calls.get(site, set())
+        # A call that asked for as many when the sequence was longer means something else.
+        scaled = tuple(self.length if n == self.part_length else n for n in lengths)
+        found = lengths[-1] == self.part_length and scaled in before and lengths not in before
+        self.known[(*site, *lengths)] = found
+        return found
+
+    def attended(self, form: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        number, self.count = self.count, self.count + 1
+        if number >= len(self.whole.attentions):
+            return
+        form_before, before = self.whole.attentions[number]
+        if form != form_before:
+            self._report(
+                f"attention {number + 1} is computed otherwise on the whole sequence "
+                f"({_spell(form_before)}) than on a part of it ({_spell(form)})",
+                "use a model whose attention is plainly causal or full at this length: no sliding "
+                "window, padding mask or position bias",
+            )
+            return
+        for name, tensor in tensors.items():
+            own = tensor.index_select(-2, self.sampled)
+            share = _difference(before[name], own, -2)
+            is_first = not number and name != "attention"
+            if share > min(_tolerance(own), _FIRST_TOLERANCE if is_first else 1.0):
+                self._report(
+                    f"the {name} of attention {number + 1} differ by {share:.1%} from those on the "
+                    "whole sequence",
+                    "make the positions from position_ids, torch.arange(n) or table[:n] in the "
+                    "model's forward, exchange nothing between tokens but by "
+                    "scaled_dot_product_attention, or leave cp out",
+                )
+                return
+
+    def refuse(self, problem: Problem) -> None:
+        if not self.problems:
+            self.problems.append(problem)
+
+    def _report(self, what: str, fix: str) -> None:
+        """What comes after the first difference differs too."""
+        self.refuse(Problem(f"{_CANNOT}: {what}", fix=fix))
+
+
+def prove(
+    model: nn.Module,
+    mode: SequenceMode,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    local_kwargs: dict[str, Any],
+    length: int,
+) -> None:
+    """Run one sample whole and in parts, and compare.
+
+    Args:
+        model: What `parallelize` returned.
+        mode: Told which calls are about the sequence.
+        args: This rank's inputs, as the user gave them.
+        kwargs: The same by keyword.
+        local_kwargs: Those with what a rank is told besides.
+        length: Of this rank's part.
+
+    Raises:
+        ApplyError: On every rank, when they differ on any.
+    """
+    parts = mode.parts
+    first = next(t for t in _all_tensors((args, kwargs)) if t.ndim > 1 and t.shape[1] == length)
+    samples, where = first.shape[0], first.device
+
+    def one(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[:1] if tensor.ndim and tensor.shape[0] == samples else tensor
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        has_sequence = tensor.ndim > 1 and tensor.shape[1] == length
+        return parts.gather(one(tensor), 1) if has_sequence else one(tensor)
+
+    local = _sampled(length, parts.num_local_chunks, where)
+    in_whole = _Whole(length * parts.size, parts.positions(length, where)[local])
+    # In inference mode sharded parameters cannot be written to.
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        _nothing_equal(model),
+    ):
+        whole_args, whole_kwargs = mapped((args, kwargs), whole)
+        mode.trial = in_whole
+        try:
+            with aside(model):
+                expected = model(*whole_args, **whole_kwargs)
+            raise_told(None if in_whole.attentions else _UNSEEN)
+            in_part = mode.trial = _Part(in_whole, length, local)
+            with aside(model):
+                found = _run_part(model, *mapped((args, local_kwargs), one))
+        finally:
+            mode.trial = None
+        problems = [*in_part.problems, *_call_problems(in_whole, in_part)]
+        problems += _output_problems(expected, found, in_whole, in_part, parts.group)
+    raise_told(next(iter(problems), None))
+    mode.known |= in_part.known
+    mode.lengths.add(length)
+
+
+def _run_part(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return model(*args, **kwargs)
+    except MeshplanError:
+        raise
+    except Exception as error:  # The model's code may raise anything.
+        problem = Problem(
+            f"{_CANNOT}: there it raises {error!r}, and on the whole it does not",
+            fix="see the traceback above; say context: {balance: false}, so that no rank's tokens "
+            "have a gap, or leave cp out",
+        )
+        raise ApplyError(problem) from error
+
+
+def raise_told(problem: Problem | None) -> None:
+    """Raise on every rank what the first of them has to say, if any has."""
+    told: list[Problem | None] = [problem] * dist.get_world_size()
+    if not is_pretending():
+        dist.all_gather_object(told, problem)
+    for each in told:
+        if each is not None:
+            raise ApplyError(each)
+
+
+def _call_problems(whole: _Whole, part: _Part) -> Iterator[Problem]:
+    if len(whole.attentions) != part.count:
+        yield Problem(
+            f"{_CANNOT}: it attends {part.count} times to a part, but {len(whole.attentions)} "
+            "times to the whole",
+            fix="leave cp out",
+        )
+
+
+def _output_problems(
+    expected: Any, found: Any, whole: _Whole, part: _Part, group: dist.ProcessGroup
+) -> Iterator[Problem]:
+    """Every output has the sequence along a dim, and the same numbers there."""
+    own = dict(_named(found))
+    for name, before in _named(expected):
+        after = own.get(name)
+        if after is None or not before.is_floating_point():
+            continue
+        dim = _sequence_dim(before, after, whole.length, part.part_length)
+        if dim is not None:
+            at, there = part.sampled, whole.sampled
+            share = _difference(before.index_select(dim, there), after.index_select(dim, at), dim)
+            if share > _tolerance(after):
+                yield Problem(
+                    f"{_CANNOT}: its output differs by {share:.1%} from that on the whole",
+                    fix="exchange nothing between tokens but by scaled_dot_product_attention, or "
+                    "leave cp out",
+                )
+        elif not _is_mean(before, after, group):
+            yield Problem(
+                f"the output {name} of shape {list(after.shape)} was computed from this rank's "
+                "part of the sequence, which gives another number than the whole",
+                fix="take the loss of the outputs of all tokens outside the model (loss_fn), with "
+                "targets shifted before local_batch, and pass no labels",
+            )
+
+
+def _sequence_dim(
+    before: torch.Tensor, after: torch.Tensor, length: int, part_length: int
+) -> int | None:
+    """The one dim in which they differ, if it is the sequence in both."""
+    if before.ndim != after.ndim:
+        return None
+    dims = [d for d in range(before.ndim) if before.shape[d] != after.shape[d]]
+    if len(dims) != 1 or (before.shape[dims[0]], after.shape[dims[0]]) != (length, part_length):
+        return None
+    return dims[0]
+
+
+def _is_mean(before: torch.Tensor, after: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether a number is the mean of those of the parts; half precision could not tell."""
+    mean = after.detach().float().clone()
+    dist.all_reduce(mean, group=group)
+    mean /= group.size()
+    if before.shape != after.shape or before.numel() != 1 or torch.finfo(after.dtype).bits < 32:
+        return False
+    return bool(numbers((mean - before).abs() <= _MEAN_TOLERANCE * before.abs(), True))
+
+
+def _difference(before: torch.Tensor, after: torch.Tensor, dim: int) -> float:
+    """The largest distance of a token, relative to the mean norm of a token."""
+    if before.shape != after.shape:
+        return float("inf")
+    pairs = torch.stack((before, after)).double().movedim(dim if dim < 0 else dim + 1, 0)
+    pairs = pairs.flatten(2)
+    norms = pairs[:, 0].norm(dim=-1).mean()
+    apart = (pairs[:, 0] - pairs[:, 1]).norm(dim=-1).max()
+    share = float(numbers(apart / norms.clamp(min=1e-30), 0.0))
+    return share if share == share else float("inf")
+
+
+def _tolerance(tensor: torch.Tensor) -> float:
+    single, half = _TOLERANCE
+    is_half = torch.finfo(tensor.dtype).bits < 32 or torch.is_autocast_enabled(tensor.device.type)
+    return half if is_half else single
+
+
+def _spell(form: Mapping[str, Any]) -> str:
+    words = ["causal" if form["causal"] else "not causal"]
+    words += ["with a mask"] if form["masked"] else []
+    return ", ".join([*words, f"scale {form['scale']}"])
+
+
+def _sampled(length: int, num_chunks: int, device: torch.device) -> torch.Tensor:
+    """Which tokens of a part are compared."""
+    size = length // num_chunks
+    edges = [c * size + e for c in range(num_chunks) for i in range(min(_EDGE, size))
+             for e in (i, size - 1 - i)]  # fmt: skip
+    spread = range(0, length, max(1, length // _MOST))
+    return torch.tensor(sorted({*edges, *spread}), device=device)
+
+
+def _all_tensors(value: Any) -> Iterator[torch.Tensor]:
+    return (tensor for _, tensor in _named(value))
+
+
+def _named(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in nested tuples, lists and mappings, by path."""
+    if isinstance(value, torch.Tensor):
+        yield name, local_of(value)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _named(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, tuple | list):
+        for number, item in enumerate(value):
+            yield from _named(item, f"{name}[{number}]")
+
+
+@contextmanager
+def _nothing_equal(model: nn.Module) -> Iterator[None]:
+    """Weights of which all numbers are equal are noise for a while, the same on every replica."""
+    before: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for name, parameter in model.named_parameters():
+        local = local_of(parameter.detach())
+        telling = noise(name, local, parameter.shape[-1]) if parameter.ndim > 1 else None
+        if telling is not None:
+            before.append((local, local.flatten()[0].clone()))
+            local.copy_(telling)
+    try:
+        yield
+    finally:
+        for local, value in before:
+            local.fill_(value)

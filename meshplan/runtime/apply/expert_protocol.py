@@ -1,0 +1,309 @@
+"""Can a module's own forward compute on a part of its experts and tokens? Tried, not assumed.
+
+Dispatch calls the forward of a module that holds experts with the tokens that arrived, one slot
+each, and with the experts that are here. That is right if the output for a token is the sum over
+its slots of a function of token, weight and the chosen expert's parameters, and of nothing else.
+The forward is tried with made-up parameters of one or two experts and a few tokens, before
+anything is wrapped: it takes no memory to speak of, and works for a model on meta.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.plan.plan import Plan
+from meshplan.runtime.base.mesh import device
+
+_TOLERANCE: Final = 1e-2
+"""Of the largest output: far above rounding in any dtype that a module may compute in, far below
+what another expert, another weight or a missing token makes of it [Empirical]."""
+
+_PLAIN: Final = (int, float, str, type(None))
+
+_tried: WeakKeyDictionary[nn.Module, tuple[object, Protocol | str]] = WeakKeyDictionary()
+"""What was found of a module, and of what it was found: deciding and applying ask alike."""
+
+_CHUNK: Final = 4
+"""Tokens at a time: some implementations copy an expert's parameters for every slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """How to call a module that holds experts.
+
+    Args:
+        names: Its arguments for tokens, expert indices and weights, in that order.
+        order: The same three, as the forward takes them.
+        counters: Attributes of the module that hold the number of experts.
+    """
+
+    names: tuple[str, str, str]
+    order: tuple[str, str, str]
+    counters: tuple[str, ...]
+
+    def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Tokens, indices and weights of a call.
+
+        Raises:
+            ApplyError: It was called with more than these.
+        """
+        given = {**dict(zip(self.order, args, strict=False)), **kwargs}
+        if len(args) > len(self.order) or set(given) != set(self.order):
+            what = f"experts that ep spreads were called with other arguments than {self.order}"
+            raise ApplyError(Problem(what, fix="pass these three alone"))
+        return [given[name] for name in self.names]
+
+    def ordered(self, *values: torch.Tensor) -> list[torch.Tensor]:
+        """Tokens, indices and weights in the order that the forward takes them."""
+        by_name = dict(zip(self.names, values, strict=True))
+        return [by_name[name] for name in self.order]
+
+
+def expert_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
+    """Why modules of a live model cannot compute on a part of their experts; each kind once."""
+    if plan.mesh.size("ep") == 1:
+        return
+    told: set[str] = set()
+    for fqn, found in find_protocols(model, plan).items():
+        if isinstance(found, str) and found not in told:
+            told.add(found)
+            kind = type(model.get_submodule(fqn)).__name__
+            yield Problem(
+                f"'{fqn}' ({kind}) cannot compute on a part of its experts: {found}",
+                plan.assignment.experts[fqn].reason.origin,
+                "let its forward take tokens (n, width), expert indices and weights (n, slots), "
+                "and return the sum over the slots, or leave these experts out of ep",
+            )
+
+
+def find_protocols(model: nn.Module, plan: Plan) -> dict[str, Protocol | str]:
+    """`find_protocol` for every module whose experts are spread; like modules are tried once."""
+    known: dict[object, Protocol | str] = {}
+    out = {}
+    for fqn, use in plan.assignment.experts.items():
+        module = model.get_submodule(fqn)
+        key = (use.num_experts, _likeness(module))
+        before = _tried.get(module)
+        if before is not None and before[0] == key:
+            known[key] = before[1]
+        elif key not in known:
+            known[key] = find_protocol(module, use.num_experts)
+        _tried[module] = key, known[key]
+        out[fqn] = known[key]
+    return out
+
+
+def find_for_twin(model: nn.Module, twin: nn.Module, plan: Plan) -> None:
+    """Know of a copy what is found of the model: one without numbers could not be tried."""
+    for fqn, found in (find_protocols(model, plan) if plan.mesh.size("ep") > 1 else {}).items():
+        module = twin.get_submodule(fqn)
+        _tried[module] = (plan.assignment.experts[fqn].num_experts, _likeness(module)), found
+
+
+def _likeness(module: nn.Module) -> object:
+    """What two modules have in common that compute alike."""
+
+    def plain(part: nn.Module) -> Iterator[object]:
+        for leaf, tensor in part._parameters.items():
+            yield leaf, tensor if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
+        for name, value in vars(part).items():
+            if not isinstance(value, dict | set):  # Of every module, and its tables.
+                yield name, value if isinstance(value, _PLAIN) else id(value)
+
+    return tuple((name, type(part), *plain(part)) for name, part in module.named_modules())
+
+
+@contextmanager
+def with_experts(
+    module: nn.Module,
+    parameters: Mapping[str, torch.Tensor],
+    counters: tuple[str, ...],
+    num_experts: int,
+) -> Iterator[None]:
+    """Let a module compute with other parameters, and another number of experts, for a while.
+
+    An attribute of the instance hides the parameter of the same name, so autograd sees the ones
+    given and the module keeps its own.
+    """
+    kept = {name: vars(module)[name] for name in counters}
+    hidden = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], value)
+              for name, value in parameters.items()]  # fmt: skip
+    try:
+        for owner, leaf, value in hidden:
+            vars(owner)[leaf] = value
+        vars(module).update(dict.fromkeys(counters, num_experts))
+        yield
+    finally:
+        vars(module).update(kept)
+        for owner, leaf, _ in hidden:
+            vars(owner).pop(leaf, None)
+
+
+def find_protocol(module: nn.Module, num_experts: int) -> Protocol | str:
+    """How to call the module with a part of its experts, or why that cannot be.
+
+    Returns:
+        The first way of calling it that behaves as dispatch needs.
+    """
+    names = _arguments(module.forward)
+    if isinstance(names, str):
+        return names
+    hidden, second, third = names
+    raised, wrong = "", ""
+    for protocol in (
+        Protocol((hidden, *pair), names, counters)
+        for counters in _counters(module, num_experts)
+        for pair in ((second, third), (third, second))
+    ):
+        for dtype in dict.fromkeys((torch.float32, next(module.parameters()).dtype)):
+            for width in _widths(module):
+                trial = _Trial(module, protocol, num_experts, width, dtype)
+                try:
+                    complaint = trial.complaint()
+                except Exception as error:  # What was not written for such a call may raise all.
+                    first_line = str(error).partition("\n")[0]
+                    raised = raised or f"it raised {type(error).__name__}: {first_line}"
+                    continue
+                if complaint is None:
+                    return protocol
+                wrong = wrong or complaint
+    # What can be called but is wrong tells more than what cannot be called in that way.
+    return wrong or raised
+
+
+def _arguments(forward: Callable[..., Any]) -> tuple[str, str, str] | str:
+    """The names of the three tensors that the forward takes."""
+    parameters = inspect.signature(forward).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in parameters if p.kind in kinds]
+    required = [p.name for p in parameters if p.kind in kinds and p.default is p.empty]
+    if len(names) < 3 or len(required) > 3:
+        taken = f"({', '.join(names)})" if names else "nothing that has a name"
+        return f"its forward takes {taken}, not tokens, expert indices and weights"
+    return names[0], names[1], names[2]
+
+
+def _counters(module: nn.Module, num_experts: int) -> list[tuple[str, ...]]:
+    """Which attributes may hold the number of experts, likely ones first."""
+    equal = tuple(
+        name for name, value in vars(module).items() if type(value) is int and value == num_experts
+    )
+    named = tuple(name for name in equal if "expert" in name and "per_tok" not in name)
+    return list(dict.fromkeys((named, (), equal)))
+
+
+def _widths(module: nn.Module) -> list[int]:
+    """The sizes that a token may have: those of the parameters, frequent ones first."""
+    sizes = [size for p in module.parameters() for size in p.shape[1:]]
+    return sorted(dict.fromkeys(sizes), key=lambda size: -sizes.count(size))
+
+
+class _NoDropout(TorchFunctionMode):
+    """Keeps all that dropout would drop: two calls in training could not be compared."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (F.dropout, torch.dropout):
+            return args[0] if args else (kwargs or {})["input"]
+        return func(*args, **(kwargs or {}))
+
+
+class _Trial:
+    """One way of calling a module, on made-up experts."""
+
+    def __init__(
+        self, module: nn.Module, protocol: Protocol, num_experts: int, width: int,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        self.module, self.protocol, self.num_experts = module, protocol, num_experts
+        self.device = device()  # Where it is to run: the CPU may not have its kernels.
+        self.generator = torch.Generator().manual_seed(0)
+        self.two = {
+            name: self._random(2, *p.shape[1:], dtype=dtype) / max(p.shape[1:]) ** 0.5
+            for name, p in module.named_parameters()
+        }
+        self.tokens = self._random(3, width, dtype=dtype)
+        self.weights = self._random(3, 2, dtype=dtype).abs() + 0.1
+
+    def _random(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator).to(self.device, dtype)
+
+    def complaint(self) -> str | None:
+        """What is wrong with the module, None if it computes as dispatch needs."""
+        modes = [(m, m.training) for m in self.module.modules()]
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), _NoDropout():
+                for is_training in (False, True):
+                    self.module.train(is_training)
+                    complaint = self._complaint()
+                    if complaint is not None:
+                        return complaint
+                return None
+        finally:
+            for m, training in modes:
+                m.training = training
+
+    def _complaint(self) -> str | None:
+        tokens, weights = self.tokens, self.weights
+        num = tokens.shape[0]
+        first = torch.zeros(num, 1, dtype=torch.int64, device=self.device)
+        # of[expert][slot]: what each expert alone makes of all tokens with the slot's weights.
+        of = [
+            [self._call(self._only(e), 1, tokens, first, weights[:, slot : slot + 1])
+             for slot in (0, 1)]
+            for e in (0, 1)
+        ]  # fmt: skip
+        shown = of[0][0]
+        if not isinstance(shown, torch.Tensor) or shown.shape != tokens.shape:
+            return "it does not return one row per token"
+        if _same(of[0][0], of[1][0]):
+            return "its output does not depend on the expert"
+        mixed = torch.tensor([[0, 1], [1, 0], [1, 1]], device=self.device)
+        both = self._call(self.two, 2, tokens, mixed, weights)
+        alone = sum(
+            torch.where(mixed[:, slot : slot + 1] == 0, of[0][slot], of[1][slot]) for slot in (0, 1)
+        )
+        if not _same(both, alone):
+            return "its output is not the sum over the slots of what each expert makes of them"
+        for token in range(num):
+            at = slice(token, token + 1)
+            single = self._call(self._only(0), 1, tokens[at], first[at], weights[at, :1])
+            if not _same(single, shown[at]):
+                return "its output for a token depends on the other tokens"
+        # Every expert is the same one, without copies, so only its number can make a difference.
+        alike = {n: p[:1].expand(self.num_experts, *p.shape[1:]) for n, p in self.two.items()}
+        for begin in range(0, self.num_experts, _CHUNK):
+            ids = torch.arange(begin, min(begin + _CHUNK, self.num_experts), device=self.device)
+            one, score = tokens[:1].expand(len(ids), -1), weights[:1, :1].expand(len(ids), 1)
+            out = self._call(alike, self.num_experts, one, ids.unsqueeze(-1), score)
+            if not _same(out, shown[:1].expand(len(ids), -1)):
+                return "its output depends on an expert's number, not only on its parameters"
+        if not _same(self._call(alike, self.num_experts, tokens, first, weights[:, :1]), shown):
+            return "its output for a token depends on how many go to its expert"
+        return None
+
+    def _only(self, expert: int) -> dict[str, torch.Tensor]:
+        return {name: p[expert : expert + 1] for name, p in self.two.items()}
+
+    def _call(self, parameters: Mapping[str, torch.Tensor], count: int, *values: Any) -> Any:
+        with with_experts(self.module, parameters, self.protocol.counters, count):
+            return self.module.forward(*self.protocol.ordered(*values))
+
+
+def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equal but for rounding; NaN is equal to nothing."""
+    if left.shape != right.shape:
+        return False
+    return bool((left - right).abs().max() <= _TOLERANCE * right.abs().max())

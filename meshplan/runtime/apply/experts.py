@@ -1,0 +1,218 @@
+"""Expert parallelism: tokens travel to the rank that holds their expert, and results back.
+
+Every rank of ep holds an equal share of the experts of each module that the plan spreads. The
+module's own forward computes, on the tokens that arrive and with the experts that are here, so
+its activation, biases and limits are its own (`runtime.apply.expert_protocol` proves that it can).
+
+Source: Lepikhin et al. 2020 (GShard), section 3.1; here nothing is dropped or padded: the parts
+that ranks exchange are as uneven as the routing is.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.plan.plan import Plan
+from meshplan.runtime.apply.expert_protocol import Protocol, find_protocols, with_experts
+from meshplan.runtime.apply.tensor_parallel import distribute
+from meshplan.runtime.base.fake_mode import is_pretending, numbers
+from meshplan.runtime.base.mesh import local_of, submesh
+
+
+def apply_expert_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Cut the experts and let every forward of their module dispatch, in place.
+
+    Assumes: `expert_problems` found none; values are the same on all ranks, or on meta.
+    """
+    if plan.mesh.size("ep") == 1:
+        return
+    ep = submesh(mesh, ("ep",))
+    found = find_protocols(model, plan)
+    for fqn, use in plan.assignment.experts.items():
+        module = model.get_submodule(fqn)
+        protocol = found[fqn]
+        assert isinstance(protocol, Protocol), protocol
+        for name, _ in module.named_parameters(fqn):
+            distribute(model, (name,), ep, Shard(0))
+        dispatch = _Dispatch(fqn, module, protocol, use.num_experts, ep, use.capacity)
+        module.forward = _bound(module.forward, dispatch)
+
+
+def _bound(forward: Callable[..., Any], dispatch: _Dispatch) -> Callable[..., Any]:
+    @wraps(forward)
+    def dispatched(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return dispatch(*args, **kwargs)
+
+    return dispatched
+
+
+class _Dispatch:
+    """The forward of a module whose experts are spread.
+
+    Attributes:
+        forward: What the module computed before.
+    """
+
+    def __init__(
+        self,
+        fqn: str,
+        module: nn.Module,
+        protocol: Protocol,
+        num_experts: int,
+        ep: DeviceMesh,
+        capacity: float | None = None,
+    ) -> None:
+        self.capacity = capacity
+        self.fqn, self.module, self.protocol = fqn, module, protocol
+        self.forward = module.forward
+        self.num_experts, self.num_local = num_experts, num_experts // ep.size()
+        self.group, self.ranks = ep.get_group(), ep.size()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Send each token to the experts it is routed to, compute there, bring back, add up.
+
+        Every rank of ep must call it alike, with or without gradients.
+
+        Raises:
+            ApplyError: On every rank of ep: a routing that is not one expert per slot.
+        """
+        hidden, index, weights = self.protocol.arguments(args, kwargs)
+        tokens, slots = hidden.reshape(-1, hidden.shape[-1]), index.reshape(-1)
+        top_k = index.shape[-1] if index.ndim else 1
+        counts = self._counts(hidden, index, weights)
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts, group=self.group)
+        # The one wait for the device: splits must be known to the host.
+        both = torch.stack((counts, theirs)).view(2, self.ranks, self.num_local)
+        even = [slots.shape[0] // self.ranks] * self.ranks
+        splits: list[list[int]] = numbers(both.sum(2), [even, self._expected(slots, top_k)])
+        self._refuse(splits, index)
+        sent, received = splits
+        self._warn(sum(received), slots.shape[0])
+        order = slots.argsort(stable=True)
+        # Whoever computes adds up the gradients of all ranks of ep, each of a mean over its own
+        # samples, while the reduction over the other ranks counts one of them: divide by ep.
+        rows, scores = _Exchange.apply(
+            self.group, sent, received, float(self.ranks),
+            tokens.repeat_interleave(top_k, 0).index_select(0, order),
+            weights.reshape(-1).index_select(0, order),
+        )  # fmt: skip
+        here = torch.arange(self.num_local, device=slots.device).repeat(self.ranks)
+        ids = here.repeat_interleave(theirs, output_size=rows.shape[0])
+        computed = self._compute(rows, ids, scores)
+        (back,) = _Exchange.apply(self.group, received, sent, 1.0 / self.ranks, computed)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(order.shape[0], device=order.device)
+        # Not a view: in-place additions to it would drop FSDP2's hooks.
+        return back.index_select(0, inverse).view(*hidden.shape[:-1], top_k, back.shape[-1]).sum(-2)
+
+    def _expected(self, slots: torch.Tensor, top_k: int) -> list[int]:
+        """Slots that each rank sends here where nobody counts them: as many as the plan states."""
+        sent, most = slots.shape[0], self.ranks * min(top_k, self.num_local) / top_k
+        if self.capacity is None:
+            return [sent // self.ranks] * self.ranks
+        share = min(self.capacity, most)
+        each, more = divmod(round(sent * share), self.ranks)
+        return [each + (rank < more) for rank in range(self.ranks)]
+
+    def _warn(self, arrived: int, even: int) -> None:
+        """Once, where more came than memory was told for."""
+        if self.capacity is None or is_pretending() or arrived <= self.capacity * even:
+            return
+        warnings.warn(
+            f"'{self.fqn}' was sent {arrived / even:.2f} times an even share of tokens; the plan "
+            f"states experts: {{capacity: {self.capacity:g}}}, for which its memory was told",
+            stacklevel=2,
+        )
+        self.capacity = None
+
+    def _counts(
+        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Slots per expert; all -1, for every rank of ep to see, where the routing is no good."""
+        slots = index.reshape(-1)
+        is_like = weights.shape == index.shape and index.ndim > 0
+        if is_like and hidden.shape[:-1].numel() * index.shape[-1] == slots.shape[0]:
+            inside = ((slots >= 0) & (slots < self.num_experts)).all()
+            counted = slots.new_zeros(self.num_experts).scatter_add_(
+                0, slots.clamp(0, self.num_experts - 1), torch.ones_like(slots)
+            )
+            return torch.where(inside, counted, -1)
+        return torch.full((self.num_experts,), -1, device=slots.device)
+
+    def _refuse(self, splits: list[list[int]], index: torch.Tensor) -> None:
+        wrong = [rank for rank, count in enumerate(splits[1]) if count < 0]
+        if wrong:
+            rank = dist.get_global_rank(self.group, wrong[0])
+            what = (
+                f"'{self.fqn}' got a routing on rank {rank} that ep cannot dispatch: not one "
+                f"expert from 0 to {self.num_experts - 1} and one weight for every slot"
+            )
+            raise ApplyError(
+                Problem(what, fix="let the router choose an expert for each slot, with weight 0 "
+                        "for those that are to count nothing")
+            )  # fmt: skip
+
+    def _compute(self, rows: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """The module's own forward on what arrived, one slot per row."""
+        num_rows = rows.shape[0]
+        if not num_rows:
+            # Still computed, so that its parameters get gradients, of zero: others wait for them.
+            # The sums of nothing keep what arrived in the graph: its backward is a collective.
+            rows = rows.new_zeros(1, rows.shape[1]) + rows.sum()
+            scores = scores.new_zeros(1) + scores.sum()
+            ids = ids.new_zeros(1)
+        local = {name: local_of(p) for name, p in self.module.named_parameters()}
+        with with_experts(self.module, local, self.protocol.counters, self.num_local):
+            out: torch.Tensor = self.forward(*self.protocol.ordered(
+                rows, ids.unsqueeze(-1), scores.unsqueeze(-1)
+            ))  # fmt: skip
+        return out[:num_rows]
+
+
+class _Exchange(torch.autograd.Function):
+    """all_to_all of rows with uneven splits; gradients go the way back, times `scale`.
+
+    Several tensors travel in one function, so that all ranks do their collectives in one order
+    in backward too.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        group: dist.ProcessGroup,
+        sent: list[int],
+        received: list[int],
+        scale: float,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.group, ctx.sent, ctx.received, ctx.scale = group, sent, received, scale
+        return tuple(_all_to_all(tensor, sent, received, group) for tensor in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        back = [
+            _all_to_all(gradient * ctx.scale, ctx.received, ctx.sent, ctx.group) if wanted else None
+            for gradient, wanted in zip(gradients, ctx.needs_input_grad[4:], strict=True)
+        ]
+        return (None, None, None, None, *back)
+
+
+def _all_to_all(
+    rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+    return out

@@ -1,0 +1,231 @@
+"""Initial values of a model on meta: the numbers that one process would draw, in little memory.
+
+The model's own initialisation is first run on meta, watching which tensors each step writes.
+Then it is run for real, step by step: a tensor has memory only from the first step that writes
+it to the last, so no rank ever holds the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.runtime.base.mesh import device
+
+
+@dataclass(slots=True)
+class _Step:
+    """One call of the model's initialisation and the tensors it writes, by fqn."""
+
+    run: Callable[[], object]
+    writes: set[str] = field(default_factory=set)
+
+
+def initialise(
+    model: nn.Module, names: dict[str, tuple[str, ...]], keep: Callable[[str, torch.Tensor], None]
+) -> None:
+    """Compute the initial value of every tensor on meta.
+
+    Args:
+        model: Left as it is: on meta.
+        names: Every name of each tensor, by its first one.
+        keep: Called once per tensor with its fqn and its full value, which is freed afterwards.
+
+    The model is initialised by its `init_weights()` if it has one; with transformers' and
+    nanoGPT's `_init_weights(module)` as `model.apply` would; otherwise by each module's
+    `reset_parameters()`, children first, in the order in which constructors run.
+
+    Raises:
+        ApplyError: A tensor that none of these writes, or writes only in part.
+    """
+    _share_random_state()
+    on_meta = {
+        fqn: tensor for fqn in names if (tensor := _held(model, fqn)) is not None and tensor.is_meta
+    }
+    steps = _watched(model, on_meta)
+    last = {fqn: number for number, step in enumerate(steps) for fqn in step.writes}
+    unwritten = [fqn for fqn in on_meta if fqn not in last]
+    if unwritten:
+        raise ApplyError([_nobody(model, fqn) for fqn in unwritten])
+    real: set[str] = set()
+    try:
+        for number, step in enumerate(steps):
+            for fqn in sorted(step.writes - real):
+                _hold(model, names[fqn], _blank_like(on_meta[fqn]))
+                real.add(fqn)
+            step.run()
+            for fqn in sorted(f for f in step.writes if last[f] == number):
+                value = _held(model, fqn)
+                assert value is not None
+                _check_written(value, fqn)
+                keep(fqn, value.detach())
+                _hold(model, names[fqn], on_meta[fqn])
+                real.discard(fqn)
+    finally:
+        for fqn in real:
+            _hold(model, names[fqn], on_meta[fqn])
+
+
+def _share_random_state() -> None:
+    """Every rank draws what rank 0 would draw: other seeds would make a model of patches."""
+    if dist.get_world_size() > 1:
+        state = [torch.get_rng_state()]
+        dist.broadcast_object_list(state, src=0)
+        torch.set_rng_state(state[0])
+
+
+class _Watch(TorchDispatchMode):
+    """Notes the storages that are written while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for number, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[number] if number < len(args) else kwargs.get(argument.name)
+                if isinstance(value, torch.Tensor):
+                    self.written.add(_storage(value))
+        return func(*args, **kwargs)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """What `t` and `t.data` have in common, also on meta."""
+    return tensor.untyped_storage()._cdata
+
+
+def _watched(model: nn.Module, on_meta: dict[str, torch.Tensor]) -> list[_Step]:
+    """The steps of the initialisation, each with what it writes, found by a run on meta."""
+    fqns = {_storage(tensor): fqn for fqn, tensor in on_meta.items()}
+    before = torch.get_rng_state()
+    steps = []
+    try:
+        for run, module in _calls(model):
+            watch = _Watch()
+            with watch, torch.no_grad():
+                run()
+            # Some of torch.nn.init return at once on meta, so a module's own tensors count too.
+            written = watch.written | {_storage(t) for t in _own(module).values() if t.is_meta}
+            writes = {fqns[s] for s in written if s in fqns}
+            if writes:
+                steps.append(_Step(run, writes))
+    except NotImplementedError:
+        # Something looked at a value: the initialisation only runs on all memory at once.
+        return [_Step(lambda: [run() for run, _ in _calls(model)], set(on_meta))]
+    finally:
+        torch.set_rng_state(before)
+    return steps
+
+
+def _calls(model: nn.Module) -> Iterator[tuple[Callable[[], object], nn.Module]]:
+    """The calls that initialise the model, each with its module, in the order of one process."""
+    whole = getattr(model, "init_weights", None)
+    if callable(whole) and not callable(getattr(model, "_init_weights", None)):
+        yield whole, model
+        return
+    for module, hook in _children_first(model, None):
+        reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+        if hook is not None:
+            yield partial(_hook_or_reset, module, hook, reset), module
+        elif callable(reset):
+            yield reset, module
+
+
+def _hook_or_reset(module: nn.Module, hook: Callable[[nn.Module], object], reset: Any) -> None:
+    """A kind of module that the hook does not know stays as its constructor made it."""
+    hook(module)
+    own = [t.detach() for t in _own(module).values()]
+    if callable(reset) and own and all(_is_blank(t) for t in own):
+        reset()
+
+
+def _children_first(
+    module: nn.Module, hook: Any
+) -> Iterator[tuple[nn.Module, Callable[[nn.Module], object] | None]]:
+    """Each module once, with the `_init_weights` of the innermost model around it."""
+    seen: set[int] = set()
+
+    def visit(m: nn.Module, around: Any) -> Iterator[tuple[nn.Module, Any]]:
+        around = getattr(m, "_init_weights", around)
+        for child in m.children():
+            yield from visit(child, around)
+        if id(m) not in seen:
+            seen.add(id(m))
+            yield m, around
+
+    yield from visit(module, hook)
+
+
+def _own(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that a module holds itself."""
+    both = {**module._parameters, **module._buffers}
+    return {leaf: tensor for leaf, tensor in both.items() if tensor is not None}
+
+
+def _held(model: nn.Module, fqn: str) -> torch.Tensor | None:
+    module, _, leaf = fqn.rpartition(".")
+    return _own(model.get_submodule(module)).get(leaf)
+
+
+def _hold(model: nn.Module, names: tuple[str, ...], tensor: torch.Tensor) -> None:
+    """Put a tensor in place under all its names."""
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        table: dict[str, Any] = (
+            module._parameters if leaf in module._parameters else module._buffers
+        )
+        table[leaf] = tensor
+
+
+def _blank_like(meta: torch.Tensor) -> torch.Tensor:
+    """Memory marked as not yet written, where the dtype has a value to say so."""
+    blank = torch.empty(meta.shape, dtype=meta.dtype, device=device())
+    if blank.is_floating_point() or blank.is_complex():
+        blank.fill_(float("nan"))
+    elif blank.dtype != torch.bool:
+        blank.fill_(torch.iinfo(blank.dtype).max)
+    if isinstance(meta, nn.Parameter):
+        return nn.Parameter(blank, requires_grad=meta.requires_grad)
+    return blank
+
+
+def _is_blank(value: torch.Tensor) -> bool:
+    """Whether some of it was never written."""
+    if value.is_meta or value.dtype == torch.bool or value.numel() == 0:
+        return False
+    if value.is_floating_point() or value.is_complex():
+        return bool(value.isnan().any())
+    return bool((value == torch.iinfo(value.dtype).max).any())
+
+
+def _check_written(value: torch.Tensor, fqn: str) -> None:
+    if _is_blank(value.detach()):
+        raise ApplyError(
+            Problem(
+                f"{fqn} was on meta, and its initialisation does not write all of it",
+                fix="fill it in reset_parameters(), or build the model on the CPU",
+            )
+        )
+
+
+def _nobody(model: nn.Module, fqn: str) -> Problem:
+    owner = type(model.get_submodule(fqn.rpartition(".")[0])).__name__
+    return Problem(
+        f"{fqn} is on meta, and nothing initialises it: {owner} has no reset_parameters() that "
+        "writes it",
+        fix=f"define {owner}.reset_parameters() or init_weights() on the model, "
+        "or build the model on the CPU",
+    )

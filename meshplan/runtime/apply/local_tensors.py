@@ -1,0 +1,123 @@
+"""Modules that compute on local tensors along tp, and the numbers that their code must see.
+
+DTensor follows a plain cut by itself. A part of every fused projection, or a kv head that several
+ranks share, it does not: there the module's own code runs on this rank's rows. A table that is cut
+by rows it follows forward only: its backward fills the gradient of all rows on every rank.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn import functional as F
+
+from meshplan.assign import StyleUse
+from meshplan.errors import ApplyError, Problem
+from meshplan.layout.layout import own_parts
+from meshplan.layout.styles import dims_of
+from meshplan.plan.plan import Plan
+
+
+def set_local_attributes(model: nn.Module, plan: Plan) -> None:
+    """Give modules this rank's numbers of heads and the like.
+
+    Raises:
+        ApplyError: An attribute is no longer what it was when the plan was made.
+    """
+    for attribute in plan.assignment.attributes:
+        module = model.get_submodule(attribute.module)
+        found = vars(module).get(attribute.name)
+        if found != attribute.whole:
+            raise ApplyError(
+                Problem(
+                    f"{attribute.module}.{attribute.name} is {found}, but the plan was made when "
+                    f"it was {attribute.whole}",
+                    fix="change it before parallelize, not in 'apply'",
+                )
+            )
+        vars(module)[attribute.name] = attribute.local
+
+
+def compute_locally(module: nn.Module, use: StyleUse, tp: DeviceMesh) -> None:
+    """Let the module's forward see a plain local input and its own rows of every parameter.
+
+    Inside forward, and not in a hook before it, so that a recomputed forward does the same.
+    """
+    forward, kind, cut_dim = module.forward, use.style.kind, use.style.cut_dim
+    rows = own_parts(use.pieces, tp.get_local_rank(), tp.size())
+
+    def own(name: str, parameter: DTensor) -> torch.Tensor:
+        dims = dims_of(kind, name, parameter.ndim)
+        if cut_dim not in dims or parameter.placements != (Replicate(),):
+            return parameter.to_local()
+        # Every rank adds its rows' part to the gradient of the whole.
+        whole = parameter.to_local(grad_placements=[Partial()])
+        dim = dims.index(cut_dim)
+        return torch.cat([whole.narrow(dim, r.start, r.stop - r.start) for r in rows], dim)
+
+    @wraps(forward)
+    def local(*args: Any, **kwargs: Any) -> Any:
+        names = [name for name, value in module._parameters.items() if value is not None]
+        held = {name: value for name, value in vars(module).items() if name in names}
+        try:
+            for name in names:
+                # An instance attribute hides the parameter of the same name.
+                vars(module)[name] = own(name, held.get(name, module._parameters[name]))
+            return forward(*_plain(args), **{k: _plain((v,))[0] for k, v in kwargs.items()})
+        finally:
+            for name in names:
+                vars(module).pop(name, None)
+            vars(module).update(held)
+
+    module.forward = local
+
+
+def looks_up_own_rows(module: nn.Module, tp: DeviceMesh) -> bool:
+    """Whether `look_up_own_rows` can take the place of a module's forward.
+
+    One of its own may do more than look up. What a table does to rows that it is asked for, or
+    counts of them, needs all that are asked for; and a rank may have no row.
+    """
+    if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
+        return False
+    part = -(-module.num_embeddings // tp.size())
+    has_rows = part * (tp.size() - 1) < module.num_embeddings
+    is_plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+    return has_rows and is_plain
+
+
+def look_up_own_rows(module: nn.Embedding, tp: DeviceMesh) -> None:
+    """Look up what this rank has the row of; of all else it gives zeros, an addend of the whole.
+
+    So its gradient is one of its own rows. DTensor's own rule has no backward for a cut by rows
+    (torch 2.13, distributed/tensor/_ops/_embedding_ops.py) and leaves the whole table's on every
+    rank, which units of sharding then add up over microbatches: 4 + 8 GB of 405B's 128k words.
+    """
+    first = -(-module.num_embeddings // tp.size()) * tp.get_local_rank()
+    padding = -1 if module.padding_idx is None else module.padding_idx - first
+
+    @wraps(module.forward)
+    def own(input: DTensor) -> DTensor:
+        table = module.weight
+        assert isinstance(table, DTensor)
+        rows = table.to_local()
+        at = input.to_local() - first
+        elsewhere = (at < 0) | (at >= len(rows))
+        at.masked_fill_(elsewhere, 0)
+        found = F.embedding(at, rows, padding if 0 <= padding < len(rows) else None)
+        found.masked_fill_(elsewhere.unsqueeze(-1), 0)
+        return DTensor.from_local(found, tp, [Partial()], run_check=False)
+
+    module.forward = own
+
+
+def _plain(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Inputs as local tensors, of whose gradients every rank holds an addend."""
+    return tuple(
+        v.to_local(grad_placements=[Partial()]) if isinstance(v, DTensor) else v for v in values
+    )

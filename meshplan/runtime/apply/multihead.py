@@ -1,0 +1,150 @@
+"""nn.MultiheadAttention on this rank's heads.
+
+torch's own forward takes the head size from the width of its input, so it cannot run on a part of
+the heads; this one has the same signature and the same numbers.
+
+Source: `torch.nn.functional.multi_head_attention_forward`, torch 2.13.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.nn import functional as F
+
+from meshplan.assign import StyleUse
+from meshplan.errors import ApplyError, Problem
+from meshplan.layout.layout import own_parts
+
+
+def attend_by_heads(module: nn.MultiheadAttention, use: StyleUse, tp: DeviceMesh) -> None:
+    """Replace the forward of this instance by one that computes its own heads."""
+    cut = _Cut(module, use, tp)
+
+    def forward(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        if query.is_nested or key.is_nested or value.is_nested:
+            what = "nn.MultiheadAttention under tp cannot take nested tensors"
+            raise ApplyError(
+                Problem(what, fix="build TransformerEncoder(enable_nested_tensor=False)")
+            )
+        if is_causal and attn_mask is None:
+            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+        is_batched = query.dim() == 3
+        if not is_batched:
+            query, key, value = (t.unsqueeze(0) for t in (query, key, value))
+            if key_padding_mask is not None:
+                key_padding_mask = key_padding_mask.unsqueeze(0)
+        elif not module.batch_first:
+            query, key, value = (t.transpose(0, 1) for t in (query, key, value))
+        q, k, v = cut.project(query, key, value)
+        mask = cut.mask(attn_mask, key_padding_mask, q)
+        if module.add_zero_attn:
+            k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
+            mask = F.pad(mask, (0, 1)) if mask is not None else None
+        dropout = module.dropout if module.training else 0.0
+        weights: Tensor | None = None
+        if need_weights:
+            scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+            own = torch.softmax(scores if mask is None else scores + mask, dim=-1)
+            own = F.dropout(own, dropout)
+            context = own @ v
+            weights = cut.weights(own, average_attn_weights)
+        else:
+            context = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+        out = cut.combine(context.transpose(1, 2).flatten(-2))
+        if not is_batched:
+            return out.squeeze(0), None if weights is None else weights.squeeze(0)
+        return out if module.batch_first else out.transpose(0, 1), weights
+
+    module.forward = forward
+    # A module with a hook is one that TransformerEncoderLayer's fast path leaves alone.
+    module.register_forward_pre_hook(lambda module, args: None)
+
+
+class _Cut:
+    """The parameters as this rank uses them."""
+
+    def __init__(self, module: nn.MultiheadAttention, use: StyleUse, tp: DeviceMesh) -> None:
+        self.module, self.tp = module, tp
+        self.rows = own_parts(use.pieces, tp.get_local_rank(), tp.size())
+        self.num_heads = module.num_heads // tp.size()
+
+    def _input(self, x: Tensor) -> Tensor:
+        """The whole input, of whose gradient every rank holds an addend."""
+        whole = DTensor.from_local(x, self.tp, [Replicate()], run_check=False)
+        return whole.to_local(grad_placements=[Partial()])
+
+    def _own(self, parameter: Tensor) -> tuple[Tensor, ...]:
+        """This rank's rows of q, k and v, of a parameter that holds them one after the other."""
+        assert isinstance(parameter, DTensor)
+        if parameter.placements != (Replicate(),):
+            return parameter.to_local().chunk(3)
+        whole = parameter.to_local(grad_placements=[Partial()])
+        return tuple(whole[rows] for rows in self.rows)
+
+    def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v of this rank's heads: (batch, heads, sequence, head_dim)."""
+        m = self.module
+        inputs = {id(t): self._input(t) for t in (query, key, value)}  # One sum for equal ones.
+        if m.in_proj_weight is not None:
+            weights = self._own(m.in_proj_weight)
+        else:
+            weights = tuple(_local(w) for w in (m.q_proj_weight, m.k_proj_weight, m.v_proj_weight))
+        biases = (None,) * 3 if m.in_proj_bias is None else self._own(m.in_proj_bias)
+        return tuple(
+            F.linear(inputs[id(t)], w, b).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for t, w, b in zip((query, key, value), weights, biases, strict=True)
+        )
+
+    def mask(self, attention: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
+        """Both masks as one to add to the scores of this rank's heads."""
+        out = None
+        if attention is not None:
+            out = _additive(attention, q.dtype)
+            if out.dim() == 3:  # One per head of each sample.
+                out = out.unflatten(0, (q.shape[0], -1))
+                first = self.tp.get_local_rank() * self.num_heads
+                out = out[:, first : first + self.num_heads]
+        if padding is not None:
+            added = _additive(padding, q.dtype)[:, None, None, :]
+            out = added if out is None else out + added
+        return out
+
+    def weights(self, own: Tensor, average: bool) -> Tensor:
+        """The attention weights of all heads, or their mean."""
+        where: Placement = Shard(1)
+        if average:
+            own, where = own.sum(1) / self.module.num_heads, Partial()
+        parts = DTensor.from_local(own, self.tp, [where], run_check=False)
+        return parts.redistribute(placements=[Replicate()]).to_local()
+
+    def combine(self, context: Tensor) -> Tensor:
+        """The output projection: addends of this rank's heads, summed, and the bias once."""
+        projection = self.module.out_proj
+        addend = F.linear(context, _local(projection.weight))
+        parts = DTensor.from_local(addend, self.tp, [Partial()], run_check=False)
+        out = parts.redistribute(placements=[Replicate()]).to_local()
+        bias: Tensor | None = projection.bias
+        return out if bias is None else out + _local(bias)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask whose True keeps out as numbers to add."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))

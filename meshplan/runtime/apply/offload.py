@@ -1,0 +1,90 @@
+"""Activation offload: what a module keeps for backward waits in the host's memory.
+
+As `torch.autograd.graph.save_on_cpu`, but that weights stay where they are: they would be copied
+as often as something is multiplied with them, and under FSDP2 the copies would outlive what was
+gathered for the forward alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+from meshplan.memory.tape.offload import LEAST_BYTES
+from meshplan.plan.plan import Plan
+from meshplan.runtime.base.host_copies import to_device, to_host
+from meshplan.runtime.base.mesh import device, local_of
+
+
+def apply_host_activations(model: nn.Module, plan: Plan) -> None:
+    """Wrap the forward of every module whose activations the plan offloads, in place.
+
+    Assumes: what is recomputed is wrapped already: then only what enters such a module is kept.
+    """
+    for fqn in plan.assignment.host_activations:
+        module = model.get_submodule(fqn)
+        module.forward = kept_on_host(module)
+
+
+def kept_on_host(module: nn.Module) -> Callable[..., Any]:
+    """The module's forward, which keeps what its backward needs on the host."""
+    forward = module.forward
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        stay = {_storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor | _Moved:
+            is_here = tensor.device == device()  # Seeds of random numbers are on the host.
+            if _storage(tensor) in stay or _is_small(tensor) or not is_here:
+                return tensor
+            return _Moved(tensor)
+
+        with saved_tensors_hooks(pack, _unpack):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+class _Moved:
+    """A tensor's numbers in the host's memory; a DTensor's local part, and how it lies."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._lies: dict[str, Any] | None = None
+        if isinstance(tensor, DTensor):
+            self._lies = {
+                "device_mesh": tensor.device_mesh,
+                "placements": tensor.placements,
+                "shape": tensor.shape,
+                "stride": tensor.stride(),
+            }
+        with torch.no_grad():
+            self._copy = to_host(local_of(tensor))
+
+    def back(self) -> torch.Tensor:
+        """The tensor, on the device."""
+        local = to_device(self._copy)
+        if self._lies is None:
+            return local
+        return DTensor.from_local(local, run_check=False, **self._lies)
+
+
+def _unpack(packed: torch.Tensor | _Moved) -> torch.Tensor:
+    return packed.back() if isinstance(packed, _Moved) else packed
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return local_of(tensor).nbytes < LEAST_BYTES
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """What views of one piece of memory share."""
+    return local_of(tensor).untyped_storage()._cdata

@@ -1,0 +1,63 @@
+"""Cut a model into this rank's stages, and let each be wrapped as a model of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshplan.plan.plan import Plan
+from meshplan.plan.restrict import restrict
+from meshplan.runtime.apply.expert_protocol import find_for_twin
+from meshplan.runtime.apply.materialize import Values
+from meshplan.runtime.apply.pipeline.hooks import hooks_of
+from meshplan.runtime.apply.pipeline.module import PipelinedModule
+from meshplan.runtime.apply.pipeline.run import Part
+from meshplan.runtime.apply.pipeline.stage import Replay, make_stage, watch_calls
+from meshplan.runtime.base.mesh import submesh
+from meshplan.runtime.checks.outside import watch_first_forward
+
+Wrap = Callable[[nn.Module, Plan, DeviceMesh, Values], nn.Module]
+
+
+def apply_pipeline(
+    model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values, wrap: Wrap
+) -> PipelinedModule:
+    """This rank's stages; the model itself is left without numbers.
+
+    Args:
+        values: Of a model on meta, for all that this rank holds.
+        wrap: Applies everything but the pipeline to a module, in place.
+    """
+    stages = plan.assignment.stages
+    assert stages is not None
+    place = dist.get_rank(submesh(mesh, ("pp",)).get_group())
+    parts: dict[int, Part] = {}
+    names = tuple(model.state_dict())
+    for stage in stages.of_rank(place):
+        module = make_stage(model, plan.graph, stages, stage)
+        hooks = hooks_of(module, dict.fromkeys(unit for unit, _ in stages.units))
+        part = restrict(plan, stage)
+        held = part.assignment.tensors
+        find_for_twin(model, module, part)
+        wrap(module, part, mesh, Values({f: v for f, v in values.local.items() if f in held}))
+        replay = Replay(stage)  # Its early end is inside of no unit: `restrict` leaves none there.
+        watch_calls(module, hooks, replay)
+        watch_first_forward(module, part)
+        parts[stage] = Part(module, part, replay)
+    _empty(model)
+    return PipelinedModule(model, parts, plan=plan, mesh=mesh, names=names)
+
+
+def _empty(model: nn.Module) -> None:
+    """Take the numbers out of a model: what a rank does not hold must not stay in its memory."""
+    hollow: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                if id(parameter) not in hollow:
+                    meta = parameter.detach().to("meta")
+                    hollow[id(parameter)] = nn.Parameter(meta, parameter.requires_grad)
+                setattr(module, name, hollow[id(parameter)])

@@ -1,0 +1,370 @@
+"""`PipelinedModule`: this rank's stages as one `nn.Module` under the model's own names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from meshplan.assign.types import Stages
+from meshplan.errors import ApplyError, Problem
+from meshplan.layout.schedules import SCHEDULES, actions, forward_only, released
+from meshplan.plan.plan import Plan
+from meshplan.runtime.apply.data import set_gradient_sync
+from meshplan.runtime.apply.pipeline.answer import as_inputs, told_to_all
+from meshplan.runtime.apply.pipeline.program import make_program
+from meshplan.runtime.apply.pipeline.run import Form, Part, Run, Told, end_split_backward
+from meshplan.runtime.apply.pipeline.shared import SharedTensors
+from meshplan.runtime.base.batch import as_arguments, chunked
+from meshplan.runtime.base.fake_mode import numbers
+from meshplan.runtime.base.mesh import device, submesh
+from meshplan.runtime.base.pytree import tensors_in
+from meshplan.runtime.watch.guard import guarded, note_forward, ranks_of_forward
+from meshplan.traffic.sequence import SequenceCuts
+
+
+class PipelinedModule(nn.Module):
+    """This rank's stages of a model.
+
+    Its parameters, buffers and state dict are those that the rank holds, under the model's own
+    names. A tensor that two stages of this rank share is there twice: the second time as
+    "NAME@stage3", and not in the state dict. It trains by `meshplan.train_step` or `step`. Without
+    gradients a call of it answers on every rank, and `eval_step` on those of the last stage.
+
+    Args:
+        skeleton: The model without numbers, to record forwards with.
+        parts: By stage.
+        plan: The whole model's.
+        names: The keys of the whole model's state dict, in order.
+    """
+
+    def __init__(
+        self,
+        skeleton: nn.Module,
+        parts: dict[int, Part],
+        *,
+        plan: Plan,
+        mesh: DeviceMesh,
+        names: tuple[str, ...],
+    ) -> None:
+        super().__init__()
+        stages = plan.assignment.stages
+        assert stages is not None
+        self.training = skeleton.training
+        self._hidden = (skeleton,)  # In a tuple: not a child.
+        self._parts = parts
+        self.plan, self.names, self._stages = plan, names, stages
+        self.watch_batch: Callable[[Any, Any], None] = lambda inputs, targets: None
+        self._schedule = SCHEDULES[stages.schedule]
+        self.group = submesh(mesh, ("pp",)).get_group()
+        self._place = dist.get_rank(self.group)
+        along = (mesh.mesh_dim_names or ()).index("pp")
+        self._peers = tuple(mesh.mesh.select(along, self._place).flatten().tolist())
+        ranks, virtual = stages.num_ranks, stages.virtual
+        orders = actions(self._schedule, ranks, virtual, stages.microbatches)
+        self._train, self._released = orders[self._place], released(orders, self._place)
+        self._eval = forward_only(self._schedule, ranks, virtual)[self._place]
+        self._mates = ranks_of_forward(plan)
+        self._forms: dict[Any, Form] = {}
+        self.shared = SharedTensors(plan, mesh, {s: p.module for s, p in parts.items()})
+
+    @property
+    def stages(self) -> dict[int, nn.Module]:
+        """The stage modules of this rank, by stage."""
+        return {stage: part.module for stage, part in self._parts.items()}
+
+    @property
+    def pipeline(self) -> Stages:
+        """What runs where."""
+        return self._stages
+
+    @property
+    def has_output(self) -> bool:
+        """Whether this rank holds the last stage."""
+        return self._stages.num - 1 in self._parts
+
+    @property
+    def stage_modules(self) -> list[nn.Module]:
+        """The modules of this rank's stages, each with the names of the whole model."""
+        return [part.module for part in self._parts.values()]
+
+    @guarded()
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The output for a whole batch on every rank along pp, without gradients.
+
+        Raises:
+            ApplyError: Gradients are enabled: a step of a pipeline is forward and backward of
+                many microbatches in turn.
+        """
+        if torch.is_grad_enabled():
+            raise ApplyError(
+                Problem(
+                    "a pipelined model is called with gradients enabled, but its forward and "
+                    "backward run in turns, microbatch by microbatch",
+                    fix="call meshplan.train_step(model, ...) or model.step(inputs, targets, "
+                    "loss_fn) to train, and model(inputs) inside torch.no_grad() for the output",
+                )
+            )
+        inputs = as_inputs(self._hidden[0], args, kwargs)
+        output = self.eval_step(inputs)
+        return told_to_all(
+            output,
+            self._form(inputs).program.answer,
+            self.group,
+            is_source=self.has_output,
+            source=dist.get_global_rank(self.group, self._stages.rank_of(self._stages.num - 1)),
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            hidden = vars(self).get("_hidden")
+            if hidden is None or not hasattr(hidden[0], name):
+                raise
+        raise AttributeError(
+            f"'{name}' of the model is not here: this rank holds some stages of a pipeline. "
+            "meshplan.train_step(model, ...) trains, model.eval_step(inputs) gives the output, "
+            "meshplan.full_state_dict(model) the tensors, and model.stages this rank's modules"
+        )
+
+    @property
+    def skeleton(self) -> nn.Module:
+        """The model without numbers, that forwards are recorded with."""
+        return self._hidden[0]
+
+    @guarded("step")
+    def step(
+        self,
+        inputs: Any,
+        targets: Any,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        *,
+        scale: float = 1.0,
+        is_last: bool = True,
+        number: int = 0,
+    ) -> torch.Tensor:
+        """Forward and backward of one batch in microbatches; gradients are added up.
+
+        Args:
+            inputs: This rank's inputs, the same on every rank along pp.
+            targets: Whatever `loss_fn` takes, cut along dim 0 like the inputs.
+            loss_fn: (output, targets) -> the mean over the samples.
+            scale: Multiplies the gradients.
+            is_last: Whether the optimizer steps after this.
+            number: How many such batches went before in the same optimizer step.
+
+        Returns:
+            The mean loss over this batch in float64, the same on every rank along pp.
+        """
+        note_forward(self._mates, is_training=True)
+        self.watch_batch(inputs, targets)  # In loops by hand, now and then.
+        count = self._stages.microbatches
+        cut = chunked(inputs, count)
+        wanted = chunked(targets, count)
+        form = self._form(cut[0])
+        total = torch.zeros((), dtype=torch.float64, device=device())
+
+        def finish(output: Any, m: int) -> torch.Tensor:
+            nonlocal total
+            loss = loss_fn(output, wanted[m])
+            total += loss.detach().double()
+            return loss * (scale / count)
+
+        run = Run(
+            self._parts,
+            schedule=self._schedule,
+            group=self.group,
+            peers=self._peers,
+            form=form,
+            microbatches=[as_arguments(part) for part in cut],
+            finish=finish,
+            sync=lambda part, is_last_here: self._sync(part, is_last and is_last_here),
+            before=number * count,
+            released=self._released,
+        )
+        run.play(self._train)
+        self._agree(run, form)
+        if is_last:
+            if self._schedule.splits_backward:
+                for part in self._parts.values():
+                    end_split_backward(part)
+            self.shared.add_gradients()
+        dist.all_reduce(total, group=self.group)
+        return total / count
+
+    @guarded("eval_step")
+    def eval_step(self, inputs: Any) -> Any:
+        """The output for a whole batch, without gradients, in the mode that the model is in.
+
+        Returns:
+            The model's output on the ranks of the last stage (`has_output`), None on others. To
+            have it everywhere call the model itself.
+        """
+        note_forward(self._mates, is_training=False)
+        outputs: list[Any] = []
+
+        def finish(output: Any, m: int) -> None:
+            outputs.append(output)
+
+        with torch.no_grad():
+            form = self._form(inputs)
+            run = Run(
+                self._parts,
+                schedule=self._schedule,
+                group=self.group,
+                peers=self._peers,
+                form=form,
+                microbatches=[as_arguments(inputs)],
+                finish=finish,
+            )
+            run.play(self._eval)
+            self._agree(run, form)
+        return outputs[0] if outputs else None
+
+    def _sync(self, part: Part, is_last: bool) -> None:
+        if not self._schedule.splits_backward:
+            set_gradient_sync(part.module, part.plan, is_last)
+        elif isinstance(part.module, FSDPModule):
+            # A backward in two halves ends in no hook: reduced once, by `end_split_backward`.
+            part.module.set_is_last_backward(False)
+            part.module.set_reshard_after_backward(False)
+            part.module.set_requires_gradient_sync(False)
+
+    def _form(self, inputs: Any) -> Form:
+        """What is known of such inputs; recorded when they are met first."""
+        key = (self.training, torch.is_grad_enabled(), _form_of(inputs))
+        if key not in self._forms:
+            program = make_program(self._hidden[0], self._stages, inputs)
+            self._forms[key] = Form(program, SequenceCuts(self.plan, program.flow))
+        return self._forms[key]
+
+    def _agree(self, run: Run, form: Form) -> None:
+        """Raise on every rank what went wrong on one.
+
+        Later than the first time with such inputs, only the ranks along pp are told: what one
+        rank cannot do, the others of its stage cannot either, or it has raised already.
+        """
+        group = None if form.is_new else self.group
+        form.is_new = False
+        flags = torch.tensor([run.failure is not None, run.has_poison], device=device()).float()
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        failed, has_poison = numbers(flags, [False, False])
+        if failed:
+            self._forms.clear()  # What was exchanged may be half of it.
+            is_own = run.failure is not None and not isinstance(run.failure, Told)
+            told: list[Any] = [None] * dist.get_world_size(group)
+            own = f"{type(run.failure).__name__}: {run.failure}" if is_own else ""
+            dist.all_gather_object(told, (dist.get_rank(), own), group=group)
+            if is_own:
+                assert run.failure is not None
+                raise run.failure
+            rank, text = next((rank, text) for rank, text in told if text)
+            raise ApplyError(Problem(f"rank {rank} could not do its part of a step: {text}"))
+        if has_poison:
+            raise ApplyError(
+                Problem(
+                    "what a stage sends or the loss is not a number: either the model itself gives "
+                    "that, or it uses what was not sent",
+                    self._stages.reason.origin,
+                    "try the model in one process; if it is right there, cut elsewhere",
+                )
+            )
+
+    # What `nn.Module` is asked for.
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of this rank."""
+        yield from self._named("named_parameters", prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The buffers of this rank."""
+        yield from self._named("named_buffers", prefix, recurse, remove_duplicate)
+
+    def _named(self, method: str, prefix: str, recurse: bool, remove_duplicate: bool) -> Any:
+        taken: dict[str, int] = {}
+        found: set[int] = set()
+        for stage, part in self._parts.items():
+            listed = getattr(part.module, method)("", recurse, remove_duplicate)
+            for name, tensor in listed:
+                if remove_duplicate and id(tensor) in found:
+                    continue
+                found.add(id(tensor))
+                full = name if taken.setdefault(name, stage) == stage else f"{name}@stage{stage}"
+                yield (f"{prefix}.{full}" if prefix else full), tensor
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The modules of this rank's stages."""
+        yield self
+        for part in self._parts.values():
+            yield from part.module.modules()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """What this rank holds, under the model's own names."""
+        out: dict[str, Any] = {}
+        for part in self._parts.values():
+            for name, value in part.module.state_dict(*args, **kwargs).items():
+                out.setdefault(name, value)
+        return out
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load what this rank holds; more may be there.
+
+        Raises:
+            ApplyError: With `strict`, something that this rank holds is missing.
+        """
+        for part in self._parts.values():
+            own = part.module.state_dict(keep_vars=True)
+            missing = [name for name in own if name not in state_dict]
+            if missing and strict:
+                raise ApplyError(Problem(f"{missing[0]} is not in the state dict"))
+            given = {name: state_dict[name] for name in own if name in state_dict}
+            part.module.load_state_dict(given, strict=strict, assign=assign)
+        return nn.modules.module._IncompatibleKeys([], [])
+
+    def train(self, mode: bool = True) -> PipelinedModule:
+        """Set the mode of every stage, and of the forward that is recorded.
+
+        Stages then tell each other anew which gradients come back, as they must after parameters
+        were frozen or unfrozen; like every verb it is to be called on all ranks.
+        """
+        self.training = mode
+        for form in self._forms.values():
+            form.metas.clear()
+        self._hidden[0].train(mode)
+        for part in self._parts.values():
+            part.module.train(mode)
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> PipelinedModule:
+        """Freeze or unfreeze every parameter, on all ranks."""
+        super().requires_grad_(requires_grad)
+        return self.train(self.training)
+
+
+def _form_of(inputs: Any) -> Any:
+    """What must be equal for two inputs to take the same way through the model."""
+    args, kwargs = as_arguments(inputs)
+    tensors = [(p, t.shape, t.dtype) for p, t in (*tensors_in(args), *tensors_in(kwargs))]
+    return (tuple(tensors), repr(_without_tensors((args, kwargs))))
+
+
+def _without_tensors(item: Any) -> Any:
+    if isinstance(item, torch.Tensor):
+        return "tensor"
+    if isinstance(item, Mapping):
+        return {key: _without_tensors(part) for key, part in item.items()}
+    if isinstance(item, tuple | list):
+        return [_without_tensors(part) for part in item]
+    return item

@@ -1,0 +1,92 @@
+"""What the stages do for inputs of one form: recorded anew for each, on every rank alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from meshplan.assign.types import Stages
+from meshplan.errors import ApplyError, Problem
+from meshplan.model.flow import Call
+from meshplan.model.stage_boundary import Cut, stages_of, unit_calls
+from meshplan.runtime.apply.pipeline.stage import Program
+from meshplan.runtime.base.pytree import opaque_in
+from meshplan.runtime.trace.ops import record
+
+
+def make_program(skeleton: nn.Module, stages: Stages, inputs: Any) -> Program:
+    """Record the forward on these inputs and see what crosses the cuts.
+
+    Args:
+        skeleton: The model, with or without numbers, in the mode it is to run in.
+        inputs: One microbatch.
+
+    Raises:
+        ApplyError: The forward takes a way that the plan's cut does not fit.
+    """
+    forms: dict[int, Any] = {}
+    flow = record(skeleton, inputs, forms)
+    calls = unit_calls(flow, stages.opened, stages.free)
+    places = _stages_of(calls, stages)
+    cut = Cut(flow, calls)
+    problems = list(_problems(cut, places, stages, forms))
+    if problems:
+        raise ApplyError(problems)
+    return Program(
+        flow=flow,
+        calls=calls,
+        stages=tuple(places),
+        forms=tuple(forms[call.id] for call in calls),
+        relay=cut.relay(places, stages.num),
+        written=frozenset(cut.written),
+        keeps_state=cut.keeps_state(),
+        last=stages.num - 1,
+        answer=forms[flow.calls[0].id],
+    )
+
+
+def _stages_of(calls: tuple[Call, ...], stages: Stages) -> list[int]:
+    """The stage of each call."""
+    places = stages_of(calls, stages.units)
+    for call, place in zip(calls, places, strict=True):
+        if place is None:
+            raise ApplyError(
+                Problem(
+                    f"'{call.module}' runs here, but did not when the plan was decided",
+                    stages.reason.origin,
+                    "pass example_inputs to parallelize that take the same way through the model",
+                )
+            )
+    return [place for place in places if place is not None]
+
+
+def _problems(
+    cut: Cut, places: list[int], stages: Stages, forms: dict[int, Any]
+) -> Iterator[Problem]:
+    origin = stages.reason.origin
+    for bond in cut.bonds():
+        if places[bond.first] != places[bond.last]:
+            first, last = cut.units[bond.first].module, cut.units[bond.last].module
+            yield Problem(
+                f"the pipeline is cut between '{first}' and '{last}': {bond.why}",
+                origin,
+                "put both into one stage",
+            )
+    for call in cut.units:
+        for kind in opaque_in(forms[call.id]):
+            yield Problem(
+                f"'{call.module}' returns a {kind}, which stages that do not run it cannot make",
+                origin,
+                "cut inside it, or let it return tensors alone",
+            )
+            break
+    for stage, names in enumerate(cut.relay(places, stages.num).reads):
+        for name in sorted(names):
+            if stage not in stages.tensors.get(name, ()):
+                yield Problem(
+                    f"stage {stage} reads {name} here, but does not hold it",
+                    origin,
+                    "pass example_inputs to parallelize that take the same way through the model",
+                )

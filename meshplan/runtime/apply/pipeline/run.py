@@ -1,0 +1,370 @@
+"""Play a schedule on this rank: compute, send, receive.
+
+Shapes are exchanged once per form of the inputs, with the first microbatch. A stage in which
+something raises computes no more, but sends and receives on, so that no other waits for it: what
+happened is told at the end. Where only some of the ranks of a stage fail, the others wait for
+them in collectives of the stage, and the error is raised at once. Nothing here knows which
+schedule it plays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.layout.schedules import Action, Schedule
+from meshplan.plan.plan import Plan
+from meshplan.runtime.apply.pipeline.split_backward import (
+    Halves,
+    check_weights,
+    first_half,
+    second_half,
+)
+from meshplan.runtime.apply.pipeline.stage import Program, Replay
+from meshplan.runtime.base.fake_mode import is_pretending
+from meshplan.runtime.base.mesh import device
+from meshplan.runtime.base.phases import begin
+from meshplan.runtime.checks.forward_writes import before_backward, begin_microbatch
+from meshplan.runtime.torch_private.private import reduce_units
+from meshplan.runtime.watch.guard import fails_together, is_lost_connection
+from meshplan.traffic.sequence import SequenceCuts
+
+Meta = tuple[tuple[int, ...], torch.dtype, bool]
+"""Shape, dtype, and whether a gradient comes back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stage of this rank: its module, its part of the plan, and its replay."""
+
+    module: nn.Module
+    plan: Plan
+    replay: Replay
+
+
+@dataclass(slots=True)
+class Form:
+    """What is known of inputs of one form.
+
+    Attributes:
+        program: What the stages do.
+        sequence: Which values are cut along it.
+        metas: By cut, what crosses it, as it was the first time.
+        is_new: Nothing was run with it yet.
+    """
+
+    program: Program
+    sequence: SequenceCuts
+    metas: dict[tuple[int, bool], list[Meta]] = field(default_factory=dict)
+    is_new: bool = True
+
+
+@dataclass(slots=True)
+class _Flight:
+    """One microbatch in one stage, between forward and backward."""
+
+    received: dict[int, torch.Tensor] = field(default_factory=dict)
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    gradients: list[torch.Tensor] = field(default_factory=list)
+    halves: Halves = field(default_factory=Halves)
+
+
+class Told(Exception):
+    """Another rank failed."""
+
+
+class Run:
+    """One pass of all microbatches through this rank's stages.
+
+    Args:
+        parts: By stage.
+        schedule: Where stages lie.
+        group: The ranks along pp.
+        peers: The ranks that hold the same stages, this one among them.
+        form: Of the inputs.
+        microbatches: Arguments and keyword arguments of each.
+        finish: (output, microbatch) -> what backward starts from; only called in the last stage.
+        sync: (part, is last) -> says whether the coming backward is the last of its part.
+        before: How many microbatches of the same optimizer step went before these.
+        released: By a step, what was sent and has arrived before it; the rest is kept to the end.
+    """
+
+    def __init__(
+        self,
+        parts: dict[int, Part],
+        *,
+        schedule: Schedule,
+        group: ProcessGroup,
+        peers: Sequence[int],
+        form: Form,
+        microbatches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+        finish: Callable[[Any, int], torch.Tensor | None],
+        sync: Callable[[Part, bool], None] = lambda part, is_last: None,
+        before: int = 0,
+        released: Mapping[Action, tuple[Action, ...]] = MappingProxyType({}),
+    ) -> None:
+        self.parts, self.schedule, self.group, self.form = parts, schedule, group, form
+        self.microbatches, self.finish, self.sync = microbatches, finish, sync
+        self.peers, self.before = peers, before
+        self.last = form.program.last
+        self.has_poison = False
+        self.failure: Exception | None = None
+        self._size = dist.get_world_size(group)
+        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._arriving: dict[tuple[str, int, int], list[dist.Work]] = {}
+        self._leaving: dict[Action, tuple[list[dist.Work], list[torch.Tensor]]] = {}
+        self._released = released
+        self._backwards: dict[int, int] = dict.fromkeys(parts, 0)
+
+    def play(self, actions: Sequence[Action]) -> None:
+        """Do these actions in order."""
+        steps = {
+            "F": self._forward, "B": self._backward, "I": self._backward_inputs,
+            "W": self._backward_weights, "SEND_F": self._send_forward,
+            "RECV_F": self._receive_forward, "SEND_B": self._send_backward,
+            "RECV_B": self._receive_backward,
+        }  # fmt: skip
+        for action in actions:
+            step = steps[action.kind]
+            if "_" in action.kind:
+                step(action.stage, action.microbatch)
+            elif self.failure is None:
+                begin("forward" if action.kind == "F" else "backward")
+                try:
+                    step(action.stage, action.microbatch)
+                except Exception as error:  # The user's forward and loss may raise anything.
+                    self._fail(error)
+        for works in (*self._arriving.values(), *(works for works, _ in self._leaving.values())):
+            for work in works:
+                work.wait()
+        self._arriving.clear()
+        self._leaving.clear()
+
+    def _fail(self, error: Exception) -> None:
+        """Compute no more; raise where the other ranks of the stage go on computing.
+
+        Or where there are none: what is left of the step would be taken for all of it.
+        """
+        if self.failure is None:
+            is_alone = is_pretending() or is_lost_connection(error)
+            if is_alone or not fails_together(error, self.peers):
+                raise error
+            self.failure = error
+
+    def _flight(self, stage: int, microbatch: int) -> _Flight:
+        return self._flights.setdefault((stage, microbatch), _Flight())
+
+    def _forward(self, stage: int, m: int) -> None:
+        part, flight, program = self.parts[stage], self._flight(stage, m), self.form.program
+        if stage and self._peer(stage - 1) is None:
+            values = program.sent(stage - 1)
+            for value, tensor in zip(values, self._flight(stage - 1, m).outputs, strict=True):
+                leaf = tensor.detach().requires_grad_(tensor.requires_grad)
+                flight.received[value] = leaf
+        self._wait("F", stage, m)
+        self._release(Action("F", stage, m))
+        replay = part.replay
+        replay.program, replay.received = program, flight.received
+        args, kwargs = self.microbatches[m]
+        begin_microbatch(part.module, self.before + m)
+        try:
+            output = part.module(*args, **kwargs)
+        finally:
+            replay.program, replay.received = None, {}
+            replay.forget()
+        if stage == self.last:
+            loss = self.finish(output, m)
+            flight.outputs = [] if loss is None else [loss]
+        else:
+            flight.outputs = list(output)
+        if self.form.is_new and not is_pretending():
+            self.has_poison |= any(
+                t.is_floating_point() and bool(t.detach().isnan().any()) for t in flight.outputs
+            )
+
+    def _backward(self, stage: int, m: int) -> None:
+        flight = self._before_backward("B", stage, m)
+        outputs, gradients = self._roots(stage, flight)
+        if outputs:
+            torch.autograd.backward(outputs, gradients)
+        flight.outputs, flight.gradients = [], []
+
+    def _backward_inputs(self, stage: int, m: int) -> None:
+        flight, weights = (
+            self._before_backward("I", stage, m),
+            self.parts[stage].module.parameters(),
+        )
+        outputs, gradients = self._roots(stage, flight)
+        leaves = self._leaves(flight)
+        if self.form.is_new and m == 0:
+            check_weights(outputs, leaves, self.parts[stage].module.parameters())
+        flight.halves = first_half(outputs, gradients, leaves, weights)
+        flight.outputs, flight.gradients = [], []
+
+    def _backward_weights(self, stage: int, m: int) -> None:
+        flight = self._flight(stage, m)
+        second_half(flight.halves, self.parts[stage].module.parameters())
+        flight.halves = Halves()
+
+    def _before_backward(self, kind: Literal["B", "I"], stage: int, m: int) -> _Flight:
+        flight = self._flight(stage, m)
+        if stage < self.last and self._peer(stage + 1) is None:
+            flight.gradients = self._gradients(self._flight(stage + 1, m))
+        self._wait("B", stage, m)
+        self._release(Action(kind, stage, m))
+        self._backwards[stage] += 1
+        is_last = self._backwards[stage] == len(self.microbatches)
+        before_backward(self.parts[stage].module, self.before + m)
+        self.sync(self.parts[stage], is_last)
+        return flight
+
+    def _roots(
+        self, stage: int, flight: _Flight
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
+        outputs = [tensor for tensor in flight.outputs if tensor.requires_grad]
+        return outputs, None if stage == self.last else flight.gradients
+
+    def _leaves(self, flight: _Flight) -> list[torch.Tensor]:
+        return [leaf for leaf in flight.received.values() if leaf.requires_grad]
+
+    def _gradients(self, flight: _Flight) -> list[torch.Tensor]:
+        """Of what was received, zero where nothing came back."""
+        out = []
+        for leaf in self._leaves(flight):
+            gradient = leaf.grad
+            out.append(torch.zeros_like(leaf) if gradient is None else gradient.contiguous())
+        flight.received = {}
+        return out
+
+    # What goes between ranks.
+
+    def _peer(self, stage: int) -> int | None:
+        """The global rank that holds a stage; None if it is this one."""
+        place = self.schedule.rank_of(stage, self._size)
+        if place == dist.get_rank(self.group):
+            return None
+        return dist.get_global_rank(self.group, place)
+
+    def _send_forward(self, stage: int, m: int) -> None:
+        peer = self._peer(stage + 1)
+        assert peer is not None
+        tensors = self._flight(stage, m).outputs
+        found: list[Meta] = [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
+        key = (stage, torch.is_grad_enabled())
+        known = self.form.metas.get(key)
+        if known is None:
+            known = self.form.metas[key] = found
+            header = None if self.failure else found
+            if not is_pretending():
+                dist.send_object_list([header], dst=peer, group=self.group)
+        if known != found:
+            changed = _changed(stage, known, found)
+            self._fail(ApplyError(changed))
+            tensors = [torch.zeros(meta[0], dtype=meta[1], device=device()) for meta in known]
+        self._send(tensors, peer, Action("SEND_F", stage, m))
+
+    def _receive_forward(self, stage: int, m: int) -> None:
+        peer = self._peer(stage - 1)
+        assert peer is not None
+        key = (stage - 1, torch.is_grad_enabled())
+        if key not in self.form.metas:
+            box: list[Any] = [None]
+            if is_pretending():
+                box = [self._expected(stage - 1)]
+            else:
+                dist.recv_object_list(box, src=peer, group=self.group)
+            self.form.metas[key] = box[0] or []
+            if box[0] is None:
+                self._fail(Told())
+        metas = self.form.metas[key]
+        tensors = [torch.empty(shape, dtype=dtype, device=device()) for shape, dtype, _ in metas]
+        self._arriving["F", stage, m] = self._receive(tensors, peer)
+        values = self.form.program.sent(stage - 1)
+        for value, tensor, meta in zip(values, tensors, metas, strict=not self.failure):
+            self._flight(stage, m).received[value] = tensor.requires_grad_(meta[2])
+
+    def _expected(self, stage: int) -> list[Meta]:
+        """What a stage sends, by the recorded forward, where nobody is there to tell."""
+        precision = self.parts[stage + 1].plan.spec.precision
+        dtype = getattr(torch, precision.param) if precision.is_mixed and precision.param else None
+        out: list[Meta] = []
+        for number in self.form.program.sent(stage):
+            value = self.form.program.flow.values[number]
+            kind = getattr(torch, value.dtype)
+            kind = dtype if dtype is not None and kind.is_floating_point else kind
+            shape = self.form.sequence.shape(number, value.shape)
+            if shape is None:
+                what = f"nothing tells whether what stage {stage} sends is cut along the sequence"
+                raise ApplyError(Problem(what, fix="leave sequence_parallel or pp out"))
+            out.append((shape, kind, kind.is_floating_point))
+        return out
+
+    def _send_backward(self, stage: int, m: int) -> None:
+        peer = self._peer(stage - 1)
+        assert peer is not None
+        self._wait("F", stage, m)  # After a failure nobody has.
+        gradients = self._gradients(self._flight(stage, m))
+        self._send(gradients, peer, Action("SEND_B", stage, m))
+
+    def _receive_backward(self, stage: int, m: int) -> None:
+        peer = self._peer(stage + 1)
+        assert peer is not None
+        flight = self._flight(stage, m)
+        metas = self.form.metas[stage, True]
+        flight.gradients = [
+            torch.empty(shape, dtype=dtype, device=device())
+            for shape, dtype, needs_gradient in metas
+            if needs_gradient
+        ]
+        self._arriving["B", stage, m] = self._receive(flight.gradients, peer)
+
+    def _send(self, tensors: list[torch.Tensor], peer: int, action: Action) -> None:
+        whole = [t.detach().contiguous() for t in tensors if t.numel()]
+        ops = [dist.P2POp(dist.isend, t, peer, self.group) for t in whole]
+        if ops:
+            self._leaving[action] = (dist.batch_isend_irecv(ops), whole)
+
+    def _release(self, step: Action) -> None:
+        """Let go of what was sent and is known to have arrived."""
+        for sent in self._released.get(step, ()):
+            works, _ = self._leaving.pop(sent, ((), ()))
+            for work in works:
+                work.wait()
+
+    def _receive(self, tensors: list[torch.Tensor], peer: int) -> list[dist.Work]:
+        ops = [dist.P2POp(dist.irecv, t, peer, self.group) for t in tensors if t.numel()]
+        with torch.no_grad() if ops else nullcontext():
+            return dist.batch_isend_irecv(ops) if ops else []
+
+    def _wait(self, kind: str, stage: int, m: int) -> None:
+        for work in self._arriving.pop((kind, stage, m), []):
+            work.wait()
+
+
+def _changed(stage: int, known: list[Meta], found: list[Meta]) -> Problem:
+    """What a stage sends is not what the next one waits for."""
+    if [meta[:2] for meta in known] == [meta[:2] for meta in found]:
+        return Problem(
+            f"parameters of stage {stage} or of one before it were frozen or unfrozen, and the "
+            "stages behind it do not know yet whether a gradient is to come back",
+            fix="call model.train() on every rank after freezing or unfreezing",
+        )
+    return Problem(
+        f"what stage {stage} sends changed its shape or dtype from {known} to {found}, "
+        "although the inputs did not",
+        fix="cut where shapes follow from the shapes of the inputs",
+    )
+
+
+def end_split_backward(part: Part) -> None:
+    """Reduce what a backward in two halves left unreduced."""
+    reduce_units(part.module)

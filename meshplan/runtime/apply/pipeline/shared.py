@@ -1,0 +1,125 @@
+"""Parameters that several stages hold: tied embeddings, a layer that runs twice.
+
+Each stage has a copy, starting from the same numbers. The gradients of all copies are added,
+so that every optimizer makes the same step on each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshplan.plan.plan import Plan
+from meshplan.runtime.base.fake_mode import numbers
+from meshplan.runtime.base.mesh import device, local_of, submesh, without_partial
+
+
+class SharedTensors:
+    """The copies that this rank holds, and with whom it shares them.
+
+    Args:
+        plan: The whole model's.
+        parts: This rank's stage modules, by stage.
+    """
+
+    def __init__(self, plan: Plan, mesh: DeviceMesh, parts: dict[int, nn.Module]) -> None:
+        stages = plan.assignment.stages
+        assert stages is not None
+        pp = submesh(mesh, ("pp",))
+        place = pp.get_local_rank()
+        self._copies: list[tuple[str, list[nn.Parameter]]] = []
+        self._groups: dict[str, ProcessGroup | None] = {}
+        self._extra: set[int] = set()
+        made: dict[tuple[int, ...], ProcessGroup | None] = {}
+        for fqn, holders in plan.assignment.shared.items():
+            places = tuple(sorted({stages.rank_of(stage) for stage in holders}))
+            if places not in made:
+                made[places] = _group_of(places, pp, mesh)
+            # Stages of one rank hold the very same parameter unless something wrapped it.
+            copies = list(
+                dict.fromkeys(
+                    module.get_parameter(fqn) for stage, module in parts.items() if stage in holders
+                )
+            )
+            if not copies:
+                continue
+            self._copies.append((fqn, copies))
+            self._groups[fqn] = made[places]
+            counted = copies[1:] if place == stages.rank_of(holders[0]) else copies
+            self._extra.update(id(copy) for copy in counted)
+
+    def is_counted(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is the one of its copies that a sum over the model counts."""
+        return id(parameter) not in self._extra
+
+    def copies(self) -> Iterator[tuple[str, nn.Parameter, ProcessGroup]]:
+        """(fqn, this rank's copy, the ranks that hold one) of what several ranks share."""
+        for fqn, copies in self._copies:
+            group = self._groups[fqn]
+            if group is not None:
+                yield fqn, copies[0], group
+
+    def add_gradients(self) -> None:
+        """Give every copy the sum of the gradients of all."""
+        if not self._copies:
+            return
+        for fqn, copies in self._copies:
+            group = self._groups[fqn]
+            for copy in copies:
+                if copy.grad is not None:
+                    copy.grad = without_partial(copy.grad)
+            present = [copy.grad for copy in copies if copy.grad is not None]
+            is_there = torch.tensor(float(bool(present)), device=device())
+            if group is not None:
+                dist.all_reduce(is_there, op=dist.ReduceOp.MAX, group=group)
+            if not numbers(is_there, float(bool(present))):
+                continue
+            total = torch.zeros_like(local_of(copies[0].detach()))
+            for gradient in present:
+                total += local_of(gradient)
+            if group is not None:
+                dist.all_reduce(total, group=group)
+            for copy in copies:
+                if copy.grad is not None:
+                    # In place: another tensor would leave this one's part of the unit's reduced
+                    # gradients behind, which live as long as those of the other parameters.
+                    local_of(copy.grad).copy_(total)
+                else:
+                    copy.grad = _like(copy, total.clone() if len(copies) > 1 else total)
+
+
+def _like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+    """A gradient with these local numbers, laid out as the parameter is."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _group_of(places: tuple[int, ...], pp: DeviceMesh, mesh: DeviceMesh) -> ProcessGroup | None:
+    """The ranks at these places along pp of this rank's column; None where it is not among them.
+
+    Every rank makes every group: torch wants it so.
+    """
+    if len(places) == 1:
+        return None
+    if len(places) == pp.size():
+        return pp.get_group()
+    names = mesh.mesh_dim_names or ()
+    columns = mesh.mesh.movedim(names.index("pp"), -1).reshape(-1, pp.size()).tolist()
+    found, _ = dist.new_subgroups_by_enumeration(
+        [[column[place] for place in places] for column in columns]
+    )
+    return found if pp.get_local_rank() in places else None

@@ -1,0 +1,119 @@
+"""A backward in two halves: first the gradients of what was received, later those of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.runtime.torch_private.private import backward_of_inputs, backward_of_weights
+
+
+@dataclass(slots=True)
+class Halves:
+    """What the first half leaves to the second.
+
+    Attributes:
+        groups: For the weights that lie on the way to an input.
+        roots: Outputs that depend on weights alone, with their gradients: nothing was done yet.
+    """
+
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    roots: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)
+
+
+def first_half(
+    outputs: list[torch.Tensor],
+    gradients: list[torch.Tensor] | None,
+    leaves: list[torch.Tensor],
+    weights: Iterable[nn.Parameter],
+) -> Halves:
+    """Give `leaves` their gradients.
+
+    Args:
+        outputs: What backward starts from.
+        gradients: Of the outputs; None for a loss.
+    """
+    out = Halves()
+    ids = {id(leaf) for leaf in leaves}
+    joined: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+    pairs = zip(outputs, gradients or [None] * len(outputs), strict=True)
+    for output, gradient in pairs:
+        # torch's halves meet where a weight joins what comes from an input: they would lose the
+        # weights of an output that comes from none.
+        comes_from_input = any(id(variable) in ids for variable in leaves_of(output))
+        (joined if comes_from_input else out.roots).append((output, gradient))
+    if joined:
+        tensors = [tensor for tensor, _ in joined]
+        given = None if gradients is None else [g for _, g in joined if g is not None]
+        with _refusing():
+            out.groups = backward_of_inputs(tensors, given, leaves, weights)
+    return out
+
+
+def second_half(halves: Halves, weights: Iterable[nn.Parameter]) -> None:
+    """Give the weights their gradients."""
+    if halves.roots:
+        tensors, gradients = zip(*halves.roots, strict=True)
+        torch.autograd.backward(tensors, gradients, retain_graph=bool(halves.groups))
+    if halves.groups:
+        with _refusing():
+            backward_of_weights(weights, halves.groups)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Tell what torch's halves cannot do, such as a weight that is used twice in one chain."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise ApplyError(
+            Problem(
+                f"the backward of a stage cannot be split in two halves: {error}",
+                fix="use a schedule that does not split the backward: 1F1B or Interleaved1F1B",
+            )
+        ) from error
+
+
+def check_weights(
+    outputs: list[torch.Tensor], leaves: list[torch.Tensor], weights: Iterable[nn.Parameter]
+) -> None:
+    """Everything that a gradient flows to is a weight of the stage or came from another one.
+
+    Raises:
+        ApplyError: The second half would not find a weight, and would lose its gradient.
+    """
+    known = {id(tensor) for tensor in (*leaves, *weights)}
+    if any(id(variable) not in known for output in outputs for variable in leaves_of(output)):
+        raise ApplyError(
+            Problem(
+                "the forward of a stage uses a weight that is not among its parameters when "
+                "backward begins, so a backward in two halves would miss it",
+                fix="use a schedule that does not split the backward: 1F1B or Interleaved1F1B",
+            )
+        )
+
+
+def leaves_of(output: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The leaves of the graph behind a tensor, each once."""
+    if output.grad_fn is None:
+        if output.requires_grad:
+            yield output
+        return
+    waiting, seen = [output.grad_fn], {output.grad_fn}
+    while waiting:
+        node = waiting.pop()
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.Tensor):
+            yield variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)

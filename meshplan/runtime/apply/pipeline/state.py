@@ -1,0 +1,48 @@
+"""The whole state dict of a pipelined model, on rank 0."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from meshplan.runtime.apply.pipeline.module import PipelinedModule
+from meshplan.runtime.base.mesh import device, full
+
+
+def gather_stages(model: PipelinedModule) -> dict[str, torch.Tensor]:
+    """Every tensor of every stage on rank 0, `{}` elsewhere; all ranks must call it.
+
+    Each tensor is gathered by the ranks of one stage that holds it, and sent along pp.
+    """
+    stages, placed = model.pipeline, model.plan.assignment.tensors
+    first = {name: fqn for fqn, p in placed.items() for name in p.info.names}
+    group = model.group
+    place, is_first = dist.get_rank(group), dist.get_rank() == 0
+    is_column = 0 in dist.get_process_group_ranks(group)
+    own = {s: m.state_dict(keep_vars=True) for s, m in model.stages.items()}
+    out: dict[str, torch.Tensor] = {}
+    gathered: dict[str, torch.Tensor] = {}
+    for name in model.names:
+        fqn = first.get(name)
+        if fqn is None:
+            continue
+        if fqn not in gathered:
+            # Only the last stage runs a forward to its end, so it has written every buffer.
+            stage = stages.tensors[fqn][-1 if placed[fqn].info.is_buffer else 0]
+            holder = stages.rank_of(stage)
+            info = placed[fqn].info
+            whole = torch.empty(0 if info.numel else info.shape, dtype=getattr(torch, info.dtype))
+            if place == holder:
+                whole = full(own[stage][name].detach())
+            if holder and is_column and info.numel:
+                if place == holder:
+                    dist.send(whole.contiguous(), dst=0, group=group)
+                elif is_first:
+                    dtype = getattr(torch, placed[fqn].dtype)
+                    whole = torch.empty(info.shape, dtype=dtype, device=device())
+                    source = dist.get_global_rank(group, holder)
+                    dist.recv(whole, src=source, group=group)
+            gathered[fqn] = whole.to("cpu", copy=True) if is_first else torch.empty(0)
+        if is_first:
+            out[name] = gathered[fqn]
+    return out

@@ -1,0 +1,218 @@
+"""Activation checkpointing: `module.forward` runs again in backward instead of being stored.
+
+The forward is wrapped on the instance, so names and the module tree stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.plan.plan import Plan
+from meshplan.runtime.apply.tensor_parallel import forget_entered
+from meshplan.runtime.base.fake_mode import is_pretending
+from meshplan.runtime.base.mesh import sums_over_ranks
+from meshplan.runtime.base.module_state import plain_attributes
+from meshplan.runtime.checks.forward_writes import refuse_second_writes
+
+_OPS: dict[str, tuple[str, ...]] = {
+    "mm": ("mm", "addmm", "_grouped_mm"),
+    "bmm": ("bmm", "baddbmm"),
+    "conv": ("convolution",),
+    "sdpa": (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    ),
+}
+"""Words of `save:` and the aten ops they stand for."""
+
+_RECORDS = (
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+)
+
+
+def apply_recompute(model: nn.Module, plan: Plan) -> None:
+    """Wrap the forward of every module that the plan recomputes, in place."""
+    for fqn, recompute in plan.assignment.recompute.items():
+        module = model.get_submodule(fqn)
+        context: dict[str, Any] = {}
+        if recompute.policy.mode == "selective":
+            saved = _saved_ops(recompute.policy.kept, recompute.reason.origin)
+            # A compiler would keep what is sent before it is waited for, and sees no DTensor.
+            if recompute.policy.keeps_sums and not plan.spec.compile:
+                saved |= sums_over_ranks()
+            # A unit inside of it that stays gathered leaves the profiler other records each time.
+            SAC_IGNORED_OPS.update(_RECORDS)
+            context["context_fn"] = partial(
+                create_selective_checkpoint_contexts, partial(_policy, saved)
+            )
+        module.forward = _recomputed(module, context)
+
+
+def _recomputed(module: nn.Module, context: dict[str, Any]) -> Callable[..., Any]:
+    forward, moving = module.forward, _Moving(module)
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        twice = forward if torch.compiler.is_compiling() else moving.as_at_first(forward)
+        return checkpoint(twice, *args, use_reentrant=False, **context, **kwargs)
+
+    return run
+
+
+class _Moving:
+    """What the forward of a module writes: running statistics, counters, averages.
+
+    In buffers, and in attributes that hold numbers.
+
+    A forward that runs again must find them as the first one did, or it computes something else,
+    and must not write them a second time.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._known: dict[tuple[bool, ...], list[tuple[nn.Module, str]]] = {}
+        self._known_attributes: dict[tuple[bool, ...], list[tuple[nn.Module, str]]] = {}
+
+    def as_at_first(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward that, called again, finds and leaves both as it did the first time."""
+        starts: dict[tuple[nn.Module, str], torch.Tensor] | None = None
+        attributes: dict[tuple[nn.Module, str], Any] = {}
+
+        @wraps(forward)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal starts, attributes
+            if starts is None:
+                attributes = self._attributes()
+                starts, output = self._first(forward, args, kwargs)
+                attributes = self._changed(attributes)
+                return output
+            last = {(owner, name): vars(owner).get(name) for owner, name in attributes}
+            ends = {(owner, name): owner._buffers[name] for owner, name in starts}
+            try:
+                for (owner, name), value in attributes.items():
+                    vars(owner)[name] = value
+                for (owner, name), start in starts.items():
+                    owner._buffers[name] = start.clone()  # As an object of its own: saved for
+                return forward(*args, **kwargs)  # backward is what this forward met.
+            finally:  # Also where torch ends it early, having found all that backward wants.
+                for (owner, name), end in ends.items():
+                    owner._buffers[name] = end
+                for (owner, name), value in last.items():
+                    vars(owner)[name] = value
+                # The module around is not called again, so its hook does not forget them.
+                forget_entered()
+                refuse_second_writes(self._module)
+
+        return call
+
+    def _modes(self) -> tuple[bool, ...]:
+        return tuple(module.training for module in self._module.modules())
+
+    def _attributes(self) -> dict[tuple[nn.Module, str], Any]:
+        """Plain attributes as they are now: all of them, until it is known which change."""
+        known = self._known_attributes.get(self._modes())
+        if known is None:
+            return plain_attributes(self._module)
+        return {(owner, name): vars(owner).get(name) for owner, name in known}
+
+    def _changed(
+        self, before: dict[tuple[nn.Module, str], Any]
+    ) -> dict[tuple[nn.Module, str], Any]:
+        """Those of `before` that a forward changes."""
+        modes = self._modes()
+        if modes not in self._known_attributes:
+            now = plain_attributes(self._module)
+            self._known_attributes[modes] = [k for k, v in before.items() if now.get(k, v) != v]
+        return {place: before[place] for place in self._known_attributes[modes]}
+
+    def _first(
+        self, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[dict[tuple[nn.Module, str], torch.Tensor], Any]:
+        """(the buffers that were written, as they were before; the output)."""
+        modes = self._modes()
+        places = self._known.get(modes)
+        watched = self._all() if places is None else places
+        before = {(owner, name): owner._buffers[name] for owner, name in watched}
+        starts = {place: b.detach().clone() for place, b in before.items() if b is not None}
+        versions = {place: _version_of(b) for place, b in before.items()}
+        output = forward(*args, **kwargs)
+        if places is None:  # Which those are is looked at once: reading them waits for the device.
+            written = [p for p in starts if not _is_same(p, before[p], starts[p], versions[p])]
+            self._known[modes] = written
+            starts = {place: starts[place] for place in written}
+        return starts, output
+
+    def _all(self) -> list[tuple[nn.Module, str]]:
+        return [(owner, name) for owner in self._module.modules() for name in owner._buffers]
+
+
+def _version_of(buffer: torch.Tensor | None) -> int:
+    """How often it was written."""
+    return 0 if buffer is None else buffer._version
+
+
+def _is_same(
+    place: tuple[nn.Module, str], before: torch.Tensor | None, start: torch.Tensor, version: int
+) -> bool:
+    """Whether a buffer is the tensor that it was, with the numbers that it had.
+
+    Where there are no numbers: whether nobody has written it.
+    """
+    owner, name = place
+    now = owner._buffers[name]
+    if now is not before or now is None:
+        return False
+    return _version_of(now) == version if is_pretending() else torch.equal(now, start)
+
+
+def _saved_ops(words: tuple[str, ...], origin: Any) -> frozenset[Any]:
+    out: set[Any] = set()
+    for word in words:
+        names = _OPS.get(word, (word.removeprefix("aten."),))
+        found = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
+        if not found:
+            raise ApplyError(
+                Problem(
+                    f"'{word}' is not an op that can be kept",
+                    origin,
+                    f"use {', '.join(_OPS)} or the name of an aten op",
+                )
+            )
+        out.update(packet.default for packet in found)
+    return frozenset(out)
+
+
+def _policy(saved: frozenset[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    if op in saved and not _makes_addends(args):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _makes_addends(args: tuple[Any, ...]) -> bool:
+    """Whether ranks of tp add up what a product makes: its factors are cut where they meet.
+
+    The sum is kept instead (`spec.ActivationCheckpointing.keeps_sums`).
+    """
+    left = args[-2] if len(args) > 1 else None
+    if not isinstance(left, DTensor):
+        return False
+    return any(placement.is_shard(left.ndim - 1) for placement in left.placements)

@@ -1,0 +1,219 @@
+"""A decided plan becomes a wrapped module: everything that `parallelize` does after deciding.
+
+Also run where nothing is decided or sent: by a trace of memory, on tensors without numbers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.plan.plan import Plan
+from meshplan.runtime.apply.batchnorm import apply_sync_batchnorm
+from meshplan.runtime.apply.chunked_loss import apply_chunked_loss
+from meshplan.runtime.apply.context.apply import ContextParallelism
+from meshplan.runtime.apply.data import apply_data_parallel, keep_evaluation_apart
+from meshplan.runtime.apply.experts import apply_expert_parallel
+from meshplan.runtime.apply.gradients import agree_on_gradients
+from meshplan.runtime.apply.loss_weights import History
+from meshplan.runtime.apply.materialize import Values
+from meshplan.runtime.apply.max_norm import share_looked_up_rows
+from meshplan.runtime.apply.offload import apply_host_activations
+from meshplan.runtime.apply.pipeline.apply import apply_pipeline
+from meshplan.runtime.apply.randomness import give_own_stream
+from meshplan.runtime.apply.recompute import apply_recompute
+from meshplan.runtime.apply.tensor_parallel import apply_tensor_parallel, lay_gradients
+from meshplan.runtime.apply.trainability import follow_trainability
+from meshplan.runtime.base.compile import apply_compile, compiles
+from meshplan.runtime.base.fake_mode import is_pretending
+from meshplan.runtime.base.forward_calls import routable_units, route_direct_calls
+from meshplan.runtime.base.mesh import device
+from meshplan.runtime.base.optimizer_steps import take_mixed_one_by_one
+from meshplan.runtime.checks.detours import refuse_calls_of_parts
+from meshplan.runtime.checks.dp_replicas import watch_replicas
+from meshplan.runtime.checks.forward_writes import watch_forward_writes
+from meshplan.runtime.checks.layouts import check_live
+from meshplan.runtime.checks.local_forward import prove_first_forward
+from meshplan.runtime.checks.outside import refuse_second_derivatives, watch_first_forward
+from meshplan.runtime.checks.tp_replicas import watch_first_step
+from meshplan.spec.trust import check_code
+
+
+@dataclass(slots=True)
+class Applied:
+    """What `model.meshplan` is.
+
+    Attributes:
+        plan: The decision that was applied.
+        mesh: The live DeviceMesh, with the plan's axis names.
+        loss_scale: Present scale of the loss under fp16, 1.0 otherwise.
+        steps_without_overflow: Steps since the scale last changed.
+        is_tested: Whether the first loss was compared along tp.
+        history: What `train_step` has seen of the loss so far.
+    """
+
+    plan: Plan
+    mesh: DeviceMesh
+    loss_scale: float = field(default=1.0)
+    steps_without_overflow: int = 0
+    is_tested: bool = False
+    history: History = field(default_factory=History)
+
+
+def applied(model: nn.Module) -> Applied:
+    """The `Applied` of a parallelized model.
+
+    Raises:
+        ApplyError: It was never parallelized.
+    """
+    found = getattr(model, "meshplan", None)
+    if not isinstance(found, Applied):
+        raise ApplyError(
+            Problem(
+                f"this {type(model).__name__} was not parallelized by meshplan",
+                fix="use the module that meshplan.parallelize returned",
+            )
+        )
+    return found
+
+
+def own_module(model: nn.Module) -> nn.Module:
+    """The user's module inside of what `parallelize` returned."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -> nn.Module:
+    """What `parallelize` does once everything is decided and agreed upon, in place.
+
+    Args:
+        values: Of a model on meta, for all that this rank holds.
+
+    Returns:
+        The module to train, with its `Applied`.
+    """
+    cast_parameters(model, plan)
+    _apply_code(model, plan)
+    if plan.assignment.stages is None:
+        is_compiled = compiles(model, plan)
+        wrapped = _wrap(model, plan, mesh, values)
+        if not is_compiled:  # A mode that is active would be compiled into the blocks.
+            watch_first_forward(wrapped, plan)
+        refuse_second_derivatives(wrapped, plan)
+    else:
+        wrapped = apply_pipeline(model, plan, mesh, values, _wrap)
+    needs_scale = plan.spec.precision.scales_loss
+    wrapped.meshplan = Applied(plan, mesh, 2.0**16 if needs_scale else 1.0)
+    return wrapped
+
+
+def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -> nn.Module:
+    """Everything but the pipeline, in place; returns the module to call."""
+    routable, is_compiled = routable_units(model, plan), compiles(model, plan)
+    apply_tensor_parallel(model, plan, mesh)
+    apply_expert_parallel(model, plan, mesh)
+    apply_sync_batchnorm(model, plan, mesh)
+    context = ContextParallelism(model, plan, mesh)
+    apply_recompute(model, plan)
+    apply_host_activations(model, plan)
+    apply_compile(model, plan)
+    put_off_head = apply_chunked_loss(model, plan)
+    is_elsewhere = not values.local and not is_pretending()
+    if plan.assignment.wrapper != "units" and is_elsewhere:
+        model.to(device())
+    if plan.assignment.wrapper == "ddp":
+        values.fill(model, plan)  # DistributedDataParallel refuses to wrap without memory.
+    if not is_pretending():
+        share_looked_up_rows(model, plan, mesh)
+        watch_forward_writes(model, plan, mesh)
+    wrapped = apply_data_parallel(model, plan, mesh)
+    route_direct_calls(routable)
+    put_off_head()
+    values.fill(wrapped, plan)
+    check_live(wrapped, plan)
+    lay_gradients(wrapped, plan)
+    renew = agree_on_gradients(wrapped, plan, mesh)
+    if not is_pretending():
+        follow_trainability(wrapped, plan, renew)
+        if not is_compiled:
+            refuse_calls_of_parts(model, wrapped, plan)
+    keep_evaluation_apart(model, plan)
+    take_mixed_one_by_one()
+    if not is_pretending():  # These compare numbers.
+        watch_first_step(wrapped, plan, mesh)
+        watch_replicas(model, plan, mesh)
+        prove_first_forward(wrapped, plan, mesh)
+    give_own_stream(model, plan)
+    context.watch(wrapped)
+    return wrapped
+
+
+def cast_parameters(model: nn.Module, plan: Plan) -> None:
+    """Give every parameter the dtype that the optimizer updates."""
+    for fqn, placed in plan.assignment.tensors.items():
+        dtype = getattr(torch, placed.dtype)
+        if not placed.info.is_buffer:
+            parameter = model.get_parameter(fqn)
+            if parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)
+
+
+def _apply_code(model: nn.Module, plan: Plan) -> None:
+    """Run the functions that the plan names; what raises on one rank raises on all."""
+    if not plan.assignment.apply:
+        return
+    if is_pretending():  # An estimate, which nobody asked to run what the plan names.
+        for _, code, reason in plan.assignment.apply:
+            check_code(code, reason.origin)
+    failure: Exception | None = None
+    problem = Problem("")
+    for fqn, code, reason in plan.assignment.apply:
+        try:
+            function_of(code)(model.get_submodule(fqn))
+        except Exception as error:  # The user's code may raise anything.
+            what = f"'{code}' failed on '{fqn}': {type(error).__name__}: {error}"
+            failure, problem = error, Problem(what, reason.origin, "mend the function")
+            break
+    outcomes = exchange(("error" if failure else "", str(problem)))
+    if failure is not None:
+        raise ApplyError(problem) from failure
+    raise_told(outcomes)
+
+
+def function_of(code: str) -> Callable[[nn.Module], object]:
+    """The function that "pkg.mod:name" names.
+
+    Raises:
+        ImportError: There is no such module.
+        AttributeError: There is nothing of that name.
+        ValueError: It is no function.
+    """
+    module, _, name = code.partition(":")
+    found = getattr(importlib.import_module(module), name)
+    if not callable(found):
+        raise ValueError(f"{name} is not a function")
+    return found
+
+
+def exchange(outcome: tuple[str, str]) -> list[tuple[str, str]]:
+    """(kind, text) of every rank."""
+    outcomes: list[Any] = [outcome] * dist.get_world_size()
+    if not is_pretending():
+        dist.all_gather_object(outcomes, outcome)
+    return outcomes
+
+
+def raise_told(outcomes: list[tuple[str, str]]) -> None:
+    """Raise here what another rank could not do."""
+    failed = [rank for rank, (kind, _) in enumerate(outcomes) if kind == "error"]
+    if failed:
+        text = outcomes[failed[0]][1].replace("\n", "\n    ")
+        raise ApplyError(Problem(f"rank {failed[0]} cannot apply its plan: {text}"))

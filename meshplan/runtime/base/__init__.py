@@ -1,0 +1,1 @@
+"""What every part of the runtime stands on: ranks and mesh, nested values, batches, phases."""

@@ -1,0 +1,219 @@
+"""Batches that fit together: what ranks must agree on before they compute with them.
+
+Ranks of one replica of the model (along tp, cp, pp) share every activation: a collective of
+tensors of different shapes aborts the process or adds the wrong elements, and other samples give
+wrong numbers without a word. Data ranks must hold equally many samples: the mean over the global
+batch is the mean of their means.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.layout.mesh import DATA_AXES, GRADIENT_AXES
+from meshplan.plan.plan import Plan
+from meshplan.runtime.base.digest import digest, elements, marks
+from meshplan.runtime.base.fake_mode import is_pretending, numbers
+from meshplan.runtime.base.mesh import device, objects_along, reduce_along, submesh
+from meshplan.runtime.base.optimizer_steps import is_due
+from meshplan.runtime.base.pytree import tensors_in
+
+SAMPLER: Final = (
+    "let a sampler count data ranks only, DistributedSampler(data, "
+    "num_replicas=plan.num_data_ranks, rank=plan.mesh.index(torch.distributed.get_rank(), "
+    "('dp_replicate', 'dp_shard'))) with plan = model.meshplan.plan"
+)
+
+
+def open_groups(plan: Plan, mesh: DeviceMesh) -> None:
+    """Make the process group that a step compares in, while no rank can have failed yet."""
+    if plan.mesh.size(*GRADIENT_AXES) > 1:
+        submesh(mesh, GRADIENT_AXES, flat=True)
+
+
+def _peer_axes(plan: Plan) -> tuple[str, ...]:
+    """The axes along which ranks hold the same samples."""
+    return tuple(a for a in plan.mesh.names if a not in DATA_AXES and plan.mesh.size(a) > 1)
+
+
+def check_peers(batch: Any, plan: Plan, mesh: DeviceMesh, step: int = 1) -> None:
+    """Every rank of a replica of the model holds the same batch, or along cp parts of one.
+
+    One number is compared per step and axis that is not a data axis: of the shapes, of a sample
+    of the elements, and in steps 1, 2, 4, 8, ... of all of them.
+
+    Args:
+        batch: Inputs and targets.
+        step: From 1.
+
+    Raises:
+        ApplyError: On every rank of the replica, with two ranks and what differs between them.
+    """
+    axes = _peer_axes(plan)
+    if not axes:
+        return
+    words = _shapes(batch)
+    number = zlib.crc32(words.encode())
+    if is_pretending():
+        both = torch.tensor([number, -number], device=device())
+        reduce_along(both, mesh, axes, dist.ReduceOp.MAX)
+        return
+    alike = tuple(axis for axis in axes if axis != "cp")
+    high, low = number, -number
+    if alike:
+        here, there = digest(batch, is_whole=is_due(step))
+        both = torch.tensor([number + here, -number - here], device=device())
+        if there is not None:
+            both += torch.cat((there, -there))
+        reduce_along(both, mesh, alike, dist.ReduceOp.MAX)
+        high, low = both.tolist()
+        del both
+    if len(alike) < len(axes):
+        # What differed before is told along cp too, by numbers that are not each other's negative.
+        common = number + marks(batch) + 2
+        told = [common, -common] if high == -low else [1, 1]
+        both = torch.tensor(told, device=device())
+        reduce_along(both, mesh, ("cp",), dist.ReduceOp.MAX)
+        high, low = both.tolist()
+    if high != -low:
+        _explain(batch, words, axes, mesh)
+
+
+def _explain(batch: Any, words: str, axes: tuple[str, ...], mesh: DeviceMesh) -> None:
+    """Raise what differs between the ranks of a replica, if it is more than rounding."""
+    names = ("inputs", "targets")
+    parts = zip(names, batch, strict=True) if isinstance(batch, tuple) and len(batch) == 2 else ()
+    found = [
+        (f"{name}.{path}" if path else name, zlib.crc32(bytes(data.cpu().numpy())), _few(tensor))
+        for name, item in parts
+        for path, tensor in tensors_in(item)
+        if (data := elements(tensor, is_whole=True)) is not None
+    ]
+    where = f"along {' and '.join(axes)}"
+    every = objects_along((dist.get_rank(), words, found, marks(batch)), mesh, axes)
+    if any(each[1] != words for each in every):
+        raise ApplyError(_differ([(rank, text) for rank, text, _, _ in every], where))
+    if "cp" in axes:
+        size = mesh["cp"].size()
+        # Along cp, the innermost but tp, parts differ; the others hold the same.
+        place = {rank: mesh_place(mesh, rank, "cp") for rank, *_ in every}
+        groups = [[each for each in every if place[each[0]] == at] for at in range(size)]
+    else:
+        groups = [every]
+    for group in groups:
+        rank, _, own, _ = group[0]
+        for other, _, others, _ in group[1:]:
+            for (name, number, few), (_, its, its_few) in zip(own, others, strict=True):
+                if number != its and not _is_rounding(few, its_few):
+                    raise ApplyError(_other_samples(name, rank, other, where))
+    rank, _, _, whole = every[0]
+    for other, _, _, its_whole in every:
+        if whole != its_whole:
+            raise ApplyError(_other_samples("the batch given to local_batch", rank, other, where))
+
+
+def mesh_place(mesh: DeviceMesh, rank: int, axis: str) -> int:
+    """Where a rank stands along an axis."""
+    at = (mesh.mesh == rank).nonzero()[0]
+    return int(at[(mesh.mesh_dim_names or ()).index(axis)])
+
+
+def _few(tensor: torch.Tensor) -> list[float] | None:
+    """Some elements of a tensor of fractions, which ranks may have computed each for itself."""
+    if not tensor.is_floating_point():
+        return None
+    flat = tensor.detach().reshape(-1)
+    few: list[float] = flat[:: max(1, flat.numel() // 256)].double().tolist()
+    return few
+
+
+def _is_rounding(a: list[float] | None, b: list[float] | None) -> bool:
+    if a is None or b is None:
+        return False
+    size = max(map(abs, (*a, *b)), default=0.0)
+    return all(abs(x - y) <= 1e-3 * size for x, y in zip(a, b, strict=True))
+
+
+def _other_samples(name: str, rank: int, other: int, where: str) -> Problem:
+    return Problem(
+        f"the ranks {where} work on the same samples, but {name} of rank {rank} and rank {other} "
+        "hold other numbers",
+        fix=f"give all of them one batch: {SAMPLER}, seed what is drawn alike, or cut one global "
+        "batch with local_batch",
+    )
+
+
+def mean_over_ranks(
+    mean: torch.Tensor,
+    batch: Any,
+    plan: Plan,
+    mesh: DeviceMesh,
+    count: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, float | None]:
+    """The mean of this rank's mean over all ranks that see other tokens.
+
+    Args:
+        count: What this rank's loss was summed over, if the loss function says it.
+
+    Returns:
+        The mean, and the sum of the counts.
+
+    Raises:
+        ApplyError: On every data rank, when they do not hold equally many samples.
+    """
+    ranks = plan.mesh.size(*GRADIENT_AXES)
+    if ranks == 1:
+        return mean, None if count is None else float(numbers(count, 1.0))
+    group = submesh(mesh, GRADIENT_AXES, flat=True).get_group()
+    samples = num_samples(batch)
+    told = [0, samples, samples**2] + ([] if count is None else [0])
+    sums = torch.tensor(told, dtype=torch.float64, device=device())
+    sums[0] = mean
+    if count is not None:
+        sums[3] = count
+    dist.all_reduce(sums, group=group)
+    _, number, squares, *counts = numbers(sums, [each * ranks for each in told])
+    if ranks * squares != number**2:  # Whole numbers, so exact.
+        every: list[Any] = [None] * ranks
+        dist.all_gather_object(every, (dist.get_rank(), f"{samples} samples"), group=group)
+        raise ApplyError(_differ(every, "of the data axes"))
+    return sums[0] / ranks, counts[0] if counts else None
+
+
+def _differ(every: Sequence[tuple[int, str]], where: str) -> Problem:
+    """Name two ranks that hold different things."""
+    rank, words = every[0]
+    other, others = next(each for each in every if each[1] != words)
+    return Problem(
+        f"the ranks {where} must be given batches of one size, but rank {rank} has {words} and "
+        f"rank {other} has {others}",
+        fix="cut the global batch with local_batch, and leave out a last batch that is smaller",
+    )
+
+
+def _shapes(value: Any) -> str:
+    """The shapes and dtypes in a batch, as text."""
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_shapes(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, tuple | list):
+        return "(" + ", ".join(map(_shapes, value)) + ")"
+    return type(value).__name__
+
+
+def num_samples(value: Any) -> int:
+    """Samples of a batch: the size of dim 0 of the first tensor that has one."""
+    if isinstance(value, torch.Tensor):
+        return value.shape[0] if value.ndim else 0
+    items = value.values() if isinstance(value, Mapping) else value
+    if isinstance(items, str) or not hasattr(items, "__iter__"):
+        return 0
+    return next((n for n in map(num_samples, items) if n), 0)

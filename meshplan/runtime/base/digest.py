@@ -1,0 +1,95 @@
+"""Numbers that tell whether ranks hold the same batch, without sending it."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, Final
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshplan.runtime.base.pytree import tensors_in
+
+_SAMPLED: Final = 1024
+"""Elements of a tensor that are looked at in every step."""
+_PIECE: Final = 1 << 22
+"""Bytes of a tensor on a device that are added up at once."""
+_SUMMED: Final = 1 << 18
+"""Elements that a checksum looks at together: 2 MiB of int64, beside whatever a forward holds."""
+_MARK: Final = "meshplan_whole"
+"""The attribute of a rank's part that says which global batch it was cut from, 0 if unknown."""
+
+
+def digest(batch: Any, *, is_whole: bool) -> tuple[int, torch.Tensor | None]:
+    """A number for the contents of a batch: its tensors on the CPU, and those on a device.
+
+    Args:
+        is_whole: Every element counts; else some, evenly spread over each tensor.
+    """
+    here, there = 0, None
+    for _, tensor in tensors_in(batch):
+        found = elements(tensor, is_whole=is_whole)
+        if found is None:
+            continue
+        if found.device.type == "cpu":
+            here = zlib.crc32(memoryview(found.numpy()), here)
+        else:
+            added = _added_up(found)
+            there = added if there is None else there * 31 + added
+    return here, there
+
+
+def elements(tensor: torch.Tensor, *, is_whole: bool) -> torch.Tensor | None:
+    """Bytes of a tensor, in order; None of one that is not strided."""
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if own.layout != torch.strided or own.is_nested or own.is_meta:
+        return None
+    flat = own.detach().reshape(-1)
+    step = 1 if is_whole else max(1, flat.numel() // _SAMPLED)
+    return flat[::step].contiguous().view(torch.uint8)
+
+
+def _added_up(data: torch.Tensor) -> torch.Tensor:
+    """A sum that depends on the order, below 2**40.
+
+    Shape: data (bytes,) -> ()
+    """
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    for piece in data.split(_PIECE):
+        # Odd and unlike their neighbours, so that no two elements change places unseen.
+        weights = torch.arange(len(piece), device=data.device) * 2654435761 % 65521 * 2 + 1
+        total = total * 31 + (piece.long() * weights).sum()
+    return total % (1 << 40)
+
+
+def mark(part: torch.Tensor, whole: int | None) -> torch.Tensor:
+    """Note on a rank's part that it was cut from a global batch, and from which one if known."""
+    setattr(part, _MARK, whole or 0)
+    return part
+
+
+def is_marked(batch: Any) -> bool:
+    """Return whether `local_batch` has cut any tensor of a batch."""
+    return any(hasattr(tensor, _MARK) for _, tensor in tensors_in(batch))
+
+
+def marks(batch: Any) -> int:
+    """A number for the global batches that the tensors of this one were cut from."""
+    told = [getattr(tensor, _MARK, 0) for _, tensor in tensors_in(batch)]
+    return zlib.crc32(repr(told).encode())
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """A sum of the bits, weighted by position so that a permutation shows.
+
+    In pieces: the whole of a large embedding in int64 would not fit beside it.
+    """
+    bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if bits.numel() % 4 == 0:
+        bits = bits.view(torch.int32)
+    total = 0
+    for piece in bits.split(_SUMMED):
+        weight = torch.arange(1, piece.numel() + 1, device=piece.device)
+        # Overflow wraps, alike on every rank.
+        total = (total * 1_000_003 + int((piece * weight).sum())) % 2**62
+    return total

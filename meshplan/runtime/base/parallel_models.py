@@ -1,0 +1,82 @@
+"""The models of this process that a plan was applied to, and which of them ran last."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshplan.plan.plan import Plan
+
+
+@dataclass(slots=True, eq=False)
+class ParallelModel:
+    """A model that a plan was applied to.
+
+    Attributes:
+        model: What `parallelize` returned.
+        own: Ids of its parameters: while a unit is gathered, the model has others in their place.
+        runs_stage: Whether the forward of one of its pipeline stages is running.
+    """
+
+    model: weakref.ref[nn.Module]
+    plan: Plan
+    mesh: DeviceMesh
+    own: frozenset[int]
+    runs_stage: bool = False
+
+
+_known: list[ParallelModel] = []
+"""Ordered by when they ran last, or were made."""
+
+
+def remember(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Note a model that a plan was applied to, and from now on each of its forwards."""
+    own = frozenset(id(p) for p in model.parameters())
+    found = ParallelModel(weakref.ref(model), plan, mesh, own)
+    _known.append(found)
+    stages = getattr(model, "stage_modules", None)
+
+    def begin(*_: Any) -> None:
+        found.runs_stage = stages is not None
+        ran(found)
+
+    def end(*_: Any) -> None:
+        found.runs_stage = False
+
+    for root in stages or (model,):
+        root.register_forward_pre_hook(begin)
+        if stages is not None:
+            root.register_forward_hook(end, always_call=True)
+
+
+def ran(found: ParallelModel) -> None:
+    """Make a model the one that ran last."""
+    if _known[-1] is not found and found in _known:
+        _known.remove(found)
+        _known.append(found)
+
+
+def known_models() -> list[ParallelModel]:
+    """The models that still exist; the last one ran last."""
+    _known[:] = [each for each in _known if each.model() is not None]
+    return list(_known)
+
+
+def known_parameters() -> set[int]:
+    """Ids of the parameters of all these models."""
+    found: set[int] = set()
+    for each in known_models():
+        model = each.model()
+        found |= each.own
+        found |= {id(p) for p in model.parameters()} if model is not None else set()
+    return found
+
+
+def is_stepped(optimizer: torch.optim.Optimizer, found: ParallelModel) -> bool:
+    """Whether an optimizer holds parameters of this model."""
+    return any(id(p) in found.own for group in optimizer.param_groups for p in group["params"])

@@ -1,0 +1,124 @@
+"""Tasks in processes of their own, in no process group: a few at once, and none left behind.
+
+What a task raises is raised here; an error or the death of one task ends them all, as do Ctrl-C
+here and the death of this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, Final
+
+import torch
+
+from meshplan.errors import ApplyError, MeshplanError, Problem
+from meshplan.runtime.base.local_ranks import begin_child, prepare
+
+MOST: Final = 4
+"""Processes at once; each holds torch and a model without memory."""
+
+
+def run_apart(
+    function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], *, most: int = MOST
+) -> list[Any]:
+    """What `function(*task)` returns for each task, in order.
+
+    Args:
+        function: Of an importable module; tasks and results are pickled.
+        most: How many processes at once; never more than there are cores.
+
+    Raises:
+        MeshplanError: As a task raised it.
+        ApplyError: A process died, or raised anything else.
+    """
+    prepare()
+    context = multiprocessing.get_context("forkserver")
+    most = max(1, min(most, os.cpu_count() or 1))
+    results: dict[int, Any] = {}
+    running: dict[Connection, tuple[int, BaseProcess]] = {}
+    waiting = iter(enumerate(tasks))
+    try:
+        while len(results) < len(tasks):
+            while len(running) < most and (task := next(waiting, None)) is not None:
+                here, there = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_work, args=(there, function, task[1]), daemon=True
+                )
+                with _nameless_main():
+                    process.start()
+                there.close()
+                running[here] = (task[0], process)
+            for ready in wait(list(running)):
+                assert isinstance(ready, Connection)
+                number, ended = running[ready]
+                results[number] = _receive(ready, ended)
+                _end(ready, ended)
+                del running[ready]
+    finally:
+        for connection, (_, left) in running.items():
+            _end(connection, left)
+    return [results[number] for number in range(len(tasks))]
+
+
+def _end(connection: Connection, process: BaseProcess) -> None:
+    process.kill()
+    process.join()
+    process.close()
+    connection.close()
+
+
+def _receive(connection: Connection, process: BaseProcess) -> Any:
+    try:
+        kind, value = connection.recv()
+    except (EOFError, ConnectionResetError):
+        process.join()
+        code = process.exitcode or 0
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        fix = "perhaps memory ran out" if code == -signal.SIGKILL else ""
+        raise ApplyError(
+            Problem(f"a process that imagines a step died ({how})", None, fix)
+        ) from None
+    if kind == "returned":
+        return value
+    if kind == "refused":
+        error_type, problems = value
+        raise error_type(problems)
+    raise ApplyError(Problem(value))
+
+
+def _work(connection: Connection, function: Callable[..., Any], task: tuple[Any, ...]) -> None:
+    """The life of a process."""
+    begin_child()
+    torch.set_num_threads(1)
+    message: tuple[str, Any]
+    try:
+        message = ("returned", function(*task))
+    except MeshplanError as error:
+        message = ("refused", (type(error), tuple(error.problems)))
+    except Exception as error:
+        message = ("raised", f"{type(error).__name__}: {error}".partition("\n")[0])
+    with contextlib.suppress(OSError):  # Nobody listens any more.
+        connection.send(message)
+
+
+@contextlib.contextmanager
+def _nameless_main() -> Iterator[None]:
+    """Inside, a new process does not import the script that this one runs.
+
+    It would run that again from the top, where it lacks `if __name__ == "__main__"`; what runs in
+    the process is found by the name of its module.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

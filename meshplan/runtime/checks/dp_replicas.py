@@ -1,0 +1,144 @@
+"""The first gradients tell whether replicas along the data axes are replicas.
+
+Gradients are averaged by what the wrappers hang into forward and backward. A loop can go past it:
+two forwards before two backwards, a second backward of one graph, `torch.autograd.grad`, a call of
+the module inside DistributedDataParallel. Each rank then trains on its own samples alone, and
+nothing shows. So what should be one number on several ranks is compared before an optimizer steps.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.layout.mesh import GRADIENT_AXES
+from meshplan.plan.plan import Plan
+from meshplan.runtime.base.mesh import device, local_of, shard_axes, submesh
+from meshplan.runtime.base.optimizer_steps import before_steps, is_due
+
+_TOLERANCE: Final = 1e-3
+"""Relative difference that rounding does not make: averages are equal to the last bit on all
+ranks, and the gradients of other samples are not."""
+
+_ABSENT: Final = -1.0
+"""In place of the norm of a gradient that is not there."""
+
+
+_UNUSED: Final = "say ddp: {find_unused_parameters: true}, or freeze what is never used"
+_LOOP: Final = (
+    "call the module that parallelize returned, and for each such call backward once before the "
+    "next; add losses up instead of going backward twice, and do not use torch.autograd.grad for "
+    "the gradients of a step"
+)
+
+
+@dataclass(slots=True)
+class _Watch:
+    """A model whose gradients are compared."""
+
+    model: weakref.ref[nn.Module]
+    plan: Plan
+    mesh: DeviceMesh
+    own: frozenset[int]
+    """Ids of its parameters: while a unit is gathered, the model has others in their place."""
+    steps: int = 0
+    has_run: bool = False
+    """Whether a forward was recorded for backward since the last step."""
+    end: Callable[[], None] = lambda: None
+
+
+def watch_replicas(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Compare gradients along the data axes when an optimizer steps on this model.
+
+    Args:
+        model: The module inside of DistributedDataParallel.
+    """
+    if plan.mesh.size(*GRADIENT_AXES) > 1:
+        own = frozenset(id(p) for p in model.parameters())
+        watch = _Watch(weakref.ref(model), plan, mesh, own)
+        watch.end = before_steps(partial(_before_step, watch))
+
+        def note_forward(*unused: Any) -> None:
+            watch.has_run |= torch.is_grad_enabled()
+
+        model.register_forward_pre_hook(note_forward)
+
+
+def _before_step(watch: _Watch, optimizer: torch.optim.Optimizer) -> None:
+    model = watch.model()
+    if model is None:
+        watch.end()
+        return
+    held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    own = [held[each] for each in watch.own if each in held]
+    has_run, watch.has_run = watch.has_run, watch.has_run and not own
+    if own and has_run and all(p.grad is None for p in own):
+        raise ApplyError(_without_gradients())
+    if not any(p.requires_grad for p in own):
+        return
+    watch.steps += 1
+    if not is_due(watch.steps):
+        return  # A loop may change its ways, so once is not enough.
+    found = {n: p for n, p in model.named_parameters() if id(p) in held and p.requires_grad}
+    alike: dict[tuple[str, ...], dict[str, nn.Parameter]] = {}
+    for name, parameter in found.items():
+        alike.setdefault(_replica_axes(name, parameter, watch.plan), {})[name] = parameter
+    for axes in sorted(axes for axes in alike if axes):
+        _compare(alike[axes], axes, watch)
+
+
+def _without_gradients() -> Problem:
+    return Problem(
+        "the model ran, but no parameter that the optimizer holds has a gradient: gradients were "
+        "taken of gathered copies, or none were taken, and the step would change nothing",
+        fix=_LOOP,
+    )
+
+
+def _replica_axes(name: str, parameter: nn.Parameter, plan: Plan) -> tuple[str, ...]:
+    """The data axes along which a parameter is one and the same on all ranks."""
+    placed = plan.assignment.tensors.get(name)
+    cut = {*shard_axes(parameter), *(placed.stored.axes if placed else ())} - {"tp"}
+    # Whatever else cuts is a data axis, or has borrowed its ranks from one.
+    return plan.mesh.present(("dp_replicate",) if cut else GRADIENT_AXES)
+
+
+def _compare(found: dict[str, nn.Parameter], axes: tuple[str, ...], watch: _Watch) -> None:
+    """Refuse gradients that differ; every rank along the axes comes to the same answer."""
+    norms = torch.stack([_norm(parameter) for parameter in found.values()])
+    both = torch.cat((norms, -norms))
+    group = submesh(watch.mesh, axes, flat=True).get_group()
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    high, low = both[: len(norms)], -both[len(norms) :]
+    differs = (high - low > _TOLERANCE * high.abs()) & (high > torch.finfo(high.dtype).tiny)
+    if not differs.any():
+        return
+    wrong = [name for name, is_wrong in zip(found, differs.tolist(), strict=True) if is_wrong]
+    others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    unused = next((name for name, parameter in found.items() if parameter.grad is None), None)
+    fix = _LOOP
+    if unused is not None and watch.plan.assignment.wrapper == "ddp":
+        fix = f"{unused} got no gradient, and DistributedDataParallel waits for it: {_UNUSED}"
+    raise ApplyError(
+        Problem(
+            f"whole on every rank along {' and '.join(axes)}, but with gradients that differ "
+            f"there: {wrong[0]}{others}; they were not averaged, so each rank would train on its "
+            "own samples alone",
+            fix=fix,
+        )
+    )
+
+
+def _norm(parameter: nn.Parameter) -> torch.Tensor:
+    if parameter.grad is None:
+        return torch.full((), _ABSENT, device=device())
+    return local_of(parameter.grad.detach()).float().norm()

@@ -1,0 +1,74 @@
+"""Modules that compute on parts by rule: what the first forward compares with itself whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from meshplan.assign import around_pair, leaves_cut
+from meshplan.model.graph import is_inside
+from meshplan.plan.plan import Plan
+from meshplan.runtime.base.module_state import own_attributes
+
+
+@dataclass(slots=True)
+class Island:
+    """A module whose inner modules are cut, and its first inputs.
+
+    Attributes:
+        fqn: Its name.
+        kind: What modules that run the same code have in common; one of each kind is proved.
+        family: What it shares with modules of other kinds that may speak for it where it cannot
+            be compared: later attention may get what an earlier one made of its own heads (T5's
+            position bias), which has no counterpart in the whole. None: nobody may.
+        whole: Attributes that change, as one process has them.
+        is_enclosed: Whether another island holds it, and proves what happens to its outputs.
+        inputs: Arguments and keyword arguments of its first call.
+    """
+
+    fqn: str
+    kind: tuple[object, ...]
+    family: tuple[object, ...] | None
+    whole: dict[str, int]
+    is_enclosed: bool
+    inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+
+def islands_of(model: nn.Module, plan: Plan) -> list[Island]:
+    """Modules whose attributes changed, or that hold a module in pieces or a cut pair."""
+    changed: dict[str, dict[str, int]] = {}
+    styles = plan.assignment.styles
+    for attribute in plan.assignment.attributes:
+        if attribute.module not in styles:
+            changed.setdefault(attribute.module, {})[attribute.name] = attribute.whole
+    for fqn, use in styles.items():
+        if use.pieces and use.style.kind != "mha":
+            changed.setdefault(fqn.rpartition(".")[0], {})
+        around = around_pair(fqn, styles) if leaves_cut(use) and not use.is_proved else None
+        if around is not None:
+            changed.setdefault(around, {})
+    unproved = [fqn for fqn, use in styles.items() if not use.is_proved]
+    found = [fqn for fqn in changed if any(is_inside(inner, fqn) for inner in unproved)]
+    return [
+        Island(
+            fqn,
+            _kind(model.get_submodule(fqn)),
+            (type(model.get_submodule(fqn)), *sorted(changed[fqn])) if changed[fqn] else None,
+            whole=changed[fqn],
+            is_enclosed=any(other != fqn and is_inside(fqn, other) for other in found),
+        )
+        for fqn in found
+    ]
+
+
+def _kind(module: nn.Module) -> tuple[object, ...]:
+    """One class may hold several branches: by the modules it has, or by a switch."""
+    parts = tuple((name, type(m)) for name, m in module.named_modules())
+    switches = tuple(
+        (name, value)
+        for name, value in sorted(own_attributes(module).items())
+        if isinstance(value, bool | str | None)
+    )
+    return (type(module), parts, switches)

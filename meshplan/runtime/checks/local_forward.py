@@ -1,0 +1,335 @@
+"""The first forward proves that a module cut by rule computes what it computed whole.
+
+Names and sizes tell which attributes count heads, where the pieces of a fused weight lie and which
+projections belong together; they cannot tell what the code does with them. An attention bias built
+from `num_heads`, a slice at the whole width, another order of the pieces, a softmax over features
+that are cut: the loss falls all the same, only the numbers are wrong. So one module of each kind is
+run again after the first forward, on the inputs it got, once as it is and once whole, on every rank
+of tp; what differs is refused before anything is updated.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.hooks import RemovableHandle
+
+from meshplan.assign import StyleUse
+from meshplan.errors import ApplyError, Problem
+from meshplan.model.graph import is_inside
+from meshplan.plan.plan import Plan
+from meshplan.runtime.base.forward_calls import as_written
+from meshplan.runtime.base.mesh import full, placement, submesh
+from meshplan.runtime.base.module_state import remembered
+from meshplan.runtime.base.optimizer_steps import before_steps
+from meshplan.runtime.base.pytree import tensors_in
+from meshplan.runtime.checks.dry_run import aside, is_aside, noise
+from meshplan.runtime.checks.islands import Island, islands_of
+
+_TOLERANCE: Final = {torch.float32: 1e-3, torch.float64: 1e-3}
+_HALF: Final = 5e-2
+"""Relative differences that rounding does not make [Empirical]: a wrong head differs by 0.1 and
+more, and the same sum in another order by 1e-6 in single precision."""
+_INFINITE, _LEFT_CUT, _INCOMPARABLE = 2.0**98, 2.0**99, 2.0**100
+"""More than any difference: what cannot be told by one."""
+
+_HOOKS: Final = (
+    "_forward_pre_hooks", "_forward_hooks",
+    "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Proof:
+    """What is still to be shown about one model."""
+
+    plan: Plan
+    mesh: DeviceMesh
+    waiting: set[tuple[object, ...]] = field(default_factory=set)
+    captured: list[Island] = field(default_factory=list)
+    proved: set[tuple[object, ...] | None] = field(default_factory=set)
+    undo: list[Callable[[], None]] = field(default_factory=list)
+
+    def settle(self, model: nn.Module) -> None:
+        """Compare what was captured; a module that was not called, or not yet, waits."""
+        captured, self.captured = self.captured, []
+        for island in captured:
+            _prove(model, island, self)
+        if not self.waiting:
+            while self.undo:
+                self.undo.pop()()
+
+
+def prove_first_forward(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Watch the model's first forward, and compare after it."""
+    islands = islands_of(model, plan)
+    if plan.mesh.size("tp") == 1 or not islands:
+        return
+    proof = _Proof(plan, mesh, {island.kind for island in islands})
+    is_compiled = bool(plan.assignment.compiled)
+
+    def before(module: nn.Module, args: Any) -> None:
+        if not handles:  # Now, so that it runs after every hook that watches the forward itself.
+            handles.append(module.register_forward_hook(after))
+            proof.undo.append(handles[0].remove)
+        if is_compiled:  # What is captured and compared is no part of the graph.
+            torch.compiler.set_stance("force_eager")
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        if is_compiled:
+            torch.compiler.set_stance("default")
+        proof.settle(module)
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        # A stage of a pipeline ends its forward before hooks of the whole see it.
+        found = weak()
+        mine = {id(p) for p in found.parameters()} if found is not None else set()
+        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            assert found is not None
+            proof.settle(found)
+
+    weak = weakref.ref(model)
+    handles: list[RemovableHandle] = []
+    proof.undo = [
+        *(_capture(model.get_submodule(island.fqn), island, proof) for island in islands),
+        model.register_forward_pre_hook(before).remove,
+        before_steps(step),
+    ]
+
+
+def _capture(module: nn.Module, island: Island, proof: _Proof) -> Callable[[], None]:
+    """Keep the first inputs; returns what makes the module forget about it."""
+    forward, own = module.forward, vars(module).get("forward")
+
+    @wraps(forward)
+    def first(*args: Any, **kwargs: Any) -> Any:
+        if island.kind in proof.waiting and not is_aside():
+            kept = _keep((args, kwargs))
+            if kept is not None:
+                proof.waiting.discard(island.kind)
+                island.inputs = kept
+                proof.captured.append(island)
+        try:
+            return forward(*args, **kwargs)
+        except RuntimeError as error:
+            error.add_note(
+                f"meshplan: {island.fqn or 'the model'} runs on a part of its heads or pieces; "
+                "code that counts on all of them cannot be cut by rule: leave it out of tp, or "
+                "try tp_plan: auto"
+            )
+            raise
+
+    def undo() -> None:
+        vars(module).pop("forward", None)
+        if own is not None:
+            module.forward = own
+
+    module.forward = first
+    return undo
+
+
+def _keep(inputs: Any) -> Any:
+    """A copy that the first forward does not touch; None where there is no making one."""
+    try:
+        with torch.no_grad():
+            return _mapped(inputs, lambda t: t.detach().clone())
+    except (RuntimeError, TypeError):
+        return None  # A cache that holds results of earlier layers: another module will do.
+
+
+def _mapped(value: Any, change: Any) -> Any:
+    """A structure with its tensors changed and everything else copied."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if type(value) in (tuple, list):
+        return type(value)(_mapped(v, change) for v in value)
+    if type(value) is dict:
+        return {k: _mapped(v, change) for k, v in value.items()}
+    return copy.deepcopy(value)
+
+
+def _prove(model: nn.Module, island: Island, proof: _Proof) -> None:
+    """Compare one module with itself made whole; every rank takes part and every rank raises."""
+    module = model.get_submodule(island.fqn)
+    tp = submesh(proof.mesh, ("tp",))
+    parts = _parts(model, island, proof.plan, tp)
+    failure: Exception | None = None
+    with torch.no_grad():
+        with aside(module):
+            own = _run(module, island, {fqn: part for fqn, (part, _) in parts.items()})
+        with aside(module), _uncut(module, island, proof.plan, tp):
+            try:
+                every = _run(module, island, {fqn: whole for fqn, (_, whole) in parts.items()})
+                apart = _apart(own, every, tp, may_be_cut=island.is_enclosed)
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                failure, apart = error, _INCOMPARABLE
+    island.inputs = None  # The memory of a whole activation, on which nobody waits any more.
+    worst = torch.tensor(apart, device=proof.mesh.device_type)
+    for axis in proof.mesh.mesh_dim_names or ():
+        if axis != "pp":
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=proof.mesh.get_group(axis))
+    if worst <= 1.0:
+        proof.proved.add(island.family)
+    elif worst < _INCOMPARABLE or island.family not in proof.proved - {None}:
+        raise ApplyError(_problem(island, module, proof.plan, worst.item())) from failure
+
+
+def _problem(island: Island, module: nn.Module, plan: Plan, worst: float) -> Problem:
+    changed = ", ".join(f"{name} {value}" for name, value in island.whole.items())
+    cut = f" (of {changed})" if changed else ""
+    what = f"{island.fqn or 'the model'} ({type(module).__name__}) "
+    if worst == _INCOMPARABLE:
+        what += "cannot be compared with itself whole"
+    elif worst == _LEFT_CUT:
+        what += "returns features that are cut along tp, and nothing that takes them up is near it"
+    else:
+        what += f"computes something else once its heads, pieces or features are cut{cut}"
+    inner = (use.reason for f, use in plan.assignment.styles.items() if is_inside(f, island.fqn))
+    fix = "leave its projections out of tp together, or try tp_plan: auto"
+    return Problem(what, next(inner).origin, fix)
+
+
+def _parts(
+    model: nn.Module, island: Island, plan: Plan, tp: DeviceMesh
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Every parameter of the module as tp lays it out, and whole; data axes gathered."""
+    out = {}
+    for fqn, parameter in model.get_submodule(island.fqn).named_parameters():
+        placed = plan.assignment.tensors.get(f"{island.fqn}.{fqn}".removeprefix("."))
+        whole = full(parameter.detach())
+        telling = noise(fqn, whole, whole.shape[-1] if whole.ndim else 1)
+        whole = whole if telling is None else telling
+        if placed is not None and whole.is_floating_point():
+            whole = whole.to(getattr(torch, placed.compute_dtype))
+        part = whole
+        if (
+            placed is not None
+            and isinstance(parameter, DTensor)
+            and "tp" in (parameter.device_mesh.mesh_dim_names or ())
+        ):
+            where = Replicate() if placed.gathered_axes else placement(placed.computed, "tp")
+            part = distribute_tensor(whole, tp, [where], src_data_rank=None)
+        out[fqn] = (part, whole)
+    return out
+
+
+def _run(module: nn.Module, island: Island, values: Mapping[str, torch.Tensor]) -> list[Any]:
+    """The tensors that the module returns, and those it keeps, when its parameters are these."""
+    assert island.inputs is not None
+    args, kwargs = _mapped(island.inputs, torch.Tensor.clone)
+    with _hidden(module, values), as_written():
+        before = {key: _stamp(value) for key, value in remembered(module).items()}
+        out = [tensor for _, tensor in tensors_in(module.forward(*args, **kwargs))]
+        # An auxiliary loss may be kept for later, or what one is made of.
+        for key, value in sorted(remembered(module).items(), key=lambda item: item[0]):
+            if isinstance(value, torch.Tensor) and _stamp(value) != before.get(key):
+                out.append(value.clone())
+    return out
+
+
+def _stamp(value: Any) -> tuple[int, int]:
+    """Which object it is, and how often it was written to."""
+    has_version = isinstance(value, torch.Tensor) and not value.is_inference()
+    return id(value), value._version if has_version else 0
+
+
+@contextmanager
+def _hidden(module: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """An instance attribute hides the parameter of the same name."""
+    hidden = []
+    try:
+        for fqn, value in values.items():
+            path, _, leaf = fqn.rpartition(".")
+            holder = module.get_submodule(path)
+            vars(holder)[leaf] = value
+            hidden.append((holder, leaf))
+        yield
+    finally:
+        for holder, leaf in hidden:
+            vars(holder).pop(leaf, None)
+
+
+@contextmanager
+def _uncut(module: nn.Module, island: Island, plan: Plan, tp: DeviceMesh) -> Iterator[None]:
+    """The module's code as one process runs it: no flows, no local compute, whole numbers."""
+
+    def inside(fqn: str) -> nn.Module:
+        return module.get_submodule(fqn[len(island.fqn) :].removeprefix("."))
+
+    styled = [f for f in plan.assignment.styles if is_inside(f, island.fqn) and f != island.fqn]
+    changed = [a for a in plan.assignment.attributes if is_inside(a.module, island.fqn)]
+    others = dict.fromkeys(a.module for a in changed if a.module not in (*styled, island.fqn))
+    kept = [(m, dict(vars(m))) for m in (module, *map(inside, (*styled, *others)))]
+    try:
+        for fqn, (m, before) in zip(styled, kept[1:], strict=False):
+            vars(m).pop("forward", None)
+            for hooks in _HOOKS:
+                vars(m)[hooks] = type(before[hooks])()
+            if plan.assignment.sequence_parallel:
+                _pass_the_sequence(m, plan.assignment.styles[fqn], tp)
+        for attribute in changed:
+            vars(inside(attribute.module))[attribute.name] = attribute.whole
+        vars(module).update(island.whole)
+        yield
+    finally:
+        for m, before in kept:
+            vars(m).clear()
+            vars(m).update(before)
+
+
+def _pass_the_sequence(module: nn.Module, use: StyleUse, tp: DeviceMesh) -> None:
+    """Between modules lie parts of the sequence, whether or not the module is cut."""
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        name = next(iter(kwargs), "")
+        x = args[0] if args else kwargs[name]
+        x = DTensor.from_local(x, tp, [Shard(1)], run_check=False).full_tensor()
+        return ((x, *args[1:]), kwargs) if args else (args, kwargs | {name: x})
+
+    def leave(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.chunk(tp.size(), 1)[tp.get_local_rank()]
+
+    if use.style.input[0] == "outside" and use.style.input[1] != "S(1)":
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+    if use.style.output[1] == "outside" and use.style.output[0] != "S(1)":
+        module.register_forward_hook(leave)
+
+
+def _apart(
+    own: list[torch.Tensor], every: list[torch.Tensor], tp: DeviceMesh, *, may_be_cut: bool
+) -> float:
+    """The largest difference of this rank's outputs from their place in the whole ones.
+
+    Returns:
+        In units of the tolerance; `_LEFT_CUT` where features come out cut and may not, and
+        `_INCOMPARABLE` where nothing could be compared.
+    """
+    worst, compared = 0.0, 0
+    for part, whole in zip(own, every, strict=True):
+        differs = [d for d in range(part.ndim) if part.shape[d] != whole.shape[d]]
+        if len(differs) == 1 and whole.shape[differs[0]] == part.shape[differs[0]] * tp.size():
+            whole = whole.chunk(tp.size(), differs[0])[tp.get_local_rank()]
+        if part.shape != whole.shape or not part.is_floating_point() or not part.numel():
+            continue
+        compared += 1
+        scale = whole.abs().nan_to_num(0, 0).max().clamp_min(torch.finfo(whole.dtype).tiny)
+        # Infinities and what is no number may stand in both, as behind a mask.
+        is_same = (part == whole) | (part.isnan() & whole.isnan())
+        share = ((part - whole).abs().masked_fill(is_same, 0).max() / scale).item()
+        allowed = _TOLERANCE.get(whole.dtype, _HALF)
+        worst = max(worst, share / allowed if math.isfinite(share) else _INFINITE)
+        if worst <= 1.0 and differs == [part.ndim - 1] and not may_be_cut:
+            return _LEFT_CUT
+    return worst if compared else _INCOMPARABLE

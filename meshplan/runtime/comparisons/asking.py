@@ -1,0 +1,162 @@
+"""Asking the user's loss function beside the training: nothing of it stays, nothing is disturbed.
+
+Every call gets tensors of its own, so that it may write into them; starts from the state that the
+function had in the training, which is put back; and finds the generators as they were.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshplan.runtime.apply.lazy_logits import Pending
+from meshplan.runtime.apply.randomness import undisturbed
+from meshplan.runtime.apply.vocab_parallel_loss import take_loss
+from meshplan.runtime.base.pytree import fill, given_to, opaque_in, shape_of, tensors_in
+from meshplan.runtime.comparisons.closures import kept
+from meshplan.runtime.torch_private.private import group_sequences
+from meshplan.runtime.watch.guard import fails_together, is_lost_connection
+
+LossFn = Callable[[Any, Any], Any]
+_WIDE_ENOUGH: Final = 32
+"""Bits of the dtype that casts to half precision give way to, where all is asked in double."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One call of a loss function.
+
+    Attributes:
+        given: What it returned.
+        dtype: The coarsest dtype that it rounded to; float64 where it rounded to none.
+        is_random: Whether it drew random numbers.
+    """
+
+    given: Any
+    dtype: torch.dtype
+    is_random: bool
+
+
+def ask(loss_fn: LossFn, output: Any, targets: Any, dtype: torch.dtype | None = None) -> Answer:
+    """Call a loss function about copies of an output and targets.
+
+    Args:
+        dtype: Of all tensors of fractions; None leaves them in their own.
+    """
+    drawn: list[bool] = []
+    rounding = _Rounding(is_widened=dtype is not None)
+    copies = _copied(output, dtype), _copied(targets, dtype)
+    with kept(loss_fn), undisturbed(drawn), uncompiled(), rounding:
+        given = take_loss(loss_fn, *copies)
+    return Answer(given, rounding.coarsest, drawn[0])
+
+
+def refuse_alone(error: Exception) -> None:
+    """Raise what was raised beside the training, unless all ranks have: they wait for each other.
+
+    Some ranks may then stand in a collective that the user's code on another one never came to.
+    """
+    if is_lost_connection(error) or not fails_together(error, range(dist.get_world_size())):
+        raise error
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run what was compiled as it is written: other sizes would be compiled anew."""
+    is_compiled = "torch._dynamo" in sys.modules
+    with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
+        yield
+
+
+class Watched:
+    """What the training's own calls of a loss function do besides returning a loss.
+
+    Attributes:
+        sends: Whether they run collectives of their own: asked aside, unequally often on ranks,
+            they would meet other ranks' collectives.
+        writes: Whether they write into what they are given: it told of other numbers than those
+            that are left.
+    """
+
+    def __init__(self) -> None:
+        self.sends = self.writes = False
+
+    @contextmanager
+    def call(self, output: Any, targets: Any) -> Iterator[None]:
+        """Watch one call."""
+        tensors = [tensor for _, tensor in tensors_in((output, targets))]
+        # Parts of logits, or of the head that makes them, are put together inside of it.
+        is_own = any(isinstance(tensor, Pending | DTensor) for tensor in tensors)
+        begun, versions = group_sequences(), _versions(tensors)
+        yield
+        self.sends |= not is_own and group_sequences() != begun
+        self.writes |= _versions(tensors) != versions
+
+
+def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    return [t._version for t in tensors if not isinstance(t, Pending) and not t.is_inference()]
+
+
+def _copied(item: Any, dtype: torch.dtype | None) -> Any:
+    """Copy all tensors of something nested but logits that are not there yet."""
+    tensors: list[torch.Tensor] = []
+
+    def place(tensor: torch.Tensor) -> int:
+        if not isinstance(tensor, Pending):
+            is_cast = dtype is not None and tensor.is_floating_point()
+            tensor = tensor.detach().to(dtype if is_cast else tensor.dtype, copy=True)
+        tensors.append(tensor)
+        return len(tensors) - 1
+
+    form = shape_of(item, place)
+    return item if any(opaque_in(form)) else fill(form, lambda number: tensors[number])
+
+
+class _Rounding(TorchDispatchMode):
+    """Tells to which dtypes a function rounds what it is given.
+
+    Args:
+        is_widened: Whether it casts to single precision where it would cast to half: tolerances of
+            halves hide much.
+    """
+
+    def __init__(self, *, is_widened: bool) -> None:
+        super().__init__()
+        self._is_widened = is_widened
+        self.coarsest = torch.float64
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._is_widened:
+            args = tuple(map(_widened, args))
+            kwargs = {name: _widened(value) for name, value in kwargs.items()}
+        out = func(*args, **kwargs)
+        given = max(map(_bits, given_to((args, kwargs))), default=0)
+        for tensor in given_to(out):
+            if 0 < _bits(tensor) < min(given, torch.finfo(self.coarsest).bits):
+                self.coarsest = tensor.dtype
+        return out
+
+
+def _widened(value: Any) -> Any:
+    is_half = isinstance(value, torch.dtype) and value.is_floating_point
+    return torch.float32 if is_half and torch.finfo(value).bits < _WIDE_ENOUGH else value
+
+
+def _bits(tensor: torch.Tensor) -> int:
+    return torch.finfo(tensor.dtype).bits if tensor.is_floating_point() else 0
+
+
+def coarsest(*dtypes: torch.dtype) -> torch.dtype:
+    """Return the dtype of fractions that rounds the most."""
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)

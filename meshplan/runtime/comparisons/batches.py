@@ -1,0 +1,123 @@
+"""Loops by hand: what ranks are given, compared at growing intervals.
+
+`train_step` compares its own batches. Here forwards are counted, and steps of the optimizer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from meshplan.errors import ApplyError
+from meshplan.layout.mesh import GRADIENT_AXES
+from meshplan.runtime.apply.pipeline.module import PipelinedModule
+from meshplan.runtime.base.batch_agreement import check_peers, num_samples
+from meshplan.runtime.base.fake_mode import is_pretending
+from meshplan.runtime.base.mesh import device, submesh
+from meshplan.runtime.base.optimizer_steps import before_steps, is_due
+from meshplan.runtime.base.parallel_models import ParallelModel, is_stepped, known_models
+from meshplan.runtime.checks.dry_run import is_aside
+from meshplan.runtime.comparisons.given import Given, compares_ranks, note_size, same_samples
+
+_COMPARED: Final[ContextVar[bool]] = ContextVar("compared", default=False)
+
+
+@contextmanager
+def compared() -> Iterator[None]:
+    """Inside, somebody has compared the batch already."""
+    token = _COMPARED.set(True)
+    try:
+        yield
+    finally:
+        _COMPARED.reset(token)
+
+
+class BatchWatch:
+    """Compares the batches of a loop by hand that a model is trained on.
+
+    Inside a replica the 1st, 2nd, 4th, 8th, ... forward; between data ranks what forwards were
+    given before these steps of the optimizer, since ranks may differ in how many forwards they run.
+    """
+
+    def __init__(self, found: ParallelModel) -> None:
+        self._found = found
+        self._num_seen = 0
+        self._has_peers = found.plan.mesh.size("tp", "cp", "pp") > 1
+        self._compares_ranks = compares_ranks(found.plan)
+        self._steps = 0
+        self._samples = 0
+        self._is_doubtful = False
+        self._given = Given()
+
+    def see(self, inputs: Any, targets: Any, *, is_training: bool = True) -> None:
+        """Count a batch, and compare it if it is due.
+
+        Args:
+            is_training: Whether the model is in training mode.
+        """
+        if _COMPARED.get() or is_aside() or is_pretending() or not torch.is_grad_enabled():
+            return
+        self._num_seen += 1
+        if self._has_peers and is_due(self._num_seen):
+            check_peers((inputs, targets), self._found.plan, self._found.mesh)
+        if not is_training:
+            return
+        if self._num_seen == 1:
+            note_size((inputs, targets), self._found.plan, may_be_micro=True)
+        self._samples = num_samples((inputs, targets))
+        for watch in _watches:
+            watch.add((inputs, targets))
+
+    def add(self, batch: Any) -> None:
+        """Take what a forward of any model is given into account."""
+        if self._compares_ranks and (is_due(self._steps + 1) or self._is_doubtful):
+            self._given.add(batch)
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compare what data ranks were given since the last step.
+
+        Raises:
+            ApplyError: Ranks that train on different samples were given the same.
+        """
+        if _COMPARED.get() or not is_stepped(optimizer, self._found):
+            return
+        self._steps += 1
+        if not (is_due(self._steps) or self._is_doubtful):
+            return
+        given, self._given = self._given, Given()
+        group = submesh(self._found.mesh, GRADIENT_AXES, flat=True).get_group()
+        axis = given.axis_of_twins(self._found.plan, group, device())
+        # Once may be chance, but for the first time.
+        is_repeated, self._is_doubtful = self._is_doubtful, axis is not None
+        if axis is not None and (self._steps == 1 or is_repeated):
+            raise ApplyError(same_samples(axis, self._samples, self._found.plan))
+
+
+_watches: Final[weakref.WeakSet[BatchWatch]] = weakref.WeakSet()
+
+
+def watch_batches(model: nn.Module) -> None:
+    """Compare what forwards of a model are given, and steps of a pipeline."""
+    found = next(each for each in reversed(known_models()) if each.model() is model)
+    plan = found.plan
+    watch = BatchWatch(found)
+    if compares_ranks(plan) and not is_pretending():
+        _watches.add(watch)
+        weakref.finalize(model, before_steps(watch.before_step))
+    if isinstance(model, PipelinedModule):
+        model.watch_batch = watch.see
+        return
+
+    def see(module: nn.Module, args: Any, kwargs: Any) -> None:
+        # Where it is compiled the hook must leave no trace in the graph.
+        if not torch.compiler.is_compiling():
+            watch.see((args, kwargs), (), is_training=module.training)
+
+    if plan.mesh.size("tp", "cp") > 1 or compares_ranks(plan):
+        model.register_forward_pre_hook(see, with_kwargs=True, prepend=True)

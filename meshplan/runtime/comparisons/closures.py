@@ -1,0 +1,126 @@
+"""What a function keeps from one call to the next: modules, its closure, globals, attributes."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from meshplan.runtime.checks.dry_run import aside, untouched
+
+_UNSET: Final = object()
+_NOT_THE_USERS: Final = ("builtins", "torch", "meshplan")
+"""Packages whose functions and objects hold no state of a user's loss."""
+
+
+@dataclass(slots=True)
+class _State:
+    """Everything found so far, each object once."""
+
+    modules: list[nn.Module] = field(default_factory=list)
+    cells: list[tuple[types.CellType, Any]] = field(default_factory=list)
+    names: list[tuple[MutableMapping[str, Any], str, Any]] = field(default_factory=list)
+    tables: list[dict[str, Any]] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    seen: dict[int, Any] = field(default_factory=dict)
+
+    def add(self, item: Any, *, is_called: bool = False) -> None:
+        """Look into what a function is, holds or names.
+
+        Args:
+            is_called: Whether it is the function itself, of whichever package.
+        """
+        if id(item) in self.seen or isinstance(item, type | types.ModuleType):
+            return
+        self.seen[id(item)] = item
+        if isinstance(item, nn.Module):
+            self.modules.append(item)
+        elif isinstance(item, functools.partial):
+            for each in (item.func, *item.args, *item.keywords.values()):
+                self.add(each, is_called=is_called)
+        elif isinstance(item, types.MethodType):
+            self.add(item.__self__)
+            self.add(item.__func__)
+        elif isinstance(item, types.FunctionType):
+            if is_called or _package(item) not in _NOT_THE_USERS:
+                self._add_function(item)
+        elif isinstance(item, torch.Tensor | list | dict | set):
+            self.values.append(item)
+        elif _package(type(item)) not in _NOT_THE_USERS:
+            own = getattr(item, "__dict__", None)
+            if isinstance(own, dict):
+                self.tables.append(own)
+                for each in own.values():
+                    self.add(each)
+            if callable(item):
+                self.add(type(item).__call__)
+
+    def _add_function(self, function: types.FunctionType) -> None:
+        if function.__dict__:
+            self.tables.append(function.__dict__)
+        for cell in function.__closure__ or ():
+            value = _contents(cell)
+            self.cells.append((cell, value))
+            self.add(value)
+        for each in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self.add(each)
+        known = function.__globals__
+        for name in set(_names(function.__code__)) & known.keys():
+            self.names.append((known, name, known[name]))
+            self.add(known[name])
+
+
+def _package(item: Any) -> str:
+    return (getattr(item, "__module__", None) or "").partition(".")[0]
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # A variable that is not set yet.
+        return _UNSET
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Names that a function and those inside of it may look up among globals."""
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield from _names(each)
+
+
+@contextmanager
+def kept(function: Any) -> Iterator[None]:
+    """Leave what a function and the modules that it uses remember as it was.
+
+    What lies deeper than one list, dict, set or object inside of that is not looked at.
+    """
+    state = _State()
+    state.add(function, is_called=True)
+    tables = [(table, dict(table)) for table in state.tables]
+    inside = [value for _, before in tables for value in before.values()]
+    with ExitStack() as stack:
+        for module in state.modules:
+            stack.enter_context(aside(module, evaluates=False))
+        stack.enter_context(untouched([*state.values, *inside]))
+        try:
+            yield
+        finally:
+            for cell, value in state.cells:
+                if value is not _UNSET:
+                    cell.cell_contents = value
+                elif _contents(cell) is not _UNSET:
+                    del cell.cell_contents
+            for known, name, value in state.names:
+                if known.get(name, _UNSET) is not value:
+                    known[name] = value
+            for table, before in tables:
+                for name in table.keys() - before.keys():
+                    del table[name]
+                table.update(before)

@@ -1,0 +1,145 @@
+"""Parts of outputs and targets: some of their samples, some of the tokens of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshplan.runtime.apply.lazy_logits import Pending
+from meshplan.runtime.apply.loss_weights import IGNORED, token_targets
+from meshplan.runtime.base.pytree import fill, opaque_in, shape_of, tensors_in
+
+
+def cut(
+    item: Any,
+    samples: int,
+    parts: Sequence[slice | list[int]],
+    *,
+    is_output: bool,
+    dim: int = 0,
+    like: Any = (),
+) -> list[Any] | None:
+    """Parts of something nested.
+
+    Args:
+        samples: The size of the dim that is cut.
+        parts: Which of them.
+        is_output: Whether a model may have put them along another dim.
+        like: Targets, which say where samples and tokens are if an output begins with the sizes
+            of one.
+
+    Returns:
+        None where it is not clear that all of its tensors hold them along this dim.
+    """
+    tensors: list[torch.Tensor] = []
+
+    def place(tensor: torch.Tensor) -> int:
+        tensors.append(tensor)
+        return len(tensors) - 1
+
+    form = shape_of(item, place)
+    if any(True for _ in opaque_in(form)):
+        return None
+    shapes = [tensor.shape for _, tensor in tensors_in(like) if tensor.ndim > 1]
+    shapes = [shape for shape in shapes if shape[0] != shape[1]]
+    whole = {id(tensor) for tensor in tensors if is_output and is_parameter(tensor)}
+    for tensor in tensors:
+        if id(tensor) in whole:
+            continue
+        if not tensor.ndim and tensor.is_floating_point():
+            return None
+        if tensor.ndim and (tensor.ndim <= dim or tensor.shape[dim] != samples):
+            return None
+        # Where another dim is as long, who says which one the samples are?
+        is_told = any(tensor.shape[:2] == each[:2] for each in shapes)
+        if is_output and not is_told and samples in tensor.shape[dim + 1 :]:
+            return None
+
+    def part(tensor: torch.Tensor, which: slice | list[int]) -> torch.Tensor:
+        if id(tensor) in whole:
+            return tensor
+        tensor = tensor if isinstance(tensor, Pending) else tensor.detach()
+        return tensor[(slice(None),) * dim + (which,)] if tensor.ndim else tensor
+
+    def all_of(which: slice | list[int]) -> Any:
+        return fill(form, lambda number: part(tensors[number], which))
+
+    return [all_of(each) for each in parts]
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Return whether a model that gave this gave a parameter, or a view of one: of no sample."""
+    if isinstance(tensor, Pending):
+        return False
+    owner = tensor if tensor._base is None else tensor._base
+    return owner.is_leaf and owner.requires_grad
+
+
+def spread(targets: Any, length: int, count: int) -> list[int]:
+    """Choose tokens of a sequence: half of them where all samples have a target, if there are such.
+
+    The others are where some samples have one: parts that hold as many targets tell no law of a
+    mean from another one.
+    """
+    rows = [t for t in token_targets(targets) if t.ndim > 1 and t.shape[1] == length]
+    if count >= length or not rows:
+        return _evenly(list(range(length)), count)
+    kept = (rows[0] != IGNORED).reshape(len(rows[0]), length, -1).any(-1).sum(0).tolist()
+    whole = [place for place, each in enumerate(kept) if each == max(kept)]
+    partly = [place for place, each in enumerate(kept) if 0 < each < max(kept)]
+    rest = [place for place, each in enumerate(kept) if not each]
+    chosen = _evenly(whole, count - min(count // 2, len(partly or rest)))
+    chosen += _evenly(partly or rest, count - len(chosen))
+    others = sorted(set(range(length)) - set(chosen))
+    return sorted(chosen + _evenly(others, count - len(chosen)))
+
+
+def _evenly(places: list[int], count: int) -> list[int]:
+    step = max(1.0, len(places) / max(1, count))
+    return [places[int(number * step)] for number in range(min(count, len(places)))]
+
+
+def thinned(output: Any, targets: Any, samples: int, most: int) -> tuple[Any, Any, int] | None:
+    """Take a few tokens of some samples, which together have no more elements than this.
+
+    Returns:
+        Output, targets and how many samples these are; None where tokens do not lie along dim 1.
+    """
+    tensors = [tensor for _, tensor in tensors_in((output, targets))]
+    rows = [tensor for _, tensor in tensors_in(targets) if tensor.ndim > 1]
+    if not rows or any(isinstance(tensor, Pending | DTensor) for tensor in tensors):
+        return None
+    length, few = rows[0].shape[1], min(samples // 2 * 2, 8)
+    size = sum(tensor.numel() for tensor in tensors if tensor.is_floating_point())
+    count = most * length * samples // max(1, size * few)
+    found: list[Any] = []
+    for item, is_output in ((output, True), (targets, False)):
+        own = cut(item, samples, [slice(0, few)], is_output=is_output, like=targets)
+        found += own or [None]
+    if count < 2 or None in found:
+        return None
+    places = spread(found[1], length, count)
+    for number, is_output in enumerate((True, False)):
+        own = cut(found[number], length, [places], is_output=is_output, dim=1, like=targets)
+        if own is None:
+            return None
+        found[number] = own[0]
+    return found[0], found[1], few
+
+
+def mask_sum(targets: Any) -> float | None:
+    """Add up the one tensor of zeros and ones for tokens among targets; None without one."""
+    found = [
+        tensor
+        for _, tensor in tensors_in(targets)
+        if tensor.ndim > 1 and bool(((tensor == 0) | (tensor == 1)).all())
+    ]
+    return float(found[0].sum(dtype=torch.float64)) if len(found) == 1 else None
+
+
+def num_elements(targets: Any) -> float:
+    """Count the elements of targets that lie along more than samples."""
+    return float(sum(tensor.numel() for _, tensor in tensors_in(targets) if tensor.ndim > 1))

@@ -1,0 +1,161 @@
+"""Parameters that several ranks hold whole are one and the same there, in every step.
+
+Gradients are averaged and every rank makes the same step, so copies stay equal. They part where
+something else writes to one of them: a forward that renormalises its weights, a loop that loads
+other numbers on one rank, samples that differ along tp. Each rank then trains a model of its own.
+Two sums of each copy tell, before the optimizer steps and before a state is saved.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.layout.mesh import GRADIENT_AXES
+from meshplan.plan.plan import Plan
+from meshplan.runtime.apply.pipeline.module import PipelinedModule
+from meshplan.runtime.base.fake_mode import is_pretending
+from meshplan.runtime.base.mesh import device, local_of, reduce_along, shard_axes
+from meshplan.runtime.base.optimizer_steps import before_steps, is_due
+from meshplan.runtime.base.parallel_models import ParallelModel, is_stepped, known_models
+
+_EVERY: Final = 1024
+"""Steps after which copies are compared at the latest."""
+_OF_DATA, _OF_TP, _HALF = 1e-5, 1e-2, 1e-2
+"""Relative differences of the sums that say that copies have parted. Along the data axes gradients
+are equal to the last bit; along tp each rank computes those of a copy for itself, and optimizers
+that divide by them make much of rounding; in half precision a step may be rounded at random."""
+
+
+@dataclass(slots=True)
+class _Watch:
+    found: ParallelModel
+    steps: int = 0
+
+
+def watch_drift(model: nn.Module) -> None:
+    """Compare the copies of a model's parameters before steps 1, 2, 4, ... and every 1024."""
+    found = next(each for each in reversed(known_models()) if each.model() is model)
+    shares = isinstance(model, PipelinedModule) and any(model.shared.copies())
+    if is_pretending() or not (shares or any(_alike(model, found.plan))):
+        return
+    end = before_steps(partial(_before_step, _Watch(found)))
+    weakref.finalize(model, end)
+
+
+def _before_step(watch: _Watch, optimizer: torch.optim.Optimizer) -> None:
+    model = watch.found.model()
+    if model is None or not is_stepped(optimizer, watch.found):
+        return
+    watch.steps += 1
+    if is_due(watch.steps) or watch.steps % _EVERY == 0:
+        check_drift(model, watch.found.plan, watch.found.mesh)
+
+
+def check_drift(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Refuse parameters whose copies have parted; every rank calls it.
+
+    Raises:
+        ApplyError: On all ranks of a stage, with their names.
+    """
+    by_axes: dict[tuple[str, ...], dict[str, nn.Parameter]] = {}
+    for axes, name, parameter in _alike(model, plan):
+        by_axes.setdefault(axes, {})[name] = parameter
+    names = [name for _, found in sorted(by_axes.items()) for name in found]
+    parted = [_parted(found, axes, mesh) for axes, found in sorted(by_axes.items())]
+    wrong: list[str] = []
+    if names:
+        flags = torch.cat(parted)
+        # What some ranks find all of the stage must hear: nobody goes on alone.
+        stage = [axis for axis in mesh.mesh_dim_names or () if axis != "pp"]
+        reduce_along(flags, mesh, stage, dist.ReduceOp.MAX)
+        wrong = [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
+    if isinstance(model, PipelinedModule):
+        for name, parameter, group in model.shared.copies():
+            if not parameter.requires_grad:
+                continue
+            both = _ends(_sums([parameter]))
+            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+            if _differ(both, _tolerance([parameter], ())).any():
+                wrong.append(name)
+    if wrong:
+        others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise ApplyError(
+            Problem(
+                f"several ranks hold a copy of {wrong[0]}{others}, and the copies are no longer "
+                "the same: something wrote to them beside the optimizer, or ranks stepped on "
+                "different gradients",
+                fix="write to parameters alike on all ranks, outside of the forward; give ranks "
+                "along tp and pp the same batch; step all ranks with the same optimizer",
+            )
+        )
+
+
+def _alike(model: nn.Module, plan: Plan) -> Iterator[tuple[tuple[str, ...], str, nn.Parameter]]:
+    """(axes along which a parameter is whole on each rank, its name, it)."""
+    for name, parameter in model.named_parameters():
+        fqn = name.partition("@")[0].removeprefix("module.")
+        placed = plan.assignment.tensors.get(fqn) or plan.assignment.tensors.get(name)
+        cut = {*shard_axes(parameter), *(placed.stored.axes if placed else ())}
+        # Whatever else cuts is a data axis, or has borrowed its ranks from one.
+        wanted = ("dp_replicate",) if cut - {"tp"} else GRADIENT_AXES
+        axes = plan.mesh.present((*wanted, *(() if "tp" in cut else ("tp",))))
+        axes = tuple(axis for axis in axes if plan.mesh.size(axis) > 1)
+        if axes and parameter.numel() and placed is not None:
+            yield axes, name, parameter
+
+
+def _parted(
+    found: dict[str, nn.Parameter], axes: tuple[str, ...], mesh: DeviceMesh
+) -> torch.Tensor:
+    """1 for each parameter whose copies differ along one of the axes."""
+    parameters = list(found.values())
+    sums = _sums(parameters)
+    out = torch.zeros(len(parameters), device=device())
+    for axis in axes:
+        both = _ends(sums)
+        reduce_along(both, mesh, (axis,), dist.ReduceOp.MAX)
+        out = torch.maximum(out, _differ(both, _tolerance(parameters, (axis,))).float())
+    return out
+
+
+def _sums(parameters: list[nn.Parameter]) -> torch.Tensor:
+    """Shape: (parameters, 2): the sum of the elements, and of their squares."""
+    rows = []
+    for parameter in parameters:
+        own = local_of(parameter.detach())
+        own = torch.view_as_real(own) if own.is_complex() else own
+        wide = own.sum(dtype=torch.float64), own.float().norm().double().square()
+        rows.append(torch.stack(wide).to(device()))
+    return torch.stack(rows)
+
+
+def _ends(sums: torch.Tensor) -> torch.Tensor:
+    """Numbers whose largest over ranks tell the largest and the smallest of the sums."""
+    return torch.stack((sums, -sums))
+
+
+def _differ(both: torch.Tensor, tolerance: torch.Tensor) -> torch.Tensor:
+    """Which copies are not the same; what is not a number is not compared.
+
+    Shape: both (2, parameters, 2), tolerance (parameters,) -> (parameters,)
+    """
+    apart, size = both[0] + both[1], both[0][:, 1].sqrt()
+    return (apart[:, 0] > tolerance * size) | (apart[:, 1] > 2 * tolerance * size.square())
+
+
+def _tolerance(parameters: list[nn.Parameter], axes: tuple[str, ...]) -> torch.Tensor:
+    def of(parameter: nn.Parameter) -> float:
+        is_half = parameter.is_floating_point() and torch.finfo(parameter.dtype).bits < 32
+        return _OF_TP if "tp" in axes else _HALF if is_half else _OF_DATA
+
+    return torch.tensor([of(p) for p in parameters], dtype=torch.float64, device=device())

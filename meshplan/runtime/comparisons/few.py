@@ -1,0 +1,143 @@
+"""Outputs of a few samples of every microbatch and of some data ranks, as one batch.
+
+Halves of a microbatch tell little of a loss where it has one or two samples, of which the best
+half is one, and where all of its samples hold as much of what the loss is a mean over: batches of
+one length. So some outputs of all microbatches are laid together, as one process would have them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from meshplan.errors import Problem
+from meshplan.layout.mesh import DATA_AXES, GRADIENT_AXES
+from meshplan.plan.plan import Plan
+from meshplan.runtime.apply.lazy_logits import Pending
+from meshplan.runtime.apply.loss_weights import IGNORED, num_parts
+from meshplan.runtime.base.mesh import device
+from meshplan.runtime.base.pytree import fill, shape_of, tensors_in
+from meshplan.runtime.comparisons.asking import LossFn
+from meshplan.runtime.comparisons.cutting import cut, is_parameter
+from meshplan.runtime.comparisons.halves import loss_problem, three_of
+from meshplan.runtime.comparisons.samples import ENOUGH
+
+_RANKS: Final = 4
+_ELEMENTS: Final = 1 << 16
+"""The most that a rank keeps, which is copied to the host and sent to every rank."""
+
+
+class FewSamples:
+    """Keeps outputs and targets of some samples of this rank, and asks the loss about all ranks'.
+
+    Args:
+        samples: Of a microbatch.
+    """
+
+    def __init__(self, plan: Plan, samples: int) -> None:
+        self._plan, self._samples = plan, samples
+        self._parts = min(ENOUGH, num_parts(plan) // plan.mesh.size(*GRADIENT_AXES))
+        self._each = min(samples, ENOUGH // self._parts)
+        """Samples of a microbatch that are kept."""
+        self._kept: list[list[torch.Tensor]] = []
+        self._form: Any = None
+        self._is_on = True
+
+    def keep(self, output: Any, targets: Any) -> None:
+        """Remember what a microbatch gave, as far as it is little."""
+        room = ENOUGH - self._each * len(self._kept)
+        if not self._is_on or room <= 0:
+            return
+        tensors = [tensor for _, tensor in tensors_in((output, targets))]
+        is_odd = any(isinstance(tensor, Pending | DTensor) for tensor in tensors)
+        size = sum(tensor.numel() for tensor in tensors) // max(1, self._samples)
+        self._each = max(1, min(self._each, _ELEMENTS // (self._parts * max(1, size))))
+        part = [slice(0, min(room, self._each))]
+        own = None if is_odd else cut(output, self._samples, part, is_output=True, like=targets)
+        wanted = None if is_odd else cut(targets, self._samples, part, is_output=False)
+        if own is None or wanted is None or size * self._each > _ELEMENTS:
+            self._is_on = False
+            self._kept.clear()
+            return
+        self._form, found = _split((own[0], wanted[0]))
+        self._kept.append(found)
+
+    def problem(self, loss_fn: LossFn, *, can_ask: bool) -> tuple[Problem | None, bool]:
+        """Compare the loss of all kept samples with those of parts; collective over all ranks.
+
+        Args:
+            can_ask: Whether this rank may call the loss function beside the training.
+
+        Returns:
+            A problem, and whether it is certainly a mean over samples: also where they hold
+            unequal amounts of what it might be taken over.
+        """
+        plan = self._plan
+        others = [name for name in plan.mesh.names if name not in (*DATA_AXES, "cp", "pp")]
+        rank = dist.get_rank()
+        part = plan.mesh.index(rank, ("cp",))  # Along cp each asks about its part of all samples.
+        is_asked = plan.mesh.index(rank, DATA_AXES) < _RANKS and not plan.mesh.index(rank, others)
+        told: list[list[list[torch.Tensor]]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(told, self._kept if is_asked else [])
+        every = [
+            tensors
+            for other, kept in enumerate(told)
+            for tensors in kept
+            if plan.mesh.index(other, ("cp",)) == part
+        ]
+        is_told = bool(self._kept) and can_ask
+        own = self._of(every, loss_fn) if is_told else (None, False)
+        answers: list[tuple[Problem | None, bool]] = [own] * dist.get_world_size()
+        dist.all_gather_object(answers, own)
+        problems = (problem for problem, _ in answers if problem is not None)
+        return next(problems, None), any(is_mean for _, is_mean in answers)
+
+    def _of(self, every: list[list[torch.Tensor]], loss_fn: LossFn) -> tuple[Problem | None, bool]:
+        shapes = {tuple(tensor.shape[1:] for tensor in tensors) for tensors in every}
+        if len(every) < 2 or len(shapes) > 1:
+            return None, False
+        is_mean = False
+        # Microbatches may take turns: halves that hold as much tell little.
+        by_amount = sorted(every, key=_amount)
+        is_sorted = [*map(_amount, every)] == [*map(_amount, by_amount)]
+        for each in [every] if is_sorted else [every, by_amount]:
+            joined = [_joined(parts) for parts in map(list, zip(*each, strict=True))]
+            output, targets = fill(self._form, joined.__getitem__)
+            samples = next(t.shape[0] for t in joined if t.ndim and not is_parameter(t))
+            three = three_of(loss_fn, output, targets, None, samples)
+            if three is None:
+                continue
+            problem = three.confirms(loss_problem(three, self._plan))
+            if problem is not None:
+                return problem, False
+            halves = three.first, three.second
+            amounts = {(half.tokens, half.masked) for half in halves}
+            is_finite = all(math.isfinite(half.loss) for half in (three.whole, *halves))
+            is_mean |= len(amounts) > 1 and is_finite and self._plan.spec.loss == "mean"
+        return None, is_mean and self._plan.assignment.context is None
+
+
+def _amount(tensors: list[torch.Tensor]) -> int:
+    return sum(int(((tensor != 0) & (tensor != IGNORED)).sum()) for tensor in tensors)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    if is_parameter(parts[0]):
+        return parts[0].detach().to(device()).requires_grad_()
+    return (torch.cat(parts) if parts[0].ndim else parts[0]).to(device())
+
+
+def _split(item: Any) -> tuple[Any, list[torch.Tensor]]:
+    """Split something nested into its form and its tensors, copied to the host."""
+    found: list[torch.Tensor] = []
+
+    def place(tensor: torch.Tensor) -> int:
+        copy = tensor.detach().clone().cpu()  # Not with all that it is a view of.
+        found.append(copy.requires_grad_(is_parameter(tensor)))
+        return len(found) - 1
+
+    return shape_of(item, place), found

@@ -1,0 +1,178 @@
+"""Ranks of the data axes are given different samples, and as many of them as the plan says.
+
+A loop that forgets `local_batch`, or a sampler that counts too few ranks, trains several ranks on
+the same samples: the loss falls, and the batch is smaller than it seems. Digests tell; they are
+sent beside what a step exchanges anyway.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from meshplan.errors import Problem
+from meshplan.layout.mesh import DATA_AXES
+from meshplan.plan.plan import Plan
+from meshplan.runtime.base.batch_agreement import SAMPLER, num_samples
+from meshplan.runtime.base.digest import digest, elements, is_marked
+from meshplan.runtime.base.mesh import local_of
+from meshplan.runtime.base.pytree import tensors_in
+
+_ENOUGH_BITS: Final = 20
+"""Two batches that could hold less are equal by chance: zeros and ones, or a few classes."""
+_FEW: Final = 256
+"""Elements of a tensor that are looked at to see how much it can tell."""
+
+
+def compares_ranks(plan: Plan) -> bool:
+    """Return whether ranks of this plan must be given different samples."""
+    return plan.num_data_ranks > 1 and not plan.spec.batch.per_rank
+
+
+def number_of(batch: Any, *, is_whole: bool) -> int:
+    """A number for the contents of a batch, above 0 and exact in float64."""
+    here, there = digest(batch, is_whole=is_whole)
+    return 1 + here + (0 if there is None else int(there))
+
+
+def slots(number: int, plan: Plan) -> list[int]:
+    """One place for each data rank, of which this rank fills its own.
+
+    The largest over ranks of all places are the numbers of all data ranks.
+    """
+    found = [0] * plan.num_data_ranks
+    if plan.mesh.index(dist.get_rank(), ("cp",)) == 0:  # Along cp, parts of a sample differ.
+        found[plan.mesh.index(dist.get_rank(), DATA_AXES)] = number
+    return found
+
+
+def axis_of_twins(numbers: Sequence[float], plan: Plan) -> str | None:
+    """The data axis along which all ranks were given the same; None where ranks differ.
+
+    Two ranks of many may draw the same samples by chance. Along a whole axis it is a mistake.
+
+    Args:
+        numbers: Of each data rank.
+    """
+    names = [name for name in plan.mesh.names if name in DATA_AXES]
+    for axis in names:
+        inner = math.prod(plan.mesh.size(name) for name in names[names.index(axis) + 1 :])
+        size = plan.mesh.size(axis)
+        same = all(
+            number == numbers[at - at // inner % size * inner] for at, number in enumerate(numbers)
+        )
+        if size > 1 and same:
+            return axis
+    return None
+
+
+def is_telling(batch: Any) -> bool:
+    """Return whether an equal batch elsewhere shows that a rank was given the wrong one.
+
+    It does not where the batch was cut by `local_batch`, where all samples are alike, and where
+    they hold so little that they are equal by chance.
+    """
+    if is_marked(batch):
+        return False
+    found = (t for _, t in tensors_in(batch) if elements(t, is_whole=False) is not None)
+    tensors = [local_of(tensor.detach()) for tensor in found]
+    are_alike = all(_has_equal_rows(tensor) for tensor in tensors if tensor.ndim)
+    return not are_alike and sum(map(_bits, tensors)) >= _ENOUGH_BITS
+
+
+def _has_equal_rows(tensor: torch.Tensor) -> bool:
+    return len(tensor) > 1 and bool((tensor == tensor[:1]).all())
+
+
+def _bits(tensor: torch.Tensor) -> float:
+    """The most that a tensor can hold, by how many of its elements are different."""
+    flat = tensor.reshape(-1)
+    few = flat[:: max(1, flat.numel() // _FEW)].tolist()
+    return flat.numel() * math.log2(len(set(few)) or 1)
+
+
+def same_samples(axis: str, samples: int, plan: Plan) -> Problem:
+    """The problem of ranks that were given the same samples.
+
+    Args:
+        axis: Along which.
+        samples: How many each rank was given.
+    """
+    other = next(rank for rank in range(plan.mesh.world_size) if plan.mesh.index(rank, (axis,)))
+    return Problem(
+        f"ranks 0 and {other} were given the same {samples} samples, like all ranks along {axis}"
+        f"{_planned(plan)}: each of them must be given samples of its own",
+        plan.spec.origin("batch"),
+        f"cut the global batch with meshplan.local_batch(model, batch), or {SAMPLER}; say batch: "
+        "{per_rank: true} where ranks are meant to hold the same samples",
+    )
+
+
+def _planned(plan: Plan) -> str:
+    if plan.micro is None:
+        return ""
+    own, ranks = plan.micro * plan.accumulate, plan.num_data_ranks
+    return f", where the plan's batch of {own * ranks} has {own} for each of {ranks} data ranks"
+
+
+def note_size(batch: Any, plan: Plan, *, may_be_micro: bool = False) -> None:
+    """Warn on rank 0 that a rank was given more or fewer samples than the plan says.
+
+    Args:
+        may_be_micro: Whether this is a forward of a loop by hand, which may be of one microbatch,
+            and whose tensors may have the samples along dim 1.
+    """
+    if plan.micro is None or dist.get_rank() != 0:
+        return
+    wanted, given, ranks = plan.micro * plan.accumulate, num_samples(batch), plan.num_data_ranks
+    sizes = {given}
+    if may_be_micro:
+        first = next((t for _, t in tensors_in(batch) if t.ndim), None)
+        sizes = set() if first is None else set(first.shape[:2])
+    if not given or wanted in sizes or (may_be_micro and plan.micro in sizes):
+        return
+    each = f" on each of {ranks} data ranks, {given * ranks} in all" if ranks > 1 else ""
+    planned = f"{wanted}, {wanted * ranks} in all" if ranks > 1 else f"{wanted}"
+    problem = Problem(
+        f"a step was given {given} samples{each}, and the plan says {planned}: what it estimates "
+        "is for that batch",
+        plan.spec.origin("batch"),
+        f"give meshplan.local_batch(model, batch) the {wanted * ranks} samples of a step, or state "
+        f"batch: {{global: {given * ranks}}}",
+    )
+    warnings.warn(str(problem), stacklevel=2)
+
+
+class Given:
+    """What forwards of a loop by hand are given between two steps of the optimizer.
+
+    What all models of a process are given counts together: a generator may draw the same noise on
+    all ranks, and a text tower read the same class names, beside samples that differ.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._is_telling = False
+        self._is_cut = False
+
+    def add(self, batch: Any) -> None:
+        """Take one more forward into account."""
+        self._number = (self._number * 31 + number_of(batch, is_whole=True)) % (1 << 40)
+        self._is_telling |= is_telling(batch)
+        self._is_cut |= is_marked(batch)
+
+    def axis_of_twins(
+        self, plan: Plan, group: dist.ProcessGroup, device: torch.device
+    ) -> str | None:
+        """Where ranks were given the same; every rank of the group calls it."""
+        is_open = self._is_cut or not self._is_telling
+        told = [int(is_open), *slots(1 + self._number, plan)]
+        both = torch.tensor(told, dtype=torch.float64, device=device)
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+        found, *numbers = both.tolist()
+        return None if found else axis_of_twins(numbers, plan)

@@ -1,0 +1,364 @@
+"""A loss of a batch beside the losses of its halves: whether parts add up to the whole.
+
+A step is computed in parts and put together as the plan says the loss is: a mean, a sum, a mean
+over tokens. If that is wrong every gradient is, and nothing shows. So where a step has several
+parts, the loss function is asked three times about the same output: all samples, and each half of
+them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshplan.errors import Problem
+from meshplan.plan.plan import Plan
+from meshplan.runtime.apply.lazy_logits import Pending
+from meshplan.runtime.apply.loss_weights import IGNORED, PAIR, token_targets, tokens_by_sample
+from meshplan.runtime.base.mesh import local_of
+from meshplan.runtime.base.pytree import tensors_in
+from meshplan.runtime.comparisons.asking import Answer, LossFn, ask, coarsest, refuse_alone
+from meshplan.runtime.comparisons.cutting import cut, mask_sum, spread, thinned
+
+WIDE: Final = 1 << 22
+"""Elements that are compared in double precision: where rounding hides nothing, also of means that
+are small beside what they are taken of."""
+_TOLERANCE: Final = {torch.float64: 1e-7, torch.float32: 3e-5}
+_HALF: Final = 2e-2
+"""Relative differences that rounding does not make [Empirical]."""
+_GATHER: Final = (
+    "gather what is compared with meshplan.gather_batch; or say batch: {per_rank: true}, where "
+    "each rank's batch is meant to stand alone"
+)
+
+_SHIFTED: Final = (
+    "let loss_fn return (loss * n, n) with n = (labels[:, 1:] != -100).sum(): the model itself "
+    "shifts the labels"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A loss as a number.
+
+    Attributes:
+        loss: The loss, or the sum.
+        count: What the sum was taken over, where the loss function says it.
+        tokens: Targets that are not -100, where the targets hold such.
+        shifted: Those of them that are not the first of their row: transformers' models shift
+            the labels themselves.
+        masked: The sum of a mask of zeros and ones among the targets.
+    """
+
+    loss: float
+    count: float | None = None
+    tokens: float | None = None
+    shifted: float | None = None
+    masked: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Three:
+    """A loss of a batch, and of its halves.
+
+    Attributes:
+        tolerance: The absolute difference that rounding may make.
+        again: Asks about the whole once more; None where this cannot be done.
+    """
+
+    whole: Value
+    first: Value
+    second: Value
+    tolerance: float
+    again: Callable[[], Answer] | None = None
+
+    def confirms(self, problem: Problem | None) -> Problem | None:
+        """Return a problem that these losses show, if the function says the same once more.
+
+        One that goes by the number of its calls, as a weight that warms up does, or by anything
+        else that cannot be put back, tells nothing about parts.
+        """
+        if problem is None or self.again is None:
+            return problem
+        try:
+            answer = self.again()
+        except Exception:  # The user's function: it did not raise the first time.
+            return None
+        told = value_of(answer.given, ())
+        if told is None or answer.is_random:
+            return None
+        are_none = math.isnan(told[0].loss) and math.isnan(self.whole.loss)  # Over no token.
+        return problem if are_none or agrees(told[0].loss, self) else None
+
+
+def value_of(given: Any, targets: Any) -> tuple[Value, torch.dtype] | None:
+    """A number, and the dtype it was computed in; None where it is none."""
+    is_pair = isinstance(given, tuple | list) and len(given) == 2
+    loss, count = given if is_pair else (given, None)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_complex():
+        return None
+    tokens = tokens_by_sample(targets)
+    told = None if tokens is None else float(tokens.sum())
+    rows = [t[:, 1:] for t in token_targets(targets) if t.ndim == 2]
+    shifted = float((rows[0] != IGNORED).sum()) if told is not None and rows else None
+    number = None if count is None else float(count)
+    return Value(float(loss.detach()), number, told, shifted, mask_sum(targets)), loss.dtype
+
+
+def three_of(
+    loss_fn: LossFn,
+    output: Any,
+    targets: Any,
+    given: Any,
+    samples: int,
+    tokens: int | None = None,
+    most: int = WIDE,
+) -> Three | None:
+    """The loss function about all samples and about halves of them.
+
+    Of a single sample the halves are those of its tokens.
+
+    Args:
+        given: What it returned for all; None where it was not called.
+        tokens: The size of dim 1, to cut that in halves instead, whatever the targets are.
+        most: Elements that are asked about in double precision.
+
+    Returns:
+        None where that cannot be told: samples do not lie along dim 0, or it is random.
+    """
+    tensors = [t for _, t in tensors_in((output, targets))]
+    size = sum(t.numel() for t in tensors if t.is_floating_point() and not isinstance(t, Pending))
+    dim, length = (0, samples) if tokens is None else (1, tokens)
+    if tokens is None and samples == 1:
+        rows = [t for t in token_targets(targets) if t.ndim > 1]
+        dim, length = 1, rows[0].shape[1] if rows else 1
+    if dim == 0 and size // max(1, length) > most // 2:
+        # Not even two samples of some vocabularies are small.
+        fewer = thinned(output, targets, samples, most)
+        if fewer is not None:
+            return three_of(loss_fn, fewer[0], fewer[1], None, fewer[2])
+    row = max(1, size // max(1, length))
+    half = min(length // 2, most // (2 * row))
+    # These in the dtype that they have.
+    is_wide, half = half > 0, half or length // 2
+    if not half:
+        return None
+    places: list[int] | slice = slice(0, 2 * half)
+    if dim and 2 * half < length and not any(isinstance(t, Pending | DTensor) for t in tensors):
+        places = spread(targets, length, 2 * half)
+    parts = [places] + (
+        [places[:half], places[half:]]
+        if isinstance(places, list)
+        else [slice(0, half), slice(half, 2 * half)]
+    )
+    outputs = cut(output, length, parts, is_output=True, dim=dim, like=targets)
+    wanted = cut(targets, length, parts, is_output=False, dim=dim)
+    if outputs is None or wanted is None:
+        return None
+    # Large outputs are asked about in halves only: less than their backward takes.
+    is_known = given is not None and 2 * half == length
+    return three_of_parts(
+        loss_fn,
+        outputs,
+        wanted,
+        is_wide=is_wide,
+        known=value_of(given, targets) if is_known else None,
+    )
+
+
+def three_of_parts(
+    loss_fn: LossFn,
+    outputs: Sequence[Any],
+    targets: Sequence[Any],
+    *,
+    is_wide: bool = True,
+    known: tuple[Value, torch.dtype] | None = None,
+) -> Three | None:
+    """The loss function about a whole and two parts of it.
+
+    Args:
+        is_wide: Whether to ask in double precision first.
+        known: What it says of the whole in the dtype that this has.
+
+    Returns:
+        None where that cannot be told: it raises, or is random.
+    """
+    found = [t for _, t in tensors_in((outputs[0], targets[0])) if not isinstance(t, Pending)]
+    found = [tensor for tensor in found if tensor.is_floating_point()]
+    is_half = any(torch.finfo(tensor.dtype).bits < 32 for tensor in found)
+    wide = [torch.float64] if is_wide else [torch.float32] if is_half else []
+    for dtype in (*wide, None):
+        asked = list(zip(outputs, targets, strict=True))
+        values: list[tuple[Value, torch.dtype] | None] = []
+        if dtype is None and known is not None:
+            values.append(known)
+        try:
+            for o, t in asked[len(values) :]:
+                values.append(told_by(ask(loss_fn, o, t, dtype), t))
+        except Exception as error:  # The user's function, about what it was not made for: fewer
+            # samples, another dtype. What it does with its own is raised where it is called.
+            if any(isinstance(t, Pending) for _, t in tensors_in(outputs[0])):
+                refuse_alone(error)  # Other ranks may be in the head.
+            continue
+        if None in values:
+            return None
+        # A rank alone must not ask for what ranks put together.
+        is_apart = any(isinstance(t, Pending | DTensor) for _, t in tensors_in(outputs[0]))
+        again = None if is_apart else partial(ask, loss_fn, *asked[0], dtype)
+        return three_from([value for value in values if value is not None], found, again=again)
+    return None
+
+
+def told_by(answer: Answer, targets: Any) -> tuple[Value, torch.dtype] | None:
+    """What an answer says, and the coarsest dtype that it rounded to; None where it is random."""
+    value = None if answer.is_random else value_of(answer.given, targets)
+    return value and (
+        value[0],
+        min(value[1], answer.dtype, key=lambda each: torch.finfo(each).bits),
+    )
+
+
+def three_from(
+    values: list[tuple[Value, torch.dtype]],
+    terms: list[torch.Tensor],
+    of_forwards: torch.dtype | None = None,
+    again: Callable[[], Answer] | None = None,
+) -> Three:
+    """Losses to compare, with what rounding may make of them.
+
+    Args:
+        terms: What they were computed from.
+        of_forwards: Where each had a forward of its own, whose kernels may differ: the coarsest
+            dtype of these.
+        again: Asks about the whole once more.
+    """
+    whole, first, second = (value for value, _ in values)
+    dtype = of_forwards or coarsest(*(d for _, d in values))
+    size = max((abs(v.loss) for v, _ in values if math.isfinite(v.loss)), default=0.0)
+    tolerance = _TOLERANCE.get(dtype, _HALF) * size
+    if dtype != torch.float64 and terms:
+        largest = max(float(local_of(t).detach().abs().max()) for t in terms if t.numel())
+        tolerance += 2 * torch.finfo(dtype).eps * largest if math.isfinite(largest) else 0.0
+    return Three(whole, first, second, tolerance + 1e-30, again)
+
+
+def loss_problem(three: Three, plan: Plan) -> Problem | None:
+    """Why the losses of parts do not make up the loss of the whole."""
+    whole, first, second = three.whole, three.first, three.second
+    if not math.isfinite(whole.loss):
+        return None
+    shown = (
+        f"it is {whole.loss:.6g} for {{}} samples, and {first.loss:.6g} and {second.loss:.6g} for "
+        "each half of them"
+    ).replace("{}", "some")
+    if whole.count is not None:
+        return _pair_problem(three, shown)
+    kind = plan.spec.loss
+    origin = plan.spec.origin("loss")
+    if kind == "sum":
+        if agrees(first.loss + second.loss, three):
+            return None
+        what = f"the plan says loss: sum, but loss_fn does not return a sum over samples: {shown}"
+        fix = "say loss: mean, or tokens for a mean over the targets that are not -100; or " + PAIR
+        return Problem(what, origin, fix)
+    of_tokens = token_mean(three)
+    if kind == "tokens":
+        if of_tokens is None or agrees(of_tokens, three):
+            return None
+        what = (
+            f"the plan says loss: tokens, but loss_fn does not return the mean over the targets "
+            f"that are not {IGNORED}: {shown}, which hold {first.tokens:.0f} and "
+            f"{second.tokens:.0f}"
+        )
+        fix = f"leave out what it leaves out in the targets too; or {PAIR}"
+        return Problem(what, origin, _SHIFTED if _is_shifted(three) else fix)
+    return _mean_problem(three, of_tokens, shown, plan)
+
+
+def _mean_problem(three: Three, of_tokens: float | None, shown: str, plan: Plan) -> Problem | None:
+    whole, first, second = three.whole, three.first, three.second
+    origin = plan.spec.origin("loss")
+    are_finite = math.isfinite(first.loss) and math.isfinite(second.loss)
+    if are_finite and agrees((first.loss + second.loss) / 2, three):
+        return None
+    if are_finite and agrees(first.loss + second.loss, three):
+        what = f"loss_fn returns a sum over samples, and the plan takes it for their mean: {shown}"
+        return Problem(what, origin, "say loss: sum, or divide by the number of samples")
+    if of_tokens is not None and agrees(of_tokens, three) and first.tokens != second.tokens:
+        what = (
+            f"loss_fn returns a mean over the targets that are not {IGNORED}, and parts of a batch "
+            f"hold unequal numbers of them ({first.tokens:.0f} and {second.tokens:.0f}): the mean "
+            f"of the parts' means is not that of one process ({shown})"
+        )
+        return Problem(what, origin, f"say loss: tokens; or {PAIR}")
+    low, high = min(first.loss, second.loss), max(first.loss, second.loss)
+    if _is_shifted(three):
+        what = (
+            "the loss is a mean over the labels but the first of each row, and parts of a batch "
+            f"hold unequal numbers of them ({first.shifted:.0f} and {second.shifted:.0f}): {shown}"
+        )
+        return Problem(what, origin, _SHIFTED)
+    if plan.spec.batch.per_rank:
+        return None
+    if not are_finite or low <= whole.loss <= high:
+        what = (
+            "loss_fn returns a mean over something of which parts of a batch hold unequal amounts "
+            f"(a mask, weights of classes): {shown}, which is not the mean of both"
+        )
+        return Problem(what, origin, f"{PAIR}; or {_GATHER}")
+    what = (
+        f"loss_fn compares samples with one another: {shown}, so it is not put together from "
+        "those of ranks and microbatches"
+    )
+    return Problem(what, origin, _GATHER)
+
+
+def _pair_problem(three: Three, shown: str) -> Problem | None:
+    whole, first, second = three.whole, three.first, three.second
+    counts = [v.count for v in (whole, first, second) if v.count is not None]
+    adds_up = len(counts) == 3 and abs(counts[0] - counts[1] - counts[2]) <= 1e-6 * abs(counts[0])
+    # A mean over no token is not a number, and times none of them it stays that.
+    parts = [value.loss for value in (first, second) if value.count or math.isfinite(value.loss)]
+    if adds_up and agrees(sum(parts), three):
+        return None
+    what = "sum" if adds_up else "count"
+    return Problem(
+        f"the {what} that loss_fn returns does not add up over parts of a batch: {shown}, and "
+        f"counts {', '.join(f'{c:g}' for c in counts)}",
+        fix="return the sum over what it was given and how many that were, neither divided",
+    )
+
+
+def token_mean(three: Three) -> float | None:
+    """The mean over all tokens from those of the halves."""
+    return _weighted(three, three.first.tokens, three.second.tokens)
+
+
+def mask_mean(three: Three) -> float | None:
+    """The mean over what a mask leaves from those of the halves."""
+    return _weighted(three, three.first.masked, three.second.masked)
+
+
+def _is_shifted(three: Three) -> bool:
+    """Whether it is a mean over the targets that are not the first of their row."""
+    counts = three.first.shifted, three.second.shifted
+    of_tokens = _weighted(three, *counts)
+    return of_tokens is not None and counts[0] != counts[1] and agrees(of_tokens, three)
+
+
+def _weighted(three: Three, first: float | None, second: float | None) -> float | None:
+    if first is None or second is None or not first + second:
+        return None
+    pairs = ((three.first.loss, first), (three.second.loss, second))
+    return sum(loss * count for loss, count in pairs if count) / (first + second)
+
+
+def agrees(expected: float, three: Three) -> bool:
+    """Whether the loss of the whole is as expected, but for rounding."""
+    return abs(three.whole.loss - expected) <= three.tolerance

@@ -1,0 +1,382 @@
+"""Samples that look at one another: a forward beside one of other samples, and of fewer.
+
+A rank computes on some of the samples. That is what one process does with them only if what the
+model makes of a sample does not depend on the others: statistics of a batch, a stopping rule that
+asks all of them, logits of every pair. So before an update the model runs again, in evaluation and
+without gradients, with some of the samples exchanged for others. Sizes and kernels stay the same,
+so a model that takes samples one by one gives the same numbers to the last bit, and where it does
+not, a forward whose numbers are rounded otherwise says how much that may be. Norms that follow the
+statistics of training are independent then: what they do in training is what
+DistributedDataParallel does, and `check` says it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshplan.errors import Problem
+from meshplan.plan.plan import Plan
+from meshplan.runtime.apply.lazy_logits import Pending
+from meshplan.runtime.apply.loss_mode import loss_mode
+from meshplan.runtime.apply.pipeline.module import PipelinedModule
+from meshplan.runtime.apply.randomness import undisturbed
+from meshplan.runtime.apply.wrap import own_module
+from meshplan.runtime.base.batch import as_arguments
+from meshplan.runtime.base.mesh import device_type, local_of
+from meshplan.runtime.base.pytree import fill, opaque_in, shape_of, tensors_in
+from meshplan.runtime.checks.dry_run import aside
+from meshplan.runtime.checks.tp_replicas import coarsest_dtype
+from meshplan.runtime.comparisons.asking import LossFn, ask, refuse_alone, uncompiled
+from meshplan.runtime.comparisons.halves import (
+    Three,
+    loss_problem,
+    three_from,
+    three_of_parts,
+    told_by,
+)
+from meshplan.runtime.comparisons.samples import (
+    FIRST,
+    FIRST_AGAIN,
+    LAST,
+    LAST_AGAIN,
+    WHOLE,
+    Samples,
+    largest,
+)
+from meshplan.runtime.watch.stack import user_line
+
+KERNELS, _HALF = (1e-5, 1e-3), 0.1
+"""Relative differences of outputs that other kernels for another number of samples may make, in
+single precision a little and at most, and in half precision [Empirical]."""
+
+_ROUNDINGS, _ROUNDINGS_OF_HALF, _OTHER_KERNELS = 10, 3, 100
+"""Factors by which a difference exceeds that of rounding once again, and is not rounding's.
+
+The first two between runs of one size: kernels inside may have other sizes where samples are sent
+to experts, and add up in another order; half precision adds up in single. The last between runs of
+two sizes [Empirical].
+"""
+
+_TF32: Final = 2.0**-11
+"""The relative precision to which accelerators round factors of products in single precision."""
+_COMPARED: Final = 1 << 22
+"""Elements of an output that are compared."""
+
+_Pair = tuple[tuple[int, int], tuple[int, int]]
+"""Two (run, 0 for its first part or 1 for its last) that hold the same samples."""
+
+SAME_SIZE: Final[tuple[_Pair, ...]] = (
+    ((WHOLE, 0), (FIRST_AGAIN, 0)),
+    ((WHOLE, 1), (LAST_AGAIN, 1)),
+    ((FIRST_AGAIN, 0), (FIRST_AGAIN, 1)),
+)
+FEWER: Final[tuple[_Pair, ...]] = (((WHOLE, 0), (FIRST, 0)), ((WHOLE, 1), (LAST, 0)))
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The findings of forwards of some samples.
+
+    Attributes:
+        mixes: Whether outputs of samples depend on the other samples.
+        problem: Of the loss.
+        asks_values: Whether the forward asks tensors for numbers that other samples change: what
+            it does with them may be the same for some batches and not for others.
+    """
+
+    mixes: bool = False
+    problem: Problem | None = None
+    asks_values: bool = False
+
+
+def compare_forwards(
+    model: nn.Module, plan: Plan, samples: Samples, loss_fn: LossFn | None, *, asks_fewer: bool
+) -> Found | None:
+    """Run the model on some samples and on others; all ranks together.
+
+    Args:
+        loss_fn: Whose losses of two parts are compared too; None for outputs only.
+        asks_fewer: Whether to run it on one part alone, too.
+
+    Returns:
+        None where nothing can be told: the forward is random, or does not take such samples.
+    """
+    dtype = _dtype(plan)
+    changed: list[bool] = []
+    inner = own_module(model)
+    asked: dict[int, _Values] = {}
+    kept, outputs = _Kept(), dict[int, Any]()
+
+    def run(part: int) -> list[torch.Tensor]:
+        args, kwargs = as_arguments(samples.inputs[part])
+        # Stages send their output to one another, and that whole.
+        is_pipelined = isinstance(inner, PipelinedModule)
+        mode = nullcontext() if is_pipelined else loss_mode(plan, is_trial=True)
+        with in_evaluation(inner), undisturbed(changed), mode, _Values() as asked[part]:
+            output = inner(*args, **kwargs)
+        if loss_fn is not None and part in (WHOLE, FIRST, LAST):
+            outputs[part] = output
+        return kept.of(output)
+
+    found: dict[int, list[torch.Tensor]] = {}
+    # The user's code may raise anything when it gets other samples.
+    with trying(plan):
+        found |= {part: run(part) for part in (WHOLE, FIRST_AGAIN, LAST_AGAIN)}
+    if largest(not found or any(changed))[0]:
+        return None
+    # It goes by numbers of the batch, or goes on until one of them says so.
+    asks_values = asked[WHOLE].told != asked[FIRST_AGAIN].told or asked[WHOLE].has_changed
+    if asks_fewer or loss_fn is not None:
+        # A model may be made for so many samples and no fewer.
+        with trying(plan):
+            found |= {part: run(part) for part in (FIRST, LAST)}
+    among_as_many = _largest_distance(found, samples, SAME_SIZE)
+    among_fewer = _largest_distance(found, samples, FEWER)
+    is_single = torch.finfo(dtype).bits >= 32
+    floor, ceiling = KERNELS if is_single else (_HALF, _HALF)
+    told = largest(among_as_many, among_fewer)
+    if told[0] or told[1] > floor:
+        rounding = math.inf
+        with trying(plan), _rounded_otherwise(inner):
+            again = found | {FIRST_AGAIN: run(WHOLE)}
+            rounding = _largest_distance(again, samples, SAME_SIZE[:1])
+        most = max(floor, min(ceiling, _OTHER_KERNELS * rounding))
+        if rounding > ceiling:
+            most = math.inf  # It makes so much of rounding that another size tells nothing.
+        roundings = _ROUNDINGS if is_single else _ROUNDINGS_OF_HALF
+        mixes = among_as_many > roundings * rounding or among_fewer > most
+        if largest(mixes)[0]:
+            return Found(mixes=mixes, asks_values=asks_values)
+    if loss_fn is None or FIRST not in outputs or LAST not in outputs:
+        return Found(asks_values=asks_values)
+    with loss_mode(plan, is_trial=True):
+        three = _three(loss_fn, outputs, samples, dtype)
+    problem = None if three is None else three.confirms(loss_problem(three, plan))
+    return Found(problem=problem, asks_values=asks_values)
+
+
+@contextmanager
+def trying(plan: Plan) -> Iterator[None]:
+    """Let the user's code raise about other samples: all ranks then do, as they hold the same.
+
+    Not along cp, where each has another part of them, and one that raises is waited for.
+    """
+    try:
+        yield
+    except Exception as error:
+        if plan.assignment.context is not None:
+            refuse_alone(error)
+
+
+def _three(
+    loss_fn: LossFn, outputs: Mapping[int, Any], samples: Samples, dtype: torch.dtype
+) -> Three | None:
+    """Return the losses of two parts, and of both together.
+
+    They are of one output where its parts can be told from the outputs of parts: exact, whatever
+    the model rounds. A model that returns its loss is asked three times.
+    """
+    targets = samples.targets[: LAST + 1]
+    pieces = [_piece(outputs[WHOLE], outputs[part], part) for part in (FIRST, LAST)]
+    if None not in pieces:
+        return three_of_parts(loss_fn, (outputs[WHOLE], *pieces), targets)
+    values = []
+    try:
+        for part in (WHOLE, FIRST, LAST):
+            values.append(told_by(ask(loss_fn, outputs[part], targets[part]), targets[part]))
+    except Exception as error:  # The user's code, about fewer samples.
+        if any(isinstance(t, Pending) for _, t in tensors_in(outputs[WHOLE])):
+            refuse_alone(error)
+        return None
+    known = [value for value in values if value is not None]
+    if len(known) < 3:
+        return None
+    floats = [t for _, t in tensors_in(outputs[WHOLE]) if t.is_floating_point()]
+    return three_from(known, [t for t in floats if not isinstance(t, Pending)], dtype)
+
+
+def _piece(whole: Any, like: Any, part: int) -> Any:
+    """Return what an output of two parts holds of one of them, or None.
+
+    What has the shape that it has of one part, and the numbers, does not belong to samples: a
+    parameter that the model returns.
+    """
+    taken: list[torch.Tensor] = []
+    tensors = [[tensor for _, tensor in tensors_in(each)] for each in (whole, like)]
+    if len(tensors[0]) != len(tensors[1]):
+        return None
+    for full, own in zip(*tensors, strict=True):
+        apart = [d for d, n in enumerate(full.shape) if n != own.shape[d : d + 1].numel()]
+        if isinstance(full, Pending | DTensor) or full.ndim != own.ndim or len(apart) > 1:
+            return None
+        if apart:
+            start = 0 if part == FIRST else full.shape[apart[0]] - own.shape[apart[0]]
+            taken.append(full.narrow(apart[0], start, own.shape[apart[0]]))
+        elif full.shape == own.shape and torch.equal(full, own):
+            taken.append(full)
+        else:
+            return None
+    form = shape_of(whole, lambda tensor: 0)
+    parts = iter(taken)
+    return None if any(opaque_in(form)) else fill(form, lambda _: next(parts))
+
+
+class _Kept:
+    """Tensors of outputs, in place of the outputs: caches of generation go with these."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, int] = {}
+
+    def of(self, output: Any) -> list[torch.Tensor]:
+        """Return the tensors to compare: of large ones some columns, the same of each run."""
+        found = []
+        for number, (_, tensor) in enumerate(tensors_in(output)):
+            own = tensor._view.hidden if isinstance(tensor, Pending) else tensor
+            own = local_of(own).detach()
+            step = self._steps.setdefault(number, -(-own.numel() // _COMPARED))
+            is_large = step > 1 and own.ndim > 1
+            found.append(own[..., ::step].clone() if is_large else own)
+        return found
+
+
+class _Values(TorchDispatchMode):
+    """Keeps what code in Python asks tensors for and may go by: `.item()`, `if tensor:`.
+
+    Not whole numbers: these are sizes, such as how many tokens an expert gets.
+
+    Attributes:
+        told: The line of the model's code that asked, and the answer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: set[tuple[str, str]] = set()
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether one line got two answers, as the condition of a loop does in the end."""
+        return len({line for line, _ in self.told}) < len(self.told)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._local_scalar_dense.default and type(given) in (bool, float):
+            self.told.add((user_line(), repr(given)))
+        return given
+
+
+@contextmanager
+def _rounded_otherwise(model: nn.Module) -> Iterator[None]:
+    """Let what each innermost module gives be off by as much as rounding it again may make."""
+
+    def shaken(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point() or isinstance(tensor, Pending) or not tensor.numel():
+            return tensor
+        step = torch.finfo(tensor.dtype).eps
+        if device_type() != "cpu" and tensor.dtype == torch.float32:
+            step = _TF32
+        waves = torch.sin(tensor.double() * 1e4).to(tensor.dtype)
+        # What lies between bounds, as probabilities do, stays there.
+        return (tensor + tensor * (step * waves)).clamp(*torch.aminmax(tensor))
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        tensors = iter([shaken(tensor) for _, tensor in tensors_in(output)])
+        form = shape_of(output, lambda tensor: 0)
+        return output if any(opaque_in(form)) else fill(form, lambda _: next(tensors))
+
+    handles = [
+        module.register_forward_hook(hook)
+        for module in _modules_run(model)
+        if not any(module.children())
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _modules_run(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that run on this rank: of a pipeline those in its stages' own units."""
+    if not isinstance(model, PipelinedModule):
+        yield from model.modules()
+        return
+    for stage, part in model.stages.items():
+        for unit in {unit for unit, place in model.pipeline.units if place == stage}:
+            yield from part.get_submodule(unit).modules()
+
+
+@contextmanager
+def in_evaluation(model: nn.Module) -> Iterator[None]:
+    """Run a model aside and as it is written; of a pipeline also the forward that it records."""
+    with (
+        uncompiled(),
+        aside(model),
+        aside(model.skeleton) if isinstance(model, PipelinedModule) else nullcontext(),
+    ):
+        yield
+
+
+def _dtype(plan: Plan) -> torch.dtype:
+    """The coarsest dtype that forwards compute with."""
+    kind = device_type()
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    dtype = coarsest_dtype(plan)
+    # Accelerators multiply float32 with fewer bits (TF32), in the order that a size suggests.
+    return torch.bfloat16 if kind != "cpu" and dtype == torch.float32 else dtype
+
+
+def _largest_distance(
+    found: Mapping[int, Sequence[torch.Tensor]], samples: Samples, pairs: Sequence[_Pair]
+) -> float:
+    """The largest relative distance that the same samples have in two runs."""
+    largest_yet = 0.0
+    # A list may hold as many tensors as there are samples.
+    for number in range(min(map(len, found.values()))):
+        whole = found[WHOLE][number]
+        if not (whole.is_floating_point() or whole.is_complex()):
+            continue
+        fewer = found[FIRST][number].shape if FIRST in found else None
+        dim = _samples_dim(whole.shape, fewer, samples)
+        for sides in pairs if dim is not None else ():
+            if all(run in found and found[run][number].ndim == whole.ndim for run, _ in sides):
+                left, right = (
+                    found[run][number].movedim(dim, 0)[samples.rows(run, which)]
+                    for run, which in sides
+                )
+                if left.shape == right.shape:
+                    largest_yet = max(largest_yet, _distance(left, right))
+                elif FIRST_AGAIN in found and whole.shape == found[FIRST_AGAIN][number].shape:
+                    # Another length may be that of the longest sample; that of all samples is none.
+                    as_pairs = samples.size, samples.size * samples.parts
+                    is_of_pairs = as_pairs in zip(right.shape[1:], left.shape[1:], strict=True)
+                    largest_yet = math.inf if is_of_pairs else largest_yet
+    return largest_yet
+
+
+def _samples_dim(whole: Sequence[int], fewer: Sequence[int] | None, samples: Samples) -> int | None:
+    """Where samples lie in an output, which is along its first dim or the second."""
+    dims = [dim for dim, size in enumerate(whole[:2]) if size == samples.size * samples.parts]
+    if fewer is not None:
+        dims = [dim for dim in dims if fewer[dim : dim + 1] == (samples.size,)]
+    elif len(dims) > 1:
+        return None  # A sequence may be as long as there are samples.
+    return dims[0] if dims else None
+
+
+def _distance(left: torch.Tensor, right: torch.Tensor) -> float:
+    if torch.equal(left, right):
+        return 0.0
+    wide = torch.complex128 if left.is_complex() else torch.float64
+    left, right = (t.nan_to_num().to(wide) for t in (left, right))
+    scale = max(float(left.norm()), float(right.norm()))
+    return float((left - right).norm()) / scale if scale else 0.0

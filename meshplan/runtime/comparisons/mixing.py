@@ -1,0 +1,144 @@
+"""Naming the module that lets samples look at one another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from meshplan.errors import Problem
+from meshplan.plan.plan import Plan
+from meshplan.runtime.apply.lazy_logits import Pending
+from meshplan.runtime.apply.pipeline.module import PipelinedModule
+from meshplan.runtime.apply.randomness import undisturbed
+from meshplan.runtime.apply.wrap import own_module
+from meshplan.runtime.base.batch import as_arguments
+from meshplan.runtime.base.mesh import local_of
+from meshplan.runtime.base.pytree import tensors_in
+from meshplan.runtime.comparisons.independence import (
+    FEWER,
+    KERNELS,
+    SAME_SIZE,
+    in_evaluation,
+    trying,
+)
+from meshplan.runtime.comparisons.samples import (
+    FIRST,
+    FIRST_AGAIN,
+    LAST,
+    LAST_AGAIN,
+    WHOLE,
+    Samples,
+)
+
+_ALIKE: Final = 1e-6
+"""The relative difference of sums that one kernel makes of a sample in another row."""
+
+_Digests = dict[tuple[str, int], tuple[Any, Any]]
+
+
+def name_mixing(model: nn.Module, plan: Plan, samples: Samples) -> tuple[str, nn.Module] | None:
+    """The first module whose outputs differ with the other samples though its inputs do not.
+
+    Collective, as `compare_forwards` is.
+    """
+    inner = own_module(model)
+    parts = inner.stage_modules if isinstance(inner, PipelinedModule) else [inner]
+    modules = {name: module for part in parts for name, module in part.named_modules()}
+    changed: list[bool] = []
+    told: dict[int, _Digests] = {}
+    for run in (WHOLE, FIRST_AGAIN, LAST_AGAIN, FIRST, LAST):
+        digests = told[run] = _Digests()
+        there = samples.rows(run, 1).stop
+        handles = [
+            module.register_forward_hook(_digest(name, digests, there), with_kwargs=True)
+            for name, module in modules.items()
+        ]
+        try:
+            with trying(plan), in_evaluation(inner), undisturbed(changed):
+                args, kwargs = as_arguments(samples.inputs[run])
+                inner(*args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+    for ((one, which), (other, its)), tolerance in (
+        *((pair, _ALIKE) for pair in SAME_SIZE),
+        *((pair, KERNELS[1]) for pair in FEWER),
+    ):
+        for call, (taken, given) in told[other].items():
+            own, here, others = (
+                told[one].get(call),
+                samples.rows(one, which),
+                samples.rows(other, its),
+            )
+            if own is None or all(sums is None for sums in taken):
+                continue
+            is_fed_alike = _same(own[0], here, taken, others, tolerance)
+            if is_fed_alike and not _same(own[1], here, given, others, tolerance):
+                return call[0], modules[call[0]]
+    return None
+
+
+def _digest(name: str, digests: _Digests, rows: int) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        call = sum(1 for known, _ in digests if known == name)
+        digests[name, call] = _sums((args, kwargs), rows), _sums(output, rows)
+
+    return hook
+
+
+def _sums(item: Any, rows: int) -> list[torch.Tensor | None]:
+    """Two numbers for each sample, tensor by tensor; None where none lie along dim 0."""
+    out: list[torch.Tensor | None] = []
+    for _, tensor in tensors_in(item):
+        own = local_of(tensor)
+        if not own.ndim or own.shape[0] != rows or isinstance(own, Pending) or own.is_complex():
+            out.append(None)
+            continue
+        flat = own.detach().reshape(rows, -1).double()
+        out.append(torch.stack((flat.sum(1), flat.square().sum(1)), 1))
+    return out
+
+
+def _same(
+    a: list[torch.Tensor | None],
+    here: slice,
+    b: list[torch.Tensor | None],
+    there: slice,
+    tolerance: float,
+) -> bool:
+    if len(a) != len(b):
+        return False
+    for one, other in zip(a, b, strict=True):
+        if one is None or other is None:
+            continue
+        left, right = one[here], other[there]
+        scale = torch.maximum(left[:, 1:], right[:, 1:]).sqrt().clamp(min=1e-30)
+        far = torch.cat(((left - right)[:, :1] / scale, (left - right)[:, 1:] / scale.square()), 1)
+        if bool((far.abs() > tolerance).any()):
+            return False
+    return True
+
+
+def follows_statistics(module: nn.Module) -> bool:
+    """Whether a module is a norm over the batch, which DistributedDataParallel leaves as it is."""
+    return isinstance(module, _NormBase)
+
+
+def mixing_problem(found: tuple[str, nn.Module] | None, plan: Plan) -> Problem:
+    """Describe a forward whose samples look at one another."""
+    if found is not None and found[0]:
+        name, module = found
+        who = f"'{name}' ({type(module).__name__}) gives"
+    else:
+        who = "the forward of the model gives"
+    return Problem(
+        f"{who} a sample another output when other samples are beside it, and each rank and "
+        "microbatch has some of them only: the numbers would not be those of one process",
+        plan.spec.origin("batch"),
+        "gather what it looks at with meshplan.gather_batch; or say batch: {per_rank: true}, "
+        "where each rank's batch is meant to stand alone",
+    )

@@ -1,0 +1,71 @@
+"""Parameters that no plan knows, beside those of a parallelized model, in one optimizer.
+
+A criterion with weights of its own, made beside the model: nobody averages its gradients, so
+every rank trains other weights, and the model with them.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+
+import torch
+from torch import nn
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.layout.mesh import GRADIENT_AXES
+from meshplan.runtime.base.optimizer_steps import before_steps
+from meshplan.runtime.base.parallel_models import is_stepped, known_models, known_parameters
+
+_FIX = (
+    "put the module that holds them (a criterion) inside the model; or parallelize it too, "
+    "meshplan.parallelize(criterion, {'version': 1, 'strategy': 'ddp'}), and make the optimizer "
+    "from both"
+)
+
+_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """Look at every optimizer before its first step, and after parameters were added to it."""
+    before_steps(_look)
+
+
+def _look(optimizer: torch.optim.Optimizer) -> None:
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if _seen.get(optimizer) == len(held):
+        return
+    models = [each for each in known_models() if is_stepped(optimizer, each)]
+    if not any(each.plan.mesh.size(*GRADIENT_AXES) > 1 for each in models):
+        return
+    unknown = unknown_to_plans(optimizer)
+    if not unknown:
+        _seen[optimizer] = len(held)
+        return
+    if any(p.grad is not None for p in unknown):
+        raise ApplyError(_problem(unknown))
+
+
+def unknown_to_plans(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """What an optimizer trains that belongs to no parallelized model."""
+    known = known_parameters()
+    held = (p for group in optimizer.param_groups for p in group["params"])
+    return [p for p in held if p.requires_grad and id(p) not in known]
+
+
+def unknown_to_model(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[nn.Parameter]:
+    """What an optimizer trains that is not in this model, if it trains this model at all."""
+    own = {id(p) for p in model.parameters()}
+    held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    others = [p for p in held if id(p) not in own]
+    return others if len(others) < len(held) else []
+
+
+def _problem(unknown: list[nn.Parameter]) -> Problem:
+    others = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+    return Problem(
+        f"the optimizer trains a parameter of shape {list(unknown[0].shape)}{others} that no "
+        "parallelized model has: its gradients are those of this rank's samples alone",
+        fix=_FIX,
+    )

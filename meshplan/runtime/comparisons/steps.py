@@ -1,0 +1,275 @@
+"""Comparisons of a step's parts with the whole, at the steps 1, 2, 4, 8, ...
+
+A batch whose masks happen to be even tells nothing of the next one.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch import nn
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.layout.mesh import GRADIENT_AXES
+from meshplan.plan.plan import Plan
+from meshplan.runtime.apply import gather
+from meshplan.runtime.apply.context.batch import sequence_length
+from meshplan.runtime.apply.loss_weights import History, num_parts
+from meshplan.runtime.apply.pipeline.module import PipelinedModule
+from meshplan.runtime.apply.wrap import own_module
+from meshplan.runtime.base.batch import chunked
+from meshplan.runtime.base.batch_agreement import num_samples
+from meshplan.runtime.base.fake_mode import is_pretending
+from meshplan.runtime.base.optimizer_steps import is_due
+from meshplan.runtime.base.pytree import tensors_in
+from meshplan.runtime.checks.forward_writes import writes_in_forward
+from meshplan.runtime.comparisons.asking import LossFn, Watched
+from meshplan.runtime.comparisons.few import FewSamples
+from meshplan.runtime.comparisons.given import (
+    axis_of_twins,
+    compares_ranks,
+    is_telling,
+    number_of,
+    same_samples,
+    slots,
+)
+from meshplan.runtime.comparisons.halves import WIDE, Three, loss_problem, three_of
+from meshplan.runtime.comparisons.independence import Found, compare_forwards
+from meshplan.runtime.comparisons.mixing import follows_statistics, mixing_problem, name_mixing
+from meshplan.runtime.comparisons.samples import largest, samples_of
+from meshplan.runtime.comparisons.tokens import (
+    AMOUNTS,
+    Uneven,
+    amounts_of,
+    lone_problem,
+    sequence_problem,
+    uneven_of,
+)
+
+_OFTEN: Final = 16
+"""Until which step forwards that ask for numbers of the batch are compared in every one."""
+_LITTLE: Final = 1 << 16
+"""Elements of an output that are asked about by tokens where samples tell almost all."""
+
+
+class StepCheck:
+    """Compares one step's parts with the whole.
+
+    Args:
+        model: What `parallelize` returned.
+        loss_fn: Of the step.
+        history: Of the steps before.
+        batch: This rank's inputs and targets.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        loss_fn: LossFn,
+        history: History,
+        batch: tuple[Any, Any],
+    ) -> None:
+        self._model, self._plan, self._loss_fn = model, plan, loss_fn
+        self._history, self._step = history, history.steps + 1
+        is_due_now = is_due(self._step) or (history.asks_values and self._step <= _OFTEN)
+        is_due_now |= history.is_doubtful
+        self._is_on = is_due_now and num_parts(plan) > 1 and not is_pretending()
+        self._gathered = gather.num_gathered
+        self._watched = Watched()
+        self._problem: Problem | None = None
+        self._if_uneven = Uneven()
+        self._is_told = False
+        self._has_seen = False
+        if self._is_on:
+            microbatches = num_parts(plan) // plan.mesh.size(*GRADIENT_AXES)
+            self._batch = batch
+            self._samples = num_samples(batch) // microbatches
+            self._few = FewSamples(plan, self._samples)
+            self._amounts = [amounts_of(part) for part in chunked(batch[1], microbatches)]
+
+    def calling(self, output: Any, targets: Any) -> AbstractContextManager[None]:
+        """Watch the training's own call of the loss function."""
+        return self._watched.call(output, targets) if self._is_on else nullcontext()
+
+    def see(self, output: Any, targets: Any, given: Any) -> None:
+        """Compare the loss of a microbatch with those of its halves, the first time.
+
+        Args:
+            given: What the loss function returned.
+        """
+        if not self._is_on:
+            return
+        self._few.keep(output, targets)
+        if self._has_seen:
+            return
+        self._has_seen = True
+        if gather.num_gathered != self._gathered or self._watched.sends:
+            return
+        plan, samples = self._plan, self._samples
+
+        known = None if self._watched.writes else given
+
+        def three(tokens: int | None = None, most: int = WIDE) -> Three | None:
+            return three_of(self._loss_fn, output, targets, known, samples, tokens, most)
+
+        is_cut = plan.assignment.context is not None
+        of_tokens = three(self._part_length()) if is_cut else None
+        if of_tokens is not None:
+            self._is_told = True
+            self._problem = of_tokens.confirms(sequence_problem(of_tokens, plan))
+        of_samples = three() if not is_cut or (samples > 1 and self._problem is None) else None
+        if of_samples is not None:
+            self._is_told = True
+            judge = loss_problem if samples > 1 else lone_problem
+            self._problem = self._problem or of_samples.confirms(judge(of_samples, plan))
+        if not is_cut and samples == 1:
+            of_tokens = of_samples
+        elif not is_cut and plan.spec.loss == "mean":
+            rows = [t for _, t in tensors_in(targets) if t.ndim > 1]
+            of_tokens = three(rows[0].shape[1], _LITTLE) if rows else None
+        if of_tokens is not None:
+            found = uneven_of(of_tokens, plan)
+            is_sure = any(of_tokens.confirms(each) for each in found.problems.values())
+            self._if_uneven = found if is_sure else Uneven({}, found.is_over)
+
+    def _part_length(self) -> int:
+        """The tokens of a sample that this rank of cp holds."""
+        stated = self._plan.spec.batch.seq_len
+        part = stated // self._plan.mesh.size("cp") if stated is not None else None
+        return sequence_length(self._batch[0], part)
+
+    def settle(self) -> None:
+        """Refuse on all ranks what one of them has found; every rank calls it.
+
+        Raises:
+            ApplyError: What is wrong, before anything is updated.
+        """
+        if not self._is_on:
+            return
+        is_gathered = gather.num_gathered != self._gathered
+        given = number_of(self._batch, is_whole=False) if compares_ranks(self._plan) else 0
+        columns = list(zip(*self._amounts, strict=True))
+        is_wrong, is_untold, cannot_run, *told = largest(
+            self._problem is not None,
+            self._has_seen and not self._is_told and not self._watched.sends,
+            is_gathered or self._leaves_traces(),
+            *(amount in self._if_uneven.problems for amount in AMOUNTS),
+            *(not is_over for is_over in self._if_uneven.is_over),
+            *map(max, columns),
+            *(-min(column) for column in columns),
+            *(slots(given, self._plan) if given else ()),
+        )
+        of_amounts, given_to = told[: 4 * len(AMOUNTS)], told[4 * len(AMOUNTS) :]
+        if given:
+            self._refuse_twins(given_to)
+        if is_wrong:
+            _raise_first(self._problem)
+        can_ask = not is_gathered and not self._watched.sends
+        problem, is_of_samples = self._few.problem(self._loss_fn, can_ask=can_ask)
+        if problem is not None:
+            raise ApplyError(problem)
+        for amount in AMOUNTS:
+            would_be_wrong, is_not_over, most, least = of_amounts[amount :: len(AMOUNTS)]
+            if would_be_wrong and not is_not_over and most != -least and not is_of_samples:
+                _raise_first(self._if_uneven.problems.get(amount))
+        if not cannot_run and (is_untold or self._asks_forward()):
+            self._compare_forwards(is_untold=bool(is_untold))
+
+    def _refuse_twins(self, numbers: list[float]) -> None:
+        """Refuse samples that several data ranks were given.
+
+        Args:
+            numbers: Of a part of the elements that each data rank was given.
+        """
+        axis = axis_of_twins(numbers, self._plan)
+        if axis is not None:
+            whole = slots(number_of(self._batch, is_whole=True), self._plan)
+            cannot_tell, *wholes = largest(not is_telling(self._batch), *whole)
+            axis = None if cannot_tell else axis_of_twins(wholes, self._plan)
+        is_repeated, self._history.is_doubtful = self._history.is_doubtful, axis is not None
+        if axis is not None and (self._step == 1 or is_repeated):
+            raise ApplyError(same_samples(axis, num_samples(self._batch), self._plan))
+
+    def _compare_forwards(self, *, is_untold: bool) -> None:
+        # Losses of three parts or more would not tell how to put together those of two.
+        most = 2 if is_untold else num_parts(self._plan)
+        turn = self._step.bit_length() - 1 if is_due(self._step) else self._step
+        samples = samples_of(self._batch, self._samples, self._plan, most=most, turn=turn)
+        if samples is None:
+            return
+        # Stages record a forward anew for every size.
+        asks_fewer = self._plan.assignment.stages is None
+        found = compare_forwards(
+            self._model,
+            self._plan,
+            samples,
+            self._loss_fn if is_untold else None,
+            asks_fewer=asks_fewer,
+        )
+        found = found or Found()
+        mixes, is_wrong, asks_values = largest(
+            found.mixes, found.problem is not None, found.asks_values
+        )
+        self._history.asks_values |= bool(asks_values)
+        if mixes:
+            self._refuse_mixing(found, name_mixing(self._model, self._plan, samples))
+        elif is_wrong:
+            _raise_first(found.problem)
+
+    def _asks_forward(self) -> bool:
+        """Return whether to run forwards, which cost more than losses: 1, 16, 256, 4096, ..."""
+        exponent = self._step.bit_length() - 1
+        return self._history.asks_values or (is_due(self._step) and exponent % 4 == 0)
+
+    def _leaves_traces(self) -> bool:
+        """Return whether another forward would meet what this one has left behind.
+
+        What hooks of the user's own keep, in lists and closures, cannot be put back.
+        """
+        model = self._model
+        parts = model.stage_modules if isinstance(model, PipelinedModule) else [own_module(model)]
+        return any(writes_in_forward(part) or _has_own_hooks(part) for part in parts)
+
+    def _refuse_mixing(self, found: Found, named: tuple[str, nn.Module] | None) -> None:
+        is_norm = named is not None and follows_statistics(named[1])
+        # One rank's first such module may be another one's second.
+        if not largest(found.mixes and not is_norm)[0]:
+            if named is not None and dist.get_rank() == 0 and self._step == 1:
+                name, module = named
+                warnings.warn(
+                    f"'{name}' ({type(module).__name__}) takes statistics of the samples beside it "
+                    "in evaluation too: of each rank's, as under DistributedDataParallel",
+                    stacklevel=4,
+                )
+            return
+        if not self._plan.spec.batch.per_rank:
+            _raise_first(mixing_problem(named, self._plan) if found.mixes and not is_norm else None)
+
+
+def _has_own_hooks(model: nn.Module) -> bool:
+    """Return whether a forward hook stands anywhere that neither meshplan nor torch put there."""
+    return any(
+        _owner_of(hook) not in ("meshplan", "torch")
+        for module in model.modules()
+        for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        for hook in hooks.values()
+    )
+
+
+def _owner_of(hook: Any) -> str:
+    """The package that a hook was written in."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return (getattr(hook, "__module__", None) or "").partition(".")[0]
+
+
+def _raise_first(own: Problem | None) -> None:
+    """Raise on all ranks what the first of them found."""
+    told: list[Problem | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, own)
+    raise ApplyError(next(problem for problem in told if problem is not None))

@@ -1,0 +1,146 @@
+"""Losses of halves of the tokens: what they tell where samples cannot be parted, or are under cp.
+
+Along cp every rank has a part of each sample, and the step averages over ranks: so a loss must be
+put together from those of parts of the sequence as it is from those of samples. Only exact laws
+are refused. A loss that looks at neighbouring tokens follows none of them, and is let be.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshplan.errors import Problem
+from meshplan.plan.plan import Plan
+from meshplan.runtime.apply.loss_weights import IGNORED, PAIR, tokens_by_sample
+from meshplan.runtime.comparisons.cutting import mask_sum, num_elements
+from meshplan.runtime.comparisons.halves import Three, agrees, mask_mean, token_mean
+
+TOKENS, MASK, ELEMENTS = AMOUNTS = range(3)
+"""Of what parts of a batch may hold unequal amounts: see `amounts_of`."""
+
+
+def amounts_of(targets: Any) -> tuple[float, ...]:
+    """How many targets are not -100, the sum of a mask, elements: those of which there are any."""
+    tokens = tokens_by_sample(targets)
+    if tokens is None:
+        return 0.0, mask_sum(targets) or 0.0, num_elements(targets)
+    return float(tokens.sum()), mask_sum(targets) or 0.0, 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Uneven:
+    """What losses of halves of the tokens tell of a mean, if parts hold unequal amounts.
+
+    Attributes:
+        problems: By the amount that the mean is taken over, as far as these losses can tell.
+        is_over: False where it is certainly not taken over that amount.
+    """
+
+    problems: dict[int, Problem] = field(default_factory=dict)
+    is_over: tuple[bool, ...] = (True, True, True)
+
+
+def uneven_of(three: Three, plan: Plan) -> Uneven:
+    """Tell what a mean is taken over."""
+    whole, first, second = three.whole, three.first, three.second
+    if plan.spec.loss != "mean" or whole.count is not None:
+        return Uneven()
+    is_none = math.isnan(whole.loss) and whole.tokens == 0
+    if not math.isfinite(whole.loss) and not is_none:
+        return Uneven()
+    if agrees(first.loss + second.loss, three):  # Zeros, or one half without any token.
+        return Uneven()
+    shown = f"it is {whole.loss:.6g}, and {first.loss:.6g} and {second.loss:.6g} for each half"
+    of_all = (first.loss + second.loss) / 2 if first.tokens is None else None
+    means = (token_mean(three), mask_mean(three), of_all)
+    follows = [mean is not None and agrees(mean, three) for mean in means]
+    follows[TOKENS] |= is_none
+    where = "the batch" if plan.assignment.context is None else "the sequence"
+    over = (f"the targets that are not {IGNORED}", "what a mask leaves", "all tokens")
+    fixes = (
+        f"say loss: tokens; or {PAIR}",
+        PAIR,
+        f"{PAIR}; or say batch: {{per_rank: true}}, where each rank's batch stands alone",
+    )
+    problems = {
+        amount: Problem(
+            f"loss_fn returns a mean over {over[amount]} ({shown}), and parts of {where} hold "
+            "unequal numbers of them: the mean of their means is not that of one process",
+            plan.spec.origin("loss"),
+            fixes[amount],
+        )
+        for amount in AMOUNTS
+        if follows[amount] and not (amount == ELEMENTS and plan.spec.batch.per_rank)
+    }
+    halves = zip(
+        (first.tokens, first.masked, None), (second.tokens, second.masked, None), strict=True
+    )
+    return Uneven(problems, tuple(f or a == b for f, (a, b) in zip(follows, halves, strict=True)))
+
+
+def lone_problem(three: Three, plan: Plan) -> Problem | None:
+    """What the halves of one sample tell of a loss that the plan takes for a mean over samples.
+
+    A loss that looks at neighbours says no more about parts of one sample than that it is no sum.
+    """
+    whole, first, second = three.whole, three.first, three.second
+    if plan.spec.loss != "mean" or whole.count is not None or not math.isfinite(whole.loss):
+        return None
+    of_tokens = token_mean(three)
+    is_mean = of_tokens is not None and agrees(of_tokens, three)
+    if is_mean or not agrees(first.loss + second.loss, three):
+        return None
+    shown = f"it is {whole.loss:.6g}, and {first.loss:.6g} and {second.loss:.6g} for each half"
+    what = f"loss_fn returns a sum, and the plan takes it for a mean: {shown}"
+    fix = "say loss: sum, or divide by the number of samples"
+    return Problem(what, plan.spec.origin("loss"), fix)
+
+
+def sequence_problem(three: Three, plan: Plan) -> Problem | None:
+    """Why losses of parts of the sequence, put together as the plan says, are not the loss."""
+    whole, first, second = three.whole, three.first, three.second
+    kind, origin = plan.spec.loss, plan.spec.origin("loss")
+    if not math.isfinite(whole.loss):
+        return None
+    is_sum = agrees(first.loss + second.loss, three)
+    is_mean = agrees((first.loss + second.loss) / 2, three)
+    of_tokens = token_mean(three)
+    is_token_mean = of_tokens is not None and agrees(of_tokens, three)
+    if is_sum and (is_mean or is_token_mean):  # Zeros, or one half without any token.
+        return None
+    shown = (
+        f"it is {whole.loss:.6g} for a part of the sequence, and {first.loss:.6g} and "
+        f"{second.loss:.6g} for each half of that"
+    )
+    if whole.count is not None:
+        return _count_problem(three, is_sum, is_mean or is_token_mean, shown)
+    if kind == "sum" and (is_mean or is_token_mean):
+        what = (
+            "the plan says loss: sum, and the losses of the parts of the sequence that ranks of cp "
+            f"hold are added up, but loss_fn averages over tokens: {shown}"
+        )
+        return Problem(what, origin, f"add up over tokens; or {PAIR}")
+    if kind != "sum" and is_sum:
+        what = (
+            "loss_fn adds up over tokens, and ranks of cp, each with a part of the sequence, are "
+            f"averaged: {shown}"
+        )
+        return Problem(what, origin, f"divide by the number of tokens it was given; or {PAIR}")
+    return None
+
+
+def _count_problem(three: Three, is_sum: bool, is_mean: bool, shown: str) -> Problem | None:
+    """Why the sums over parts of the sequence, divided by their counts, are not the mean."""
+    counts = [value.count or 0.0 for value in (three.whole, three.first, three.second)]
+    is_counted = abs(counts[0] - counts[1] - counts[2]) <= 1e-6 * abs(counts[0])
+    is_constant = counts[0] == counts[1] == counts[2]
+    if not (is_sum and is_constant) and not (is_mean and not is_sum and is_counted):
+        return None
+    over = "tokens, and the count does not" if is_sum else "samples, and the count is of tokens"
+    return Problem(
+        f"loss_fn returns (sum, count), of which ranks of cp hold parts: the sum is over {over}: "
+        f"{shown}, and counts {', '.join(f'{count:g}' for count in counts)}",
+        fix="let both be over the tokens it was given, neither divided",
+    )

@@ -1,0 +1,99 @@
+"""Tier 1: one microbatch of a live model, traced apart, and the step that is composed from it.
+
+Blocks that are alike are traced a few times, ranks that compute the same once. What wrappers and
+the optimizer add is composed by `memory.replay`; what that has no rules for is refused here, and
+another tier answers.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Final
+
+from torch import nn
+
+from meshplan.errors import MeshplanError, PlanError
+from meshplan.layout.mesh import DATA_AXES
+from meshplan.memory.log.events import EventLog
+from meshplan.memory.replay import Prepared
+from meshplan.memory.replay.main import check_rules
+from meshplan.memory.replay.step import composed_log
+from meshplan.plan.plan import Plan
+from meshplan.runtime.base.batch import mapped, microbatch
+from meshplan.runtime.base.subprocess_pool import run_apart
+from meshplan.runtime.estimate.request import Imagined, Question, decided
+from meshplan.runtime.fake_step.default_loop import loop_of
+from meshplan.runtime.fake_step.equal_blocks import runs_of
+from meshplan.runtime.fake_step.microbatch import trace_work
+from meshplan.runtime.torch_private.fakes import untraceable
+from meshplan.runtime.trace.trace_errors import refused
+
+COMPOSED_ERROR: Final = 0.001
+"""How far a composed step may be from the traced one, as a share. [Empirical]: of the models and
+layouts of tests/bench/tiers.md none is further."""
+
+
+class NotComposedError(Exception):
+    """No rules tell this step."""
+
+
+def is_cheaper(model: nn.Module, plan: Plan, ranks: Sequence[int]) -> bool:
+    """Whether less has to be run than a whole step of each of these ranks."""
+    saves = len(alike_ranks(plan, ranks)) < len(ranks) or plan.assignment.stages is not None
+    return saves or bool(not plan.assignment.apply and runs_of(model, plan))
+
+
+def composed(question: Question, plan: Plan, ranks: Sequence[int]) -> list[Imagined]:
+    """The step of each of these ranks.
+
+    Raises:
+        NotComposedError: No rules tell it.
+        PlanError: The model cannot be run on tensors without numbers.
+    """
+    try:
+        check_rules(plan)
+    except PlanError as error:
+        raise NotComposedError(error.problems[0].what) from None
+    alike = alike_ranks(plan, ranks)
+    found = run_apart(_compose, [(question, same) for same in alike])
+    refused = next((each for each in found if isinstance(each, str)), None)
+    if refused is not None:
+        raise NotComposedError(refused)
+    by_rank = {
+        rank: Imagined(log, assumed)
+        for same, (logs, assumed) in zip(alike, found, strict=True)
+        for rank, log in zip(same, logs, strict=True)
+    }
+    return [by_rank[rank] for rank in ranks]
+
+
+def alike_ranks(plan: Plan, ranks: Sequence[int]) -> list[list[int]]:
+    """The ranks, together where they stand at one place of all axes but the data axes."""
+    mesh = plan.mesh
+    axes = tuple(axis for axis in mesh.names if axis not in DATA_AXES)
+    out: dict[int, list[int]] = {}
+    for rank in ranks:
+        out.setdefault(mesh.index(rank, axes), []).append(rank)
+    return list(out.values())
+
+
+def _compose(
+    question: Question, ranks: Sequence[int]
+) -> tuple[list[EventLog], tuple[tuple[str, str], ...]] | str:
+    """In a process of its own: the steps of ranks that compute the same; or why there are none."""
+    model, plan = decided(question.spec, question.source)
+    warnings.simplefilter("ignore")
+    try:
+        loop = loop_of(model, plan)
+        first = microbatch((loop.inputs, loop.targets), plan.accumulate)
+        inputs, targets = mapped(first, lambda tensor: tensor.clone())
+        work = trace_work(model, plan, inputs, targets, loop.loss_fn, ranks[0], question.device)
+        prepared = Prepared(work)
+        return [composed_log(prepared, plan, rank) for rank in ranks], loop.assumed
+    except MeshplanError as error:
+        return error.problems[0].what
+    except Exception as error:  # The model's own code may raise anything.
+        if untraceable(error) is not None:
+            raise refused(error, model, question.source.origin) from None
+        return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -1,0 +1,340 @@
+"""A plan's step on every rank that differs, imagined in processes of their own: tiers 1, 2 and 3.
+
+Decides which tier answers, and nothing else: the plan decides what is run, `imagine` runs it, and
+`memory` reads the logs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from torch import nn
+
+from meshplan.errors import MeshplanError, Origin, PlanError, Problem
+from meshplan.memory.answer.assemble import as_bound, assemble
+from meshplan.memory.answer.estimate import MemoryEstimate, Tier
+from meshplan.memory.answer.modules import with_modules
+from meshplan.memory.answer.rank_classes import equal_ranks
+from meshplan.memory.log.events import EventLog
+from meshplan.memory.repeat.extrapolate import Blocks, NotRepeatingError, extrapolate, is_same
+from meshplan.plan.plan import Plan
+from meshplan.runtime.base.subprocess_pool import run_apart
+from meshplan.runtime.estimate.composed import (
+    COMPOSED_ERROR,
+    NotComposedError,
+    composed,
+    is_cheaper,
+)
+from meshplan.runtime.estimate.request import Imagined, Question, decided
+from meshplan.runtime.estimate.tried import try_forward
+from meshplan.runtime.fake_step.default_loop import Loop, check_stated, loop_of
+from meshplan.runtime.fake_step.equal_lists import Repeats, cut, is_alike, repeats_of
+from meshplan.runtime.fake_step.step import imagine_step
+from meshplan.runtime.torch_private.fakes import untraceable
+from meshplan.runtime.trace.bounds import NoBoundError, check_grows, everything, half, picking
+from meshplan.runtime.trace.trace_errors import UnknownShapeError, refused
+
+_MOST_PLAYED: Final = 1 << 12
+"""Blocks, each as often as there are microbatches, that a trace runs in minutes."""
+_CERTIFYING: Final = 2
+"""How many periods more than the smallest model the one has that proves the others."""
+_NOT_CERTIFIED: Final = "nothing is extrapolated"
+_BY_RULES: Final = (
+    "a microbatch was traced, and what wrappers and the optimizer add to it was composed by rules; "
+    "--tier 2 or 3 traces the real ones"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """The logs, and how they were found."""
+
+    logs: list[EventLog]
+    assumed: tuple[tuple[str, str], ...]
+    tier: Tier
+    certified: str
+    error: float = 0.0
+    bound: str = ""
+
+
+def foretell(
+    question: Question, told: Callable[[str], None], notes: Sequence[str] = ()
+) -> MemoryEstimate:
+    """The memory of every rank.
+
+    Args:
+        told: Is told what is being done.
+        notes: What is known already that a reader has to know.
+
+    Raises:
+        SpecError: The model cannot be built, or nothing says what it takes.
+        PlanError: The plan does not fit the model, says too little, or its step cannot be imagined.
+    """
+    model, plan = decided(question.spec, question.source)
+    check_stated(question.spec, plan.micro, reads_tokens=False)
+    groups = equal_ranks(plan.assignment)
+    firsts = [ranks[0] for ranks in groups]
+    try:
+        answer = _logs(question, model, plan, firsts, told)
+    except UnknownShapeError as error:
+        answer = _bounded(question, firsts, told, error)
+    found = assemble(
+        plan,
+        groups,
+        answer.logs,
+        device=question.device,
+        limit_bytes=question.limit_bytes,
+        tier=answer.tier,
+        certified=answer.certified,
+        assumed=answer.assumed,
+        notes=notes,
+        error=answer.error,
+    )
+    if answer.bound:
+        found = as_bound(found, answer.logs, answer.bound)
+    return with_modules(found, plan, answer.logs)
+
+
+def log_of_rank(question: Question, rank: int, told: Callable[[str], None]) -> EventLog:
+    """The step of one rank, event by event; arguments and errors as of `foretell`."""
+    model, plan = decided(question.spec, question.source)
+    check_stated(question.spec, plan.micro, reads_tokens=False)
+    return _logs(question, model, plan, [rank], told).logs[0]
+
+
+def _logs(
+    question: Question,
+    model: nn.Module,
+    plan: Plan,
+    ranks: Sequence[int],
+    told: Callable[[str], None],
+) -> _Answer:
+    """The logs of these ranks, by the tier that was asked for, or the cheapest that can tell.
+
+    THE place where tiers are chosen. Where nothing repeats a composed step costs as much as the
+    whole one, and tells less.
+    """
+    _check_played(plan, 1)
+    words = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    asked, why = None if question.tier is None else Tier(str(question.tier)), ""
+    if asked == Tier.REPLAY or (asked is None and is_cheaper(model, plan, ranks)):
+        told(f"imagining a microbatch of {words}")
+        try:
+            return _composed(question, plan, ranks)
+        except NotComposedError as error:
+            if asked:
+                raise _not_by(asked, str(error)) from None
+            why = f"; nothing is composed: {error}"
+    repeats = _worth_cutting(model, plan) if asked != Tier.WHOLE else None
+    _check_played(plan, plan.accumulate, None if repeats is None else 1)
+    if repeats is not None:
+        told(f"imagining a step of {words} with few blocks")
+        try:
+            found = _with_few_blocks(question, plan, ranks, repeats)
+            return _beside_composed(question, plan, ranks, found)
+        except NotRepeatingError as error:
+            why += f"; few blocks do not tell: {error}"
+    if asked == Tier.FEW_BLOCKS:
+        raise _not_by(asked, why.removeprefix("; ") or "the model has no long list of equal blocks")
+    told(f"imagining a step of {words}")
+    imagined = run_apart(_imagine, [(question, rank) for rank in ranks])
+    logs = [each.log for each in imagined]
+    whole = _Answer(logs, imagined[0].assumed, Tier.WHOLE, _NOT_CERTIFIED + why)
+    return _beside_composed(question, plan, ranks, whole)
+
+
+def _check_played(plan: Plan, accumulate: int, blocks: int | None = None) -> None:
+    """Refuse to run so many microbatches one by one that nobody waits for it.
+
+    Args:
+        accumulate: Passes of a step that are run; of a pipeline each has all its microbatches.
+        blocks: That are run of a rank's; None is all of them.
+    """
+    stages = plan.assignment.stages
+    ranks, passes = (stages.num_ranks, stages.microbatches) if stages is not None else (1, 1)
+    if blocks is None:
+        blocks = max(1, -(-len(plan.graph.blocks()) // ranks))
+    if (count := accumulate * passes) * blocks <= _MOST_PLAYED:
+        return
+    key, few = "batch.accumulate", 2
+    if stages is not None and passes * blocks > _MOST_PLAYED:
+        key, few = "pipeline.microbatches", 4 * ranks * stages.virtual
+    what = f"a trace would run {count:,} microbatches one by one, of {blocks} blocks each"
+    fix = (
+        f"--set {key}={few} asks of fewer, of which memory hardly differs; a config alone, "
+        "without --trace and --tier, is answered at once"
+    )
+    raise PlanError(Problem(what, plan.spec.origin(key), fix))
+
+
+def _not_by(tier: Tier, why: str) -> PlanError:
+    what = f"tier {tier} cannot answer: {why}"
+    return PlanError(Problem(what, Origin("--tier"), "leave --tier out, or ask for --tier 3"))
+
+
+def _composed(question: Question, plan: Plan, ranks: Sequence[int]) -> _Answer:
+    """Tier 1."""
+    found = composed(question, plan, ranks)
+    logs = [each.log for each in found]
+    return _Answer(logs, found[0].assumed, Tier.REPLAY, _BY_RULES, COMPOSED_ERROR)
+
+
+def _beside_composed(
+    question: Question, plan: Plan, ranks: Sequence[int], found: _Answer
+) -> _Answer:
+    """An answer that was asked for certifies the cheaper one, and says how well."""
+    if question.tier is None:
+        return found
+    try:
+        others = composed(question, plan, ranks)
+    except NotComposedError as error:
+        return replace(found, certified=f"{found.certified}; tier 1 cannot answer: {error}")
+    pairs = [(a.peak.live_bytes, b.log.peak.live_bytes)
+             for a, b in zip(found.logs, others, strict=True)]  # fmt: skip
+    right, other = max(pairs, key=lambda pair: abs(pair[1] - pair[0]))
+    words = "has the same peak, to the byte"
+    if other != right:
+        words = f"has a peak {(other - right) / right:+.4%} beside it"
+    return replace(found, certified=f"{found.certified}; the composed step (tier 1) {words}")
+
+
+def _bounded(
+    question: Question,
+    ranks: Sequence[int],
+    told: Callable[[str], None],
+    error: UnknownShapeError,
+) -> _Answer:
+    """Tier 3 of a step some of whose tensors are as large as numbers say: what it is at the most.
+
+    Raises:
+        PlanError: Nothing proves that it is.
+    """
+    (problem,) = error.problems
+    told("imagining the step with everything picked that could be")
+    try:
+        found = run_apart(_imagine_most, [(question, rank) for rank in ranks])
+    except UnknownShapeError:
+        raise PlanError(problem) from None
+    refused = next((each for each in found if isinstance(each, str)), None)
+    if refused is not None:
+        what = f"{problem.what}; nor is there an upper bound: {refused}"
+        raise PlanError(Problem(what, problem.origin, problem.fix))
+    op, where = problem.what.partition(" ")[0], problem.what.rpartition(": ")[2]
+    bound = f"all is picked that {op} could pick, {where}; with half of it nothing is larger"
+    logs = [each.log for each in found]
+    return _Answer(logs, found[0].assumed, Tier.WHOLE, _NOT_CERTIFIED, bound=bound)
+
+
+def _imagine_most(question: Question, rank: int) -> Imagined | str:
+    """One rank's step with everything picked; or why that is not known to be the most."""
+    model, plan = decided(question.spec, question.source)
+    with picking(everything):
+        most = _imagined(model, plan, question, rank)
+    with picking(half):
+        less = _imagined(model, plan, question, rank)
+    try:
+        check_grows(most.log, less.log)
+    except NoBoundError as error:
+        return str(error)
+    return most
+
+
+def _worth_cutting(model: nn.Module, plan: Plan) -> Repeats | None:
+    """What can be left out, if three models with few blocks cost less than the whole one.
+
+    Stages are cut from the whole list of blocks: with fewer blocks they would be others.
+    """
+    if plan.assignment.stages is not None:
+        return None
+    repeats = repeats_of(model, plan)
+    if repeats is None:
+        return None
+    kept = [sum(repeats.counts) - len(repeats.counts) * repeats.blocks.period * num
+            for num in _left_out(repeats)]  # fmt: skip
+    is_possible = repeats.spare > _CERTIFYING
+    return repeats if is_possible and sum(kept) <= sum(repeats.counts) else None
+
+
+def _left_out(repeats: Repeats) -> tuple[int, int, int]:
+    """How many periods the three models leave out."""
+    return (repeats.spare, repeats.spare - 1, repeats.spare - _CERTIFYING)
+
+
+def _with_few_blocks(
+    question: Question, plan: Plan, ranks: Sequence[int], repeats: Repeats
+) -> _Answer:
+    """Tier 2: two models tell what one more block adds, a third one proves it.
+
+    Raises:
+        NotRepeatingError: It is not so.
+    """
+    left_out = _left_out(repeats)
+    wanted = [(rank, num) for rank in ranks for num in left_out[:2]]
+    wanted.append((ranks[0], left_out[2]))  # Other ranks do the same with parts of other sizes.
+    tasks = [(question, rank, (repeats.blocks, num, plan)) for rank, num in wanted]
+    found = run_apart(_imagine_cut, tasks)
+    refused = next((each for each in found if isinstance(each, str)), None)
+    if refused is not None:
+        raise NotRepeatingError(refused)
+    *pairs, proof = [each.log for each in found]
+    again = extrapolate(pairs[0], pairs[1], repeats.blocks, _CERTIFYING - 1)
+    if not is_same(again, proof):
+        raise NotRepeatingError("a third model with few blocks came out differently")
+    logs = [
+        extrapolate(few, more, repeats.blocks, repeats.spare - 1)
+        for few, more in zip(pairs[::2], pairs[1::2], strict=True)
+    ]
+    most = max(repeats.counts)
+    kept = [most - repeats.blocks.period * num for num in _left_out(repeats)]
+    certified = (
+        f"from {kept[0]} and {kept[1]} of {most} blocks, and found again to the byte with {kept[2]}"
+    )
+    return _Answer(logs, found[0].assumed, Tier.FEW_BLOCKS, certified)
+
+
+def _imagine(question: Question, rank: int) -> Imagined:
+    """One rank's step, in a process of its own."""
+    model, plan = decided(question.spec, question.source)
+    return _imagined(model, plan, question, rank)
+
+
+def _imagine_cut(
+    question: Question, rank: int, cutting: tuple[Blocks, int, Plan]
+) -> Imagined | str:
+    """The same with periods of blocks left out; or why that is not the same step."""
+    blocks, num, whole = cutting
+
+    def without(model: nn.Module) -> nn.Module:
+        cut(model, blocks.lists, num * blocks.period)
+        return model
+
+    try:
+        model, plan = decided(question.spec, question.source, without)
+        if not is_alike(whole, plan):
+            return "with fewer blocks the plan is another"
+        return _imagined(model, plan, question, rank)
+    except MeshplanError as error:
+        return error.problems[0].what
+
+
+def _imagined(model: nn.Module, plan: Plan, question: Question, rank: int) -> Imagined:
+    warnings.simplefilter("ignore")
+    try:
+        loop = loop_of(model, plan)
+        log = _step(model, plan, loop, rank, question.device)
+    except MeshplanError:
+        raise
+    except Exception as error:  # The model's own code may raise anything.
+        origin = question.source.origin
+        problem = None if untraceable(error) else try_forward(model, plan, origin)[0]
+        raise PlanError(problem) if problem else refused(error, model, origin) from None
+    return Imagined(log, loop.assumed)
+
+
+def _step(model: nn.Module, plan: Plan, loop: Loop, rank: int, device: str) -> EventLog:
+    return imagine_step(
+        model, plan, loop.inputs, loop.targets, loop.loss_fn, loop.make_optimizer, rank, device
+    )

@@ -1,0 +1,362 @@
+"""What would make a step fit: single changes to a plan, each estimated like the plan itself.
+
+The cheapest first, by what it costs a training run: nothing, a little sending, more computing, more
+machines. A change that the plan or the model does not admit is not offered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Final
+
+from meshplan.assign.chunked_loss import heads_of
+from meshplan.errors import MeshplanError
+from meshplan.memory.answer.estimate import Fix, MemoryEstimate, margin
+from meshplan.plan.plan import Plan
+from meshplan.spec.spec import ActivationCheckpointing, Rule, Selector, Spec
+
+_A_FEW_SECONDS: Final = 8.0
+_MOST_TIMES: Final = 8
+"""As many times as many GPUs are tried."""
+_CHUNKS: Final = 8
+"""Parts of a loss. Source: torchtune's default for chunked cross-entropy."""
+_SHARDED: Final = ("zero1", "zero2", "full_shard")
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """One change.
+
+    Args:
+        text: What it does.
+        setting: How a plan would state it.
+        spec: The plan with it.
+        further: More of the same, to be tried where this is not enough.
+        count: How much of it this is.
+        fails: How much of it is known not to be enough.
+        part: The same in another measure, so that the least that fits can be looked for.
+        is_whole: Whether it is offered beside its part that fits.
+    """
+
+    text: str
+    setting: str
+    spec: Spec
+    further: Callable[[], _Change] | None = None
+    count: int = 0
+    fails: int = 0
+    part: Callable[[int], _Change] | None = None
+    is_whole: bool = False
+
+    @property
+    def num_parts(self) -> int:
+        """How many parts of it are looked at, at the most."""
+        return (self.count - self.fails - 1).bit_length() if self.part is not None else 0
+
+
+def with_fixes(
+    plan: Plan,
+    estimate: MemoryEstimate,
+    again: Callable[[Spec], MemoryEstimate],
+    is_asked: bool | None,
+    told: Callable[[str], None],
+    took_s: float,
+) -> MemoryEstimate:
+    """The estimate with what would fit, if it does not.
+
+    Args:
+        plan: That was estimated.
+        again: Estimates another spec in the way that the estimate was found, so that what is said
+            of a change can be held against it.
+        is_asked: Whether to look; None looks if that takes a few seconds.
+        took_s: How long the estimate itself took.
+    """
+    if estimate.fits is not False or is_asked is False:
+        return estimate
+    found = list(_free(estimate))
+    changes = list(changes_of(plan))
+    takes_s = took_s * sum(1 + change.num_parts for change in changes)
+    if is_asked is None and takes_s > _A_FEW_SECONDS:
+        note = f"--fixes looks for single changes that would fit, in about {takes_s:.0f} s"
+        return replace(estimate, fixes=tuple(found), notes=(*estimate.notes, note))
+    waiting = deque(changes)
+
+    def high_of(change: _Change) -> int | None:
+        """The upper end of the band of the worst ranks; None where that cannot be."""
+        told(f"what if: {change.text}")
+        try:
+            other = again(change.spec)
+        except MeshplanError:
+            return None  # It does not go with this plan or this model.
+        if other.host is not None and other.host.is_over:
+            return None
+        return other.worst.band[1]
+
+    limit = estimate.limit_bytes
+    assert limit is not None
+    while waiting:
+        change = waiting.popleft()
+        high = high_of(change)
+        if high is None:
+            continue
+        if high > limit and change.further is not None:
+            waiting.appendleft(change.further())
+            continue
+        whole = _fix(change, high, limit)
+        least = _least(change, high_of, limit) if high <= limit else None
+        if least is not None:
+            found.append(least)
+        if high < estimate.worst.band[1] and (least is None or change.is_whole):
+            found.append(whole)
+    return replace(estimate, fixes=tuple(found))
+
+
+def _fix(change: _Change, high: int, limit: int) -> Fix:
+    return Fix(change=change.text, setting=change.setting, total_bytes=high, fits=high <= limit)
+
+
+def _least(change: _Change, high_of: Callable[[_Change], int | None], limit: int) -> Fix | None:
+    """The least of a change that fits, where less than the whole of it does."""
+    fails, fits, found = change.fails, change.count, None
+    while change.part is not None and fits - fails > 1:
+        middle = (fails + fits) // 2
+        part = change.part(middle)
+        high = high_of(part)
+        if high is not None and high <= limit:
+            fits, found = middle, _fix(part, high, limit)
+        else:
+            fails = middle
+    return found
+
+
+def _free(estimate: MemoryEstimate) -> Iterator[Fix]:
+    """What the allocator can do without the plan: known from the logs that are there."""
+    highs = []
+    for group in estimate.groups:
+        packed = group.packed_bytes
+        saved = 0 if packed is None else margin(group.peak.reserved_bytes) - margin(packed)
+        highs.append(group.band[1] - max(0, saved))
+    assert estimate.limit_bytes is not None
+    if max(highs) < estimate.worst.band[1]:
+        yield Fix(
+            change="let the allocator's segments grow",
+            setting="allocator: expandable",
+            total_bytes=max(highs),
+            fits=max(highs) <= estimate.limit_bytes,
+        )
+
+
+def changes_of(plan: Plan) -> Iterator[_Change]:
+    """Single changes to a plan that may take less memory, cheapest first."""
+    spec, assignment = plan.spec, plan.assignment
+    if assignment.wrapper == "ddp" and not spec.ddp.get("gradient_as_bucket_view", False):
+        ddp = MappingProxyType({**spec.ddp, "gradient_as_bucket_view": True})
+        yield _Change(
+            "let gradients lie in DDP's buckets",
+            "ddp: {gradient_as_bucket_view: true}",
+            replace(spec, ddp=ddp),
+        )
+    apart = _large_of_the_root(plan)
+    if apart:
+        match = tuple(Selector("glob", fqn) for fqn in apart)
+        rules = (*spec.rules, Rule(index=len(spec.rules), match=match, unit=True))
+        setting = f"rules: [{{match: [{', '.join(apart)}], unit: true}}]"
+        words = " and ".join(apart)
+        yield _Change(f"gather {words} apart", setting, replace(spec, rules=rules))
+    if assignment.mesh.size("tp") > 1 and not assignment.loss_parallel:
+        yield _Change(
+            "compute the loss on parts of the vocabulary",
+            "loss_parallel: true",
+            replace(spec, loss_parallel=True),
+        )
+    if spec.loss_chunks == 1 and not assignment.loss_parallel and len(heads_of(plan.graph)) == 1:
+        yield _Change(
+            f"compute head and loss over {_CHUNKS} parts of the tokens",
+            f"loss_chunks: {_CHUNKS}",
+            replace(spec, loss_chunks=_CHUNKS),
+        )
+    yield from _batches(plan)
+    yield from _strategies(plan)
+    if not assignment.recompute:
+        for mode, words in (
+            ("selective", "recompute cheap operations"),
+            ("full", "checkpoint every block"),
+        ):
+            policy = ActivationCheckpointing(mode=mode)  # type: ignore[arg-type]
+            blocks = plan.graph.blocks() if mode == "full" else ()
+            yield _Change(
+                words,
+                f"activation_checkpointing: {mode}",
+                replace(spec, activation_checkpointing=policy),
+                count=len(blocks),
+                part=partial(_first_blocks, spec, blocks) if blocks else None,
+                is_whole=True,
+            )
+    elif spec.activation_checkpointing.mode != "full" or spec.activation_checkpointing.every > 1:
+        policy = ActivationCheckpointing(mode="full")
+        yield _Change(
+            "checkpoint every block",
+            "activation_checkpointing: full",
+            replace(spec, activation_checkpointing=policy),
+        )
+    yield from _offloads(plan)
+    yield from _more_machines(plan)
+
+
+def _offloads(plan: Plan) -> Iterator[_Change]:
+    """What may wait on the host: no device is added, but everything waits for copies."""
+    spec, a = plan.spec, plan.assignment
+    offload = spec.offload
+    if any(unit.is_sharded and not unit.on_host for unit in a.units.values()):
+        also = ", activations: true" if offload.activations else ""
+        yield _Change(
+            "keep parameters and the optimizer's states on the host",
+            f"offload: {{params: true{also}}}" if also else "offload: params",
+            replace(spec, offload=replace(offload, params=True, optimizer=None)),
+        )
+    if plan.graph.blocks() and not a.host_activations:
+        also = "params: true, " if offload.params else ""
+        yield _Change(
+            "let what blocks keep for backward wait on the host",
+            f"offload: {{{also}activations: true}}",
+            replace(spec, offload=replace(offload, activations=True)),
+        )
+
+
+def _first_blocks(spec: Spec, blocks: Sequence[str], count: int) -> _Change:
+    """So many blocks run again, from the first on: the others' backward needs no forward twice."""
+    numbers: dict[str, list[str]] = {}
+    for fqn in blocks[:count]:
+        container, _, number = fqn.rpartition(".")
+        numbers.setdefault(container, []).append(number)
+    globs = [
+        ".".join(filter(None, (container, _range(each)))) for container, each in numbers.items()
+    ]
+    policy = ActivationCheckpointing(mode="full")
+    match = tuple(Selector("glob", glob) for glob in globs)
+    rule = Rule(index=len(spec.rules), match=match, activation_checkpointing=policy)
+    written = ", ".join(f'"{glob}"' for glob in globs)
+    return _Change(
+        f"checkpoint {count} of {len(blocks)} blocks",
+        f"rules: [{{match: [{written}], activation_checkpointing: full}}]",
+        replace(spec, rules=(*spec.rules, rule)),
+    )
+
+
+def _range(names: Sequence[str]) -> str:
+    """What matches these children of one container, and no others."""
+    if len(names) == 1:
+        return names[0]
+    if [*names] == [str(n) for n in range(int(names[0]), int(names[0]) + len(names))]:
+        return f"{{{names[0]}..{names[-1]}}}"
+    return f"{{{','.join(names)}}}"
+
+
+def _large_of_the_root(plan: Plan) -> list[str]:
+    """Modules that hold a tenth or more of the outermost unit's parameters.
+
+    These stay gathered from the first forward to the last backward.
+    """
+    a = plan.assignment
+    if a.wrapper != "units" or not a.units or a.stages is not None:
+        return []
+    root = a.units.get("")
+    if root is None or not root.is_sharded:
+        return []
+    held: dict[str, int] = {}
+    for placed in a.tensors.values():
+        if placed.unit == "" and len(placed.info.names) == 1:
+            module = placed.info.fqn.rpartition(".")[0]
+            held[module] = held.get(module, 0) + placed.info.numel
+    total = sum(held.values())
+    return [module for module, size in held.items() if module and 10 * size >= total]
+
+
+def _batches(plan: Plan) -> Iterator[_Change]:
+    """Half of the samples at once, and as often twice, as far down as need be."""
+    if plan.micro is not None and plan.micro % 2 == 0:
+        yield _halved(plan.spec, plan.micro, plan.micro, plan.accumulate)
+
+
+def _halved(spec: Spec, first: int, micro: int, count: int) -> _Change:
+    half, twice = micro // 2, 2 * count
+    return _Change(
+        f"micro batch {first} to {half}, accumulated {twice} times",
+        f"batch: {{micro: {half}, accumulate: {twice}}}",
+        replace(spec, batch=replace(spec.batch, micro=half, accumulate=twice)),
+        None if half % 2 else lambda: _halved(spec, first, half, twice),
+    )
+
+
+def _strategies(plan: Plan) -> Iterator[_Change]:
+    """The next strategies, which cut more."""
+    spec, mesh = plan.spec, plan.mesh
+    name = plan.assignment.strategy.name
+    if name == "hybrid_shard_zero2":
+        yield _Change(
+            "cut parameters too", "strategy: hybrid_shard", replace(spec, strategy="hybrid_shard")
+        )
+    if name not in ("ddp", *_SHARDED) or mesh.size("dp_replicate", "dp_shard") == 1:
+        return
+    later = _SHARDED[_SHARDED.index(name) + 1 :] if name in _SHARDED else _SHARDED
+    sizes = spec.mesh
+    if isinstance(sizes, Mapping):
+        sizes = MappingProxyType(
+            {"dp_shard" if axis == "dp_replicate" else axis: n for axis, n in sizes.items()}
+        )
+    for strategy in later:
+        cut = {"zero1": "optimizer states", "zero2": "gradients", "full_shard": "parameters"}
+        yield _Change(
+            f"cut {cut[strategy]} over data ranks",
+            f"strategy: {strategy}",
+            replace(spec, strategy=strategy, mesh=sizes),
+        )
+
+
+def _more_machines(plan: Plan) -> Iterator[_Change]:
+    """More ranks that share what is cut."""
+    if plan.mesh.size("dp_shard") > 1 and not plan.mesh.loans:
+        yield _times(plan, 2)
+
+
+def _times(plan: Plan, times: int) -> _Change:
+    """So many times as many GPUs, or the fewest below that do, a whole node at a time."""
+    shard, hardware = plan.mesh.size("dp_shard"), plan.spec.hardware
+    step = 1
+    if hardware is not None:
+        alike = plan.mesh.world_size // shard
+        step = hardware.gpus_per_node // math.gcd(hardware.gpus_per_node, alike)
+    change = _on(plan, times * shard)
+    more = partial(_times, plan, 2 * times) if times < _MOST_TIMES else None
+    if shard % step:
+        return replace(change, further=more)
+    return replace(
+        change,
+        further=more,
+        count=times * shard // step,
+        fails=times // 2 * shard // step,
+        part=lambda count: _on(plan, count * step),
+    )
+
+
+def _on(plan: Plan, shard: int) -> _Change:
+    """As many ranks along dp_shard."""
+    spec, mesh = plan.spec, plan.mesh
+    before = mesh.size("dp_shard")
+    sizes = {axis.name: shard if axis.name == "dp_shard" else axis.size for axis in mesh}
+    world = mesh.world_size // before * shard
+    hardware, batch = spec.hardware, spec.batch
+    if hardware is not None:
+        hardware = replace(hardware, nodes=-(-world // hardware.gpus_per_node))
+    if batch.global_ is not None:
+        batch = replace(batch, global_=batch.global_ * shard // before)
+    settings = ", ".join(f"{axis}: {size}" for axis, size in sizes.items())
+    return _Change(
+        f"{world} GPUs",
+        f"mesh: {{{settings}}}",
+        replace(spec, mesh=MappingProxyType(sizes), hardware=hardware, batch=batch),
+    )

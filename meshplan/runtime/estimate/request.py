@@ -1,0 +1,115 @@
+"""What is asked about a plan's memory, and the model and the decisions that it is asked about."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from meshplan.errors import ApplyError, Origin, PlanError, SpecError
+from meshplan.layout.hardware import SOME_GPU
+from meshplan.memory.log.events import EventLog
+from meshplan.plan.plan import Plan, make_plan
+from meshplan.runtime.estimate.scale_down import Source, model_of_source, rules_that_match
+from meshplan.runtime.torch_private.fakes import fake_mode
+from meshplan.runtime.trace.constants import Shadows
+from meshplan.runtime.trace.inputs import find_example
+from meshplan.runtime.trace.ops import record
+from meshplan.runtime.trace.rehearse import rehearser
+from meshplan.runtime.trace.structure import graph_of
+from meshplan.runtime.trace.trace_errors import alone_problem
+from meshplan.spec.spec import Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked.
+
+    Args:
+        spec: The plan, as declared.
+        source: How to build its model.
+        device: The name of the GPU, or "cuda" where nobody says.
+        limit_bytes: What it may hold; None where nobody says.
+        tier: Which one must answer; None for the cheapest that can.
+    """
+
+    spec: Spec
+    source: Source
+    device: str = SOME_GPU
+    limit_bytes: int | None = None
+    tier: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Imagined:
+    """What a process found out about one rank.
+
+    Args:
+        assumed: As of `Loop`.
+    """
+
+    log: EventLog
+    assumed: tuple[tuple[str, str], ...]
+
+
+def decided(
+    spec: Spec, source: Source, change: Callable[[nn.Module], nn.Module] | None = None
+) -> tuple[nn.Module, Plan]:
+    """The model, without memory, and its plan.
+
+    Args:
+        change: Made to the model first; rules that then match nothing are left out.
+
+    Raises:
+        SpecError: The model cannot be built.
+        PlanError: The plan does not fit it.
+    """
+    model = built_without_memory(source).train()
+    if change is not None:
+        before = graph_of(model)
+        model = change(copy.deepcopy(model))  # The user may have named a model, not a function.
+        rules, _ = rules_that_match(spec, before, graph_of(model))
+        spec = replace(spec, rules=rules)
+    return model, decided_of(model, spec, source.origin)
+
+
+def decided_of(model: nn.Module, spec: Spec, origin: Origin | None) -> Plan:
+    """The plan of a model that is there.
+
+    Args:
+        origin: Where the user named the model.
+
+    Raises:
+        PlanError: The plan does not fit it.
+    """
+    if not spec.reads_flow:
+        return make_plan(spec, graph_of(model))
+    inputs = find_example(model, spec)
+    try:
+        flow = record(model, inputs)
+    except ApplyError as error:
+        if isinstance(error.__cause__, Exception):
+            raise PlanError(alone_problem(error.__cause__, model, origin, inputs)) from None
+        raise PlanError(error.problems) from None
+    return make_plan(spec, graph_of(model, flow), rehearse=rehearser(model, inputs))
+
+
+def built_without_memory(source: Source) -> nn.Module:
+    """The model without memory: on meta, or where its code reads numbers meanwhile, as fakes.
+
+    Raises:
+        SpecError: It cannot be built.
+    """
+    if source.config is not None and getattr(source.config, "use_cache", False):
+        config = copy.deepcopy(source.config)
+        config.use_cache = False  # It is for generating; in training it would only hold tensors.
+        source = replace(source, config=config)
+    try:
+        return model_of_source(source, on_meta=True)
+    except SpecError:
+        with contextlib.suppress(SpecError), fake_mode(), Shadows():
+            return model_of_source(source)
+        raise

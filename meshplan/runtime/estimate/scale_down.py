@@ -1,0 +1,391 @@
+"""A plan and its model made small enough for a few processes on this machine, in structure alike.
+
+Every axis, every stage, every kind of layer and every rule stay; sizes go. What was changed is
+told. Refuses to know what the plan does: it is run, not read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from meshplan.errors import Origin, Problem, SpecError
+from meshplan.layout.mesh import Mesh
+from meshplan.model.blueprint.config import foreign_problem, read_json
+from meshplan.model.graph import ModelGraph
+from meshplan.runtime.estimate.tiny_config import shrink_layers, shrink_sizes
+from meshplan.runtime.trace.entry import model_of_entry
+from meshplan.runtime.trace.sample import TOKENS, call, check_size, sample_inputs
+from meshplan.runtime.trace.structure import graph_of
+from meshplan.spec.match import compile_selector
+from meshplan.spec.spec import AUTO, Batch, Borrow, Rule, Spec
+from meshplan.spec.strategies import resolve_mesh
+from meshplan.spec.values import quote
+from meshplan.units import format_gib
+
+MAX_RANKS: Final = 16
+MODEL_LIMIT: Final = 2 * 2**30
+"""Bytes of parameters and buffers of the small model: every process holds it once."""
+_FULL: Final = 8
+"""Microbatches per rank of a pipeline up to which all of them are run."""
+_SMALL: Final = 2
+"""To this size every axis is cut: the smallest at which it does anything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """How every process builds the same model.
+
+    Args:
+        entry: "pkg.mod:function", or "" for a config.
+        origin: Where the user named it.
+        config: The config of a transformers model, already small.
+        architecture: Its class in transformers.
+        blocks: How many of each list's equal blocks are kept; None keeps all.
+        is_built_on_meta: It is too large to be built whole: blocks are cut on meta.
+    """
+
+    entry: str = ""
+    origin: Origin
+    config: Any = None
+    architecture: str = ""
+    blocks: int | None = None
+    is_built_on_meta: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Small:
+    """What is run in place of the plan.
+
+    Args:
+        notes: What was made smaller.
+        unmatched: Rules that match the whole model and nothing of the small one.
+    """
+
+    spec: Spec
+    source: Source
+    notes: tuple[str, ...]
+    unmatched: tuple[str, ...]
+
+
+def shrink(spec: Spec, source: Source, max_ranks: int = MAX_RANKS) -> Small:
+    """The small plan and model of a plan.
+
+    Raises:
+        SpecError: It cannot be made small enough, or its mesh cannot be known.
+        PlanError: Its mesh contradicts itself.
+    """
+    mesh, _ = resolve_mesh(spec)
+    sizes = _small_sizes(spec, mesh)
+    world = _world(sizes)
+    if world > max_ranks:
+        words = ", ".join(f"{axis}: {size}" for axis, size in sizes.items())
+        what = f"the smallest mesh with every axis, {{{words}}}, has {world} ranks, more than "
+        fix = f"--ranks {world}, or leave an axis out: --set mesh.dp_replicate=1"
+        raise SpecError(Problem(f"{what}{max_ranks}", spec.origin("mesh"), fix))
+    check_size(spec)
+    notes = [
+        f"mesh: {axis} {mesh.size(axis)} to {_number(size)}"
+        for axis, size in sizes.items()
+        if mesh.size(axis) != _number(size)
+    ]
+    virtual = spec.pipeline.virtual if spec.pipeline else 1
+    blocks = 2 * max(1, _number(sizes.get("pp", 1)) * max(virtual, 2 if spec.pipeline else 1))
+    small = replace(
+        spec, mesh=MappingProxyType(sizes), hardware=None, model=None,
+        batch=_small_batch(spec, _number(sizes.get("pp", 1))),
+    )  # fmt: skip
+    if spec.pipeline is not None:
+        microbatches = _small_microbatches(spec, _number(sizes.get("pp", 1)))
+        if microbatches != spec.pipeline.microbatches:
+            notes.append(f"microbatches: {spec.pipeline.microbatches} to {microbatches}")
+            small = replace(small, pipeline=replace(spec.pipeline, microbatches=microbatches))
+    whole = model_of_source(source, on_meta=True)
+    found, model, changed = _small_source(source, small, whole, mesh, sizes, blocks)
+    rules, unmatched = rules_that_match(spec, graph_of(whole), graph_of(model))
+    return Small(
+        spec=replace(small, rules=rules),
+        source=found,
+        notes=(*notes, *changed),
+        unmatched=unmatched,
+    )
+
+
+def source_of(spec: Spec, model: str | None, config: str | Path | None) -> Source:
+    """The model that the flags or else the plan name.
+
+    Raises:
+        SpecError: None does, both do, or it cannot be read.
+    """
+    if model is not None and config is not None:
+        what = "--model and --config both state the model"
+        raise SpecError(Problem(what, Origin("--model"), "leave one of them out"))
+    if model is not None:
+        return Source(entry=model, origin=Origin("--model"))
+    if config is not None:
+        return source_of_config(config, Origin("--config"))
+    if spec.model is not None and spec.model.entry is not None:
+        return Source(entry=spec.model.entry, origin=spec.origin("model.entry"))
+    if spec.model is not None and spec.model.config is not None:
+        path = Path(spec.source).parent / spec.model.config
+        return source_of_config(path, spec.origin("model.config"))
+    what = "nothing says which model is to be run"
+    fix = "add --model pkg.mod:function, --config PATH, or one of them to the plan's 'model'"
+    raise SpecError(Problem(what, spec.origin("model"), fix))
+
+
+def source_of_config(path: str | Path, origin: Origin) -> Source:
+    """The source of a Hugging Face config.json or of the folder that holds one.
+
+    Raises:
+        SpecError: It cannot be read, or transformers does not know it.
+    """
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    content = read_json(file, origin)
+    if (problem := foreign_problem(content, str(file))) is not None:
+        raise SpecError(problem)
+    try:
+        known = _transformers().CONFIG_MAPPING
+        with _offline():
+            config = known[content["model_type"]].from_dict(dict(content))
+    except ImportError:
+        fix = "install transformers, or name a function that builds the model: --model pkg.mod:fn"
+        what = "a config is built by transformers, which is not installed"
+        raise SpecError(Problem(what, origin, fix)) from None
+    except Exception as error:  # Classes of two hundred families, each with checks of its own.
+        what = f"{file} is no config that transformers can read: {type(error).__name__}: {error}"
+        raise SpecError(Problem(what, origin, "name a config.json or its folder")) from None
+    names = content.get("architectures") or [f"{type(config).__name__[:-6]}ForCausalLM"]
+    is_name = isinstance(names, list) and names and isinstance(names[0], str)
+    if not is_name or _model_class(names[0]) is None:
+        what = f"transformers has no model {quote(str(names[0] if is_name else names))}"
+        fix = "let architectures of the config name a class of models, such as LlamaForCausalLM"
+        raise SpecError(Problem(what, origin, fix))
+    return Source(origin=origin, config=config, architecture=names[0])
+
+
+def _transformers() -> Any:
+    """The package; importing it takes seconds."""
+    return importlib.import_module("transformers")
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """Keep transformers from the network while it builds a config that anybody may have written.
+
+    As HF_HUB_OFFLINE=1 does, which the hub reads only once, when it is imported.
+    """
+    constants: Any = importlib.import_module("huggingface_hub.constants")
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _model_class(name: str) -> Any:
+    """The class of models in transformers that a config names; None where it names anything else.
+
+    A config names any attribute of the package, and what it names is called.
+    """
+    found = getattr(_transformers(), name, None) if name.isidentifier() else None
+    base = _transformers().PreTrainedModel
+    is_model = isinstance(found, type) and issubclass(found, base) and found is not base
+    return found if is_model else None
+
+
+def model_of_source(source: Source, *, on_meta: bool = False) -> nn.Module:
+    """Build the model, on the CPU with the values it draws, or on meta.
+
+    Raises:
+        SpecError: The user's code cannot build it.
+    """
+    if source.entry:
+        model = model_of_entry(
+            source.entry, source.origin, on_meta=on_meta or source.is_built_on_meta
+        )
+    else:
+        cls = _model_class(source.architecture)
+        device = torch.device("meta" if on_meta else "cpu")
+        with device, _offline():
+            model = cls(source.config)
+    if source.blocks is not None:
+        model = copy.deepcopy(model)  # The user may have named a model instead of a function.
+        _keep_blocks(model, source.blocks)
+    return model
+
+
+def num_bytes(model: nn.Module) -> int:
+    """Of all parameters and buffers."""
+    return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+
+
+def _small_sizes(spec: Spec, mesh: Mesh) -> dict[str, int | Any]:
+    """Every axis at its smallest, except where the plan names ranks or stages by number."""
+    stated: Mapping[str, Any] = spec.mesh if isinstance(spec.mesh, Mapping) else mesh.sizes
+    out: dict[str, int | Any] = {}
+    for axis, size in stated.items():
+        if isinstance(size, Borrow):
+            out[axis] = Borrow(min(size.size, _SMALL), size.within)
+            continue
+        real = mesh.size(axis) if size == AUTO else int(size)
+        least = _SMALL
+        if axis == "dp_shard" and any(_is_count(r.reshard_after_forward) for r in spec.rules):
+            least = 2 * _SMALL  # Resharding to fewer ranks needs ranks to be fewer than.
+        if axis == "pp" and (
+            any(_is_count(r.stage) for r in spec.rules)
+            or (spec.pipeline is not None and spec.pipeline.split != AUTO)
+        ):
+            least = real
+        out[axis] = min(real, least)
+    return out
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(size: Any) -> int:
+    return size.size if isinstance(size, Borrow) else int(size)
+
+
+def _world(sizes: Mapping[str, Any]) -> int:
+    """Ranks in all; a borrowed axis has none of its own."""
+    world = 1
+    for size in sizes.values():
+        world *= 1 if isinstance(size, Borrow) else int(size)
+    return world
+
+
+def _small_batch(spec: Spec, pp: int) -> Batch:
+    """Two samples a microbatch: of one sample BatchNorm may have no statistics.
+
+    Args:
+        pp: Of the small mesh, whose schedule cuts each microbatch into more.
+    """
+    batch = spec.batch
+    accumulate = 1
+    if isinstance(batch.accumulate, int):
+        accumulate = batch.accumulate
+    elif batch.global_ is not None and isinstance(batch.micro, int):
+        accumulate = 2  # The quotient is at least one; two tells apart whether it is done.
+    asked = _small_microbatches(spec, pp)
+    cut = 1
+    if pp > 1:
+        cut = 2 * pp if asked == AUTO else asked  # At most twice as many as ranks, if auto.
+    seq_len = None if batch.seq_len is None else min(batch.seq_len, TOKENS)
+    return Batch(micro=_SMALL * cut, accumulate=min(accumulate, _SMALL), seq_len=seq_len)
+
+
+def _small_microbatches(spec: Spec, pp: int) -> Any:
+    """As the plan has them; where they are very many, so few that rounds of ranks are as full."""
+    asked = spec.pipeline.microbatches if spec.pipeline else AUTO
+    if asked == AUTO or asked <= _FULL * pp:
+        return asked
+    return _FULL // 2 * pp + asked % pp
+
+
+def _small_source(
+    source: Source, spec: Spec, whole: nn.Module, mesh: Mesh, sizes: Mapping[str, Any], blocks: int
+) -> tuple[Source, nn.Module, list[str]]:
+    """The smallest source that builds and runs, its model, and what was changed."""
+    small_tp, ep = _number(sizes.get("tp", 1)), _number(sizes.get("ep", 1))
+    config = source.config if source.config is not None else getattr(whole, "config", None)
+    candidates: list[tuple[Source, list[str]]] = []
+    if config is not None and hasattr(config, "model_type"):
+        architecture = source.architecture or type(whole).__name__
+        of_config = replace(source, entry="", architecture=architecture)
+        if _model_class(architecture) is not None:
+            tp = mesh.size("tp")
+            small, notes = shrink_sizes(config, layers=blocks, tp=tp, small_tp=small_tp, ep=ep)
+            candidates.append((replace(of_config, config=small), notes))
+            small, notes = shrink_layers(config, blocks)
+            candidates.append((replace(of_config, config=small), notes))
+    if source.entry:
+        is_large = num_bytes(whole) > MODEL_LIMIT
+        cut = replace(source, blocks=blocks, is_built_on_meta=is_large)
+        kept = _keep_blocks(copy.deepcopy(whole), blocks)
+        candidates.append((cut, kept))
+        if kept:
+            candidates.append((source, []))
+    reasons: list[str] = []
+    for candidate, notes in candidates:
+        model, problem = _try(candidate, spec)
+        if model is not None:
+            return candidate, model, notes
+        reasons.append(problem)
+    what = f"no small model could be made: {'; then '.join(dict.fromkeys(reasons))}"
+    fix = "name a function that builds a small model of the same structure: --model pkg.mod:fn"
+    raise SpecError(Problem(what, source.origin, fix))
+
+
+def _try(source: Source, spec: Spec) -> tuple[nn.Module | None, str]:
+    """(the model if it is small and runs, why not)."""
+    try:
+        on_meta = model_of_source(source, on_meta=True)
+        size = num_bytes(on_meta)
+        if size > MODEL_LIMIT:
+            return None, f"it has {format_gib(size)}, more than {format_gib(MODEL_LIMIT)}"
+        if source.is_built_on_meta:
+            return on_meta, ""
+        model = model_of_source(source)
+        with torch.no_grad():
+            call(model, sample_inputs(model, spec, _SMALL, 0))
+    except SpecError:
+        raise
+    except Exception as error:  # The model's own code may raise anything.
+        return None, f"{type(error).__name__}: {error}".partition("\n")[0]
+    return model, ""
+
+
+def _keep_blocks(model: nn.Module, keep: int) -> list[str]:
+    """Cut every list of equal blocks down to its first ones; returns what was cut, as words."""
+    out = []
+    for fqn, blocks in list(model.named_modules()):
+        if not isinstance(blocks, nn.ModuleList) or len(blocks) <= keep:
+            continue
+        forms = {(type(b), tuple((n, p.shape) for n, p in b.named_parameters())) for b in blocks}
+        if len(forms) == 1:
+            out.append(f"{fqn} {len(blocks)} to {keep} blocks")
+            del blocks[keep:]
+    return out
+
+
+def rules_that_match(
+    spec: Spec, whole: ModelGraph, small: ModelGraph
+) -> tuple[tuple[Rule, ...], tuple[str, ...]]:
+    """The rules, with what matches the whole model but not the small one made optional."""
+    rules, unmatched = [], []
+    for rule in spec.rules:
+        lost = [
+            selector
+            for selector in rule.match
+            if _matches(selector, whole) and not _matches(selector, small)
+        ]
+        if lost:
+            unmatched.append(f"{rule}: {', '.join(map(str, lost))}")
+            rule = replace(rule, optional=True)
+        rules.append(rule)
+    return tuple(rules), tuple(unmatched)
+
+
+def _matches(selector: Any, graph: ModelGraph) -> bool:
+    matcher = compile_selector(selector)
+    if selector.kind == "param":
+        return any(matcher.matches(name) for t in graph.parameters for name in t.names)
+    return any(
+        matcher.matches(name, info.type, info.qualified_type)
+        for fqn, info in graph.modules.items()
+        for name in (fqn, *info.aliases)
+    )

@@ -1,0 +1,140 @@
+"""The forward of one rank on tensors without numbers: what `check` runs before a process starts.
+
+What the layouts say can be right and the model's own code still not run on them: it divides by the
+width that one process has, or unpacks as many pieces. The real wrappers run here in a process group
+of fakes, so what raises in them raises on a rank. What one process cannot run either is told as a
+mistake of the model.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshplan.errors import MeshplanError, Origin, Problem, SpecError
+from meshplan.plan.plan import Plan
+from meshplan.runtime.apply.materialize import Values
+from meshplan.runtime.apply.pipeline.module import PipelinedModule
+from meshplan.runtime.apply.wrap import apply_plan
+from meshplan.runtime.base.batch import mapped
+from meshplan.runtime.fake_step.step import imagining, imagining_alone
+from meshplan.runtime.torch_private.fakes import untraceable
+from meshplan.runtime.trace.constants import MOST_NUMBERS
+from meshplan.runtime.trace.entry import model_of_entry
+from meshplan.runtime.trace.sample import TOKENS, call, sample_inputs
+from meshplan.runtime.trace.trace_errors import Widths, alone_problem, sharded_problem
+from meshplan.runtime.train.one_process import in_dtype_of
+from meshplan.spec.spec import Spec
+
+_SAMPLES = 2
+"""Samples that the forward is run on: few, and not 1, which would broadcast."""
+
+
+def try_entry(entry: str, origin: Origin, plan: Plan) -> tuple[Problem | None, str]:
+    """Run the forward of the model that "pkg.mod:function" makes; otherwise as `try_forward`."""
+    if dist.is_initialized():
+        return None, "this process is in a process group"
+    return try_forward(model_of_entry(entry, origin), plan, origin)
+
+
+def try_forward(model: nn.Module, plan: Plan, origin: Origin | None) -> tuple[Problem | None, str]:
+    """Run the forward of a model as rank 0 of a plan would, in a process without a group.
+
+    Args:
+        plan: Decided for the model.
+        origin: Where the user named it.
+
+    Returns:
+        The problem, if there is one, and else why the forward was not run; "" where it was, or
+        where the plan's own code, numbers of tokens or of a router would decide what it does.
+    """
+    if plan.assignment.apply or plan.mesh.size("cp", "ep") > 1:
+        return None, ""
+    try:
+        inputs = sample_inputs(model, _with_length(plan), _SAMPLES, 0, MOST_NUMBERS)
+    except SpecError as error:
+        problem = error.problems[0]
+        return None, f"{problem.what}; {problem.fix}"
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        return _try(model, plan, inputs, origin)
+
+
+def _try(
+    model: nn.Module, plan: Plan, inputs: Any, origin: Origin | None
+) -> tuple[Problem | None, str]:
+    found: dict[str, int] = {}
+    is_wrapped = False
+    try:
+        with imagining(model, plan, 0) as (twin, mesh, fake, _):
+            wrapped = apply_plan(twin, plan, mesh, Values())
+            is_wrapped = True
+            with _widths(wrapped, plan, found):
+                _run(wrapped, in_dtype_of(wrapped, mapped(inputs, fake)))
+        return None, ""
+    except MeshplanError as error:
+        # What a forward is refused for may be the size of this very example.
+        return (None if is_wrapped else error.problems[0]), ""
+    except Exception as error:  # The model's code may raise anything.
+        if (odd := untraceable(error)) is not None:
+            return None, f"{odd[0]} asks for numbers, and there are none before it runs"
+        sharded = error
+    whole: dict[str, int] = {}
+    try:
+        with imagining_alone(model) as (twin, fake, _), _widths(twin, plan, whole):
+            _run(twin, in_dtype_of(twin, mapped(inputs, fake)))
+    except Exception as error:
+        # Inputs that nobody stated may be wrong ones.
+        problem = alone_problem(error, model, origin, inputs)
+        if plan.spec.input is None or untraceable(error) is not None:
+            return None, f"{problem.what}; state the input of the model in the plan"
+        return problem, ""
+    return sharded_problem(sharded, model, plan, Widths(found, whole), origin), ""
+
+
+def _with_length(plan: Plan) -> Spec:
+    """The spec with a sequence that divides over tp, if it states none."""
+    spec, tp = plan.spec, plan.mesh.size("tp")
+    if spec.batch.seq_len is not None or TOKENS % tp == 0:
+        return spec
+    return replace(spec, batch=replace(spec.batch, seq_len=TOKENS * tp))
+
+
+def _run(model: nn.Module, inputs: Any) -> None:
+    if isinstance(model, PipelinedModule):
+        model.eval_step(inputs)
+    else:
+        call(model, inputs)
+
+
+@contextmanager
+def _widths(model: nn.Module, plan: Plan, found: dict[str, int]) -> Iterator[None]:
+    """Note how wide the outputs of modules with a style are, the last one last."""
+
+    def noting(fqn: str) -> Callable[..., None]:
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, torch.Tensor) and output.ndim:
+                found.pop(fqn, None)
+                found[fqn] = output.shape[-1]
+
+        return note
+
+    parts = model.stage_modules if isinstance(model, PipelinedModule) else [model]
+    modules = {n.removeprefix("module."): m for part in parts for n, m in part.named_modules()}
+    handles = [
+        modules[fqn].register_forward_hook(noting(fqn))
+        for fqn in plan.assignment.styles
+        if fqn in modules
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,1 @@
+"""One training step on fake tensors: every allocation, kernel and collective of one rank."""

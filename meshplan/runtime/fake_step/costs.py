@@ -1,0 +1,268 @@
+"""A model's microbatches on tensors without numbers, watched: what they hold, and what they do.
+
+Everything is run on one copy of the model, with any of its blocks run again in backward, and at
+any number of samples. No process group is needed: what wrappers add is composed later.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshplan.assign.types import Reason, Recompute, Unit
+from meshplan.memory.log.events import Term
+from meshplan.memory.log.microbatch import Work
+from meshplan.memory.repeat.repeat_blocks import Run, stretch
+from meshplan.plan.plan import Plan
+from meshplan.runtime.apply.chunked_loss import apply_chunked_loss
+from meshplan.runtime.apply.loss_mode import loss_mode
+from meshplan.runtime.apply.recompute import apply_recompute
+from meshplan.runtime.apply.wrap import cast_parameters
+from meshplan.runtime.base.batch import as_arguments, mapped
+from meshplan.runtime.base.phases import begin, heard_by
+from meshplan.runtime.base.pytree import tensors_in
+from meshplan.runtime.fake_step.equal_blocks import Edges, runs_of, short_plan, shortened, shown_of
+from meshplan.runtime.fake_step.kernels import CountingLedger, Done, Where
+from meshplan.runtime.fake_step.microbatch import marking_of, note_held, without_data, work_of
+from meshplan.runtime.fake_step.step import imagining_alone, names_of
+from meshplan.spec.spec import ActivationCheckpointing, Precision
+
+LossFn = Callable[[Any, Any], torch.Tensor]
+FULL = ActivationCheckpointing(mode="full")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One microbatch.
+
+    Args:
+        work: Of the whole model.
+        done: What was done where; of blocks that are alike only those that were run are named.
+        shown: By block of the whole model, the one that was run in its place.
+        unknown: Operators of whose flops nobody knows.
+        convolved: Share of the flops that are a convolution's.
+        is_steady: Whether the model keeps nothing from one microbatch to the next.
+        has_cast: Whether units changed the dtype of anything that they took or gave.
+    """
+
+    work: Work
+    done: Mapping[Where, Done]
+    shown: Mapping[str, str]
+    unknown: frozenset[str]
+    convolved: float
+    is_steady: bool
+    has_cast: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Which microbatch.
+
+    Args:
+        samples: Of it.
+        again: The blocks that run again in backward.
+    """
+
+    samples: int
+    again: frozenset[str] = frozenset()
+
+
+def with_again(plan: Plan, again: frozenset[str]) -> Plan:
+    """The plan with just these modules run again."""
+    policy = {fqn: Recompute(FULL, Reason("asked")) for fqn in plan.graph.modules if fqn in again}
+    whole = replace(plan.assignment, recompute=MappingProxyType(policy))
+    return replace(plan, assignment=whole)
+
+
+def watch(
+    model: nn.Module,
+    plan: Plan,
+    inputs: Any,
+    targets: Any,
+    loss_fn: LossFn,
+    device: str,
+    asked: Sequence[Ask],
+    *,
+    is_steady: bool = False,
+) -> list[Seen]:
+    """Microbatches of a model, one after the other.
+
+    Args:
+        model: As one process has it, on any device; it is copied, and only shapes count.
+        plan: Without tp, cp or pp, and nothing run again; its units are marked.
+        inputs: At least as many samples as any microbatch takes, along the first dim.
+        targets: Likewise.
+        device: As for `imagine_step`.
+        asked: Those of equal `again` follow each other at least cost.
+        is_steady: What was seen of the same model before.
+
+    Blocks that are alike are run a few times, however many there are.
+    """
+    plans = [with_again(plan, each.again) for each in asked]
+    batches = {each.samples: _first(each.samples, (inputs, targets)) for each in asked}
+    runs = [] if plan.assignment.apply else runs_of(model, plans[0])
+    others = {each.again: other for each, other in zip(asked, plans, strict=True)}
+    others.pop(asked[0].again)
+    if any(runs_of(model, other) != runs for other in others.values()):
+        runs = []
+    if runs:
+        try:
+            with shortened(model, runs) as used:
+                short = [short_plan(each, runs) for each in plans]
+                seen = _Watch(model, short, batches, loss_fn, device, runs).all(
+                    asked, is_steady=is_steady
+                )
+            if not used:
+                return seen
+        except Exception:  # The model's code may count on all its blocks, and raise anything:
+            seen = []  # all are run then, and what is really wrong is raised again.
+    return _Watch(model, plans, batches, loss_fn, device, ()).all(asked, is_steady=is_steady)
+
+
+def _first(samples: int, batch: Any) -> Any:
+    return mapped(batch, lambda tensor: tensor[:samples])
+
+
+class _Watch:
+    """One copy of a model, run several times."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plans: Sequence[Plan],
+        batches: Mapping[int, Any],
+        loss_fn: LossFn,
+        device: str,
+        runs: Sequence[Run],
+    ) -> None:
+        self._model, self._plans, self._batches = model, plans, batches
+        self._loss_fn, self._device, self._runs = loss_fn, device, runs
+        self._blocks = plans[0].graph.blocks()
+
+    def all(self, asked: Sequence[Ask], *, is_steady: bool) -> list[Seen]:
+        """All microbatches, as they are from the second one on."""
+        plain = without_data(with_again(self._plans[0], frozenset()))
+        with warnings.catch_warnings(), imagining_alone(self._model, self._device) as (
+            twin, fake, behaviour,
+        ):  # fmt: skip
+            warnings.simplefilter("ignore")
+            self._fake, self._wrapped = fake, twin
+            cast_parameters(twin.train(), plain)
+            apply_chunked_loss(twin, plain)()
+            names = names_of(self._wrapped)
+            self._ledger = CountingLedger(names, behaviour, self._shown().values())
+            self._held = note_held(self._ledger, self._wrapped, ())
+            self._marking = marking_of(self._wrapped, self._plans[0], self._ledger)
+            self._watch_other_blocks()
+            self._taken: dict[str, tuple[int, ...]] = {}
+            for block in set(self._shown().values()):
+                # Behind what a unit does with it first: what is cast is what is taken.
+                twin.get_submodule(block).register_forward_pre_hook(
+                    partial(self._take, block), with_kwargs=True
+                )
+            self._edges = [Edges(self._wrapped, run, self._ledger) for run in self._runs]
+            alone = len(asked) == 1 and not is_steady
+            found = self._each(asked, twice=alone)
+            # What one microbatch leaves behind, the next one begins with.
+            is_steady = is_steady or not any(before for _, before in found)
+            if not is_steady and not alone:
+                found = self._each(asked, twice=True)
+            return [replace(seen, is_steady=is_steady) for seen, _ in found]
+
+    def _watch_other_blocks(self) -> None:
+        """Mark blocks that are no units as if they were: they may run again as well."""
+        units = self._plans[0].assignment.units
+        for block in set(self._shown().values()) - units.keys():
+            alone = Unit(
+                fqn=block, shard_axes=(), replicate_axes=(), reshard_after_forward=False,
+                precision=Precision(), reason=Reason("marked"), casts_inputs=False,
+            )  # fmt: skip
+            # It owns nothing; who owns something is told when its backward ends.
+            self._marking.watch(self._wrapped.get_submodule(block), alone, ("",))
+
+    def _each(self, asked: Sequence[Ask], *, twice: bool) -> list[tuple[Seen, tuple[int, ...]]]:
+        """(what was seen, sizes of what the model had kept before) of each."""
+        out = []
+        for ask, plan in zip(asked, self._plans, strict=True):
+            with _again(self._wrapped, plan) as looks_first:
+                for _ in range(1 + (twice or looks_first)):
+                    found = self._once(ask)
+            out.append(found)
+        return out
+
+    def _once(self, ask: Ask) -> tuple[Seen, tuple[int, ...]]:
+        ledger, marking = self._ledger, self._marking
+        inputs, targets = mapped(self._batches[ask.samples], self._fake)
+        marking.clear()
+        for edge in self._edges:
+            edge.clear()
+        ledger.note((tensor for _, tensor in tensors_in((inputs, targets))), Term.INPUTS)
+        ledger.forget()
+        self._taken.clear()
+        args, kwargs = as_arguments(inputs)
+        with heard_by(ledger.begin), ledger, loss_mode(self._plans[0]):
+            begin("forward")
+            output = self._wrapped(*args, **kwargs)
+            ledger.note((tensor for _, tensor in tensors_in(output)), Term.LOSS)
+            begin("loss")
+            loss = self._loss_fn(output, targets)
+            del output
+            begin("backward")
+            (loss * 1.0).backward()
+            marking.finish()
+        log = ledger.log()
+        num_left_out = sum(event.storage in self._held for event in log.events)
+        work = replace(work_of(ledger, [marking], self._held, loss), taken=dict(self._taken))
+        if self._runs:
+            work = stretch(work, [edge.found(num_left_out) for edge in self._edges])
+        before = tuple(
+            event.delta for event in log.events
+            if not event.phase and event.storage not in self._held
+            and log.storages[event.storage].term not in (Term.INPUTS, Term.BUFFERS)
+        )  # fmt: skip
+        seen = Seen(
+            work=work,
+            done=MappingProxyType(dict(ledger.done)),
+            shown=MappingProxyType(self._shown()),
+            unknown=frozenset(ledger.unknown),
+            convolved=ledger.convolved_share,
+            is_steady=False,
+            has_cast=marking.has_cast,
+        )
+        return seen, before
+
+    def _take(self, block: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        numbers = [
+            number
+            for _, tensor in (*tensors_in(args), *tensors_in(kwargs))
+            for number in self._ledger.numbers_of(tensor)
+        ]
+        before = self._taken.get(block, ())
+        self._taken[block] = tuple(dict.fromkeys((*before, *numbers)))
+
+    def _shown(self) -> dict[str, str]:
+        """By block, the one that is run in its place."""
+        return shown_of(self._blocks, self._runs)
+
+
+@contextmanager
+def _again(model: nn.Module, plan: Plan) -> Iterator[bool]:
+    """Inside, the blocks of the plan run again; whether the first time they look for buffers."""
+    forwards = {fqn: vars(model.get_submodule(fqn)) for fqn in plan.assignment.recompute}
+    before = {fqn: attributes.get("forward") for fqn, attributes in forwards.items()}
+    apply_recompute(model, plan)
+    try:
+        yield any(any(True for _ in model.get_submodule(fqn).buffers()) for fqn in forwards)
+    finally:
+        for fqn, attributes in forwards.items():
+            attributes.pop("forward", None)
+            if before[fqn] is not None:
+                attributes["forward"] = before[fqn]

@@ -1,0 +1,250 @@
+"""Operators that CUDA computes otherwise than CPU: what is saved for backward there.
+
+torch decides inside an operator, by the device of its arguments, whether it runs as one kernel or
+as a sequence of smaller operators, each with its own saved tensors. Fake CPU tensors would save
+what CPU saves, so these operators are replaced while a step on CUDA is imagined, at torch's
+dispatcher: every call passes there, from C++, from a recomputation in backward and from DTensor
+too, which a function that is patched in Python misses.
+
+The other operators of torch with a derivative of their own have one kernel each, and save the same
+on both devices (torch 2.13, autograd/derivatives.yaml).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.runtime.torch_private.ops import below_autograd
+
+_ops: Final[Any] = torch.ops.aten
+_HALVES: Final = (torch.float16, torch.bfloat16)
+_MOST_FLASH: Final = 256
+"""The largest head that flash attention has a kernel for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What a generation of devices has.
+
+    Args:
+        has_flash: Flash attention, and bfloat16 in memory-efficient attention.
+        prefers_cudnn: Attention goes to cuDNN first.
+    """
+
+    has_flash: bool = True
+    prefers_cudnn: bool = False
+
+
+def kernels_of(device: str) -> Kernels:
+    """Of a device by its name of `hardware`, or of "cuda": what runs today.
+
+    Source: torch 2.13, sdp_utils.cpp: flash from compute capability 8.0 on; cuDNN first on 9.0 and
+    10.0, from cuDNN 9.15.1 on.
+    """
+    words = set(device.lower().split("-"))
+    old = {"v100"}
+    new = {"h100", "h200", "gh200", "h800", "h20", "b200", "gb200", "b300", "gb300"}
+    return Kernels(has_flash=not words & old, prefers_cudnn=bool(words & new))
+
+
+def replaced(kernels: Kernels) -> Mapping[str, Callable[..., Any]]:
+    """By the name of an aten operator, what is called in its place."""
+
+    def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return _attention(kernels, *args, **kwargs)
+
+    return MappingProxyType(
+        {
+            "dropout": _dropout,
+            "_fused_rms_norm": _rms_norm,
+            "scaled_dot_product_attention": attention,
+            "softmax.int": _softmax,
+            "log_softmax.int": _log_softmax,
+            **dict.fromkeys(_RNNS, _refuses_rnn),
+        }
+    )
+
+
+def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """One kernel that keeps a mask of bools. Source: Dropout.cpp, `is_fused_kernel_acceptable`."""
+    if not train or p == 0 or not x.numel():
+        return x
+    if p == 1:
+        return x * torch.zeros((), dtype=x.dtype)
+    out: torch.Tensor = _ops.native_dropout(x, p, train)[0]
+    return out
+
+
+class _RmsNorm(torch.autograd.Function):
+    """One kernel that keeps its input and the inverse root. Source: derivatives.yaml."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, shape: Any, weight: Any, eps: Any) -> Any:
+        with below_autograd():
+            y, inverse = _ops._fused_rms_norm(x, shape, weight, eps)
+        ctx.save_for_backward(x, inverse, weight)
+        ctx.shape = shape
+        ctx.mark_non_differentiable(inverse)
+        return y, inverse
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any, _: Any) -> Any:
+        x, inverse, weight = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], weight is not None and ctx.needs_input_grad[2]]
+        of_x, of_weight = _ops._fused_rms_norm_backward(
+            gradient, x, ctx.shape, inverse, weight, wanted
+        )
+        return of_x, None, of_weight, None
+
+
+def _rms_norm(x: Any, shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+    return _RmsNorm.apply(x, shape, weight, eps)
+
+
+def _softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """From float16 to float32 in one kernel. Source: SoftMax.cpp, `softmax`."""
+    is_fused = x.dtype == torch.float16 and dtype == torch.float32
+    y = x if is_fused or dtype is None else x.to(dtype)
+    out: torch.Tensor = _ops._softmax(y, dim, is_fused)
+    return out
+
+
+def _log_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    is_fused = x.dtype == torch.float16 and dtype == torch.float32
+    y = x if is_fused or dtype is None else x.to(dtype)
+    out: torch.Tensor = _ops._log_softmax(y, dim, is_fused)
+    return out
+
+
+_RNNS: Final = (
+    "lstm.input", "lstm.data", "gru.input", "gru.data", "rnn_tanh.input", "rnn_tanh.data",
+    "rnn_relu.input", "rnn_relu.data", "lstm_cell", "gru_cell",
+)  # fmt: skip
+
+
+def _refuses_rnn(*args: Any, **kwargs: Any) -> Any:
+    raise ApplyError(
+        Problem(
+            "the model has a recurrent layer (RNN, LSTM, GRU): cuDNN keeps a buffer for its "
+            "backward whose size only cuDNN knows",
+            fix="estimate it as on CPU, or leave the layer out of the estimate",
+        )
+    )
+
+
+def _attention(
+    kernels: Kernels,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Source: torch 2.13, attention.cpp, `scaled_dot_product_attention`."""
+    tensors = (query, key, value)
+    kind = attention_kind(kernels, *tensors, attn_mask, is_causal, enable_gqa)
+    mask = attn_mask
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(
+            mask.logical_not(), -torch.inf
+        )
+    keeps = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (*tensors, mask)
+    )
+    out: torch.Tensor
+    if kind == "flash":
+        size = query.shape[-1]
+        padded = [torch.nn.functional.pad(t, (0, -size % 8)) if size % 8 else t for t in tensors]
+        scale = size**-0.5 if scale is None else scale
+        out = _ops._scaled_dot_product_flash_attention(
+            *padded, dropout_p, is_causal, False, scale=scale
+        )[0]
+        return out[..., :size] if size % 8 else out
+    if kind == "cudnn":
+        out = _ops._scaled_dot_product_cudnn_attention(
+            *tensors, mask, keeps, dropout_p, is_causal, False, scale=scale
+        )[0]
+        return out
+    if kind == "efficient":
+        bias = None if mask is None else _aligned(mask, query, key)
+        out = _ops._scaled_dot_product_efficient_attention(
+            *tensors, bias, keeps, dropout_p, is_causal, scale=scale
+        )[0]
+        return out
+    out = _ops._scaled_dot_product_attention_math(
+        *tensors, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+    )[0]
+    return out
+
+
+def _aligned(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """The mask in rows of a multiple of 16. Source: attention.cpp, `preprocess_mask`."""
+    columns = mask.shape[-1]
+    if columns % 16 and columns > 1:
+        mask = torch.nn.functional.pad(mask, (0, -columns % 16))[..., :columns]
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+def attention_kind(
+    kernels: Kernels,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+) -> str:
+    """Which of its kernels attention runs: "flash", "cudnn", "efficient" or "math".
+
+    Source: torch 2.13, transformers/cuda/sdp_utils.cpp, `select_sdp_backend`.
+    """
+    order: tuple[str, ...] = ("flash", "efficient", "math")
+    if kernels.prefers_cudnn:
+        order = ("cudnn", *order)
+    head, heads = query.shape[-1], query.shape[1] if query.ndim == 4 else 0
+    is_plain = (
+        query.ndim == key.ndim == value.ndim == 4
+        and query.shape[0] == key.shape[0] == value.shape[0]
+        and 0 not in (*query.shape, *key.shape)
+        and all(t.stride(-1) == 1 for t in (query, key, value))
+    )
+    if not is_plain:
+        return "math"
+    are_heads_equal = heads == key.shape[1] == value.shape[1]
+    are_grouped = enable_gqa and key.shape[1] == value.shape[1] and heads % key.shape[1] == 0
+    are_sizes_equal = head == key.shape[-1] == value.shape[-1]
+    is_half = query.dtype in _HALVES
+    has_half = is_half if kernels.has_flash else query.dtype == torch.float16
+    step = (8 if is_half else 4) if kernels.has_flash or is_half else 1
+    able = {
+        "flash": kernels.has_flash
+        and is_half
+        and mask is None
+        and are_sizes_equal
+        and head <= _MOST_FLASH
+        and (are_heads_equal or are_grouped)
+        and not (is_causal and query.shape[2] != key.shape[2]),
+        "cudnn": has_half
+        # Its backward gives none to a bias, and raises where one is wanted.
+        and not (mask is not None and mask.requires_grad and torch.is_grad_enabled())
+        and max(head, value.shape[-1]) <= (_MOST_FLASH // 2)
+        and head % 8 == value.shape[-1] % 8 == 0
+        and key.shape[2] > 1
+        and (are_heads_equal or are_grouped),
+        "efficient": (has_half or query.dtype == torch.float32)
+        and head == key.shape[-1]
+        and head % step == value.shape[-1] % step == 0
+        and are_heads_equal,
+        "math": True,
+    }
+    return next(kind for kind in order if able[kind])

@@ -1,0 +1,261 @@
+"""The training loop that a plan does not write down: inputs, loss and optimizer of one rank.
+
+What is taken for granted is said, in words, so that nobody reads the answer for another loop's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshplan.errors import ApplyError, PlanError, Problem
+from meshplan.layout.optimizers import called as called_by
+from meshplan.memory.analytic.estimate import in_chunks
+from meshplan.memory.replay.optimizer import OPTIMIZERS as RULES
+from meshplan.plan.plan import Plan, unstated
+from meshplan.runtime.apply.context.batch import has_sequence, sequence_length
+from meshplan.runtime.base.batch import mapped
+from meshplan.runtime.base.fake_mode import pretending
+from meshplan.runtime.base.pytree import tensors_in
+from meshplan.runtime.fake_step.equal_blocks import runs_of, shortened
+from meshplan.runtime.fake_step.optimizers import OPTIMIZERS
+from meshplan.runtime.torch_private.fakes import fake_mode, quiet_fakes
+from meshplan.runtime.trace.constants import MOST_NUMBERS, Shadows
+from meshplan.runtime.trace.ops import stand_in, twin_of
+from meshplan.runtime.trace.sample import call, is_tokens, results, sample_inputs, with_dtype
+from meshplan.spec.spec import Spec
+
+_SAMPLES: Final = 2
+"""With how many samples a model is asked what it returns: few, and not 1, which would broadcast."""
+
+Returned = tuple[str, list[tuple[int, ...]]]
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """What one rank trains with.
+
+    Args:
+        inputs: Of a step, all its microbatches.
+        targets: Of the same step.
+        loss_fn: Gets the model's output and targets of a microbatch.
+        make_optimizer: Gets the wrapped model.
+        assumed: (what, value) as words.
+        returned: Under which name the model returns what a loss is made of, and of which shapes.
+    """
+
+    inputs: Any
+    targets: Any
+    loss_fn: Callable[[Any, Any], torch.Tensor]
+    make_optimizer: MakeOptimizer
+    assumed: tuple[tuple[str, str], ...]
+    returned: Returned
+
+
+def check_stated(spec: Spec, micro: int | None, *, reads_tokens: bool) -> None:
+    """Refuse a plan that does not say how much a step is fed.
+
+    Raises:
+        PlanError: All that is missing.
+    """
+    problems = unstated(spec, micro, reads_tokens=reads_tokens)
+    if spec.optimizer not in {*OPTIMIZERS, *RULES}:
+        problems.append(_untraced(spec))
+    if problems:
+        raise PlanError(problems)
+
+
+def _untraced(spec: Spec) -> Problem:
+    what = f"torch has no optimizer '{spec.optimizer}' whose step could be traced"
+    fix = f"use one of {', '.join(OPTIMIZERS)}"
+    if spec.optimizer in RULES:
+        fix += ", or leave --tier out: what its step takes is known by rules"
+    return Problem(what, spec.origin("optimizer"), fix)
+
+
+def _check_in_parts(plan: Plan) -> None:
+    """Torch 2.13's Adafactor takes norms of rows and columns in place, which no DTensor can."""
+    a = plan.assignment
+    in_parts = a.wrapper == "units" or any(p.stored.axes for p in a.tensors.values())
+    if plan.spec.optimizer == "adafactor" and in_parts:
+        what = "torch's Adafactor does not step on parameters that lie in parts, as these do"
+        fix = "use strategy: ddp in single precision, or another optimizer"
+        raise PlanError(Problem(what, plan.spec.origin("optimizer"), fix))
+
+
+def loop_of(model: nn.Module, plan: Plan, returned: Returned | None = None) -> Loop:
+    """The loop of one rank under a plan.
+
+    Args:
+        model: As one process has it.
+        returned: Of a loop of the same model, so that it need not be run again.
+
+    Raises:
+        PlanError: The plan does not say how much a step is fed.
+        SpecError: Nothing says what the model takes.
+        ApplyError: The sequence does not divide over cp.
+    """
+    spec, said = _with_length(with_dtype(model, plan.spec))
+    few = sample_inputs(model, spec, _SAMPLES, 0, MOST_NUMBERS)
+    are_tokens = any(t.ndim == 2 and not t.is_floating_point() for _, t in tensors_in(few))
+    check_stated(plan.spec, plan.micro, reads_tokens=are_tokens)
+    _check_in_parts(plan)
+    assert plan.micro is not None
+    samples = plan.micro * plan.accumulate
+    name, shapes = returned = returned or _returned_by(model, plan, few)
+    targets, loss_fn, words = _loss(name, shapes, few, samples)
+    inputs = _whole_batch(few, lambda: sample_inputs(model, spec, samples, 0), samples)
+    inputs, targets = _local_parts(plan, (inputs, targets))
+    parts = [f"{list(t.shape)} {str(t.dtype)[6:]}" for _, t in tensors_in(inputs)]
+    make, called = OPTIMIZERS.get(spec.optimizer, (None, called_by(spec.optimizer)))
+
+    def make_optimizer(wrapped: nn.Module) -> torch.optim.Optimizer:
+        if make is None:
+            raise PlanError(_untraced(spec))
+        return make([p for p in wrapped.parameters() if p.requires_grad])
+
+    assumed = [("inputs of a rank's step", ", ".join(parts)), ("loss", words + in_chunks(plan))]
+    assumed.append(("optimizer", called))
+    if (ep := plan.mesh.size("ep")) > 1:
+        stated = spec.experts.capacity
+        much = (
+            f"a rank of ep is sent {stated:g} times an even share at the most, as stated"
+            if stated is not None
+            else f"the {ep} ranks of ep are sent as many tokens each"
+        )
+        assumed.append(("routing", much))
+    return Loop(
+        inputs=inputs,
+        targets=targets,
+        loss_fn=loss_fn,
+        make_optimizer=make_optimizer,
+        assumed=(*assumed, *said),
+        returned=returned,
+    )
+
+
+def _with_length(spec: Spec) -> tuple[Spec, tuple[tuple[str, str], ...]]:
+    """The spec whose `input`, if it states tokens, has the length that `batch` states."""
+    given, length = spec.input, spec.batch.seq_len
+    if given is None or length is None or not is_tokens(given) or given.shape[1] == length:
+        return spec, ()
+    words = f"batch.seq_len's {length}; input's {given.shape[1]} only shows what the model takes"
+    wanted = replace(given, shape=(given.shape[0], length))
+    return replace(spec, input=wanted), (("length of a sequence", words),)
+
+
+def _whole_batch(few: Any, make: Callable[[], Any], samples: int) -> Any:
+    """All samples of a step; with numbers unless they are many, whose numbers nothing reads."""
+    if all(t.numel() // _SAMPLES * samples <= MOST_NUMBERS for _, t in tensors_in(few)):
+        return make()
+    return mapped(few, lambda t: torch.empty((samples, *t.shape[1:]), dtype=t.dtype, device="meta"))
+
+
+def _local_parts(plan: Plan, batch: Any) -> Any:
+    """A rank's part of the sequence, as `local_batch` cuts it under cp."""
+    context, size = plan.assignment.context, plan.mesh.size("cp")
+    if context is None:
+        return batch
+    length, chunks = sequence_length(batch, plan.spec.batch.seq_len), context.num_chunks(size)
+    if length % chunks:
+        what = f"a sequence of {length} does not divide into the {chunks} chunks of cp"
+        origin = plan.spec.origin("batch.seq_len")
+        raise ApplyError(Problem(what, origin, f"use a multiple of {chunks}"))
+    return mapped(batch, lambda t: t.chunk(size, 1)[0].clone() if has_sequence(t, length) else t)
+
+
+def _returned_by(model: nn.Module, plan: Plan, inputs: Any) -> Returned:
+    """What a model returns, it returns with few of many alike blocks too."""
+    runs = [] if plan.assignment.apply else runs_of(model, plan)
+    if runs:
+        try:
+            with shortened(model, runs) as used:
+                found = _returned(model, inputs)
+            if not used:
+                return found
+        except Exception:  # The model's code may count on all its blocks, and raise anything:
+            runs = []  # it is run with all of them, and what is really wrong raised again.
+    return _returned(model, inputs)
+
+
+def _returned(model: nn.Module, inputs: Any) -> Returned:
+    """(under which name the model returns what a loss is made of, the shapes of its results)."""
+    mode = fake_mode()
+    shadows = Shadows(mode)
+    twin, _, _ = twin_of(model, (), mode)
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        out = stand_in(tensor)
+        shadows.know(out, tensor)
+        return out
+
+    with torch.no_grad(), quiet_fakes(), mode, shadows, pretending():
+        output = call(twin, mapped(inputs, fake))
+    name, tensor = _made_of(output)
+    shapes = [tuple(t.shape) for t in ([tensor] if tensor is not None else [])]
+    return name, shapes
+
+
+def _made_of(output: Any) -> tuple[str, torch.Tensor | None]:
+    """(its name, the tensor of an output that the loss is computed from); None if there is none."""
+    for name in ("loss", "logits"):
+        found = getattr(output, name, None)
+        if isinstance(found, torch.Tensor):
+            return name, found
+    if isinstance(output, torch.Tensor) and not output.ndim:
+        return "loss", output
+    found = next(iter(results(output)), None)
+    return "output", found
+
+
+def _loss(
+    name: str, shapes: list[tuple[int, ...]], inputs: Any, samples: int
+) -> tuple[Any, Callable[[Any, Any], torch.Tensor], str]:
+    """(targets, the loss function, what it is as words)."""
+    if not shapes:
+        what = "the model returns no tensor of numbers that a loss could be made of"
+        raise PlanError(Problem(what, None, "let its forward return logits, or the loss itself"))
+    shape = shapes[0]
+    if not shape:
+        return (), lambda output, _: _tensor_of(output), "what the model returns"
+    tokens = next((t for _, t in tensors_in(inputs) if t.ndim == 2 and len(shape) == 3), None)
+    is_language = (
+        tokens is not None and not tokens.is_floating_point() and tuple(tokens.shape) == shape[:2]
+    )
+    if len(shape) in (2, 3) and (name == "logits" or is_language):
+        words = "cross-entropy in float32 over the last dim of "
+        targets = _classes(shape[-1], samples, shape[1:-1])
+        return targets, _cross_entropy, words + name
+    targets = _numbers(samples, shape[1:])
+    return targets, _mean_square, f"mean square in float32 of {name} and targets of its shape"
+
+
+def _tensor_of(output: Any) -> torch.Tensor:
+    found = _made_of(output)[1]
+    assert found is not None
+    return found
+
+
+def _cross_entropy(output: Any, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(_tensor_of(output).flatten(0, -2).float(), targets.flatten())
+
+
+def _mean_square(output: Any, targets: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(_tensor_of(output).float(), targets)
+
+
+def _classes(count: int, samples: int, rest: tuple[int, ...]) -> torch.Tensor:
+    shape = samples, *rest
+    where = "cpu" if math.prod(shape) <= MOST_NUMBERS else "meta"
+    return torch.zeros(shape, dtype=torch.int64, device=where)
+
+
+def _numbers(samples: int, rest: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty((samples, *rest), device="meta")

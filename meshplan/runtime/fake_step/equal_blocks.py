@@ -1,0 +1,370 @@
+"""Blocks of a model that are alike, and the model with a few of each.
+
+Two blocks are alike when they are of one class throughout, hold tensors of the same shapes, differ
+in no attribute but their own number, and the plan says the same of both. Whether they then do the
+same is not taken for granted: what was traced is compared (`memory.repeat.repeat_blocks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from meshplan.assign import Assignment
+from meshplan.memory.repeat.repeat_blocks import KEPT, NotAlikeError, Run
+from meshplan.model.graph import is_inside
+from meshplan.plan.plan import Plan
+from meshplan.runtime.fake_step.memory_tracker import Ledger
+from meshplan.runtime.torch_private.values import tensors_with_gradient
+
+_LEAST: Final = KEPT + 2
+"""Periods from which on leaving some out is worth it."""
+_LONGEST_PERIOD: Final = 8
+_DEPTH: Final = 3
+"""How deep attributes that are no modules are compared."""
+
+
+def runs_of(model: nn.Module, plan: Plan) -> list[Run]:
+    """The longest run of every list, but for lists inside a block of another run."""
+    out: list[Run] = []
+    for fqn, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        if any(is_inside(fqn, run.container) for run in out):
+            continue
+        run = _run(fqn, list(module.children()), plan)
+        if run is not None:
+            out.append(run)
+    return out
+
+
+class _Number(int):
+    """The number of a block, which tells when somebody computes with it.
+
+    A block may do something else because of its number, and most numbers are left out.
+    """
+
+    used: list[int]
+
+    def __deepcopy__(self, memo: Any) -> _Number:
+        return self
+
+
+def _telling(name: str) -> Any:
+    plain = getattr(int, name)
+
+    def tell(self: _Number, *others: Any) -> Any:
+        self.used.append(int.__index__(self))
+        return plain(self, *others)
+
+    return tell
+
+
+for _name in (
+    "eq", "ne", "lt", "le", "gt", "ge", "add", "radd", "sub", "rsub", "mul", "rmul", "mod", "rmod",
+    "floordiv", "truediv", "pow", "and", "or", "xor", "bool", "float",
+):  # fmt: skip
+    setattr(_Number, f"__{_name}__", _telling(f"__{_name}__"))
+_Number.__hash__ = int.__hash__  # type: ignore[method-assign]
+
+
+@contextmanager
+def shortened(model: nn.Module, runs: Sequence[Run]) -> Iterator[list[int]]:
+    """Inside, the model has `KEPT` periods of each run. It is put back as it was.
+
+    Returns:
+        The numbers of blocks that somebody computed with, as they are noted.
+    """
+    before = {}
+    labels: list[tuple[dict[str, Any], str, int]] = []
+    used: list[int] = []
+    try:
+        for run in runs:
+            container = model.get_submodule(run.container)
+            before[run.container] = container._modules
+            labels += _labels(list(container.children()), run)
+            kept = [
+                (place, child)
+                for name, child in container._modules.items()
+                if (place := run.kept(int(name))) is not None
+            ]
+            container._modules = {str(place): child for place, child in kept}
+        for attributes, key, value in labels:
+            attributes[key] = number = _Number(value)
+            number.used = used
+        yield used
+    finally:
+        for attributes, key, value in labels:
+            attributes[key] = value
+        for fqn, modules in before.items():
+            model.get_submodule(fqn)._modules = modules
+
+
+def shown_of(blocks: Sequence[str], runs: Sequence[Run]) -> dict[str, str]:
+    """Map each block of the whole model to the one of the short model that runs in its place."""
+    out = {}
+    for block in blocks:
+        shown = block
+        for run in runs:
+            place = run.place_of(block)
+            if place is not None:
+                shown = run.at(block, run.shown(place))
+        out[block] = shown
+    return out
+
+
+def short_plan(plan: Plan, runs: Sequence[Run]) -> Plan:
+    """The plan with the names of the short model."""
+
+    def name(fqn: str) -> str | None:
+        for run in runs:
+            place = run.place_of(fqn)
+            if place is None:
+                continue
+            kept = run.kept(place)
+            return None if kept is None else _renumbered(run, fqn, place, kept)
+        return fqn
+
+    def named(items: Mapping[str, Any]) -> Mapping[str, Any]:
+        return MappingProxyType({new: v for f, v in items.items() if (new := name(f)) is not None})
+
+    def names(fqns: Sequence[str]) -> tuple[str, ...]:
+        return tuple(new for fqn in fqns if (new := name(fqn)) is not None)
+
+    whole = plan.assignment
+    tensors = {
+        fqn: replace(
+            placed,
+            info=replace(placed.info, fqn=fqn, aliases=names(placed.info.aliases)),
+            unit=None if placed.unit is None else name(placed.unit),
+        )
+        for fqn, placed in named(whole.tensors).items()
+    }
+    short: Assignment = replace(
+        whole,
+        tensors=MappingProxyType(tensors),
+        units=named({f: replace(u, fqn=name(f) or "") for f, u in whole.units.items()}),
+        styles=named(whole.styles),
+        recompute=named(whole.recompute),
+        experts=named(whole.experts),
+        attributes=tuple(
+            replace(a, module=new) for a in whole.attributes if (new := name(a.module)) is not None
+        ),
+        compiled=names(whole.compiled),
+        synchronized=names(whole.synchronized),
+    )
+    return replace(plan, assignment=short)
+
+
+class Edges:
+    """The events at which the blocks of a short model's run begin, in forward and in backward."""
+
+    def __init__(self, model: nn.Module, run: Run, ledger: Ledger) -> None:
+        self._run, self._ledger = run, ledger
+        self.clear()
+        for period in range(KEPT):
+            at = run.first + period * run.period
+            first, last = (
+                model.get_submodule(f"{run.container}.{place}" if run.container else str(place))
+                for place in (at, at + run.period - 1)
+            )
+            first.register_forward_pre_hook(partial(self._enter, period), prepend=True)
+            last.register_forward_hook(partial(self._leave, period))
+
+    def clear(self) -> None:
+        """Forget what was seen."""
+        self._entered: list[tuple[int, int]] = []
+        self._left = 0
+        self._back: dict[int, int] = {}
+        self._end: int | None = None
+
+    def found(self, num_left_out: int) -> Run:
+        """The run, with what was seen.
+
+        Args:
+            num_left_out: Events before, which do not count.
+
+        Raises:
+            NotAlikeError: The blocks did not run once each, one after the other.
+        """
+        order = sorted(self._back, key=lambda period: self._back[period])
+        if [p for p, _ in self._entered] != list(range(KEPT)) or order[::-1] != list(range(KEPT)):
+            raise NotAlikeError(f"{self._run.container}: its blocks do not run one after the other")
+        forward = (*(event for _, event in self._entered), self._left)
+        backward = tuple(self._back[period] for period in order)
+        backward += (self._end if self._end is not None else backward[-1],)
+        return replace(
+            self._run,
+            forward=tuple(event - num_left_out for event in forward),
+            backward=tuple(event - num_left_out for event in backward),
+        )
+
+    def _enter(self, period: int, module: nn.Module, args: Any) -> None:
+        self._entered.append((period, self._ledger.num_events))
+        if not period:
+            for tensor in tensors_with_gradient(args):
+                tensor.register_hook(self._end_backward)
+
+    def _leave(self, period: int, module: nn.Module, args: Any, output: Any) -> None:
+        self._left = self._ledger.num_events
+        for tensor in tensors_with_gradient(output):
+            tensor.register_hook(partial(self._begin_backward, period))
+
+    def _begin_backward(self, period: int, gradient: torch.Tensor) -> None:
+        self._back.setdefault(period, self._ledger.num_events)
+
+    def _end_backward(self, gradient: torch.Tensor) -> None:
+        self._end = self._ledger.num_events if self._end is None else self._end
+
+
+def _labels(blocks: Sequence[nn.Module], run: Run) -> Iterator[tuple[dict[str, Any], str, int]]:
+    """(attributes of a module, the name of one, its value) for each that numbers its block."""
+    first, other = blocks[run.first], blocks[run.first + run.period]
+    for (name, one), next_one in zip(first.named_modules(), other.modules(), strict=True):
+        for key, value in vars(one).items():
+            if type(value) is int and value != vars(next_one)[key]:
+                for block in blocks:
+                    attributes = vars(block.get_submodule(name)) if _has(block, name) else {}
+                    if type(attributes.get(key)) is int:
+                        yield attributes, key, attributes[key]
+
+
+def _has(block: nn.Module, name: str) -> bool:
+    return any(name == inner for inner, _ in block.named_modules())
+
+
+def _renumbered(run: Run, fqn: str, place: int, kept: int) -> str:
+    prefix = f"{run.container}." if run.container else ""
+    return f"{prefix}{kept}{fqn[len(prefix) + len(str(place)) :]}"
+
+
+def _run(container: str, blocks: list[nn.Module], plan: Plan) -> Run | None:
+    if len(blocks) < _LEAST or len(set(map(id, blocks))) < len(blocks):
+        return None
+    known: dict[int, Any] = {}
+
+    def said(place: int) -> Any:
+        if place not in known:
+            known[place] = _said(f"{container}.{place}" if container else str(place), plan)
+        return known[place]
+
+    def is_over(at: int, before: int) -> bool:
+        """Whether the one at a place is not as the one before."""
+        if at == len(blocks) or not is_alike(blocks[before], blocks[at], at - before):
+            return True
+        return said(at) is None or bool(said(at) != said(before))
+
+    best: Run | None = None
+    for period in range(1, min(_LONGEST_PERIOD, len(blocks) // _LEAST) + 1):
+        first = 0
+        for at in range(period, len(blocks) + 1):
+            if is_over(at, at - period):
+                count = (at - first) // period
+                if count >= _LEAST and (best is None or count * period > best.count * best.period):
+                    best = Run(container, first, period, count)
+                first = at - period + 1
+        if best is not None:
+            return best
+    return None
+
+
+def _said(block: str, plan: Plan) -> Any:
+    """What the plan says of a block, in names from there; None where it is tied to others."""
+    a = plan.assignment
+
+    def inside(items: Mapping[str, Any]) -> dict[str, Any]:
+        return {fqn[len(block) :]: v for fqn, v in items.items() if is_inside(fqn, block)}
+
+    def own(fqn: str | None) -> str | None:
+        return fqn[len(block) :] if fqn is not None and is_inside(fqn, block) else fqn
+
+    tensors = inside(a.tensors)
+    for placed in tensors.values():
+        if not all(is_inside(name, block) for name in placed.info.names):
+            return None
+    return (
+        {
+            fqn: (p.info.shape, p.info.dtype, p.info.trainable, p.stored, p.computed, p.dtype,
+                  p.compute_dtype, p.gathered_axes, p.reduced_alone, own(p.unit), p.is_local)
+            for fqn, p in tensors.items()
+        },
+        {
+            fqn: (u.shard_axes, u.replicate_axes, u.reshard_after_forward, u.precision,
+                  u.casts_inputs)
+            for fqn, u in inside(a.units).items()
+        },
+        {fqn: (s.style, s.axis, s.pieces, s.is_written) for fqn, s in inside(a.styles).items()},
+        {fqn: r.policy for fqn, r in inside(a.recompute).items()},
+        {fqn: x.num_experts for fqn, x in inside(a.experts).items()},
+        {(x.module[len(block) :], x.name): (x.whole, x.local)
+         for x in a.attributes if is_inside(x.module, block)},
+        [f[len(block) :] for f in (*a.compiled, *a.synchronized) if is_inside(f, block)],
+    )  # fmt: skip
+
+
+def is_alike(
+    one: nn.Module, other: nn.Module, step: int = 0, but: frozenset[str] = frozenset()
+) -> bool:
+    """Whether two modules are alike, `step` places apart, in all but the numbers they hold.
+
+    Args:
+        but: Attributes that do not count.
+    """
+    ones, others = list(one.named_modules()), list(other.named_modules())
+    return len(ones) == len(others) and all(
+        name == other_name and _has_alike(left, right, step, but)
+        for (name, left), (other_name, right) in zip(ones, others, strict=True)
+    )
+
+
+def _has_alike(one: nn.Module, other: nn.Module, step: int, but: frozenset[str]) -> bool:
+    if type(one) is not type(other):
+        return False
+    left, right = (
+        # Hooks have keys of their own; children are compared by themselves.
+        {
+            key: list(value.values()) if "_hooks" in key and isinstance(value, dict) else value
+            for key, value in vars(module).items()
+            if key != "_modules" and "_hooks_" not in key and key not in but
+        }
+        for module in (one, other)
+    )
+    return left.keys() == right.keys() and all(
+        _is_same(left[key], right[key], step, _DEPTH) for key in left
+    )
+
+
+def _is_same(one: Any, other: Any, step: int, depth: int) -> bool:
+    """Whether two attributes are alike: equal, or numbers of the blocks that hold them."""
+    if one is other:
+        return True
+    if type(one) is not type(other) or depth < 0:
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype
+    if isinstance(one, nn.Module):
+        return True  # Compared by its own name, if it lies inside.
+    if isinstance(one, int):
+        is_number = depth == _DEPTH and not isinstance(one, bool)
+        return bool(one == other or (is_number and other == one + step))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(
+            _is_same(one[key], other[key], step, depth - 1) for key in one
+        )
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(
+            _is_same(left, right, step, depth - 1) for left, right in zip(one, other, strict=True)
+        )
+    if isinstance(one, set | frozenset | str | float | complex | bytes):
+        return bool(one == other)
+    code = getattr(one, "__code__", None)
+    if code is not None:  # One function made anew for each block.
+        return bool(code is other.__code__)
+    return hasattr(one, "__dict__") and _is_same(vars(one), vars(other), step, depth - 1)

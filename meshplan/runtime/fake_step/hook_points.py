@@ -1,0 +1,222 @@
+"""Where FSDP2 would act in a step, noted while the model runs without it.
+
+Hooks stand where those of FSDP2 stand: before and after the forward of a unit, on the gradients of
+what it gives, and behind those of what it takes. They cast as a unit casts, and do nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshplan.assign import Unit
+from meshplan.memory.log.events import Term
+from meshplan.memory.log.microbatch import Mark, Moment
+from meshplan.runtime.base.pytree import tensors_in
+from meshplan.runtime.fake_step.memory_tracker import Ledger
+from meshplan.runtime.torch_private.private import at_end_of_backward
+from meshplan.runtime.torch_private.values import (
+    tensors_with_gradient,
+    with_floats_as,
+    with_tensors_replaced,
+)
+
+
+class Marking:
+    """The marks of one microbatch, and the gradients that came with it.
+
+    Args:
+        params: The trainable parameters, by fqn.
+        at: What is put behind every name: of which stage it is.
+        marks: Where marks are written, if several write.
+
+    Attributes:
+        gradients: The storage of each gradient, or of the first one, by name.
+        again: (event, name, storage) of further ones.
+        ready: The event before which the first one was there.
+        held: The gradients themselves: who reduces them decides how long they live.
+        settling: What it takes to lay a gradient as its parameter is.
+        has_cast: Whether a unit has changed the dtype of anything that it took or gave.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        params: Mapping[str, nn.Parameter],
+        at: str = "",
+        marks: list[Mark] | None = None,
+    ) -> None:
+        self._ledger, self._params, self._at = ledger, params, at
+        self._there: dict[str, int] = {}
+        self._is_ending = False
+        self._units: list[_Unit] = []
+        self.marks = [] if marks is None else marks
+        self.again: list[tuple[int, str, int]] = []
+        self.gradients: dict[str, int] = {}
+        self.ready: dict[str, int] = {}
+        self.held: list[torch.Tensor] = []
+        self.settling: dict[str, tuple[tuple[int, int], ...]] = {}
+        self.has_cast = False
+        for fqn, param in params.items():
+            param.register_post_accumulate_grad_hook(partial(self._note_ready, fqn))
+
+    def watch(self, module: nn.Module, unit: Unit, owned: Sequence[str]) -> None:
+        """Mark what the wrapper of a unit would do.
+
+        Args:
+            owned: The parameters that it would gather and reduce.
+        """
+        self._units.append(_Unit(module, unit, tuple(owned), self))
+
+    def clear(self) -> None:
+        """Forget what was noted, before another microbatch."""
+        self.marks.clear()
+        self.gradients, self.ready, self.settling = {}, {}, {}
+        self.again, self.held, self._there = [], [], {}
+        for param in self._params.values():
+            param.grad = None
+
+    def note(self, moment: Moment, unit: str) -> None:
+        """A wrapper acts now."""
+        self.marks.append(Mark(self._ledger.num_events, moment, unit + self._at))
+
+    def take(self, fqns: tuple[str, ...]) -> None:
+        """The gradients of these parameters, as whoever reduces them takes them away."""
+        for fqn in fqns:
+            param = self._params.get(fqn)
+            if param is None or param.grad is None:  # Frozen, or not used.
+                continue
+            gradient, param.grad = param.grad, None
+            name, event = fqn + self._at, self._there.pop(fqn, self._ledger.num_events)
+            storage = self._ledger.numbers_of(gradient)[0]
+            if name in self.gradients:
+                self.again.append((event, name, storage))
+            else:
+                self.gradients[name], self.ready[name] = storage, event
+            self.held.append(gradient)
+            self._settle(name, param, gradient)
+
+    def _note_ready(self, fqn: str, param: torch.Tensor) -> None:
+        # Later gradients of a pass are added to the first one, which nobody has taken.
+        self._there.setdefault(fqn, self._ledger.num_events)
+        if param.grad is not None:
+            self._ledger.tell([param.grad], Term.GRADIENTS)
+
+    def _settle(self, name: str, param: nn.Parameter, gradient: torch.Tensor) -> None:
+        """As FSDP2 lays a gradient like its parameter: what that takes is kept apart."""
+        if not isinstance(gradient, DTensor) or not isinstance(param, DTensor):
+            return
+        if gradient.placements == param.placements:
+            return
+        first = self._ledger.num_events
+        self.held.append(gradient.redistribute(placements=param.placements))
+        if events := self._ledger.cut(first):
+            self.settling[name] = tuple((event.delta, event.storage) for event in events)
+
+    def begin_backward(self) -> None:
+        """Some unit's backward begins: its end will be marked."""
+        if not self._is_ending:
+            self._is_ending = True
+            at_end_of_backward(self._end)
+
+    def finish(self) -> None:
+        """The microbatch is done: the gradients that no unit has taken."""
+        self.take(tuple(self._params))
+
+    def _end(self) -> None:
+        self._is_ending = False
+        self.note(Moment.END_OF_BACKWARD, "")
+        self.take(tuple(self._params))
+        for unit in self._units:
+            unit.is_in_backward = False
+
+
+class _Unit:
+    """The hooks of one unit.
+
+    Attributes:
+        is_in_backward: A gradient has come to what it gives, in this backward.
+    """
+
+    def __init__(
+        self, module: nn.Module, unit: Unit, owned: tuple[str, ...], marking: Marking
+    ) -> None:
+        self.is_in_backward = False
+        self._fqn, self._owned, self._marking = unit.fqn, owned, marking
+        precision = unit.precision
+        self._taken = _dtype(precision.param) if unit.casts_inputs else None
+        self._given = _dtype(precision.output)
+        module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self._after)
+
+    def _before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.is_in_backward:  # Its forward runs again: gathered first, cast then.
+            self._marking.note(Moment.BEFORE_FORWARD, self._fqn)
+            return self._cast(args, kwargs)
+        args, kwargs = self._cast(args, kwargs)
+        self._marking.note(Moment.BEFORE_FORWARD, self._fqn)
+        taken = tensors_with_gradient((args, kwargs)) if torch.is_grad_enabled() else ()
+        if not taken or not self._owned:
+            return args, kwargs
+        passed = _AfterBackward.apply(self._end_backward, *taken)
+        out: tuple[tuple[Any, ...], dict[str, Any]]
+        out = with_tensors_replaced((args, kwargs), passed)
+        return out
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self._marking.note(Moment.AFTER_FORWARD, self._fqn)
+        if not self.is_in_backward and torch.is_grad_enabled():
+            for tensor in tensors_with_gradient(output):
+                tensor.register_hook(self._begin_backward)
+        return output if self._given is None else self._as(output, self._given)
+
+    def _cast(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._taken is None:
+            return args, kwargs
+        return self._as(args, self._taken), self._as(kwargs, self._taken)
+
+    def _as(self, value: Any, dtype: torch.dtype) -> Any:
+        self._marking.has_cast |= any(
+            tensor.is_floating_point() and tensor.dtype != dtype for _, tensor in tensors_in(value)
+        )
+        return with_floats_as(value, dtype)
+
+    def _begin_backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.is_in_backward = True
+        self._marking.begin_backward()
+        self._marking.note(Moment.BEFORE_BACKWARD, self._fqn)
+        return gradient
+
+    def _end_backward(self) -> None:
+        self._marking.note(Moment.AFTER_BACKWARD, self._fqn)
+        self._marking.take(self._owned)
+
+
+class _AfterBackward(torch.autograd.Function):
+    """Passes what a unit takes, and tells when the gradients of all of it are there."""
+
+    @staticmethod
+    def forward(call: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.call = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        ctx.call()
+        return (None, *gradients)
+
+
+def _dtype(word: str | None) -> torch.dtype | None:
+    return getattr(torch, word) if word else None

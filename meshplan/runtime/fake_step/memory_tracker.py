@@ -1,0 +1,275 @@
+"""Every storage's birth, growth and death while code runs: the writer of an `EventLog`.
+
+Works alike on real tensors and on fake ones, so that a trace without memory and a real process can
+be held side by side, byte by byte. What an operator allocates and frees inside itself is not seen,
+but for what `inside` knows of, nor what never becomes a tensor.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cache, partial
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from meshplan.memory.log.categories import settle
+from meshplan.memory.log.events import Event, EventLog, Storage, Term
+from meshplan.runtime.base.fake_mode import is_pretending
+from meshplan.runtime.base.host_copies import CROSSING, Side
+from meshplan.runtime.base.pytree import given_to
+from meshplan.runtime.fake_step.cuda_mode import AS_IT_IS, Behaviour
+from meshplan.runtime.fake_step.current_module import Place
+from meshplan.runtime.torch_private.modes import Watching, device_told
+from meshplan.runtime.torch_private.ops import around_propagation
+from meshplan.runtime.torch_private.private import on_resize
+
+_SENDING: Final = ("c10d", "_c10d_functional", "_dtensor")
+"""Namespaces of operators that send."""
+_ADD: Final = torch.ops.aten.add_.Tensor
+_WAIT: Final = torch.ops._c10d_functional.wait_tensor.default
+
+
+class Ledger(Watching):
+    """Open it around the code to be watched.
+
+    Args:
+        names: The fqn of every module of the model.
+        behaviour: Of the device that tensors stand for.
+
+    Attributes:
+        phases: Their names so far; the last one runs.
+    """
+
+    def __init__(self, names: Mapping[nn.Module, str], behaviour: Behaviour = AS_IT_IS) -> None:
+        super().__init__()
+        self._behaviour = behaviour
+        self._place = Place(names)
+        self.phases: list[str] = ["before"]
+        self._storages: list[Storage] = []
+        self._events: list[Event] = []
+        self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        """By address of the storage: (its number, what tells of its death)."""
+        self._sizes: dict[int, int] = {}
+        self._hosted: set[int] = set()
+        self._host_live = self._host_most = 0
+        self._sent: set[int] = set()
+        self._overlooked: set[int] = set()
+        self._muted = _Muted()
+        self._num_before = 0
+        self._open = ExitStack()
+
+    def begin(self, phase: str) -> None:
+        """Say which phase begins."""
+        if self.phases[-1] != phase:
+            self.phases.append(phase)
+        self._place.mark(is_loss=phase == "loss")
+
+    @property
+    def num_events(self) -> int:
+        """How many there are so far."""
+        return len(self._events)
+
+    @property
+    def alive(self) -> frozenset[int]:
+        """The storages that have memory now, on the device or on the host."""
+        return frozenset(number for number, size in self._sizes.items() if size)
+
+    def cut(self, first: int) -> tuple[Event, ...]:
+        """Take back the events from the one of this number on."""
+        out, self._events = tuple(self._events[first:]), self._events[:first]
+        return out
+
+    def numbers_of(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """The storages that a tensor is made of, those that were seen."""
+        known = (self._live.get(part.untyped_storage()._cdata) for part in _plain(tensor))
+        return tuple(each[0] for each in known if each is not None)
+
+    def log(self) -> EventLog:
+        """What has happened so far."""
+        events, phases = tuple(self._events), tuple(self.phases)
+        found = settle(self._storages, events, phases, sent=self._sent, num_before=self._num_before)
+        return EventLog(found, events, phases, self._host_most)
+
+    def forget(self) -> None:
+        """Begin anew, with what lives now as what was there before."""
+        live = [(n, size) for n, size in self._sizes.items() if size and n not in self._hosted]
+        self._host_most = self._host_live
+        self.phases = ["before"]
+        self._events = [Event(size, number, 0) for number, size in live]
+        self._num_before = len(self._storages)
+
+    def note(self, tensors: Iterable[torch.Tensor], term: Term) -> None:
+        """Say of tensors that live already, or that are known, what they are for."""
+        for tensor in tensors:
+            for plain in _plain(tensor):
+                self._see(plain, "", term)
+                number = self._live[plain.untyped_storage()._cdata][0]
+                self._storages[number] = self._storages[number]._replace(term=term)
+
+    def tell(self, tensors: Iterable[torch.Tensor], term: Term) -> None:
+        """Say what these are for, those of them that were seen being made."""
+        for number in dict.fromkeys(n for t in tensors for n in self.numbers_of(t)):
+            self._storages[number] = self._storages[number]._replace(term=term)
+
+    def hand_on(self, tensors: Iterable[torch.Tensor], module: str) -> None:
+        """Say that these belong to this module, whatever made them."""
+        for number in dict.fromkeys(n for t in tensors for n in self.numbers_of(t)):
+            self._storages[number] = self._storages[number]._replace(module=module)
+
+    def overlook(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These live already, but not in the device's memory."""
+        for tensor in tensors:
+            for plain in _plain(tensor):
+                known = self._live.get(plain.untyped_storage()._cdata)
+                if known is not None:
+                    self._sizes[known[0]] = 0
+                    self._overlooked.add(known[0])
+
+    def put_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These live already, in the host's memory, and so does what is made of them alone."""
+        for number in dict.fromkeys(n for t in tensors for n in self.numbers_of(t)):
+            size = self._sizes[number]
+            self._change(number, 0)
+            self._hosted.add(number)
+            self._change(number, size)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (device := device_told(func, args)) is not None:
+            return device
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # Its parts come by on their own.
+        if self._muted.depth:
+            return func(*args, **(kwargs or {}))
+        # Waiting gives back what was waited for; only the rule for fake tensors makes a new one.
+        is_wait = func is _WAIT and is_pretending()
+        out = args[0] if is_wait else func(*args, **(kwargs or {}))
+        on_host = self._is_on_host(func, (args, kwargs))
+        # A view of what nobody saw being made is a glance into a backend's own buffers.
+        if not func.is_view:
+            name = _name_of(func)
+            for tensor in given_to(out):
+                for plain in _plain(tensor):
+                    self._see(plain, name, Term.TEMPORARIES, on_host=on_host)
+        if not on_host and (sizes := self._behaviour.inside(func, args, out)):
+            self._pass_by(_name_of(func), sizes)
+        if func.namespace in _SENDING:
+            for tensor in given_to((args, kwargs, out)):
+                for plain in _plain(tensor):
+                    known = self._live.get(plain.untyped_storage()._cdata)
+                    self._sent |= {known[0]} if known else set()
+        return out
+
+    def __enter__(self) -> Ledger:
+        self._open = ExitStack()
+        self._open.enter_context(on_resize(self._resized))
+        self._open.enter_context(around_propagation(self._muted))
+        self._open.enter_context(self._place)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._open.close()
+
+    def _is_on_host(self, func: Any, given: Any) -> bool:
+        """Whether what an operator makes lies on the host: as all that it is given does.
+
+        What is added to something there is copied over first.
+        """
+        if not self._behaviour.has_host:
+            return False
+        crossing = CROSSING.get()
+        if crossing is not None:
+            return crossing is Side.HOST
+        if not self._hosted:
+            return False
+        tensors = given_to(given)
+        sides = [n in self._hosted for t in tensors for n in self.numbers_of(t)]
+        if func is _ADD and sides[:1] == [True] and False in sides:
+            self._host_most = max(self._host_most, self._host_live + tensors[1].nbytes)
+        return bool(sides) and all(sides)
+
+    def _see(self, tensor: torch.Tensor, op: str, term: Term, *, on_host: bool = False) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        known = self._live.get(key)
+        if known is not None:
+            self._change(known[0], size)
+            return
+        number = len(self._storages)
+        self._storages.append(self._storage(op, term))
+        ref = weakref.ref(storage, partial(self._dies, key, number))
+        self._live[key] = (number, ref)
+        if on_host:
+            self._hosted.add(number)
+        self._change(number, size)
+
+    def _storage(self, op: str, term: Term) -> Storage:
+        if term == Term.TEMPORARIES and self._place.is_loss:
+            term = Term.LOSS
+        return Storage(term, op, self._place.module, self.phases[-1], self._behaviour.stream())
+
+    def _pass_by(self, op: str, sizes: Sequence[int]) -> None:
+        """What an operator took for itself, while its results were there."""
+        first = len(self._storages)
+        for number, size in enumerate(sizes, first):
+            self._storages.append(self._storage(op, Term.TEMPORARIES))
+            self._change(number, size)
+        for number in range(first, len(self._storages)):
+            self._change(number, 0)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        known = self._live.get(storage._cdata)
+        if known is not None:
+            self._change(known[0], storage.nbytes())
+
+    def _dies(self, key: int, number: int, _: Any) -> None:
+        if key in self._live and self._live[key][0] == number:
+            del self._live[key]
+        self._change(number, 0)
+
+    def _change(self, number: int, size: int) -> None:
+        if number in self._overlooked:
+            return
+        delta = size - self._sizes.get(number, 0)
+        self._sizes[number] = size
+        if number in self._hosted:
+            self._host_live += delta
+            self._host_most = max(self._host_most, self._host_live)
+        elif delta:
+            self._events.append(Event(delta, number, len(self.phases) - 1))
+
+
+class _Muted:
+    """Open while nothing is to be written down: what runs has no memory on any device."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
+
+
+@cache
+def _name_of(func: Any) -> str:
+    return str(func)
+
+
+def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors with memory that a tensor is made of; none for meta, or fakes among real ones."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            part = getattr(tensor, name)
+            if isinstance(part, torch.Tensor):
+                yield from _plain(part)
+    elif tensor.device.type != "meta" and tensor.layout == torch.strided:
+        yield tensor

@@ -1,0 +1,315 @@
+"""One microbatch of one rank as its `Work`: the model as this rank computes it, without wrappers.
+
+Tensor and context parallelism, compute dtypes and recomputation are in it; what gathers, reduces,
+accumulates and updates is not, and is composed by `memory.replay`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from meshplan.assign import Assignment
+from meshplan.layout.mesh import UNIT_AXES
+from meshplan.memory.log.events import Term
+from meshplan.memory.log.microbatch import AT_STAGE, Mark, Work
+from meshplan.memory.repeat.repeat_blocks import Run, stretch
+from meshplan.memory.replay.buckets import Options
+from meshplan.plan.plan import Plan
+from meshplan.plan.restrict import restrict
+from meshplan.runtime.apply.loss_mode import loss_mode
+from meshplan.runtime.apply.materialize import Values
+from meshplan.runtime.apply.pipeline.module import PipelinedModule
+from meshplan.runtime.apply.vocab_parallel_loss import take_loss
+from meshplan.runtime.apply.wrap import applied, apply_plan, cast_parameters
+from meshplan.runtime.base.batch import as_arguments, mapped
+from meshplan.runtime.base.fake_mode import INSTEAD_OF_WRAPPING
+from meshplan.runtime.base.module_state import contents, hooks_of
+from meshplan.runtime.base.phases import begin, heard_by
+from meshplan.runtime.base.pytree import tensors_in
+from meshplan.runtime.fake_step.cuda_mode import CPU, Behaviour
+from meshplan.runtime.fake_step.equal_blocks import Edges, runs_of, short_plan, shortened
+from meshplan.runtime.fake_step.hook_points import Marking
+from meshplan.runtime.fake_step.memory_tracker import Ledger
+from meshplan.runtime.fake_step.step import imagining, names_of
+
+LossFn = Callable[[Any, Any], torch.Tensor]
+MakeLedger = Callable[[Mapping[nn.Module, str], Behaviour], Ledger]
+
+
+def trace_work(
+    model: nn.Module,
+    plan: Plan,
+    inputs: Any,
+    targets: Any,
+    loss_fn: LossFn,
+    rank: int = 0,
+    device: str = CPU,
+    ledger: MakeLedger = Ledger,
+) -> Work:
+    """What one microbatch allocates and frees on one rank, from the second one on.
+
+    Args:
+        model: As one process has it, on any device; it is copied, and only shapes count.
+        inputs: One microbatch of one rank.
+        targets: The same microbatch's targets.
+        loss_fn: As `train_step` takes it.
+        rank: Which rank to be.
+        device: As for `imagine_step`.
+        ledger: Makes what watches a plan without stages, from the names of the modules that run.
+
+    Blocks that are alike are traced a few times, however many there are. Of a pipeline, which does
+    all its microbatches at once, the work is one pass over this rank's inputs of a step.
+    """
+    if plan.assignment.stages is not None:
+        return _traced_pass(model, plan, inputs, targets, loss_fn, rank, device)
+    runs = [] if plan.assignment.apply else runs_of(model, plan)
+    if runs:
+        try:
+            with shortened(model, runs) as used:
+                short = short_plan(plan, runs)
+                work, found = _traced(
+                    model, short, inputs, targets, loss_fn, rank, device, runs, ledger
+                )
+            if not used:
+                return stretch(work, found)
+        except Exception:  # The model's code may count on all its blocks, and raise anything.
+            if dist.is_initialized():
+                raise
+    return _traced(model, plan, inputs, targets, loss_fn, rank, device, (), ledger)[0]
+
+
+def _traced(
+    model: nn.Module,
+    plan: Plan,
+    inputs: Any,
+    targets: Any,
+    loss_fn: LossFn,
+    rank: int,
+    device: str,
+    runs: Sequence[Run],
+    ledger: MakeLedger,
+) -> tuple[Work, list[Run]]:
+    """(the work, the runs with the events at which their blocks begin)."""
+    bare = without_data(plan)
+    with imagining(model, bare, rank, device) as (twin, mesh, fake, behaviour):
+        batch, goals = mapped(inputs, fake), mapped(targets, fake)
+        wrapped = apply_plan(twin, bare, mesh, Values())
+        applied(wrapped).is_tested = True
+        watching = ledger(names_of(wrapped), behaviour)
+        is_plain = _is_plain(model, plan)
+        return _watched(wrapped, plan, batch, goals, loss_fn, watching, runs, is_plain=is_plain)
+
+
+def _traced_pass(
+    model: nn.Module,
+    plan: Plan,
+    inputs: Any,
+    targets: Any,
+    loss_fn: LossFn,
+    rank: int,
+    device: str,
+) -> Work:
+    """The second pass of all microbatches through the stages of this rank."""
+    bare, stages = without_data(plan), plan.assignment.stages
+    assert stages is not None
+    names: dict[nn.Module, str] = {}
+    marks: list[Mark] = []
+    markings: list[Marking] = []
+    coming = iter(stages.of_rank(plan.mesh.index(rank, ("pp",))))
+
+    def mark(module: nn.Module) -> None:
+        stage = next(coming)
+        at = f"{AT_STAGE}{stage}"
+        markings.append(marking_of(module, restrict(plan, stage), ledger, at, marks))
+
+    with imagining(model, bare, rank, device) as (twin, mesh, fake, behaviour):
+        ledger = Ledger(names, behaviour)
+        batch, goals = mapped(inputs, fake), mapped(targets, fake)
+        token = INSTEAD_OF_WRAPPING.set(mark)
+        try:
+            wrapped = apply_plan(twin, bare, mesh, Values())
+        finally:
+            INSTEAD_OF_WRAPPING.reset(token)
+        assert isinstance(wrapped, PipelinedModule)
+        # Forwards are recorded with parameters as they are held: what lies in other stages has
+        # the dtypes that it had then.
+        cast_parameters(wrapped.skeleton, plan)
+        names.update(names_of(wrapped))
+        held = note_held(ledger, wrapped, (batch, goals))
+
+        def take(output: Any, target: Any) -> torch.Tensor:
+            ledger.note((tensor for _, tensor in tensors_in(output)), Term.LOSS)
+            begin("loss")
+            loss = take_loss(loss_fn, output, target)
+            begin("backward")
+            return loss
+
+        work = None
+        with heard_by(ledger.begin):
+            for _ in range(2):
+                for marking in markings:
+                    marking.clear()
+                ledger.forget()
+                num_before = ledger.num_events
+                with ledger:
+                    with loss_mode(plan):
+                        loss = wrapped.step(batch, goals, take)
+                    for marking in markings:
+                        marking.finish()
+                found = work_of(ledger, markings, held, loss)
+                num_held = sum(event.storage in held for event in ledger.log().events)
+                work = replace(found, num_before=num_before - num_held)
+                del loss
+        assert work is not None
+        return work
+
+
+def without_data(plan: Plan) -> Plan:
+    """The plan with parameters as they are computed with, and nothing around the model."""
+    whole = plan.assignment
+    tensors = {
+        fqn: replace(
+            placed,
+            unit=None,
+            stored=placed.stored.without(*UNIT_AXES),
+            dtype=placed.compute_dtype,
+            reduced_alone=False,
+        )
+        for fqn, placed in whole.tensors.items()
+    }
+    bare: Assignment = replace(
+        whole, wrapper="none", tensors=MappingProxyType(tensors), units=MappingProxyType({})
+    )
+    return replace(plan, assignment=bare, accumulate=1)
+
+
+def _watched(
+    model: nn.Module,
+    plan: Plan,
+    inputs: Any,
+    targets: Any,
+    loss_fn: LossFn,
+    ledger: Ledger,
+    runs: Sequence[Run],
+    *,
+    is_plain: bool,
+) -> tuple[Work, list[Run]]:
+    """The second of two microbatches: what a model keeps from one to the next is there by then.
+
+    Where nothing but the model itself could do otherwise the second time (`is_plain`), and the
+    first one leaves nothing in it or of it behind, the second would do the same, and is not run.
+    """
+    held = note_held(ledger, model, (inputs, targets))
+    marking = marking_of(model, plan, ledger)
+    edges = [Edges(model, run, ledger) for run in runs]
+    args, kwargs = as_arguments(inputs)
+
+    def take(output: Any) -> torch.Tensor:
+        ledger.note((tensor for _, tensor in tensors_in(output)), Term.LOSS)
+        begin("loss")
+        loss = take_loss(loss_fn, output, targets)
+        begin("backward")
+        return loss
+
+    def microbatch() -> torch.Tensor:
+        # As `train_step` does it: what its names hold on to lives as long.
+        begin("forward")
+        with loss_mode(plan):
+            loss = take(model(*args, **kwargs))
+            (loss * 1.0).backward()
+        return loss
+
+    work, num_left_out = None, 0
+    with heard_by(ledger.begin):
+        for _ in range(2):
+            marking.clear()
+            for edge in edges:
+                edge.clear()
+            ledger.forget()
+            there, known = ledger.alive, _known_by(model)
+            with ledger:
+                loss = microbatch()
+                marking.finish()
+            num_left_out = sum(event.storage in held for event in ledger.log().events)
+            work = work_of(ledger, [marking], held, loss)
+            del loss
+            marking.clear()
+            if is_plain and ledger.alive == there and _known_by(model) == known:
+                break
+    assert work is not None
+    return work, [edge.found(num_left_out) for edge in edges]
+
+
+def _is_plain(model: nn.Module, plan: Plan) -> bool:
+    """Whether nothing but the model's modules may do something else the first time.
+
+    What cuts layers learns where tensors lie, what runs again which buffers are written; and what
+    hooks and functions of the user's know is not to be seen.
+    """
+    a = plan.assignment
+    if plan.mesh.size("tp", "cp", "ep") > 1 or a.apply or a.compiled:
+        return False
+    if any(hooks for module in model.modules() for hooks in hooks_of(module)):
+        return False
+    again = (model.get_submodule(fqn) for fqn in a.recompute)
+    return not any(True for module in again for _ in module.buffers())
+
+
+def _known_by(model: nn.Module) -> Any:
+    """What a model's modules keep: to be told whether a microbatch changed it."""
+    buffers = {name: id(buffer) for name, buffer in model.named_buffers()}
+    return buffers, contents(model)
+
+
+def note_held(ledger: Ledger, model: nn.Module, batch: Any) -> set[int]:
+    """Say what is there already; returns the storages of the parameters."""
+    ledger.note(model.parameters(), Term.PARAMETERS)
+    ledger.note(model.buffers(), Term.BUFFERS)
+    for fqn, module in model.named_modules():
+        ledger.hand_on(module.buffers(recurse=False), fqn)
+    ledger.note((tensor for _, tensor in tensors_in(batch)), Term.INPUTS)
+    return {number for param in model.parameters() for number in ledger.numbers_of(param)}
+
+
+def marking_of(
+    model: nn.Module, plan: Plan, ledger: Ledger, at: str = "", marks: list[Mark] | None = None
+) -> Marking:
+    """Hooks where the plan has units."""
+    params = {fqn: param for fqn, param in model.named_parameters() if param.requires_grad}
+    marking = Marking(ledger, params, at, marks)
+    owned: dict[str | None, list[str]] = {}
+    for fqn, placed in plan.assignment.tensors.items():
+        owned.setdefault(placed.unit, []).append(fqn)
+    for fqn, unit in plan.assignment.units.items():
+        marking.watch(model.get_submodule(fqn), unit, owned.get(fqn, ()))
+    if plan.assignment.wrapper == "ddp" and Options.of(plan.spec.ddp).clones_output:
+        model.register_forward_hook(lambda *call: tree_map_only(torch.Tensor, torch.clone, call[2]))
+    return marking
+
+
+def work_of(
+    ledger: Ledger, markings: Sequence[Marking], held: set[int], loss: torch.Tensor
+) -> Work:
+    """What was noted, without the parameters, whose memory is the wrappers' affair."""
+    log = ledger.log()
+    num_left_out = sum(event.storage in held for event in log.events)
+    assert not any(event.storage in held for event in log.events if event.phase)
+    return Work(
+        log=replace(log, changes=tuple(e for e in log.events if e.storage not in held)),
+        marks=tuple(m._replace(event=m.event - num_left_out) for m in markings[0].marks),
+        gradients={name: n for m in markings for name, n in m.gradients.items()},
+        ready={name: event - num_left_out for m in markings for name, event in m.ready.items()},
+        losses=ledger.numbers_of(loss),
+        again=tuple(
+            (event - num_left_out, name, n) for m in markings for event, name, n in m.again
+        ),
+        settling={name: each for m in markings for name, each in m.settling.items()},
+    )

@@ -1,0 +1,124 @@
+"""What a trace of the live model says of the plan that was chosen for it by its config."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch import nn
+
+from meshplan.errors import MeshplanError, Origin, PlanError
+from meshplan.memory.answer.assemble import assemble
+from meshplan.memory.answer.estimate import MemoryEstimate, Tier
+from meshplan.memory.answer.rank_classes import equal_ranks
+from meshplan.memory.log.events import EventLog
+from meshplan.memory.replay import Prepared
+from meshplan.memory.replay.main import check_rules
+from meshplan.memory.replay.step import composed_log
+from meshplan.plan.plan import Plan
+from meshplan.runtime.base.batch import mapped, microbatch
+from meshplan.runtime.estimate.composed import COMPOSED_ERROR, alike_ranks
+from meshplan.runtime.estimate.request import decided_of
+from meshplan.runtime.fake_step.default_loop import loop_of
+from meshplan.runtime.fake_step.microbatch import trace_work
+from meshplan.runtime.trace.trace_errors import problem_of
+from meshplan.spec.spec import Spec
+
+_CERTIFIED = (
+    "chosen by what its config tells; then a microbatch of each rank that differs was traced with "
+    "the plan, and what wrappers and the optimizer add was composed by rules"
+)
+
+_MOST_BLOCKS = 128
+"""That are run in the end; each takes 30 to 60 ms, forward and backward and twice."""
+
+
+class Certifier:
+    """Traces a live model as a plan has it.
+
+    Args:
+        model: As one process has it, on any device; it is copied, and only shapes count.
+        device, limit_bytes: As for `assemble`.
+        origin: Where the user named the model.
+        told: Is told what is being done.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        device: str,
+        limit_bytes: int,
+        origin: Origin | None,
+        told: Callable[[str], None],
+    ) -> None:
+        self._model, self._device, self._limit_bytes = model, device, limit_bytes
+        self._origin, self._told = origin, told
+
+    def of(self, spec: Spec) -> MemoryEstimate | str:
+        """What every rank needs; or why no trace tells.
+
+        Args:
+            spec: The plan file with all that was chosen, and nothing left open.
+        """
+        if dist.is_initialized():
+            return "this process is in a process group, and cannot stand for the ranks of another"
+        try:
+            plan = decided_of(self._model, spec, self._origin)
+            check_rules(plan)
+            why = _why_not(plan)
+            if not why:
+                return self._traced(plan)
+        except MeshplanError as error:
+            why = error.problems[0].what
+        self._told(f"what was chosen is told from the config, and not traced: {why}")
+        return why
+
+    def _traced(self, plan: Plan) -> MemoryEstimate:
+        groups = equal_ranks(plan.assignment)
+        name = type(self._model).__name__
+        logs: dict[int, EventLog] = {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loop = loop_of(self._model, plan)
+            first = microbatch((loop.inputs, loop.targets), plan.accumulate)
+            inputs, targets = mapped(first, lambda tensor: tensor.clone())
+            for same in alike_ranks(plan, [ranks[0] for ranks in groups]):
+                self._told(f"tracing a microbatch of the plan of {name}, rank {same[0]}")
+                try:
+                    work = Prepared(
+                        trace_work(self._model, plan, inputs, targets, loop.loss_fn, same[0],
+                                   self._device)
+                    )  # fmt: skip
+                except MeshplanError:
+                    raise
+                except Exception as error:  # The model's own code may raise anything.
+                    raise PlanError(problem_of(error, self._model, self._origin)) from None
+                logs |= {rank: composed_log(work, plan, rank) for rank in same}
+        return assemble(
+            plan,
+            groups,
+            [logs[ranks[0]] for ranks in groups],
+            device=self._device,
+            limit_bytes=self._limit_bytes,
+            tier=Tier.REPLAY,
+            certified=_CERTIFIED,
+            assumed=loop.assumed,
+            error=COMPOSED_ERROR,
+        )
+
+
+def _why_not(plan: Plan) -> str:
+    """Why nobody waits for a trace: ranks of a pipeline do all their microbatches at once."""
+    stages = plan.assignment.stages
+    if stages is None:
+        return ""
+    firsts = alike_ranks(plan, [ranks[0] for ranks in equal_ranks(plan.assignment)])
+    places = [plan.mesh.index(same[0], ("pp",)) for same in firsts]
+    blocks = set(plan.graph.blocks())
+    run = sum(places.count(stages.rank_of(s)) for fqn, s in stages.units if fqn in blocks)
+    if run * stages.microbatches <= _MOST_BLOCKS:
+        return ""
+    much = f"{run} blocks with {stages.microbatches} microbatches each"
+    return f"its ranks run {much}, and only meshplan estimate waits for that"

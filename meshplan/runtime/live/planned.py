@@ -1,0 +1,197 @@
+"""Planning a live model: what is asked about it, and how all ranks come to one answer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshplan.errors import ApplyError, MeshplanError, Problem
+from meshplan.planner.lock.lock import chosen_spec, has_lock, spec_hash
+from meshplan.planner.objectives.complete import whole_statements
+from meshplan.planner.problem.decision import Question
+from meshplan.planner.problem.request import Load, question_of, with_made
+from meshplan.runtime.apply.wrap import exchange, raise_told
+from meshplan.runtime.estimate.request import built_without_memory
+from meshplan.runtime.estimate.scale_down import Source, source_of
+from meshplan.runtime.live.certify import Certifier
+from meshplan.runtime.live.matches_config import described
+from meshplan.runtime.live.traced import TracedModel
+from meshplan.runtime.trace.sample import with_dtype
+from meshplan.runtime.trace.structure import graph_of
+from meshplan.spec.reader import load_spec
+from meshplan.spec.spec import InputSpec, Spec
+
+_logger = logging.getLogger("meshplan")
+
+
+def question_of_model(
+    model: nn.Module,
+    load: Load,
+    *,
+    gpu: str | None = None,
+    memory: str | int | None = None,
+    profile: Path | None = None,
+    example_inputs: Any = None,
+    source: Source | None = None,
+    told: Callable[[str], None] = lambda text: None,
+) -> Question:
+    """What a plan file asks of the planner about a live model.
+
+    Args:
+        model: As one process has it, on any device.
+        load: The plan file with more statements.
+        gpu, memory, profile: As for `question_of`.
+        example_inputs: Of the model, where the plan states none.
+        source: How a process builds the model; None where only the caller has it.
+
+    Raises:
+        SpecError: The device cannot be found, or is stated twice and differs.
+        PlanError: The plan says too little.
+    """
+    graph = graph_of(model)
+    origin = source.origin if source is not None else None
+    question = question_of(load, graph, gpu, memory, profile)
+    spec = with_dtype(model, _with_input(load(()), example_inputs))
+    found = described(model, graph, spec)
+    if not isinstance(found, str):
+        told(f"{type(model).__name__} is what its config describes, and is planned from it")
+        certifier = Certifier(
+            model,
+            device=question.device,
+            limit_bytes=question.limit_bytes,
+            origin=origin,
+            told=told,
+        )
+        question = replace(question, graph=found.graph, certify=certifier.of)
+        return with_made(question, found.shorter)
+    if found:
+        told(f"{type(model).__name__} is traced, and not planned from its config: {found}")
+    traced = TracedModel(
+        model,
+        graph,
+        spec,
+        device=question.device,
+        limit_bytes=question.limit_bytes,
+        source=source,
+        origin=origin,
+        told=told,
+    )
+    return replace(question, traced=traced)
+
+
+def question_of_entry(
+    source: Any,
+    more: Sequence[str],
+    model: str | None,
+    config: Any = None,
+    *,
+    gpu: str | None = None,
+    memory: str | int | None = None,
+    profile: Path | None = None,
+    told: Callable[[str], None] = lambda text: None,
+) -> Question:
+    """The same of the model that a flag or else the plan names as "pkg.mod:function".
+
+    Args:
+        more: Statements on top of the plan file.
+
+    Raises:
+        SpecError: It cannot be built, or the device cannot be found.
+        PlanError: The plan says too little.
+    """
+
+    def load(stated: Sequence[str]) -> Spec:
+        return load_spec(source, [*more, *stated])
+
+    found = source_of(load(()), model, config)
+    built = built_without_memory(found).train()
+    return question_of_model(
+        built, load, gpu=gpu, memory=memory, profile=profile, source=found, told=told
+    )
+
+
+def _with_input(spec: Spec, given: Any) -> Spec:
+    """The spec with the input that the caller gave, where it states none and that is one tensor."""
+    if isinstance(given, tuple) and len(given) == 1:
+        (given,) = given
+    if spec.input is not None or not isinstance(given, torch.Tensor):
+        return spec
+    stated = InputSpec(shape=tuple(given.shape), dtype=str(given.dtype).removeprefix("torch."))
+    return replace(spec, input=stated)
+
+
+def closed_together(model: nn.Module, plan: Any, example_inputs: Any) -> Any:
+    """The plan of every rank with nothing left open: as rank 0 has it by its lock, or plans it.
+
+    Args:
+        plan: As `parallelize` takes it; what leaves nothing open and has no lock is given back as
+            it is.
+
+    Raises:
+        MeshplanError: The plan cannot be read or planned, on whichever rank that is.
+        ApplyError: The ranks disagree on what is left open.
+
+    All ranks send the same messages, whatever any of them found.
+    """
+    error: MeshplanError | None = None
+    outcome = "closed", ""
+    try:
+        is_plan = isinstance(plan, str | os.PathLike | Mapping)
+        spec = load_spec(plan) if is_plan else None
+        if spec is not None:
+            is_open = spec.free_fields or has_lock(plan)
+            outcome = "open" if is_open else "closed", spec_hash(spec)
+    except MeshplanError as caught:
+        error, outcome = caught, ("error", caught.render())
+    outcomes = exchange(outcome)
+    if error is not None:
+        raise error
+    raise_told(outcomes)
+    (kind, own), *_ = outcomes
+    other = next((rank for rank, each in enumerate(outcomes) if each[1] != own), None)
+    if other is not None and any(each == "open" for each, _ in outcomes):
+        what = f"rank {other} has another plan file than rank 0, and one is left to the planner"
+        raise ApplyError(Problem(what, fix="give every rank the same plan file"))
+    if kind == "closed":  # A lock counts where rank 0 has it.
+        return plan
+    stated, source = _stated(model, plan, example_inputs)
+    return chosen_spec(lambda more: load_spec(plan, more), stated, source)
+
+
+def _stated(model: nn.Module, plan: Any, example_inputs: Any) -> tuple[Mapping[str, Any], str]:
+    """What rank 0 chose, on every rank."""
+    outcome = "", ""
+    error: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            outcome = "stated", json.dumps(_choose(model, plan, example_inputs))
+        except MeshplanError as caught:
+            error, outcome = caught, ("error", caught.render())
+        except Exception as caught:  # Told to the others, then raised as it is.
+            error, outcome = caught, ("error", f"{type(caught).__name__}: {caught}")
+    outcomes = exchange(outcome)
+    if error is not None:
+        raise error
+    raise_told(outcomes)
+    found, source = json.loads(outcomes[0][1])
+    return found, source
+
+
+def _choose(model: nn.Module, plan: Any, example_inputs: Any) -> tuple[dict[str, Any], str]:
+    def load(more: Sequence[str]) -> Spec:
+        return load_spec(plan, more)
+
+    def ask(profile: Path | None) -> Question:
+        return question_of_model(model, load, example_inputs=example_inputs, profile=profile)
+
+    stated, source = whole_statements(plan, load, graph_of(model), ask=ask, noted=_logger.warning)
+    return dict(stated), source

@@ -1,0 +1,172 @@
+"""A live model under a plan that the search has no pieces of: its bytes and its blocks, as run.
+
+The search composes microbatches that were traced without tp, cp and pp. What these change is priced
+here as the plan states it: `foretell` traces the step of every rank that differs, and one rank's
+microbatch is counted, with what tp sends and what recomputation runs again in it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from torch import nn
+
+from meshplan.cost.types import Chain
+from meshplan.errors import MeshplanError
+from meshplan.layout.mesh import DATA_AXES
+from meshplan.plan.plan import Plan
+from meshplan.planner.problem.live_model import Priced
+from meshplan.planner.space.trials import with_axes
+from meshplan.runtime.base.batch import mapped
+from meshplan.runtime.base.pytree import tensors_in
+from meshplan.runtime.base.subprocess_pool import run_apart
+from meshplan.runtime.estimate.estimate import foretell
+from meshplan.runtime.estimate.request import Question, decided, decided_of
+from meshplan.runtime.fake_step.chain import chain_as_run, check_speed
+from meshplan.runtime.fake_step.costs import with_again
+from meshplan.runtime.fake_step.cuda_mode import Behaviour
+from meshplan.runtime.fake_step.default_loop import loop_of
+from meshplan.runtime.fake_step.equal_blocks import runs_of, shown_of
+from meshplan.runtime.fake_step.kernels import Counted, CountingLedger
+from meshplan.runtime.fake_step.microbatch import trace_work
+from meshplan.runtime.trace.trace_errors import refused
+from meshplan.spec.spec import Spec
+
+_FEW: Final = 2
+"""Samples that flops are counted with: one alone is more than some norms take."""
+
+
+def priced(question: Question, told: Callable[[str], None]) -> Priced:
+    """Price a plan as it is stated.
+
+    Args:
+        told: Is told what is being done.
+
+    Raises:
+        SpecError: The model cannot be built.
+        PlanError: The plan does not fit the model, its step cannot be traced, or how fast
+            something in it runs is not known.
+    """
+    model, plan = decided(question.spec, question.source)
+    memory = foretell(question, told)
+    told(f"counting what a rank does in a microbatch of {type(model).__name__}")
+    (found,) = run_apart(_ran, [(question, _micro(plan))])
+    check_speed(
+        model, plan, flops=found.flops, convolved=found.convolved, unknown=found.unknown,
+        origin=question.source.origin, told=told,
+    )  # fmt: skip
+    return Priced(plan, memory, found.chain, found.flops)
+
+
+def _micro(plan: Plan) -> int:
+    """Samples of the microbatches that a rank runs one after the other."""
+    stages = plan.assignment.stages
+    assert plan.micro is not None
+    return plan.micro // (stages.microbatches if stages is not None else 1)
+
+
+class _Ran(NamedTuple):
+    """The findings of the process that counted.
+
+    Attributes:
+        flops: Of one sample, in a process that has all of the model and runs nothing again.
+        convolved, unknown: As of `Counted`.
+    """
+
+    chain: Chain
+    flops: float
+    convolved: float
+    unknown: frozenset[str]
+
+
+def _ran(question: Question, micro: int) -> _Ran:
+    """Count in a process of its own."""
+    model, plan = decided(question.spec, question.source)
+    origin = question.source.origin
+    try:
+        tp = decided_of(model, _unparted(question.spec, plan.mesh.size("tp"), micro), origin)
+        counted = count(model, tp, question.device)
+        alone = decided_of(model, _unparted(question.spec, 1, _FEW), origin)
+        plain = count(model, with_again(alone, frozenset()), question.device)
+    except MeshplanError:
+        raise
+    except Exception as error:  # The model's own code may raise anything.
+        raise refused(error, model, origin) from None
+    chain = chain_as_run(tp, counted)
+    return _Ran(chain, plain.flops / _FEW, counted.convolved, counted.unknown)
+
+
+def _unparted(spec: Spec, tp: int, micro: int) -> Spec:
+    """The spec of ranks that run the whole model on one microbatch, so many of them together.
+
+    Which stage runs a block, and what cp gathers, is for the cost model to say. Units are marked,
+    as for the search: they cast, and tell what is gathered with what.
+    """
+    sizes = {"dp_replicate" if spec.strategy == "ddp" else "dp_shard": 2, "tp": tp}
+    if tp == 1:
+        del sizes["tp"]
+    trial = with_axes(spec, sizes, sequence_parallel=spec.sequence_parallel)
+    there = {*sizes, *DATA_AXES}
+    return replace(
+        trial,
+        batch=replace(trial.batch, micro=micro),
+        activation_checkpointing=spec.activation_checkpointing,
+        rules=tuple(
+            replace(rule, place={a: word for a, word in rule.place.items() if a in there})
+            for rule in trial.rules
+        ),
+    )
+
+
+def count(model: nn.Module, plan: Plan, device: str) -> Counted:
+    """Count what rank 0 does in one microbatch, from the second one on.
+
+    Args:
+        model: As one process has it, on any device; it is copied, and only shapes count.
+        plan: Without pp and cp.
+        device: As for `imagine_step`.
+    """
+    blocks = plan.graph.blocks()
+    shown = shown_of(blocks, runs_of(model, plan))
+    ledgers: list[CountingLedger] = []
+    handed: dict[str, int] = {}
+    is_whole = True
+
+    def ledger(names: Mapping[nn.Module, str], behaviour: Behaviour) -> CountingLedger:
+        nonlocal is_whole
+        is_whole = set(blocks) <= set(names.values())
+        every = blocks if is_whole else shown.values()
+        for module, fqn in names.items():
+            if fqn in every:
+                _note_handed(module, fqn, handed)
+        ledgers.append(CountingLedger(names, behaviour, every, plan.mesh))
+        return ledgers[-1]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loop = loop_of(model, plan)
+        inputs, targets = mapped((loop.inputs, loop.targets), lambda tensor: tensor.clone())
+        work = trace_work(model, plan, inputs, targets, loop.loss_fn, 0, device, ledger)
+    found = ledgers[-1]  # Blocks that turn out not to be alike are all run once more.
+    return Counted(
+        done=MappingProxyType(dict(found.done)),
+        shown={block: block for block in blocks} if is_whole else shown,
+        trained=frozenset(work.gradients),
+        handed_bytes=max(handed.values(), default=0),
+        convolved=found.convolved_share,
+        unknown=frozenset(found.unknown),
+    )
+
+
+def _note_handed(module: nn.Module, fqn: str, handed: dict[str, int]) -> None:
+    """Note the bytes of what a module takes that has a gradient, each time that it runs."""
+
+    def note(_: nn.Module, args: Any, kwargs: Any) -> None:
+        given = [tensor for _, tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        handed[fqn] = sum(tensor.nbytes for tensor in given)
+
+    module.register_forward_pre_hook(note, with_kwargs=True)

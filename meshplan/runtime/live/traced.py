@@ -1,0 +1,398 @@
+"""A live model as the planner asks about it: run on tensors without numbers, and read from there.
+
+A few microbatches tell all: of two numbers of samples, with nothing run again in backward and with
+every block. What blocks cost follows from what was done, what a plan holds from what was held,
+composed (`memory.repeat.compose`) and replayed with the plan's wrappers. The plan that is chosen is
+traced once more, as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Final
+
+from torch import nn
+
+from meshplan.cost.types import Chain
+from meshplan.errors import MeshplanError, Origin, PlanError, Problem
+from meshplan.memory.analytic.ranks import ERROR, OverError
+from meshplan.memory.answer.assemble import assemble
+from meshplan.memory.answer.estimate import MemoryEstimate, Tier
+from meshplan.memory.answer.rank_classes import equal_ranks
+from meshplan.memory.answer.reserved import Held, Holding
+from meshplan.memory.log.events import EventLog
+from meshplan.memory.log.microbatch import Work
+from meshplan.memory.repeat.compose import Composer
+from meshplan.memory.repeat.scale import scaled
+from meshplan.memory.repeat.segments import NotComposableError
+from meshplan.memory.replay import Prepared
+from meshplan.memory.replay.optimizer import check_optimizer
+from meshplan.memory.replay.step import composed_log
+from meshplan.model.graph import ModelGraph
+from meshplan.plan.plan import Plan, make_plan
+from meshplan.planner.problem.live_model import Priced
+from meshplan.planner.space.trials import with_axes
+from meshplan.runtime.base.pytree import tensors_in
+from meshplan.runtime.estimate.estimate import foretell
+from meshplan.runtime.estimate.request import Question
+from meshplan.runtime.estimate.scale_down import Source
+from meshplan.runtime.fake_step.chain import Kept, Traces, chain_of, check_speed
+from meshplan.runtime.fake_step.costs import Ask, Seen, watch
+from meshplan.runtime.fake_step.default_loop import Loop, loop_of
+from meshplan.runtime.live.priced import priced
+from meshplan.runtime.trace.trace_errors import problem_of
+from meshplan.spec.spec import Spec
+
+_MOST: Final = 3
+"""Samples of the largest microbatch that is always run: where one takes another course than two,
+two and three tell the rest."""
+_AS_STATED: Final = "of a live model: priced where the plan states it, and not searched"
+
+
+class TracedModel:
+    """A live model, as the planner asks about it.
+
+    Args:
+        model: As one process has it, on any device; it is copied, and only shapes count.
+        spec: The plan file, whatever it leaves open.
+        device: A name of `hardware`.
+        limit_bytes: What one may hold.
+        source: How a process builds the model; None where only the caller has it.
+        origin: Where the user named the model.
+        told: Is told what is being done.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: ModelGraph,
+        spec: Spec,
+        *,
+        device: str,
+        limit_bytes: int,
+        source: Source | None,
+        origin: Origin | None,
+        told: Callable[[str], None],
+    ) -> None:
+        self._model, self._graph, self._spec = model, graph, spec
+        self._source = source
+        self._device, self._limit_bytes = device, limit_bytes
+        self._origin, self._told = origin, told
+        self._exact: dict[tuple[int, frozenset[str]], Prepared] = {}
+        self._known: dict[tuple[int, frozenset[str]], tuple[Prepared, Prepared]] = {}
+        self._composers: dict[int, Composer] = {}
+        self._is_steady = False
+        self._doubted: set[int] = set()
+        """Numbers of samples of which something composed was found to be less than it is."""
+
+    # What the planner asks
+
+    def refuses(self, spec: Spec) -> str:
+        """Why something in a spec has no figures, "" if all has."""
+        stated = replace(self._spec, mesh=None)
+        whys = ((*_unsearched(each), *_without_figures(each)) for each in (spec, stated))
+        return next((why for each in whys for why in each), "")
+
+    def is_priced(self, spec: Spec) -> bool:
+        """Tell whether a spec with nothing left open has figures, searched or not."""
+        return self._source is not None and not any(_without_figures(spec))
+
+    def priced(self, spec: Spec) -> Priced:
+        """Price a plan with nothing left open, as it is stated."""
+        return priced(self._asked(spec), self._told)
+
+    def _asked(self, spec: Spec) -> Question:
+        assert self._source is not None
+        return Question(
+            spec=spec, source=self._source, device=self._device, limit_bytes=self._limit_bytes
+        )
+
+    def chain(self) -> Chain:
+        """What the blocks cost, and what lies before and after them."""
+        return self._chain
+
+    def memory(self, plan: Plan, most_bytes: float = float("inf")) -> MemoryEstimate:
+        """What every rank needs, never less than it is."""
+        least, most = self._works(plan)
+        try:
+            return self._estimate(plan, most, most_bytes)
+        except OverError:
+            if least is most:
+                raise
+        self._estimate(plan, least, most_bytes)  # Over, if that is.
+        self._trace_as_is(plan)
+        return self._estimate(plan, self._exact[_key(plan)], most_bytes)
+
+    def certify(self, plan: Plan, most_bytes: float = float("inf")) -> MemoryEstimate:
+        """The same from a microbatch traced as the plan has it; where a process can, as `estimate`.
+
+        Whichever tier that takes, what is planned and what is estimated have the same bytes.
+        """
+        self._trace_as_is(plan)
+        if self._source is not None:
+            return foretell(self._asked(plan.spec), self._told)
+        return self._estimate(plan, self._exact[_key(plan)], most_bytes)
+
+    def _trace_as_is(self, plan: Plan) -> None:
+        """Trace a microbatch as a plan has it, for `memory` to go by from now on."""
+        key = _key(plan)
+        if key not in self._exact:
+            composed = self._known.get(key)
+            self._exact[key] = Prepared(self._traced_already(key) or self._traced(plan, key))
+            if composed is not None and _peak(composed[1]) < _peak(self._exact[key]):
+                self._doubted.add(key[0])
+
+    # Traces
+
+    def _traced_already(self, key: tuple[int, frozenset[str]]) -> Work | None:
+        """What was traced for the search, where a plan does just that."""
+        samples, again = key
+        found = self._traces[0].get(samples)
+        if found is None or again not in (frozenset(), frozenset(self._blocks)):
+            return None
+        return found.again.work if again else found.plain.work
+
+    def _traced(self, plan: Plan, key: tuple[int, frozenset[str]]) -> Work:
+        (seen,) = self._watched(self._loop(plan), [Ask(*key)])
+        return seen.work
+
+    @cached_property
+    def _plan(self) -> Plan:
+        """One whose units are marked, with the largest microbatch that is always run."""
+        axis = "dp_replicate" if self._spec.strategy == "ddp" else "dp_shard"
+        trial = with_axes(self._spec, {axis: 2})
+        trial = replace(trial, batch=replace(trial.batch, micro=_MOST))
+        return make_plan(trial, self._graph)
+
+    @cached_property
+    def _few(self) -> Loop:
+        return self._in_words(lambda: loop_of(self._model, self._plan))
+
+    def _loop(self, plan: Plan) -> Loop:
+        """Of one microbatch of a plan."""
+        if plan.micro is not None and plan.micro <= _MOST:
+            return self._few
+        one = replace(plan, accumulate=1)
+        return self._in_words(lambda: loop_of(self._model, one, self._few.returned))
+
+    def _watched(self, loop: Loop, asked: list[Ask]) -> list[Seen]:
+        words = "microbatches" if len(asked) > 1 else "a microbatch of the plan"
+        self._told(f"tracing {words} of {type(self._model).__name__}")
+        return self._in_words(
+            lambda: watch(
+                self._model, self._plan, loop.inputs, loop.targets, loop.loss_fn, self._device,
+                asked, is_steady=self._is_steady,
+            )
+        )  # fmt: skip
+
+    def _in_words(self, run: Callable[[], Any]) -> Any:
+        """Whatever the model's own code raises, as a problem."""
+        try:
+            return run()
+        except MeshplanError as error:
+            raise PlanError(error.problems) from None
+        except Exception as error:
+            raise PlanError(problem_of(error, self._model, self._origin)) from None
+
+    @cached_property
+    def _traces(self) -> tuple[dict[int, Traces], int]:
+        """By number of samples; and the number from which on others follow."""
+        blocks = frozenset(self._graph.blocks())
+        found = self._seen((1, 2), blocks)
+        try:
+            scaled(found[1].plain.work, found[2].plain.work, 1)
+            scaled(found[1].again.work, found[2].again.work, 1)
+        except NotComposableError:
+            return found | self._seen((_MOST,), blocks), 2
+        return found, 1
+
+    def _seen(self, sizes: tuple[int, ...], blocks: frozenset[str]) -> dict[int, Traces]:
+        ways = (frozenset(), blocks) if blocks else (frozenset(),)
+        asked = [Ask(samples, again) for again in ways for samples in sizes]
+        seen = dict(zip(asked, self._watched(self._few, asked), strict=True))
+        self._is_steady = all(each.is_steady for each in seen.values())
+        out = {}
+        for samples in sizes:
+            plain, again = (seen[Ask(samples, way)] for way in (ways[0], ways[-1]))
+            kept, turns = self._kept(plain.work, again.work)
+            out[samples] = Traces(samples, plain, again, kept, turns)
+        return out
+
+    def _kept(self, plain: Work, again: Work) -> tuple[Kept, Kept]:
+        try:
+            composer = Composer(plain, again, self._blocks)
+        except NotComposableError:
+            return {}, {}
+        return composer.kept_bytes(), composer.turn_bytes()
+
+    @property
+    def _blocks(self) -> tuple[str, ...]:
+        return self._graph.blocks()
+
+    @cached_property
+    def _chain(self) -> Chain:
+        traces, base = self._traces
+        chain = chain_of(self._plan, traces[base], traces[base + 1])
+        check_speed(
+            self._model,
+            self._plan,
+            flops=sum(kind.forward.flops for kind in chain.kinds),
+            convolved=traces[base].plain.convolved,
+            unknown=traces[base].plain.unknown | traces[base].again.unknown,
+            origin=self._origin,
+            told=self._told,
+        )
+        return chain
+
+    # Memory
+
+    def _works(self, plan: Plan) -> tuple[Prepared, Prepared]:
+        """The least and the most that a microbatch of a plan holds."""
+        if problems := list(self._clashes(plan)):
+            raise PlanError(problems)
+        key = _key(plan)
+        if key in self._exact:
+            return (self._exact[key],) * 2
+        if key[0] in self._doubted:
+            self._trace_as_is(plan)
+            return (self._exact[key],) * 2
+        if key not in self._known:
+            try:
+                low, high = self._composer(key[0]).work(key[1])
+            except NotComposableError:
+                self._trace_as_is(plan)
+                return (self._exact[key],) * 2
+            least = Prepared(low)
+            self._known[key] = least, least if high is low else Prepared(high)
+        return self._known[key]
+
+    def _composer(self, samples: int) -> Composer:
+        if samples not in self._composers:
+            traces, base = self._traces
+            if samples in traces:
+                plain, again = traces[samples].plain.work, traces[samples].again.work
+            else:
+                plain, again = (
+                    scaled(getattr(traces[base], way).work, getattr(traces[base + 1], way).work,
+                           samples - base)
+                    for way in ("plain", "again")
+                )  # fmt: skip
+            self._composers[samples] = Composer(plain, again, self._blocks)
+        return self._composers[samples]
+
+    def _clashes(self, plan: Plan) -> Iterator[Problem]:
+        """What was traced is not what a plan computes."""
+        asked, traced = _computed(plan), _computed(self._plan)
+        # Wrappers that cast what has the dtype already compute as those that do not cast.
+        is_cast = any(each.plain.has_cast for each in self._traces[0].values())
+        if asked.dtypes != traced.dtypes or (is_cast and asked.casts != traced.casts):
+            what = "parameters are computed with in other dtypes than under the other strategies"
+            yield Problem(what, self._spec.origin("precision"), "state the strategy")
+        if plan.assignment.stages is not None or plan.mesh.size("tp", "cp", "ep") > 1:
+            yield Problem("a live model is planned for data ranks alone", None, "")
+
+    def _estimate(self, plan: Plan, work: Prepared, most_bytes: float) -> MemoryEstimate:
+        groups = equal_ranks(plan.assignment)
+        logs: list[EventLog] = []
+        held: dict[int, Held] = {}
+        holding = Holding(self._device, plan.spec)
+        for number, ranks in enumerate(groups):
+            logs.append(composed_log(work, plan, ranks[0]))
+            if logs[-1].pooled_bytes > most_bytes:
+                raise OverError(ranks[0], logs[-1].pooled_bytes)
+            held[number] = holding.of(logs[-1])
+            if held[number].reserve.reserved_bytes > most_bytes:
+                raise OverError(ranks[0], held[number].reserve.reserved_bytes)
+        is_exact = any(work is each for each in self._exact.values())
+        how = "as the plan has it" if is_exact else "in pieces, and put together"
+        return assemble(
+            plan,
+            groups,
+            logs,
+            device=self._device,
+            limit_bytes=self._limit_bytes,
+            tier=Tier.REPLAY,
+            certified=f"a microbatch of the model was traced {how}; what wrappers add was composed",
+            assumed=self._assumed(plan),
+            error=ERROR,
+            held=held,
+        )
+
+    def _assumed(self, plan: Plan) -> tuple[tuple[str, str], ...]:
+        """As of the loop, with the samples of the plan."""
+        samples = (plan.micro or 1) * plan.accumulate
+        parts = [
+            f"{[samples, *t.shape[1:]]} {str(t.dtype)[6:]}" for _, t in tensors_in(self._few.inputs)
+        ]
+        (name, _), *rest = self._few.assumed
+        return ((name, ", ".join(parts)), *rest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """What a microbatch depends on, beside samples and what runs again."""
+
+    dtypes: tuple[tuple[str, str], ...]
+    casts: tuple[tuple[str, str, bool], ...]
+
+
+def _computed(plan: Plan) -> _Computed:
+    a = plan.assignment
+    return _Computed(
+        tuple((fqn, p.compute_dtype) for fqn, p in a.tensors.items()),
+        tuple(
+            sorted(
+                (fqn, f"{unit.precision.param} {unit.precision.output}", unit.casts_inputs)
+                for fqn, unit in a.units.items()
+                if unit.precision.param or unit.precision.output
+            )
+        ),
+    )
+
+
+def _key(plan: Plan) -> tuple[int, frozenset[str]]:
+    assert plan.micro is not None
+    return plan.micro, frozenset(plan.assignment.recompute)
+
+
+def _peak(work: Prepared) -> int:
+    return work.log.peak.live_bytes
+
+
+def _unsearched(spec: Spec) -> Iterator[str]:
+    """Reasons why a spec is priced as it stands, and not searched."""
+    axes = {"pp": "pipelines", "tp": "tensor parallelism", "cp": "context parallelism"}
+    yield from (f"{word} {_AS_STATED}" for axis, word in axes.items() if _spreads(spec, axis))
+    again = {spec.activation_checkpointing.mode} | {
+        rule.activation_checkpointing.mode
+        for rule in spec.rules
+        if rule.activation_checkpointing is not None
+    }
+    if "selective" in again:
+        yield f"selective recomputation {_AS_STATED}"
+    if spec.sequence_parallel:
+        yield f"sequence_parallel {_AS_STATED}"
+
+
+def _spreads(spec: Spec, axis: str) -> bool:
+    return isinstance(spec.mesh, Mapping) and spec.mesh.get(axis, 1) != 1
+
+
+def _without_figures(spec: Spec) -> Iterator[str]:
+    """Reasons why nothing tells how long a live model's step takes, or what it holds."""
+    ddp = spec.ddp.get("find_unused_parameters") or spec.ddp.get("static_graph")
+    for is_there, why in (
+        (_spreads(spec, "ep"), "expert parallelism of a live model is not planned yet"),
+        (spec.compile, "what a compiler makes of a live model is not known"),
+        (spec.sync_batchnorm, "sync_batchnorm of a live model is not planned yet"),
+        (bool(ddp), "ddp's find_unused_parameters and static_graph are not planned yet"),
+        (any(rule.apply for rule in spec.rules), "what 'apply' makes of a model is not known"),
+    ):
+        if is_there:
+            yield why
+    try:
+        check_optimizer(spec.optimizer)
+    except PlanError as error:
+        yield error.problems[0].what

@@ -1,0 +1,1 @@
+"""Every private torch name, behind a function that gives the reason."""

@@ -1,0 +1,63 @@
+"""Private torch names of FSDP2's offloading, each behind a function with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from meshplan.runtime.base.host_copies import Side, crossing_to
+
+
+@contextmanager
+def units_cross() -> Iterator[None]:
+    """Let FSDP2 copy offloaded shards to the device and gradients to the host, though both are one.
+
+    Where host and device are the same memory torch's `.to` gives back what it is given. Private,
+    because the two places where FSDP2 calls it are: what a shard gives to a gather, and the
+    making of a DTensor of a reduced gradient, which follows the copy at once.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    kind: Any = FSDPParam
+    group: Any = _fsdp_param_group
+    inputs, make, reduce = kind.all_gather_inputs, kind.to_sharded_dtensor, group.foreach_reduce
+    is_reducing = False
+
+    def copied_inputs(param: Any) -> list[torch.Tensor]:
+        data = getattr(param, "_sharded_param_data", None)
+        if not param.offload_to_cpu or param.sharded_state.name != "SHARDED" or data is None:
+            given: list[torch.Tensor] = inputs.fget(param)
+            return given
+        with crossing_to(Side.DEVICE):
+            param._sharded_param_data = data.clone()
+        try:
+            given = inputs.fget(param)
+        finally:
+            param._sharded_param_data = data
+        return given
+
+    def copied_gradient(param: Any, tensor: torch.Tensor) -> Any:
+        if is_reducing and param.offload_to_cpu:
+            with crossing_to(Side.HOST):
+                tensor = tensor.clone()
+        return make(param, tensor)
+
+    def reducing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_reducing
+        is_reducing = True
+        try:
+            return reduce(*args, **kwargs)
+        finally:
+            is_reducing = False
+
+    kind.all_gather_inputs = property(copied_inputs)
+    kind.to_sharded_dtensor, group.foreach_reduce = copied_gradient, reducing
+    try:
+        yield
+    finally:
+        kind.all_gather_inputs, kind.to_sharded_dtensor = inputs, make
+        group.foreach_reduce = reduce

@@ -1,0 +1,141 @@
+"""Numbers beside fake tensors, where they follow from sizes: positions, masks, tables.
+
+Models ask such tensors before they choose a path: whether all tokens may be seen, whether several
+sequences are packed into one. On fake tensors that raises, or they take another path than they
+would. What is computed from sizes, constants and inputs with known numbers is therefore computed
+for real too, as long as it is small.
+
+An optimizer may ask for any number, a norm or how many steps there were: it scales its update by
+it, and is told 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from meshplan.runtime.base.pytree import given_to
+from meshplan.runtime.torch_private.fake_results import Results
+from meshplan.runtime.torch_private.fakes import is_fake
+from meshplan.runtime.torch_private.modes import Watching, device_told
+from meshplan.runtime.torch_private.private import without_modes
+from meshplan.runtime.trace.bounds import picked
+
+MOST_NUMBERS: Final = 1 << 20
+"""Elements of the largest tensor whose numbers are kept."""
+
+_ANSWERS: Final = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+_GROUPED: Final = torch.ops.aten._grouped_mm.default
+_NAMES: Final = (
+    "arange", "ones", "zeros", "full", "scalar_tensor", "lift_fresh", "eye", "linspace",
+)  # fmt: skip
+_MAKERS: Final = tuple(getattr(torch.ops.aten, name) for name in _NAMES)
+"""Operators that make numbers out of nothing but their arguments."""
+
+
+class Shadows(Watching):
+    """Open it inside a mode of fake tensors.
+
+    Args:
+        mode: That mode, where what operators make in it may be remembered.
+    """
+
+    def __init__(self, mode: Any = None) -> None:
+        super().__init__()
+        self._results = None if mode is None else Results(mode)
+        self._real = WeakTensorKeyDictionary()
+        self._ids: set[int] = set()
+        """Of all that were ever in there: what is not among these need not be looked for."""
+        self._phase = ""
+
+    def hear(self, phase: str) -> None:
+        """Get told what the training step does."""
+        self._phase = phase
+
+    def know(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        """Say what the numbers of a fake tensor are, if there are any and not too many."""
+        if real.numel() <= MOST_NUMBERS and not real.is_meta:
+            with without_modes():
+                self._keep(fake, real.detach().clone())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (device := device_told(func, args)) is not None:
+            return device
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if func is _GROUPED and args[0].dtype != torch.bfloat16:
+            return _grouped(func, args, kwargs)
+        tensors = given_to((args, kwargs))
+        is_known = all(self._knows(t) or not is_fake(t) for t in tensors) and (
+            bool(tensors) or func.overloadpacket in _MAKERS
+        )
+        if not is_known and func in _ANSWERS[:1] and self._phase == "step":
+            return _one(args[0].dtype)
+        if not is_known:
+            if func._schema.is_mutable:
+                self._forget_written(func, args)
+            out = picked(func, args, kwargs)
+            if out is not NotImplemented:
+                return out
+            results = self._results
+            return func(*args, **kwargs) if results is None else results.of(func, args, kwargs)
+        is_free = _has_free_shape(func) and any(map(is_fake, tensors))
+        out = None if is_free or func in _ANSWERS else func(*args, **kwargs)
+        if any(t.numel() > MOST_NUMBERS for t in tree_leaves(out) if isinstance(t, torch.Tensor)):
+            self._forget_written(func, args)
+            return out
+        with without_modes():
+            real_args, real_kwargs = tree_map_only(
+                torch.Tensor, lambda t: self._real.get(t, t), (args, kwargs)
+            )
+            real = func(*real_args, **real_kwargs)
+        if func in _ANSWERS:
+            return real
+        out = self._like(real) if is_free else out
+        for fake, number in zip(tree_leaves(out), tree_leaves(real), strict=True):
+            if isinstance(fake, torch.Tensor) and number.numel() <= MOST_NUMBERS:
+                self._keep(fake, number)
+        return out
+
+    def _knows(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._ids and tensor in self._real
+
+    def _keep(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        self._ids.add(id(fake))
+        self._real[fake] = real
+
+    def _forget_written(self, func: Any, args: tuple[Any, ...]) -> None:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            if is_written and isinstance(value, torch.Tensor):
+                self._real.pop(value, None)
+
+    @staticmethod
+    def _like(real: Any) -> Any:
+        return tree_map_only(torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype), real)
+
+
+def _grouped(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """Kernels multiply groups in every dtype, torch's rule for fakes in bfloat16 alone."""
+
+    def narrow(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+
+    out: torch.Tensor = func(*tree_map_only(torch.Tensor, narrow, args), **kwargs)
+    return out.to(args[0].dtype)
+
+
+def _one(dtype: torch.dtype) -> bool | int | float:
+    if dtype == torch.bool:
+        return True
+    return 1.0 if dtype.is_floating_point else 1
+
+
+def _has_free_shape(func: Any) -> bool:
+    """Whether the numbers say how large the result is, as of `nonzero`."""
+    return torch.Tag.dynamic_output_shape in func.tags

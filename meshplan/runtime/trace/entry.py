@@ -1,0 +1,129 @@
+"""A model named as "pkg.mod:function", built on meta for its structure alone.
+
+The user's code runs here and may do anything: whatever it raises becomes one problem that says
+where, and what it prints goes to stderr, so that `--json` stays JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from meshplan.errors import Origin, Problem, SpecError
+from meshplan.model.graph import ModelGraph
+from meshplan.runtime.trace.structure import graph_of
+from meshplan.spec.recipes import OWN_MODELS
+from meshplan.spec.trust import check_code
+
+_ON_META = (
+    "the function is called without arguments under torch.device('meta'), where tensors have "
+    "shapes and no values: it must only build the model"
+)
+
+
+_FOUND = "modules are found among what is installed and in the working directory"
+
+
+def graph_of_entry(entry: str, origin: Origin) -> ModelGraph:
+    """The graph of the model that "pkg.mod:function" makes; arguments as for `model_of_entry`."""
+    return graph_of(model_of_entry(entry, origin))
+
+
+def model_of_entry(entry: str, origin: Origin, *, on_meta: bool = True) -> nn.Module:
+    """The model that "pkg.mod:function" makes.
+
+    Args:
+        entry: A function or class without arguments that returns an `nn.Module`, or such a
+            module itself. Modules are found among what is installed, then in the working directory.
+        origin: Where the user named it.
+        on_meta: Without memory, else on the CPU.
+
+    Raises:
+        UntrustedError: A file names it that nobody trusts.
+        SpecError: It cannot be imported or called, or makes something else.
+    """
+    check_code(entry, origin)
+    module_name, colon, name = entry.partition(":")
+    if not (colon and module_name and name):
+        what = f"'{entry}' does not name a function"
+        raise SpecError(Problem(what, origin, "write it as pkg.mod:function"))
+    path = contextlib.nullcontext() if entry in OWN_MODELS else _working_directory_last()
+    with path:
+        with _told(f"importing '{module_name}'", origin, _FOUND):
+            found: object = importlib.import_module(module_name)
+        _check_place(module_name, origin)
+        for part in name.split("."):
+            if not hasattr(found, part):
+                what = f"'{module_name}' has no '{name}'"
+                raise SpecError(Problem(what, origin, f"name a function of {module_name}"))
+            found = getattr(found, part)
+        if not isinstance(found, nn.Module):
+            if not callable(found):
+                what = f"'{entry}' is {type(found).__name__}, which cannot be called"
+                raise SpecError(Problem(what, origin, "name a function that returns the model"))
+            device = torch.device("meta" if on_meta else "cpu")
+            with device, _told(f"calling '{entry}'", origin, _ON_META if on_meta else ""):
+                found = found()
+    if not isinstance(found, nn.Module):
+        what = f"'{entry}' returned {type(found).__name__}, not an nn.Module"
+        raise SpecError(Problem(what, origin, "return the model"))
+    return found
+
+
+@contextlib.contextmanager
+def _told(doing: str, origin: Origin, fix: str) -> Iterator[None]:
+    """Turn whatever the user's code raises into a problem."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        text = str(error).strip().partition("\n")[0]
+        name = type(error).__name__
+        what = f"{doing} raised {name}{': ' + text if text else ''}{_place(error)}"
+        raise SpecError(Problem(what, origin, fix)) from None
+
+
+def _place(error: BaseException) -> str:
+    """The last line of the user's own code that the error passed through, if any."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" ({error.filename}:{error.lineno})"
+    foreign = (os.path.dirname(torch.__file__), os.path.dirname(os.__file__), "<frozen")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename != __file__ and (
+            "site-packages" not in frame.filename and not frame.filename.startswith(foreign)
+        ):
+            return f" ({frame.filename}:{frame.lineno})"
+    return ""
+
+
+@contextlib.contextmanager
+def _working_directory_last() -> Iterator[None]:
+    """Let modules of the working directory be found, and none of them in place of another one."""
+    here = os.getcwd()
+    if here in sys.path or "" in sys.path:
+        yield
+        return
+    sys.path.append(here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+
+
+def _check_place(module_name: str, origin: Origin) -> None:
+    """Refuse a module that is installed under a name that a file here has too."""
+    top = module_name.partition(".")[0]
+    there = getattr(sys.modules[top], "__file__", None)
+    here = os.path.join(os.getcwd(), top)
+    is_here = os.path.isfile(f"{here}.py") or os.path.isfile(os.path.join(here, "__init__.py"))
+    if there is None or not is_here or os.path.realpath(there).startswith(os.path.realpath(here)):
+        return
+    what = f"'{top}' is the module of {there}, and not the one in the working directory"
+    fix = "rename the file here, or put its folder on PYTHONPATH"
+    raise SpecError(Problem(what, origin, fix))

@@ -1,0 +1,117 @@
+"""Run a model on shapes alone, as one rank of tp would: what proves `tp_plan: auto`.
+
+A styled module computes with whole shapes inside, as a DTensor does, and takes or leaves parts;
+everything around it sees the parts. No process group, no numbers, no memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshplan.model.flow import Flow
+from meshplan.model.rehearsal import Rehearsal, Rehearse, Stopped
+from meshplan.runtime.torch_private.fakes import fake_mode, quiet_fakes
+from meshplan.runtime.trace.ops import Recorder, twin_of
+from meshplan.runtime.trace.side_effects import Trace, nothing_left
+from meshplan.runtime.trace.sp_boundary import with_argument
+
+
+def rehearser(model: nn.Module, inputs: Any) -> Rehearse:
+    """A function that rehearses this model on these inputs."""
+
+    def rehearse(what: Rehearsal) -> Flow | Stopped:
+        return _rehearse(model, inputs, what)
+
+    return rehearse
+
+
+def _rehearse(model: nn.Module, inputs: Any, what: Rehearsal) -> Flow | Stopped:
+    with nothing_left(model) as trace:
+        return _run_copy(model, inputs, what, trace)
+
+
+def _run_copy(model: nn.Module, inputs: Any, what: Rehearsal, trace: Trace) -> Flow | Stopped:
+    mode = fake_mode()
+    with torch.no_grad():
+        twin, args, kwargs = twin_of(model, inputs, mode)
+        for (fqn, name), value in what.attributes.items():
+            setattr(twin.get_submodule(fqn), name, value)
+        recorder = Recorder(twin, trace)
+        for fqn, module in twin.named_modules():
+            _at_the_border(recorder, module, fqn, what)
+            _along_the_sequence(recorder, module, fqn, what)
+        for fqn, dim in what.parts.items():
+            _part_inside(recorder, twin, fqn, dim, what.size)
+        try:
+            with quiet_fakes(), mode, recorder:
+                recorder.begin(args, kwargs)
+                twin(*args, **kwargs)
+        except Exception as error:  # The user's forward may raise anything on such shapes.
+            first = (str(error).strip() or repr(error)).splitlines()[0]
+            module, num_ops = recorder.progress()
+            return Stopped(module=module, num_ops=num_ops, text=f"{type(error).__name__}: {first}")
+        return recorder.flow()
+
+
+def _at_the_border(recorder: Recorder, module: nn.Module, fqn: str, what: Rehearsal) -> None:
+    """Whole shapes inside, parts outside."""
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def whole(x: torch.Tensor) -> torch.Tensor:
+            return recorder.stand_in(x, (*x.shape[:-1], x.shape[-1] * what.size))
+
+        if args:
+            return (whole(args[0]), *args[1:]), kwargs
+        first = next(iter(kwargs))
+        return args, {**kwargs, first: whole(kwargs[first])}
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        return recorder.stand_in(output, (*output.shape[:-1], output.shape[-1] // what.size))
+
+    if fqn in what.takes_part:
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+    if fqn in what.leaves_part:
+        module.register_forward_hook(leave)
+
+
+def _along_the_sequence(recorder: Recorder, module: nn.Module, fqn: str, what: Rehearsal) -> None:
+    """A part of the sequence in place of all of it, or the other way round."""
+
+    def turned(x: torch.Tensor, is_cut: bool) -> torch.Tensor:
+        if is_cut and x.shape[1] % what.size:
+            raise ValueError(f"a sequence of {x.shape[1]} does not divide by {what.size}")
+        length = x.shape[1] // what.size if is_cut else x.shape[1] * what.size
+        return recorder.stand_in(x, (x.shape[0], length, *x.shape[2:]))
+
+    def enter(path: str, is_cut: bool) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return with_argument(args, kwargs, path, lambda x: turned(x, is_cut))
+
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    for group, is_cut in ((what.cut, True), (what.gathered, False)):
+        for path in sorted(path for name, path in group if name == fqn and path is not None):
+            enter(path, is_cut)
+        if (fqn, None) in group:
+            module.register_forward_hook(lambda m, args, out, is_cut=is_cut: turned(out, is_cut))
+
+
+def _part_inside(recorder: Recorder, twin: nn.Module, fqn: str, dim: int, size: int) -> None:
+    """A parameter of which the rank holds a part, while its module runs."""
+    owner_name, _, leaf = fqn.rpartition(".")
+    owner = twin.get_submodule(owner_name)
+    parameter = owner.get_parameter(leaf)
+    shape = [n // size if d == dim else n for d, n in enumerate(parameter.shape)]
+
+    def enter(module: nn.Module, args: Any) -> None:
+        # An instance attribute hides the parameter of the same name from `self.<leaf>`.
+        vars(module)[leaf] = recorder.stand_in(parameter, shape)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        vars(module).pop(leaf, None)
+
+    owner.register_forward_pre_hook(enter)
+    owner.register_forward_hook(leave)

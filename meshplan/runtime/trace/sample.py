@@ -1,0 +1,157 @@
+"""Inputs, targets and a loss for a model that nobody prepared: random numbers of the right form."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshplan.errors import Problem, SpecError
+from meshplan.runtime.base.batch import as_arguments
+from meshplan.runtime.base.pytree import tensors_in
+from meshplan.spec.spec import InputSpec, Spec
+
+_MOST_ELEMENTS: Final = 1 << 20
+"""Of one sample that is trained on for real, to see whether a plan is right."""
+TOKENS: Final = 16
+"""The length of a sequence where the plan does not state one."""
+
+
+def sample_inputs(
+    model: nn.Module, spec: Spec, samples: int, step: int, most: int | None = None
+) -> Any:
+    """A batch of this many samples, the same for the same step.
+
+    Args:
+        most: Of how many elements a tensor may be and have numbers; a larger one lies on "meta".
+
+    Returns:
+        A tensor, or keyword arguments, as the plan's `input`, transformers' `main_input_name`
+        or an embedding at the beginning of the model says.
+
+    Raises:
+        SpecError: Nothing says what the model takes.
+    """
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = spec.batch.seq_len or TOKENS
+    vocab = next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), 2)
+
+    def drawn(shape: Sequence[int], *, are_real: bool = False) -> torch.Tensor:
+        if most is not None and math.prod(shape) > most:
+            return torch.empty(shape, dtype=None if are_real else torch.int64, device="meta")
+        if are_real:
+            return torch.randn(shape, generator=generator)
+        # Low numbers are special tokens, such as padding, wherever there are any.
+        return torch.randint(min(3, vocab - 1), vocab, shape, generator=generator)
+
+    if (stated := with_dtype(model, spec).input) is not None:
+        assert stated.dtype is not None
+        shape, dtype = (samples, *stated.shape[1:]), getattr(torch, stated.dtype)
+        return drawn(shape, are_real=dtype.is_floating_point).to(dtype)
+    config, name = getattr(model, "config", None), getattr(model, "main_input_name", None)
+    size = getattr(config, "image_size", None)
+    if name == "pixel_values" and isinstance(size, int):
+        channels = getattr(config, "num_channels", 3)
+        return {name: drawn((samples, channels, size, size), are_real=True)}
+    if name == "input_ids" and config is not None:
+        out = {name: drawn((samples, tokens))}
+        if getattr(config, "is_encoder_decoder", False):
+            out["decoder_input_ids"] = drawn((samples, tokens))
+        return out
+    if _reads_tokens(model):
+        return drawn((samples, tokens))
+    what = f"nothing says what {type(model).__name__} takes"
+    fix = (
+        "state its input in the plan, with the samples first: input: {shape: [2, 16], dtype: fp32}"
+    )
+    raise SpecError(Problem(what, spec.origin("input"), fix))
+
+
+def with_dtype(model: nn.Module, spec: Spec) -> Spec:
+    """The spec whose stated input has a dtype: its own, else what the model's first layer reads."""
+    if spec.input is None or spec.input.dtype is not None:
+        return spec
+    dtype = "int64" if isinstance(_first_layer(model), nn.Embedding) else "float32"
+    return replace(spec, input=replace(spec.input, dtype=dtype))
+
+
+def is_tokens(stated: InputSpec) -> bool:
+    """Return whether an input, whose dtype is known, is a sequence of tokens."""
+    return len(stated.shape) == 2 and str(stated.dtype).startswith("int")
+
+
+def _first_layer(model: nn.Module) -> nn.Module | None:
+    """Return the first module with parameters and nothing inside; None where there is none."""
+    layers = (m for m in model.modules() if not any(True for _ in m.children()))
+    return next((m for m in layers if any(True for _ in m.parameters())), None)
+
+
+def check_size(spec: Spec) -> None:
+    """Refuse an input of which nobody waits for several to be trained on.
+
+    Raises:
+        SpecError: It has more elements than fit in a minute.
+    """
+    size = math.prod(spec.input.shape[1:]) if spec.input is not None else 0
+    if size > _MOST_ELEMENTS:
+        what = f"one sample of the example has {size:,} elements, and several are trained on"
+        fix = f"show a smaller one, of at most {_MOST_ELEMENTS:,}: --set 'input.shape=[2, 64]', say"
+        raise SpecError(Problem(what, spec.origin("input.shape"), fix))
+
+
+def _reads_tokens(model: nn.Module) -> bool:
+    """Return whether it takes one argument, which its first layer looks up in a table."""
+    needed = [
+        p for p in inspect.signature(model.forward).parameters.values()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]  # fmt: skip
+    return len(needed) == 1 and isinstance(_first_layer(model), nn.Embedding)
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """The model's output."""
+    args, kwargs = as_arguments(inputs)
+    return model(*args, **kwargs)
+
+
+def results(output: Any) -> list[torch.Tensor]:
+    """The part of an output that a loss can be made of."""
+    return [t for _, t in tensors_in(output) if t.ndim and t.is_floating_point()]
+
+
+def sample_targets(
+    shapes: Sequence[Sequence[int]], samples: int, step: int, *, are_classes: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """Targets for `results` of these shapes, for this many samples.
+
+    Args:
+        are_classes: Which entry along the last dim is right; else random numbers of each shape.
+    """
+    generator = torch.Generator().manual_seed(2000 + step)
+    if are_classes:
+        return tuple(
+            torch.randint(shape[-1], (samples, *shape[1:-1]), generator=generator)
+            for shape in shapes
+        )
+    return tuple(torch.randn(samples, *shape[1:], generator=generator) for shape in shapes)
+
+
+def sample_loss(output: Any, targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Mean squares, or cross-entropy where targets are classes.
+
+    The mean of equal parts is the mean of the whole.
+    """
+    pairs = zip(results(output), targets, strict=True)
+    return torch.stack([_distance(o.float(), target) for o, target in pairs]).sum()
+
+
+def _distance(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    if target.is_floating_point():
+        return (output - target).square().mean()
+    return F.cross_entropy(output.flatten(0, -2), target.flatten())

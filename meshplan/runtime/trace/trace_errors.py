@@ -1,0 +1,207 @@
+"""Why a step could not be imagined: the operator, the module, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import FrameType, MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from meshplan.errors import Origin, PlanError, Problem
+from meshplan.model.graph import is_inside
+from meshplan.plan.plan import Plan
+from meshplan.runtime.base.pytree import tensors_in
+from meshplan.runtime.torch_private.fakes import untraceable
+from meshplan.runtime.trace.advice import advice_at
+
+_WHY: Final = MappingProxyType(
+    {
+        "number": (
+            "asks a tensor for its numbers, and there are none before the step is run",
+            "make what follows depend on sizes alone, or name a function that builds the model "
+            "with a stub in place of {module}: --model pkg.mod:fn",
+        ),
+        "shape": (
+            "makes a tensor as large as its numbers say, and there are none before the step is run",
+            "keep the whole tensor and mask it (torch.where), or name a function that builds the "
+            "model with a stub in place of {module}: --model pkg.mod:fn",
+        ),
+        "rule": (
+            "has no rule that says which shape it makes",
+            "register one (torch.library.register_fake), or name a function that builds the model "
+            "with a stub in place of {module}: --model pkg.mod:fn",
+        ),
+    }
+)
+
+
+class UnknownShapeError(PlanError):
+    """A tensor is as large as numbers say: what it is at the most may be known."""
+
+
+def refused(error: Exception, model: nn.Module, origin: Origin | None) -> PlanError:
+    """The same as `problem_of`, as an error that tells whether a bound may be known."""
+    found, problem = untraceable(error), problem_of(error, model, origin)
+    is_shape = found is not None and found[1] == "shape"
+    return UnknownShapeError(problem) if is_shape else PlanError(problem)
+
+
+def problem_of(error: Exception, model: nn.Module, origin: Origin | None) -> Problem:
+    """What a user has to know of an error that a step on fake tensors raised.
+
+    Args:
+        model: As one process has it, whose names count.
+        origin: Where the user named it.
+    """
+    module, line = _where(error, model)
+    place = f"in {module}" if module else f"in {type(model).__name__}"
+    place += f" ({line})" if line else ""
+    found = untraceable(error)
+    if found is None:
+        if (why := _untrained(error, model)) is not None:
+            return Problem(
+                why, origin, "name a model, and inputs, that its parameters are used for"
+            )
+        text = f"{type(error).__name__}: {error}".partition("\n")[0]
+        what = f"the step cannot be imagined, {place}: {text}"
+        fix = "state the inputs that the model takes: input: {shape: [2, 16], dtype: int64}"
+        return Problem(what, origin, fix)
+    op, why = found
+    says, fix = _WHY[why]
+    return Problem(f"{op} {says}: {place}", origin, fix.format(module=module or "it"))
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """How wide what styled modules gave was: on one rank, and in one process.
+
+    Args:
+        local: By module, the last one that ran last.
+        whole: Likewise.
+    """
+
+    local: Mapping[str, int]
+    whole: Mapping[str, int]
+
+    def cut_in(self, module: str) -> str | None:
+        """The module that ran last inside another one, of those whose output is a part."""
+        found = [
+            fqn
+            for fqn, width in self.local.items()
+            if self.whole.get(fqn, width) != width and is_inside(fqn, module)
+        ]
+        return found[-1] if found else None
+
+
+def alone_problem(
+    error: Exception, model: nn.Module, origin: Origin | None, inputs: Any
+) -> Problem:
+    """A forward that one process cannot run either.
+
+    Args:
+        inputs: Of the forward, whose shapes and dtypes are told.
+    """
+    if untraceable(error) is not None:
+        return problem_of(error, model, origin)
+    module, _ = _where(error, model)
+    place = place_of(error) or module or type(model).__name__
+    shapes = [f"{list(t.shape)} {str(t.dtype)[6:]}" for _, t in tensors_in(inputs)]
+    what = f"the forward of {type(model).__name__} fails at {place}, in one process too, on inputs "
+    what += f"{', '.join(shapes)}: {_said(error)}"
+    fix = f"mend {place}, or state what the model takes: input: {{shape: [2, 16], dtype: int64}}"
+    return Problem(what, origin, fix)
+
+
+def sharded_problem(
+    error: Exception, model: nn.Module, plan: Plan, widths: Widths, origin: Origin | None
+) -> Problem:
+    """A forward that one process runs, and a rank of the plan does not.
+
+    Args:
+        origin: Where the user named the model.
+    """
+    module, _ = _where(error, model)
+    place = place_of(error) or module or type(model).__name__
+    fqn = widths.cut_in(module)
+    if fqn is None:
+        what = f"{module or type(model).__name__} fails under this plan at {place}, and not in one "
+        what += f"process: {_said(error)}"
+        fix = "let the code there go by the shapes and dtypes of its tensors, or leave it whole: "
+        return Problem(what, origin, fix + f'rules: [{{match: "{module}", place: replicate}}]')
+    use = plan.assignment.styles[fqn]
+    local, whole, size = widths.local[fqn], widths.whole[fqn], plan.mesh.size(use.axis)
+    what = (
+        f"with {use.axis} {size}, {fqn} gives {local} features where one process has {whole}, and "
+        f"{place} counts on {whole}: {_said(error)}"
+    )
+    found = _own_frame(error)
+    fix = (
+        advice_at(*found, size) if found else ""
+    ) or "read the size from the tensor there, as x.shape[-1]"
+    fix += f"; or leave {fqn} and what reads it whole along {use.axis}"
+    return Problem(what, use.reason.origin or origin, fix)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def _untrained(error: Exception, model: nn.Module) -> str | None:
+    """Why there are no gradients; None where that is not what was wrong."""
+    name = type(model).__name__
+    if not any(each.requires_grad for each in model.parameters()):
+        return f"{name} has no parameters to train"
+    if "does not require grad" in str(error):
+        return f"what {name} gives of these inputs does not depend on its parameters"
+    return None
+
+
+def place_of(error: BaseException) -> str:
+    """`file:line` of the innermost line of the user's own code; "" where there is none."""
+    found = _own_frame(error)
+    if found is None:
+        return ""
+    file, here = found[0].f_code.co_filename, os.getcwd() + os.sep
+    return f"{file.removeprefix(here)}:{found[1]}"
+
+
+def _own_frame(error: BaseException) -> tuple[FrameType, int] | None:
+    own = [each for each in _frames(error) if not _is_foreign(each[0].f_code.co_filename)]
+    return own[-1] if own else None
+
+
+def _where(error: BaseException, model: nn.Module) -> tuple[str, str]:
+    """(the fqn of the innermost module whose forward raised, the user's line)."""
+    names = {type(m): fqn for fqn, m in model.named_modules()}
+    outer: nn.Module | None = None
+    found, line = "", ""
+    for frame, number in _frames(error):
+        own = frame.f_locals.get("self")
+        # FSDP2 gives a module a class of its own, made from the user's.
+        if isinstance(own, nn.Module) and not names.keys().isdisjoint(type(own).__mro__):
+            outer = outer or own
+            found = next((fqn for fqn, m in outer.named_modules() if m is own), found)
+        file = frame.f_code.co_filename
+        if not _is_foreign(file):
+            line = f"{os.path.basename(file)}:{number}"
+    return found, line
+
+
+def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    """From the outermost to where it was raised, through what it was raised from."""
+    if error.__cause__ is not None:
+        yield from _frames(error.__cause__)
+    else:
+        yield from traceback.walk_tb(error.__traceback__)
+
+
+def _is_foreign(file: str) -> bool:
+    ours = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    return file.startswith(
+        (os.path.dirname(torch.__file__), os.path.dirname(os.__file__), ours, "<")
+    )

@@ -1,0 +1,1 @@
+"""The training step, its gradients, and the state dict."""

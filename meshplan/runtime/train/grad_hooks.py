@@ -1,0 +1,170 @@
+"""Hooks on gradients that are whole: summed over microbatches, ranks and stages.
+
+torch's own hooks on parameters see what one rank's backward of one microbatch gives, or are never
+called where a unit of sharding computes on a gathered copy. `register_grad_hook` calls once a step,
+after the last backward and before clipping, with what this rank holds of the finished gradient.
+Hooks that were registered on sharded parameters by torch's means are called the same way.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.plan.plan import Plan
+from meshplan.runtime.apply.tensor_parallel import LAYS_GRADIENTS
+from meshplan.runtime.apply.wrap import applied, own_module
+from meshplan.runtime.base.mesh import without_partial
+from meshplan.runtime.base.optimizer_steps import before_steps, is_due
+
+GradHook = Callable[[torch.Tensor], torch.Tensor | None]
+
+
+@dataclass(slots=True)
+class _Hooks:
+    """The hooks of one model, and whose have been called since the last optimizer step."""
+
+    plan: Plan
+    params: dict[str, list[nn.Parameter]]
+    """By name; stages of one rank may hold a copy each."""
+    by_name: dict[str, OrderedDict[int, GradHook]] = field(default_factory=dict)
+    called: set[str] = field(default_factory=set)
+    steps: int = 0
+
+
+_by_model: weakref.WeakKeyDictionary[nn.Module, _Hooks] = weakref.WeakKeyDictionary()
+
+
+def register_grad_hook(model: nn.Module, name: str, hook: GradHook) -> RemovableHandle:
+    """Call a function with the gradient of a parameter, once in every optimizer step.
+
+    The gradient is that of the global batch, and is clipped afterwards. On a rank that holds a
+    part of the parameter it is a DTensor, whose norms and sums are those of the whole; a rank that
+    holds nothing of it never calls.
+
+    Args:
+        model: What `parallelize` returned.
+        name: The parameter's name in the model as it was before `parallelize`.
+        hook: Gets the gradient; what it returns, if not None, takes the gradient's place.
+
+    Returns:
+        A handle whose `remove()` ends it.
+
+    Raises:
+        ApplyError: The model has no parameter of this name.
+    """
+    hooks = _hooks_of(model)
+    known = {n for p in hooks.plan.assignment.tensors.values() for n in p.info.names}
+    if name not in known:
+        raise ApplyError(
+            Problem(
+                f"the model has no parameter {name}",
+                fix="use a name of named_parameters() as it was before parallelize",
+            )
+        )
+    first = next(f for f, p in hooks.plan.assignment.tensors.items() if name in p.info.names)
+    own = hooks.by_name.setdefault(first, OrderedDict())
+    handle = RemovableHandle(own)
+    own[handle.id] = hook
+    return handle
+
+
+def call_grad_hooks(model: nn.Module) -> None:
+    """Call the hooks that have not been called since the last step; gradients must be whole."""
+    hooks = _by_model.get(model)
+    if hooks is None:
+        return
+    for name, own in hooks.by_name.items():
+        if name in hooks.called:
+            continue
+        hooks.called.add(name)
+        for param in hooks.params.get(name, ()):
+            for hook in tuple(own.values()) if param.grad is not None else ():
+                param.grad = without_partial(param.grad)
+                changed = hook(param.grad)
+                if changed is not None:
+                    param.grad = changed
+
+
+def watch_torch_hooks(model: nn.Module, plan: Plan) -> None:
+    """Before each step, call hooks that wait for it; take over torch's own, or refuse them.
+
+    Args:
+        model: What `parallelize` returns.
+    """
+    params: dict[str, list[nn.Parameter]] = {}
+    for name, param in own_module(model).named_parameters():
+        params.setdefault(name.partition("@")[0], []).append(param)
+    hooks = _by_model[model] = _Hooks(plan, params)
+    weak = weakref.ref(model)
+
+    def look(optimizer: torch.optim.Optimizer) -> None:
+        own = weak()
+        if own is None:
+            end()
+            return
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not any(id(found[0]) in held for found in hooks.params.values()):
+            return
+        hooks.steps += 1
+        if not hooks.by_name and not is_due(hooks.steps):
+            return
+        mine = {name for name, found in hooks.params.items() if id(found[0]) in held}
+        if is_due(hooks.steps):
+            for name in mine:
+                _take_over(name, hooks)
+        call_grad_hooks(own)
+        hooks.called -= mine
+
+    end = before_steps(look)
+
+    def forget_calls(*_: Any) -> None:
+        if torch.is_grad_enabled():  # A step that was left out ended without `look`.
+            hooks.called.clear()
+
+    model.register_forward_pre_hook(forget_calls)
+
+
+def _take_over(name: str, hooks: _Hooks) -> None:
+    """Make a hook that torch would never call on a sharded parameter one of ours.
+
+    Raises:
+        ApplyError: torch calls it, with the gradient of a part of the batch.
+    """
+    placed = hooks.plan.assignment.tensors[name]
+    is_sharded = placed.unit is not None and hooks.plan.assignment.wrapper == "units"
+    for param in hooks.params[name]:
+        # FSDP2 hooks what a unit returns, to gather in backward: that may be a parameter.
+        hooked = (param._backward_hooks or {}).items()
+        found = {key: hook for key, hook in hooked if not _is_of_fsdp(hook)}
+        if is_sharded:
+            hooks.by_name.setdefault(name, OrderedDict()).update(found)
+            param._backward_hooks = None
+        elif len(found) > hasattr(param, LAYS_GRADIENTS) and hooks.plan.num_parts > 1:
+            raise ApplyError(_partial_problem(name))
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
+
+
+def _hooks_of(model: nn.Module) -> _Hooks:
+    applied(model)
+    return _by_model[model]
+
+
+def _partial_problem(name: str) -> Problem:
+    return Problem(
+        f"{name} has a gradient hook, which torch calls with the gradient of one rank's part of "
+        "the batch, or of one microbatch's",
+        fix=f"use meshplan.register_grad_hook(model, {name!r}, hook), which is called once a step "
+        "with the whole gradient",
+    )

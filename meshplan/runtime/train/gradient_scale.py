@@ -1,0 +1,149 @@
+"""Gradients multiplied before a step: what is left of a loss's weight, the fp16 scale, clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshplan.runtime.apply.data import params_on_host
+from meshplan.runtime.apply.pipeline.module import PipelinedModule
+from meshplan.runtime.apply.wrap import Applied, applied
+from meshplan.runtime.base.fake_mode import numbers
+from meshplan.runtime.base.host_copies import to_device, to_host
+from meshplan.runtime.base.mesh import device, local_of, shard_axes, submesh, without_partial
+from meshplan.runtime.train.grad_hooks import call_grad_hooks
+from meshplan.runtime.watch.guard import guarded
+
+_SCALE_WINDOW: Final = 2000
+"""Steps without overflow after which the fp16 loss scale doubles (torch.amp.GradScaler's)."""
+
+
+@guarded("clip_grad_norm_")
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Scale all gradients so that their global norm is at most `max_norm`.
+
+    torch's function raises where parameters lie on different meshes; this one counts each
+    element once whatever cuts it.
+
+    Args:
+        max_norm: The largest norm allowed; infinity only measures.
+        norm_type: p of the p-norm; `inf` for the largest element.
+
+    Returns:
+        The norm before clipping, the same on every rank.
+    """
+    mesh = applied(model).mesh
+    call_grad_hooks(model)
+    gradients = _gradients(model)
+    pipeline = model if isinstance(model, PipelinedModule) else None
+    on_host = _on_host(model)
+    by_axes: dict[tuple[tuple[str, ...], bool], list[torch.Tensor]] = {}
+    for parameter, gradient in gradients:
+        if pipeline is None or pipeline.shared.is_counted(parameter):
+            key = shard_axes(gradient), parameter in on_host
+            by_axes.setdefault(key, []).append(local_of(gradient))
+    powers = []
+    for (axes, is_there), parts in sorted(by_axes.items()):
+        own = _power_sum(parts, norm_type)
+        own = to_device(own) if is_there else own  # Where collectives reach it.
+        powers.append(_sum_over(own, axes, mesh, norm_type))
+    stacked = torch.stack([*powers, torch.zeros((), device=device())])
+    power = stacked.max() if math.isinf(norm_type) else stacked.sum()
+    if pipeline is not None:  # The other stages' gradients.
+        power = _sum_over(power, ("pp",), mesh, norm_type)
+    norm = power if math.isinf(norm_type) else power ** (1.0 / norm_type)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    here = [local_of(g) for p, g in gradients if p not in on_host]
+    there = [local_of(g) for p, g in gradients if p in on_host]
+    if here:
+        torch._foreach_mul_(here, factor)
+    if there:
+        torch._foreach_mul_(there, to_host(factor))
+    return norm
+
+
+def _on_host(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters whose gradients lie in the host's memory."""
+    return set(params_on_host(model, applied(model).plan))
+
+
+def _gradients(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Every parameter with its gradient, pending sums done in place.
+
+    Args:
+        optimizer: Whose other parameters count too: those of a criterion.
+    """
+    out = []
+    held = optimizer.param_groups if optimizer is not None else ()
+    others = (p for group in held for p in group["params"])
+    for parameter in dict.fromkeys((*model.parameters(), *others)):
+        if parameter.grad is not None:
+            parameter.grad = without_partial(parameter.grad)
+            out.append((parameter, parameter.grad))
+    return out
+
+
+def _power_sum(parts: Iterable[torch.Tensor], p: float) -> torch.Tensor:
+    parts = [part for part in parts if part.numel()]
+    if not parts:
+        return torch.zeros((), device=device())
+    norms = torch.stack([n.float() for n in torch._foreach_norm(parts, p)])
+    return norms.max() if math.isinf(p) else (norms**p).sum()
+
+
+def _sum_over(
+    value: torch.Tensor, axes: tuple[str, ...], mesh: DeviceMesh, p: float
+) -> torch.Tensor:
+    """Along each axis that cuts these gradients, every rank holds other elements: add them."""
+    for axis in axes:
+        op = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
+        dist.all_reduce(value, op=op, group=submesh(mesh, (axis,)).get_group())
+    return value
+
+
+def unscale(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: Applied, factor: float
+) -> bool:
+    """Multiply gradients by what is left of the loss's weight, and undo the fp16 loss scale.
+
+    Returns:
+        False when some gradient overflowed and the step is skipped.
+
+    Source: Micikevicius et al. 2018, section 3.2 (dynamic loss scaling).
+    """
+    is_scaled, factor = state.plan.spec.precision.scales_loss, factor / state.loss_scale
+    if factor == 1.0 and not is_scaled:
+        return True
+    on_host = _on_host(model)
+    found = _gradients(model, optimizer)
+    here = [local_of(g) for p, g in found if p not in on_host]
+    there = [local_of(g) for p, g in found if p in on_host]
+    for gradients in (here, there):
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+    if not is_scaled:
+        return True
+    finite = _are_finite(here) if here else torch.ones((), device=device())
+    if there:
+        finite = torch.minimum(finite, to_device(_are_finite(there)))
+    dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+    if not numbers(finite, 1.0):
+        state.loss_scale, state.steps_without_overflow = max(1.0, state.loss_scale / 2), 0
+        return False
+    state.steps_without_overflow += 1
+    if state.steps_without_overflow == _SCALE_WINDOW:
+        state.loss_scale, state.steps_without_overflow = state.loss_scale * 2, 0
+    return True
+
+
+def _are_finite(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """1 where all of them are finite."""
+    return torch.stack([g.isfinite().all() for g in gradients]).all().float()

@@ -1,0 +1,300 @@
+"""Training in one process that knows of no plan: what `verify` compares a plan with.
+
+How far two right trainings may part depends on the model: a sum in another order rounds otherwise,
+what computes in half precision rounds at every step, and a deep network, or a kink that one of its
+numbers lies beside, makes more of it. So the process trains again with what rounding does, and the
+distance between these trainings is what the precision itself moves.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from meshplan.layout.mesh import DATA_AXES
+from meshplan.plan.plan import Plan
+from meshplan.plan.verdict import Training
+from meshplan.runtime.base.batch import mapped, part_of, taken_together
+from meshplan.runtime.trace.sample import call, results, sample_inputs, sample_loss, sample_targets
+from meshplan.spec.spec import Spec
+
+STEPS: Final = 3
+"""The third step sends what every later one sends: the self-tests are over."""
+_RELATIVE_UPDATE: Final = 0.02
+"""How far, relative to the weights, one step moves: far above rounding, far below divergence."""
+_MOMENTUM: Final = 0.9
+SAFE_SCALE: Final = 2.0**8
+"""An fp16 loss scale that the losses here do not overflow: a skipped step proves nothing."""
+_MOST_GROWTH: Final = 1.5
+"""A loss, relative to the one of weights that stay as they are, that makes training unstable."""
+_NOISY: Final = 3
+"""Trainings with noise in float32: each one's may miss the number beside a kink."""
+_NOISE: Final = 2.0**-22
+_SLOWER: Final = 0.25
+_TRIES: Final = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """The global batches, made from the model as one process has it."""
+
+    model: nn.Module
+    plan: Plan
+    shapes: list[tuple[int, ...]]
+    samples: int
+
+    def of(self, step: int, model: nn.Module) -> tuple[Any, tuple[torch.Tensor, ...]]:
+        """(inputs, targets) of a step, for the model of a plan or that of one process."""
+        inputs = sample_inputs(self.model, self.plan.spec, self.samples, step)
+        inputs = in_dtype_of(model, inputs)
+        a = self.plan.assignment
+        classes = a.loss_parallel or a.chunked_loss is not None
+        return inputs, sample_targets(self.shapes, self.samples, step, are_classes=classes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alone:
+    """Training in one process, and what the plan's precision moves of it.
+
+    Args:
+        rate: The learning rate that the training is stable with.
+        model: After the last step.
+        training: Losses and gradient norms.
+        rounded: Likewise of trainings that round otherwise, as the plan's precision does.
+        rounded_models: Their models after the last step.
+    """
+
+    rate: float
+    model: nn.Module
+    training: Training
+    rounded: tuple[Training, ...]
+    rounded_models: tuple[nn.Module, ...]
+
+
+def in_dtype_of(model: nn.Module, inputs: Any) -> Any:
+    """Inputs in the dtype that a model's parameters are stored in, as its user would give them."""
+    stored = (p.dtype for p in model.parameters() if p.is_floating_point())
+    dtype = next(stored, torch.float32)
+
+    def fit(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return mapped(inputs, fit)
+
+
+def prepare(model: nn.Module, spec: Spec) -> tuple[list[tuple[int, ...]], float]:
+    """Return the shapes of the model's results, and a learning rate that moves it visibly."""
+    inputs = in_dtype_of(model, sample_inputs(model, spec, 2, 0))
+    first = results(call(model, inputs))
+    again = results(call(model, inputs))
+    if not first or any(t.shape[0] != 2 for t in first):
+        raise ValueError("its output holds no numbers per sample to make a loss of")
+    if not all(torch.equal(a, b) for a, b in zip(first, again, strict=True)):
+        raise ValueError("its forward draws random numbers, so that two runs differ anyway")
+    shapes = [tuple(t.shape) for t in first]
+    targets = sample_targets(shapes, 2, 0, are_classes=spec.loss_parallel or spec.loss_chunks != 1)
+    sample_loss(first, targets).backward()
+    moved = [p for p in model.parameters() if p.grad is not None]
+    gradients = torch.stack([p.grad.norm() for p in moved if p.grad is not None]).norm()
+    weights = torch.stack([p.detach().norm() for p in moved]).norm()
+    model.zero_grad()
+    if not gradients > 0:
+        raise ValueError("no parameter gets a gradient")
+    return shapes, float(_RELATIVE_UPDATE * weights / gradients)
+
+
+def train_alone(batches: Batches, rate: float) -> Alone:
+    """Train copies of the model, slower until their losses stay where they are.
+
+    Args:
+        rate: The learning rate to begin with.
+    """
+    plan = batches.plan
+    still = _train(copy.deepcopy(batches.model), batches, 0.0)
+    for number in range(_TRIES):
+        rate *= _SLOWER if number else 1.0
+        model = copy.deepcopy(batches.model)
+        trainings, models = [_train(model, batches, rate)], [model]
+        for seed in range(1 if is_half(plan) else _NOISY):
+            models.append(copy.deepcopy(batches.model))
+            with _rounding(models[-1], plan, seed) as round_stored:
+                trainings.append(_train(models[-1], batches, rate, round_stored))
+        if all(_is_stable(training, still) for training in trainings):
+            break
+    return Alone(
+        rate=rate,
+        model=model,
+        training=trainings[0],
+        rounded=tuple(trainings[1:]),
+        rounded_models=tuple(models[1:]),
+    )
+
+
+def _is_stable(training: Training, still: Training) -> bool:
+    """Return whether no loss is far above that of the untrained model; what is no number is."""
+    pairs = zip(training.losses, still.losses, strict=True)
+    return all(loss <= _MOST_GROWTH * before for loss, before in pairs)
+
+
+def _train(
+    model: nn.Module,
+    batches: Batches,
+    rate: float,
+    after_step: Callable[[], None] = lambda: None,
+) -> Training:
+    """Train in plain PyTorch: one process, and one batch wherever that is the same."""
+    plan, optimizer = batches.plan, sgd(model, rate)
+    losses, norms = [], []
+    scale = SAFE_SCALE if plan.spec.precision.scales_loss else 1.0
+    for step in range(STEPS):
+        loss, parts = 0.0, _parts(model, plan, batches.of(step, model))
+        for inputs, targets, keeps_statistics in parts:
+            kept = {} if keeps_statistics else {n: b.clone() for n, b in model.named_buffers()}
+            part = sample_loss(call(model, inputs), targets) / len(parts)
+            (part * scale).backward()
+            loss += float(part.detach())
+            for name, buffer in model.named_buffers():
+                if name in kept:
+                    buffer.data.copy_(kept[name])
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= scale
+        if plan.spec.clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), plan.spec.clip_grad_norm)
+        if step < STEPS - 1:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), float("inf"))))
+        optimizer.step()
+        after_step()
+        optimizer.zero_grad()
+        losses.append(loss)
+    return Training(losses=tuple(losses), norms=tuple(norms))
+
+
+def _parts(
+    model: nn.Module, plan: Plan, batch: tuple[Any, tuple[torch.Tensor, ...]]
+) -> list[tuple[Any, tuple[torch.Tensor, ...], bool]]:
+    """(inputs, targets, whether statistics of them are kept) of what must run apart.
+
+    Norms that are not synchronized take statistics of each rank's samples, and those of the first
+    rank are kept for later.
+    """
+    count, ranks = microbatches_alone(model, plan), plan.num_data_ranks
+    if not own_statistics(model, plan):
+        return [(*part, True) for part in taken_together(batch, ranks, count)]
+
+    def cut(rank: int, number: int) -> Any:
+        def one(tensor: torch.Tensor) -> torch.Tensor:
+            own = part_of(tensor, ranks, rank, "data ranks")
+            return part_of(own, count, number, "microbatches")
+
+        return mapped(batch, one)
+
+    return [(*cut(r, number), r == 0) for number in range(count) for r in range(ranks)]
+
+
+def microbatches_alone(model: nn.Module, plan: Plan) -> int:
+    """Return into how many microbatches one process must cut its batch to compute the same.
+
+    BatchNorm takes its statistics over what runs together, so its results depend on the cut.
+    """
+    if not any(isinstance(m, _BatchNorm) and m.training for m in model.modules()):
+        return 1
+    return plan.num_microbatches
+
+
+def own_statistics(model: nn.Module, plan: Plan) -> list[str]:
+    """Names of the norms that take or keep statistics of each data rank's own samples."""
+    if plan.mesh.size(*DATA_AXES) == 1:
+        return []
+    found = [n for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
+    found += [n for n, m in model.named_modules() if plan.graph.tracks_statistics(n) and m.training]
+    return [name for name in dict.fromkeys(found) if name not in plan.assignment.synchronized]
+
+
+def sgd(model: nn.Module, rate: float) -> torch.optim.Optimizer:
+    """Return SGD, which unlike Adam does not make whole steps of rounding."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.SGD(trained, lr=rate, momentum=_MOMENTUM)
+
+
+def is_half(plan: Plan) -> bool:
+    """Return whether anything is stored or computed in less than 32 bits."""
+    words = {w for p in plan.assignment.tensors.values() for w in (p.dtype, p.compute_dtype)}
+    kinds = [d for d in (getattr(torch, word) for word in words) if d.is_floating_point]
+    return any(torch.finfo(kind).bits < 32 for kind in kinds)
+
+
+@contextmanager
+def _rounding(model: nn.Module, plan: Plan, seed: int) -> Iterator[Callable[[], None]]:
+    """Round what the plan's precision rounds: weights, outputs of modules, and their gradients.
+
+    Numbers are rounded and computed with in float32, which any module can do, whatever it mixes.
+    In float32 itself outputs get noise of a few units in the last place of a typical one: which way
+    a sum of another order rounds nobody knows.
+
+    Args:
+        seed: Of the noise.
+
+    Returns:
+        What rounds the parameters as they are stored, to call after a step.
+    """
+    tensors = plan.assignment.tensors
+    names = [n for n, p in model.named_parameters() if n in tensors and p.is_floating_point()]
+    computed = {n: getattr(torch, tensors[n].compute_dtype) for n in names}
+    coarsest = max(computed.values(), key=lambda kind: torch.finfo(kind).eps)
+    forward, is_inside = model.forward, False
+    generator = torch.Generator().manual_seed(seed)
+
+    def disturbed(t: torch.Tensor) -> torch.Tensor:
+        if coarsest.itemsize < 4 or not t.is_floating_point():
+            return _round(t, coarsest)
+        size = t.detach().square().mean().sqrt() * _NOISE
+        return t + size * torch.randn(t.shape, generator=generator).to(t.dtype)
+
+    def rounded(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_inside
+        if is_inside:
+            return forward(*args, **kwargs)
+        own = dict(model.named_parameters())
+        weights = {n: _round(own[n], kind) for n, kind in computed.items()}
+        is_inside = True
+        try:
+            return functional_call(model, weights, args, kwargs)
+        finally:
+            is_inside = False
+
+    def leave(module: nn.Module, _args: Any, output: Any) -> Any:
+        return mapped(output, disturbed) if _is_plain(output) else output
+
+    def round_stored() -> None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name in tensors:
+                    parameter.copy_(_round(parameter, getattr(torch, tensors[name].dtype)))
+
+    handles = [m.register_forward_hook(leave) for m in model.modules()]
+    round_stored()
+    model.forward = rounded
+    try:
+        yield round_stored
+    finally:
+        del model.forward
+        for handle in handles:
+            handle.remove()
+
+
+def _is_plain(output: Any) -> bool:
+    return isinstance(output, torch.Tensor) or type(output) in (tuple, list)
+
+
+def _round(tensor: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """Round a tensor of fractions to a dtype, and its gradient too."""
+    return tensor.to(kind).to(tensor.dtype) if tensor.is_floating_point() else tensor

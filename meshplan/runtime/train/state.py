@@ -1,0 +1,72 @@
+"""State: the full state dict of a parallelized model, and what may be loaded into one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.runtime.apply.pipeline.module import PipelinedModule
+from meshplan.runtime.apply.pipeline.state import gather_stages
+from meshplan.runtime.apply.wrap import applied
+from meshplan.runtime.base.mesh import full
+from meshplan.runtime.comparisons.drift import check_drift
+from meshplan.runtime.watch.guard import come_together, guarded
+
+
+@guarded("full_state_dict")
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and persistent buffer, whole, under its plain name.
+
+    Raises:
+        ApplyError: A parameter that several ranks hold is no longer the same on all of them.
+
+    Returns:
+        Full CPU tensors on rank 0, as one process's `state_dict()` would have them; `{}` on
+        every other rank. All ranks must call it: each tensor is gathered in turn.
+    """
+    state = applied(model)
+    come_together("full_state_dict")
+    check_drift(model, state.plan, state.mesh)
+    if isinstance(model, PipelinedModule):
+        return gather_stages(model)
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    is_first = dist.get_rank() == 0
+    out: dict[str, torch.Tensor] = {}
+    gathered: dict[int, torch.Tensor] = {}
+    for name, value in inner.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        if id(value) not in gathered:  # A tied tensor is gathered once, and stays tied.
+            whole = full(value.detach())
+            # A copy, so that the next step does not change what the caller holds.
+            gathered[id(value)] = whole.to("cpu", copy=True) if is_first else torch.empty(0)
+        if is_first:
+            out[name] = gathered[id(value)]
+    return out
+
+
+def refuse_whole_tensors(model: nn.Module) -> None:
+    """Let `load_state_dict` of a parallelized model say what it cannot take, before it begins."""
+    roots = model.stage_modules if isinstance(model, PipelinedModule) else [model]
+    for root in roots:
+        root.register_load_state_dict_pre_hook(_check_loaded)
+
+
+def _check_loaded(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    for name, own in module.named_parameters():
+        given = state.get(prefix + name)
+        if isinstance(own, DTensor) and given is not None and not isinstance(given, DTensor):
+            raise ApplyError(
+                Problem(
+                    f"load_state_dict was given the whole of {name}, of which this rank holds a "
+                    "part",
+                    fix="load it into the model before parallelize, which gives each rank its part",
+                )
+            )

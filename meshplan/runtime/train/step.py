@@ -1,0 +1,289 @@
+"""One loop for every plan: this rank's batch, one step, clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.layout.mesh import DATA_AXES
+from meshplan.plan.plan import Plan
+from meshplan.runtime.apply.context.batch import local_sequence
+from meshplan.runtime.apply.data import reshard_units, set_gradient_sync
+from meshplan.runtime.apply.loss_mode import loss_mode
+from meshplan.runtime.apply.loss_weights import Weights, weighing
+from meshplan.runtime.apply.pipeline.module import PipelinedModule
+from meshplan.runtime.apply.vocab_parallel_loss import take_loss
+from meshplan.runtime.apply.wrap import applied, own_module
+from meshplan.runtime.base.batch import as_arguments, chunked, mapped, part_of
+from meshplan.runtime.base.batch_agreement import check_peers, mean_over_ranks
+from meshplan.runtime.base.digest import digest, mark
+from meshplan.runtime.base.fake_mode import is_pretending, numbers
+from meshplan.runtime.base.mesh import device
+from meshplan.runtime.base.phases import begin
+from meshplan.runtime.checks.forward_writes import begin_microbatch
+from meshplan.runtime.checks.outside import guard_loss
+from meshplan.runtime.checks.tp_replicas import check_loss
+from meshplan.runtime.comparisons.batches import compared
+from meshplan.runtime.comparisons.given import note_size
+from meshplan.runtime.comparisons.optimizers import unknown_to_model
+from meshplan.runtime.comparisons.steps import StepCheck
+from meshplan.runtime.train.gradient_scale import clip_grad_norm_, unscale
+from meshplan.runtime.watch.guard import guarded
+
+
+@guarded()
+def local_batch(model: nn.Module, batch: Any) -> Any:
+    """This rank's part of a global batch, on this rank's device.
+
+    Args:
+        model: What `parallelize` returned.
+        batch: A tensor, or a tuple, list or mapping of tensors, each with the samples along
+            dim 0. What is not a tensor, or has no dims, is passed on as it is. Under cp the
+            tensors whose dim 1 is the sequence are cut along it too (`local_sequence`).
+
+    Raises:
+        ApplyError: The samples do not divide over the data ranks, or the sequence not over cp.
+    """
+    plan = applied(model).plan
+    whole: int | None = None
+    if plan.assignment.context is not None:
+        # Parts differ along cp: what they were cut from is compared in their place.
+        here, there = digest(batch, is_whole=False)
+        whole = here + (0 if there is None else int(there))
+        batch = local_sequence(plan, batch)
+    ranks = plan.num_data_ranks
+    index = plan.mesh.index(dist.get_rank(), DATA_AXES)
+
+    def local(tensor: torch.Tensor) -> torch.Tensor:
+        own = part_of(tensor, ranks, index, "data ranks").to(device())
+        return own if own is tensor else mark(own, whole)
+
+    return mapped(batch, local)
+
+
+@guarded("train_step")
+@weighing()
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: Any,
+    targets: Any,
+    loss_fn: Callable[[Any, Any], Any],
+) -> float:
+    """Forward, backward, one optimizer step, gradients zeroed.
+
+    Args:
+        model: What `parallelize` returned.
+        optimizer: Made from `model.parameters()` after `parallelize`.
+        inputs: This rank's inputs (`local_batch`): a tensor, a tuple of arguments or a mapping
+            of keyword arguments.
+        targets: This rank's targets: whatever `loss_fn` takes, cut along dim 0 like the inputs.
+        loss_fn: Gets the model's output and the targets; returns the mean over the samples, or
+            what the plan's `loss` says, or (sum, count): the sum over what it was given, and over
+            how many samples or tokens it was taken.
+
+    Returns:
+        The loss over the global batch, the same number on every rank: the mean, or the sum under
+        `loss: sum`. It is 0 where no token is left to take a mean over.
+
+    The plan says how many microbatches the inputs are cut into (`batch.accumulate`) and at what
+    norm gradients are clipped (`clip_grad_norm`).
+    """
+    state = applied(model)
+    guard: AbstractContextManager[object] = nullcontext()
+    if not state.is_tested:
+        _check_optimizer(model, state.plan, optimizer)
+        guard = guard_loss(model, state.plan)
+    check_peers((inputs, targets), state.plan, state.mesh, state.history.steps + 1)
+    weights = Weights(state.plan, state.mesh, state.history, (inputs, targets))
+    count = state.plan.accumulate
+    parts = zip(chunked(inputs, count), chunked(weights.marked(targets), count), strict=True)
+    total: torch.Tensor | float = 0.0
+    check = StepCheck(model, state.plan, loss_fn, state.history, (inputs, targets))
+
+    def take(output: Any, marked: tuple[Any, torch.Tensor | None]) -> torch.Tensor:
+        begin("loss")
+        target, tokens = marked
+        with guard, check.calling(output, target):
+            given = take_loss(loss_fn, output, target)
+        loss = weights.weigh(given, output, tokens)
+        check.see(output, target, given)
+        begin("backward")
+        return loss
+
+    for number, (part, target) in enumerate(parts):
+        if isinstance(model, PipelinedModule):
+            scale, is_last = state.loss_scale / count, number == count - 1
+            with compared(), loss_mode(state.plan):
+                total = total + model.step(
+                    part, target, take, scale=scale, is_last=is_last, number=number
+                )
+            continue
+        begin_microbatch(own_module(model), number)
+        begin("forward")
+        with set_gradient_sync(model, state.plan, number == count - 1), loss_mode(state.plan):
+            with compared():
+                output = _call(model, part)
+            loss = take(output, target)
+            del output
+            (loss * (state.loss_scale / count)).backward()
+        # Kept at least as wide as float32: half precision would round the mean.
+        total = total + loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
+    if not state.is_tested and state.plan.mesh.size("tp") > 1:
+        assert isinstance(total, torch.Tensor)
+        check_loss(total, state.plan, state.mesh)
+    is_first, state.is_tested = not state.is_tested, True
+    assert isinstance(total, torch.Tensor)
+    weights.agree()
+    mean, counted = mean_over_ranks(
+        total / count, (inputs, targets), state.plan, state.mesh, weights.count
+    )
+    check.settle()
+    if is_first and not is_pretending():
+        note_size((inputs, targets), state.plan)
+    begin("step")
+    factor = weights.factor(counted)
+    if unscale(model, optimizer, state, factor):
+        if state.plan.spec.clip_grad_norm is not None:
+            clip_grad_norm_(model, state.plan.spec.clip_grad_norm)
+        with compared():
+            if is_first and isinstance(model, PipelinedModule):
+                _agreed_step(optimizer)
+            else:
+                optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    state.history.steps += 1
+    return float(numbers(mean, 0.0)) * factor
+
+
+def _agreed_step(optimizer: torch.optim.Optimizer) -> None:
+    """The first step: what the self-test of one stage refuses is raised in all of them."""
+    failure: ApplyError | None = None
+    try:
+        optimizer.step()
+    except ApplyError as error:
+        failure = error
+    told: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(told, str(failure) if failure else "")
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(told):
+        if text:
+            raise ApplyError(Problem(f"rank {rank} refuses its first step: {text}"))
+
+
+@contextmanager
+def loss_parallel(model: nn.Module) -> Iterator[None]:
+    """Keep the logits cut over the vocabulary, in a loop of one's own.
+
+    Inside, `F.cross_entropy` and `nn.CrossEntropyLoss` on the model's logits are computed on
+    parts; outside, the head gathers them. Put forward, loss and backward inside.
+
+    Args:
+        model: What `parallelize` returned, under a plan that says `loss_parallel: true`.
+
+    Raises:
+        ApplyError: The plan does not say so.
+    """
+    plan = applied(model).plan
+    if not plan.assignment.loss_parallel:
+        raise _unsaid(plan, "loss_parallel: true", "add it, with a head that has the style vocab")
+    with loss_mode(plan):
+        yield
+
+
+@contextmanager
+def chunked_loss(model: nn.Module) -> Iterator[None]:
+    """Compute head and loss over parts of the tokens, in a loop of one's own.
+
+    Inside, what the model gives in place of logits has no numbers: `F.cross_entropy` and
+    `nn.CrossEntropyLoss` of it compute head and loss together; outside, the head gives whole
+    logits. Put forward, loss and backward inside.
+
+    Args:
+        model: What `parallelize` returned, under a plan that says `loss_chunks`.
+
+    Raises:
+        ApplyError: The plan does not say so, or no cross-entropy was taken inside.
+    """
+    plan = applied(model).plan
+    if plan.assignment.chunked_loss is None:
+        raise _unsaid(plan, "loss_chunks", "add loss_chunks: 8")
+    with loss_mode(plan):
+        yield
+
+
+def _unsaid(plan: Plan, statement: str, fix: str) -> ApplyError:
+    """A mode of the loss was asked for that the plan does not state."""
+    origin = plan.spec.origin(statement.partition(":")[0])
+    return ApplyError(Problem(f"this model's plan does not say {statement}", origin, fix))
+
+
+def _check_optimizer(model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer of the parameters that the model had at another time."""
+    if isinstance(model, PipelinedModule):
+        if plan.mesh.size("pp") > 1 and (others := unknown_to_model(optimizer, model)):
+            raise ApplyError(_beside_stages(others[0], plan))
+    else:
+        reshard_units(model, plan)  # What a forward without a backward left gathered.
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    own = {id(p) for p in model.parameters()}
+    missing = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    if missing and held - own:
+        raise ApplyError(
+            Problem(
+                f"the optimizer does not hold {missing[0]}, but holds parameters that are not in "
+                "the model: it was made before parallelize, or between a forward and its backward",
+                fix="make it from model.parameters() after parallelize, before the first forward",
+            )
+        )
+
+
+def _beside_stages(parameter: nn.Parameter, plan: Plan) -> Problem:
+    return Problem(
+        f"the optimizer trains a parameter of shape {list(parameter.shape)} that is not in the "
+        "pipelined model: a loss with parameters of its own runs in the last stage only",
+        plan.spec.origin("mesh.pp"),
+        "put the module that holds it inside the model",
+    )
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    """The model's output.
+
+    Raises:
+        ApplyError: A parameter that lies in parts is used where nothing gathers it, or one that
+            DistributedDataParallel waits for got no gradient.
+    """
+    try:
+        return _forward(model, inputs)
+    except RuntimeError as error:
+        if "find_unused_parameters" in str(error):
+            raise ApplyError(
+                Problem(
+                    "in the step before, some parameters got no gradient on this rank, and "
+                    "DistributedDataParallel waited for them (see the traceback above)",
+                    fix="say ddp: {find_unused_parameters: true}, or freeze what is never used",
+                )
+            ) from error
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise ApplyError(
+            Problem(
+                "a parameter that lies in parts is used outside the forward of the module that "
+                "holds it, so nothing gathers it there (see the traceback above)",
+                fix="say unit: false for a block whose forward the model does not call, or leave "
+                "that parameter whole",
+            )
+        ) from error
+
+
+def _forward(model: nn.Module, inputs: Any) -> Any:
+    args, kwargs = as_arguments(inputs)
+    return model(*args, **kwargs)

@@ -1,0 +1,1 @@
+"""`meshplan verify`: a plan on local processes, beside one process without any plan."""

@@ -1,0 +1,270 @@
+"""`meshplan verify`: a plan run on local processes, beside one process that knows of no plan.
+
+Every process builds the same small model; the first one also trains a copy of it alone. Compared
+are losses, gradient norms and every parameter after SGD; live bytes with those of the layouts,
+and the collectives of one step with those the layouts predict.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshplan.errors import MeshplanError, Problem, SpecError
+from meshplan.memory import StateBytes, state_bytes_by_rank
+from meshplan.plan.plan import Plan
+from meshplan.plan.verdict import (
+    HALF,
+    ROUNDINGS,
+    SINGLE,
+    Moved,
+    RankReport,
+    Shift,
+    Tolerance,
+    Training,
+    Verdict,
+)
+from meshplan.runtime.apply.initial_values import initialise
+from meshplan.runtime.apply.wrap import applied
+from meshplan.runtime.base.held_bytes import live_bytes
+from meshplan.runtime.base.local_ranks import Send, run_ranks
+from meshplan.runtime.estimate.scale_down import Small, Source, model_of_source
+from meshplan.runtime.parallelize import parallelize
+from meshplan.runtime.trace.collectives import counting
+from meshplan.runtime.trace.sample import sample_inputs, sample_loss
+from meshplan.runtime.trace.structure import graph_of
+from meshplan.runtime.train.gradient_scale import clip_grad_norm_
+from meshplan.runtime.train.one_process import (
+    SAFE_SCALE,
+    STEPS,
+    Alone,
+    Batches,
+    is_half,
+    microbatches_alone,
+    own_statistics,
+    prepare,
+    sgd,
+    train_alone,
+)
+from meshplan.runtime.train.state import full_state_dict
+from meshplan.runtime.train.step import local_batch, train_step
+from meshplan.runtime.verify.module_calls import record_forward
+from meshplan.spec.spec import Spec
+from meshplan.traffic import Forecast, differences, forecast
+
+SEED: Final = 0
+_OPTIMIZER: Final = "sgd_momentum"
+
+
+def verify(small: Small, told: Callable[[str], None]) -> Verdict:
+    """Run the small plan.
+
+    Args:
+        told: Is told what is being done.
+
+    Raises:
+        SpecError: The model alone cannot be trained, so that there is nothing to compare with.
+    """
+    sizes = small.spec.mesh
+    assert sizes is not None
+    assert not isinstance(sizes, str | tuple)
+    world = 1
+    for size in sizes.values():
+        world *= size if isinstance(size, int) else 1
+    told(f"{world} processes on the CPU of this machine, and one of them alone")
+    common: dict[str, Any] = {
+        "world": world, "notes": small.notes, "unmatched": small.unmatched
+    }  # fmt: skip
+    found: dict[str, Any] = {}
+    ranks: dict[int, RankReport] = {}
+    try:
+        with closing(run_ranks(world, world, _verify_rank, small.spec, small.source)) as messages:
+            for rank, message in messages:
+                if isinstance(message, RankReport):
+                    ranks[rank] = message
+                elif isinstance(message, Problem):
+                    raise SpecError(message)
+                else:
+                    found |= message
+    except SpecError:
+        raise
+    except MeshplanError as error:
+        refusal = "\n".join(str(problem) for problem in error.problems)
+        return Verdict(**common, refusal=refusal)
+    return Verdict(**common, ranks=tuple(ranks[rank] for rank in range(world)), **found)
+
+
+def _verify_rank(send: Send, spec: Spec, source: Source) -> None:
+    """One rank's part; rank 0 also trains alone, and compares."""
+    warnings.filterwarnings("ignore")
+    is_first = dist.get_rank() == 0
+    torch.manual_seed(SEED)
+    model = _materialise(model_of_source(source)).train()
+    _without_dropout(model)
+    alone = copy.deepcopy(model)
+    shared: list[Any] = [None]
+    if is_first:
+        try:
+            shared = [prepare(copy.deepcopy(alone), spec)]
+        except Exception as error:  # The model's own code may raise anything.
+            text = f"{type(error).__name__}: {error}".partition("\n")[0]
+            shared = [Problem(f"one process cannot train the small model: {text}", source.origin)]
+    dist.broadcast_object_list(shared, src=0)
+    if isinstance(shared[0], Problem):
+        if is_first:
+            send(shared[0])
+        return
+    shapes, rate = shared[0]
+    before = {n: t.detach().clone() for n, t in _state_of(model)}
+    micro = int(spec.batch.micro or 1)
+    spec = replace(spec, loss="mean")  # Which is what the losses here are.
+    inputs = sample_inputs(model, spec, micro, 0)
+    model = parallelize(model, spec, example_inputs=inputs)
+    plan = applied(model).plan
+    if applied(model).loss_scale != 1.0:
+        applied(model).loss_scale = SAFE_SCALE
+    samples = micro * plan.accumulate * plan.num_data_ranks
+    batches = Batches(alone, plan, shapes, samples)
+    inputs, targets = local_batch(model, batches.of(0, model))
+    forward = record_forward(copy.deepcopy(alone), plan, inputs, targets, sample_loss)
+    told = forecast(plan, forward, dist.get_rank())
+    single = train_alone(batches, rate) if is_first else None
+    chosen = [single.rate if single is not None else 0.0]
+    dist.broadcast_object_list(chosen, src=0)
+    training, report = _train_together(model, plan, told, batches, chosen[0])
+    state = full_state_dict(model)
+    if single is not None:
+        tolerance = HALF if is_half(plan) else SINGLE
+        send(
+            {
+                "together": training, "alone": single.training, "rounded": single.rounded,
+                "tolerance": tolerance, "mesh": str(plan.mesh),
+                "num_tensors": len(plan.assignment.tensors),
+                "moved": _compare(before, single, state, tolerance, plan),
+                "microbatches": microbatches_alone(alone, plan),
+                "own_statistics": tuple(own_statistics(alone, plan)),
+            }
+        )  # fmt: skip
+    send(report)
+
+
+def _state_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, and buffers that are saved."""
+    yield from model.named_parameters()
+    saved = model.state_dict()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+
+
+def _materialise(model: nn.Module) -> nn.Module:
+    """A model on meta with the values that one process would draw."""
+    if not any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        return model
+    names = {fqn: info.names for fqn, info in graph_of(model).tensors.items()}
+    values: dict[str, torch.Tensor] = {}
+    initialise(model, names, lambda fqn, value: values.__setitem__(fqn, value.clone()))
+    for fqn, value in values.items():
+        is_trained = model.get_parameter(fqn).requires_grad if _is_parameter(model, fqn) else None
+        made = value if is_trained is None else nn.Parameter(value, requires_grad=is_trained)
+        for name in names[fqn]:
+            path, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(path), leaf, made)
+    return model
+
+
+def _is_parameter(model: nn.Module, fqn: str) -> bool:
+    path, _, leaf = fqn.rpartition(".")
+    return leaf in model.get_submodule(path)._parameters
+
+
+def _without_dropout(model: nn.Module) -> None:
+    """Set every drop rate to zero: processes draw other masks than one process does."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            is_rate = "drop" in name or (name == "p" and isinstance(module, nn.Dropout))
+            if is_rate and isinstance(value, float):
+                setattr(module, name, 0.0)
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+
+
+def _train_together(
+    model: nn.Module, plan: Plan, told: Forecast, batches: Batches, rate: float
+) -> tuple[Training, RankReport]:
+    """Train under the plan; the last step is counted."""
+    optimizer = sgd(model, rate)
+    losses: list[float] = []
+    norms: list[float] = []
+    held: list[StateBytes] = []
+
+    def measure(*_: Any) -> None:
+        if len(losses) < STEPS - 1:
+            norms.append(float(clip_grad_norm_(model, float("inf"))))
+        else:
+            held.append(live_bytes(model, optimizer))
+
+    optimizer.register_step_pre_hook(measure)
+    for step in range(STEPS - 1):
+        inputs, targets = local_batch(model, batches.of(step, model))
+        losses.append(train_step(model, optimizer, inputs, targets, sample_loss))
+    inputs, targets = local_batch(model, batches.of(STEPS - 1, model))
+    with counting(plan.mesh) as counted:
+        losses.append(train_step(model, optimizer, inputs, targets, sample_loss))
+    predicted = state_bytes_by_rank(plan.assignment, _OPTIMIZER)[dist.get_rank()]
+    report = RankReport(
+        held=held[0],
+        predicted=predicted,
+        sent=differences(told, counted),
+        num_collectives=sum(counted.values()),
+        collective_bytes=sum(route.num_bytes * times for route, times in counted.items()),
+        unknown=told.unknown,
+        num_routed=sum(each.count for each in told.traffic if each.routed),
+    )
+    return Training(losses=tuple(losses), norms=tuple(norms)), report
+
+
+def _compare(
+    before: dict[str, torch.Tensor],
+    single: Alone,
+    live: dict[str, torch.Tensor],
+    tolerance: Tolerance,
+    plan: Plan,
+) -> Moved:
+    """Compare where each parameter and each buffer is with where one process moved it."""
+    after = dict(_state_of(single.model))
+    rounded = [dict(_state_of(model)) for model in single.rounded_models]
+    trained = {name for name, _ in single.model.named_parameters()}
+    steps = {name: (now.detach() - before[name]).double() for name, now in after.items()}
+    numel = sum(steps[name].numel() for name in trained)
+    mean_square = sum(float(steps[name].square().sum()) for name in trained) / numel
+    found: list[Shift] = []
+    for name, step in steps.items():
+        now = after[name].detach().double()
+        moved, apart = float(step.norm()), float((live[name].double() - now).norm())
+        noise = 0.0
+        if after[name].is_floating_point():
+            stored = torch.finfo(getattr(torch, plan.assignment.tensors[name].dtype))
+            noise = 4 * stored.eps * float(now.norm())
+        if name in trained:
+            noise += tolerance.noise * (mean_square * step.numel()) ** 0.5
+        allowed = noise + tolerance.relative * moved * after[name].is_floating_point()
+        others = (float((other[name].double() - now).norm()) for other in rounded)
+        allowed = max(allowed, *(ROUNDINGS * distance for distance in others))
+        found.append(
+            Shift(
+                name=name,
+                is_buffer=name not in trained,
+                is_visible=moved > 4 * noise,
+                moved=moved,
+                apart=apart,
+                allowed=allowed,
+            )
+        )
+    return Moved(shifts=tuple(found))

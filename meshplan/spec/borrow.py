@@ -1,0 +1,45 @@
+"""Axes that borrow the ranks of another: `ep: 2 in dp_shard`.
+
+Experts are spread over ranks that read different samples, so ep takes its ranks from the axis
+over which the rest of the model is sharded. Refuses to know the model and which modules hold
+experts (`assign`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from meshplan.errors import PlanError, Problem
+from meshplan.layout.mesh import Loan
+from meshplan.spec.spec import Borrow, Spec
+
+_LENDER: Final = "dp_shard"
+
+
+def expert_loans(spec: Spec, sizes: Mapping[str, int]) -> tuple[Loan, ...]:
+    """What ep borrows, against the sizes of the axes that have ranks.
+
+    Raises:
+        PlanError: It borrows what nobody can lend.
+    """
+    stated = spec.mesh.get("ep") if isinstance(spec.mesh, Mapping) else None
+    if stated is None:
+        return ()
+    if stated == 1 and _LENDER in sizes:
+        return (Loan("ep", 1, _LENDER),)
+    origin = spec.origin("mesh.ep")
+    size = stated.size if isinstance(stated, Borrow) else stated
+    write = f"write ep: {size} in {_LENDER}"
+    if _LENDER not in sizes:
+        write = f"give the mesh {{{_LENDER}: N, ep: {size} in {_LENDER}}}"
+    if not isinstance(stated, Borrow):
+        what = "ep has no ranks of its own: it borrows those that read different samples"
+        raise PlanError(Problem(what, origin, write))
+    if stated.within != _LENDER:
+        what = f"ep cannot borrow from {stated.within}: only {_LENDER} lends to it"
+        raise PlanError(Problem(what, origin, write))
+    if sizes[_LENDER] % stated.size:
+        what = f"{stated.size} does not divide {_LENDER}: {sizes[_LENDER]}"
+        raise PlanError(Problem(what, origin, f"write a divisor of {sizes[_LENDER]}"))
+    return (Loan("ep", stated.size, _LENDER),)

@@ -1,0 +1,95 @@
+"""Two statements of one plan that contradict each other, as far as no model is needed to see it.
+
+Refuses to know which strategy fits which mesh (`strategies`) and the model (`assign`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from meshplan.errors import Problem
+from meshplan.layout.mesh import DATA_AXES
+from meshplan.spec.spec import AUTO, MOST_MICROBATCHES, Spec
+
+
+def disagreements(spec: Spec) -> list[Problem]:
+    """Every pair of statements that cannot both hold."""
+    return [*_devices(spec), *_batch(spec)]
+
+
+def _devices(spec: Spec) -> Iterator[Problem]:
+    """The mesh and the hardware must speak of the same number of devices."""
+    if spec.hardware is None or spec.mesh is None or isinstance(spec.mesh, str):
+        return
+    if isinstance(spec.mesh, Mapping):
+        known = {axis: size for axis, size in spec.mesh.items() if isinstance(size, int)}
+        words = " x ".join(f"{axis} {size}" for axis, size in known.items())
+        is_free = AUTO in spec.mesh.values()
+        product = math.prod(known.values())
+    else:
+        words, product, is_free = " x ".join(map(str, spec.mesh)), math.prod(spec.mesh), False
+    world = spec.hardware.world_size
+    have = f"hardware has {spec.hardware.nodes} x {spec.hardware.gpus_per_node} = {world}"
+    if is_free and world % product:
+        what = f"no size fits 'auto': {have} devices, which the other axes, {words}, do not divide"
+        yield Problem(what, spec.origin("mesh"), f"make their product a divisor of {world}")
+    elif not is_free and product != world:
+        what = f"{words} = {product} devices, but {have}"
+        yield Problem(what, spec.origin("mesh"), f"make the product {world}, or correct hardware")
+
+
+def _batch(spec: Spec) -> Iterator[Problem]:
+    ranks = _data_ranks(spec)
+    if ranks is not None:
+        yield from split_batch(spec, ranks)[2]
+
+
+def split_batch(spec: Spec, num_data_ranks: int) -> tuple[int, int | None, list[Problem]]:
+    """(accumulate, micro, problems) from any two of micro, accumulate and global.
+
+    Args:
+        num_data_ranks: Ranks that read different samples.
+
+    Returns:
+        Micro is None when the plan does not say; what is `auto` counts as not stated.
+    """
+    batch, ranks = spec.batch, num_data_ranks
+    micro = batch.micro if isinstance(batch.micro, int) else None
+    accumulate = batch.accumulate if isinstance(batch.accumulate, int) else None
+    if batch.global_ is None:
+        return accumulate or 1, micro, []
+    per_microbatch = (micro or 1) * ranks * (accumulate or 1)
+    counted, rest = divmod(batch.global_, per_microbatch)
+    words = [f"micro {micro}"] if micro else []
+    words += [f"accumulate {accumulate}"] if accumulate else []
+    words += [f"{ranks} data ranks"]
+    product = " x ".join(words) + (f" = {per_microbatch}" if len(words) > 1 else "")
+    origin = spec.origin("batch.global")
+    if micro and accumulate and (rest or counted != 1):
+        what = f"{batch.global_} is not {product}"
+        return accumulate, micro, [Problem(what, origin, "leave one of them out")]
+    if rest:
+        near = max(1, counted) * per_microbatch
+        what = f"{batch.global_} is not a multiple of {product}"
+        fix = f"use {near} or {near + per_microbatch}"
+        return accumulate or 1, micro, [Problem(what, origin, fix)]
+    if micro is None:
+        return accumulate or 1, counted, []
+    if not accumulate and counted > MOST_MICROBATCHES:
+        what = f"{batch.global_} samples are {counted:,} microbatches of micro {micro} on each rank"
+        fix = f"write a larger micro: at most {MOST_MICROBATCHES:,} are accepted"
+        return MOST_MICROBATCHES, micro, [Problem(what, origin, fix)]
+    return accumulate or counted, micro, []
+
+
+def _data_ranks(spec: Spec) -> int | None:
+    """Ranks that read different samples; None when the plan alone does not say."""
+    if isinstance(spec.mesh, Mapping):
+        sizes = [spec.mesh.get(axis, 1) for axis in DATA_AXES]
+        known = [size for size in sizes if isinstance(size, int)]
+        return math.prod(known) if len(known) == len(sizes) else None
+    if isinstance(spec.mesh, tuple):
+        return math.prod(spec.mesh)
+    is_spread = spec.mesh is None and spec.strategy not in (None, AUTO)
+    return spec.hardware.world_size if is_spread and spec.hardware else None

@@ -1,0 +1,321 @@
+r"""Selectors: which names a pattern means, how many names become one pattern, and near misses.
+
+    *           one name, or part of one       layers.*.attn    block*
+    **.         any number of names, also none **.norm          layers.**.wq
+    **          everything below; alone, the whole model        layers.**
+    ?           one character                  layers.?
+    {a,b}       any of these, nested as you like                attn.{wq,wk}
+    {0..18}     these numbers                  layers.{0..3,7}
+    /.../       a regular expression for the whole name         /layers\.\d+/
+
+Knows names only. Refuses to know rules and models (`assign`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, Final
+
+from meshplan.spec.spec import Selector
+
+_MAX_RANGE: Final = 1_000
+"""More numbers in one pattern than any model has blocks or experts."""
+_MAX_LENGTH: Final = 4096
+_SIMPLE: Final = 3
+"""Wildcards and braces up to which Python's engine, which is quicker, may go back and try again."""
+_MAX_MEMORY: Final = 1 << 24
+"""Bytes that one pattern may take."""
+
+_TOKEN: Final = re.compile(
+    r"(?P<range>(?<=[{,])[0-9]{1,30}\.\.[0-9]{1,30}(?=[,}]))"
+    r"|(?P<below>(?:\*\*\.)+(?!$))|(?P<deep>\*\*)|(?P<star>\*)|(?P<one>\?)"
+    r"|(?P<open>\{)|(?P<close>\})|(?P<comma>,)|(?P<dot>\.)|(?P<bracket>[\[\]])"
+    r"|(?P<name>[^*?{},.\[\]]+)"
+)
+
+
+class PatternError(ValueError):
+    """A pattern that cannot be read; `fix` says what to write instead."""
+
+    def __init__(self, what: str, fix: str = "") -> None:
+        super().__init__(what)
+        self.fix = fix
+
+
+@dataclass(frozen=True, slots=True)
+class Matcher:
+    """A selector ready to be asked."""
+
+    selector: Selector
+    pattern: Any = None
+    """A compiled pattern of `re` or of RE2; None for types."""
+
+    def matches(self, fqn: str, type: str = "", qualified_type: str = "") -> bool:
+        """Whether the selector means this module or, for `param`, this parameter.
+
+        Args:
+            fqn: Its dotted name, "" for the root module.
+            type: Class name of a module.
+            qualified_type: Class name with its module path.
+        """
+        if self.pattern is None:
+            return self.selector.text in (type, qualified_type)
+        return self.pattern.fullmatch(fqn) is not None
+
+
+def compile_selector(selector: Selector) -> Matcher:
+    """The matcher of a selector.
+
+    Raises:
+        PatternError: The pattern cannot be read.
+
+    >>> matcher = compile_selector(Selector("glob", "layers.{0..3}.attn.{wq,wk}"))
+    >>> matcher.matches("layers.2.attn.wk"), matcher.matches("layers.4.attn.wk")
+    (True, False)
+    """
+    if not selector.text:
+        raise PatternError("the pattern is empty", "write a name, or ** for the whole model")
+    if selector.kind == "type":
+        return Matcher(selector)
+    if len(selector.text) > _MAX_LENGTH:
+        what = f"the pattern has {len(selector.text):,} characters, more than {_MAX_LENGTH:,}"
+        raise PatternError(what, "write several rules")
+    if selector.kind == "regex":
+        return Matcher(selector, _linear(selector.text, f"/{selector.text}/"))
+    return Matcher(selector, _of_glob(selector.text))
+
+
+def _of_glob(glob: str) -> Any:
+    """The compiled pattern of a glob: one that could go back and try again, by RE2."""
+    text = _regex(glob)
+    if sum(glob.count(sign) for sign in ("{", "*")) > _SIMPLE:
+        return _linear(text, glob)
+    try:
+        return re.compile(text)
+    except (RecursionError, OverflowError):
+        raise PatternError("the pattern is nested too deeply", "write several rules") from None
+
+
+def _linear(text: str, shown: str) -> Any:
+    """A pattern that takes time in proportion to the name, whatever is in it.
+
+    Raises:
+        PatternError: It is no regular expression, or one that looks around or back.
+    """
+    import re2  # a few milliseconds, for few plans
+
+    options = re2.Options()
+    options.log_errors = False
+    options.max_mem = _MAX_MEMORY
+    try:
+        return re2.compile(text, options)
+    except re2.error as error:
+        (reason,) = error.args
+        reason = reason.decode(errors="replace") if isinstance(reason, bytes) else str(reason)
+        fix = ""
+        if reason.startswith(("invalid perl operator", "invalid escape")):
+            fix = "look-around and references back are not supported; match what is there"
+        elif "too large" in reason:
+            fix = "write several rules"
+        shown, reason = (text if len(text) < 100 else f"{text[:99]}…" for text in (shown, reason))
+        raise PatternError(f"'{shown}' is not a regular expression: {reason}", fix) from None
+
+
+def fold(names: Iterable[str]) -> list[str]:
+    """The same names as few patterns: equal but for numbers becomes one line.
+
+    Each pattern stands where the first of its names stood and matches exactly its names.
+
+    >>> fold(f"layers.{i}.attn.{w}" for i in range(4) for w in ("wq", "wk"))
+    ['layers.{0..3}.attn.wq', 'layers.{0..3}.attn.wk']
+    >>> fold(["norm", "layers.0.norm", "layers.2.norm", "layers.5.norm"])
+    ['norm', 'layers.{0,2,5}.norm']
+    """
+    rows = list(dict.fromkeys(tuple(name.split(".")) for name in names))
+    for position in reversed(range(max(map(len, rows), default=0))):
+        groups: dict[tuple[tuple[str, ...], ...], list[tuple[str, ...]]] = {}
+        for row in rows:
+            is_number = position < len(row) and _is_number(row[position])
+            key = (row[:position], row[position + 1 :]) if is_number else (row,)
+            groups.setdefault(key, []).append(row)
+        rows = [
+            (*key[0], _numbers(int(row[position]) for row in group), *key[1])
+            if len(group) > 1
+            else group[0]
+            for key, group in groups.items()
+        ]
+    return [".".join(row) for row in rows]
+
+
+def nearest(pattern: str, names: Iterable[str]) -> str | None:
+    """The pattern closest to this one that matches some of `names`; None when nothing is close.
+
+    First every part that fits is kept as written and the first that does not is spelled like
+    what stands there; failing that, the most similar name with `*` for numbers, rather one that
+    ends alike.
+
+    >>> nearest("layers.{0..3}.atn.wq", ["layers.0.attn.wq", "layers.0.attn.wk", "norm"])
+    'layers.{0..3}.attn.wq'
+    >>> nearest("layers.*.wq", ["layers.0.attn.wq", "layers.1.attn.wq", "norm"])
+    'layers.*.attn.wq'
+    """
+    rows, general = _shapes(tuple(names))
+    parts = _parts(pattern)
+    mended = _mend(parts, rows)
+    if mended and mended != pattern:
+        return mended
+    same_end = _fitting(parts[-1], (row[-1] for row in general.values()))
+    ends_alike = [name for name, row in general.items() if row[-1] in same_end]
+    return near(pattern, ends_alike) or near(pattern, general)
+
+
+@lru_cache(maxsize=8)
+def _shapes(
+    names: tuple[str, ...],
+) -> tuple[Sequence[tuple[str, ...]], Mapping[str, tuple[str, ...]]]:
+    """(the parts of each name, one name for each pattern with `*` for numbers)."""
+    rows = tuple(dict.fromkeys(tuple(name.split(".")) for name in names if name))
+    general = {".".join("*" if _is_number(part) else part for part in row): row for row in rows}
+    return rows, MappingProxyType(general)
+
+
+def near(word: str, words: Iterable[str]) -> str | None:
+    """The most similar of `words`, whatever the case; None when none is similar.
+
+    >>> near("colwize", ["colwise", "rowwise"]), near("banana", ["colwise", "rowwise"])
+    ('colwise', None)
+    """
+    by_lower = {w.lower(): w for w in words}
+    close = difflib.get_close_matches(word[:200].lower(), by_lower, n=1)
+    return by_lower[close[0]] if close else None
+
+
+def _regex(glob: str) -> str:
+    """The regular expression that means the same as a glob."""
+    if glob == "**":
+        return ".*"
+    missing = "}" if glob.count("{") > glob.count("}") else "{"
+    if glob.count("{") != glob.count("}"):
+        raise PatternError(f"a '{missing}' is missing in '{glob}'")
+    out: list[str] = []
+    open_braces = 0
+    for found in _TOKEN.finditer(glob):
+        kind, text = found.lastgroup or "", found.group()
+        before, after = glob[: found.start()], glob[found.end() :]
+        starts = not before or before[-1] in ".{" or (before[-1] == "," and open_braces > 0)
+        ends = not after or after[0] in ".}" or (after[0] == "," and open_braces > 0)
+        if kind == "range":
+            out.append(_alternatives(text))
+        elif kind in ("below", "deep"):
+            if not (starts and (ends or kind == "below")):
+                raise PatternError(
+                    f"'**' in '{glob}' is not a whole name between dots", "write * for part of one"
+                )
+            out.append(r"(?:[^.]+\.)*" if kind == "below" else ".+")
+        elif kind == "star":
+            out.append("[^.]+" if starts and ends else "[^.]*")
+        elif kind == "one":
+            out.append("[^.]")
+        elif kind == "open":
+            open_braces += 1
+            if after.startswith("}"):
+                raise PatternError(f"the braces in '{glob}' are empty")
+            out.append("(?:")
+        elif kind == "close":
+            open_braces -= 1
+            if open_braces < 0:
+                raise PatternError(f"a '}}' stands before its '{{' in '{glob}'")
+            out.append(")")
+        elif kind == "comma":
+            out.append("|" if open_braces else ",")
+        elif kind == "dot":
+            if starts or ends:
+                raise PatternError(
+                    f"'{glob}' has an empty name beside a dot",
+                    "a range is written {0..18}" if ".." in glob else "remove the dot",
+                )
+            out.append(r"\.")
+        elif kind == "bracket":
+            raise PatternError(
+                f"'{text}' means nothing in a pattern such as '{glob}'",
+                "write {0..3} for numbers, {a,b} for names, or /.../ for a regular expression",
+            )
+        else:
+            out.append(re.escape(text))
+    return "".join(out)
+
+
+def _alternatives(text: str) -> str:
+    """`0..18` as the numbers it means; zeros in front are kept, as a shell does."""
+    low, high = text.split("..")
+    first, last = int(low), int(high)
+    if first > last:
+        raise PatternError(f"the range {{{text}}} counts down", f"write {{{high}..{low}}}")
+    if last - first >= _MAX_RANGE:
+        raise PatternError(f"the range {{{text}}} has more than {_MAX_RANGE:,} numbers", "write *")
+    width = len(low) if low.startswith("0") else 0
+    return f"(?:{'|'.join(str(number).zfill(width) for number in range(first, last + 1))})"
+
+
+def _is_number(part: str) -> bool:
+    return len(part) < 10 and part.isascii() and part.isdigit() and str(int(part)) == part
+
+
+def _numbers(numbers: Iterable[int]) -> str:
+    """`{0..3,7}`: runs of three and more as a range."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    words: list[str] = []
+    for run in runs:
+        words += [f"{run[0]}..{run[-1]}"] if len(run) > 2 else map(str, run)
+    return "{" + ",".join(words) + "}"
+
+
+def _parts(glob: str) -> list[str]:
+    """The names of a glob, cut at the dots outside braces."""
+    parts, depth = [""], 0
+    for char in glob:
+        depth += (char == "{") - (char == "}")
+        if char == "." and not depth:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return parts
+
+
+def _mend(parts: Sequence[str], rows: Sequence[tuple[str, ...]]) -> str | None:
+    """The pattern with each part that matches nothing spelled like a name that stands there."""
+    here = {(row, 0) for row in rows}
+    kept: list[str] = []
+    for part in parts:
+        if part == "**":
+            here = {(row, at) for row, start in here for at in range(start, len(row) + 1)}
+        else:
+            there = {(row, at) for row, at in here if at < len(row)}
+            names = dict.fromkeys(row[at] for row, at in there)
+            fitting = _fitting(part, names)
+            if not fitting:
+                close = near(part, sorted(names))
+                if close is None:
+                    return None
+                part, fitting = close, {close}
+            here = {(row, at + 1) for row, at in there if row[at] in fitting}
+        kept.append(part)
+    return ".".join(kept) if any(at == len(row) for row, at in here) else None
+
+
+def _fitting(part: str, names: Iterable[str]) -> set[str]:
+    try:
+        pattern = _of_glob(part)
+    except PatternError:
+        return set()
+    return {name for name in names if pattern.fullmatch(name)}

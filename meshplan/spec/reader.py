@@ -1,0 +1,399 @@
+"""plan.yaml -> `Spec`: the only importer of yaml.
+
+Reads YAML 1.2's core scalars with the place of every value: `3e9` is a number, `no` and `1:30`
+are texts, a key given twice is an error. Anchors, aliases and tags are refused: a plan says
+each thing where it holds. Built on yaml's events, so that nothing recurses and a file cannot
+grow while it is read. Refuses to know what the keys mean (`schema`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from meshplan.errors import Origin, Problem, SpecError
+from meshplan.files import read_bytes
+from meshplan.spec.schema import read_spec
+from meshplan.spec.source import (
+    MAX_DEPTH,
+    MAX_DIGITS,
+    MAX_VALUES,
+    TOO_DEEP,
+    TOO_MANY,
+    UNPRINTABLE,
+    child_path,
+    decoded,
+    from_python,
+    put,
+    read_text,
+    split_override,
+)
+from meshplan.spec.spec import Spec
+from meshplan.spec.trust import PERSONS_WORDS, digest_of
+from meshplan.spec.values import Findings, Value, quote, show
+
+_BEGIN: Final = "begin with version: 1"
+_MOST_PARSED, _LONG = 128, 1 << 14
+"""Texts whose events are kept, and the characters from which none is."""
+_INT: Final = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
+_FLOAT: Final = re.compile(
+    r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+)
+_WORDS: Final[Mapping[str, bool | None]] = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+}
+
+
+def load_spec(
+    source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()
+) -> Spec:
+    """The Spec of a plan file or of the same thing as a Python mapping.
+
+    Args:
+        source: A path, or a mapping with the keys of the file.
+        overrides: Statements such as "mesh.tp=2" or "rules[0].place.tp=colwise", applied last;
+            an empty value takes a statement back.
+
+    Raises:
+        SpecError: With every problem found.
+    """
+    found = Findings()
+    plan: Value | None
+    if isinstance(source, Mapping):
+        name = "<mapping>"
+        plan = from_python(source, name, found)
+    elif isinstance(source, (str, os.PathLike)):
+        name = str(source)
+        if name in PERSONS_WORDS:  # Else what such a file says would pass for a person's word.
+            name = os.path.join(os.curdir, name)
+        text = read_text(name)
+        plan = _Composer(name, found, digest=digest_of(text)).compose(text)
+        if plan is None and not found.problems:
+            found.add(Origin(name), "the file is empty", _BEGIN)
+    else:
+        raise SpecError(f"a plan is a path or a mapping, not {type(source).__name__}")
+    if plan is not None and not isinstance(plan.data, dict) and not plan.is_broken:
+        found.add(plan, f"a plan is a mapping of keys, not {show(plan)}", _BEGIN)
+    if plan is None or not isinstance(plan.data, dict):
+        raise SpecError(found.problems)
+    _check_kind(plan.data, name)
+    for override in overrides:
+        _override(plan, override, found)
+    spec = read_spec(plan, found, _origins(plan), name)
+    found.raise_if(True)
+    assert spec is not None, "no Spec without a problem"
+    return spec
+
+
+def read_yaml(path: str | os.PathLike[str], most: int, what: str) -> Value:
+    """Read a file of another kind than a plan, under the same bounds.
+
+    Args:
+        most: Bytes that it may have.
+        what: What it is, with an article: "a lock".
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        SpecError: It cannot be read, with every problem found.
+    """
+    found = Findings()
+    name = os.fspath(path)
+    value = _Composer(name, found).compose(decoded(read_bytes(path, most, what), name, what))
+    found.raise_if(True)
+    return value or Value(data=None, origin=Origin(name))
+
+
+_KINDS: Final = (
+    ("model_type", "a model's config", "name it in a plan, as model: {{config: {name}}}"),
+    ("lock", "a lock", "name the plan file that it is beside"),
+)
+"""What is no plan, by a key that none has, and what to do with it."""
+
+
+def _check_kind(keys: Mapping[str, Value], name: str) -> None:
+    """Refuse a whole file of another kind, and not each of its keys."""
+    for key, kind, fix in _KINDS:
+        if key in keys and "version" not in keys:
+            what = f"this is {kind}, not a plan"
+            raise SpecError(Problem(what, Origin(name), fix.format(name=Path(name).name)))
+
+
+def _override(plan: Value, override: str, found: Findings) -> None:
+    """Read one `--set PATH=VALUE` and put it into the plan."""
+    parts = split_override(override, found)
+    if parts is None:
+        return
+    path, text = parts
+    origin, num_before = Origin("--set", path), len(found.problems)
+    # A shell has no anchors: a pattern such as *.norm needs no second pair of quotes.
+    if text.startswith("*") or UNPRINTABLE.search(text):
+        value: Value | None = Value(data=text, origin=origin, text=text)
+    else:
+        value = _Composer("--set", found, path, has_lines=False).compose(text)
+    if len(found.problems) == num_before:
+        put(plan, value or Value(data=None, origin=origin), found)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A list or mapping of which the end was not seen yet."""
+
+    value: Value
+    mark: Any
+    pending: tuple[str, Origin] | None = None
+
+
+@lru_cache(maxsize=_MOST_PARSED)
+def _parsed(text: str) -> tuple[yaml.Event, ...] | None:
+    """The events of a text: a planner reads one file with few words changed again and again.
+
+    None where it is broken, long or deep: what comes before the break is of interest too, and
+    yaml takes the longer for each bracket the more of them are open.
+    """
+    if len(text) > _LONG:
+        return None
+    events, depth = [], 0
+    try:
+        for event in yaml.parse(text, yaml.SafeLoader):
+            events.append(event)
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                return None
+    except (yaml.YAMLError, ValueError, OverflowError):
+        return None
+    return tuple(events)
+
+
+class _Composer:
+    """Yaml events -> Values.
+
+    Args:
+        file: The name for messages.
+        found: Takes the problems.
+        base: The path at which the text stands.
+        has_lines: False for a text from the command line.
+        digest: Of a plan file's text; every origin carries it to the check of code that may run.
+    """
+
+    def __init__(
+        self,
+        file: str,
+        found: Findings,
+        base: str = "",
+        has_lines: bool = True,
+        digest: str = "",
+    ) -> None:
+        self._file, self._found, self._base, self._has_lines = file, found, base, has_lines
+        self._digest = digest
+        self._open: list[_Open] = []
+        self._anchors: set[str] = set()
+        self._root: Value | None = None
+        self._num_values = 0
+
+    def compose(self, text: str) -> Value | None:
+        """The value of the text; None when it is empty or reading had to stop at a problem."""
+        try:
+            for event in _parsed(text) or yaml.parse(text, yaml.SafeLoader):
+                if not self._take(event, text):
+                    return None
+        except yaml.MarkedYAMLError as error:
+            brackets = [at.mark for at in self._open if text[at.mark.index] in "[{"]
+            what, fix, mark = _syntax(error, text, brackets[-1] if brackets else None)
+            self._found.add(self._at(mark, ""), what, fix)
+            return None
+        except SpecError:  # is a ValueError too
+            raise
+        except (yaml.YAMLError, ValueError, OverflowError) as error:
+            self._found.add(Origin(self._file, self._base), f"yaml cannot read this: {error}")
+            return None
+        return self._root
+
+    def _take(self, event: Any, text: str) -> bool:
+        """Whether reading can go on after this event."""
+        if isinstance(event, yaml.DocumentStartEvent) and self._root is not None:
+            where = self._at(event.start_mark, "")
+            self._found.add(where, "a second document begins here", "keep one plan per file")
+            return False
+        if isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
+            self._attach(self._open.pop().value)
+            return True
+        if not isinstance(event, yaml.NodeEvent):
+            return True
+        parent = self._open[-1] if self._open else None
+        if parent and isinstance(parent.value.data, dict) and parent.pending is None:
+            return self._take_key(event, parent, text)
+        value = self._value(event, text)
+        if isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
+            self._open.append(_Open(value, event.start_mark))
+        else:
+            self._attach(value)
+        self._num_values += 1
+        if len(self._open) > MAX_DEPTH:
+            self._found.add(self._at(event.start_mark, ""), *TOO_DEEP)
+        elif self._num_values > MAX_VALUES:
+            self._found.add(self._at(event.start_mark, ""), *TOO_MANY)
+        else:
+            return True
+        return False
+
+    def _take_key(self, event: Any, parent: _Open, text: str) -> bool:
+        path = parent.value.origin.path
+        if isinstance(event, yaml.AliasEvent):
+            self._quote_star(event.start_mark, text, path)
+            return False
+        if not isinstance(event, yaml.ScalarEvent) or not event.value:
+            fix = "put a text that begins with '{' or '[' in quotes"
+            self._found.add(self._at(event.start_mark, path), "a key must be a word", fix)
+            return False
+        parent.pending = event.value, self._at(event.start_mark, child_path(path, event.value))
+        return True
+
+    def _value(self, event: Any, text: str) -> Value:
+        """The value of an event, empty yet for a list or mapping."""
+        parent = self._open[-1] if self._open else None
+        key = parent.pending[1] if parent and parent.pending else None
+        if parent is None:
+            path = self._base
+        elif key is not None:
+            path = key.path
+        else:
+            path = f"{parent.value.origin.path}[{len(parent.value.data)}]"
+        origin = self._at(event.start_mark, path)
+        broken = Value(data=None, origin=origin, key=key, is_broken=True)
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor not in self._anchors:
+                self._quote_star(event.start_mark, text, path)
+            return broken
+        is_broken = event.anchor is not None or event.tag is not None
+        if event.anchor is not None:
+            self._anchors.add(event.anchor)
+            what = f"anchors such as {quote('&' + event.anchor)} are not read"
+            self._found.add(origin, what, "write the value out at each place where it holds")
+        elif event.tag is not None:
+            self._found.add(origin, f"tags such as {quote(event.tag)} are not read", "remove it")
+        data: Any
+        if isinstance(event, yaml.MappingStartEvent):
+            data = {}
+        elif isinstance(event, yaml.SequenceStartEvent):
+            data = []
+        else:
+            is_quoted = event.style in ("'", '"', "|", ">")
+            data = event.value if is_quoted or is_broken else _scalar(event.value)
+            return Value(
+                data=data, origin=origin, text=event.value, key=key,
+                is_quoted=is_quoted, is_broken=is_broken,
+            )  # fmt: skip
+        return Value(data=data, origin=origin, key=key, is_broken=is_broken)
+
+    def _attach(self, value: Value) -> None:
+        """Put a finished value where it belongs."""
+        if not self._open:
+            self._root = value
+            return
+        parent = self._open[-1]
+        data = parent.value.data
+        if parent.pending is None:
+            data.append(value)
+            return
+        name, key = parent.pending
+        parent.pending = None
+        if name in data:
+            first = data[name].key
+            fix = f"it is also at line {first.line}; keep one" if first.line else "keep one"
+            self._found.add(key, "this key is given twice", fix)
+        else:
+            data[name] = value
+
+    def _quote_star(self, mark: Any, text: str, path: str) -> None:
+        what, fix = _star(text, mark.index)
+        self._found.add(self._at(mark, path), what, fix)
+
+    def _at(self, mark: Any, path: str) -> Origin:
+        if not self._has_lines:
+            return Origin(self._file, path or self._base)
+        return Origin(self._file, path, mark.line + 1, mark.column + 1, self._digest)
+
+
+def _scalar(text: str) -> Any:
+    """What a plain scalar means in YAML 1.2's core schema."""
+    if text in _WORDS:
+        return _WORDS[text]
+    if len(text) <= MAX_DIGITS and _INT.fullmatch(text):
+        return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+    return float(text.replace(".inf", "inf").replace(".nan", "nan")) if _is_float(text) else text
+
+
+def _is_float(text: str) -> bool:
+    return len(text) <= 2 * MAX_DIGITS and _FLOAT.fullmatch(text.lower()) is not None
+
+
+def _star(text: str, index: int) -> tuple[str, str]:
+    """The problem with an unquoted pattern that begins with `*`."""
+    found = re.compile(r"[^\s,\[\]#:]{1,60}").match(text, index)
+    word = found.group() if found else "*"
+    return "a text that begins with '*' must be in quotes", f'write "{word}"'
+
+
+def _syntax(error: yaml.MarkedYAMLError, text: str, bracket: Any) -> tuple[str, str, Any]:
+    """What, fix and place of a text that is no yaml, in our words.
+
+    Args:
+        error: What yaml says.
+        text: All of it.
+        bracket: The mark of the innermost '[' or '{' that is still open, None without one.
+    """
+    problem, context = error.problem or "", error.context or ""
+    mark: Any = error.problem_mark or error.context_mark
+    start: Any = error.context_mark or mark
+    char = text[mark.index] if mark.index < len(text) else ""
+    if "alias" in context:
+        return *_star(text, start.index), start
+    if char == "\t":
+        return "a tab stands where only spaces can", "indent with spaces", mark
+    if "cannot start any token" in problem:
+        return f"no value can begin with {char!r}", "put the text in quotes", mark
+    if "mapping values are not allowed" in problem:
+        fix = "indent it like the line above, or put a text with ': ' in quotes"
+        return "this ':' does not fit here", fix, mark
+    if "quoted scalar" in context and "end of stream" in problem:
+        return "the quote that opens here is never closed", "close it", start
+    if bracket and not char:
+        return f"the '{text[bracket.index]}' that opens here is never closed", "close it", bracket
+    if bracket and char in "{[":
+        return f"a text with {char!r} between brackets must be in quotes", "put it in quotes", mark
+    if bracket:
+        opens = f"the '{text[bracket.index]}' of line {bracket.line + 1}"
+        return f"{char!r} does not fit here", f"close {opens}, or add a comma", mark
+    if "<scalar>" in problem:
+        fix = "put the whole text in the other kind of quotes"
+        return "the text goes on after its closing quote", fix, mark
+    if "<block end>" in problem:
+        fix = "begin all keys of one mapping in the same column"
+        return "the indentation fits none of the lines above", fix, mark
+    return f"yaml cannot read this: {problem}", "put the text in quotes", mark
+
+
+def _origins(plan: Value) -> dict[str, Origin]:
+    """Where each value stands, by dotted path; a key without a value states nothing."""
+    out: dict[str, Origin] = {}
+    todo = [plan]
+    while todo:
+        value = todo.pop()
+        if value.data is None:
+            continue
+        out[value.origin.path] = value.origin
+        if isinstance(value.data, dict):
+            todo += value.data.values()
+        elif isinstance(value.data, list):
+            todo += value.data
+    return out

@@ -1,0 +1,331 @@
+"""One entry of `rules`, and the settings that a rule and the whole plan share.
+
+Knows the form of patterns, placements and settings. Refuses to know which modules exist
+(`assign`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from meshplan.layout.mesh import AXES, DATA_AXES
+from meshplan.layout.styles import (
+    EXPERT_STYLE,
+    PLANNED_STYLES,
+    STYLE_NAMES,
+    parse_packed,
+    parse_placement,
+)
+from meshplan.spec.match import PatternError, compile_selector
+from meshplan.spec.spec import (
+    AUTO,
+    DTYPE_WORDS,
+    PRECISION_WORDS,
+    ActivationCheckpointing,
+    Offload,
+    Precision,
+    Rule,
+    Selector,
+)
+from meshplan.spec.values import (
+    Decoder,
+    Findings,
+    Value,
+    boolean,
+    choice,
+    did_you_mean,
+    integer,
+    is_mapping,
+    is_stated,
+    items,
+    join,
+    measured,
+    pattern,
+    quote,
+    section,
+    show,
+    text,
+)
+from meshplan.units import parse_bytes
+
+_STYLES: Final = (*STYLE_NAMES, *PLANNED_STYLES, EXPERT_STYLE)
+_REPLICATE: Final = ("r", "replicate", "replicate()")
+_PARTIAL: Final = re.compile(r"p|(p|_?partial)(\(.*\))?", re.IGNORECASE)
+
+_MODES: Final = ("none", "full", "selective", AUTO)
+_OFFLOAD_WORDS: Final[Mapping[str, Offload]] = {
+    "none": Offload(params=False, optimizer=False, activations=False),
+    "optimizer": Offload(optimizer=True),
+    "params": Offload(params=True),
+    AUTO: Offload(params=AUTO, optimizer=AUTO, activations=AUTO),
+}
+
+code_name = pattern(
+    r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*",
+    "a function as module:name",
+    "my_package.my_module:build",
+)
+axis_list: Final = f"the axes are {', '.join(AXES)}"
+
+
+def boolean_or_auto(value: Value, found: Findings) -> bool | str | None:
+    """`true`, `false` or `auto`."""
+    return AUTO if value.data == AUTO else boolean(value, found)
+
+
+def _dtype(value: Value, found: Findings) -> str | None:
+    """A floating-point dtype by any of its names, as torch calls it."""
+    word = value.text.lower().removeprefix("torch.")
+    if not isinstance(value.data, (list, dict)) and word in DTYPE_WORDS:
+        return DTYPE_WORDS[word]
+    fix = f"write {join(dict.fromkeys(DTYPE_WORDS.values()))}"
+    found.add(value, f"{show(value)} is not a dtype", did_you_mean(word, DTYPE_WORDS, fix))
+    return None
+
+
+def precision(value: Value, found: Findings) -> Precision | None:
+    """A precision word, or dtypes by role."""
+    if isinstance(value.data, (list, dict)):
+        roles = section(
+            value,
+            found,
+            dict.fromkeys(("param", "reduce", "output", "master"), _dtype),
+            "precision: bf16-mixed, or {param: bf16, reduce: fp32, master: fp32}",
+        )
+        return Precision(**roles) if roles is not None else None
+    word = value.text.lower()
+    if word in PRECISION_WORDS:
+        return Precision(**PRECISION_WORDS[word], word=word)
+    dtype = DTYPE_WORDS.get(word)
+    of_dtype = [known for known, roles in PRECISION_WORDS.items() if roles["param"] == dtype]
+    fix = f"write {join(of_dtype or PRECISION_WORDS)}"
+    if not of_dtype:
+        fix = did_you_mean(word, PRECISION_WORDS, fix)
+    found.add(value, f"{show(value)} is not a precision", fix)
+    return None
+
+
+def _budget(value: Value, found: Findings) -> float | int | None:
+    """A fraction of the activations, or bytes."""
+    if isinstance(value.data, (int, float)) and not isinstance(value.data, bool):
+        if 0 <= value.data <= 1:
+            return float(value.data)
+        fix = "write 0.5 for a half, or a size such as 4GiB"
+        found.add(value, f"{show(value)} is neither a fraction from 0 to 1 nor a size", fix)
+        return None
+    size: int | None = measured(parse_bytes)(value, found)
+    return size
+
+
+def _operations(value: Value, found: Findings) -> tuple[str, ...] | None:
+    name = pattern(r"[A-Za-z_][\w.:]*", "the name of an operation", "mm")
+    return tuple(filter(None, [name(v, found) for v in items(value, found, "save: [mm, sdpa]")]))
+
+
+_CHECKPOINTING_READS: Final = {
+    "every": ("full", "selective"),
+    "save": ("selective",),
+    "budget": ("selective", AUTO),
+}
+"""Which modes read a key; in any other mode it would be ignored."""
+
+
+def activation_checkpointing(value: Value, found: Findings) -> ActivationCheckpointing | None:
+    """A mode, or a mode with its details."""
+    mode = choice(_MODES, "a mode of activation checkpointing")
+    if not isinstance(value.data, (list, dict)):
+        word = mode(value, found)
+        return ActivationCheckpointing(mode=word) if word else None
+    got = section(
+        value,
+        found,
+        {"mode": mode, "every": integer(), "save": _operations, "budget": _budget},
+        "activation_checkpointing: full, or {mode: selective, save: [mm, sdpa]}",
+        required={"mode": f"add mode: {join(_MODES[1:])}"},
+    )
+    if got is None or "mode" not in got:
+        return None
+    stated: Any = value.data
+    for key in got:
+        readers = _CHECKPOINTING_READS.get(key, _MODES)
+        if got["mode"] not in readers:
+            what = f"'{key}' has no meaning for mode: {got['mode']}"
+            found.add(stated[key], what, f"remove it, or write mode: {join(readers)}")
+    return ActivationCheckpointing(**got)
+
+
+def offload(value: Value, found: Findings) -> Offload | None:
+    """A word, or what is offloaded one by one."""
+    if not isinstance(value.data, (list, dict)):
+        word: Offload | None = choice(_OFFLOAD_WORDS, "a word of offload")(value, found)
+        return word
+    fields = dict.fromkeys(("params", "optimizer", "activations"), boolean_or_auto)
+    got = section(value, found, fields, "offload: optimizer, or {params: true, optimizer: true}")
+    return Offload(**got) if got is not None else None
+
+
+def axis_ok(name: str, value: Value, found: Findings) -> bool:
+    """Whether this key is a mesh axis; otherwise a problem is noted."""
+    if name in AXES:
+        return True
+    what = f"{quote(name)} is not a mesh axis"
+    found.add(value.key or value.origin, what, did_you_mean(name, AXES, axis_list))
+    return False
+
+
+_MATCH_EXAMPLE: Final = 'match: "layers.*"'
+_MATCH_KINDS: Final[Mapping[str, Decoder]] = {
+    "type": text("the name of a class"),
+    "param": text("a pattern of parameter names"),
+}
+
+
+def _selector(value: Value, found: Findings) -> Selector | None:
+    """A glob, `/regex/`, `{type: CLASS}` or `{param: GLOB}`."""
+    if isinstance(value.data, dict):
+        got = section(value, found, _MATCH_KINDS, _MATCH_EXAMPLE) or {}
+        if len(got) == 2 or not value.data:
+            what = "a match by mapping has either 'type' or 'param'"
+            found.add(value, what, "write one entry for each: [{type: Linear}, {param: bias}]")
+        if len(got) != 1:
+            return None
+        selector = (
+            Selector("type", got["type"]) if "type" in got else Selector("param", got["param"])
+        )
+    elif isinstance(value.data, str):
+        is_regex = len(value.data) > 1 and value.data[0] == value.data[-1] == "/"
+        selector = Selector("regex", value.data[1:-1]) if is_regex else Selector("glob", value.data)
+    else:
+        found.add(value, f"{show(value)} is not a pattern", f"write {_MATCH_EXAMPLE}")
+        return None
+    try:
+        compile_selector(selector)
+    except PatternError as error:
+        found.add(value, str(error), error.fix)
+    return selector
+
+
+def _match(value: Value, found: Findings) -> tuple[Selector, ...] | None:
+    many = isinstance(value.data, list)
+    each = items(value, found, _MATCH_EXAMPLE) if many else [value]
+    return tuple(filter(None, [_selector(one, found) for one in each])) or None
+
+
+def _placement(axis: str, value: Value, found: Findings) -> str | None:
+    """The canonical word: `S(0)`, `R`, `auto` or a style."""
+    word = value.text.strip()
+    lower = word.lower()
+    dim = parse_placement(word)
+    fix = "write R for replicas or S(0) for a cut of dim 0"
+    if isinstance(value.data, (list, dict)):
+        found.add(value, f"{show(value)} is not a placement", fix)
+    elif axis == "pp":
+        what = "'pp' cuts the list of modules, not tensors"
+        found.add(value.key or value.origin, what, "write stage: 0 in the rule instead of place")
+    elif dim is not None:
+        return f"S({dim})"
+    elif lower in _REPLICATE:
+        return "R"
+    elif lower == AUTO:
+        return AUTO
+    elif _PARTIAL.fullmatch(word):
+        found.add(value, f"{show(value)} cannot be declared: parameters are never partial", fix)
+    elif parse_packed(word)[0] not in _STYLES:
+        known = (*_STYLES, "replicate", AUTO, "S(0)", "S(1)")
+        found.add(value, f"{show(value)} is not a placement", did_you_mean(word, known, fix))
+    elif 0 in (sizes := parse_packed(word)[1]) or sizes == (1,):
+        found.add(value, f"{show(value)} names no pieces", "write packed_colwise(2), say")
+    elif (word == EXPERT_STYLE) != (axis == "ep"):
+        what = f"'{word}' is not a style of the axis {axis}"
+        found.add(value, what, f"write {'ep' if word == EXPERT_STYLE else 'tp'}: {word}")
+    elif axis in DATA_AXES:
+        what = f"'{word}' is a tensor-parallel style, and {axis} is a data axis"
+        found.add(value, what, f"write tp: {word}, or {axis}: S(0)")
+    else:
+        return word
+    return None
+
+
+_DATA_WORDS: Final = ("replicate", "shard", "hybrid_shard")
+
+
+def _place(value: Value, found: Findings) -> str | dict[str, str] | None:
+    """A word for the data axes, or a placement by axis."""
+    example = "place: shard, or place: {tp: colwise}"
+    if not isinstance(value.data, (list, dict)):
+        word = value.text
+        if word in _STYLES or parse_placement(word) is not None:
+            found.add(value, f"{show(value)} does not say which axis", f"write {{tp: {word}}}")
+            return None
+        data: str | None = choice(_DATA_WORDS, "a place")(value, found)
+        return data
+    if not is_mapping(value, found, example):
+        return None
+    axes: Any = value.data
+    if not axes:
+        found.add(value, "no axis is named", f"write {example}")
+    out: dict[str, str] = {}
+    for axis, child in axes.items():
+        if axis_ok(axis, child, found) and is_stated(child):
+            placement = _placement(axis, child, found)
+            if placement is not None:
+                out[axis] = placement
+    return out
+
+
+def _reshard(value: Value, found: Findings) -> bool | int | None:
+    if isinstance(value.data, bool):
+        return value.data
+    if isinstance(value.data, int) and value.data >= 2:
+        return value.data
+    what = f"{show(value)} is not true, false or a whole number of at least 2"
+    found.add(value, what, "write true, or how many ranks share the parameters after forward")
+    return None
+
+
+_FIELDS: Final = {
+    "match": _match,
+    "place": _place,
+    "stage": integer(0, "first", "last"),
+    "unit": boolean,
+    "reshard_after_forward": _reshard,
+    "precision": precision,
+    "activation_checkpointing": activation_checkpointing,
+    "offload": offload,
+    "apply": code_name,
+    "why": text("a text"),
+    "optional": boolean,
+}
+RULE_KEYS: Final = tuple(_FIELDS)
+_STATES: Final = tuple(key for key in _FIELDS if key not in ("match", "why", "optional"))
+
+
+def rule(index: int, value: Value, found: Findings, homes: Mapping[str, str]) -> Rule | None:
+    """One entry of `rules`.
+
+    Args:
+        index: Its position.
+        value: What stands in the file.
+        found: Takes the problems.
+        homes: Fixes for keys that belong elsewhere in the plan.
+    """
+    num_before = len(found.problems)
+    got = section(
+        value,
+        found,
+        _FIELDS,
+        "- {match: embed, place: shard}",
+        required={"match": "say which modules it means, such as " + _MATCH_EXAMPLE},
+        homes={**homes, **{axis: f"write place: {{{axis}: ...}}" for axis in AXES}},
+    )
+    if len(found.problems) == num_before and not any(key in (got or {}) for key in _STATES):
+        fix = f"add {join(_STATES)}, or remove the rule"
+        found.add(value, "the rule states nothing about what it matches", fix)
+    # A match that yaml could not read was noted before: its rule is lost without a word here.
+    if got is None or "match" not in got or len(found.problems) > num_before:
+        return None
+    if isinstance(got.get("place"), str):
+        got["data"] = got.pop("place")
+    return Rule(index=index, **got)

@@ -1,0 +1,400 @@
+"""The keys of plan.yaml: marked values -> `Spec`, with every problem that needs no model.
+
+Knows the form and what can contradict itself inside one file. Refuses to know yaml (`reader`),
+the model (`assign`) and which strategy fits which mesh (`strategies`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from meshplan.errors import Origin, SpecError
+from meshplan.layout.dtypes import DTYPE_BYTES
+from meshplan.layout.hardware import find_device
+from meshplan.layout.mesh import AXES
+from meshplan.layout.optimizers import SHAPED_STATES
+from meshplan.spec.contradictions import disagreements
+from meshplan.spec.rules import (
+    RULE_KEYS,
+    activation_checkpointing,
+    axis_ok,
+    code_name,
+    offload,
+    precision,
+    rule,
+)
+from meshplan.spec.spec import (
+    AUTO,
+    DTYPE_WORDS,
+    MOST_MICROBATCHES,
+    OPTIMIZER_STATES,
+    STRATEGY_WORDS,
+    Batch,
+    Borrow,
+    Context,
+    Experts,
+    HardwareSpec,
+    InputSpec,
+    ModelSpec,
+    Pipeline,
+    Rule,
+    Spec,
+)
+from meshplan.spec.values import (
+    Decoder,
+    Findings,
+    Value,
+    boolean,
+    choice,
+    did_you_mean,
+    integer,
+    is_mapping,
+    is_stated,
+    items,
+    join,
+    measured,
+    number,
+    section,
+    show,
+    text,
+)
+from meshplan.units import parse_bandwidth, parse_count, parse_memory
+
+VERSION: Final = 1
+_MAX_DEVICES: Final = 10**6
+_count, _steps = integer(1, AUTO, high=MOST_MICROBATCHES), integer(1, high=MOST_MICROBATCHES)
+Mesh = Mapping[str, Any] | tuple[int, ...] | str
+_size = integer(1, high=_MAX_DEVICES)
+_positive = number(lambda x: x > 0, "a number above 0")
+
+
+def _version(value: Value, found: Findings) -> int | None:
+    if value.data == VERSION and not isinstance(value.data, bool):
+        return VERSION
+    what = f"{show(value)} is not a version of the format that this meshplan reads"
+    found.add(value, what, f"write version: {VERSION}")
+    return None
+
+
+_MODEL: Final[Mapping[str, Decoder]] = {
+    "config": text("the path of a config.json"),
+    "entry": code_name,
+    "params": measured(parse_count),
+}
+
+
+def _model(value: Value, found: Findings) -> ModelSpec | None:
+    example = "model: {params: 3e9}, {config: PATH} or {entry: module:name}"
+    num_before = len(found.problems)
+    got = section(value, found, _MODEL, example)
+    if got is None or len(found.problems) > num_before:
+        return None
+    if len(got) != 1:
+        what = f"{join(got, 'and')} are both stated" if got else "nothing is stated"
+        found.add(value, what, "keep one of them" if got else f"write {example}")
+        return None
+    return ModelSpec(**got)
+
+
+def _gpu(value: Value, found: Findings) -> str | None:
+    name: str | None = text("the name of a GPU")(value, found)
+    try:
+        return find_device(name, value.origin).name if name else None
+    except SpecError as error:
+        found.problems += error.problems
+        return None
+
+
+_HARDWARE: Final[Mapping[str, Decoder]] = {
+    "nodes": _size,
+    "gpus_per_node": _size,
+    "gpu": _gpu,
+    "memory": measured(parse_memory),
+    "host_memory": measured(parse_memory),
+    "intra": measured(parse_bandwidth),
+    "inter": measured(parse_bandwidth),
+    "headroom": number(lambda x: 0 <= x < 1, "a fraction from 0 to below 1"),
+}
+_HARDWARE_NAMES: Final = {
+    "memory": "memory_bytes",
+    "host_memory": "host_memory_bytes",
+    "intra": "intra_bytes_per_s",
+    "inter": "inter_bytes_per_s",
+}
+
+
+def _hardware(value: Value, found: Findings) -> HardwareSpec | None:
+    example = "hardware: {nodes: 1, gpus_per_node: 8}"
+    required = {"gpus_per_node": "add gpus_per_node: 8"}
+    got = section(value, found, _HARDWARE, example, required=required)
+    if got is None:
+        return None
+    if "gpu" in got and "memory" in got:
+        what = "'gpu' and 'memory' both state how much memory a device has"
+        found.add(value.data["memory"], what, "keep one of them")
+    if "gpus_per_node" not in got:
+        return None
+    return HardwareSpec(**{_HARDWARE_NAMES.get(key, key): what for key, what in got.items()})
+
+
+_BORROW: Final = re.compile(r"\s*(\d{1,7})\s+in\s+(\S+)\s*")
+_MESH_EXAMPLE: Final = "mesh: {dp_replicate: 2, dp_shard: 4}"
+
+
+def _axis_size(value: Value, found: Findings) -> int | str | Borrow | None:
+    borrow = _BORROW.fullmatch(value.data) if isinstance(value.data, str) else None
+    if borrow and int(borrow[1]) >= 1:
+        return Borrow(int(borrow[1]), borrow[2])
+    size: int | str | None = integer(1, AUTO, high=_MAX_DEVICES)(value, found)
+    return size
+
+
+def _mesh(value: Value, found: Findings) -> Mesh | None:
+    if value.data == AUTO:
+        return AUTO
+    if isinstance(value.data, list):
+        sizes = [_size(v, found) for v in items(value, found, _MESH_EXAMPLE)]
+        return tuple(size for size in sizes if size is not None)
+    if not is_mapping(value, found, f"{_MESH_EXAMPLE} or mesh: auto"):
+        return None
+    if not value.data:
+        found.add(value, "no axis is named", f"write {_MESH_EXAMPLE}, or leave mesh out")
+    mesh: dict[str, Any] = {}
+    for axis, child in value.data.items():
+        if axis_ok(axis, child, found) and is_stated(child):
+            mesh[axis] = _axis_size(child, found)
+    for axis, size in mesh.items():
+        if isinstance(size, Borrow):
+            _check_borrow(axis, size, value, mesh, found)
+    return mesh
+
+
+def _check_borrow(
+    axis: str, borrow: Borrow, value: Value, mesh: Mapping[str, Any], found: Findings
+) -> None:
+    lender = mesh.get(borrow.within)
+    if borrow.within == axis or borrow.within not in value.data or isinstance(lender, Borrow):
+        others = [name for name, size in mesh.items() if not isinstance(size, Borrow)]
+        what = f"'{axis}' cannot borrow ranks from '{borrow.within}'"
+        fix = f"name one of {', '.join(others)}" if others else "write a size"
+        found.add(value.data[axis], what, did_you_mean(borrow.within, others, fix))
+    elif isinstance(lender, int) and lender % borrow.size:
+        what = f"{borrow.size} does not divide {borrow.within}: {lender}"
+        found.add(value.data[axis], what, f"write a divisor of {lender}")
+
+
+def _accumulate(value: Value, found: Findings) -> Any:
+    """A number of microbatches, `auto`, or a number from each epoch on."""
+    if not isinstance(value.data, dict):
+        return _count(value, found)
+    out = dict[int, int]()
+    for epoch, child in value.data.items():
+        if not re.fullmatch(r"[0-9]{1,9}", epoch):
+            found.add(child.key or child.origin, f"'{epoch}' is not an epoch", "write 0 or more")
+        elif is_stated(child) and (steps := _steps(child, found)) is not None:
+            out[int(epoch)] = steps
+    return out
+
+
+_BATCH: Final[Mapping[str, Decoder]] = {
+    "micro": integer(1, AUTO),
+    "accumulate": _accumulate,
+    "global": integer(1),
+    "seq_len": integer(1),
+    "per_rank": boolean,
+}
+
+
+def _batch(value: Value, found: Findings) -> Batch | None:
+    got = section(value, found, _BATCH, "batch: {micro: 4, seq_len: 2048}")
+    if got is None:
+        return None
+    return Batch(global_=got.pop("global", None), **got)
+
+
+def _input_dtype(value: Value, found: Findings) -> str | None:
+    words = {word: name for name in DTYPE_BYTES for word in (name, f"torch.{name}")}
+    word: str | None = choice({**words, **DTYPE_WORDS}, "a dtype")(value, found)
+    return word
+
+
+def _input(value: Value, found: Findings) -> InputSpec | None:
+    def shape(value: Value, found: Findings) -> tuple[int, ...]:
+        sizes = [integer(1)(v, found) for v in items(value, found, "shape: [3, 224, 224]")]
+        return tuple(size for size in sizes if size is not None)
+
+    example = "input: {shape: [3, 224, 224], dtype: float32}"
+    required = {"shape": "add shape: [3, 224, 224]"}
+    fields: Mapping[str, Decoder] = {"shape": shape, "dtype": _input_dtype}
+    got = section(value, found, fields, example, required=required)
+    return InputSpec(**got) if got and "shape" in got else None
+
+
+def _split(value: Value, found: Findings) -> str | tuple[tuple[str, ...], ...] | None:
+    if value.data == AUTO:
+        return AUTO
+    example = "split: auto, or one list of modules per stage: [[embed, layers.0], [layers.1, head]]"
+    name = text("the name of a module")
+    stages = []
+    for stage in items(value, found, example):
+        names = [name(v, found) for v in items(stage, found, example)]
+        stages.append(tuple(filter(None, names)))
+    return tuple(stages) or None
+
+
+_SCHEDULES: Final = (
+    "1F1B", "GPipe", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble",
+    "DualPipeV", AUTO,
+)  # fmt: skip
+_PIPELINE: Final[Mapping[str, Decoder]] = {
+    "schedule": choice(_SCHEDULES, "a pipeline schedule"),
+    "virtual": integer(1),
+    "microbatches": _count,
+    "split": _split,
+}
+
+
+def _pipeline(value: Value, found: Findings) -> Pipeline | None:
+    got = section(value, found, _PIPELINE, "pipeline: {schedule: 1F1B, microbatches: 8}")
+    return Pipeline(**got) if got is not None else None
+
+
+_CONTEXT: Final[Mapping[str, Decoder]] = {
+    "attention": choice(("all_gather", "all_to_all"), "a kind of attention over sequence parts"),
+    "balance": boolean,
+}
+
+
+def _context(value: Value, found: Findings) -> Context | None:
+    got = section(value, found, _CONTEXT, "context: {attention: all_gather, balance: true}")
+    return Context(**got) if got is not None else None
+
+
+_EXPERTS: Final[Mapping[str, Decoder]] = {
+    "capacity": number(lambda x: x >= 1, "a number of at least 1: a multiple of an even share"),
+}
+
+
+def _experts(value: Value, found: Findings) -> Experts | None:
+    got = section(value, found, _EXPERTS, "experts: {capacity: 1.5}")
+    return Experts(**got) if got is not None else None
+
+
+_DDP: Final[Mapping[str, Decoder]] = {
+    "bucket_mb": _positive,
+    "find_unused_parameters": boolean,
+    "gradient_as_bucket_view": boolean,
+    "static_graph": boolean,
+    "broadcast_buffers": boolean,
+}
+
+
+def _ddp(value: Value, found: Findings) -> dict[str, Any] | None:
+    return section(value, found, _DDP, "ddp: {bucket_mb: 25, static_graph: true}")
+
+
+_DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|min|h)?")
+_SECONDS: Final = {None: 1, "s": 1, "min": 60, "h": 3600}
+
+
+def _duration(value: Value, found: Findings) -> float | None:
+    form = _DURATION.fullmatch(value.text)
+    seconds = float(form[1]) * _SECONDS[form[2]] if form else 0.0
+    if 0 < seconds < math.inf:
+        return seconds
+    found.add(value, f"{show(value)} is not a time", "write something like 30s, 5min or 1h")
+    return None
+
+
+def _solve(value: Value, found: Findings) -> dict[str, Any] | None:
+    fields: Mapping[str, Decoder] = {
+        "objective": choice(("time", "memory", "balanced", "cost"), "an objective"),
+        "time_limit": _duration,
+        "keep": integer(1),
+    }
+    got = section(value, found, fields, "solve: {objective: time, time_limit: 30s}")
+    if got and "time_limit" in got:
+        got["time_limit_s"] = got.pop("time_limit")
+    return got
+
+
+def _rules(value: Value, found: Findings) -> tuple[Rule, ...] | None:
+    if not isinstance(value.data, list):
+        fix = "begin each rule with a dash: - match: embed"
+        found.add(value, f"{show(value)} is not a list of rules", fix)
+        return None
+    homes = dict.fromkeys(_PLAN, "write it at the top level of the file")
+    entries = enumerate(value.data)
+    read = [rule(i, entry, found, homes) for i, entry in entries if not entry.is_broken]
+    return tuple(filter(None, read))
+
+
+_PLAN: Final[Mapping[str, Decoder]] = {
+    "version": _version,
+    "model": _model,
+    "hardware": _hardware,
+    "mesh": _mesh,
+    "strategy": choice(STRATEGY_WORDS, "a strategy"),
+    "precision": precision,
+    "batch": _batch,
+    "input": _input,
+    "activation_checkpointing": activation_checkpointing,
+    "offload": offload,
+    "pipeline": _pipeline,
+    "context": _context,
+    "experts": _experts,
+    "tp_plan": choice(("hf", "auto", "none"), "a tp_plan"),
+    "sequence_parallel": boolean,
+    "loss": choice(("mean", "sum", "tokens"), "what a loss function returns"),
+    "loss_parallel": boolean,
+    "loss_chunks": integer(1, "fused", AUTO),
+    "sync_batchnorm": boolean,
+    "compile": boolean,
+    "ddp": _ddp,
+    "clip_grad_norm": _positive,
+    "optimizer": choice((*OPTIMIZER_STATES, *SHAPED_STATES), "an optimizer"),
+    "allocator": choice(("default", "expandable", AUTO), "an allocator"),
+    "solve": _solve,
+    "rules": _rules,
+}
+
+_HOMES: Final = {
+    **dict.fromkeys(RULE_KEYS, "write it in an entry of 'rules'"),
+    **{
+        key: f"write it under '{name}'"
+        for name, fields in {
+            "model": _MODEL, "hardware": _HARDWARE, "batch": _BATCH,
+            "pipeline": _PIPELINE, "context": _CONTEXT, "experts": _EXPERTS, "ddp": _DDP,
+        }.items()
+        for key in fields
+    },
+    **{axis: f"write mesh: {{{axis}: ...}}" for axis in AXES},
+}  # fmt: skip
+"""Where a key belongs that stands at the top level by mistake."""
+
+
+def read_spec(
+    value: Value, found: Findings, origins: Mapping[str, Origin], source: str
+) -> Spec | None:
+    """The Spec that a plan's values declare, None when they are no mapping.
+
+    Args:
+        value: The whole plan.
+        found: Takes the problems.
+        origins: Where each value was stated, by dotted path.
+        source: The plan's name for messages.
+    """
+    required = {"version": f"begin the file with version: {VERSION}"}
+    example = "a plan beginning with version: 1"
+    got = section(value, found, _PLAN, example, required=required, homes=_HOMES)
+    if got is None:
+        return None
+    spec = Spec(**got, origins=origins, source=source)
+    # Of a section with a mistake only a part was read: nothing can be held against it.
+    wrong = {re.split(r"[.\[]", p.origin.path)[0] for p in found.problems if p.origin}
+    if not wrong & {"hardware", "mesh", "strategy", "batch"}:
+        found.problems += disagreements(spec)
+    return spec

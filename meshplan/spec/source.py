@@ -1,0 +1,184 @@
+"""Where a plan comes from: the text of a file, Python's own values, `--set` on the command line.
+
+Knows what can be wrong before a key is read, and how to put one value into a plan. Refuses to
+know yaml (`reader`) and the keys (`schema`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from meshplan.errors import Origin, Problem, SpecError
+from meshplan.files import read_bytes
+from meshplan.spec.match import near
+from meshplan.spec.values import Findings, Value, quote, show
+
+MAX_FILE_BYTES: Final = 10**6
+MAX_DEPTH: Final = 32
+MAX_VALUES: Final = 20_000
+MAX_DIGITS: Final = 30
+
+TOO_DEEP: Final = (f"values are nested more than {MAX_DEPTH} deep", "a plan needs 5 levels")
+TOO_MANY: Final = (f"the plan has more than {MAX_VALUES:,} values", "say more with fewer rules")
+
+UNPRINTABLE: Final = re.compile(
+    "[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
+)
+"""What YAML does not allow in a file."""
+
+
+def read_text(name: str) -> str:
+    """The text of a plan file.
+
+    Raises:
+        SpecError: It cannot be read, or is no text, or is far too large for a plan.
+    """
+    if os.path.isdir(name):
+        plans = sorted(
+            path.name for path in Path(name).glob("*.y*ml") if not path.name.endswith(".lock.yaml")
+        )
+        fix = f"name a file in it, such as {plans[0]}" if plans else "name a plan file"
+        raise SpecError(Problem("this is a directory, not a plan file", Origin(name), fix))
+    try:
+        return decoded(read_bytes(name, MAX_FILE_BYTES, "a plan"), name, "a plan")
+    except FileNotFoundError:
+        raise SpecError(Problem("there is no such file", Origin(name), _sibling(name))) from None
+
+
+def decoded(data: bytes, name: str, what: str) -> str:
+    """The text of a file.
+
+    Args:
+        what: What the file is, with an article.
+
+    Raises:
+        SpecError: It is no text that YAML allows.
+    """
+    origin = Origin(name)
+    if b"\0" in data:
+        problem = "this is a binary file, not text"
+        raise SpecError(Problem(problem, origin, f"{what} is a text file in UTF-8"))
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = data[: error.start].decode("utf-8-sig")
+        problem = f"the byte 0x{data[error.start]:02x} is not UTF-8 text"
+        where = _place(before, len(before), origin)
+        raise SpecError(Problem(problem, where, "save the file as UTF-8")) from None
+    strange = UNPRINTABLE.search(text)
+    if strange:
+        problem = f"the character {strange.group()!r} cannot stand in {what}"
+        raise SpecError(Problem(problem, _place(text, strange.start(), origin), "remove it"))
+    return text
+
+
+def _place(text: str, index: int, origin: Origin) -> Origin:
+    line_start = text.rfind("\n", 0, index) + 1
+    return Origin(origin.file, "", text.count("\n", 0, index) + 1, index - line_start + 1)
+
+
+def _sibling(name: str) -> str:
+    """The fix for a missing file: one that is there and is called much the same."""
+    path = Path(name)
+    try:
+        names = sorted(entry.name for entry in path.parent.iterdir() if entry.is_file())
+    except OSError:
+        return f"there is no directory {quote(str(path.parent))} either"
+    close = near(path.name, names[:1000])
+    return f"did you mean '{path.with_name(close)}'?" if close else "name a plan file"
+
+
+def child_path(path: str, key: str) -> str:
+    """The dotted path of a key, fit for a message whatever the key is."""
+    name = key if key.isprintable() and len(key) <= 60 else quote(key)[1:-1]
+    return f"{path}.{name}" if path else name
+
+
+def from_python(data: Any, name: str, found: Findings) -> Value:
+    """The Values of a Python mapping.
+
+    Raises:
+        SpecError: It contains itself, or is far too large for a plan.
+    """
+    num_values = 0
+
+    def convert(data: Any, path: str, depth: int) -> Value:
+        nonlocal num_values
+        num_values += 1
+        origin = Origin(name, path)
+        if depth > MAX_DEPTH or num_values > MAX_VALUES:
+            found.add(origin, *(TOO_DEEP if depth > MAX_DEPTH else TOO_MANY))
+            found.raise_if(True)
+        value: Any = None
+        if isinstance(data, Mapping):
+            value = {}
+            for key, inner in data.items():
+                if isinstance(key, (str, int)) and key != "":
+                    value[str(key)] = convert(inner, child_path(path, str(key)), depth + 1)
+                else:
+                    found.add(origin, f"the key {quote(repr(key))} is not a text")
+        elif isinstance(data, (list, tuple)):
+            value = [convert(inner, f"{path}[{i}]", depth + 1) for i, inner in enumerate(data)]
+        elif isinstance(data, str):
+            return Value(data=data, origin=origin, text=data, is_quoted=True)
+        elif data is None or isinstance(data, (bool, float)) or _is_short(data):
+            return Value(data=data, origin=origin, text=str(data).lower())
+        else:
+            what = f"a value of type {type(data).__name__} cannot stand in a plan"
+            fix = "use texts, numbers up to 1e30, true, false, lists and mappings"
+            found.add(origin, what, fix)
+        is_broken = value is None
+        return Value(data=value, origin=origin, is_broken=is_broken)
+
+    return convert(data, "", 0)
+
+
+def _is_short(data: Any) -> bool:
+    return isinstance(data, int) and abs(data) < 10**MAX_DIGITS
+
+
+_STEP: Final = re.compile(r"(?:^|\.)(\w+)|\[([0-9]{1,6})\]")
+_PATH: Final = re.compile(r"\w+(?:\.\w+|\[[0-9]{1,6}\])*")
+
+
+def split_override(override: str, found: Findings) -> tuple[str, str] | None:
+    """The path and the value's text of one `--set PATH=VALUE`."""
+    path, equals, text = (part.strip() for part in override.partition("="))
+    if equals and _PATH.fullmatch(path):
+        return path, text
+    what = f"{quote(override)} is not PATH=VALUE"
+    found.add(Origin("--set"), what, "write something like --set mesh.tp=2")
+    return None
+
+
+def put(plan: Value, value: Value, found: Findings) -> None:
+    """Put a value into the plan at its own path, making the mappings that lead there."""
+    steps = [int(index) if index else name for name, index in _STEP.findall(value.origin.path)]
+    here, at = plan, ""
+    for step, following in zip(steps, [*steps[1:], None], strict=True):
+        data, problem = here.data, ""
+        if isinstance(step, str) and not isinstance(data, dict):
+            problem = f"{at} is {show(here)}, so it has no '{step}'"
+        elif isinstance(step, int) and not isinstance(data, list):
+            problem = f"{at} is {show(here)}, so it has no entry [{step}]"
+        elif isinstance(step, int) and step > len(data):
+            problem = f"{at} has {len(data)} entries, so [{step}] would leave a gap"
+        if problem:
+            if not here.is_broken:
+                found.add(value.origin, problem, f"set {at} as a whole, or an entry that it has")
+            return
+        if isinstance(step, int):
+            data += [None] * (step + 1 - len(data))
+            inside, at = data[step], f"{at}[{step}]"
+        else:
+            inside, at = data.get(step), child_path(at, step)
+        if following is None:
+            inside = value
+        elif inside is None or inside.data is None:
+            empty: Any = [] if isinstance(following, int) else {}
+            inside = Value(data=empty, origin=Origin(value.origin.file, at))
+        data[step] = here = inside

@@ -1,0 +1,119 @@
+"""Whether a function that a file names may be called.
+
+A plan may name code: what builds the model (`model: {entry: pkg.mod:function}`) and what is done to
+a module (`apply:` of a rule). A file that came by mail or with a clone must not run any because
+somebody looked at it. Code runs when the person says so: by naming it on the command line, with
+`--allow-code` or MESHPLAN_ALLOW_CODE=1, or by `meshplan trust plan.yaml`, which remembers the
+content of that file and asks again once it has changed, as direnv does, or is used elsewhere.
+
+The reader hashes the very text that it parses, and what is checked here is that hash: the file is
+not read a second time, so nobody can put another one in its place in between.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from meshplan.errors import Origin, Problem, SpecError
+from meshplan.files import write_bytes
+from meshplan.spec.recipes import OWN_MODELS
+
+ALLOW_CODE: Final = "MESHPLAN_ALLOW_CODE"
+"""The environment variable that allows code of every file; processes that are started inherit it.
+"""
+PERSONS_WORDS: Final = frozenset({"--set", "--model", "<mapping>", "model"})
+"""Where the person at the keyboard states something, in place of a file's name."""
+_RECORD: Final = "what is trusted"
+_ELSEWHERE: Final = "let XDG_DATA_HOME name a folder of yours"
+
+
+class UntrustedError(SpecError):
+    """A file names code, and nobody said that it may run."""
+
+
+def check_code(code: str, origin: Origin | None) -> None:
+    """Refuse code that must not run; the last thing before it does.
+
+    Args:
+        code: "pkg.mod:function".
+        origin: Where it is named; None where only a program can have named it.
+
+    Raises:
+        UntrustedError: A file names it that nobody trusts.
+    """
+    if origin is None or origin.file in PERSONS_WORDS or code in OWN_MODELS or _is_allowed():
+        return
+    if not is_trusted(origin):
+        what = f"'{code}' is code that this file names, and nobody said that it may run"
+        named = ", or name it with --model" if origin.path.startswith("model") else ""
+        command = f"meshplan trust {shlex.quote(origin.file)}"
+        fix = f"read it, then: {command}; or say --allow-code{named}"
+        raise UntrustedError(Problem(what, origin, fix))
+
+
+def digest_of(text: str) -> str:
+    """Return the hash that stands for the content of a plan file."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def is_trusted(origin: Origin) -> bool:
+    """Return whether a file was trusted with the content from which `origin` was read."""
+    with suppress(OSError, ValueError):
+        return _record_of(origin).is_file()
+    return False
+
+
+def trust(origin: Origin) -> Path:
+    """Remember the content from which `origin` was read.
+
+    Returns:
+        The file that remembers it.
+
+    Raises:
+        SpecError: Nothing can be remembered.
+    """
+    try:
+        record = _record_of(origin)
+        record.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        problem = Problem(f"{_RECORD} cannot be written: {error.strerror}", origin, _ELSEWHERE)
+        raise SpecError(problem) from None
+    where = f"{os.path.realpath(origin.file)}\n".encode(errors="surrogateescape")
+    write_bytes(record, where, _RECORD, _ELSEWHERE)
+    return record
+
+
+def forget(origin: Origin) -> bool:
+    """Forget the content from which `origin` was read; return whether it was trusted."""
+    with suppress(FileNotFoundError):
+        _record_of(origin).unlink()
+        return True
+    return False
+
+
+def _is_allowed() -> bool:
+    return os.environ.get(ALLOW_CODE, "").lower() in ("1", "true", "yes")
+
+
+def _record_of(origin: Origin) -> Path:
+    """Return the file whose presence says that a file is trusted.
+
+    Its name is the hash of where the trusted file lies, of the working directory, and of what the
+    file says: neither another file of the same content, nor another content of the same file, nor
+    other modules that the same name would find from another folder are trusted.
+
+    Raises:
+        ValueError: The origin is of no file.
+        OSError: The working directory has been removed.
+    """
+    if not origin.digest:
+        raise ValueError(f"{origin} was not read from a file")
+    places = (os.path.realpath(origin.file), os.path.realpath(os.getcwd()), origin.digest)
+    name = hashlib.sha256("\0".join(places).encode(errors="surrogateescape")).hexdigest()
+    data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return Path(data).expanduser() / "meshplan" / "trusted" / name

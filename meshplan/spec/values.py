@@ -1,0 +1,300 @@
+"""A plan file's values with the place of each, and the small decoders that read them.
+
+A decoder takes a `Value` and returns what it means; when it cannot, it notes a `Problem` and
+returns None, and reading goes on, so that one run finds every mistake of a file. Refuses to
+know the file syntax (`reader`) and the words of the format (`schema`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from meshplan.errors import Origin, Problem, SpecError
+from meshplan.spec.match import near
+
+_MAX_PROBLEMS: Final = 100
+"""Nobody reads on; a file of junk must not cost a minute of suggestions either."""
+
+_MAX_SHOWN: Final = 60
+"""Characters of a user's text that a message repeats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """One value of a plan.
+
+    Args:
+        data: None, bool, int, float or str; or a list or a dict of Values.
+        origin: Where it stands.
+        text: A scalar as it was written.
+        key: Where its key stands; None in a list.
+        is_quoted: A text in quotes, which is never a number.
+        is_broken: Its problem is already noted; data means nothing.
+    """
+
+    data: Any
+    origin: Origin
+    text: str = ""
+    key: Origin | None = None
+    is_quoted: bool = False
+    is_broken: bool = False
+
+
+class Findings:
+    """The problems found so far."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+
+    def add(self, where: Value | Origin, what: str, fix: str = "") -> None:
+        """Note a problem.
+
+        Raises:
+            SpecError: The file has so many that more would help nobody.
+        """
+        self.problems.append(
+            Problem(what, where.origin if isinstance(where, Value) else where, fix)
+        )
+        if len(self.problems) >= _MAX_PROBLEMS:
+            self.problems.append(Problem("too many problems: reading stopped here"))
+        self.raise_if(len(self.problems) >= _MAX_PROBLEMS)
+
+    def raise_if(self, condition: object) -> None:
+        """Raise everything noted when the condition holds and there is something."""
+        if condition and self.problems:
+            raise SpecError(self.problems)
+
+
+Decoder = Callable[[Value, Findings], Any]
+
+
+def plain(value: Value) -> Any:
+    """The value as Python has it, without places; values are never nested deeply."""
+    if isinstance(value.data, dict):
+        return {key: plain(inner) for key, inner in value.data.items()}
+    if isinstance(value.data, list):
+        return [plain(inner) for inner in value.data]
+    return value.data
+
+
+def show(value: Value) -> str:
+    """The value as a message names it."""
+    if isinstance(value.data, (list, dict)):
+        return "a list" if isinstance(value.data, list) else "a mapping"
+    if isinstance(value.data, str):
+        return quote(value.data)
+    return quote(value.text)[1:-1] if value.data is not None else "nothing"
+
+
+def quote(text: str) -> str:
+    """The text in quotes, on one line and not too long."""
+    return repr(text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 1] + "…")
+
+
+def join(words: Iterable[str], last: str = "or") -> str:
+    """`a, b or c`."""
+    *first, end = words
+    return f"{', '.join(first)} {last} {end}" if first else end
+
+
+def did_you_mean(word: str, words: Iterable[str], otherwise: str = "") -> str:
+    """A fix that names the most similar word, else `otherwise`."""
+    close = near(word, words)
+    return f"did you mean '{close}'?" if close else otherwise
+
+
+def section(
+    value: Value,
+    found: Findings,
+    fields: Mapping[str, Decoder],
+    example: str,
+    *,
+    required: Mapping[str, str] | None = None,
+    homes: Mapping[str, str] | None = None,
+) -> dict[str, Any] | None:
+    """A mapping with known keys; a key without a value is not stated.
+
+    Args:
+        value: What stands in the file.
+        found: Takes the problems.
+        fields: A decoder per key.
+        example: A correct mapping, for the fix of another type.
+        required: For keys that must be there, the fix.
+        homes: For keys that belong elsewhere, the fix.
+
+    Returns:
+        The decoded values that could be read, None if it is no mapping.
+    """
+    if not is_mapping(value, found, example):
+        return None
+    out = {}
+    missing = dict(required or {})
+    for key, child in value.data.items():
+        if key not in fields and child.is_broken:
+            continue
+        if key not in fields:
+            close = near(key, fields)
+            fix = (homes or {}).get(key) or (
+                f"did you mean '{close}'?" if close else f"the keys here are {', '.join(fields)}"
+            )
+            found.add(child.key or child.origin, "unknown key", fix)
+            missing.pop(close or "", None)
+            continue
+        if child.is_broken or child.data is not None:
+            missing.pop(key, None)
+        if is_stated(child):
+            decoded = fields[key](child, found)
+            if decoded is not None:
+                out[key] = decoded
+    for key, fix in missing.items():
+        found.add(value, f"'{key}' is missing", fix)
+    return out
+
+
+def is_stated(value: Value) -> bool:
+    """Whether there is a value that can be read."""
+    return value.data is not None and not value.is_broken
+
+
+def is_mapping(value: Value, found: Findings, example: str) -> bool:
+    """Whether the value is a mapping; otherwise a problem is noted."""
+    if not isinstance(value.data, dict):
+        found.add(value, f"{show(value)} is not a mapping", f"write {example}")
+        return False
+    return True
+
+
+def items(value: Value, found: Findings, example: str) -> list[Value]:
+    """The readable entries of a list that must not be empty."""
+    if not isinstance(value.data, list):
+        found.add(value, f"{show(value)} is not a list", f"write {example}")
+        return []
+    if not value.data:
+        found.add(value, "the list is empty", f"write {example}")
+    for child in value.data:
+        if child.data is None and not child.is_broken:
+            found.add(child, "this entry of the list is empty", "write a value or remove it")
+    return [child for child in value.data if is_stated(child)]
+
+
+def integer(low: int = 1, *words: str, high: int = 10**9) -> Decoder:
+    """A whole number, or one of a few words."""
+    wanted = f"a whole number of at least {low}"
+    wanted += f", {'or ' if len(words) == 1 else ''}{join(words)}" if words else ""
+
+    def decode(value: Value, found: Findings) -> int | str | None:
+        data = value.data
+        if isinstance(data, str) and data.lower() in words:
+            return data.lower()
+        is_whole = _is_number(data) and data == int(data)
+        if is_whole and low <= data <= high:
+            return int(data)
+        if is_whole and data > high:
+            found.add(value, f"{show(value)} is too large", f"at most {high:,} is accepted")
+        else:
+            fix = _unquote(value, words) or f"write {low} or more"
+            found.add(value, f"{show(value)} is not {wanted}", fix)
+        return None
+
+    return decode
+
+
+def number(accepts: Callable[[float], bool], wanted: str) -> Decoder:
+    """A finite number that `accepts` takes."""
+
+    def decode(value: Value, found: Findings) -> float | None:
+        if _is_number(value.data) and accepts(value.data):
+            return float(value.data)
+        found.add(value, f"{show(value)} is not {wanted}", _unquote(value))
+        return None
+
+    return decode
+
+
+def measured(parse: Callable[[str], Any]) -> Decoder:
+    """A number with a unit, read by one of the parsers of `units`."""
+
+    def decode(value: Value, found: Findings) -> Any:
+        if isinstance(value.data, (bool, list, dict)):
+            found.add(value, f"{show(value)} is not a number")
+            return None
+        try:
+            return parse(value.text)
+        except ValueError as error:
+            found.add(value, str(error))
+            return None
+
+    return decode
+
+
+def choice(words: Mapping[str, Any] | Iterable[str], noun: str) -> Decoder:
+    """One of some words in any case; a mapping also says what each stands for."""
+    meaning = dict(words) if isinstance(words, Mapping) else {word: word for word in words}
+    by_lower = {word.lower(): what for word, what in meaning.items()}
+
+    def decode(value: Value, found: Findings) -> Any:
+        if not isinstance(value.data, (list, dict)) and value.text.lower() in by_lower:
+            return by_lower[value.text.lower()]
+        fix = f"write {join(dict.fromkeys(meaning.values() if _is_flat(meaning) else meaning))}"
+        found.add(value, f"{show(value)} is not {noun}", did_you_mean(value.text, meaning, fix))
+        return None
+
+    return decode
+
+
+def boolean(value: Value, found: Findings) -> bool | None:
+    """`true` or `false`; `yes`, `on` and their like are texts."""
+    if isinstance(value.data, bool):
+        return value.data
+    meant = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
+    meant |= {"true": "true without quotes", "false": "false without quotes"}
+    fix = f"write {meant.get(value.text.lower(), 'true or false')}"
+    found.add(value, f"{show(value)} is not true or false", fix)
+    return None
+
+
+def text(wanted: str) -> Decoder:
+    """A text that is not empty."""
+
+    def decode(value: Value, found: Findings) -> str | None:
+        if isinstance(value.data, str) and value.data.strip():
+            return value.data
+        is_scalar = not isinstance(value.data, (list, dict, str))
+        found.add(value, f"{show(value)} is not {wanted}", "put it in quotes" if is_scalar else "")
+        return None
+
+    return decode
+
+
+def pattern(regex: str, wanted: str, example: str) -> Decoder:
+    """A text of a given form."""
+    form = re.compile(regex)
+
+    def decode(value: Value, found: Findings) -> str | None:
+        if isinstance(value.data, str) and form.fullmatch(value.data):
+            return value.data
+        found.add(value, f"{show(value)} is not {wanted}", f"write something like {example}")
+        return None
+
+    return decode
+
+
+def _is_number(data: Any) -> bool:
+    if isinstance(data, float):
+        return math.isfinite(data)
+    return isinstance(data, int) and not isinstance(data, bool)
+
+
+def _is_flat(meaning: Mapping[str, Any]) -> bool:
+    return all(isinstance(what, str) for what in meaning.values())
+
+
+def _unquote(value: Value, words: Iterable[str] = ()) -> str:
+    """The fix for a number in quotes, or for a word that is nearly right."""
+    if value.is_quoted and re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", value.text):
+        return f"write {value.text} without quotes"
+    return did_you_mean(value.text, words) if isinstance(value.data, str) else ""

@@ -1,0 +1,1 @@
+"""The textbook formulas of training memory, and their inverses: parameters, GPUs."""

@@ -1,0 +1,293 @@
+"""The four numbers an estimate needs, gathered from flags, a config and a plan file.
+
+What two of them state must agree: a flag never silently replaces what a file says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from meshplan.errors import MeshplanError, Origin, Problem, SpecError
+from meshplan.layout.hardware import SOME_GPU, find_device
+from meshplan.layout.mesh import DATA_AXES
+from meshplan.model.blueprint import from_config, from_params
+from meshplan.model.graph import ModelGraph
+from meshplan.spec.spec import AUTO, Spec
+from meshplan.spec.strategies import resolve_mesh
+from meshplan.units import parse_count, parse_memory
+
+_PATHS: Final[Mapping[str, str]] = {
+    "params": "model",
+    "gpus": "hardware",
+    "nodes": "hardware.nodes",
+    "memory": "hardware",
+}
+"""Where a plan file states each of the four."""
+
+
+_BEYOND: Final[Mapping[str, tuple[int, str]]] = {
+    "params": (10**14, "parameters: ten times as many as any model that was trained"),
+    "gpus": (10**6, "GPUs: more than any cluster has"),
+    "memory": (10**13, "bytes in one GPU: more than any device has"),
+}
+"""What no machine and no model has yet, so that a figure is rather a typing error."""
+
+
+def questions(**facts: int | None) -> list[str]:
+    """Notes that ask about the figures that no machine has.
+
+    Args:
+        facts: Figures by the names params, gpus and memory; None where it is not stated.
+    """
+    asked = []
+    for name, value in facts.items():
+        most, what = _BEYOND[name]
+        if value is not None and value > most:
+            asked.append(f"is {name} right? {value:,} {what}")
+    return asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizing:
+    """What is known before the first formula; None is not stated.
+
+    Args:
+        num_gpus: All nodes together.
+        memory_bytes: What the states of one GPU may take.
+        plan_row: The (strategy, precision) that the plan file declares, if the table has it.
+        notes: What a reader has to know about these numbers.
+    """
+
+    num_params: int | None
+    num_gpus: int | None
+    nodes: int
+    memory_bytes: int | None
+    plan_row: tuple[str, str] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def read_sizing(
+    flags: Mapping[str, str | int | float | Path | None], spec: Spec | None = None
+) -> Sizing:
+    """Read the flags params, config, gpus, nodes, gpu and memory beside a plan file.
+
+    Raises:
+        SpecError: Something cannot be read, or is stated twice and differs.
+        PlanError: The plan's mesh and strategy contradict each other.
+    """
+    problems: list[Problem] = []
+    notes: list[str] = []
+    facts = _facts_of_flags(flags, problems, notes)
+    if problems:
+        raise SpecError(problems)
+    row = None
+    if spec is not None:
+        facts = _merge(facts, _facts_of_plan(spec, notes), spec, flags)
+        _check_nodes(facts)
+        row = _plan_row(spec, facts, notes)
+        if "memory" in facts:
+            facts["memory"] = _without_headroom(facts["memory"], spec, notes)
+    _check_nodes(facts)
+    notes += questions(**{name: facts.get(name) for name in _BEYOND})
+    return Sizing(
+        num_params=facts.get("params"),
+        num_gpus=facts.get("gpus"),
+        nodes=facts.get("nodes", 1),
+        memory_bytes=facts.get("memory"),
+        plan_row=row,
+        notes=tuple(notes),
+    )
+
+
+def graph_of(spec: Spec) -> ModelGraph | None:
+    """The model that a plan names, where that takes no torch; None where it does, or names none.
+
+    A relative config path starts at the plan file's folder.
+    """
+    if spec.model is None:
+        return None
+    if spec.model.params is not None:
+        return from_params(spec.model.params)
+    if spec.model.config is not None:
+        path = Path(spec.source).parent / spec.model.config
+        return from_config(path, spec.origin("model.config"))
+    return None
+
+
+def _facts_of_flags(
+    flags: Mapping[str, Any], problems: list[Problem], notes: list[str]
+) -> dict[str, int]:
+    def read(name: str, parse: Callable[[Any], Any], example: str) -> Any:
+        if flags.get(name) is None:
+            return None
+        try:
+            return parse(flags[name])
+        except MeshplanError as error:
+            problems.extend(error.problems)
+        except ValueError as error:
+            problems.append(Problem(str(error), Origin(f"--{name}"), f"for example {example}"))
+        return None
+
+    for one, other in (("params", "config"), ("gpu", "memory")):
+        if flags.get(one) is not None and flags.get(other) is not None:
+            what = f"--{one} and --{other} both state it"
+            problems.append(Problem(what, Origin(f"--{one}"), "leave one of them out"))
+    facts = {
+        "params": read("params", parse_count, "--params 3e9"),
+        "gpus": read("gpus", parse_count, "--gpus 8"),
+        "nodes": read("nodes", parse_count, "--nodes 2"),
+        "memory": read("memory", parse_memory, "--memory 80GiB"),
+    }
+    graph = read("config", lambda path: from_config(path, Origin("--config")), "")
+    if graph is not None:
+        facts["params"] = graph.num_params
+        notes += graph.notes
+    memory = read("gpu", lambda name: _memory_of(name, Origin("--gpu"), notes), "")
+    if memory is not None:
+        facts["memory"] = memory
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def _memory_of(gpu: str, origin: Origin, notes: list[str]) -> int:
+    """Return the memory of a device, and note where that is from."""
+    device = find_device(gpu, origin)
+    if device.size not in notes:
+        notes.append(device.size)
+    return device.usable_bytes
+
+
+def _memory_of_plan(spec: Spec, notes: list[str]) -> dict[str, int]:
+    """Return the memory of a GPU that a plan states, by itself or by the name of the GPU."""
+    hardware = spec.hardware
+    if hardware is not None and hardware.memory_bytes is not None:
+        return {"memory": hardware.memory_bytes}
+    if hardware is not None and hardware.gpu is not None:
+        return {"memory": _memory_of(hardware.gpu, spec.origin("hardware.gpu"), notes)}
+    return {}
+
+
+def _without_headroom(limit_bytes: int, spec: Spec, notes: list[str]) -> int:
+    """Return what is left of a GPU's memory where the plan states a headroom."""
+    headroom = spec.hardware.headroom if spec.hardware is not None else 0.0
+    if not headroom:
+        return limit_bytes
+    notes.append(f"hardware.headroom leaves {headroom:.0%} of memory free")
+    return int(limit_bytes * (1 - headroom))
+
+
+def _facts_of_plan(spec: Spec, notes: list[str]) -> dict[str, int]:
+    facts = {}
+    if (graph := graph_of(spec)) is not None:
+        facts["params"] = graph.num_params
+        notes += graph.notes
+    if (hardware := spec.hardware) is not None:
+        facts |= {"gpus": hardware.world_size, "nodes": hardware.nodes}
+    return facts | _memory_of_plan(spec, notes)
+
+
+def _merge(
+    stated: dict[str, int], planned: dict[str, int], spec: Spec, flags: Mapping[str, Any]
+) -> dict[str, int]:
+    """The facts of the flags and of the plan together.
+
+    Raises:
+        SpecError: They state different values.
+    """
+    problems = []
+    for name in _PATHS:
+        if name in stated and name in planned and stated[name] != planned[name]:
+            flag = {"params": "config", "memory": "gpu"}.get(name, name)
+            problems.append(
+                Problem(
+                    f"{stated[name]:,} is not the {planned[name]:,} of {spec.origin(_PATHS[name])}",
+                    Origin(f"--{flag if flags.get(flag) is not None else name}"),
+                    "leave the flag out, or change the plan with --set",
+                )
+            )
+    if problems:
+        raise SpecError(problems)
+    return stated | planned
+
+
+def _check_nodes(facts: Mapping[str, int]) -> None:
+    num_gpus, nodes = facts.get("gpus"), facts.get("nodes", 1)
+    if num_gpus is not None and num_gpus % nodes:
+        what = f"{nodes} nodes do not divide {num_gpus} GPUs"
+        raise SpecError(Problem(what, Origin("--nodes"), "give a divisor of the number of GPUs"))
+
+
+def _plan_row(spec: Spec, facts: dict[str, int], notes: list[str]) -> tuple[str, str] | None:
+    """The row of the table that is the plan's own; also fills in what only the mesh states."""
+    if AUTO in (spec.mesh, spec.strategy) or (spec.mesh is None and spec.strategy is None):
+        return None
+    num_gpus = facts.get("gpus")
+    mesh, strategy = resolve_mesh(spec, num_gpus, num_gpus and num_gpus // facts.get("nodes", 1))
+    facts.setdefault("gpus", mesh.world_size)
+    is_hybrid = strategy.name.startswith("hybrid")
+    if is_hybrid:
+        facts.setdefault("nodes", mesh.size("dp_replicate"))
+    stored = spec.precision.master or (None if spec.precision.is_mixed else spec.precision.param)
+    others = [axis.name for axis in mesh if axis.size > 1 and axis.name not in DATA_AXES]
+    why = ""
+    if others:
+        why = f"it also uses {', '.join(others)}"
+    elif any(rule.data or rule.place for rule in spec.rules):
+        why = "its rules place modules one by one"
+    elif not spec.optimizer.startswith("adam"):
+        why = f"the formulas count Adam, and its optimizer is {spec.optimizer}"
+    elif stored not in (None, "float32"):
+        why = f"the formulas keep weights in float32, and it keeps them in {stored}"
+    elif strategy.name == "hybrid_shard_zero2":
+        why = "hybrid_shard_zero2 has no textbook formula"
+    elif is_hybrid and mesh.size("dp_replicate") != facts["nodes"]:
+        why = f"it does not replicate across {facts['nodes']} nodes"
+    if why:
+        notes.append(f"no row is the plan's own: {why}")
+        return None
+    is_mixed = strategy.name == "ddp" and spec.precision.is_mixed
+    return strategy.name, "mixed" if is_mixed else "fp32"
+
+
+def read_limit(
+    gpu: str | None, memory: str | int | None, spec: Spec
+) -> tuple[str, int | None, tuple[str, ...]]:
+    """(name of the device or "cuda", what it may hold or None, notes) of two flags beside a plan.
+
+    Raises:
+        SpecError: Something cannot be read, or is stated twice and differs.
+    """
+    problems: list[Problem] = []
+    notes: list[str] = []
+    flags = {"gpu": gpu, "memory": memory}
+    stated = _facts_of_flags(flags, problems, notes)
+    if problems:
+        raise SpecError(problems)
+    hardware = spec.hardware
+    limit = _merge(stated, _memory_of_plan(spec, notes), spec, flags).get("memory")
+    if limit is not None:
+        limit = _without_headroom(limit, spec, notes)
+    device = find_device(gpu).name if gpu is not None else hardware.gpu if hardware else None
+    return device or SOME_GPU, limit, tuple(notes)
+
+
+def check_enough(size: Sizing, ask_max_params: bool, ask_min_gpus: bool) -> None:
+    """Refuse a question that lacks a number, all that is lacking at once."""
+    missing = []
+    if size.num_params is None and (ask_min_gpus or not ask_max_params):
+        missing.append(("how large the model is", "--params 3e9, --config PATH"))
+    if size.num_gpus is None and (ask_max_params or not ask_min_gpus):
+        missing.append(("how many GPUs there are", "--gpus 8"))
+    if size.memory_bytes is None and (ask_max_params or ask_min_gpus):
+        missing.append(("how much memory a GPU has", "--gpu h100-sxm-80gb, --memory 80GiB"))
+    if missing:
+        raise SpecError(
+            [
+                Problem(
+                    f"nothing says {what}", None, f"add {flags}, or -f with a plan that says so"
+                )
+                for what, flags in missing
+            ]
+        )

@@ -1,0 +1,170 @@
+"""Questions put to the formulas: what each strategy needs, what fits, how many GPUs it takes.
+
+The table evaluates `formulas` with ints. For the inverse questions sympy solves the very same
+functions, and because a shard holds whole elements the exact integer is then found next to the
+root. sympy is imported only when one of those is asked.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from meshplan.textbook.formulas import ROWS, Row
+
+STATES_ONLY: Final = (
+    "states only: activations, buffers of communication other than DDP's, and the CUDA context "
+    "come on top"
+)
+"""Said wherever these figures are shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatesRow:
+    """One strategy with numbers.
+
+    Args:
+        row: The formula.
+        terms: Bytes on the GPU that holds most, by what they hold.
+        memory_bytes: What one GPU has; None when not known.
+        is_plan: Whether this is what the user's plan file declares.
+    """
+
+    row: Row
+    terms: Mapping[str, int]
+    memory_bytes: int | None = None
+    is_plan: bool = False
+
+    @property
+    def bytes_per_gpu(self) -> int:
+        return sum(self.terms.values())
+
+    @property
+    def left_bytes(self) -> int | None:
+        """What is left of the memory, negative when it does not fit; None when not known."""
+        return None if self.memory_bytes is None else self.memory_bytes - self.bytes_per_gpu
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.left_bytes is None else self.left_bytes >= 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The answer to an inverse question for one strategy.
+
+    Args:
+        row: The formula.
+        solution: What sympy found, such as "a = M*n/16", with M the memory of one GPU in
+            bytes; "" when the formula does not depend on the unknown.
+        value: The largest number of parameters or the smallest number of GPUs; None when no
+            number will do.
+    """
+
+    row: Row
+    solution: str
+    value: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatesEstimate:
+    """Everything that `estimate` found out; whatever was not stated or asked is None or empty.
+
+    Args:
+        rows: The table, when both parameters and GPUs are known.
+        max_params: Answers in the order of the table.
+        min_gpus: Likewise.
+        notes: What a reader has to know to read the figures rightly, STATES_ONLY first.
+    """
+
+    num_params: int | None
+    num_gpus: int | None
+    nodes: int
+    memory_bytes: int | None
+    rows: tuple[StatesRow, ...] = ()
+    max_params: tuple[Answer, ...] = ()
+    min_gpus: tuple[Answer, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether anything fits: by the inverse questions if any was asked, else by the table."""
+        answers = (*self.max_params, *self.min_gpus)
+        if answers:
+            return any(answer.value is not None for answer in answers)
+        return not self.rows or any(row.fits is not False for row in self.rows)
+
+
+def tabulate(
+    *,
+    num_params: int,
+    num_gpus: int,
+    nodes: int,
+    memory_bytes: int | None = None,
+    plan: tuple[str, str] | None = None,
+) -> tuple[StatesRow, ...]:
+    """Every row of the table; `plan` names the (strategy, precision) to be marked.
+
+    >>> [row.bytes_per_gpu for row in tabulate(num_params=1000, num_gpus=8, nodes=2)]
+    [20000, 18000, 9000, 5500, 2000, 4000]
+    """
+    return tuple(
+        StatesRow(
+            row=row,
+            terms=row.terms(num_params, num_gpus, nodes),
+            memory_bytes=memory_bytes,
+            is_plan=plan == (row.strategy, row.precision),
+        )
+        for row in ROWS
+    )
+
+
+def max_params(row: Row, *, num_gpus: int, nodes: int, memory_bytes: int) -> Answer:
+    """The largest model whose states fit into `memory_bytes` on each GPU."""
+    root, solution = _solve(row, "a", {"n": num_gpus, "nodes": nodes, "M": memory_bytes})
+    assert root is not None, "every formula grows with the model"
+
+    def is_over(a: int) -> bool:
+        return bool(row.total(a, num_gpus, nodes) > memory_bytes)
+
+    # No more than the root fits, and whole elements cost less than one more per GPU.
+    guess = math.floor(root)
+    candidates = range(max(1, guess - 2 * num_gpus), guess + 1)
+    value = candidates.start + bisect_left(candidates, True, key=is_over) - 1
+    return Answer(row=row, solution=solution, value=value or None)
+
+
+def min_gpus(row: Row, *, num_params: int, nodes: int, memory_bytes: int) -> Answer:
+    """The smallest number of GPUs, a multiple of `nodes`, on which the states fit."""
+    root, solution = _solve(row, "n", {"a": num_params, "nodes": nodes, "M": memory_bytes})
+
+    def fits(num_gpus: int) -> bool:
+        return bool(row.total(num_params, num_gpus, nodes) <= memory_bytes)
+
+    most = num_params * nodes  # one element per GPU: more GPUs change nothing
+    if not fits(most):
+        return Answer(row=row, solution=solution, value=None)
+    least = nodes if root is None else max(nodes, -(-math.ceil(root) // nodes) * nodes)
+    candidates = range(least, most + 1, nodes)
+    value = candidates[bisect_left(candidates, True, key=fits)]
+    return Answer(row=row, solution=solution, value=value)
+
+
+def _solve(row: Row, unknown: str, known: Mapping[str, int]) -> tuple[float | None, str]:
+    """The root of `row.total = M` for one unknown: exact, and as text."""
+    import sympy
+
+    names = ("a", "n", "nodes", "M")
+    symbol = {name: sympy.Symbol(name) for name in names}
+    total = row.total(symbol["a"], symbol["n"], symbol["nodes"])
+    if symbol[unknown] not in total.free_symbols:
+        return None, ""
+    (root,) = sympy.solve(total - symbol["M"], symbol[unknown])
+    exact = root.subs({symbol[name]: value for name, value in known.items()})
+    above, below = sympy.fraction(sympy.factor(root))
+    if above.could_extract_minus_sign():
+        above, below = -above, -below
+    return exact, f"{unknown} = {above / below}"

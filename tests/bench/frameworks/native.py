@@ -1,0 +1,150 @@
+"""FSDP2 and DTensor as published PyTorch runs used them, and what their allocator came to hold.
+
+Source: pytorch/torchtitan, models/llama3/infra/parallelize.py and train.py; KempnerForge,
+distributed/parallel.py (gradients reduced in fp32, a root that gives its parameters back),
+training/loss.py (of bf16 logits) and training/grad.py; torchtune, modules/rms_norm.py and
+modules/loss/ce_chunked_output_loss.py; torch 2.6, torch/distributed/fsdp/_fully_shard/
+_fsdp_collectives.py (the streams of all-gather and reduce-scatter). [Empirical], from the runs
+themselves and no source: logits that spring 2024 holds through backward, KempnerForge with tp or on
+one data rank, where its own code alone tells 4 to 20 % less than was measured, and the allocator's
+segments of October 2025.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from meshplan.memory.analytic.estimate import streams_of
+from meshplan.memory.decoder.sizes import shape_of
+from meshplan.memory.log.events import EventLog
+from meshplan.memory.replay import replay
+from meshplan.memory.tape.tape import play
+from meshplan.model.blueprint import from_mapping
+from meshplan.plan.plan import Plan, make_plan
+from meshplan.spec.reader import load_spec
+from tests.bench.frameworks.settle import settled
+from tests.bench.frameworks.torchtitan import Training, tape_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """How one framework, of one time, sets FSDP2 and the loop up.
+
+    Args:
+        what: Framework and version.
+        last_stays: Whether the last block stays gathered after forward.
+        ends_apart: Whether embedding and head are units of their own.
+        holds_logits: Whether the loop holds fp32 logits through backward.
+        cuts_loss: Whether logits stay cut over tp.
+        is_pure: Whether parameters and states are bf16.
+        sums_whole: Whether microbatches but the last are not reduced.
+        keeps_logits: Whether the loss is of logits in bf16, which the loop holds through backward.
+        is_bare: Whether one process holds the model in bf16 and no wrapper is around it.
+        norms_in_fp32: Whether norms are written out in fp32, which compilation fuses.
+        fuses_loss: Whether compilation fuses the loss with its cast to fp32.
+        expandable: Whether the allocator's segments expand.
+    """
+
+    what: str
+    last_stays: bool = False
+    ends_apart: bool = False
+    holds_logits: bool = False
+    cuts_loss: bool = True
+    is_pure: bool = False
+    sums_whole: bool = False
+    keeps_logits: bool = False
+    is_bare: bool = False
+    norms_in_fp32: bool = False
+    fuses_loss: bool = False
+    expandable: bool = False
+
+
+TITAN_2024_04: Final = Profile(
+    what="torchtitan, spring 2024 (FSDP2's pull request)",
+    last_stays=True,
+    holds_logits=True,
+    cuts_loss=False,
+)
+TITAN_2024_12: Final = Profile(what="torchtitan, December 2024", last_stays=True)
+TITAN_2025_10: Final = Profile(what="torchtitan, October 2025", ends_apart=True, expandable=True)
+KEMPNER: Final = Profile(
+    what="KempnerForge 5666d0d",
+    cuts_loss=False,
+    is_pure=True,
+    sums_whole=True,
+    keeps_logits=True,
+)
+TORCHTUNE: Final = Profile(
+    what="torchtune 2025-01, one device", is_bare=True, norms_in_fp32=True, fuses_loss=True
+)
+
+
+def log_of(
+    config: Mapping[str, Any],
+    mesh: Mapping[str, int],
+    how: Training,
+    profile: Profile,
+    *,
+    accumulate: int = 1,
+) -> EventLog:
+    """Two steps of the first rank.
+
+    Args:
+        config: Of a decoder of Llama's shape.
+        mesh: Sizes of dp_replicate, dp_shard and tp.
+    """
+    keeps = profile.keeps_logits and _is_alone(mesh)
+    how = replace(
+        how,
+        holds_logits=profile.holds_logits or keeps,
+        cuts_loss=profile.cuts_loss,
+        casts_logits=not keeps,
+        fuses_loss=profile.fuses_loss and how.is_compiled and how.chunks > 1,
+        norms_in_fp32=profile.norms_in_fp32 and not how.is_compiled,
+    )
+    plan = _plan(config, mesh, profile, accumulate)
+    work = play(tape_of(shape_of(plan.graph), how), sums_in_place=True)
+    # Fused Adam takes nothing for itself.
+    log = replay(work, plan, "adamw", foreach=False)
+    return settled(log, streams_of(plan, 0))
+
+
+def _is_alone(mesh: Mapping[str, int]) -> bool:
+    """Whether all ranks shard, and nothing else is done."""
+    return mesh.get("tp", 1) == 1 and mesh.get("dp_shard", 1) > 1
+
+
+def _plan(
+    config: Mapping[str, Any], mesh: Mapping[str, int], profile: Profile, accumulate: int
+) -> Plan:
+    spec: dict[str, Any] = {"version": 1, "mesh": dict(mesh), "rules": []}
+    spec["precision"] = "bf16-mixed"
+    sums_whole = profile.sums_whole and accumulate > 1 and _is_alone(mesh)
+    if profile.is_pure:
+        spec["precision"] = {"param": "bfloat16", "reduce": "float32", "master": "bfloat16"}
+    if mesh.get("tp", 1) > 1:
+        spec["tp_plan"] = "hf"
+    if profile.ends_apart or (profile.keeps_logits and _is_alone(mesh)):
+        spec["rules"] += [{"match": n, "unit": True} for n in ("model.embed_tokens", "lm_head")]
+    if profile.last_stays:
+        last = f"model.layers.{config['num_hidden_layers'] - 1}"
+        spec["rules"].append({"match": last, "reshard_after_forward": False})
+    if accumulate > 1:
+        spec["batch"] = {"accumulate": accumulate}
+    world = 1
+    for size in mesh.values():
+        world *= size
+    graph = from_mapping(config)
+    if profile.is_bare:
+        # One process with a model in bf16, and nothing around it.
+        spec["mesh"] = {"tp": 1}
+        del spec["precision"]
+        tensors = {fqn: replace(t, dtype="bfloat16") for fqn, t in graph.tensors.items()}
+        graph = replace(graph, tensors=tensors)
+    plan = make_plan(load_spec(spec), graph, world_size=world)
+    if sums_whole:
+        strategy = replace(plan.assignment.strategy, cuts=frozenset({"parameter"}))
+        plan = replace(plan, assignment=replace(plan.assignment, strategy=strategy))
+    return plan
