@@ -392,11 +392,12 @@ def test_what_stages_hand_on_takes_its_time(job):
     assert (once[5] - once[50] >= 2 * sent * (1 / 5e9 - 1 / 50e9)).all()
 
 
-def test_what_stages_hand_on_is_held_until_its_gradient_comes(job):
-    """The hidden states of one microbatch; a rank without stages hands on nothing."""
-    at = job_of(job())
+@pytest.mark.parametrize("seq_len", [1024, 1_000_000, 1_000_000_000])
+def test_what_stages_hand_on_is_held_until_its_gradient_comes(job, seq_len):
+    """The hidden states of one microbatch, however many bytes; nothing without stages."""
+    at = job_of(job(batch={"global": 64, "seq_len": seq_len}))
     grid, sent = at.usual.grid, at.usual.sent
     rows = (grid["pp"] > 1) & (grid["tp"] == 1)
     assert len({*grid["micro"][rows]}) > 1
-    assert (sent[rows] == grid["micro"][rows] * 1024 * LLAMA["hidden_size"] * 2).all()
+    assert (sent[rows] == grid["micro"][rows] * (seq_len * LLAMA["hidden_size"] * 2.0)).all()
     assert not sent[grid["pp"] == 1].any()

@@ -151,10 +151,11 @@ def _kind(one: Place, two: Place) -> Kind:
         sent_again=tuple(map(sent, one.again, two.again)),  # type: ignore[arg-type]
         saved_bytes=_fewest(one.saved_bytes, two.saved_bytes),
         transient_bytes=_fewest(one.transient_bytes, two.transient_bytes),
-        boundary_bytes=one.boundary_bytes,
-        context_bytes=one.context_bytes,
-        exchanged_bytes=one.exchanged_bytes,
-        scores_flops=one.scores_flops,
+        # Floats: a column of ints times an int of Python's wraps where the product is too large.
+        boundary_bytes=float(one.boundary_bytes),
+        context_bytes=float(one.context_bytes),
+        exchanged_bytes=float(one.exchanged_bytes),
+        scores_flops=float(one.scores_flops),
         expert_numel=one.expert_numel,
         num_experts=one.num_experts,
     )

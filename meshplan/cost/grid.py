@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 GRID: Final = np.dtype(
     [
-        (name, np.int32)
+        (name, np.int64)
         for name in (
             "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep",
             "virtual", "micro", "microbatches", "mode", "schedule", "offload", "loss_chunks",
