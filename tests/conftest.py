@@ -11,7 +11,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.pool import Pool, forkserver
+from tests.helpers.pool import Pool, forkserver
 
 WIDE = frozenset((Path(__file__).parent / "wide_cases.txt").read_text().splitlines())
 """Cases that take seconds and combine what others show, beside those that say so themselves."""

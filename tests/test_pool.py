@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.pool import JOBS_PER_WORKER, Pool, PoolError
+from tests.helpers.pool import JOBS_PER_WORKER, Pool, PoolError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -135,7 +135,7 @@ def test_old_workers_are_replaced(pair):
 def test_workers_end_with_their_parent(how):
     script = textwrap.dedent(
         """
-        from tests.pool import Pool
+        from tests.helpers.pool import Pool
         from tests.test_pool import process_id, sleep_on
         if __name__ == "__main__":
             pool = Pool(2)

@@ -151,8 +151,8 @@ REPORT = """<testsuites><testsuite>
 <failure message="AssertionError: no more&#10; assert 1 == 2">...</failure></testcase>
 <testcase classname="tests.test_a" name="test_two"/>
 <testcase classname="tests.test_a" name="test_three"><skipped message="why"/></testcase>
-<testcase classname="tests.test_b" name="test_far"><failure message="tests.pool.PoolError: on 2">
-E   tests.pool.PoolError: on 2
+<testcase classname="tests.test_b" name="test_far"><failure message="pool.PoolError: on 2">
+E   pool.PoolError: on 2
 E   Traceback (most recent call last):
 E     File x
 E   TypeError: an 'y'

@@ -43,7 +43,7 @@ def read_by_code() -> set[str]:
 
 def test_every_file_that_code_reads_is_part_of_the_package():
     read = read_by_code()
-    assert {"hardware.json", "report/page.css", "report/page.js", "pictures/views.js",
+    assert {"layout/hardware.json", "report/page.css", "report/page.js", "pictures/views.js",
             "cost/profiles.json"} <= read  # fmt: skip
     assert read | {"py.typed"} == set(data_files())
 

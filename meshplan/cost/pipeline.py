@@ -46,7 +46,7 @@ def pipeline_seconds(
         crossing: Seconds to hand a microbatch to the next stage, once.
 
     Assumes: stages are about equal; 1F1B then is never told too short, and Interleaved1F1B within
-    the spread of its stages (`tests/test_cost_pipeline.py` plays both).
+    the spread of its stages (`tests/cost/test_pipeline.py` plays both).
 
     Source: Narayanan et al. 2021 (Megatron-LM), section 2.2: a bubble of (p - 1) / v turns, the
     same for GPipe and 1F1B. What crosses delays GPipe and Interleaved1F1B on the way of one

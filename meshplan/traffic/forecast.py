@@ -1,7 +1,7 @@
 """Everything that one training step sends, put together axis by axis.
 
 Refuses to guess: what follows from no layout and no record is named in `Forecast.unknown`.
-`tests/test_traffic.py` counts on real runs and compares.
+`tests/traffic/test_traffic.py` counts on real runs and compares.
 """
 
 from __future__ import annotations

@@ -84,11 +84,11 @@ def drawn(rng: random.Random, *, is_live: bool) -> tuple[dict[str, Any], Mapping
         **rng.choice(MESHES),
     }  # fmt: skip
     if is_live:
-        from tests import planned
+        from tests.helpers import planned
 
         name = rng.choice(LIVE)
         stated = planned.INPUTS[name]
-        plan["model"] = {"entry": f"tests.planned:large_{name}"}
+        plan["model"] = {"entry": f"tests.helpers.planned:large_{name}"}
         plan["batch"] = {"micro": plan["batch"]["micro"], "accumulate": 1}
         plan |= {key: value for key, value in stated.items() if key != "batch"}
         if "input" in plan and rng.random() < 0.5:

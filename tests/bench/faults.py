@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from tests.faults import PLANS, STEPS, Case, Outcome, names, run
+from tests.helpers.faults import PLANS, STEPS, Case, Outcome, names, run
 
 LIMIT_S: Final = 10.0
 PAGE: Final = Path(__file__).with_suffix(".md")

@@ -44,8 +44,8 @@ REASONS: Final = Path(__file__).with_name("mutants_alive.json")
 PATIENCE: Final = (45.0, 5.0)
 """Seconds, and times the recorded ones, that a test gets before the clock kills the mutant."""
 LEFT_OUT: Final = re.compile(
-    r"test_(architecture|blueprint.*|compile|demo|docs|explore|notebooks|pictures.*"
-    r"|published.*|report|show|torchrun|wheel)\.py"
+    r"tests/(bench|hostile|pictures|report)/"
+    r"|.*/test_(architecture|blueprint.*|compile|demo|docs|notebooks|show|torchrun|wheel)\.py"
 )
 """Tests of what is above the rooms, or that take minutes."""
 WARM: Final = (
@@ -106,7 +106,9 @@ class Tests:
         self.digests: Mapping[str, str] = recorded["files"]
         self.budget_s = budget_s
         self.turn = int(time.time())
-        self.texts = {f"tests/{p.name}": p.read_text() for p in copy.glob("tests/test_*.py")}
+        self.texts = {
+            str(p.relative_to(copy)): p.read_text() for p in copy.glob("tests/**/test_*.py")
+        }
         self.files = {name.partition("::")[0] for name in self.tests}
 
     def of(self, mutant: Mutant) -> list[str]:
@@ -320,8 +322,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = copied(Path(folder))
         if options.record:
-            files = [p for p in sorted(copy.glob("tests/test_*.py")) if not LEFT_OUT.match(p.name)]
-            tests = record(copy, [str(p.relative_to(copy)) for p in files] + ["meshplan"])
+            files = sorted(str(p.relative_to(copy)) for p in copy.glob("tests/**/test_*.py"))
+            kept = [file for file in files if not LEFT_OUT.match(file)]
+            tests = record(copy, [*kept, "meshplan"])
             digests = {file: digest(copy / "meshplan" / file) for file in drawable}
             options.tests.write_text(json.dumps({"files": digests, "tests": tests}))
             return

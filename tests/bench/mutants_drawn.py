@@ -12,16 +12,15 @@ from typing import Final
 
 from tests.bench.mutants_record import blocks
 
-ROOMS: Final = (
-    "layout.py", "mesh.py", "schedules.py", "assign/*", "memory/*", "cost/*", "planner/*",
-    "runtime/*",
-)  # fmt: skip
+ROOMS: Final = ("layout/*", "assign/*", "memory/*", "cost/*", "planner/*", "runtime/*")
 WEAK: Final = (
-    "layout.py", "mesh.py", "schedules.py", "assign/types.py", "assign/stages.py",
-    "memory/compose.py", "memory/allocator.py", "memory/driver.py", "memory/replay/optimizer.py",
-    "cost/step.py", "cost/pipeline.py", "planner/knapsack.py", "planner/search.py",
-    "runtime/train.py", "runtime/shard.py", "runtime/guard.py", "runtime/loss.py",
-    "runtime/materialize.py", "runtime/pipeline/run.py",
+    "layout/layout.py", "layout/mesh.py", "layout/schedules.py", "assign/types.py",
+    "assign/stages.py", "memory/repeat/compose.py", "memory/log/allocator.py",
+    "memory/log/driver.py", "memory/replay/optimizer.py", "cost/step.py", "cost/pipeline.py",
+    "planner/knapsack/knapsack.py", "planner/solve/search.py", "runtime/train/step.py",
+    "runtime/apply/tensor_parallel.py", "runtime/watch/guard.py",
+    "runtime/apply/vocab_parallel_loss.py", "runtime/apply/materialize.py",
+    "runtime/apply/pipeline/run.py",
 )  # fmt: skip
 """Where mutants have survived before: half of the draws are from here."""
 

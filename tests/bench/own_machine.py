@@ -89,7 +89,7 @@ def main() -> int:
     from meshplan.api.planning import search_plan
     from meshplan.cost.calibration import read_profile
     from meshplan.render.profile import profile_to_text
-    from tests.pool import Pool
+    from tests.helpers.pool import Pool
 
     pool = Pool(2)
     with tempfile.TemporaryDirectory() as folder:

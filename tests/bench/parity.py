@@ -17,8 +17,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from tests import models, parity
-from tests.pool import Pool, PoolError
+from tests.helpers import models, parity
+from tests.helpers.pool import Pool, PoolError
 
 WIDTH: Final = max(map(len, models.NAMES))
 SHORT: Final = {"pass": "ok", "no plan": "-", "refused": "no", "wrong": "WRONG"}

@@ -34,10 +34,10 @@ from torch import nn
 
 from meshplan.runtime.base.batch import mapped
 from meshplan.textbook.formulas import full_shard
-from tests import exact, models
 from tests.bench import cuda_figures
 from tests.bench.llama import KeepsPrediction, Llama, loss
-from tests.test_memory_exact import CASES as SMALL
+from tests.helpers import exact, models
+from tests.runtime.fake_step.test_memory_exact import CASES as SMALL
 
 PUBLISHED = ("7B full", "7B selective")
 COUNTED = ("full_shard", "full_shard, bf16")
@@ -144,7 +144,7 @@ def truth_of(name: str) -> float:
     """In bytes: published, or counted in real processes."""
     if name in PUBLISHED:
         return (cuda_figures.CASES[name].active_gib or 0) * 2**30
-    from tests.pool import Pool
+    from tests.helpers.pool import Pool
 
     which, ranks, plan, *_ = SMALL[name]
     pool = Pool(ranks)

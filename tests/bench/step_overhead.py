@@ -50,7 +50,7 @@ from meshplan.runtime.demo_model import ByteLlama, next_byte_loss
 from meshplan.runtime.train import step as train
 from meshplan.runtime.watch import guard
 from meshplan.spec.recipes import recipe_path
-from tests.pool import Pool
+from tests.helpers.pool import Pool
 
 TARGET: Final = 1.02
 WARM_UP: Final = 6

@@ -24,7 +24,7 @@ from meshplan.runtime.verify.verify import _verify_rank
 from meshplan.spec.reader import load_spec
 from tests.bench.verify_bugs import planted
 from tests.bench.verify_models import MODELS
-from tests.pool import Pool, PoolError
+from tests.helpers.pool import Pool, PoolError
 
 PAGE: Final = Path(__file__).with_suffix(".md")
 PRECISIONS: Final = ("32-true", "bf16-mixed", "16-mixed", "bf16-true")

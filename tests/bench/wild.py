@@ -33,7 +33,7 @@ from pathlib import Path
 from tests.bench import wild_cases
 from tests.bench.wild_cell import LAYOUTS, OUTCOMES, TIMEOUT_S, Cell, run_cell
 from tests.bench.wild_table import TABLE, reasons, report, write
-from tests.pool import Pool
+from tests.helpers.pool import Pool
 
 
 def done(path: Path | None) -> dict[tuple[str, str], Cell]:

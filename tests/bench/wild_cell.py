@@ -32,7 +32,7 @@ from meshplan.runtime.base.batch import as_arguments, chunked, mapped
 from meshplan.runtime.watch import guard
 from tests.bench import wild_cases as cases
 from tests.bench.wild_cases import BATCH, STEPS, Wild
-from tests.pool import Pool, PoolError
+from tests.helpers.pool import Pool, PoolError
 
 TOLERANCE: Final = 1e-5
 DOUBLE: Final = 1e-8

@@ -33,7 +33,7 @@ from typing import Final
 from tests.bench import zoo_models as zoo
 from tests.bench.zoo_cell import LAYOUTS, OUTCOMES, TIMEOUT_S, Cell, run
 from tests.bench.zoo_table import SHORT, TABLE, reasons, report, write
-from tests.pool import Pool
+from tests.helpers.pool import Pool
 
 SAMPLE: Final = (
     "llama", "qwen3", "gemma3_text", "gpt2", "bloom",  # decoders
@@ -45,7 +45,7 @@ SAMPLE: Final = (
     "vit", "swin", "resnet", "segformer",
     "blip", "llava", "qwen2_vl",
 )  # fmt: skip
-"""What tests/test_zoo.py runs."""
+"""What tests/bench/test_zoo.py runs."""
 
 
 def done(path: Path | None) -> dict[tuple[str, str], Cell]:

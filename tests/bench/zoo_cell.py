@@ -19,7 +19,7 @@ import torch
 
 import meshplan
 from tests.bench import zoo_models as zoo
-from tests.pool import Pool, PoolError
+from tests.helpers.pool import Pool, PoolError
 
 TOLERANCE: Final = 1e-5
 ILL: Final = 1e-3

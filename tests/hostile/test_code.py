@@ -28,8 +28,8 @@ from meshplan.runtime.estimate.scale_down import model_of_source, source_of_conf
 from meshplan.runtime.trace.entry import model_of_entry
 from meshplan.spec import reader, source, trust
 from meshplan.spec.reader import load_spec
-from tests.pool import forkserver
-from tests.test_planner import LLAMA, job
+from tests.helpers.pool import forkserver
+from tests.planner.test_planner import LLAMA, job
 
 __all__ = ["job"]
 

@@ -30,8 +30,8 @@ import yaml
 import meshplan
 from meshplan.cli.app import main
 from meshplan.planner.lock.lock import _hash_of, lock_path
-from tests.test_calibrate import MADE
-from tests.test_planner import LLAMA, job
+from tests.cost.test_calibrate import MADE
+from tests.planner.test_planner import LLAMA, job
 
 __all__ = ["job"]
 

@@ -21,9 +21,9 @@ from meshplan.cli.app import VERBS, main
 from meshplan.cost.calibration import profile_from, write_profile
 from meshplan.runtime import calibrate
 from meshplan.spec import trust
+from tests.cost.test_calibrate import MADE
 from tests.hostile.test_code import folder
-from tests.test_calibrate import MADE
-from tests.test_planner import job
+from tests.planner.test_planner import job
 
 __all__ = ["folder", "job"]
 

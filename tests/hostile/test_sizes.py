@@ -17,7 +17,7 @@ from meshplan.errors import SpecError
 from meshplan.model.blueprint import from_mapping
 from meshplan.model.blueprint.families import FAMILIES
 from meshplan.model.blueprint.keys import misfits, unknown
-from tests.test_planner import LLAMA, job
+from tests.planner.test_planner import LLAMA, job
 
 __all__ = ["job"]
 

@@ -19,7 +19,7 @@ from meshplan.two_cores import each, has_another
 
 ERROR: Final = 0.01
 """How far a step told from a config may be from the traced one, as a share.
-Source: `tests/test_memory_tape.py`."""
+Source: `tests/memory/test_memory_tape.py`."""
 
 BRIEF_ERROR: Final = 0.03
 """How much farther what is reserved may be where microbatches are written in brief.

@@ -16,7 +16,7 @@ def flights(row: np.void, rank: int) -> tuple[float, ...]:
     backwards in two halves, when it has put off as many second halves as it ever does.
 
     Source: Narayanan et al. 2021 (Megatron-LM), section 2.2; `schedules.SCHEDULES`, whose order it
-    counts (`tests/test_planner_flights.py`).
+    counts (`tests/planner/test_flights.py`).
     """
     p, m, v = int(row["pp"]), int(row["microbatches"]), int(row["virtual"])
     if p == 1:

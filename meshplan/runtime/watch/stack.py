@@ -41,10 +41,10 @@ _WAITING: Final = tuple(
         "distributed/_composable/",
         "nn/parallel/distributed.py",
     )
-) + (_OWN + "runtime/pipeline/", _OWN + "runtime/watch/meeting.py")
+) + (_OWN + "runtime/apply/pipeline/", _OWN + "runtime/watch/meeting.py")
 """Files in which a thread that does not run waits for other ranks."""
 
-_IN_STORE: Final = (_OWN + "runtime/watch/", _OWN + "runtime/guard.py")
+_IN_STORE: Final = (_OWN + "runtime/watch/",)
 """Files that ask the store, or wait for what other ranks write there."""
 
 _BACKWARD: Final = (_TORCH + "autograd/graph.py", "_engine_run_backward")

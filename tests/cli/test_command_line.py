@@ -1,0 +1,147 @@
+"""The command line itself: colour, help, interrupts, what starting it imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import meshplan
+from meshplan.cli.app import main
+from tests.textbook.test_estimate import run
+
+ROOT = Path(__file__).resolve().parents[2]
+__all__ = ["run"]
+
+
+def test_colour_is_never_the_only_sign(run, monkeypatch):
+    words = "--params 5e9 --gpus 8 --memory 40GB"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    coloured = run(words)[1]
+    assert "\x1b[31mOVER by " in coloured
+    assert "\x1b[32mok, " in coloured
+    plain = run(f"{words} --no-color")[1]
+    assert "\x1b" not in plain
+    assert "OVER by " in plain
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert run(words)[1] == plain
+
+
+def test_help_version_and_no_verb(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"meshplan {meshplan.__version__}\n"
+    assert main(["estimate", "--help"]) == 0
+    assert "--max-params" in capsys.readouterr().out
+    assert main([]) == 2
+    assert capsys.readouterr().err.startswith("meshplan: 1 problem\n")
+
+
+def test_interrupted_quietly(capsys, monkeypatch):
+    def interrupt(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("meshplan.api.checking.estimate_states", interrupt)
+    assert main(["estimate", "--params", "3e9", "--gpus", "8"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def _python(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_reader_that_leaves_early():
+    script = f"{sys.executable} -m meshplan estimate --params 3e9 --gpus 8 --explain | head -c 9"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", script], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, "3.00 B pa")
+    assert "Error" not in done.stderr
+
+
+def test_nothing_heavy_is_imported():
+    script = (
+        "import sys; from meshplan.cli.app import main\n"
+        "main(['estimate', '--params', '3e9', '--gpus', '8', '--gpu', 'h200'])\n"
+        "heavy = 'torch numpy sympy networkx matplotlib rich yaml transformers'.split()\n"
+        "print('IMPORTED', *(name for name in heavy if name in sys.modules))"
+    )
+    assert _python("-c", script).stdout.endswith("\nIMPORTED\n")
+
+
+def test_sympy_is_imported_only_for_inverse_questions():
+    script = (
+        "import sys; from meshplan.cli.app import main\n"
+        "main(['estimate', '--gpus', '8', '--gpu', 'h200', '--max-params'])\n"
+        "print('IMPORTED', 'sympy' in sys.modules)"
+    )
+    assert _python("-c", script).stdout.endswith("\nIMPORTED True\n")
+
+
+def test_a_formula_loads_few_modules():
+    """A tenth of the package: what starts is quick, and seconds would be the machine's."""
+    script = (
+        "import sys; from meshplan.cli.app import main\n"
+        "main(['estimate', '--params', '3e9', '--gpus', '8', '--json'])\n"
+        "own = [name for name in sys.modules if name.startswith('meshplan')]\n"
+        "print('LOADED', len(own), len(sys.modules))"
+    )
+    *_, own, every = _python("-c", script).stdout.split()
+    assert int(own) <= 45
+    assert int(every) <= 200
+
+
+def test_public_names_are_found_when_used():
+    script = "import sys, meshplan\nprint(sorted(m for m in sys.modules if 'meshplan' in m))"
+    assert _python("-c", script).stdout == "['meshplan']\n"
+    assert set(meshplan.__all__) <= set(dir(meshplan))
+    light = {"Spec", "Mesh", "Layout", "Plan", "make_plan", "load_spec", "estimate_states"}
+    for name in light | {"MeshplanError", "SpecError", "PlanError", "ApplyError", "__version__"}:
+        assert getattr(meshplan, name) is not None
+    with pytest.raises(AttributeError, match="module 'meshplan' has no attribute 'nonsense'"):
+        _ = meshplan.nonsense
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "-f", "missing.yaml"],
+        ["plan", "--bogus"],
+        ["explain", "-f", "plans/auto.yaml", "why"],
+        ["diff", "plans/auto.yaml", "plans/nothing.yaml"],
+        ["estimate", "--gpus", "0"],
+        ["show"],
+    ],
+)
+def test_what_cannot_be_answered_is_json_where_json_is_asked_for(words, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert main([*words, "--json"]) == 2
+    out, err = capsys.readouterr()
+    answer = json.loads(out)
+    assert answer["schema"] == "problems/1"
+    assert not answer["result"]["ok"]
+    assert [each["what"] for each in answer["result"]["problems"]]
+    assert all(each["what"] in err for each in answer["result"]["problems"])
+    assert main(words) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_a_closed_stream_and_letters_that_it_lacks_are_no_crash(tmp_path):
+    script = f"{sys.executable} -m meshplan estimate --params 3e9 --gpus 8 >&-"
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)
+    path = tmp_path / "план.yaml"
+    path.write_text("version: 1\nmodel: {params: 3e9}\nmesh: {dp_shard: 8}\n")
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    done = subprocess.run(
+        [sys.executable, "-m", "meshplan", "check", "-f", str(path)],
+        cwd=ROOT, capture_output=True, text=True, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert "\\u043f\\u043b\\u0430\\u043d.yaml: ok" in done.stdout

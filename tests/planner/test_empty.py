@@ -1,0 +1,95 @@
+"""Where nothing is left to choose from: why, in words that help, and fixes that work."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from meshplan.api.planning import fewest_devices, search_plan
+from meshplan.cli.app import main
+from meshplan.errors import PlanError
+from meshplan.planner.space.space import EmptySpaceError
+from tests.planner.test_planner import PLAN, job
+
+__all__ = ["job"]
+
+MANY = {"nodes": 512, "gpus_per_node": 8, "gpu": "h100-sxm-80gb", "inter": "50GB/s"}
+ALONE = {"nodes": 1, "gpus_per_node": 8, "gpu": "h100-sxm-80gb"}
+
+
+def test_samples_that_no_mesh_shares_out_are_the_reason(job, capsys):
+    path = job(hardware=MANY)
+    with pytest.raises(EmptySpaceError) as caught:
+        search_plan(path)
+    (problem,) = caught.value.problems
+    what = "no mesh of 4,096 devices shares out 64 samples: its data ranks take 256 at the least"
+    assert problem.what == what
+    assert problem.origin.path == "batch.global"
+    assert problem.fix == ("write a batch.global of which 256 is a divisor, or take fewer devices")
+    assert search_plan(path, ["batch.global=256"]).chosen is not None
+    assert main(["plan", "-f", str(path), "-q"]) == 1
+    out = capsys.readouterr().out
+    assert what in " ".join(out.split())
+    assert "not in the space\n  mesh.tp=8: " in out
+    assert max(map(len, out.splitlines()[1:])) <= 100
+    assert main(["plan", "-f", str(path), "-q", "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert result["rejected"][0] == {"what": "everything", "why": what}
+    assert len(result["rejected"]) > 3
+    assert result["more_devices"].startswith("no mesh of 65,536 devices")
+
+
+@pytest.mark.parametrize(
+    ("batch", "least"),
+    [({"micro": 4}, 4096), ({"accumulate": 2}, 2048), ({"micro": 2, "accumulate": 2}, 4096)],
+)
+def test_what_is_stated_of_the_batch_counts_among_the_samples(job, batch, least):
+    mesh = {"tp": 4, "dp_shard": "auto"}
+    path = job(hardware=MANY, batch=PLAN["batch"] | batch, mesh=mesh)
+    with pytest.raises(EmptySpaceError) as caught:
+        search_plan(path)
+    assert f"its data ranks take {least:,} at the least" in caught.value.problems[0].what
+    assert search_plan(path, [f"batch.global={least}"]).chosen is not None
+
+
+def test_what_is_not_known_of_the_machine_is_said_first_and_where(job, capsys):
+    path = job(hardware={key: value for key, value in MANY.items() if key != "inter"})
+    assert main(["plan", "-f", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert "plan.yaml:1:64: hardware: how fast the nodes are connected is not known" in err
+    assert "configurations" not in err
+
+
+def test_more_nodes_that_nothing_is_known_of_are_no_silence(job, capsys):
+    path = job(hardware=ALONE | {"headroom": 0.99})
+    assert main(["plan", "-f", str(path)]) == 1
+    out, err = capsys.readouterr()
+    assert "with more devices: how fast the nodes are connected is not known; add inter:" in out
+    assert err.count("looking for a plan on") == 1
+    with pytest.raises(PlanError, match="how fast the nodes are connected"):
+        fewest_devices(path, ["hardware.headroom=0"], tokens="1e13", days="1")
+
+
+def test_a_training_is_told_in_words_and_units(job, capsys):
+    path = job(mesh={"dp_shard": "auto"}, strategy=None, hardware=PLAN["hardware"])
+    words = ["plan", "-f", str(path), "-q", "--dry-run", "--tokens", "1e9", "--days", "1"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "\n1.00 B tokens in 1 day\n" in out
+    line = next(line for line in out.splitlines() if "<- the fewest" in line)
+    assert line.split()[2:4] == ["1", "node"]
+    assert " min " in line
+    assert "0.0 days" not in out
+
+
+def test_nothing_stands_after_the_answer_but_what_was_left_out(job, capsys):
+    """No empty lines in a row, and none at the end."""
+    one = {"nodes": 1, "gpus_per_node": 1, "gpu": "h100-sxm-80gb"}
+    for fields in ({}, {"solve": {"objective": "memory"}}, {"hardware": one}):
+        assert main(["plan", "-f", str(job(**fields)), "-q", "--dry-run"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[-1]
+        assert all(one or two for one, two in itertools.pairwise(lines))
+    assert "on rank 0, in" in "\n".join(lines)

@@ -1,0 +1,416 @@
+"""The search against trying everything: whatever is fastest and fits is what it finds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from meshplan.cost.grid import SCHEDULE_WORDS
+from meshplan.planner.solve.config import Candidate, Row, solve_row
+from meshplan.planner.solve.result import Guess, Measured
+from meshplan.planner.solve.search import search
+from meshplan.planner.tables.cost_table import (
+    by_bound,
+    memory_bounds,
+    priced_bounds,
+    time_bounds,
+    weights,
+)
+from tests.helpers.brute import (
+    HALVED,
+    alike_rows,
+    always_fits,
+    began_by,
+    beside_blocks,
+    fastest,
+    handed_by,
+    kept_by,
+    random_numbers,
+    random_rounds,
+)
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_nothing_in_the_space_is_faster(block):
+    for seed in range(block * 50, block * 50 + 50):
+        numbers, capacity = random_numbers(seed)
+        expected = min(fastest(numbers, row, capacity) for row in range(len(numbers.grid)))
+        found = search(numbers, capacity, always_fits, tolerance=0.0)
+        seconds = found.best.seconds if found.best else float("inf")
+        assert seconds == pytest.approx(expected, rel=1e-9), seed
+        assert found.gap <= 1e-9 or found.best is None
+
+
+@pytest.mark.parametrize(
+    "block", [0, 1, *(pytest.param(n, marks=pytest.mark.wide) for n in range(2, 10))]
+)
+def test_nothing_is_faster_with_several_stages_a_rank(block):
+    several = 0
+    for seed in range(block * 40, block * 40 + 40):
+        numbers, capacity = random_rounds(seed)
+        by_row = [fastest(numbers, row, capacity) for row in range(len(numbers.grid))]
+        for row, each in enumerate(by_row):
+            one = solve_row(numbers, row, capacity)
+            assert (one.seconds if one else np.inf) == pytest.approx(each, rel=1e-9), (seed, row)
+        expected = min(by_row)
+        found = search(numbers, capacity, always_fits, tolerance=0.0)
+        seconds = found.best.seconds if found.best else float("inf")
+        assert seconds == pytest.approx(expected, rel=1e-9), seed
+        several += found.best is not None and numbers.grid[found.best.row]["virtual"] > 1
+    assert several
+
+
+def test_what_is_dealt_out_to_stages_is_what_was_chosen():
+    """Each stage has its blocks, each rank what the memory bounds were told of."""
+    for seed in range(30):
+        numbers, capacity = random_rounds(seed)
+        for row in np.flatnonzero(numbers.grid["virtual"] > 1):
+            for one in (solve_row(numbers, int(row), capacity), Row(numbers, row, 1.0).smallest()):
+                if one is None:
+                    continue
+                config = numbers.grid[row]
+                ranks, virtual = int(config["pp"]), int(config["virtual"])
+                word, count = SCHEDULE_WORDS[config["schedule"]], int(config["microbatches"])
+                kept = kept_by(word, ranks, virtual, count)
+                handed = handed_by(word, ranks, virtual, count)
+                assert len(one.ends) == ranks * virtual + 1
+                began = began_by(word, ranks, virtual, count) if word != HALVED else [False] * ranks
+                held, seconds = [0.0] * ranks, [0.0] * ranks
+                for rank in range(ranks):
+                    held[rank] += beside_blocks(numbers, row, rank)
+                for stage, (i, j) in enumerate(itertools.pairwise(one.ends)):
+                    table, turn = np.array(one.takes[stage]), stage // ranks
+                    own = numbers.order[i:j]
+                    assert list(table.sum(axis=1)) == [own.count(k) for k in range(3)]
+                    assert 1 in own
+                    keeps = kept[stage % ranks][turn]
+                    bytes_ = numbers.resident[row] + keeps * numbers.saved[row]
+                    if began[stage % ranks] and turn == virtual - 1:
+                        bytes_ = bytes_ + numbers.later[row][:, None]
+                    held[stage % ranks] += float(bytes_[table > 0] @ table[table > 0])
+                    hands_on = 0 < stage < ranks * virtual - 1
+                    held[stage % ranks] += (
+                        handed[stage % ranks][turn] * float(numbers.sent[row]) * hands_on
+                    )
+                    taken = numbers.seconds[row][table > 0] @ table[table > 0]
+                    seconds[stage % ranks] += float(taken)
+                assert one.linear_bytes == pytest.approx(held)
+                a, b = (float(each[row]) for each in weights(numbers.grid))
+                step = a * max(seconds) + b * sum(seconds) + float(numbers.once_s[row])
+                assert one.seconds == pytest.approx(step)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_what_is_really_held_decides(block):
+    """Each row holds more than the figures say, by an amount of its own."""
+    for seed in range(block * 25, block * 25 + 25):
+        numbers, capacity = random_numbers(seed)
+        extra = np.random.default_rng(seed).uniform(0, capacity / 2, len(numbers.grid))
+        extra[:: 1 + seed % 5] *= 4  # Some hold more than there is, whatever their blocks do.
+
+        def measure(candidate: Candidate, extra: Any = extra, room: float = capacity) -> Measured:
+            excess = float(extra[candidate.row])
+            fits = max(candidate.linear_bytes) + excess <= room * (1 + 1e-12)
+            return Measured(fits=fits, excess_bytes=excess)
+
+        rows = range(len(numbers.grid))
+        expected = min(fastest(numbers, row, capacity - extra[row]) for row in rows)
+        found = search(numbers, capacity, measure, tolerance=0.0)
+        seconds = found.best.seconds if found.best else float("inf")
+        assert seconds == pytest.approx(expected, rel=1e-9), seed
+        assert not found.given_up
+
+
+@pytest.mark.parametrize("wrong", [(-1.0, 0.0), (0.0, 0.0), (0.0, 2.0), (-0.5, 0.5)])
+def test_a_guess_tells_where_to_look_and_never_what_is_found(wrong):
+    """Guesses too low, right, too high: the answer is that of whoever guesses nothing."""
+    for seed in range(40):
+        numbers, capacity = random_numbers(seed)
+        rng = np.random.default_rng(seed)
+        extra = rng.uniform(0, capacity / 3, len(numbers.grid))
+        guesses = np.maximum(extra + rng.uniform(*wrong, len(extra)) * capacity / 2, 0.0)
+        surely = extra * rng.uniform(0, 1, len(extra))
+
+        def measure(candidate: Candidate, extra: Any = extra, room: float = capacity) -> Measured:
+            excess = float(extra[candidate.row])
+            fits = max(candidate.linear_bytes) + excess <= room * (1 + 1e-12)
+            return Measured(fits=fits, excess_bytes=excess)
+
+        def guess(
+            candidate: Candidate, guesses: Any = guesses, extra: Any = extra, room: float = capacity
+        ) -> Guess:
+            """Sure of being over only where it is, and not always then."""
+            is_over = max(candidate.linear_bytes) + extra[candidate.row] > room * (1 + 1e-12)
+            return Guess(float(guesses[candidate.row]), bool(is_over) and candidate.row % 3 > 0)
+
+        rows = range(len(numbers.grid))
+        expected = min(fastest(numbers, row, capacity - extra[row]) for row in rows)
+        found = search(
+            numbers, capacity, measure, guess=guess, taken=surely.__getitem__, tolerance=0.0
+        )
+        seconds = found.best.seconds if found.best else float("inf")
+        assert seconds == pytest.approx(expected, rel=1e-9), seed
+
+
+def test_a_good_guess_spares_measures():
+    measured = [0, 0]
+    for seed in range(30):
+        numbers, capacity = random_numbers(seed)
+        extra = np.random.default_rng(seed).uniform(0, capacity / 3, len(numbers.grid))
+
+        def measure(candidate: Candidate, extra: Any = extra, room: float = capacity) -> Measured:
+            excess = float(extra[candidate.row])
+            return Measured(max(candidate.linear_bytes) + excess <= room, excess)
+
+        def guess(candidate: Candidate, extra: Any = extra) -> Guess:
+            return Guess(float(extra[candidate.row]))
+
+        measured[0] += search(numbers, capacity, measure).num_measured
+        measured[1] += search(numbers, capacity, measure, guess=guess).num_measured
+    assert measured[1] < 0.8 * measured[0], measured
+
+
+def test_bounds_are_below_and_not_far():
+    shares = []
+    for seed in range(24):
+        numbers, capacity = (random_rounds if seed % 2 else random_numbers)(seed)
+        rows = np.arange(len(numbers.grid))
+        plain, priced = time_bounds(numbers), priced_bounds(numbers, rows, capacity)
+        least = memory_bounds(numbers)
+        for row in rows:
+            exact = fastest(numbers, row, capacity)
+            assert plain[row] <= exact * (1 + 1e-9)
+            assert priced[row] <= exact * (1 + 1e-9)
+            if np.isfinite(exact):
+                assert least[row] <= capacity * (1 + 1e-9)
+                shares.append(max(plain[row], priced[row]) / exact)
+    assert np.median(shares) > 0.9
+
+
+def test_of_a_model_without_blocks_the_smallest_is_looked_at_too():
+    numbers, capacity = random_numbers(3)
+    numbers = replace(numbers, names=("",) * len(numbers.order))
+    numbers.grid["pp"], numbers.grid["schedule"] = 1, 0
+    smallest = min(
+        max(Row(numbers, row, float("inf")).smallest().linear_bytes)
+        for row in range(len(numbers.grid))
+    )
+
+    def measure(candidate: Candidate) -> Measured:
+        return Measured(fits=max(candidate.linear_bytes) <= smallest, excess_bytes=0.5 * capacity)
+
+    found = search(numbers, capacity, measure)
+    assert found.best is not None
+    assert max(found.best.linear_bytes) == smallest
+
+
+def test_what_comes_near_is_told_whole():
+    numbers, capacity = random_numbers(7)
+    found = search(numbers, capacity, always_fits, tolerance=0.0, slack=0.3)
+    assert found.best is not None
+    by_row = {row: fastest(numbers, row, capacity) for row in range(len(numbers.grid))}
+    within = {r for r, s in by_row.items() if s <= found.best.seconds * 1.3}
+    assert {candidate.row for candidate in found.near} == within
+    for candidate in found.near:
+        assert candidate.seconds == pytest.approx(by_row[candidate.row], rel=1e-9)
+
+
+def test_what_cannot_be_told_is_left_out_with_its_reason():
+    numbers, capacity = random_numbers(7)
+    first = search(numbers, capacity, always_fits).best
+    assert first is not None
+
+    def measure(candidate: Candidate) -> Measured:
+        if candidate.row == first.row:
+            return Measured(fits=False, why="no rules for it")
+        return Measured(fits=True)
+
+    found = search(numbers, capacity, measure)
+    assert found.refused == {first.row: "no rules for it"}
+    assert found.best is None or found.best.row != first.row
+
+
+def test_a_row_that_is_given_up_is_not_proved(monkeypatch):
+    """Nobody knows whether it would have been faster."""
+    monkeypatch.setattr("meshplan.planner.solve.search._MOST_TRIES", 1)
+    numbers, capacity = random_numbers(7)
+    fastest_row = search(numbers, capacity, always_fits).best
+    assert fastest_row is not None
+
+    def measure(candidate: Candidate) -> Measured:
+        return Measured(fits=candidate.row != fastest_row.row, excess_bytes=0.1)
+
+    found = search(numbers, capacity, measure)
+    assert found.given_up
+    assert found.best is not None
+    assert found.lower_s < found.best.seconds
+    assert found.gap > 0
+
+
+def test_time_that_is_up_gives_the_best_so_far_and_its_gap():
+    numbers, capacity = random_numbers(7)
+    found = search(numbers, capacity, always_fits, deadline=0.0)
+    assert (found.best, found.is_whole, found.gap) == (None, False, 1.0)
+
+
+def test_a_gap_is_told_when_the_time_is_up_after_an_answer():
+    """A row that fits is looked at again at once; until then its bound counts, and not zero."""
+    for seed in range(20):
+        numbers, capacity = random_numbers(seed)
+        answers: list[Candidate] = []
+
+        def measure(candidate: Candidate, answers: Any = answers) -> Measured:
+            answers.append(candidate)
+            return Measured(fits=True, excess_bytes=0.2 * max(candidate.linear_bytes))
+
+        found = search(numbers, capacity, measure, is_stopped=lambda answers=answers: bool(answers))
+        if found.best is not None:
+            assert found.gap < 0.5, seed
+            assert found.lower_s <= min(
+                fastest(numbers, row, capacity) for row in range(len(numbers.grid))
+            ) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5, 1.0])
+def test_whenever_the_time_is_up_nothing_is_faster_than_the_lower_bound(spread):
+    """Of rows that wait, of those not yet come to, and of those put off by a wrong guess."""
+    cut_short = 0
+    for seed in range(160, 220):
+        numbers, capacity = (random_rounds if seed % 2 else random_numbers)(seed, num_rows=8)
+        rng = np.random.default_rng(seed)
+        extra = rng.uniform(0, spread, len(numbers.grid)) * capacity
+        guesses = extra * rng.uniform(0.5, 2.0, len(extra))
+        rows = range(len(extra))
+        expected = min(fastest(numbers, row, capacity - extra[row]) for row in rows)
+
+        def measure(candidate: Candidate, extra: Any = extra, room: float = capacity) -> Measured:
+            excess = float(extra[candidate.row])
+            return Measured(max(candidate.linear_bytes) + excess <= room, excess)
+
+        def guess(candidate: Candidate, guesses: Any = guesses) -> Guess:
+            return Guess(float(guesses[candidate.row]))
+
+        for num_looks in range(40):
+            looks = iter(range(num_looks))
+            found = search(
+                numbers, capacity, measure, guess=guess, tolerance=0.0,
+                is_stopped=lambda looks=looks: next(looks, None) is None,
+            )  # fmt: skip
+            if found.is_whole:
+                break
+            cut_short += 1
+            assert found.lower_s <= expected * (1 + 1e-9), (seed, num_looks)
+    assert cut_short > 100
+
+
+def test_an_answer_is_there_soon_though_all_that_is_fast_holds_too_much():
+    """The last rows are far slower, and all that fits: nobody waits for those before them."""
+    numbers, _ = random_numbers(1, num_rows=80)
+    in_parts = np.arange(80) >= 60
+    numbers.grid["tp"] = np.where(in_parts, 8, 1)
+    numbers.seconds[in_parts] *= 100
+    capacity, asked = 1e4, []
+
+    def measure(candidate: Candidate) -> Measured:
+        asked.append(candidate.row)
+        over = 0.0 if in_parts[candidate.row] else 2 * capacity
+        return Measured(fits=not over, excess_bytes=over)
+
+    found = search(numbers, capacity, measure, is_stopped=lambda: len(asked) >= 30)
+    assert found.best is not None
+    assert in_parts[found.best.row]
+    assert not found.is_whole
+    assert found.gap > 0.5
+
+
+class Known:
+    """What each row holds above its linear figures, which guesses know.
+
+    Attributes:
+        measured, guessed: The rows that somebody asked for.
+    """
+
+    def __init__(self, capacity: float, extra: NDArray[np.float64], *, is_sure: bool) -> None:
+        self.capacity, self.extra, self.is_sure = capacity, extra, is_sure
+        self.measured: set[int] = set()
+        self.guessed: set[int] = set()
+
+    def fits(self, candidate: Candidate) -> bool:
+        return max(candidate.linear_bytes) + self.extra[candidate.row] <= self.capacity * (1 + 1e-9)
+
+    def measure(self, candidate: Candidate) -> Measured:
+        self.measured.add(candidate.row)
+        return Measured(self.fits(candidate), float(self.extra[candidate.row]))
+
+    def guess(self, candidate: Candidate) -> Guess:
+        self.guessed.add(candidate.row)
+        is_over = self.is_sure and not self.fits(candidate)
+        return Guess(float(self.extra[candidate.row]), is_over)
+
+
+def test_a_row_of_which_a_guess_is_sure_is_never_measured():
+    ruled_out = 0
+    for seed in range(40):
+        numbers, capacity = random_numbers(seed)
+        extra = np.random.default_rng(seed).uniform(0, capacity, len(numbers.grid))
+        known = Known(capacity, extra, is_sure=True)
+        search(numbers, capacity, known.measure, guess=known.guess)
+        for row in range(len(numbers.grid)):
+            if not known.fits(Row(numbers, row, float("inf")).smallest()):
+                assert row not in known.measured, seed
+                ruled_out += 1
+    assert ruled_out > 50
+
+
+def test_what_guesses_let_hope_for_is_tried_before_its_turn():
+    """The fastest answer is there when a third of the rows have not been looked at."""
+    numbers, capacity, extra = alike_rows()
+    known = Known(capacity, extra, is_sure=False)
+    whole = search(numbers, capacity, known.measure, guess=known.guess)
+    assert whole.best is not None
+    assert whole.best.row == 56
+    known.guessed.clear()
+    found = search(
+        numbers,
+        capacity,
+        known.measure,
+        guess=known.guess,
+        is_stopped=lambda: len(known.guessed) >= 53,
+    )
+    assert found.best is not None
+    assert not found.is_whole
+    assert found.best.seconds == whole.best.seconds
+
+
+def test_what_comes_near_holds_what_was_measured_before_its_turn():
+    """Row 60 is measured for want of a faster answer, and never again."""
+    numbers, capacity, extra = alike_rows()
+    extra[60:] = 0.3 * extra[0]
+    known = Known(capacity, extra, is_sure=False)
+    found = search(numbers, capacity, known.measure, guess=known.guess, slack=0.3)
+    near = {each.row: each for each in found.near if each.row in known.measured}
+    assert 60 in near
+    assert all(map(known.fits, near.values()))
+
+
+def test_no_more_bounds_are_asked_for_than_the_answer_needs(monkeypatch):
+    """Of a large space, they are most of the work where the fastest row fits at once."""
+    numbers, _, _ = alike_rows()
+    bounded = []
+
+    def counted(*asked: Any) -> Iterator[tuple[float, int]]:
+        for bound, row in by_bound(*asked):
+            bounded.append(row)
+            yield bound, row
+
+    monkeypatch.setattr("meshplan.planner.solve.search.by_bound", counted)
+    found = search(numbers, float("inf"), always_fits)
+    assert found.best is not None
+    assert found.best.row == 59
+    assert len(bounded) < 10

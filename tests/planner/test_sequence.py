@@ -1,0 +1,138 @@
+"""Plans whose sequence tp cuts: found beside auto, bounded from below, refused where it must be.
+
+Which seeded bug would this catch? Figures of whole activations for parts, or of parts where a block
+holds the whole; a bound above what a replay shows.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshplan.cli.app import main
+from meshplan.cost.grid import SCHEDULE_WORDS
+from meshplan.memory.analytic.estimate import told_rank
+from meshplan.plan.plan import make_plan
+from meshplan.planner.answers.explain import Asker
+from meshplan.planner.lock.lock import overrides
+from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.request import question_of_file
+from meshplan.planner.solve.config import Row, solve_row
+from meshplan.planner.space.space import EmptySpaceError
+from meshplan.planner.tables.whole_plan import Costed
+from tests.planner.test_context import LLAMA
+
+ZERO_BUBBLE = "InterleavedZeroBubble"
+
+
+def job_of(folder: Path, config: dict[str, Any] = LLAMA, **more: Any) -> Job:
+    (folder / "config.json").write_text(json.dumps(config))
+    plan = {
+        "version": 1, "model": {"config": "config.json"}, "mesh": "auto", "strategy": "auto",
+        "hardware": {"nodes": 1, "gpus_per_node": 8, "gpu": "h100-sxm-80gb"},
+        "precision": "bf16-mixed", "batch": {"global": 16, "seq_len": 2048}, **more,
+    }  # fmt: skip
+    (folder / "plan.yaml").write_text(json.dumps(plan))
+    return Job(question_of_file(folder / "plan.yaml"))
+
+
+def test_it_is_cut_wherever_tp_is_and_as_stated(tmp_path: Path) -> None:
+    free = job_of(tmp_path).free
+    assert free.sequence_parallel == {1: False, 2: True, 4: True}
+    grid = job_of(tmp_path).grid
+    assert (grid["schedule"][grid["tp"] > 1] == SCHEDULE_WORDS.index(ZERO_BUBBLE)).any()
+    stated = job_of(tmp_path, sequence_parallel=False)
+    assert stated.free.sequence_parallel == {1: False, 2: False, 4: False}
+    assert len(stated.grid) == len(grid)
+    odd = job_of(tmp_path, batch={"global": 16, "seq_len": 2046})
+    assert odd.free.sequence_parallel == {1: False, 2: True, 4: False}
+
+
+def test_what_cannot_be_cut_is_said_where_nothing_is_left(tmp_path: Path, capsys: Any) -> None:
+    batch = {"global": 16, "seq_len": 2047}
+    stated = {"mesh": {"dp_shard": 4, "tp": 2}, "sequence_parallel": True, "tp_plan": "auto"}
+    with pytest.raises(EmptySpaceError):
+        _ = job_of(tmp_path, batch=batch, **stated).grid
+    assert main(["plan", "-f", str(tmp_path / "plan.yaml"), "-q"]) == 1
+    assert "mesh.tp=2: a sequence of 2047 does not divide by tp 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_halves_of_parts_hold_no_less_than_is_charged(tmp_path: Path, precision: str) -> None:
+    """Every rank of random rows whose backwards are split, against all its pools."""
+    job, rng = job_of(tmp_path, precision=precision), random.Random(5)
+    grid, shares = job.grid, []
+    is_split = (grid["tp"] > 1) & (grid["schedule"] == SCHEDULE_WORDS.index(ZERO_BUBBLE))
+    rows = [int(row) for row in np.flatnonzero(is_split)]
+    for row in rng.sample(rows, 10):
+        smallest = Row(job.usual, row, float("inf")).smallest()
+        found = solve_row(job.usual, row, max(smallest.linear_bytes) * rng.choice((1.01, 2)))
+        plan = make_plan(
+            job.question.read(overrides(job.stated(job.usual, found or smallest))),
+            job.question.graph,
+        )
+        assert plan.assignment.crossings
+        pp, world = plan.mesh.size("pp"), plan.mesh.world_size
+        for place, bound in enumerate((found or smallest).linear_bytes):
+            log = told_rank(plan, place * world // pp, device=job.question.device)
+            assert bound <= log.pooled_bytes
+            shares.append(bound / log.pooled_bytes)
+    assert np.median(shares) > 0.7
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("stages", [False, True])
+def test_figures_are_those_of_the_plan_and_no_more_than_is_replayed(
+    tmp_path: Path, stages: bool
+) -> None:
+    job, rng = job_of(tmp_path), random.Random(3)
+    grid = job.grid
+    rows = [int(r) for r in np.flatnonzero((grid["tp"] > 1) & ((grid["pp"] > 1) == stages))]
+    shares = []
+    for row in rng.sample(rows, 8):
+        smallest = Row(job.usual, row, float("inf")).smallest()
+        found = solve_row(job.usual, row, max(smallest.linear_bytes) * rng.choice((1.01, 2)))
+        found = found or smallest
+        stated = job.stated(job.usual, found)
+        assert stated["sequence_parallel"] is True
+        plan = make_plan(job.question.read(overrides(stated)), job.question.graph)
+        assert Costed(plan, job.question.cluster).seconds == pytest.approx(found.seconds)
+        pp, world = plan.mesh.size("pp"), plan.mesh.world_size
+        for place, bound in enumerate(found.linear_bytes):
+            log = told_rank(plan, place * world // pp, device=job.question.device)
+            assert bound <= log.pooled_bytes
+            shares.append(bound / log.pooled_bytes)
+    assert np.median(shares) > 0.6
+
+
+def test_parts_cost_less_than_whole_activations(tmp_path: Path) -> None:
+    """Norms and sums of parts; a gather and a scatter are sent for each sum over all ranks."""
+    cut = job_of(tmp_path).chain_at(4)
+    whole = job_of(tmp_path, sequence_parallel=False).chain_at(4)
+    (one,), (other,) = ([k for k in c.kinds if k.has_options] for c in (cut, whole))
+    assert one.boundary_bytes * 4 == other.boundary_bytes
+    assert one.saved_bytes[2] * 4 == other.saved_bytes[2]  # All of it runs again.
+    assert one.forward.moved_bytes < other.forward.moved_bytes
+    assert (one.sent_forward.gathers, one.sent_forward.all_reduces) == (4, 0)
+    assert (other.sent_forward.gathers, other.sent_forward.all_reduces) == (0, 2)
+
+
+@pytest.mark.wide
+def test_why_it_is_cut_is_said_in_seconds(tmp_path: Path) -> None:
+    job_of(tmp_path, mesh={"dp_shard": 2, "tp": 4})
+    asker = Asker(question_of_file(tmp_path / "plan.yaml"))
+    whole = asker.why_not("sequence_parallel=false")
+    assert whole.seconds is not None
+    assert whole.base_s is not None
+    assert whole.seconds > 1.02 * whole.base_s
+    assert whole.way is not None
+    assert not whole.way.plan.assignment.crossings
+    assert asker.why_not("sequence_parallel=true").seconds == whole.base_s
+    job_of(tmp_path, sequence_parallel=False)
+    stated = Asker(question_of_file(tmp_path / "plan.yaml"))
+    assert stated.why_not("sequence_parallel=true").why == "the plan states it"
