@@ -248,10 +248,10 @@ def test_a_worker_of_a_pool_may_use_it() -> None:
 def test_ranks_told_by_two_processes_are_those_of_one() -> None:
     """Also where they are over, by whichever rank; and in full the highest of those in brief."""
     script = """
-        from meshplan import cores
+        from meshplan import two_cores as cores
         from meshplan.model.blueprint import from_mapping
         from meshplan.memory import told_stages
-        from meshplan.memory.analytic.estimate import told_estimate
+        from meshplan.memory.analytic.estimate import estimate_analytic
         from meshplan.memory.analytic.ranks import OverError
         from meshplan.plan.plan import make_plan
         from meshplan.spec.reader import load_spec
@@ -272,7 +272,7 @@ def test_ranks_told_by_two_processes_are_those_of_one() -> None:
 
         def found(packs=False, **more):
             try:
-                return told_estimate(
+                return estimate_analytic(
                     plan, device="h100-sxm-80gb", limit_bytes=80 << 30, packs=packs, **more
                 )
             except OverError as over:
@@ -299,7 +299,7 @@ def test_ranks_told_by_two_processes_are_those_of_one() -> None:
 def test_a_rank_whose_turn_never_comes_is_not_over() -> None:
     """It is told beside the highest one, which then turns out to be higher still."""
     script = """
-        from meshplan import cores
+        from meshplan import two_cores as cores
         from meshplan.memory.answer.reserved import Holding
         from meshplan.memory.log import EventLog, Storage, Term
         from meshplan.memory.analytic.ranks import Ranks
@@ -358,7 +358,7 @@ def test_the_lock_is_the_same_on_one_core_and_on_two(
     (tmp_path / "config.json").write_text(config)
     (tmp_path / "plan.yaml").write_text(plan.replace("STATED", stated))
     script = """
-        from meshplan import cores
+        from meshplan import two_cores as cores
         from meshplan.cli import main
 
         copied, begin = [], cores._from_both_ends

@@ -20,8 +20,8 @@ from meshplan.memory.answer import assemble
 from meshplan.memory.log import torch_version
 from meshplan.runtime.apply.data import mixed_precision
 from meshplan.runtime.base.mesh import _packed, replicated
-from meshplan.runtime.torch_private import values as private_values
-from meshplan.runtime.torch_private.ops import _Laid, as_dtensor
+from meshplan.runtime.torch_private import values
+from meshplan.runtime.torch_private.ops import _FromLocal, as_dtensor
 from meshplan.spec.spec import Precision
 from tests.bench import torch_versions
 
@@ -103,7 +103,7 @@ def addends(world: int) -> list[tuple[Any, Any]]:
     x, weight, gradient = torch.randn(3, 4), torch.randn(4, 2 * world), torch.randn(3, 2 * world)
     cut = distribute_tensor(weight, tp, [Shard(1)], src_data_rank=None)
     found = []
-    for enter in (as_dtensor, _Laid.apply):
+    for enter in (as_dtensor, _FromLocal.apply):
         local = x.clone().requires_grad_()
         out = enter(local, tp, Replicate(), Partial()) @ cut
         out.to_local().backward(gradient.chunk(world, 1)[rank])
@@ -181,11 +181,11 @@ def test_what_a_module_takes_is_found_and_replaced_by_each_way_in(monkeypatch):
     value = ([first, torch.ones(1)], {"a": (second, "word")})
     found = []
     for _ in range(2):
-        taken = private_values.tensors_with_gradient(value)
-        out = private_values.with_tensors_replaced(value, [t * 2 for t in taken])
+        taken = values.tensors_with_gradient(value)
+        out = values.with_tensors_replaced(value, [t * 2 for t in taken])
         found.append((taken, out[0][0].tolist(), out[1]["a"][0].tolist(), out[1]["a"][1]))
         assert out[0][1] is value[0][1]
-        monkeypatch.setattr(private_values, "_common_utils", None)  # As before torch 2.12.
+        monkeypatch.setattr(values, "_common_utils", None)  # As before torch 2.12.
     assert [taken is first for taken in found[0][0]] == [True, False]
     assert found[0][1:] == found[1][1:] == ([2.0, 2.0], [0.0] * 3, "word")
     assert all(a is b for a, b in zip(found[0][0], found[1][0], strict=True))

@@ -320,7 +320,7 @@ def estimate_memory(
     is_config = model is None and (config is not None or (spec.model and spec.model.config))
     began = time.monotonic()
     if is_config and not trace and tier in (None, 1):
-        from meshplan.memory.analytic.estimate import told_estimate
+        from meshplan.memory.analytic.estimate import estimate_analytic
         from meshplan.plan.plan import make_plan
 
         graph = rehearse = planned = None
@@ -328,7 +328,7 @@ def estimate_memory(
             graph, more, rehearse = find_model(spec, None, config)
             assert graph is not None
             planned = make_plan(spec, graph)
-            estimate = told_estimate(
+            estimate = estimate_analytic(
                 planned, device=device, limit_bytes=limit_bytes, notes=(*notes, *more),
                 tells_worst=True, tells_modules=True,
             )  # fmt: skip
@@ -345,29 +345,33 @@ def estimate_memory(
 
             def told_again(other: Spec) -> MemoryEstimate:
                 changed = make_plan(other, graph)
-                return told_estimate(changed, device=device, limit_bytes=limit_bytes, packs=False)
+                return estimate_analytic(
+                    changed, device=device, limit_bytes=limit_bytes, packs=False
+                )
 
             took_s = time.monotonic() - began
             return with_fixes(planned, estimate, told_again, fixes, told, took_s)
-    from meshplan.runtime.estimate.estimate import foretell
+    from meshplan.runtime.estimate.estimate import estimate_by_trace
     from meshplan.runtime.estimate.fixes import with_fixes  # torch
-    from meshplan.runtime.estimate.request import Question, decided
+    from meshplan.runtime.estimate.request import EstimateRequest, decided
     from meshplan.runtime.estimate.scale_down import source_of
 
-    question = Question(
+    question = EstimateRequest(
         spec=spec,
         source=source_of(spec, model, config),
         device=device,
         limit_bytes=limit_bytes,
         tier=tier,
     )
-    estimate = foretell(question, told, notes)
+    estimate = estimate_by_trace(question, told, notes)
     took_s = time.monotonic() - began
     if estimate.fits is not False or fixes is False:
         return estimate
 
     def traced_again(other: Spec) -> MemoryEstimate:
-        return foretell(replace(question, spec=other, tier=int(estimate.tier)), lambda text: None)
+        return estimate_by_trace(
+            replace(question, spec=other, tier=int(estimate.tier)), lambda text: None
+        )
 
     _, planned = decided(question.spec, question.source)
     return with_fixes(planned, estimate, traced_again, fixes, told, took_s)
@@ -385,10 +389,12 @@ def traced_log(
 ) -> EventLog:
     """Trace the step of one rank, event by event; arguments and errors as of `estimate_memory`."""
     from meshplan.runtime.estimate.estimate import log_of_rank  # torch
-    from meshplan.runtime.estimate.request import Question
+    from meshplan.runtime.estimate.request import EstimateRequest
     from meshplan.runtime.estimate.scale_down import source_of
 
     device, limit_bytes, _ = read_limit(gpu, memory, plan.spec)
     source = source_of(plan.spec, model, config)
-    question = Question(spec=plan.spec, source=source, device=device, limit_bytes=limit_bytes)
+    question = EstimateRequest(
+        spec=plan.spec, source=source, device=device, limit_bytes=limit_bytes
+    )
     return log_of_rank(question, rank, told)

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from meshplan.api import checking as api
+from meshplan.api import checking
 from meshplan.api.in_force import PlanSource, find_model, spec_in_force
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.model.blueprint import from_config
@@ -89,7 +89,7 @@ def _start(
     if number is not None:
         return number, None
     if not isinstance(plan, Spec):
-        return api.decide(plan, overrides, model=model, config=config), None
+        return checking.decide(plan, overrides, model=model, config=config), None
     told = from_config(config, Origin("config")) if config is not None else graph_of(spec)
     if told is None:
         what = "nothing says which modules the model has"

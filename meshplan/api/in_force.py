@@ -20,7 +20,7 @@ from meshplan.textbook.inputs import graph_of, questions
 
 if TYPE_CHECKING:
     from meshplan.planner.lock.lock import Lock
-    from meshplan.planner.problem.decision import Question
+    from meshplan.planner.problem.decision import PlanRequest
 
 PlanSource = str | os.PathLike[str] | Mapping[str, Any]
 Found = tuple[ModelGraph, Rehearse | None]
@@ -87,18 +87,18 @@ def spec_in_force(
 
     if lock is None and not spec.free_fields and not has_lock(plan):
         return spec, *found
-    from meshplan.planner.objectives import complete as whole  # numpy
-    from meshplan.planner.problem import request as asking  # numpy
+    from meshplan.planner.objectives import complete  # numpy
+    from meshplan.planner.problem import request  # numpy
 
-    def ask(profile: Path | None) -> Question:
+    def ask(profile: Path | None) -> PlanRequest:
         from meshplan.runtime.live.planned import question_of_entry  # torch
 
         return question_of_entry(plan, overrides, model, profile=profile, told=told)
 
     is_live = model is not None or (spec.model is not None and spec.model.entry is not None)
-    path = None if is_live else asking.config_of(spec, config)[0]
-    load = asking.loading(plan, overrides)
-    stated = whole.whole_spec(
+    path = None if is_live else request.config_of(spec, config)[0]
+    load = request.loading(plan, overrides)
+    stated = complete.complete_spec(
         plan, load, found[0], told, ask if is_live else None, path, lock, noted=noted
     )
     if stated.reads_flow and not spec.reads_flow:

@@ -15,11 +15,11 @@ from meshplan.files import check_writable
 from meshplan.garbage import collecting_rarely
 from meshplan.memory.log.torch_version import installed, unlike
 from meshplan.plan.plan import Plan
-from meshplan.planner.answers import lock_words as locking
+from meshplan.planner.answers import lock_words
 from meshplan.planner.lock.lock import lock_in_words, locked, profile_of_lock
 from meshplan.planner.lock.lock import overrides as overrides_of
 from meshplan.planner.objectives.answer import answer
-from meshplan.planner.problem.decision import Decision, Question, Way
+from meshplan.planner.problem.decision import Decision, Evaluated, PlanRequest
 from meshplan.planner.problem.request import cluster_of, question_of_file
 from meshplan.spec.keys import check_free, freed
 from meshplan.spec.reader import load_spec
@@ -27,15 +27,15 @@ from meshplan.textbook.inputs import read_limit
 
 if TYPE_CHECKING:
     from meshplan.cost.profile import Profile
-    from meshplan.planner.answers.difference import Difference
+    from meshplan.planner.answers.difference import PlanDifference
     from meshplan.planner.answers.explain import WhyNot
     from meshplan.planner.answers.infeasible import Trouble
     from meshplan.planner.answers.module import ModuleAnswer
     from meshplan.planner.answers.reshard import Reshard
     from meshplan.planner.answers.written import Written
-    from meshplan.planner.lock.changes import Change
+    from meshplan.planner.lock.changes import FieldChange
     from meshplan.planner.lock.lock import Lock
-    from meshplan.planner.objectives.num_devices import Training
+    from meshplan.planner.objectives.num_devices import TrainingTarget
 
 
 def search_plan(
@@ -78,7 +78,7 @@ def find_frontier(
     profile: str | Path | None = None,
     told: Callable[[str], None] = lambda text: None,
     is_stopped: Callable[[], bool] = lambda: False,
-) -> tuple[tuple[Way, ...], bool]:
+) -> tuple[tuple[Evaluated, ...], bool]:
     """(the fastest plans within less and less memory, whether the time sufficed).
 
     Args:
@@ -103,7 +103,7 @@ def fewest_devices(
     profile: str | Path | None = None,
     told: Callable[[str], None] = lambda text: None,
     is_stopped: Callable[[], bool] = lambda: False,
-) -> Training:
+) -> TrainingTarget:
     """The fewest whole nodes that train on so many tokens in so many days.
 
     Args:
@@ -127,7 +127,7 @@ def _question(
     memory: str | int | None,
     profile: str | Path | None,
     told: Callable[[str], None],
-) -> Question:
+) -> PlanRequest:
     """What is asked, of a model that its config tells of, or of one that has to be run."""
     if why := unlike(installed()):
         told(why)
@@ -231,7 +231,7 @@ def compare(
     *,
     profile: str | Path | None = None,
     known: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {}),
-) -> Difference:
+) -> PlanDifference:
     """What one plan decides otherwise than another, and what that costs.
 
     Args:
@@ -258,7 +258,7 @@ def locks_alone(old: str, new: str) -> tuple[Lock, Lock] | None:
     return lock_difference.locks_alone(old, new)
 
 
-def compare_locks(old: Lock, new: Lock) -> Difference:
+def compare_locks(old: Lock, new: Lock) -> PlanDifference:
     """Differences between two locks, such as two versions of one."""
     from meshplan.planner.answers import lock_difference
 
@@ -282,7 +282,7 @@ def plan_of_lock(path: str | os.PathLike[str]) -> tuple[str, Lock] | None:
     Raises:
         SpecError: It is a lock, and cannot be read, or the plan is not beside it.
     """
-    found = locking.source_of_lock(Path(path))
+    found = lock_words.source_of_lock(Path(path))
     return found and (str(found[0]), found[1])
 
 
@@ -297,7 +297,7 @@ def figures_of_lock(
     Raises:
         SpecError: There is a lock, and it cannot be read.
     """
-    return locking.figures_of_lock(plan, decided, lock)
+    return lock_words.figures_of_lock(plan, decided, lock)
 
 
 def lock_plan(
@@ -311,7 +311,7 @@ def lock_plan(
     Args:
         free: Keys that `overrides_of_free` left to the planner, and the file does not.
     """
-    return locking.write_lock(plan, decision, path, free)
+    return lock_words.write_lock(plan, decision, path, free)
 
 
 def as_written(
@@ -343,7 +343,7 @@ def changes_since(
     decision: Decision,
     path: str | Path | None = None,
     free: Sequence[str] = (),
-) -> tuple[Change, ...] | None:
+) -> tuple[FieldChange, ...] | None:
     """What a decision says otherwise than the lock beside its plan file; None without one.
 
     Args:
@@ -352,7 +352,7 @@ def changes_since(
     Raises:
         SpecError: There is a lock, and it cannot be read.
     """
-    return locking.changes_since(plan, decision, path, free)
+    return lock_words.changes_since(plan, decision, path, free)
 
 
 def calibrate(out: str | os.PathLike[str]) -> Profile | None:

@@ -8,17 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from meshplan.api import checking as api
-from meshplan.api import planning
+from meshplan.api import checking, planning
 from meshplan.api.in_force import PlanSource
 from meshplan.errors import MeshplanError, PlanError, SpecError
 from meshplan.pictures.counted import counted_plan
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.planner.lock.lock import chosen_spec, lock_in_words, locked
-from meshplan.planner.problem.decision import Decision, Way
+from meshplan.planner.problem.decision import Decision, Evaluated
 from meshplan.planner.problem.request import loading
 from meshplan.planner.space.space import EmptySpaceError
-from meshplan.report.main import Known, Report, report_of
+from meshplan.report.main import Report, ReportFacts, report_of
 from meshplan.spec.reader import load_spec
 
 _OPEN: Final = "faster plans and other choices"
@@ -50,11 +49,11 @@ def make_report(
         PlanError: The plan does not fit the model.
     """
     return report_of(
-        _Gather(plan, overrides, model, config, gpu, memory, profile, told).all(why_not)
+        _ReportBuilder(plan, overrides, model, config, gpu, memory, profile, told).all(why_not)
     )
 
 
-class _Gather:
+class _ReportBuilder:
     """All questions about one plan file; what has no answer is left out, and why is said."""
 
     def __init__(
@@ -78,9 +77,9 @@ class _Gather:
         )
         name = "a plan" if isinstance(plan, Mapping) else os.fspath(plan)
         on_top = tuple(overrides)
-        self._known = Known(name=name, text=self._text(), on_top=on_top, **self._machine)
+        self._known = ReportFacts(name=name, text=self._text(), on_top=on_top, **self._machine)
 
-    def all(self, why_not: Sequence[str]) -> Known:
+    def all(self, why_not: Sequence[str]) -> ReportFacts:
         """The answers."""
         try:
             decision = self._search()
@@ -147,7 +146,7 @@ class _Gather:
             notes = (line, *memory.notes)
             self._learn(plan=plan, estimate=memory, warnings=warnings, notes=notes)
             return
-        checked = api.check_plan(self._plan, self._overrides, **self._model)
+        checked = checking.check_plan(self._plan, self._overrides, **self._model)
         if checked.problems:
             raise PlanError(checked.problems)
         notes = checked.notes
@@ -163,7 +162,7 @@ class _Gather:
             notes = (*notes, more)
             self._learn(notes=notes)
         try:
-            estimate = api.estimate_memory(
+            estimate = checking.estimate_memory(
                 self._plan, self._overrides, **self._model, **self._machine, fixes=False,
                 told=self._told,
             )  # fmt: skip
@@ -178,13 +177,13 @@ class _Gather:
         if plan.graph.config:
             return
         try:
-            log = api.traced_log(plan, rank, **self._model, **self._machine, told=self._told)
+            log = checking.traced_log(plan, rank, **self._model, **self._machine, told=self._told)
         except MeshplanError as error:
             self._leave_out("the step event by event", error)
         else:
             self._learn(traced=(rank, log))
 
-    def _with_origins(self, chosen: Way) -> Plan:
+    def _with_origins(self, chosen: Evaluated) -> Plan:
         """The plan that was chosen; what was is said to be the planner's."""
         if not self._spec.free_fields:
             return chosen.plan
@@ -202,7 +201,7 @@ class _Gather:
         try:
             if isinstance(self._plan, Mapping):
                 raise PlanError("the textbook's table is read from plan files")
-            states = api.estimate_states(
+            states = checking.estimate_states(
                 plan=Path(self._plan), overrides=self._overrides, **self._machine
             )
         except MeshplanError as error:

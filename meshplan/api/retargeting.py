@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshplan.api import checking as api
-from meshplan.api import planning
+from meshplan.api import checking, planning
 from meshplan.api.in_force import PlanSource
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.plan.plan import Plan
-from meshplan.planner.answers.difference import Difference, figures_of
+from meshplan.planner.answers.difference import PlanDifference, figures_of
 from meshplan.planner.answers.reshard import Reshard
 from meshplan.planner.problem.decision import Decision
 
@@ -32,7 +31,7 @@ class Retarget:
     """
 
     decision: Decision
-    difference: Difference | None
+    difference: PlanDifference | None
     moved: Reshard | None
 
 
@@ -66,7 +65,7 @@ def retarget(
         raise SpecError(Problem(what, Origin("hardware"), 'give "nodes=4,gpu=h200", say'))
     settings = retarget_settings(words)
     if old is None:
-        old = api.decide(plan, overrides, config=config)
+        old = checking.decide(plan, overrides, config=config)
     decision = planning.search_plan(
         plan, [*overrides, *settings], config=config, profile=profile, told=told
     )

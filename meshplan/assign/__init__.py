@@ -13,11 +13,11 @@ from meshplan.assign.pairs import around_pair, leaves_cut
 from meshplan.assign.types import (
     Assignment,
     ContextParallel,
-    Crossing,
     ExpertUse,
     Placed,
     Reason,
     Recompute,
+    SequenceBoundary,
     StyleUse,
     Unit,
 )
@@ -25,11 +25,11 @@ from meshplan.assign.types import (
 __all__ = [
     "Assignment",
     "ContextParallel",
-    "Crossing",
     "ExpertUse",
     "Placed",
     "Reason",
     "Recompute",
+    "SequenceBoundary",
     "StyleUse",
     "Unit",
     "around_pair",

@@ -26,7 +26,7 @@ from meshplan.assign.stages import assign_stages, idle_warnings, order_warnings
 from meshplan.assign.tensor_cuts import TensorParallel
 from meshplan.assign.tensor_parallel import assign_tp, no_dim, sequence_problems
 from meshplan.assign.types import Assignment, Placed, Reason, Unit
-from meshplan.assign.units import PLACE, Units, assign_units, check_reshards
+from meshplan.assign.units import PLACE, UnitDecision, assign_units, check_reshards
 from meshplan.errors import Origin, PlanError, Problem
 from meshplan.layout.layout import Layout
 from meshplan.layout.mesh import GRADIENT_AXES, Axis, Mesh
@@ -169,7 +169,7 @@ def _compiled(spec: Spec, graph: ModelGraph) -> tuple[tuple[str, ...], list[Prob
 
 
 def _wrapper(
-    graph: ModelGraph, mesh: Mesh, units: Units, tp: TensorParallel, strategy: Strategy
+    graph: ModelGraph, mesh: Mesh, units: UnitDecision, tp: TensorParallel, strategy: Strategy
 ) -> Literal["none", "ddp", "units"]:
     """DDP proper where the whole model is plain replicas; FSDP2's units for everything else.
 
@@ -194,7 +194,7 @@ def _place(
     strategy: Strategy,
     tp: TensorParallel,
     ep: ExpertParallel,
-    units: Units,
+    units: UnitDecision,
     wrapper: str,
     tensor: TensorInfo,
 ) -> Placed:
@@ -242,7 +242,7 @@ def _data_cut(
     tensor: TensorInfo,
     used: Layout,
     unit: Unit,
-    units: Units,
+    units: UnitDecision,
 ) -> tuple[bool, int | None, Reason]:
     """(reduced alone, dim that the unit's axes cut or None, why) of one parameter."""
     own = cascade.param(tensor, PLACE)
@@ -331,7 +331,7 @@ def _other_size(spec: Spec, world_size: int | None) -> list[Problem]:
     ]
 
 
-def _one_dtype(units: Units, tensors: Mapping[str, Placed]) -> Iterator[Problem]:
+def _one_dtype(units: UnitDecision, tensors: Mapping[str, Placed]) -> Iterator[Problem]:
     """FSDP2 reduces the gradients of a unit as one tensor, so they must be of one dtype."""
     first: dict[str, Placed] = {}
     told: set[str] = set()

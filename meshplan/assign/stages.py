@@ -18,13 +18,13 @@ from meshplan.layout.mesh import Mesh
 from meshplan.layout.schedules import SCHEDULES
 from meshplan.model.flow import Call, Flow
 from meshplan.model.graph import ModelGraph, around, is_inside
-from meshplan.model.stage_boundary import Bond, Cut, unit_calls
+from meshplan.model.stage_boundary import Bond, UnitFlow, unit_calls
 from meshplan.spec.match import nearest
 from meshplan.spec.spec import AUTO, Pipeline, Spec
 
 
 @dataclass(frozen=True, slots=True)
-class _Mark:
+class _StageMark:
     """A stage that a module was given."""
 
     stage: int
@@ -64,7 +64,7 @@ def assign_stages(
         origin = spec.origin("pipeline.microbatches")
         problems.append(Problem(f"{row.name} on pp {ranks} {why}, not {count}", origin,
                                 f"say microbatches: {least}"))  # fmt: skip
-    cutter = _Cutter(spec, graph, cascade, ranks * virtual, recompute)
+    cutter = _StageCutter(spec, graph, cascade, ranks * virtual, recompute)
     units = cutter.units()
     stages = cutter.stages(units) if units else None
     problems += cutter.problems
@@ -147,7 +147,7 @@ _Units = list[tuple[str, Call | None]]
 """(module, its call) in order; no call where nothing was recorded."""
 
 
-class _Cutter:
+class _StageCutter:
     def __init__(
         self,
         spec: Spec,
@@ -163,13 +163,13 @@ class _Cutter:
         self.free: set[str] = set()
         self.opened = self._ancestors([*graph.blocks(), *self.marks])
         self.flow = _flow_of(graph, self.opened)
-        self._known: tuple[Flow, tuple[Call, ...], Cut] | None = None
+        self._known: tuple[Flow, tuple[Call, ...], UnitFlow] | None = None
 
-    def _marks(self, cascade: Cascade) -> dict[str, _Mark]:
-        marks: dict[str, _Mark] = {}
+    def _marks(self, cascade: Cascade) -> dict[str, _StageMark]:
+        marks: dict[str, _StageMark] = {}
         for fqn, stated in cascade.modules_with("stage"):
             word = {"first": 0, "last": self.count - 1}.get(stated.value, stated.value)
-            marks[fqn] = _Mark(word, Reason(stated.text, self.spec.origin(stated.path)))
+            marks[fqn] = _StageMark(word, Reason(stated.text, self.spec.origin(stated.path)))
         split = self.spec.pipeline.split if self.spec.pipeline else AUTO
         if isinstance(split, tuple):
             origin = self.spec.origin("pipeline.split")
@@ -184,7 +184,7 @@ class _Cutter:
                         self._say(f"'{name}' is no module of {self.graph.name}", origin,
                                   f"did you mean '{near}'?" if near else "correct it")  # fmt: skip
                         continue
-                    marks[known[name]] = _Mark(stage, Reason("split", origin))
+                    marks[known[name]] = _StageMark(stage, Reason("split", origin))
         for fqn, mark in marks.items():
             if not 0 <= mark.stage < self.count:
                 self._say(f"'{fqn}' is put into stage {mark.stage}, but there are {self.count}",
@@ -239,7 +239,7 @@ class _Cutter:
     def _list(self) -> _Units:
         if self.flow is not None:
             flow = self.flow
-            found = Cut(flow, unit_calls(flow, self.opened)).free()
+            found = UnitFlow(flow, unit_calls(flow, self.opened)).free()
             self.free = {m for m in found if m not in self.marks and not self._bytes(m, set())}
             calls = unit_calls(flow, self.opened, self.free)
             return [(call.module, call) for call in calls]
@@ -358,10 +358,10 @@ class _Cutter:
             before = by_module[min(found, key=places.__getitem__)] if found else before
         return {fqn: tuple(sorted(found)) for fqn, found in holders.items()}
 
-    def _cut(self, flow: Flow, calls: Sequence[Call]) -> Cut:
+    def _cut(self, flow: Flow, calls: Sequence[Call]) -> UnitFlow:
         """Where it is cut tells who holds what."""
         if self._known is None or self._known[:2] != (flow, tuple(calls)):
-            self._known = flow, tuple(calls), Cut(flow, calls)
+            self._known = flow, tuple(calls), UnitFlow(flow, calls)
         return self._known[2]
 
     def _runs_everywhere(self, module: str) -> bool:

@@ -169,7 +169,7 @@ class LocalAttribute:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crossing:
+class SequenceBoundary:
     """A place where activations are cut along the sequence over tp, or put together again.
 
     Args:
@@ -344,7 +344,7 @@ class Assignment:
     warnings: tuple[Problem, ...] = field(default=())
     host_activations: Mapping[str, Reason] = field(default_factory=dict)
     experts: Mapping[str, ExpertUse] = field(default_factory=dict)
-    crossings: tuple[Crossing, ...] = ()
+    crossings: tuple[SequenceBoundary, ...] = ()
 
     @property
     def shared(self) -> dict[str, tuple[int, ...]]:

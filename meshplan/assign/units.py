@@ -29,7 +29,7 @@ _STATED = (PLACE, _RESHARD, "precision", "offload.params", "offload.optimizer")
 
 
 @dataclass(slots=True)
-class Units:
+class UnitDecision:
     """The units by fqn, inner ones first, and what went wrong on the way.
 
     `dtypes` has the dtype of most elements of each unit at rest, for units of several dtypes.
@@ -63,10 +63,10 @@ def assign_units(
     mesh: Mesh,
     strategy: Strategy,
     experts: ExpertParallel,
-) -> Units:
+) -> UnitDecision:
     """Every unit of this model, each with its axes, resharding and precision."""
-    out = Units()
-    builder = _Builder(spec, graph, cascade, mesh, strategy, experts, out)
+    out = UnitDecision()
+    builder = _UnitBuilder(spec, graph, cascade, mesh, strategy, experts, out)
     builder.visit("", None)
     if builder.as_stored:
         first, others = builder.as_stored[0], len(builder.as_stored) - 1
@@ -109,7 +109,7 @@ class _Mode:
         return EXPERT_SHARD in self.axes
 
 
-class _Builder:
+class _UnitBuilder:
     def __init__(
         self,
         spec: Spec,
@@ -118,7 +118,7 @@ class _Builder:
         mesh: Mesh,
         strategy: Strategy,
         experts: ExpertParallel,
-        out: Units,
+        out: UnitDecision,
     ) -> None:
         self.spec, self.graph, self.cascade = spec, graph, cascade
         self.mesh, self.strategy, self.experts, self.out = mesh, strategy, experts, out
@@ -310,7 +310,7 @@ class _Builder:
 
 
 def check_reshards(
-    spec: Spec, cascade: Cascade, mesh: Mesh, units: Units, tensors: Mapping[str, Placed]
+    spec: Spec, cascade: Cascade, mesh: Mesh, units: UnitDecision, tensors: Mapping[str, Placed]
 ) -> None:
     """FSDP2 reshards to fewer ranks only what no other axis cuts; it would raise in forward."""
     for fqn, placed in tensors.items():
@@ -330,7 +330,7 @@ def check_reshards(
             )
 
 
-def _merge_tied(spec: Spec, graph: ModelGraph, out: Units) -> None:
+def _merge_tied(spec: Spec, graph: ModelGraph, out: UnitDecision) -> None:
     """Tied tensors must be of one unit: give up the default blocks that would split them."""
     for tensor in _split(graph, out):
         owners = {out.of(name, graph) for name in tensor.names}
@@ -360,7 +360,7 @@ def _merge_tied(spec: Spec, graph: ModelGraph, out: Units) -> None:
             )
 
 
-def _split(graph: ModelGraph, out: Units) -> Iterator[TensorInfo]:
+def _split(graph: ModelGraph, out: UnitDecision) -> Iterator[TensorInfo]:
     for tensor in graph.parameters:
         if tensor.aliases and len({out.of(name, graph) for name in tensor.names}) > 1:
             yield tensor

@@ -15,12 +15,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any, NoReturn
 
-from meshplan.api import checking as api
-from meshplan.cli import diff as cli_diff
-from meshplan.cli import draw as cli_draw
-from meshplan.cli import planning as cli_planning
-from meshplan.cli import report as cli_report
-from meshplan.cli import trust as cli_trust
+from meshplan.api import checking
+from meshplan.cli import diff, draw, planning, report, trust
 from meshplan.cli.common import (
     COULD_NOT,
     NO,
@@ -83,7 +79,7 @@ def _estimate(args: argparse.Namespace) -> int:
         flag = next(name for name, value in of_peaks.items() if value)
         what = f"{flag} is about the peak of a plan's step, and no plan with a model is given"
         raise SpecError(Problem(what, Origin(flag), "add -f plan.yaml, and leave out the rest"))
-    estimate = api.estimate_states(
+    estimate = checking.estimate_states(
         params=args.params,
         config=args.config,
         gpus=args.gpus,
@@ -124,7 +120,7 @@ def _asks_for_peaks(args: argparse.Namespace) -> bool:
 def _estimate_peaks(args: argparse.Namespace) -> int:
     from meshplan.render.memory import memory_to_json, memory_to_text
 
-    estimate = api.estimate_memory(
+    estimate = checking.estimate_memory(
         args.file,
         args.set,
         model=args.model,
@@ -152,7 +148,7 @@ def _check(args: argparse.Namespace) -> int:
 
     try:
         path = plan_file(args)
-        checked = api.check_plan(path, args.set, model=args.model, config=args.config)
+        checked = checking.check_plan(path, args.set, model=args.model, config=args.config)
     except SpecError as error:
         if not args.json:
             raise
@@ -192,7 +188,7 @@ def _demo(args: argparse.Namespace) -> int:
         raise SpecError(Problem("-f and --plan both name the plan", None, "leave one of them out"))
     local_ranks.prepare()  # imports torch once more, meanwhile
     path = find_plan(args.plan or args.file or _DEMO_PLAN)
-    plan = api.decide(
+    plan = checking.decide(
         path, args.set, model=demo.entry_of(load_spec(path, args.set)), noted=noting(args)
     )
     demo.check_demo(plan, args.steps)
@@ -224,7 +220,7 @@ def _verify(args: argparse.Namespace) -> int:
     from meshplan.render.verify import verdict_to_json, verdict_to_text
 
     path, notes = plan_file(args), list[str]()
-    verdict = api.verify_plan(
+    verdict = checking.verify_plan(
         path,
         args.set,
         model=args.model,
@@ -247,11 +243,11 @@ VERBS: tuple[Verb, ...] = (
         _estimate,
     ),
     Verb("check", "every mistake of a plan, before a process starts", model_flags, _check),
-    *cli_planning.VERBS,
-    cli_diff.VERB,
-    *cli_draw.VERBS,
-    *cli_report.VERBS,
-    cli_trust.VERB,
+    *planning.VERBS,
+    diff.VERB,
+    *draw.VERBS,
+    *report.VERBS,
+    trust.VERB,
     Verb("verify", "run a plan, made small, beside one process", _verify_flags, _verify),
     Verb("demo", "train under a plan on this machine, beside one process", _demo_flags, _demo),
 )

@@ -6,13 +6,13 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from meshplan.api import checking as api
+from meshplan.api import checking
 from meshplan.cli.common import NO, YES, Verb, answer, model_flags, print_notes
 from meshplan.errors import MeshplanError, Problem, SpecError
 from meshplan.render.text import envelope
 
 if TYPE_CHECKING:
-    from meshplan.planner.answers.difference import Difference
+    from meshplan.planner.answers.difference import PlanDifference
 
 
 def _diff_flags(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def _diff(args: argparse.Namespace) -> int:
     sides, known, notes = [], [], list[str]()
     for name in args.plans:
         path, lock = planning.plan_of_lock(name) or (name, None)
-        plan = api.decide(
+        plan = checking.decide(
             path, args.set, model=args.model, config=args.config, lock=lock,
             noted=lambda text, name=name: notes.append(f"{name}: {text}"),  # type: ignore[misc]
         )  # fmt: skip
@@ -53,7 +53,7 @@ def _diff(args: argparse.Namespace) -> int:
     return _print_difference(args, found, notes)
 
 
-def _print_difference(args: argparse.Namespace, found: Difference, notes: Sequence[str]) -> int:
+def _print_difference(args: argparse.Namespace, found: PlanDifference, notes: Sequence[str]) -> int:
     from meshplan.render.difference import difference_to_json, difference_to_text
 
     if args.json:

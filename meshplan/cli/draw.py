@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshplan.api import checking as api
+from meshplan.api import checking
 from meshplan.cli.common import (
     YES,
     Verb,
@@ -36,7 +36,7 @@ def _show(args: argparse.Namespace) -> int:
     from meshplan.render.show import plan_to_json, plan_to_text
 
     notes: list[str] = []
-    plan = api.decide(
+    plan = checking.decide(
         plan_file(args), args.set, model=args.model, config=args.config, noted=notes.append
     )
     warnings = plan.assignment.warnings
@@ -157,7 +157,7 @@ def _decided(path: str, args: argparse.Namespace, notes: list[str]) -> Plan:
     plan = None
     if (args.model, args.config) == (None, None):
         plan = counted_plan(load_spec(path, args.set))
-    return plan or api.decide(
+    return plan or checking.decide(
         path, args.set, model=args.model, config=args.config, noted=notes.append
     )
 
@@ -200,7 +200,7 @@ def _given(path: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
     estimate = _told(plan, args)
     if args.what == "timeline":
         if estimate is None:
-            given["log"] = api.traced_log(
+            given["log"] = checking.traced_log(
                 plan, int(args.rank or 0), model=args.model, config=args.config, gpu=args.gpu,
                 memory=args.memory, told=lambda text: print_notes(args, [text]),
             )  # fmt: skip
@@ -209,7 +209,7 @@ def _given(path: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
         return given
     if estimate is None:
         try:
-            estimate = api.estimate_memory(
+            estimate = checking.estimate_memory(
                 path, args.set, model=args.model, config=args.config, gpu=args.gpu,
                 memory=args.memory, fixes=False, told=lambda text: print_notes(args, [text]),
             )  # fmt: skip
@@ -222,13 +222,13 @@ def _given(path: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
 
 def _told(plan: Plan, args: argparse.Namespace) -> MemoryEstimate | None:
     """What the config alone tells; None where it does not, or where there is none."""
-    from meshplan.memory.analytic.estimate import told_estimate
+    from meshplan.memory.analytic.estimate import estimate_analytic
 
     if not plan.graph.config:
         return None
     device, limit_bytes, notes = read_limit(args.gpu, args.memory, plan.spec)
     try:
-        return told_estimate(plan, device=device, limit_bytes=limit_bytes, notes=notes)
+        return estimate_analytic(plan, device=device, limit_bytes=limit_bytes, notes=notes)
     except PlanError:
         return None
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from meshplan.api import checking as api
+from meshplan.api import checking
 from meshplan.cli.common import (
     COULD_NOT,
     NO,
@@ -26,7 +26,7 @@ from meshplan.errors import Origin, Problem, SpecError
 from meshplan.render.text import envelope
 
 if TYPE_CHECKING:
-    from meshplan.planner.lock.changes import Change
+    from meshplan.planner.lock.changes import FieldChange
     from meshplan.planner.problem.decision import Decision
     from meshplan.planner.space.space import EmptySpaceError
 
@@ -58,7 +58,7 @@ def _plan(args: argparse.Namespace) -> int:
     from meshplan.render.sizing import frontier_to_json, frontier_to_text
 
     old = None
-    asked = _Asked(args)
+    asked = _PlanFlags(args)
     if args.retarget is not None and (args.tokens or args.days):
         what = "--retarget says how many nodes there are, and --tokens asks how many it takes"
         raise SpecError(Problem(what, Origin("--retarget"), "leave one of them out"))
@@ -66,7 +66,7 @@ def _plan(args: argparse.Namespace) -> int:
         from meshplan.api.retargeting import retarget_settings
 
         settings = retarget_settings(args.retarget)
-        old = api.decide(plan_file(args), args.set, model=args.model, config=args.config)
+        old = checking.decide(plan_file(args), args.set, model=args.model, config=args.config)
         known = {} if args.set or args.profile else planning.figures_of_lock(plan_file(args), old)
         args.set = [*args.set, *settings]
         asked.flags["overrides"] = [*asked.flags["overrides"], *settings]
@@ -104,7 +104,7 @@ def _plan(args: argparse.Namespace) -> int:
     return _print_plan(asked, decision, more, lines)
 
 
-def _plan_training(asked: _Asked) -> int:
+def _plan_training(asked: _PlanFlags) -> int:
     """The fewest nodes for a whole training, and the plan on them."""
     from meshplan.api import planning
     from meshplan.render.sizing import training_to_json, training_to_text
@@ -130,7 +130,7 @@ def _plan_training(asked: _Asked) -> int:
     return code if found.is_fewest else NO
 
 
-class _Asked:
+class _PlanFlags:
     """The flags of a question about a plan file, as `planning` has them."""
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -161,7 +161,7 @@ class _Asked:
 
 
 def _print_trouble(
-    asked: _Asked, found: Decision | EmptySpaceError, is_stopped: Callable[[], bool]
+    asked: _PlanFlags, found: Decision | EmptySpaceError, is_stopped: Callable[[], bool]
 ) -> int:
     """That there is no plan, why, and what would help."""
     from meshplan.api import planning
@@ -195,7 +195,7 @@ def _print_trouble(
 
 
 def _print_plan(
-    asked: _Asked, decision: Decision, more: Mapping[str, Any], lines: Sequence[str]
+    asked: _PlanFlags, decision: Decision, more: Mapping[str, Any], lines: Sequence[str]
 ) -> int:
     """A plan, and its lock.
 
@@ -243,7 +243,7 @@ def _print_plan(
     return YES if decision.is_whole else NO
 
 
-def _more_nodes(asked: _Asked, decision: Decision) -> str | None:
+def _more_nodes(asked: _PlanFlags, decision: Decision) -> str | None:
     """Why there is no lock of a decision for more nodes than the plan says there are."""
     from meshplan.spec.reader import load_spec
 
@@ -255,7 +255,9 @@ def _more_nodes(asked: _Asked, decision: Decision) -> str | None:
     return f"no lock is written: this takes hardware: {{nodes: {nodes}}} in the plan"
 
 
-def _changes(args: argparse.Namespace, path: str, decision: Decision) -> tuple[Change, ...] | None:
+def _changes(
+    args: argparse.Namespace, path: str, decision: Decision
+) -> tuple[FieldChange, ...] | None:
     """What is not as the last lock says; a lock that cannot be read is only told of."""
     from meshplan.api import planning
 
@@ -282,7 +284,7 @@ def _explain(args: argparse.Namespace) -> int:
     from meshplan.api import planning
     from meshplan.render.explain import why_not_to_json, why_not_to_text
 
-    asked = _Asked(args)
+    asked = _PlanFlags(args)
     answers = planning.explain(words=args.words, **asked.flags)
     if args.json:
         result = {"answers": [why_not_to_json(each) for each in answers]}
@@ -299,7 +301,7 @@ def _explain_module(args: argparse.Namespace) -> int:
     from meshplan.render.module import module_to_json, module_to_text
 
     notes: list[str] = []
-    plan = api.decide(
+    plan = checking.decide(
         plan_file(args), args.set, model=args.model, config=args.config, noted=notes.append
     )
     found = planning.explain_module(plan, args.words[0], profile=args.profile)
@@ -314,7 +316,7 @@ def _explain_module(args: argparse.Namespace) -> int:
 def _explain_memory(args: argparse.Namespace) -> int:
     from meshplan.render.module import explained_memory_to_json, explained_memory_to_text
 
-    estimate = api.estimate_memory(
+    estimate = checking.estimate_memory(
         plan_file(args),
         args.set,
         model=args.model,

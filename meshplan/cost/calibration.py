@@ -57,7 +57,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class Timings:
     """All that was timed on one machine.
 
     Args:
@@ -79,7 +79,7 @@ class Measured:
     collectives: Sequence[Sample] = ()
 
 
-def profile_from(measured: Measured, origin: Origin | None = None) -> Profile:
+def profile_from(measured: Timings, origin: Origin | None = None) -> Profile:
     """Constants of this machine; what it cannot show is generic, and the sources say so.
 
     Raises:

@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
-from meshplan.cost.reading import Place, Reading, is_chosen
+from meshplan.cost.reading import Reading, TapeSection, is_chosen
 from meshplan.cost.tallies import sent, tally
 from meshplan.cost.tapes import decoder_tape
+from meshplan.cost.types import BlockKind as Kind
 from meshplan.cost.types import Chain as Chain
-from meshplan.cost.types import Kind as Kind
 from meshplan.cost.types import Sent as Sent
 from meshplan.cost.types import Tally as Tally
 from meshplan.errors import PlanError, Problem
 from meshplan.memory.decoder.experts import Spread
-from meshplan.memory.decoder.microbatch import Run, tape_of
+from meshplan.memory.decoder.microbatch import MicrobatchSpec, tape_of
 from meshplan.memory.decoder.sizes import shape_of
-from meshplan.memory.decoder.tp_ops import Styled
-from meshplan.memory.tape.tape import Row, Tape
+from meshplan.memory.decoder.tp_ops import TpPlanOnTape
+from meshplan.memory.tape.tape import Tape, TapeOp
 from meshplan.model.graph import ModelGraph
 
 Triple = tuple[float, float, float]
@@ -38,7 +38,7 @@ def chain_of(
     is_cuda: bool = True,
     cuts_loss: bool = False,
     loss_chunks: int = 1,
-    styled: Styled | None = None,
+    styled: TpPlanOnTape | None = None,
 ) -> Chain:
     """A decoder of a known family, as one rank of tp and ep computes it.
 
@@ -83,7 +83,7 @@ def chain_of(
     )
 
     def write(_: int, batch: int) -> Tape:
-        run = Run(batch=batch, seq_len=seq_len, element_bytes=element_bytes, tp=tp,
+        run = MicrobatchSpec(batch=batch, seq_len=seq_len, element_bytes=element_bytes, tp=tp,
                   is_sequence=is_sequence and tp > 1, is_cuda=is_cuda,
                   spread=Spread(ep), loss_chunks=loss_chunks)  # fmt: skip
         if styled is not None:
@@ -101,7 +101,7 @@ def chain_of_tapes(
     num_blocks: int,
     seq_len: int,
     element_bytes: int,
-    keeps: Callable[[Row], bool] = is_chosen,
+    keeps: Callable[[TapeOp], bool] = is_chosen,
     looks: Sequence[Hashable] = (),
 ) -> Chain:
     """The chain of a model of few kinds of blocks whose tapes somebody writes.
@@ -137,7 +137,7 @@ def chain_of_tapes(
     )
 
 
-def _kind(one: Place, two: Place) -> Kind:
+def _kind(one: TapeSection, two: TapeSection) -> Kind:
     """From a batch of one and one of two."""
     return Kind(
         name=one.name,

@@ -25,7 +25,7 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class CollectiveGroup:
     """Ranks that send to one another, one for each row.
 
     Args:
@@ -39,7 +39,7 @@ class Group:
     nodes: Array
 
 
-def group(ranks: Array, stride: Array, gpus_per_node: int) -> Group:
+def group(ranks: Array, stride: Array, gpus_per_node: int) -> CollectiveGroup:
     """Ranks that lie `stride` apart.
 
     Args:
@@ -48,22 +48,24 @@ def group(ranks: Array, stride: Array, gpus_per_node: int) -> Group:
     """
     room = np.maximum(1.0, np.floor(gpus_per_node / np.minimum(stride, gpus_per_node)))
     per_node = np.minimum(ranks, room)
-    return Group(ranks, per_node, np.ceil(ranks / per_node))
+    return CollectiveGroup(ranks, per_node, np.ceil(ranks / per_node))
 
 
-def _bandwidth(of: Group, profile: Profile) -> Array:
+def _bandwidth(of: CollectiveGroup, profile: Profile) -> Array:
     links = of.per_node * profile.inter_bytes_per_s
     outside = np.minimum(profile.intra_bytes_per_s, links)
     return np.where(of.nodes > 1, outside, profile.intra_bytes_per_s)
 
 
-def _hops(of: Group, profile: Profile) -> Array:
+def _hops(of: CollectiveGroup, profile: Profile) -> Array:
     """Once around."""
     within = (of.ranks - of.nodes) * profile.intra_latency_s
     return within + (of.nodes - 1) * profile.inter_latency_s
 
 
-def all_gather(num_bytes: Array, of: Group, profile: Profile, count: Array | int = 1) -> Array:
+def all_gather(
+    num_bytes: Array, of: CollectiveGroup, profile: Profile, count: Array | int = 1
+) -> Array:
     """Also reduce_scatter, which goes the same way.
 
     Args:
@@ -73,7 +75,9 @@ def all_gather(num_bytes: Array, of: Group, profile: Profile, count: Array | int
     return np.where(of.ranks > 1, count * _hops(of, profile) + wire, 0.0)
 
 
-def all_reduce(num_bytes: Array, of: Group, profile: Profile, count: Array | int = 1) -> Array:
+def all_reduce(
+    num_bytes: Array, of: CollectiveGroup, profile: Profile, count: Array | int = 1
+) -> Array:
     """Twice around, or up and down a tree where that has fewer hops."""
     wire = 2 * num_bytes * (of.ranks - 1) / of.ranks / _bandwidth(of, profile)
     across = np.ceil(np.log2(of.nodes)) * profile.inter_latency_s
@@ -82,7 +86,9 @@ def all_reduce(num_bytes: Array, of: Group, profile: Profile, count: Array | int
     return np.where(of.ranks > 1, count * hops + wire, 0.0)
 
 
-def all_to_all(num_bytes: Array, of: Group, profile: Profile, count: Array | int = 1) -> Array:
+def all_to_all(
+    num_bytes: Array, of: CollectiveGroup, profile: Profile, count: Array | int = 1
+) -> Array:
     """Each rank sends to every other one; links within a node and out of it work at once.
 
     Args:

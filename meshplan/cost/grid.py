@@ -55,7 +55,7 @@ OPTION_RECOMPUTE: Final = np.array([again for again, _ in OPTIONS])
 OPTION_RESHARD: Final = np.array([reshard for _, reshard in OPTIONS], dtype=bool)
 
 
-class Cut(NamedTuple):
+class ProgramKey(NamedTuple):
     """The part of a row that a rank's program depends on: equal cuts compute the same chain."""
 
     tp: int
@@ -67,10 +67,10 @@ class Cut(NamedTuple):
         return np.flatnonzero(np.all([grid[name] == self[at] for at, name in _FIELDS], axis=0))
 
 
-_FIELDS: Final = tuple(enumerate(Cut._fields))
+_FIELDS: Final = tuple(enumerate(ProgramKey._fields))
 
 
-def cuts_of(grid: NDArray[Any]) -> list[Cut]:
+def cuts_of(grid: NDArray[Any]) -> list[ProgramKey]:
     """The cuts that there are, in order."""
     columns = [grid[name].tolist() for _, name in _FIELDS]
-    return [Cut(*each) for each in sorted(set(zip(*columns, strict=True)))]
+    return [ProgramKey(*each) for each in sorted(set(zip(*columns, strict=True)))]

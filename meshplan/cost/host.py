@@ -14,7 +14,7 @@ _fsdp_collectives.py, `foreach_reduce`; `runtime.apply.offload`, `runtime.base.h
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, PARAMS_THERE
 from meshplan.cost.profile import Profile
 from meshplan.cost.shares import share, trained
-from meshplan.cost.types import Kind
+from meshplan.cost.types import BlockKind, ElementBytes
 
 Array = NDArray[Any]
 
@@ -31,17 +31,7 @@ _ADDING: Final = 3
 """To add one tensor to another reads both and writes one."""
 
 
-class Widths(Protocol):
-    """As `cost.step.Widths`."""
-
-    @property
-    def stored(self) -> int: ...
-
-    @property
-    def unscaling(self) -> int: ...
-
-
-class Crossing(NamedTuple):
+class OffloadSeconds(NamedTuple):
     """Seconds of one block by row; zero where nothing is offloaded.
 
     Attributes:
@@ -67,14 +57,14 @@ def host_rate(grid: Array, profile: Profile, gpus_per_node: int) -> Array:
     return np.asarray(profile.host_bytes_per_s / np.minimum(world, gpus_per_node))
 
 
-def entered_s(grid: Array, kind: Kind, profile: Profile) -> Array:
+def entered_s(grid: Array, kind: BlockKind, profile: Profile) -> Array:
     """What a block is called with, there and back: as much as what it hands on."""
     entered = grid["micro"] / grid["cp"] * kind.boundary_bytes
     return np.asarray(2 * entered / profile.pcie_bytes_per_s)
 
 
 def updates_more_s(
-    grid: Array, kind: Kind, profile: Profile, gpus_per_node: int, widths: Widths
+    grid: Array, kind: BlockKind, profile: Profile, gpus_per_node: int, widths: ElementBytes
 ) -> Array:
     """Once a step, how much longer the host takes to update a block than its device would."""
     passes = widths.stored * profile.optimizer_bytes + widths.unscaling
@@ -84,8 +74,8 @@ def updates_more_s(
 
 
 def crossing(
-    grid: Array, kind: Kind, profile: Profile, gpus_per_node: int, stored: int
-) -> Crossing:
+    grid: Array, kind: BlockKind, profile: Profile, gpus_per_node: int, stored: int
+) -> OffloadSeconds:
     """What one block takes.
 
     Args:
@@ -101,4 +91,4 @@ def crossing(
     if kind.has_options:
         waits = (grid["offload"] & ACTIVATIONS_THERE) > 0
         waited = waited + np.where(waits, entered_s(grid, kind, profile), 0.0)
-    return Crossing(held / pcie, np.where(adds, 0.0, grown / pcie), waited)
+    return OffloadSeconds(held / pcie, np.where(adds, 0.0, grown / pcie), waited)

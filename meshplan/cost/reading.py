@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from meshplan.cost.tallies import Numbers
+from meshplan.cost.tallies import WorkCounts
 from meshplan.memory.log.events import Term
-from meshplan.memory.log.microbatch import Moment
-from meshplan.memory.tape.tape import Row, Span, Tape, play
+from meshplan.memory.log.microbatch import HookKind
+from meshplan.memory.tape.tape import RecomputeSpan, Tape, TapeOp, play
 
 _PRODUCTS: Final = frozenset({"mm", "grouped_mm", "bmm", "column", "row"})
 """Products: with a parameter, with one for each group of rows, of two activations, and nanotron's
@@ -45,13 +45,13 @@ Source: `runtime.apply.vocab_parallel_loss`.
 """
 
 
-def is_chosen(row: Row) -> bool:
+def is_chosen(row: TapeOp) -> bool:
     """Whether meshplan's selective recomputation keeps what a row makes."""
     return row.is_kept
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TapeSection:
     """What lies between two rows of a tape, at one batch.
 
     Args:
@@ -62,9 +62,9 @@ class Place:
     name: str
     is_block: bool
     numels: tuple[int, ...]
-    forward: Numbers
-    backward: Numbers
-    again: tuple[Numbers, Numbers, Numbers]
+    forward: WorkCounts
+    backward: WorkCounts
+    again: tuple[WorkCounts, WorkCounts, WorkCounts]
     saved_bytes: tuple[int, int, int]
     transient_bytes: tuple[int, int, int]
     boundary_bytes: int
@@ -89,7 +89,7 @@ class Reading:
         seq_len: int,
         element_bytes: int,
         *,
-        keeps: Callable[[Row], bool] = is_chosen,
+        keeps: Callable[[TapeOp], bool] = is_chosen,
     ) -> None:
         self._tape, self._seq_len, self._element_bytes = tape, seq_len, element_bytes
         rows = [row._replace(is_kept=keeps(row)) for row in tape.rows]
@@ -102,7 +102,7 @@ class Reading:
         self._readers = Counter(grad.value for row in rows for grad in row.grads)
         self.tied_numel = self._tied()
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[TapeSection]:
         """Before the blocks, each block, after them."""
         held = [self._held(again) for again in range(3)]
         seen: set[str] = set()
@@ -115,12 +115,12 @@ class Reading:
             numels = tuple(b // self._element_bytes for f, b in parameters.items() if f not in seen)
             seen |= parameters.keys()
             out.append(
-                Place(
+                TapeSection(
                     name=name or self._owner(start, end),
                     is_block=bool(name), numels=numels,
                     forward=self._sum(self._forward(n) for n in rows),
                     backward=self._sum(self._backward(n) for n in rows),
-                    again=self._again(start, end) if name else (Numbers(),) * 3,
+                    again=self._again(start, end) if name else (WorkCounts(),) * 3,
                     saved_bytes=tuple(h[number][0] for h in held),  # type: ignore[arg-type]
                     transient_bytes=tuple(h[number][1] for h in held),  # type: ignore[arg-type]
                     boundary_bytes=self._boundary(start, end),
@@ -152,9 +152,9 @@ class Reading:
         rows = [row for row in self._tape.rows[start:end] if row.parameters]
         return max(rows, key=lambda row: row.parameters[0][1]).module if rows else ""
 
-    def _sum(self, numbers: Iterable[Numbers]) -> Numbers:
+    def _sum(self, numbers: Iterable[WorkCounts]) -> WorkCounts:
         columns = list(zip(*numbers, strict=True))
-        return Numbers(*map(sum, columns)) if columns else Numbers()
+        return WorkCounts(*map(sum, columns)) if columns else WorkCounts()
 
     # Work
 
@@ -164,7 +164,7 @@ class Reading:
     def _sizes(self, values: tuple[int, ...]) -> int:
         return sum(map(self._size, values))
 
-    def _flops(self, row: Row) -> float:
+    def _flops(self, row: TapeOp) -> float:
         if row.flops:
             return row.flops
         size = _FOUR if self._tape.in_float32 & {*row.makes} else self._element_bytes
@@ -183,27 +183,27 @@ class Reading:
                 count = self._num_groups(row)
         return 2.0 * math.sqrt(math.prod(each // size for each in sizes) / count)
 
-    def _num_groups(self, row: Row) -> int:
+    def _num_groups(self, row: TapeOp) -> int:
         """Of a grouped product, which reads where each one ends."""
         return self._size(row.reads[1]) // _FOUR
 
-    def _weight(self, row: Row) -> int:
+    def _weight(self, row: TapeOp) -> int:
         """Of the weight of a product: a parameter, unless it reads something made of one."""
         is_made = row.op == "mm" and len(row.reads) > 1
         return self._size(row.reads[1]) if is_made else row.parameters[0][1]
 
-    def _given(self, row: Row) -> int:
+    def _given(self, row: TapeOp) -> int:
         """Of what a product reads, whole where it gathers first."""
         return max(self._size(row.reads[0]), row.takes_back if row.op == "column" else 0)
 
-    def _made(self, row: Row) -> int:
+    def _made(self, row: TapeOp) -> int:
         """Of what a product makes, whole where it scatters that."""
         return max(self._size(row.makes[0]), row.takes if row.op == "row" else 0)
 
-    def _is_view(self, row: Row) -> bool:
+    def _is_view(self, row: TapeOp) -> bool:
         return all(self._tape.base[value] != value for value in row.makes)
 
-    def _fused(self, row: Row, direction: int) -> Numbers:
+    def _fused(self, row: TapeOp, direction: int) -> WorkCounts:
         """What a product gathers before it, or scatters after it; its backward, the other way.
 
         A column gathers once more in backward what it did not keep.
@@ -213,18 +213,18 @@ class Reading:
         elif row.op == "row" and row.takes:
             times, size = 1, self._made(row)
         else:
-            return Numbers()
-        return Numbers(gathers=times, gather_bytes=float(times * size))
+            return WorkCounts()
+        return WorkCounts(gathers=times, gather_bytes=float(times * size))
 
-    def _exchanged(self, row: Row, direction: int) -> Numbers:
+    def _exchanged(self, row: TapeOp, direction: int) -> WorkCounts:
         """What a rank sends along ep; gradients are multiplied by a number before."""
         values = row.makes if direction else row.reads
         count, size = len(values), float(self._sizes(values))
         if direction:
-            return Numbers(count, moved_bytes=2 * size, all_to_alls=count, all_to_all_bytes=size)
-        return Numbers(all_to_alls=count, all_to_all_bytes=size)
+            return WorkCounts(count, moved_bytes=2 * size, all_to_alls=count, all_to_all_bytes=size)
+        return WorkCounts(all_to_alls=count, all_to_all_bytes=size)
 
-    def _sent(self, row: Row, direction: int) -> Numbers:
+    def _sent(self, row: TapeOp, direction: int) -> WorkCounts:
         if row.op == "all_to_all":
             return self._exchanged(row, direction)
         kind = _SENT[row.op][direction]
@@ -234,14 +234,14 @@ class Reading:
         if kind == "gather":  # What is whole: made, or given.
             size = max(size, float(self._size(row.reads[0])))
         if kind == "gather":
-            return Numbers(gathers=1, gather_bytes=size)
-        return Numbers(all_reduces=1, all_reduce_bytes=size) if kind else Numbers()
+            return WorkCounts(gathers=1, gather_bytes=size)
+        return WorkCounts(all_reduces=1, all_reduce_bytes=size) if kind else WorkCounts()
 
     def _is_made(self, number: int) -> bool:
         """Whether rows before this one made the gradients that it gives."""
         return any(row == number for row, _ in self._tape.handed)
 
-    def _forward(self, number: int) -> Numbers:
+    def _forward(self, number: int) -> WorkCounts:
         row = self._tape.rows[number]
         if row.is_sent:
             return self._sent(row, 0)
@@ -249,44 +249,44 @@ class Reading:
             moved = self._sizes((*row.reads, *row.makes))
             return self._work(row, 1, moved, row.weight_bytes)
         if (row.makes and self._is_view(row)) or self._is_made(number):
-            return Numbers()
+            return WorkCounts()
         # What makes nothing writes into the first that it reads.
         made = self._sizes(row.makes or row.reads[:1]) + 2 * row.takes
         if row.op == "embedding":  # Of the table only the rows that are looked up are read.
-            return Numbers(kernels=1, moved_bytes=self._sizes(row.reads) + 2 * made)
+            return WorkCounts(kernels=1, moved_bytes=self._sizes(row.reads) + 2 * made)
         weights = sum(nbytes for _, nbytes in row.parameters)
         if row.op in _PRODUCTS and row.parameters:
             work = self._work(row, 1, self._given(row) + self._made(row), weights)
             return work.plus(self._fused(row, 0))
         work = self._work(row, 1, self._sizes(row.reads) + made, weights)
         if row.op in _SUMMED:
-            sent = Numbers(all_reduces=1, all_reduce_bytes=float(self._size(row.makes[0])))
+            sent = WorkCounts(all_reduces=1, all_reduce_bytes=float(self._size(row.makes[0])))
             return work.plus(sent)
         return work
 
     def _work(
-        self, row: Row, kernels: int, moved: float, weights: float, times: float = 1.0
-    ) -> Numbers:
+        self, row: TapeOp, kernels: int, moved: float, weights: float, times: float = 1.0
+    ) -> WorkCounts:
         flops = times * self._flops(row)
         if flops:
             attention = flops if row.op in _ATTENTION else 0.0
-            return Numbers(kernels, flops, attention, moved, 0.0, weights)
-        return Numbers(kernels, 0.0, 0.0, 0.0, moved, weights)
+            return WorkCounts(kernels, flops, attention, moved, 0.0, weights)
+        return WorkCounts(kernels, 0.0, 0.0, 0.0, moved, weights)
 
-    def _backward(self, number: int) -> Numbers:
+    def _backward(self, number: int) -> WorkCounts:
         row = self._tape.rows[number]
         if not row.grads and not row.parameters:
-            return Numbers()
+            return WorkCounts()
         added = self._added(row)
         if self._is_made(number):  # Each is multiplied by a number, in place.
             new, weights = self._size(row.keeps[0]), self._size(row.keeps[1])
-            return Numbers(2, moved_bytes=2 * new, weight_bytes=2 * weights).plus(added)
+            return WorkCounts(2, moved_bytes=2 * new, weight_bytes=2 * weights).plus(added)
         if row.is_sent or row.op in _SENT:
             return self._sent(row, 1).plus(added)
         given, new = self._size(row.makes[-1]), sum(grad.nbytes for grad in row.grads)
         weights = sum(nbytes for _, nbytes in row.parameters)
         if row.op == "embedding":  # A dense gradient of zeros, to which tokens are added.
-            return Numbers(2, moved_bytes=3 * given, weight_bytes=weights).plus(added)
+            return WorkCounts(2, moved_bytes=3 * given, weight_bytes=weights).plus(added)
         if row.op in _PRODUCTS:
             kernels, whole = 2 + (len(row.parameters) > 1), self._given(row)
             moved = kernels * self._made(row) + 2 * whole
@@ -301,17 +301,17 @@ class Reading:
         kernels = 1 + bool(row.parameters)
         return self._work(row, kernels, moved, 2 * weights, _ATTENTION_BACK).plus(added)
 
-    def _added(self, row: Row) -> Numbers:
+    def _added(self, row: TapeOp) -> WorkCounts:
         """Gradients that meet are added up where the first reader in forward is."""
-        out = Numbers()
+        out = WorkCounts()
         for grad in row.grads:
             times = self._readers.pop(grad.value, 0) - 1
             if times > 0:
                 size = max(grad.nbytes, self._size(grad.value))
-                out = out.plus(Numbers(kernels=times, moved_bytes=3.0 * times * size))
+                out = out.plus(WorkCounts(kernels=times, moved_bytes=3.0 * times * size))
         return out
 
-    def _again(self, start: int, end: int) -> tuple[Numbers, Numbers, Numbers]:
+    def _again(self, start: int, end: int) -> tuple[WorkCounts, WorkCounts, WorkCounts]:
         """Up to the last tensor that something keeps."""
         rows = self._marked.rows
         last = max((n for n in range(start, end) if rows[n].keeps), default=start)
@@ -320,7 +320,7 @@ class Reading:
             runs.append(last)
         chosen = [n for n in runs if not rows[n].is_kept]
         return (
-            Numbers(),
+            WorkCounts(),
             self._sum(self._forward(n) for n in chosen),
             self._sum(self._forward(n) for n in runs),
         )
@@ -343,7 +343,7 @@ class Reading:
     def _held(self, again: int) -> list[tuple[int, int]]:
         """(saved, transient) of each place, as playing the tape shows it."""
         spans = [
-            Span(start, end, recompute=True, keeps_chosen=again == 1)
+            RecomputeSpan(start, end, recompute=True, keeps_chosen=again == 1)
             for name, start, end in self._units
             if name and again
         ]
@@ -353,7 +353,7 @@ class Reading:
         live, lives, born = 0, [0], dict[int, int]()
         at = {(mark.unit, mark.moment): mark.event for mark in work.marks}
         names = [f"@{n}" for n in range(len(self._units))]
-        end = at[names[-1], Moment.BEFORE_BACKWARD]
+        end = at[names[-1], HookKind.BEFORE_BACKWARD]
         kept: dict[int, int] = {}
         for number, (delta, storage, _) in enumerate(work.log.changes):
             is_state = storage in states
@@ -362,7 +362,7 @@ class Reading:
             if number < end and not is_state:
                 born.setdefault(storage, number)
                 kept[storage] = kept.get(storage, 0) + delta
-        begins = [at[name, Moment.BEFORE_FORWARD] for name in names]
+        begins = [at[name, HookKind.BEFORE_FORWARD] for name in names]
         # What a frame of the model holds until its forward returns is kept for no backward.
         saved = [0] * len(names)
         for storage, number in born.items():
@@ -372,8 +372,8 @@ class Reading:
         for number, name in enumerate(names):
             before += saved[number]
             ahead = lives[begins[number]] + saved[number]
-            passes = (Moment.BEFORE_FORWARD, Moment.AFTER_FORWARD, ahead), (
-                Moment.BEFORE_BACKWARD, Moment.AFTER_BACKWARD, before
+            passes = (HookKind.BEFORE_FORWARD, HookKind.AFTER_FORWARD, ahead), (
+                HookKind.BEFORE_BACKWARD, HookKind.AFTER_BACKWARD, before
             )  # fmt: skip
             more = [max(lives[at[name, a] : at[name, b] + 1]) - beside for a, b, beside in passes]
             out.append((saved[number], max(0, *more)))

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.cost.types import Kind
+from meshplan.cost.types import BlockKind
 
 Array = NDArray[Any]
 
 
-def expert_share(grid: Array, kind: Kind) -> Array:
+def expert_share(grid: Array, kind: BlockKind) -> Array:
     """Elements of experts that the fullest data rank keeps, where ranks share them out.
 
     Args:
@@ -33,13 +33,13 @@ def expert_share(grid: Array, kind: Kind) -> Array:
     return np.asarray(np.where(grid["ep"] > 1, kind.expert_numel / ranks, between))
 
 
-def share(grid: Array, kind: Kind) -> Array:
+def share(grid: Array, kind: BlockKind) -> Array:
     """Elements of all parameters that it keeps."""
     ranks = grid["dp_shard"].astype(np.float64) * grid["cp"]
     return np.asarray((sum(kind.numels) - kind.expert_numel) / ranks + expert_share(grid, kind))
 
 
-def trained(kind: Kind) -> Kind:
+def trained(kind: BlockKind) -> BlockKind:
     """The same with those of its parameters alone that get a gradient."""
     if not kind.frozen:
         return kind

@@ -14,7 +14,7 @@ from meshplan.layout.schedules import Action, Schedule, actions
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Interval:
     """One compute step of a rank, from when to when."""
 
     rank: int
@@ -24,7 +24,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SimulatedStep:
     """One step.
 
     Args:
@@ -35,7 +35,7 @@ class Run:
 
     seconds: float
     busy_s: tuple[float, ...]
-    spans: tuple[Span, ...] = ()
+    spans: tuple[Interval, ...] = ()
 
     @property
     def idle_share(self) -> float:
@@ -51,7 +51,7 @@ def simulate(
     ranks: int,
     microbatches: int,
     crossing_s: float = 0.0,
-) -> Run:
+) -> SimulatedStep:
     """How long a schedule takes.
 
     Args:
@@ -74,7 +74,7 @@ def simulate(
     last = len(forward_s) - 1
     done: dict[tuple[str, int, int], float] = {}
     clock, busy, at = [0.0] * ranks, [0.0] * ranks, [0] * ranks
-    spans: list[Span] = []
+    spans: list[Interval] = []
     while any(at[rank] < len(orders[rank]) for rank in range(ranks)):
         before = sum(at)
         for rank, order in enumerate(orders):
@@ -91,10 +91,10 @@ def simulate(
                     begin = max(begin, arrived + crossing_s * is_far)
                 seconds = costs[step.kind][step.stage]
                 clock[rank] = begin + seconds
-                spans.append(Span(rank, step, begin, clock[rank]))
+                spans.append(Interval(rank, step, begin, clock[rank]))
                 busy[rank] += seconds
                 if step.kind != "W":
                     done[kind, step.stage, step.microbatch] = clock[rank]
                 at[rank] += 1
         assert sum(at) > before, f"{schedule.name} waits for itself"
-    return Run(max(clock), tuple(busy), tuple(spans))
+    return SimulatedStep(max(clock), tuple(busy), tuple(spans))

@@ -33,10 +33,10 @@ from meshplan.cost.grid import (
     OPTIONS,
     in_halves,
 )
-from meshplan.cost.host import Crossing, crossing, host_rate, is_there
+from meshplan.cost.host import OffloadSeconds, crossing, host_rate, is_there
 from meshplan.cost.profile import Profile
 from meshplan.cost.shares import expert_share, share, trained
-from meshplan.cost.types import Kind, Sent, Tally
+from meshplan.cost.types import BlockKind, ElementBytes, Sent, Tally
 from meshplan.layout.dtypes import DTYPE_BYTES
 from meshplan.memory.decoder.cp_all_gather import takes_masks
 from meshplan.spec.spec import Precision
@@ -58,28 +58,11 @@ _EXCHANGED: Final = 4
 """With queries, and what is made of them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Widths:
-    """Bytes of an element.
-
-    Args:
-        compute: Of parameters as they are gathered and computed with.
-        reduce: Of gradients as they are summed.
-        stored: Of parameters as they are updated.
-        unscaling: What is read and written of each gradient to undo the scale of the loss.
-    """
-
-    compute: int
-    reduce: int
-    stored: int
-    unscaling: int = 0
-
-
-def widths_of(precision: Precision, dtype: str = "float32") -> Widths:
+def widths_of(precision: Precision, dtype: str = "float32") -> ElementBytes:
     """Args: dtype: Of the model's parameters."""
     compute = precision.param or dtype
     stored = DTYPE_BYTES[precision.master or dtype]
-    return Widths(
+    return ElementBytes(
         compute=DTYPE_BYTES[compute],
         reduce=DTYPE_BYTES[precision.reduce or compute],
         stored=stored,
@@ -141,7 +124,7 @@ def _one_by_one(work: Array, behind: Array, quiet: Array | float = 0.0) -> Array
 
 def terms(
     grid: Array,
-    kind: Kind,
+    kind: BlockKind,
     profile: Profile,
     gpus_per_node: int,
     precision: Precision,
@@ -233,7 +216,9 @@ def terms(
 class Rows:
     """A grid with its groups of ranks, for all kinds of blocks of one tp."""
 
-    def __init__(self, grid: Array, profile: Profile, gpus_per_node: int, widths: Widths) -> None:
+    def __init__(
+        self, grid: Array, profile: Profile, gpus_per_node: int, widths: ElementBytes
+    ) -> None:
         self.profile, self.widths = profile, widths
         tp, cp, shard, replicate = (
             grid[name].astype(np.float64) for name in ("tp", "cp", "dp_shard", "dp_replicate")
@@ -318,7 +303,7 @@ class Rows:
         moved = np.where(self.along_cp.ranks > 1, 4 * sent / self.profile.memory_bytes_per_s, 0.0)
         return moved + all_to_all(sent, self.along_cp, self.profile, _EXCHANGED)
 
-    def data(self, kind: Kind) -> tuple[Array, Array, Array, Array | None]:
+    def data(self, kind: BlockKind) -> tuple[Array, Array, Array, Array | None]:
         """Seconds that parameters and gradients take.
 
         Returns:
@@ -343,7 +328,7 @@ class Rows:
             return gathered, reduced, summed, None
         return gathered, reduced, summed, all_reduce(numel * widths.stored, self.along_all, profile)
 
-    def cast(self, kind: Kind) -> Array:
+    def cast(self, kind: BlockKind) -> Array:
         """What FSDP2 does over one rank where it would gather: cast and copy, between kernels.
 
         Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `wait_for_unshard`.
@@ -370,7 +355,7 @@ class Rows:
             return usual
         return np.where((group.per_node == 1) & (group.nodes > 1), alone, usual)
 
-    def update(self, kind: Kind) -> Array:
+    def update(self, kind: BlockKind) -> Array:
         held = np.where(self.mode == _DDP, float(sum(kind.numels)), share(self.grid, kind))
         widths = self.widths
         moved = held * (widths.stored * self.profile.optimizer_bytes + widths.unscaling)
@@ -380,5 +365,5 @@ class Rows:
             rate = np.where(is_there(self.grid), own, rate)
         return np.asarray(moved / rate)
 
-    def crossing(self, kind: Kind) -> Crossing:
+    def crossing(self, kind: BlockKind) -> OffloadSeconds:
         return crossing(self.grid, kind, self.profile, self._per_node, self.widths.stored)

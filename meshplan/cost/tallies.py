@@ -7,7 +7,7 @@ from typing import NamedTuple
 from meshplan.cost.types import Sent, Tally
 
 
-class Numbers(NamedTuple):
+class WorkCounts(NamedTuple):
     """Of some rows at one batch, forward or backward."""
 
     kernels: float = 0.0
@@ -23,11 +23,11 @@ class Numbers(NamedTuple):
     all_to_alls: float = 0.0
     all_to_all_bytes: float = 0.0
 
-    def plus(self, other: Numbers) -> Numbers:
-        return Numbers(*(a + b for a, b in zip(self, other, strict=True)))
+    def plus(self, other: WorkCounts) -> WorkCounts:
+        return WorkCounts(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-def tally(one: Numbers, two: Numbers) -> Tally:
+def tally(one: WorkCounts, two: WorkCounts) -> Tally:
     """What grows with samples and what does not, from a batch of one and one of two."""
     return Tally(
         kernels=one.kernels,
@@ -39,7 +39,7 @@ def tally(one: Numbers, two: Numbers) -> Tally:
     )
 
 
-def sent(one: Numbers, two: Numbers) -> Sent:
+def sent(one: WorkCounts, two: WorkCounts) -> Sent:
     """As `tally`, of what tp and ep send."""
     return Sent(
         all_reduces=int(one.all_reduces),

@@ -11,15 +11,15 @@ from typing import Final
 
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.styles import LOGITS, STYLES
-from meshplan.memory.decoder.microbatch import Run, tape_of
+from meshplan.memory.decoder.microbatch import MicrobatchSpec, tape_of
 from meshplan.memory.decoder.sizes import Shape
-from meshplan.memory.decoder.tp_ops import Styled
+from meshplan.memory.decoder.tp_ops import TpPlanOnTape
 from meshplan.memory.tape.tape import Tape
 
 _VOCAB: Final = "vocab"
 
 
-def decoder_tape(shape: Shape, run: Run, *, cuts_loss: bool = False) -> Tape:
+def decoder_tape(shape: Shape, run: MicrobatchSpec, *, cuts_loss: bool = False) -> Tape:
     """A microbatch of one rank of tp.
 
     Args:
@@ -40,4 +40,4 @@ def decoder_tape(shape: Shape, run: Run, *, cuts_loss: bool = False) -> Tape:
     elif cuts_loss:
         head = STYLES[_VOCAB, "linear"]
         styles = {fqn: LOGITS if style == head else style for fqn, style in styles.items()}
-    return tape_of(shape, replace(run, styled=Styled(run.tp, styles)))
+    return tape_of(shape, replace(run, styled=TpPlanOnTape(run.tp, styles)))

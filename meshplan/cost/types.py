@@ -47,7 +47,24 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class ElementBytes:
+    """Bytes of one element of a parameter or gradient, by role.
+
+    Args:
+        compute: A parameter as it is gathered and computed with.
+        reduce: A gradient as it is summed over ranks.
+        stored: A parameter as the optimizer updates it.
+        unscaling: Bytes read and written of each gradient to undo the scale of the loss.
+    """
+
+    compute: int
+    reduce: int
+    stored: int
+    unscaling: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockKind:
     """One kind of block, as one rank of tp computes it.
 
     Args:
@@ -105,7 +122,7 @@ class Chain:
             nobody told.
     """
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[BlockKind, ...]
     order: tuple[int, ...]
     names: tuple[str, ...]
     tied_numel: int = 0

@@ -20,7 +20,7 @@ _LEAST_OF_8_BITS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class OptimizerStateBytes:
     """Bytes of each tensor that is kept of one parameter.
 
     Args:
@@ -32,40 +32,46 @@ class Kept:
     counters: tuple[int, ...] = ()
 
 
-def _adafactor(shape: tuple[int, ...], local_numel: int, element_bytes: int) -> Kept:
+def _adafactor(shape: tuple[int, ...], local_numel: int, element_bytes: int) -> OptimizerStateBytes:
     """A mean for each row and each column, which no axis cuts; of a vector all squares.
 
     Source: torch 2.13, optim/_adafactor.py; Shazeer and Stern 2018, section 3.
     """
     if len(shape) < 2:
-        return Kept((local_numel * element_bytes,), (_COUNTER,))
+        return OptimizerStateBytes((local_numel * element_bytes,), (_COUNTER,))
     before = math.prod(shape[:-2]) * element_bytes
-    return Kept((before * shape[-2], before * shape[-1]), (_COUNTER,))
+    return OptimizerStateBytes((before * shape[-2], before * shape[-1]), (_COUNTER,))
 
 
-def _muon(shape: tuple[int, ...], local_numel: int, element_bytes: int) -> Kept:
+def _muon(shape: tuple[int, ...], local_numel: int, element_bytes: int) -> OptimizerStateBytes:
     """A momentum of matrices, AdamW's state of all others. Source: torch 2.13, optim/_muon.py."""
     size = local_numel * element_bytes
-    return Kept((size,)) if len(shape) == 2 else Kept((size, size), (_COUNTER,))
+    return (
+        OptimizerStateBytes((size,))
+        if len(shape) == 2
+        else OptimizerStateBytes((size, size), (_COUNTER,))
+    )
 
 
-def _adamw_8bit(shape: tuple[int, ...], local_numel: int, element_bytes: int) -> Kept:
+def _adamw_8bit(
+    shape: tuple[int, ...], local_numel: int, element_bytes: int
+) -> OptimizerStateBytes:
     """Two moments of a byte an element and a float32 scale for each block; small ones in float32.
 
     Source: bitsandbytes 0.45, optim/optimizer.py, `Optimizer2State.init_state`.
     """
     if local_numel < _LEAST_OF_8_BITS:
-        return Kept((4 * local_numel,) * 2)
-    return Kept((local_numel, 4 * -(-local_numel // _BLOCK)) * 2)
+        return OptimizerStateBytes((4 * local_numel,) * 2)
+    return OptimizerStateBytes((local_numel, 4 * -(-local_numel // _BLOCK)) * 2)
 
 
-SHAPED_TENSORS: Final[Mapping[str, Callable[[tuple[int, ...], int, int], Kept]]] = MappingProxyType(
-    {"adafactor": _adafactor, "muon": _muon, "adamw_8bit": _adamw_8bit}
+SHAPED_TENSORS: Final[Mapping[str, Callable[[tuple[int, ...], int, int], OptimizerStateBytes]]] = (
+    MappingProxyType({"adafactor": _adafactor, "muon": _muon, "adamw_8bit": _adamw_8bit})
 )
 """By the word of a plan: (shape, elements on this rank, bytes of one) -> what is kept of it."""
 
 
-def _bytes_of(tensors: Callable[[tuple[int, ...], int, int], Kept]) -> _Bytes:
+def _bytes_of(tensors: Callable[[tuple[int, ...], int, int], OptimizerStateBytes]) -> _Bytes:
     def kept_bytes(shape: tuple[int, ...], local_numel: int, element_bytes: int) -> int:
         kept = tensors(shape, local_numel, element_bytes)
         return sum(kept.here) + sum(kept.counters)

@@ -116,7 +116,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class AttributeWrite:
     """An attribute or buffer that the forward set to something else, for the next one to find.
 
     Args:
@@ -145,7 +145,7 @@ class Flow:
     values: tuple[Value, ...]
     ops: tuple[Op, ...]
     calls: tuple[Call, ...]
-    changes: tuple[Change, ...] = ()
+    changes: tuple[AttributeWrite, ...] = ()
     _producer: Mapping[int, int] = field(init=False, repr=False, compare=False)
     _users: Mapping[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
 

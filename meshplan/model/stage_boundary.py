@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from meshplan.model.flow import Call, Change, Flow
+from meshplan.model.flow import AttributeWrite, Call, Flow
 from meshplan.model.graph import is_inside
 
 
@@ -107,7 +107,7 @@ _OPEN: Final = frozenset(
 """Operators that give as many elements as the numbers they are given say."""
 
 
-class Cut:
+class UnitFlow:
     """A flow, seen as units and the glue between them.
 
     Args:
@@ -313,7 +313,7 @@ class Cut:
         for change in self.flow.changes:
             yield from self._change_bonds(change)
 
-    def _change_bonds(self, change: Change) -> Iterator[Bond]:
+    def _change_bonds(self, change: AttributeWrite) -> Iterator[Bond]:
         """What the next forward finds must be set where it is looked for."""
         if change.new is None:
             return

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from meshplan.cost.simulate import Run, simulate
+from meshplan.cost.simulate import SimulatedStep, simulate
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.schedules import SCHEDULES
 from meshplan.pictures.palette import PASSES, STAGES, Ink, Theme, ink_on
@@ -32,7 +32,7 @@ _MOST_LINES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class GanttBar:
     """Something that a rank computes.
 
     Args:
@@ -68,7 +68,7 @@ class Gantt:
     virtual: int
     microbatches: int
     idle_share: float
-    blocks: tuple[Block, ...]
+    blocks: tuple[GanttBar, ...]
     kept: tuple[tuple[tuple[float, int], ...], ...]
     step: float
     is_seconds: bool
@@ -145,7 +145,7 @@ def gantt(
         crossing_s=crossing_s,
     )  # fmt: skip
     blocks = tuple(
-        Block(s.rank, s.action.kind, s.action.stage, s.action.microbatch, s.begin_s, s.end_s)
+        GanttBar(s.rank, s.action.kind, s.action.stage, s.action.microbatch, s.begin_s, s.end_s)
         for s in run.spans
     )
     return Gantt(
@@ -163,7 +163,7 @@ def gantt(
     )
 
 
-def _kept(run: Run, rank: int) -> tuple[tuple[float, int], ...]:
+def _kept(run: SimulatedStep, rank: int) -> tuple[tuple[float, int], ...]:
     """(when, forwards kept from then on): from the begin of each to the end of its backward."""
     splits = any(span.action.kind == "W" for span in run.spans)
     changes = [(0.0, 0)]
@@ -225,7 +225,9 @@ def draw_gantt(facts: Gantt, theme: Theme) -> Picture:
     return Picture("gantt", facts.title, facts.alt, sheet.figure)
 
 
-def _draw_block(above: Axes, facts: Gantt, block: Block, y: int, room: float, theme: Theme) -> None:
+def _draw_block(
+    above: Axes, facts: Gantt, block: GanttBar, y: int, room: float, theme: Theme
+) -> None:
     ink = PASSES[block.kind]
     name = f"{block.kind} stage {block.stage} microbatch {block.microbatch}"
     box(above, block.begin, y + 0.08, block.end - block.begin, 0.84, ink, edge=theme.paper,
@@ -238,7 +240,7 @@ def _draw_block(above: Axes, facts: Gantt, block: Block, y: int, room: float, th
 
 
 def _draw_many(
-    above: Axes, blocks: Sequence[Block], place_of: Mapping[int, int], theme: Theme
+    above: Axes, blocks: Sequence[GanttBar], place_of: Mapping[int, int], theme: Theme
 ) -> None:
     """Blocks too small for words, those of a rank and kind together."""
     rows: dict[tuple[int, str], list[tuple[float, float]]] = {}
@@ -291,7 +293,7 @@ def _label(facts: Gantt, rank: int | None) -> str:
     return f"pp {rank}: stage{'s' if len(stages) > 1 else ''} {words}"
 
 
-def _inside(facts: Gantt, block: Block, room: float) -> str:
+def _inside(facts: Gantt, block: GanttBar, room: float) -> str:
     """What is written in a block: its microbatch, with its stage where a rank has several."""
     long = f"{block.kind}{block.microbatch}"
     if facts.virtual > 1 and width_of(f"{long}/{block.stage}", 8.0) < room - 0.04:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from meshplan.pictures.layered import Key, Laid, Link, Point, lay_out
+from meshplan.pictures.layered import Key, LayeredPositions, Link, Point, lay_out
 from meshplan.pictures.module_arrows import ENTRY, EXIT, Box
 from meshplan.pictures.module_graph import SEVERAL, Graph
 from meshplan.pictures.module_tree import NOTHING
@@ -51,7 +51,7 @@ class _Level:
         inside: By frame among them, what is in it.
     """
 
-    laid: Laid
+    laid: LayeredPositions
     inside: Mapping[int, _Level]
 
     @property
@@ -126,7 +126,7 @@ def _level(facts: Graph, frame: int, room: float) -> _Level:
 
 def _in_order(
     facts: Graph, own: Mapping[int, Box], inside: Mapping[int, _Level], room: float
-) -> Laid:
+) -> LayeredPositions:
     """Without arrows: as lines of a text."""
     rows: list[list[int]] = [[]]
     wide: dict[Key, tuple[float, float]] = {
@@ -148,7 +148,7 @@ def _in_order(
             x += wide[n][0] + _GAP
         most = max(most, x - _GAP)
         y -= tall + 0.16
-    return Laid(max(most, 0.0), max(height, 0.0), at, wide, {})
+    return LayeredPositions(max(most, 0.0), max(height, 0.0), at, wide, {})
 
 
 def _size(each: Box, inside: _Level | None, most: float) -> tuple[float, float]:

@@ -25,7 +25,7 @@ Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class LayeredPositions:
     """Where everything is; y grows upward from the lowest row.
 
     Args:
@@ -49,7 +49,7 @@ def lay_out(
     most_in_row: int,
     gap: float,
     between: float,
-) -> Laid:
+) -> LayeredPositions:
     """Rows of boxes.
 
     Args:
@@ -107,7 +107,7 @@ def lay_out(
             else:
                 points += [(x, top), (x, bottom)]
         ways[link] = tuple(dict.fromkeys(points))
-    return Laid(right - left, height, at, sizes, ways)
+    return LayeredPositions(right - left, height, at, sizes, ways)
 
 
 def _rows(keys: Sequence[Key], links: Sequence[Link], most: int) -> list[list[Key]]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from meshplan.cost.profile import profile_of
 from meshplan.cost.stages import stage_seconds
 from meshplan.errors import Origin, PlanError, Problem, SpecError
-from meshplan.memory.analytic.estimate import told_estimate
+from meshplan.memory.analytic.estimate import estimate_analytic
 from meshplan.memory.answer.estimate import MemoryEstimate
 from meshplan.memory.log.driver import with_workspaces
 from meshplan.memory.log.events import EventLog
@@ -42,7 +42,7 @@ OF_DECISIONS: Final = ("pareto", "ladder")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class DrawRequest:
     """A question, and what was given with it; arguments of `draw`."""
 
     plan: Plan
@@ -72,7 +72,7 @@ class Asked:
             return self.estimate
         device, limit_bytes, notes = self.limit
         try:
-            return told_estimate(
+            return estimate_analytic(
                 self.plan, device=device, limit_bytes=limit_bytes, notes=notes, packs=False
             )  # No picture shows what it would be under another allocator.
         except PlanError as error:
@@ -81,23 +81,23 @@ class Asked:
             raise PlanError(Problem(first.what, first.origin, fix)) from None
 
 
-def _mesh(asked: Asked) -> Picture:
+def _mesh(asked: DrawRequest) -> Picture:
     return draw_mesh(_mesh_facts(asked), asked.theme)
 
 
-def _mesh_facts(asked: Asked) -> MeshMap:
+def _mesh_facts(asked: DrawRequest) -> MeshMap:
     return mesh_map(asked.plan)
 
 
-def _layout(asked: Asked) -> Picture:
+def _layout(asked: DrawRequest) -> Picture:
     return draw_layout(_layout_facts(asked), asked.theme)
 
 
-def _layout_facts(asked: Asked) -> TensorLayout:
+def _layout_facts(asked: DrawRequest) -> TensorLayout:
     return tensor_layout(asked.plan, asked.name)
 
 
-def memory_facts(asked: Asked) -> MemoryBars:
+def memory_facts(asked: DrawRequest) -> MemoryBars:
     """Of the step where it is known, of the states where it is not."""
     if asked.estimate is None and is_counted(asked.plan):
         return states_alone(asked.plan, asked.limit[1], ONLY_COUNT)
@@ -108,11 +108,11 @@ def memory_facts(asked: Asked) -> MemoryBars:
         return states_alone(asked.plan, limit_bytes, error.problems[0].what)
 
 
-def _memory(asked: Asked) -> Picture:
+def _memory(asked: DrawRequest) -> Picture:
     return draw_memory(memory_facts(asked), asked.theme)
 
 
-def _waterfall(asked: Asked) -> Picture:
+def _waterfall(asked: DrawRequest) -> Picture:
     if asked.estimate is None and is_counted(asked.plan):
         states = waterfall_of_states(asked.plan, asked.limit[1], ONLY_COUNT)
         return draw_waterfall(states, asked.theme)
@@ -123,7 +123,7 @@ def _waterfall(asked: Asked) -> Picture:
     return draw_waterfall(facts, asked.theme)
 
 
-def _timeline(asked: Asked) -> Picture:
+def _timeline(asked: DrawRequest) -> Picture:
     """Of the rank that was asked for, or of one that needs most."""
     plan, stages = asked.plan, asked.plan.assignment.stages
     count = plan.accumulate * (stages.microbatches * stages.virtual if stages is not None else 1)
@@ -135,7 +135,7 @@ def _timeline(asked: Asked) -> Picture:
     return draw_timeline(timeline(log, rank, count), asked.theme)
 
 
-def _treemap(asked: Asked) -> Picture:
+def _treemap(asked: DrawRequest) -> Picture:
     """The bytes that were asked for, and beside them the others."""
     rank = asked.rank or 0
     names: dict[Of, str] = {"local": f"bytes of rank {rank}", "global": "bytes of the model"}
@@ -145,7 +145,7 @@ def _treemap(asked: Asked) -> Picture:
     return replace(pictures[0], views=views, choice="whose bytes")
 
 
-def gantt_facts(asked: Asked) -> Gantt:
+def gantt_facts(asked: DrawRequest) -> Gantt:
     """In seconds where the model and the machine are known, else in forwards of a stage."""
     hardware = asked.plan.spec.hardware
     if hardware is None or hardware.gpu is None:
@@ -165,15 +165,15 @@ def gantt_facts(asked: Asked) -> Gantt:
     )  # fmt: skip
 
 
-def _gantt(asked: Asked) -> Picture:
+def _gantt(asked: DrawRequest) -> Picture:
     return draw_gantt(gantt_facts(asked), asked.theme)
 
 
-def _comm(asked: Asked) -> Picture:
+def _comm(asked: DrawRequest) -> Picture:
     return draw_comm(comm(asked.plan, asked.rank or 0), asked.theme)
 
 
-def _searched(asked: Asked) -> Decision:
+def _searched(asked: DrawRequest) -> Decision:
     if asked.decision is None:
         what = "a plan does not say what it was chosen from"
         fix = "give decision=meshplan.search_plan(...), or use meshplan draw -f plan.yaml"
@@ -181,24 +181,24 @@ def _searched(asked: Asked) -> Decision:
     return asked.decision
 
 
-def _pareto(asked: Asked) -> Picture:
+def _pareto(asked: DrawRequest) -> Picture:
     return draw_decision(_searched(asked), "pareto", theme=asked.theme.name)
 
 
-def _ladder(asked: Asked) -> Picture:
+def _ladder(asked: DrawRequest) -> Picture:
     return draw_decision(_searched(asked), "ladder", theme=asked.theme.name)
 
 
-def _graph(asked: Asked) -> Picture:
+def _graph(asked: DrawRequest) -> Picture:
     return draw_graph(module_graph(asked.plan), asked.theme)
 
 
-def _graph_facts(asked: Asked) -> Tree:
+def _graph_facts(asked: DrawRequest) -> Tree:
     """Of the twin, a tree: lines below each other have no room for arrows."""
     return module_tree(asked.plan)
 
 
-_DRAWN: Final[Mapping[str, Callable[[Asked], Picture]]] = MappingProxyType(
+_DRAWN: Final[Mapping[str, Callable[[DrawRequest], Picture]]] = MappingProxyType(
     {
         "mesh": _mesh,
         "layout": _layout,
@@ -213,7 +213,7 @@ _DRAWN: Final[Mapping[str, Callable[[Asked], Picture]]] = MappingProxyType(
         "graph": _graph,
     }
 )
-_FACTS: Final[Mapping[str, Callable[[Asked], Any]]] = MappingProxyType(
+_FACTS: Final[Mapping[str, Callable[[DrawRequest], Any]]] = MappingProxyType(
     {
         "mesh": _mesh_facts,
         "layout": _layout_facts,
@@ -270,7 +270,7 @@ def facts_of(plan: Plan, what: str, **given: Any) -> Any:
     return _FACTS[what](asked)
 
 
-def _asked(plan: Plan, what: str, theme: str, given: Mapping[str, Any]) -> Asked:
+def _asked(plan: Plan, what: str, theme: str, given: Mapping[str, Any]) -> DrawRequest:
     """A question that makes sense."""
     check_what(what)
     given = {option: value for option, value in given.items() if value is not None}
@@ -284,7 +284,7 @@ def _asked(plan: Plan, what: str, theme: str, given: Mapping[str, Any]) -> Asked
             problem = f"the picture of {what} takes no '{option}'"
             raise SpecError(Problem(problem, Origin("draw"), fix))
     check_counted(plan, what)
-    asked = Asked(plan=plan, theme=theme_of(theme), **given)
+    asked = DrawRequest(plan=plan, theme=theme_of(theme), **given)
     if asked.of not in ("local", "global"):
         problem = f"there are no '{asked.of}' bytes"
         raise SpecError(Problem(problem, Origin("--bytes"), "write local or global"))

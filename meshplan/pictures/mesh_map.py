@@ -49,7 +49,7 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class NodeBox:
     """One node, or one row where nothing says what a node is.
 
     Args:
@@ -79,7 +79,7 @@ class MeshMap:
 
     mesh: str
     noun: str
-    nodes: tuple[Node, ...]
+    nodes: tuple[NodeBox, ...]
     num_nodes: int
     num_ranks: int
     per_node: int
@@ -178,15 +178,15 @@ def mesh_map(plan: Plan, *, most_nodes: int = _MOST_NODES) -> MeshMap:
     num_nodes = -(-world // per_node)
     columns = _some(per_node, _MOST_TILES)
 
-    def node(number: int | None) -> Node:
+    def node(number: int | None) -> NodeBox:
         if number is None:
-            return Node(num_nodes - most_nodes + 1, ())
+            return NodeBox(num_nodes - most_nodes + 1, ())
         tiles = tuple(
             None if col is None else tile(number * per_node + col)
             for col in columns
             if col is None or number * per_node + col < world
         )
-        return Node(number, tiles, max(0, per_node - _MOST_TILES + 1) if None in columns else 0)
+        return NodeBox(number, tiles, max(0, per_node - _MOST_TILES + 1) if None in columns else 0)
 
     shards = mesh.size(*cut_axes)
     return MeshMap(
@@ -265,7 +265,7 @@ def _notes(facts: MeshMap) -> list[str]:
 def _node(
     plane: Plane,
     facts: MeshMap,
-    node: Node,
+    node: NodeBox,
     x: float,
     y: float,
     wide: float,
@@ -293,7 +293,7 @@ def _node(
         _tile(plane, facts, node, tile, at, (step - 0.08, tall), theme, is_large)
 
 
-def _shared(node: Node) -> tuple[str, ...]:
+def _shared(node: NodeBox) -> tuple[str, ...]:
     """What all ranks of a node have in common."""
     tiles = [tile.at for tile in node.tiles if tile is not None]
     return tuple(word for word in tiles[0] if all(word in at for at in tiles[1:]))
@@ -302,7 +302,7 @@ def _shared(node: Node) -> tuple[str, ...]:
 def _tile(
     plane: Plane,
     facts: MeshMap,
-    node: Node,
+    node: NodeBox,
     tile: Tile | None,
     at: tuple[float, float],
     room: tuple[float, float],

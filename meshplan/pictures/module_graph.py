@@ -12,7 +12,7 @@ from typing import Final
 
 from meshplan.pictures.module_arrows import Box, Item, Links, Reader
 from meshplan.pictures.module_tree import Folded, folded, group_of, sizes_of, title_of
-from meshplan.pictures.told_flow import told_flow
+from meshplan.pictures.told_flow import layout_flow
 from meshplan.pictures.words import counted
 from meshplan.plan.plan import Plan
 from meshplan.spec.match import fold
@@ -67,7 +67,7 @@ def module_graph(plan: Plan) -> Graph:
     graph, stages = plan.graph, plan.assignment.stages
     sources = {"recorded": graph.flow, "told": None, "outline": graph.outline}
     if graph.flow is None:
-        sources["told"] = told_flow(graph)
+        sources["told"] = layout_flow(graph)
     source = next((name for name, each in sources.items() if each is not None), "")
     flow = sources.get(source)
     own = {fqn: group_of(plan, fqn) for fqn in graph.modules}

@@ -47,7 +47,7 @@ def title_of(found: Coloured) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ModuleRow:
     """Alike modules at one place of the tree.
 
     Args:
@@ -77,7 +77,7 @@ class Tree:
 
     model: str
     by: str
-    rows: tuple[Row, ...]
+    rows: tuple[ModuleRow, ...]
     groups: tuple[str, ...]
     num_modules: int
     num_params: int
@@ -206,14 +206,14 @@ def _rows(
     depth: int = 0,
     parent: int = -1,
     at: list[int] | None = None,
-) -> Iterator[Row]:
+) -> Iterator[ModuleRow]:
     at = at if at is not None else [0]
     number = at[0]
     at[0] += 1
     lasts = list(dict.fromkeys(fqn.rpartition(".")[2] for fqn in node.fqns))
     name = ", ".join(fold(lasts)) if node.fqns[0] else graph.name
     groups = dict.fromkeys(own[fqn] for fqn in node.fqns)
-    yield Row(
+    yield ModuleRow(
         name=name,
         depth=depth,
         type=", ".join(node.types),
@@ -226,7 +226,7 @@ def _rows(
         yield from _rows(child, graph, own, sizes, depth + 1, number, at)
 
 
-def _cut(rows: list[Row]) -> list[Row]:
+def _cut(rows: list[ModuleRow]) -> list[ModuleRow]:
     """The rows that there is room for: the deepest are left out first, and counted."""
     most = max((row.depth for row in rows), default=0)
     below: list[dict[str, None]] = [{row.group: None} if row.group else {} for row in rows]
@@ -252,5 +252,5 @@ def _cut(rows: list[Row]) -> list[Row]:
         most -= 1
     if len(rows) > _MOST_ROWS:
         more = len(rows) - _MOST_ROWS + 1
-        rows = [*rows[: _MOST_ROWS - 1], Row(f"… {more:,} more", 1, "", more, 0, "", 0)]
+        rows = [*rows[: _MOST_ROWS - 1], ModuleRow(f"… {more:,} more", 1, "", more, 0, "", 0)]
     return rows

@@ -16,7 +16,7 @@ from meshplan.units import GIB, format_gib, format_seconds
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from meshplan.planner.problem.decision import Decision, Way
+    from meshplan.planner.problem.decision import Decision, Evaluated
 
 _LOG: Final = 12.0
 """From which ratio of the largest to the smallest an axis is logarithmic."""
@@ -105,11 +105,11 @@ def pareto(decision: Decision) -> Pareto:
     )
 
 
-def _dot(way: Way) -> Dot:
+def _dot(way: Evaluated) -> Dot:
     return Dot(way.memory.worst.band[1], way.seconds, words_of(way))
 
 
-def words_of(way: Way) -> str:
+def words_of(way: Evaluated) -> str:
     """A plan in a line."""
     plan, again = way.plan, way.plan.assignment.recompute
     modes = [each.policy.mode for each in again.values()]

@@ -38,7 +38,7 @@ _TALL: Final = 3.4
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class DimSlice:
     """Part of a dim.
 
     Args:
@@ -54,7 +54,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class DrawnDim:
     """One dim that is drawn.
 
     Args:
@@ -70,7 +70,7 @@ class Side:
     size: int
     axes: tuple[str, ...]
     num: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[DimSlice, ...]
 
     @property
     def words(self) -> str:
@@ -96,14 +96,14 @@ class Face:
 
     when: str
     spelled: str
-    rows: Side | None
-    columns: Side | None
+    rows: DrawnDim | None
+    columns: DrawnDim | None
     hidden: tuple[str, ...]
     num_shards: int
     copies: int
     others: tuple[int, ...]
 
-    def ranks(self, row: Piece | None, column: Piece | None) -> tuple[int, ...]:
+    def ranks(self, row: DimSlice | None, column: DimSlice | None) -> tuple[int, ...]:
         """That hold a part."""
         offset = (row.offset if row else 0) + (column.offset if column else 0)
         return tuple(sorted(offset + other for other in self.others))
@@ -238,30 +238,30 @@ def _face(when: str, placed: Placed, layout: Layout, mesh: Mesh, places: Sequenc
     )
 
 
-def _side(placed: Placed, layout: Layout, mesh: Mesh, dim: int) -> Side:
+def _side(placed: Placed, layout: Layout, mesh: Mesh, dim: int) -> DrawnDim:
     info = placed.info
     axes = [axis for axis in _in_order(layout.cuts[dim], mesh) if mesh.size(axis) > 1]
     spans = strides(mesh, axes)
     num = mesh.size(*axes) if axes else 1
     numbers = range(num) if num <= _MOST else [*range(_MOST - 3), -1, num - 1]
-    pieces: list[Piece] = []
+    pieces: list[DimSlice] = []
     for number in numbers:
         if number < 0:
-            pieces.append(Piece(-1, 0, 0, 0))
+            pieces.append(DimSlice(-1, 0, 0, 0))
             continue
         offset, rest = 0, number
         for size, stride in reversed(spans):
             rest, place = divmod(rest, size)
             offset += place * stride
         ranges = layout.ranges(info.shape, mesh, offset)[dim]
-        pieces += [Piece(number, each.start, each.stop, offset) for each in ranges]
+        pieces += [DimSlice(number, each.start, each.stop, offset) for each in ranges]
     gaps = [piece for piece in pieces if piece.number < 0]
     pieces.sort(key=lambda piece: (piece.start, piece.number))
     if gaps:
         pieces = [p for p in pieces if p.number >= 0]
         pieces.insert(_MOST - 3, gaps[0])
     name = info.dims[dim] if dim < len(info.dims) else ""
-    return Side(
+    return DrawnDim(
         dim=dim, name=name, size=info.shape[dim], axes=tuple(axes), num=num, pieces=tuple(pieces)
     )
 
@@ -345,8 +345,8 @@ def _panel(
 def _cell(
     plane: Plane,
     face: Face,
-    row: Piece | None,
-    column: Piece | None,
+    row: DimSlice | None,
+    column: DimSlice | None,
     at: tuple[float, float],
     room: tuple[float, float],
     theme: Theme,
@@ -385,7 +385,7 @@ def _bare(span: str) -> str:
     return "none" if span.startswith("no ") else span.partition(" ")[2]
 
 
-def span_in_words(piece: Piece | None, noun: str) -> str:
+def span_in_words(piece: DimSlice | None, noun: str) -> str:
     """Where a part is.
 
     >>> span_in_words(Piece(0, 0, 512, 0), "rows"), span_in_words(Piece(3, 7, 7, 0), "rows")

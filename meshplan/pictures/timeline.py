@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from meshplan.memory.analytic.estimate import told_rank
+from meshplan.memory.analytic.estimate import analytic_log_of_rank
 from meshplan.memory.log.driver import with_workspaces
 from meshplan.memory.log.events import EventLog, Term
 from meshplan.pictures.palette import TERMS, Theme
@@ -89,7 +89,7 @@ def log_of(plan: Plan, rank: int, device: str) -> EventLog:
     Raises:
         PlanError: Its operations, or something in the plan, are not known.
     """
-    return with_workspaces(told_rank(plan, rank, device=device, in_brief=False), device)
+    return with_workspaces(analytic_log_of_rank(plan, rank, device=device, in_brief=False), device)
 
 
 def timeline(log: EventLog, rank: int = 0, num_forwards: int | None = None) -> Timeline:

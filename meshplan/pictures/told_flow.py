@@ -9,16 +9,16 @@ from __future__ import annotations
 from typing import Final
 
 from meshplan.errors import PlanError
-from meshplan.memory.decoder.microbatch import Run, tape_of
+from meshplan.memory.decoder.microbatch import MicrobatchSpec, tape_of
 from meshplan.memory.decoder.sizes import shape_of
 from meshplan.model.flow import Call, Flow, Op, Ref, Value
 from meshplan.model.graph import ModelGraph
 
-_ANY: Final = Run(batch=1, seq_len=16, element_bytes=2)
+_ANY: Final = MicrobatchSpec(batch=1, seq_len=16, element_bytes=2)
 """Sizes do not matter to who reads what."""
 
 
-def told_flow(graph: ModelGraph) -> Flow | None:
+def layout_flow(graph: ModelGraph) -> Flow | None:
     """The forward without its loss; None of models that no config of a known family tells."""
     if not graph.config:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from meshplan.memory.answer.estimate import MemoryEstimate, Step
+from meshplan.memory.answer.estimate import MemoryEstimate, ReconcileStep
 from meshplan.memory.answer.rank_classes import equal_ranks
 from meshplan.memory.answer.reconcile import textbook_row
 from meshplan.memory.answer.states import state_bytes
@@ -36,7 +36,7 @@ class Waterfall:
     """
 
     ranks: tuple[int, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[ReconcileStep, ...]
     limit_bytes: int | None
     unknown: str = ""
     missing: str = "activations"
@@ -115,7 +115,7 @@ def waterfall_of_states(plan: Plan, limit_bytes: int | None, why: str) -> Waterf
         "adam": ("optimizer", held.optimizer_bytes),
     }
     start = sum(book.values())
-    steps = [Step(f"textbook: {row.strategy}, {row.formula}", start, start, row.source)]
+    steps = [ReconcileStep(f"textbook: {row.strategy}, {row.formula}", start, start, row.source)]
     for name, size in book.items():
         what, exact = real.get(name, (f"textbook's {name.replace('_', ' ')}", 0))
         reason = "as layouts, dtypes and optimizer make it" if name in real else (
@@ -124,11 +124,11 @@ def waterfall_of_states(plan: Plan, limit_bytes: int | None, why: str) -> Waterf
         # A counter of steps stands beside each tensor, and how many there are a count does not say.
         if abs(exact - size) > (_COUNTER if is_counted(plan) else 0):
             total = steps[-1].total_bytes + exact - size
-            steps.append(Step(what, exact - size, total, reason))
+            steps.append(ReconcileStep(what, exact - size, total, reason))
     if held.buffers_bytes:
         total = steps[-1].total_bytes + held.buffers_bytes
         reason = "tensors of the model that are no parameters"
-        steps.append(Step("buffers", held.buffers_bytes, total, reason))
+        steps.append(ReconcileStep("buffers", held.buffers_bytes, total, reason))
     return Waterfall(
         ranks=ranks, steps=tuple(steps), limit_bytes=limit_bytes, unknown=why,
         missing=missing_of(plan),

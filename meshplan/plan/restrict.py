@@ -94,7 +94,7 @@ def runs(fqn: str, stages: Stages, stage: int) -> bool:
     return _places(stages.units).runs(fqn, stage)
 
 
-class _Places:
+class _ModuleStages:
     """Where modules run.
 
     Attributes:
@@ -125,8 +125,8 @@ class _Places:
 
 
 @lru_cache(maxsize=8)
-def _places(units: tuple[tuple[str, int], ...]) -> _Places:
-    return _Places(units)
+def _places(units: tuple[tuple[str, int], ...]) -> _ModuleStages:
+    return _ModuleStages(units)
 
 
 def _housed(placed: Placed, units: dict[str, Unit]) -> Placed:

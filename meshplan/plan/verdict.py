@@ -12,7 +12,7 @@ from meshplan.errors import Problem
 if TYPE_CHECKING:
     from meshplan.memory import StateBytes
     from meshplan.plan.plan import Plan
-    from meshplan.traffic import Difference
+    from meshplan.traffic import RouteDifference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ rounds at other places too (tests/bench/verify_verdicts.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
+class TrainingRun:
     """What training left: the loss and the gradient norm of each step."""
 
     losses: tuple[float, ...]
@@ -113,7 +113,7 @@ def _nearness(difference: float, allowed: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
+class StateComparison:
     """The parameters and buffers after the last step, beside those of one process."""
 
     shifts: tuple[Shift, ...]
@@ -194,7 +194,7 @@ class RankReport:
 
     held: StateBytes
     predicted: StateBytes
-    sent: tuple[Difference, ...]
+    sent: tuple[RouteDifference, ...]
     num_collectives: int
     collective_bytes: int
     unknown: tuple[str, ...]
@@ -228,12 +228,12 @@ class Verdict:
     mesh: str = ""
     num_tensors: int = 0
     tolerance: Tolerance = SINGLE
-    together: Training | None = None
-    alone: Training | None = None
-    rounded: tuple[Training, ...] = ()
+    together: TrainingRun | None = None
+    alone: TrainingRun | None = None
+    rounded: tuple[TrainingRun, ...] = ()
     microbatches: int = 1
     own_statistics: tuple[str, ...] = ()
-    moved: Moved | None = None
+    moved: StateComparison | None = None
     ranks: tuple[RankReport, ...] = ()
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from meshplan.planner.lock.changes import Change
+from meshplan.planner.lock.changes import FieldChange
 from meshplan.render.statements import statement_value
 from meshplan.units import format_gib, format_step
 
@@ -23,14 +23,14 @@ _FIGURES: Final = {
 }
 
 
-def changes_to_json(changes: Sequence[Change] | None) -> list[dict[str, Any]] | None:
+def changes_to_json(changes: Sequence[FieldChange] | None) -> list[dict[str, Any]] | None:
     """`result.changed` of schema plan/1; None without a last lock."""
     if changes is None:
         return None
     return [{"field": each.field, "old": each.old, "new": each.new} for each in changes]
 
 
-def changes_to_text(changes: Sequence[Change] | None, blocks: Sequence[str] = ()) -> list[str]:
+def changes_to_text(changes: Sequence[FieldChange] | None, blocks: Sequence[str] = ()) -> list[str]:
     """A line for each; none without a last lock.
 
     Args:
@@ -43,7 +43,7 @@ def changes_to_text(changes: Sequence[Change] | None, blocks: Sequence[str] = ()
     return [f"changed since the last lock: {_line(each, blocks)}" for each in changes]
 
 
-def _line(change: Change, blocks: Sequence[str]) -> str:
+def _line(change: FieldChange, blocks: Sequence[str]) -> str:
     field, old, new = change.field, change.old, change.new
     if field in _INPUTS:
         return _INPUTS[field]

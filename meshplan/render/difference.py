@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from meshplan.planner.answers.difference import Difference, Differs, Figure, Side
+from meshplan.planner.answers.difference import Differs, DiffSide, Figure, PlanDifference
 from meshplan.render.statements import flow, statement_value
 from meshplan.render.text import columns, wrapped
 from meshplan.units import format_bytes, format_step
 
 
-def difference_to_json(found: Difference) -> dict[str, Any]:
+def difference_to_json(found: PlanDifference) -> dict[str, Any]:
     """The `result` of schema diff/1."""
 
     def lines(items: Sequence[Differs]) -> list[dict[str, Any]]:
@@ -43,7 +43,7 @@ _MOST_IN_COLUMN = 40
 """Letters: what is longer would push all that is beside it away."""
 
 
-def _side_to_json(side: Side) -> dict[str, Any]:
+def _side_to_json(side: DiffSide) -> dict[str, Any]:
     return {
         "name": side.name,
         **{name: getattr(side, name).value for name in _FIGURES},
@@ -59,7 +59,7 @@ def _minus(new: Figure, old: Figure) -> float | None:
     return None if new.value is None or old.value is None else new.value - old.value
 
 
-def difference_to_text(found: Difference) -> list[str]:
+def difference_to_text(found: PlanDifference) -> list[str]:
     """The lines of the answer."""
     title = f"{found.old.name} -> {found.new.name}"
     if found.is_same:
@@ -72,7 +72,7 @@ def difference_to_text(found: Difference) -> list[str]:
     return "\n\n".join("\n".join(section) for section in sections).splitlines()
 
 
-def _rows(found: Difference, items: Sequence[Differs]) -> list[str]:
+def _rows(found: PlanDifference, items: Sequence[Differs]) -> list[str]:
     """A row for each, long ones below."""
     rows, long = [], []
     for item in items:
@@ -86,7 +86,7 @@ def _rows(found: Difference, items: Sequence[Differs]) -> list[str]:
     return [*(columns(rows, "<<<<") if rows else []), *long]
 
 
-def _word(what: str, value: Any, side: Side) -> str:
+def _word(what: str, value: Any, side: DiffSide) -> str:
     if value is None:
         return "-"
     if isinstance(value, list):
@@ -97,7 +97,7 @@ def _word(what: str, value: Any, side: Side) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _figures(found: Difference) -> list[str]:
+def _figures(found: PlanDifference) -> list[str]:
     rows, missing = [], []
     for name, words in _FIGURES.items():
         old, new = getattr(found.old, name), getattr(found.new, name)

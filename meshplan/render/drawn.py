@@ -14,7 +14,7 @@ from meshplan.pictures.memory_bars import INKS, MemoryBars
 from meshplan.pictures.mesh_map import MeshMap, lane_in_words
 from meshplan.pictures.module_tree import Tree
 from meshplan.pictures.palette import PASSES, Ink, ink_on, shard_ink
-from meshplan.pictures.tensor import Face, Piece, TensorLayout, span_in_words
+from meshplan.pictures.tensor import DimSlice, Face, TensorLayout, span_in_words
 from meshplan.pictures.words import in_short, ranks_in_words
 from meshplan.units import format_count, format_gib
 
@@ -150,7 +150,7 @@ def _face_lines(face: Face) -> list[Line]:
     return out
 
 
-def _held(face: Face, row: Piece | None, column: Piece | None) -> Run:
+def _held(face: Face, row: DimSlice | None, column: DimSlice | None) -> Run:
     if any(piece is not None and piece.number < 0 for piece in (row, column)):
         return "…", "dim"
     num = face.columns.num if face.columns else 1

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from meshplan.planner.answers.explain import NAMES, WhyNot
 from meshplan.planner.objectives.simplify import SLACK
-from meshplan.planner.problem.decision import Way
+from meshplan.planner.problem.decision import Evaluated
 from meshplan.render.statements import flow, way_lines
 from meshplan.render.text import wrapped
 from meshplan.units import format_bytes, format_gib, format_step
@@ -107,7 +107,7 @@ def _axes(answer: WhyNot, cause: str) -> str:
     return f" of {' and '.join(axes)}" if axes else ""
 
 
-def _by_memory(answer: WhyNot, plan: Way) -> str:
+def _by_memory(answer: WhyNot, plan: Evaluated) -> str:
     """Where the plan is the one that holds the least."""
     assert answer.way is not None
     if answer.is_planned:

@@ -7,7 +7,7 @@ from typing import Any
 
 from meshplan.memory.answer.estimate import left_in_words
 from meshplan.planner.answers.written import Written
-from meshplan.planner.problem.decision import Decision, Way
+from meshplan.planner.problem.decision import Decision, Evaluated
 from meshplan.planner.space.space import EmptySpaceError, Rejected
 from meshplan.render.memory import ranks_in_words
 from meshplan.render.statements import flow, settings_in_words, way_lines
@@ -60,7 +60,7 @@ _KEYS = (
 )  # fmt: skip
 
 
-def way_to_json(decision: Decision, way: Way) -> dict[str, Any]:
+def way_to_json(decision: Decision, way: Evaluated) -> dict[str, Any]:
     """One way, as in `result` of schema plan/1 and in its lists."""
     plan = way.plan
     a, stages = plan.assignment, plan.assignment.stages
@@ -179,7 +179,7 @@ def _section(lines: Sequence[str]) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def _offload(decision: Decision, chosen: Way) -> str:
+def _offload(decision: Decision, chosen: Evaluated) -> str:
     """What the planner put on the host, and what there would be without; "" where it put nothing.
 
     The plan does not state it, and a step waits for it: nobody should learn of it by chance.
@@ -199,14 +199,14 @@ def _offload(decision: Decision, chosen: Way) -> str:
     return f", with offload: {what}{price}: {held} of a node's {limit}{known}"
 
 
-def _rate(decision: Decision, way: Way) -> str:
+def _rate(decision: Decision, way: Evaluated) -> str:
     """Tokens, or samples where these have no length."""
     if decision.tokens:
         return f"{decision.tokens_per_s(way):,.0f} tokens/s"
     return f"{decision.samples_per_s(way):,.1f} samples/s"
 
 
-def _memory(decision: Decision, way: Way) -> list[str]:
+def _memory(decision: Decision, way: Evaluated) -> list[str]:
     worst = way.memory.worst
     left = left_in_words(worst.band[1], way.memory.limit_bytes)
     return [
@@ -224,7 +224,7 @@ def _memory(decision: Decision, way: Way) -> list[str]:
     ]
 
 
-def _allocator(way: Way) -> Iterator[str]:
+def _allocator(way: Evaluated) -> Iterator[str]:
     """How the process comes to the allocator that memory is told with."""
     if way.stated.get("allocator") == "expandable":
         yield "        with expandable segments, which parallelize turns on before it moves the"
@@ -232,7 +232,7 @@ def _allocator(way: Way) -> Iterator[str]:
         yield "        PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
-def _host(way: Way) -> Iterator[str]:
+def _host(way: Evaluated) -> Iterator[str]:
     """What lies there, of what there is."""
     held = way.memory.host
     if held is not None:
@@ -294,7 +294,7 @@ def _alternatives(decision: Decision) -> list[str]:
     return ["others that fit", *lines]
 
 
-def _other_lines(way: Way, chosen: Way) -> Iterator[str]:
+def _other_lines(way: Evaluated, chosen: Evaluated) -> Iterator[str]:
     """What a way states otherwise than the one that was chosen."""
     there = set(way_lines(chosen))
     yield from (line for line in way_lines(way) if line not in there)

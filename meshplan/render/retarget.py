@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshplan.planner.answers.difference import Difference
+from meshplan.planner.answers.difference import PlanDifference
 from meshplan.planner.answers.reshard import Reshard
 from meshplan.render.difference import difference_to_json, difference_to_text
 from meshplan.render.text import columns
 from meshplan.units import format_bytes
 
 
-def retarget_to_json(found: Difference, moved: Reshard) -> dict[str, Any]:
+def retarget_to_json(found: PlanDifference, moved: Reshard) -> dict[str, Any]:
     """`result.retarget` of schema plan/1: as schema diff/1, with what a reshard moves."""
     return {
         **difference_to_json(found),
@@ -25,7 +25,7 @@ def retarget_to_json(found: Difference, moved: Reshard) -> dict[str, Any]:
     }
 
 
-def retarget_to_text(found: Difference, moved: Reshard) -> list[str]:
+def retarget_to_text(found: PlanDifference, moved: Reshard) -> list[str]:
     """The lines of the answer."""
     share = moved.moved_bytes / moved.needed_bytes if moved.needed_bytes else 0.0
     rows = [

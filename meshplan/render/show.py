@@ -15,7 +15,7 @@ from meshplan.render.findings import place_to_json
 from meshplan.render.ranks import map_of_ranks
 from meshplan.render.stages import stages_to_json, stages_to_text
 from meshplan.render.text import columns, paint
-from meshplan.render.tree import Entry, Row, fold_tree
+from meshplan.render.tree import Entry, TreeLine, fold_tree
 from meshplan.units import format_bytes
 
 _WRAPPERS: Mapping[str, str] = {
@@ -104,7 +104,7 @@ def _tree(plan: Plan) -> list[str]:
     return columns([header, *rows], "<<<<<<<")
 
 
-def tree(plan: Plan) -> list[Row]:
+def tree(plan: Plan) -> list[TreeLine]:
     """A row for each module that is decided upon and each tensor, equal blocks folded.
 
     Its cells: class, shape, layout, piece of rank 0, dtype, what decided it.

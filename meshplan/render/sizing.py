@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from meshplan.planner.objectives.num_devices import Size, Training, format_days
-from meshplan.planner.problem.decision import Decision, Way
+from meshplan.planner.objectives.num_devices import Size, TrainingTarget, format_days
+from meshplan.planner.problem.decision import Decision, Evaluated
 from meshplan.render.plan import way_to_json
 from meshplan.render.statements import way_lines
 from meshplan.render.text import columns, packed, wrapped
@@ -19,7 +19,9 @@ _KNOWN_BY = (
 )  # fmt: skip
 
 
-def frontier_to_json(decision: Decision, ways: Sequence[Way], *, is_whole: bool) -> dict[str, Any]:
+def frontier_to_json(
+    decision: Decision, ways: Sequence[Evaluated], *, is_whole: bool
+) -> dict[str, Any]:
     """`result.frontier` of schema plan/1: fastest first, each with less memory than the one before.
 
     Args:
@@ -32,7 +34,7 @@ def frontier_to_json(decision: Decision, ways: Sequence[Way], *, is_whole: bool)
 
 
 def frontier_to_text(
-    ways: Sequence[Way], *, is_whole: bool, is_interrupted: bool = False
+    ways: Sequence[Evaluated], *, is_whole: bool, is_interrupted: bool = False
 ) -> list[str]:
     """A line for each.
 
@@ -54,7 +56,7 @@ def frontier_to_text(
     return [f"the fastest within less and less memory{end}", *lines]
 
 
-def _words(way: Way) -> Iterator[str]:
+def _words(way: Evaluated) -> Iterator[str]:
     """What one is known by: all but how a pipeline is run and what follows from the rest."""
     for line in way_lines(way):
         if line.startswith(_KNOWN_BY):
@@ -99,7 +101,7 @@ def cost_to_text(decision: Decision, price: float | None) -> list[str]:
     return [line]
 
 
-def training_to_json(found: Training, price: float | None) -> dict[str, Any]:
+def training_to_json(found: TrainingTarget, price: float | None) -> dict[str, Any]:
     """`result.training` of schema plan/1."""
     return {
         "tokens": found.tokens,
@@ -114,7 +116,7 @@ def training_to_json(found: Training, price: float | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _size_to_json(found: Training, size: Size, price: float | None) -> dict[str, Any]:
+def _size_to_json(found: TrainingTarget, size: Size, price: float | None) -> dict[str, Any]:
     way = size.decision.chosen if size.decision else None
     hours = size.days * 24 * size.num_gpus if size.days is not None else None
     return {
@@ -134,7 +136,7 @@ def _allowed(days: float) -> str:
     return f"{days:g} day{'' if days == 1 else 's'}"
 
 
-def _more(found: Training) -> str:
+def _more(found: TrainingTarget) -> str:
     """What would: more samples of a step, which more GPUs can share out."""
     if found.samples is None:
         return ""
@@ -147,7 +149,7 @@ def _more(found: Training) -> str:
     return f"{few}; raise batch.global: with {samples:,} {took}"
 
 
-def training_to_text(found: Training, price: float | None) -> list[str]:
+def training_to_text(found: TrainingTarget, price: float | None) -> list[str]:
     """What the sizes take, and which is the answer."""
     rows = []
     for size in found.sizes:

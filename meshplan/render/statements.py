@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from meshplan.planner.problem.decision import Way
+from meshplan.planner.problem.decision import Evaluated
 from meshplan.spec.match import fold
 from meshplan.units import spans_of
 
@@ -24,7 +24,7 @@ _MOST_LISTED: Final = 4
 _NUMBERED: Final = re.compile(r"(.*\.|)(?:([0-9]+)|\{([0-9]+)\.\.([0-9]+)\})")
 
 
-def way_lines(way: Way) -> Iterator[str]:
+def way_lines(way: Evaluated) -> Iterator[str]:
     """What the plan file would have to say for a way, one a line."""
     return statement_lines(way.stated, way.plan.graph.blocks())
 

@@ -27,7 +27,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TreeLine:
     """One line: how deep, its name relative to the row around it, the other columns."""
 
     depth: int
@@ -36,13 +36,13 @@ class Row:
 
 
 @dataclass(slots=True)
-class _Node:
+class _TreeNode:
     name: str
     entry: Entry
-    children: list[_Node] = field(default_factory=list)
+    children: list[_TreeNode] = field(default_factory=list)
 
 
-def fold_tree(entries: Iterable[Entry]) -> list[Row]:
+def fold_tree(entries: Iterable[Entry]) -> list[TreeLine]:
     """The rows of a tree, equal branches folded.
 
     Two branches are equal when every cell and every relative name in them is.
@@ -63,11 +63,11 @@ def fold_tree(entries: Iterable[Entry]) -> list[Row]:
     return list(_rows(root, "(model)", 0, shapes, _number(root, shapes)))
 
 
-def _grow(entries: Iterable[Entry]) -> _Node:
+def _grow(entries: Iterable[Entry]) -> _TreeNode:
     """Hang every entry below the innermost module around it."""
-    modules: dict[str, _Node] = {}
+    modules: dict[str, _TreeNode] = {}
     for entry in entries:
-        node = _Node(entry.fqn, entry)
+        node = _TreeNode(entry.fqn, entry)
         around = entry.fqn
         while modules and around not in modules:
             around = around.rpartition(".")[0]
@@ -79,7 +79,7 @@ def _grow(entries: Iterable[Entry]) -> _Node:
     return modules[""]
 
 
-def _number(node: _Node, shapes: dict[tuple[object, ...], int]) -> dict[int, int]:
+def _number(node: _TreeNode, shapes: dict[tuple[object, ...], int]) -> dict[int, int]:
     """By node, a number that equal branches share."""
     out: dict[int, int] = {}
     todo = [(node, False)]
@@ -95,10 +95,14 @@ def _number(node: _Node, shapes: dict[tuple[object, ...], int]) -> dict[int, int
 
 
 def _rows(
-    node: _Node, name: str, depth: int, shapes: dict[tuple[object, ...], int], of: dict[int, int]
-) -> Iterator[Row]:
-    yield Row(depth, name, node.entry.cells)
-    groups: dict[int, dict[str, _Node]] = {}
+    node: _TreeNode,
+    name: str,
+    depth: int,
+    shapes: dict[tuple[object, ...], int],
+    of: dict[int, int],
+) -> Iterator[TreeLine]:
+    yield TreeLine(depth, name, node.entry.cells)
+    groups: dict[int, dict[str, _TreeNode]] = {}
     for child in node.children:
         groups.setdefault(of[id(child)], {})[child.name] = child
     order = {child.name: number for number, child in enumerate(node.children)}

@@ -22,7 +22,7 @@ from meshplan.plan.plan import Plan
 from meshplan.planner.answers.explain import WhyNot
 from meshplan.planner.answers.infeasible import Trouble
 from meshplan.planner.problem.decision import Decision
-from meshplan.report import sections as of
+from meshplan.report import sections
 from meshplan.report.figures import Colours, figure
 from meshplan.report.page import Section, page, paragraph
 from meshplan.textbook.inputs import read_limit
@@ -42,7 +42,7 @@ _SHOWN: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class ReportFacts:
     """What a report tells; None is what nobody knows.
 
     Args:
@@ -129,7 +129,7 @@ def check_target(path: Path) -> None:
     check_writable(path, "the report")
 
 
-def report_of(known: Known) -> Report:
+def report_of(known: ReportFacts) -> Report:
     """The page."""
     colours = Colours()
     figures: dict[str, str] = {}
@@ -153,7 +153,7 @@ def report_of(known: Known) -> Report:
     for key, more in _tables(known, left_out).items():
         parts[key] += filter(None, more)
     top = f"<p class='quiet'>{html.escape(_about(known))}</p><h1>{html.escape(verdict)}</h1>"
-    top += of.key_figures(known.plan, known.estimate, known.of_plan)
+    top += sections.key_figures(known.plan, known.estimate, known.of_plan)
     foot = f"meshplan {__version__}" + (f", plan {known.plan.digest()[:16]}" if known.plan else "")
     titles = {
         "memory": "Does it fit?",
@@ -178,7 +178,7 @@ class _AlreadyToldError(Exception):
     """What a picture shows is not known, and why stands with what is left out."""
 
 
-def _picture(known: Known, what: str, theme: str) -> Picture:
+def _picture(known: ReportFacts, what: str, theme: str) -> Picture:
     if what in OF_DECISIONS:
         if known.decision is None:
             raise _AlreadyToldError
@@ -196,19 +196,19 @@ def _picture(known: Known, what: str, theme: str) -> Picture:
     return draw(plan, what, theme=theme, **given)
 
 
-def _tables(known: Known, left_out: list[tuple[str, str]]) -> Mapping[str, Iterator[str]]:
+def _tables(known: ReportFacts, left_out: list[tuple[str, str]]) -> Mapping[str, Iterator[str]]:
     """By section, what follows its pictures."""
     plan, estimate, decision = known.plan, known.estimate, known.decision
     return {
-        "memory": _each(estimate, of.about_memory, known.states, of.about_states),
-        "layouts": _each(plan, of.about_layouts),
-        "time": _each(plan, of.about_traffic),
+        "memory": _each(estimate, sections.about_memory, known.states, sections.about_states),
+        "layouts": _each(plan, sections.about_layouts),
+        "time": _each(plan, sections.about_traffic),
         "choice": chain(
-            of.about_trouble(known.trouble) if known.trouble else (),
-            of.about_choice(decision, known.why_not) if decision else (),
+            sections.about_trouble(known.trouble) if known.trouble else (),
+            sections.about_choice(decision, known.why_not) if decision else (),
         ),
-        "plan": of.about_plan(plan, known.of_plan, known.text, known.on_top),
-        "rest": of.about_rest(left_out, known.warnings, known.notes),
+        "plan": sections.about_plan(plan, known.of_plan, known.text, known.on_top),
+        "rest": sections.about_rest(left_out, known.warnings, known.notes),
     }
 
 
@@ -221,7 +221,7 @@ def _each(*pairs: Any) -> Iterator[str]:
             yield from function(value)
 
 
-def _verdict(known: Known) -> tuple[str, bool | None]:
+def _verdict(known: ReportFacts) -> tuple[str, bool | None]:
     """(in words, whether it fits)."""
     plan, estimate, decision = known.plan, known.estimate, known.decision
     if plan is not None and estimate is not None:
@@ -236,13 +236,13 @@ def _verdict(known: Known) -> tuple[str, bool | None]:
     return "No model is known: only the states can be told, by the textbook", None
 
 
-def _limit(known: Known) -> int | None:
+def _limit(known: ReportFacts) -> int | None:
     """Bytes that a GPU may hold."""
     assert known.plan is not None
     return read_limit(known.gpu, known.memory, known.plan.spec)[1]
 
 
-def _about(known: Known) -> str:
+def _about(known: ReportFacts) -> str:
     """What the page is about."""
     graph = known.plan.graph if known.plan else None
     if graph is None:

@@ -12,7 +12,7 @@ from meshplan.pictures.words import speed
 from meshplan.plan.plan import Plan
 from meshplan.planner.answers.explain import WhyNot
 from meshplan.planner.answers.infeasible import Trouble
-from meshplan.planner.problem.decision import Decision, Way
+from meshplan.planner.problem.decision import Decision, Evaluated
 from meshplan.render.explain import verdict
 from meshplan.render.memory import ranks_to_text
 from meshplan.render.show import settings, tree
@@ -193,7 +193,7 @@ def about_choice(decision: Decision, why_not: Sequence[WhyNot]) -> Iterator[str]
         yield paragraph(f"So far, {end}: {found}; nothing is more than {decision.gap:.1%} faster.")
     ways = {id(way): way for way in (*([chosen] if chosen else []), *decision.alternatives,
                                      *decision.measured)}  # fmt: skip
-    unique: dict[tuple[str, float], Way] = {}
+    unique: dict[tuple[str, float], Evaluated] = {}
     for way in ways.values():
         unique.setdefault((words_of(way), way.seconds), way)
     if unique:
@@ -218,7 +218,7 @@ def about_choice(decision: Decision, why_not: Sequence[WhyNot]) -> Iterator[str]
         ).to_html()
 
 
-def _candidates(decision: Decision, ways: Sequence[Way]) -> str:
+def _candidates(decision: Decision, ways: Sequence[Evaluated]) -> str:
     base = decision.chosen.seconds if decision.chosen else None
     rows = []
     for way in sorted(ways, key=lambda each: each.seconds):

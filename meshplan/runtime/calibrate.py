@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from meshplan.cost.calibration import Measured, Sample
+from meshplan.cost.calibration import Sample, Timings
 from meshplan.errors import SpecError
 from meshplan.layout.hardware import Device, find_device
 from meshplan.runtime.base.mesh import gather_into
@@ -26,7 +26,7 @@ _LAUNCHES: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class _TimedWork:
     """Something to time; `amount` and `hops` as in `Sample`."""
 
     amount: float
@@ -34,7 +34,7 @@ class _Work:
     hops: int = 0
 
 
-def measure(*, large: bool | None = None) -> Measured:
+def measure(*, large: bool | None = None) -> Timings:
     """Time this machine; with a process group of several ranks, what these send as well.
 
     Everything is run in turn, round by round, and the least time of each counts: what disturbs a
@@ -64,7 +64,7 @@ def measure(*, large: bool | None = None) -> Measured:
         for name, group in works.items()
     }
     (launch,) = samples.pop("launch")
-    return Measured(
+    return Timings(
         device=_facts(device),
         dtype=str(dtype).removeprefix("torch."),
         launch_s=launch.seconds / launch.amount,
@@ -87,12 +87,12 @@ def together() -> Iterator[bool]:
         dist.destroy_process_group()
 
 
-def _sample(work: _Work, halves: list[float]) -> Sample:
+def _sample(work: _TimedWork, halves: list[float]) -> Sample:
     least = min(halves)
     return Sample(work.amount, least, work.hops, max(h for h in halves if h < math.inf) / least - 1)
 
 
-def _least(device: torch.device, works: list[_Work]) -> dict[int, list[float]]:
+def _least(device: torch.device, works: list[_TimedWork]) -> dict[int, list[float]]:
     """Return the least seconds of even rounds and of odd ones, by the `id` of the work."""
     least = {id(work): [math.inf, math.inf] for work in works}
     for number in range(ROUNDS + 1):
@@ -134,7 +134,7 @@ def _world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _launches(device: torch.device) -> Iterator[_Work]:
+def _launches(device: torch.device) -> Iterator[_TimedWork]:
     """Many small kernels, one after the other."""
     x = torch.zeros(1, device=device)
 
@@ -142,45 +142,45 @@ def _launches(device: torch.device) -> Iterator[_Work]:
         for _ in range(_LAUNCHES):
             x.add_(1)
 
-    yield _Work(_LAUNCHES, run)
+    yield _TimedWork(_LAUNCHES, run)
 
 
-def _products(device: torch.device, dtype: torch.dtype, is_large: bool) -> Iterator[_Work]:
+def _products(device: torch.device, dtype: torch.dtype, is_large: bool) -> Iterator[_TimedWork]:
     sizes = (2048, 4096, 8192) if is_large else (512, 768, 1024)
     for m in sizes:
         for n in sizes:
             a = torch.randn(m, sizes[1], device=device, dtype=dtype)
             b = torch.randn(sizes[1], n, device=device, dtype=dtype)
-            yield _Work(2.0 * m * n * sizes[1], partial(torch.matmul, a, b))
+            yield _TimedWork(2.0 * m * n * sizes[1], partial(torch.matmul, a, b))
 
 
-def _attention(device: torch.device, dtype: torch.dtype, is_large: bool) -> Iterator[_Work]:
+def _attention(device: torch.device, dtype: torch.dtype, is_large: bool) -> Iterator[_TimedWork]:
     for length in (2048, 4096, 8192) if is_large else (512, 768, 1024):
         shape = (1, _HEADS, length, _WIDTH)
         q, k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
         run = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
-        yield _Work(2.0 * _HEADS * _WIDTH * length**2, run)
+        yield _TimedWork(2.0 * _HEADS * _WIDTH * length**2, run)
 
 
-def _moves(device: torch.device, is_large: bool) -> Iterator[_Work]:
+def _moves(device: torch.device, is_large: bool) -> Iterator[_TimedWork]:
     """Of more than any cache holds."""
     for power in (27, 28, 29, 30) if is_large else (25, 26, 27):
         x = torch.zeros(2**power // 4, device=device)
-        yield _Work(2.0 * 2**power, partial(torch.mul, x, 1.5, out=torch.empty_like(x)))
+        yield _TimedWork(2.0 * 2**power, partial(torch.mul, x, 1.5, out=torch.empty_like(x)))
 
 
-def _copies(device: torch.device) -> Iterator[_Work]:
+def _copies(device: torch.device) -> Iterator[_TimedWork]:
     for power in (24, 26, 28):
         host = torch.empty(2**power, dtype=torch.uint8, pin_memory=True)
         there = torch.empty(2**power, dtype=torch.uint8, device=device)
-        yield _Work(float(2**power), partial(there.copy_, host, non_blocking=True))
+        yield _TimedWork(float(2**power), partial(there.copy_, host, non_blocking=True))
 
 
-def _collectives(device: torch.device, is_large: bool) -> Iterator[_Work]:
+def _collectives(device: torch.device, is_large: bool) -> Iterator[_TimedWork]:
     ranks, group = _world(), dist.group.WORLD
     assert group is not None
     for power in (22, 24, 26, 28) if is_large else (20, 22, 24):
         part = torch.zeros(2**power // (4 * ranks), device=device)
         whole = torch.empty(ranks, part.numel(), device=device)
         passing = whole.numel() * 4.0 * (ranks - 1) / ranks
-        yield _Work(passing, partial(gather_into, whole, part, group), ranks - 1)
+        yield _TimedWork(passing, partial(gather_into, whole, part, group), ranks - 1)

@@ -25,11 +25,11 @@ from meshplan.runtime.apply.allocator import allocator_problems, set_allocator
 from meshplan.runtime.apply.chunked_loss import chunked_loss_problems
 from meshplan.runtime.apply.expert_protocol import expert_problems
 from meshplan.runtime.apply.materialize import agree_on_values
-from meshplan.runtime.apply.wrap import apply_plan, exchange, function_of, raise_told
+from meshplan.runtime.apply.wrap import apply_plan, exchange, function_of, raise_remote
 from meshplan.runtime.base.batch_agreement import open_groups
 from meshplan.runtime.base.mesh import device_mesh, ensure_process_group, ranks_per_node
 from meshplan.runtime.base.module_state import own_attributes
-from meshplan.runtime.base.parallel_models import remember
+from meshplan.runtime.base.parallel_models import register
 from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.checks.detours import explain_mixed_losses, refuse_copies_and_casts
 from meshplan.runtime.comparisons.batches import watch_batches
@@ -104,7 +104,7 @@ def _parallelize(
         watch_torch_hooks(wrapped, decided)
         refuse_copies_and_casts(wrapped)
         explain_mixed_losses()
-        remember(wrapped, decided, mesh)
+        register(wrapped, decided, mesh)
         watch_batches(wrapped)
         watch_drift(wrapped)
         watch_optimizers()
@@ -282,7 +282,7 @@ def _agree(decide: Callable[[], Plan]) -> Plan:
     if error is not None:
         raise error
     assert decided is not None
-    raise_told(outcomes)
+    raise_remote(outcomes)
     digests = [text for _, text in outcomes]
     other = next((rank for rank, text in enumerate(digests) if text != digests[0]), None)
     if other is not None:

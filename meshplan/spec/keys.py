@@ -16,7 +16,7 @@ from meshplan.spec.spec import AUTO, ActivationCheckpointing, Context, HardwareS
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class PlanKey:
     """One row.
 
     Args:
@@ -44,43 +44,43 @@ TIME_LIMIT_S: Final = 30.0
 KEEP: Final = 3
 """Defaults of `solve`."""
 
-KEYS: Final[tuple[Key, ...]] = (
-    Key("hardware.nodes", _word(_HARDWARE.nodes)),
-    Key("hardware.headroom", f"{_HARDWARE.headroom:g}"),
-    Key("hardware.host_memory", "assumed, and said"),
-    Key("mesh", "all ranks along the axes of the strategy", True),
-    *(Key(f"mesh.{axis}", "1", True) for axis in AXES),
-    Key("strategy", "as the axes of the mesh: ddp, full_shard or hybrid_shard", True),
-    Key("precision", "the model's own dtypes"),
-    Key("batch.micro", "global / data ranks / accumulate", True),
-    Key("batch.accumulate", "global / data ranks / micro, else 1", True),
-    Key("batch.global", "micro x accumulate x data ranks"),
-    Key("batch.per_rank", _word(_SPEC.batch.per_rank)),
-    Key("input.dtype", "int64 if the model's first layer is an Embedding, else float32"),
-    Key("activation_checkpointing", ActivationCheckpointing().mode, True),
-    Key("offload", "none", True),
-    Key("pipeline.schedule", Pipeline().schedule, True),
-    Key("pipeline.virtual", "1, or 2 of a schedule with several stages a rank", True),
-    Key("pipeline.microbatches", "the fewest that the schedule takes", True),
-    Key("pipeline.split", "balanced by parameters", True),
-    Key("context.attention", Context().attention, True),
-    Key("context.balance", "as the kind of attention needs"),
-    Key("experts.capacity", "an even share"),
-    Key("tp_plan", _SPEC.tp_plan, True),
-    Key("sequence_parallel", _word(_SPEC.sequence_parallel), True),
-    Key("loss", _SPEC.loss),
-    Key("loss_parallel", _word(_SPEC.loss_parallel)),
-    Key("loss_chunks", _word(_SPEC.loss_chunks), True),
-    Key("sync_batchnorm", _word(_SPEC.sync_batchnorm)),
-    Key("compile", _word(_SPEC.compile)),
-    Key("ddp", "PyTorch's own"),
-    Key("clip_grad_norm", _word(_SPEC.clip_grad_norm)),
-    Key("optimizer", _SPEC.optimizer),
-    Key("allocator", _SPEC.allocator, True),
-    Key("solve.objective", OBJECTIVE),
-    Key("solve.time_limit", f"{TIME_LIMIT_S:g}s"),
-    Key("solve.keep", f"{KEEP}"),
-    Key("rules", "none"),
+KEYS: Final[tuple[PlanKey, ...]] = (
+    PlanKey("hardware.nodes", _word(_HARDWARE.nodes)),
+    PlanKey("hardware.headroom", f"{_HARDWARE.headroom:g}"),
+    PlanKey("hardware.host_memory", "assumed, and said"),
+    PlanKey("mesh", "all ranks along the axes of the strategy", True),
+    *(PlanKey(f"mesh.{axis}", "1", True) for axis in AXES),
+    PlanKey("strategy", "as the axes of the mesh: ddp, full_shard or hybrid_shard", True),
+    PlanKey("precision", "the model's own dtypes"),
+    PlanKey("batch.micro", "global / data ranks / accumulate", True),
+    PlanKey("batch.accumulate", "global / data ranks / micro, else 1", True),
+    PlanKey("batch.global", "micro x accumulate x data ranks"),
+    PlanKey("batch.per_rank", _word(_SPEC.batch.per_rank)),
+    PlanKey("input.dtype", "int64 if the model's first layer is an Embedding, else float32"),
+    PlanKey("activation_checkpointing", ActivationCheckpointing().mode, True),
+    PlanKey("offload", "none", True),
+    PlanKey("pipeline.schedule", Pipeline().schedule, True),
+    PlanKey("pipeline.virtual", "1, or 2 of a schedule with several stages a rank", True),
+    PlanKey("pipeline.microbatches", "the fewest that the schedule takes", True),
+    PlanKey("pipeline.split", "balanced by parameters", True),
+    PlanKey("context.attention", Context().attention, True),
+    PlanKey("context.balance", "as the kind of attention needs"),
+    PlanKey("experts.capacity", "an even share"),
+    PlanKey("tp_plan", _SPEC.tp_plan, True),
+    PlanKey("sequence_parallel", _word(_SPEC.sequence_parallel), True),
+    PlanKey("loss", _SPEC.loss),
+    PlanKey("loss_parallel", _word(_SPEC.loss_parallel)),
+    PlanKey("loss_chunks", _word(_SPEC.loss_chunks), True),
+    PlanKey("sync_batchnorm", _word(_SPEC.sync_batchnorm)),
+    PlanKey("compile", _word(_SPEC.compile)),
+    PlanKey("ddp", "PyTorch's own"),
+    PlanKey("clip_grad_norm", _word(_SPEC.clip_grad_norm)),
+    PlanKey("optimizer", _SPEC.optimizer),
+    PlanKey("allocator", _SPEC.allocator, True),
+    PlanKey("solve.objective", OBJECTIVE),
+    PlanKey("solve.time_limit", f"{TIME_LIMIT_S:g}s"),
+    PlanKey("solve.keep", f"{KEEP}"),
+    PlanKey("rules", "none"),
 )
 
 FREEABLE: Final = tuple(key.path for key in KEYS if key.chosen)

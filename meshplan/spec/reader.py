@@ -37,7 +37,7 @@ from meshplan.spec.source import (
 )
 from meshplan.spec.spec import Spec
 from meshplan.spec.trust import PERSONS_WORDS, digest_of
-from meshplan.spec.values import Findings, Value, quote, show
+from meshplan.spec.values import Findings, PlanValue, quote, show
 
 _BEGIN: Final = "begin with version: 1"
 _MOST_PARSED, _LONG = 128, 1 << 14
@@ -67,7 +67,7 @@ def load_spec(
         SpecError: With every problem found.
     """
     found = Findings()
-    plan: Value | None
+    plan: PlanValue | None
     if isinstance(source, Mapping):
         name = "<mapping>"
         plan = from_python(source, name, found)
@@ -76,7 +76,7 @@ def load_spec(
         if name in PERSONS_WORDS:  # Else what such a file says would pass for a person's word.
             name = os.path.join(os.curdir, name)
         text = read_text(name)
-        plan = _Composer(name, found, digest=digest_of(text)).compose(text)
+        plan = _YamlComposer(name, found, digest=digest_of(text)).compose(text)
         if plan is None and not found.problems:
             found.add(Origin(name), "the file is empty", _BEGIN)
     else:
@@ -94,7 +94,7 @@ def load_spec(
     return spec
 
 
-def read_yaml(path: str | os.PathLike[str], most: int, what: str) -> Value:
+def read_yaml(path: str | os.PathLike[str], most: int, what: str) -> PlanValue:
     """Read a file of another kind than a plan, under the same bounds.
 
     Args:
@@ -107,9 +107,9 @@ def read_yaml(path: str | os.PathLike[str], most: int, what: str) -> Value:
     """
     found = Findings()
     name = os.fspath(path)
-    value = _Composer(name, found).compose(decoded(read_bytes(path, most, what), name, what))
+    value = _YamlComposer(name, found).compose(decoded(read_bytes(path, most, what), name, what))
     found.raise_if(True)
-    return value or Value(data=None, origin=Origin(name))
+    return value or PlanValue(data=None, origin=Origin(name))
 
 
 _KINDS: Final = (
@@ -119,7 +119,7 @@ _KINDS: Final = (
 """What is no plan, by a key that none has, and what to do with it."""
 
 
-def _check_kind(keys: Mapping[str, Value], name: str) -> None:
+def _check_kind(keys: Mapping[str, PlanValue], name: str) -> None:
     """Refuse a whole file of another kind, and not each of its keys."""
     for key, kind, fix in _KINDS:
         if key in keys and "version" not in keys:
@@ -127,7 +127,7 @@ def _check_kind(keys: Mapping[str, Value], name: str) -> None:
             raise SpecError(Problem(what, Origin(name), fix.format(name=Path(name).name)))
 
 
-def _override(plan: Value, override: str, found: Findings) -> None:
+def _override(plan: PlanValue, override: str, found: Findings) -> None:
     """Read one `--set PATH=VALUE` and put it into the plan."""
     parts = split_override(override, found)
     if parts is None:
@@ -136,18 +136,18 @@ def _override(plan: Value, override: str, found: Findings) -> None:
     origin, num_before = Origin("--set", path), len(found.problems)
     # A shell has no anchors: a pattern such as *.norm needs no second pair of quotes.
     if text.startswith("*") or UNPRINTABLE.search(text):
-        value: Value | None = Value(data=text, origin=origin, text=text)
+        value: PlanValue | None = PlanValue(data=text, origin=origin, text=text)
     else:
-        value = _Composer("--set", found, path, has_lines=False).compose(text)
+        value = _YamlComposer("--set", found, path, has_lines=False).compose(text)
     if len(found.problems) == num_before:
-        put(plan, value or Value(data=None, origin=origin), found)
+        put(plan, value or PlanValue(data=None, origin=origin), found)
 
 
 @dataclass(slots=True)
 class _Open:
     """A list or mapping of which the end was not seen yet."""
 
-    value: Value
+    value: PlanValue
     mark: Any
     pending: tuple[str, Origin] | None = None
 
@@ -174,7 +174,7 @@ def _parsed(text: str) -> tuple[yaml.Event, ...] | None:
     return tuple(events)
 
 
-class _Composer:
+class _YamlComposer:
     """Yaml events -> Values.
 
     Args:
@@ -197,10 +197,10 @@ class _Composer:
         self._digest = digest
         self._open: list[_Open] = []
         self._anchors: set[str] = set()
-        self._root: Value | None = None
+        self._root: PlanValue | None = None
         self._num_values = 0
 
-    def compose(self, text: str) -> Value | None:
+    def compose(self, text: str) -> PlanValue | None:
         """The value of the text; None when it is empty or reading had to stop at a problem."""
         try:
             for event in _parsed(text) or yaml.parse(text, yaml.SafeLoader):
@@ -258,7 +258,7 @@ class _Composer:
         parent.pending = event.value, self._at(event.start_mark, child_path(path, event.value))
         return True
 
-    def _value(self, event: Any, text: str) -> Value:
+    def _value(self, event: Any, text: str) -> PlanValue:
         """The value of an event, empty yet for a list or mapping."""
         parent = self._open[-1] if self._open else None
         key = parent.pending[1] if parent and parent.pending else None
@@ -269,7 +269,7 @@ class _Composer:
         else:
             path = f"{parent.value.origin.path}[{len(parent.value.data)}]"
         origin = self._at(event.start_mark, path)
-        broken = Value(data=None, origin=origin, key=key, is_broken=True)
+        broken = PlanValue(data=None, origin=origin, key=key, is_broken=True)
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in self._anchors:
                 self._quote_star(event.start_mark, text, path)
@@ -289,13 +289,13 @@ class _Composer:
         else:
             is_quoted = event.style in ("'", '"', "|", ">")
             data = event.value if is_quoted or is_broken else _scalar(event.value)
-            return Value(
+            return PlanValue(
                 data=data, origin=origin, text=event.value, key=key,
                 is_quoted=is_quoted, is_broken=is_broken,
             )  # fmt: skip
-        return Value(data=data, origin=origin, key=key, is_broken=is_broken)
+        return PlanValue(data=data, origin=origin, key=key, is_broken=is_broken)
 
-    def _attach(self, value: Value) -> None:
+    def _attach(self, value: PlanValue) -> None:
         """Put a finished value where it belongs."""
         if not self._open:
             self._root = value
@@ -383,7 +383,7 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, bracket: Any) -> tuple[str, 
     return f"yaml cannot read this: {problem}", "put the text in quotes", mark
 
 
-def _origins(plan: Value) -> dict[str, Origin]:
+def _origins(plan: PlanValue) -> dict[str, Origin]:
     """Where each value stands, by dotted path; a key without a value states nothing."""
     out: dict[str, Origin] = {}
     todo = [plan]

@@ -32,7 +32,7 @@ from meshplan.spec.spec import (
 from meshplan.spec.values import (
     Decoder,
     Findings,
-    Value,
+    PlanValue,
     boolean,
     choice,
     did_you_mean,
@@ -70,12 +70,12 @@ code_name = pattern(
 axis_list: Final = f"the axes are {', '.join(AXES)}"
 
 
-def boolean_or_auto(value: Value, found: Findings) -> bool | str | None:
+def boolean_or_auto(value: PlanValue, found: Findings) -> bool | str | None:
     """`true`, `false` or `auto`."""
     return AUTO if value.data == AUTO else boolean(value, found)
 
 
-def _dtype(value: Value, found: Findings) -> str | None:
+def _dtype(value: PlanValue, found: Findings) -> str | None:
     """A floating-point dtype by any of its names, as torch calls it."""
     word = value.text.lower().removeprefix("torch.")
     if not isinstance(value.data, (list, dict)) and word in DTYPE_WORDS:
@@ -85,7 +85,7 @@ def _dtype(value: Value, found: Findings) -> str | None:
     return None
 
 
-def precision(value: Value, found: Findings) -> Precision | None:
+def precision(value: PlanValue, found: Findings) -> Precision | None:
     """A precision word, or dtypes by role."""
     if isinstance(value.data, (list, dict)):
         roles = section(
@@ -107,7 +107,7 @@ def precision(value: Value, found: Findings) -> Precision | None:
     return None
 
 
-def _budget(value: Value, found: Findings) -> float | int | None:
+def _budget(value: PlanValue, found: Findings) -> float | int | None:
     """A fraction of the activations, or bytes."""
     if isinstance(value.data, (int, float)) and not isinstance(value.data, bool):
         if 0 <= value.data <= 1:
@@ -119,7 +119,7 @@ def _budget(value: Value, found: Findings) -> float | int | None:
     return size
 
 
-def _operations(value: Value, found: Findings) -> tuple[str, ...] | None:
+def _operations(value: PlanValue, found: Findings) -> tuple[str, ...] | None:
     name = pattern(r"[A-Za-z_][\w.:]*", "the name of an operation", "mm")
     return tuple(filter(None, [name(v, found) for v in items(value, found, "save: [mm, sdpa]")]))
 
@@ -132,7 +132,7 @@ _CHECKPOINTING_READS: Final = {
 """Which modes read a key; in any other mode it would be ignored."""
 
 
-def activation_checkpointing(value: Value, found: Findings) -> ActivationCheckpointing | None:
+def activation_checkpointing(value: PlanValue, found: Findings) -> ActivationCheckpointing | None:
     """A mode, or a mode with its details."""
     mode = choice(_MODES, "a mode of activation checkpointing")
     if not isinstance(value.data, (list, dict)):
@@ -156,7 +156,7 @@ def activation_checkpointing(value: Value, found: Findings) -> ActivationCheckpo
     return ActivationCheckpointing(**got)
 
 
-def offload(value: Value, found: Findings) -> Offload | None:
+def offload(value: PlanValue, found: Findings) -> Offload | None:
     """A word, or what is offloaded one by one."""
     if not isinstance(value.data, (list, dict)):
         word: Offload | None = choice(_OFFLOAD_WORDS, "a word of offload")(value, found)
@@ -166,7 +166,7 @@ def offload(value: Value, found: Findings) -> Offload | None:
     return Offload(**got) if got is not None else None
 
 
-def axis_ok(name: str, value: Value, found: Findings) -> bool:
+def axis_ok(name: str, value: PlanValue, found: Findings) -> bool:
     """Whether this key is a mesh axis; otherwise a problem is noted."""
     if name in AXES:
         return True
@@ -182,7 +182,7 @@ _MATCH_KINDS: Final[Mapping[str, Decoder]] = {
 }
 
 
-def _selector(value: Value, found: Findings) -> Selector | None:
+def _selector(value: PlanValue, found: Findings) -> Selector | None:
     """A glob, `/regex/`, `{type: CLASS}` or `{param: GLOB}`."""
     if isinstance(value.data, dict):
         got = section(value, found, _MATCH_KINDS, _MATCH_EXAMPLE) or {}
@@ -207,13 +207,13 @@ def _selector(value: Value, found: Findings) -> Selector | None:
     return selector
 
 
-def _match(value: Value, found: Findings) -> tuple[Selector, ...] | None:
+def _match(value: PlanValue, found: Findings) -> tuple[Selector, ...] | None:
     many = isinstance(value.data, list)
     each = items(value, found, _MATCH_EXAMPLE) if many else [value]
     return tuple(filter(None, [_selector(one, found) for one in each])) or None
 
 
-def _placement(axis: str, value: Value, found: Findings) -> str | None:
+def _placement(axis: str, value: PlanValue, found: Findings) -> str | None:
     """The canonical word: `S(0)`, `R`, `auto` or a style."""
     word = value.text.strip()
     lower = word.lower()
@@ -251,7 +251,7 @@ def _placement(axis: str, value: Value, found: Findings) -> str | None:
 _DATA_WORDS: Final = ("replicate", "shard", "hybrid_shard")
 
 
-def _place(value: Value, found: Findings) -> str | dict[str, str] | None:
+def _place(value: PlanValue, found: Findings) -> str | dict[str, str] | None:
     """A word for the data axes, or a placement by axis."""
     example = "place: shard, or place: {tp: colwise}"
     if not isinstance(value.data, (list, dict)):
@@ -275,7 +275,7 @@ def _place(value: Value, found: Findings) -> str | dict[str, str] | None:
     return out
 
 
-def _reshard(value: Value, found: Findings) -> bool | int | None:
+def _reshard(value: PlanValue, found: Findings) -> bool | int | None:
     if isinstance(value.data, bool):
         return value.data
     if isinstance(value.data, int) and value.data >= 2:
@@ -302,7 +302,7 @@ RULE_KEYS: Final = tuple(_FIELDS)
 _STATES: Final = tuple(key for key in _FIELDS if key not in ("match", "why", "optional"))
 
 
-def rule(index: int, value: Value, found: Findings, homes: Mapping[str, str]) -> Rule | None:
+def rule(index: int, value: PlanValue, found: Findings, homes: Mapping[str, str]) -> Rule | None:
     """One entry of `rules`.
 
     Args:

@@ -35,7 +35,7 @@ from meshplan.spec.spec import (
     Batch,
     Borrow,
     Context,
-    Experts,
+    ExpertSettings,
     HardwareSpec,
     InputSpec,
     ModelSpec,
@@ -46,7 +46,7 @@ from meshplan.spec.spec import (
 from meshplan.spec.values import (
     Decoder,
     Findings,
-    Value,
+    PlanValue,
     boolean,
     choice,
     did_you_mean,
@@ -71,7 +71,7 @@ _size = integer(1, high=_MAX_DEVICES)
 _positive = number(lambda x: x > 0, "a number above 0")
 
 
-def _version(value: Value, found: Findings) -> int | None:
+def _version(value: PlanValue, found: Findings) -> int | None:
     if value.data == VERSION and not isinstance(value.data, bool):
         return VERSION
     what = f"{show(value)} is not a version of the format that this meshplan reads"
@@ -86,7 +86,7 @@ _MODEL: Final[Mapping[str, Decoder]] = {
 }
 
 
-def _model(value: Value, found: Findings) -> ModelSpec | None:
+def _model(value: PlanValue, found: Findings) -> ModelSpec | None:
     example = "model: {params: 3e9}, {config: PATH} or {entry: module:name}"
     num_before = len(found.problems)
     got = section(value, found, _MODEL, example)
@@ -99,7 +99,7 @@ def _model(value: Value, found: Findings) -> ModelSpec | None:
     return ModelSpec(**got)
 
 
-def _gpu(value: Value, found: Findings) -> str | None:
+def _gpu(value: PlanValue, found: Findings) -> str | None:
     name: str | None = text("the name of a GPU")(value, found)
     try:
         return find_device(name, value.origin).name if name else None
@@ -126,7 +126,7 @@ _HARDWARE_NAMES: Final = {
 }
 
 
-def _hardware(value: Value, found: Findings) -> HardwareSpec | None:
+def _hardware(value: PlanValue, found: Findings) -> HardwareSpec | None:
     example = "hardware: {nodes: 1, gpus_per_node: 8}"
     required = {"gpus_per_node": "add gpus_per_node: 8"}
     got = section(value, found, _HARDWARE, example, required=required)
@@ -144,7 +144,7 @@ _BORROW: Final = re.compile(r"\s*(\d{1,7})\s+in\s+(\S+)\s*")
 _MESH_EXAMPLE: Final = "mesh: {dp_replicate: 2, dp_shard: 4}"
 
 
-def _axis_size(value: Value, found: Findings) -> int | str | Borrow | None:
+def _axis_size(value: PlanValue, found: Findings) -> int | str | Borrow | None:
     borrow = _BORROW.fullmatch(value.data) if isinstance(value.data, str) else None
     if borrow and int(borrow[1]) >= 1:
         return Borrow(int(borrow[1]), borrow[2])
@@ -152,7 +152,7 @@ def _axis_size(value: Value, found: Findings) -> int | str | Borrow | None:
     return size
 
 
-def _mesh(value: Value, found: Findings) -> Mesh | None:
+def _mesh(value: PlanValue, found: Findings) -> Mesh | None:
     if value.data == AUTO:
         return AUTO
     if isinstance(value.data, list):
@@ -173,7 +173,7 @@ def _mesh(value: Value, found: Findings) -> Mesh | None:
 
 
 def _check_borrow(
-    axis: str, borrow: Borrow, value: Value, mesh: Mapping[str, Any], found: Findings
+    axis: str, borrow: Borrow, value: PlanValue, mesh: Mapping[str, Any], found: Findings
 ) -> None:
     lender = mesh.get(borrow.within)
     if borrow.within == axis or borrow.within not in value.data or isinstance(lender, Borrow):
@@ -186,7 +186,7 @@ def _check_borrow(
         found.add(value.data[axis], what, f"write a divisor of {lender}")
 
 
-def _accumulate(value: Value, found: Findings) -> Any:
+def _accumulate(value: PlanValue, found: Findings) -> Any:
     """A number of microbatches, `auto`, or a number from each epoch on."""
     if not isinstance(value.data, dict):
         return _count(value, found)
@@ -208,21 +208,21 @@ _BATCH: Final[Mapping[str, Decoder]] = {
 }
 
 
-def _batch(value: Value, found: Findings) -> Batch | None:
+def _batch(value: PlanValue, found: Findings) -> Batch | None:
     got = section(value, found, _BATCH, "batch: {micro: 4, seq_len: 2048}")
     if got is None:
         return None
     return Batch(global_=got.pop("global", None), **got)
 
 
-def _input_dtype(value: Value, found: Findings) -> str | None:
+def _input_dtype(value: PlanValue, found: Findings) -> str | None:
     words = {word: name for name in DTYPE_BYTES for word in (name, f"torch.{name}")}
     word: str | None = choice({**words, **DTYPE_WORDS}, "a dtype")(value, found)
     return word
 
 
-def _input(value: Value, found: Findings) -> InputSpec | None:
-    def shape(value: Value, found: Findings) -> tuple[int, ...]:
+def _input(value: PlanValue, found: Findings) -> InputSpec | None:
+    def shape(value: PlanValue, found: Findings) -> tuple[int, ...]:
         sizes = [integer(1)(v, found) for v in items(value, found, "shape: [3, 224, 224]")]
         return tuple(size for size in sizes if size is not None)
 
@@ -233,7 +233,7 @@ def _input(value: Value, found: Findings) -> InputSpec | None:
     return InputSpec(**got) if got and "shape" in got else None
 
 
-def _split(value: Value, found: Findings) -> str | tuple[tuple[str, ...], ...] | None:
+def _split(value: PlanValue, found: Findings) -> str | tuple[tuple[str, ...], ...] | None:
     if value.data == AUTO:
         return AUTO
     example = "split: auto, or one list of modules per stage: [[embed, layers.0], [layers.1, head]]"
@@ -257,7 +257,7 @@ _PIPELINE: Final[Mapping[str, Decoder]] = {
 }
 
 
-def _pipeline(value: Value, found: Findings) -> Pipeline | None:
+def _pipeline(value: PlanValue, found: Findings) -> Pipeline | None:
     got = section(value, found, _PIPELINE, "pipeline: {schedule: 1F1B, microbatches: 8}")
     return Pipeline(**got) if got is not None else None
 
@@ -268,7 +268,7 @@ _CONTEXT: Final[Mapping[str, Decoder]] = {
 }
 
 
-def _context(value: Value, found: Findings) -> Context | None:
+def _context(value: PlanValue, found: Findings) -> Context | None:
     got = section(value, found, _CONTEXT, "context: {attention: all_gather, balance: true}")
     return Context(**got) if got is not None else None
 
@@ -278,9 +278,9 @@ _EXPERTS: Final[Mapping[str, Decoder]] = {
 }
 
 
-def _experts(value: Value, found: Findings) -> Experts | None:
+def _experts(value: PlanValue, found: Findings) -> ExpertSettings | None:
     got = section(value, found, _EXPERTS, "experts: {capacity: 1.5}")
-    return Experts(**got) if got is not None else None
+    return ExpertSettings(**got) if got is not None else None
 
 
 _DDP: Final[Mapping[str, Decoder]] = {
@@ -292,7 +292,7 @@ _DDP: Final[Mapping[str, Decoder]] = {
 }
 
 
-def _ddp(value: Value, found: Findings) -> dict[str, Any] | None:
+def _ddp(value: PlanValue, found: Findings) -> dict[str, Any] | None:
     return section(value, found, _DDP, "ddp: {bucket_mb: 25, static_graph: true}")
 
 
@@ -300,7 +300,7 @@ _DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|min|h)?")
 _SECONDS: Final = {None: 1, "s": 1, "min": 60, "h": 3600}
 
 
-def _duration(value: Value, found: Findings) -> float | None:
+def _duration(value: PlanValue, found: Findings) -> float | None:
     form = _DURATION.fullmatch(value.text)
     seconds = float(form[1]) * _SECONDS[form[2]] if form else 0.0
     if 0 < seconds < math.inf:
@@ -309,7 +309,7 @@ def _duration(value: Value, found: Findings) -> float | None:
     return None
 
 
-def _solve(value: Value, found: Findings) -> dict[str, Any] | None:
+def _solve(value: PlanValue, found: Findings) -> dict[str, Any] | None:
     fields: Mapping[str, Decoder] = {
         "objective": choice(("time", "memory", "balanced", "cost"), "an objective"),
         "time_limit": _duration,
@@ -321,7 +321,7 @@ def _solve(value: Value, found: Findings) -> dict[str, Any] | None:
     return got
 
 
-def _rules(value: Value, found: Findings) -> tuple[Rule, ...] | None:
+def _rules(value: PlanValue, found: Findings) -> tuple[Rule, ...] | None:
     if not isinstance(value.data, list):
         fix = "begin each rule with a dash: - match: embed"
         found.add(value, f"{show(value)} is not a list of rules", fix)
@@ -377,7 +377,7 @@ _HOMES: Final = {
 
 
 def read_spec(
-    value: Value, found: Findings, origins: Mapping[str, Origin], source: str
+    value: PlanValue, found: Findings, origins: Mapping[str, Origin], source: str
 ) -> Spec | None:
     """The Spec that a plan's values declare, None when they are no mapping.
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.files import read_bytes
 from meshplan.spec.match import near
-from meshplan.spec.values import Findings, Value, quote, show
+from meshplan.spec.values import Findings, PlanValue, quote, show
 
 MAX_FILE_BYTES: Final = 10**6
 MAX_DEPTH: Final = 32
@@ -98,7 +98,7 @@ def child_path(path: str, key: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def from_python(data: Any, name: str, found: Findings) -> Value:
+def from_python(data: Any, name: str, found: Findings) -> PlanValue:
     """The Values of a Python mapping.
 
     Raises:
@@ -106,7 +106,7 @@ def from_python(data: Any, name: str, found: Findings) -> Value:
     """
     num_values = 0
 
-    def convert(data: Any, path: str, depth: int) -> Value:
+    def convert(data: Any, path: str, depth: int) -> PlanValue:
         nonlocal num_values
         num_values += 1
         origin = Origin(name, path)
@@ -124,15 +124,15 @@ def from_python(data: Any, name: str, found: Findings) -> Value:
         elif isinstance(data, (list, tuple)):
             value = [convert(inner, f"{path}[{i}]", depth + 1) for i, inner in enumerate(data)]
         elif isinstance(data, str):
-            return Value(data=data, origin=origin, text=data, is_quoted=True)
+            return PlanValue(data=data, origin=origin, text=data, is_quoted=True)
         elif data is None or isinstance(data, (bool, float)) or _is_short(data):
-            return Value(data=data, origin=origin, text=str(data).lower())
+            return PlanValue(data=data, origin=origin, text=str(data).lower())
         else:
             what = f"a value of type {type(data).__name__} cannot stand in a plan"
             fix = "use texts, numbers up to 1e30, true, false, lists and mappings"
             found.add(origin, what, fix)
         is_broken = value is None
-        return Value(data=value, origin=origin, is_broken=is_broken)
+        return PlanValue(data=value, origin=origin, is_broken=is_broken)
 
     return convert(data, "", 0)
 
@@ -155,7 +155,7 @@ def split_override(override: str, found: Findings) -> tuple[str, str] | None:
     return None
 
 
-def put(plan: Value, value: Value, found: Findings) -> None:
+def put(plan: PlanValue, value: PlanValue, found: Findings) -> None:
     """Put a value into the plan at its own path, making the mappings that lead there."""
     steps = [int(index) if index else name for name, index in _STEP.findall(value.origin.path)]
     here, at = plan, ""
@@ -180,5 +180,5 @@ def put(plan: Value, value: Value, found: Findings) -> None:
             inside = value
         elif inside is None or inside.data is None:
             empty: Any = [] if isinstance(following, int) else {}
-            inside = Value(data=empty, origin=Origin(value.origin.file, at))
+            inside = PlanValue(data=empty, origin=Origin(value.origin.file, at))
         data[step] = here = inside

@@ -239,7 +239,7 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
+class ExpertSettings:
     """What is said of mixtures of experts as a whole.
 
     Args:
@@ -326,7 +326,7 @@ class Spec:
     offload: Offload = Offload()
     pipeline: Pipeline | None = None
     context: Context | None = None
-    experts: Experts = Experts()
+    experts: ExpertSettings = ExpertSettings()
     tp_plan: Literal["none", "hf", "auto"] = "none"
     sequence_parallel: bool = False
     loss: Literal["mean", "sum", "tokens"] = "mean"

@@ -1,6 +1,6 @@
 """A plan file's values with the place of each, and the small decoders that read them.
 
-A decoder takes a `Value` and returns what it means; when it cannot, it notes a `Problem` and
+A decoder takes a `PlanValue` and returns what it means; when it cannot, it notes a `Problem` and
 returns None, and reading goes on, so that one run finds every mistake of a file. Refuses to
 know the file syntax (`reader`) and the words of the format (`schema`).
 """
@@ -24,7 +24,7 @@ _MAX_SHOWN: Final = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Value:
+class PlanValue:
     """One value of a plan.
 
     Args:
@@ -50,14 +50,14 @@ class Findings:
     def __init__(self) -> None:
         self.problems: list[Problem] = []
 
-    def add(self, where: Value | Origin, what: str, fix: str = "") -> None:
+    def add(self, where: PlanValue | Origin, what: str, fix: str = "") -> None:
         """Note a problem.
 
         Raises:
             SpecError: The file has so many that more would help nobody.
         """
         self.problems.append(
-            Problem(what, where.origin if isinstance(where, Value) else where, fix)
+            Problem(what, where.origin if isinstance(where, PlanValue) else where, fix)
         )
         if len(self.problems) >= _MAX_PROBLEMS:
             self.problems.append(Problem("too many problems: reading stopped here"))
@@ -69,10 +69,10 @@ class Findings:
             raise SpecError(self.problems)
 
 
-Decoder = Callable[[Value, Findings], Any]
+Decoder = Callable[[PlanValue, Findings], Any]
 
 
-def plain(value: Value) -> Any:
+def plain(value: PlanValue) -> Any:
     """The value as Python has it, without places; values are never nested deeply."""
     if isinstance(value.data, dict):
         return {key: plain(inner) for key, inner in value.data.items()}
@@ -81,7 +81,7 @@ def plain(value: Value) -> Any:
     return value.data
 
 
-def show(value: Value) -> str:
+def show(value: PlanValue) -> str:
     """The value as a message names it."""
     if isinstance(value.data, (list, dict)):
         return "a list" if isinstance(value.data, list) else "a mapping"
@@ -108,7 +108,7 @@ def did_you_mean(word: str, words: Iterable[str], otherwise: str = "") -> str:
 
 
 def section(
-    value: Value,
+    value: PlanValue,
     found: Findings,
     fields: Mapping[str, Decoder],
     example: str,
@@ -155,12 +155,12 @@ def section(
     return out
 
 
-def is_stated(value: Value) -> bool:
+def is_stated(value: PlanValue) -> bool:
     """Whether there is a value that can be read."""
     return value.data is not None and not value.is_broken
 
 
-def is_mapping(value: Value, found: Findings, example: str) -> bool:
+def is_mapping(value: PlanValue, found: Findings, example: str) -> bool:
     """Whether the value is a mapping; otherwise a problem is noted."""
     if not isinstance(value.data, dict):
         found.add(value, f"{show(value)} is not a mapping", f"write {example}")
@@ -168,7 +168,7 @@ def is_mapping(value: Value, found: Findings, example: str) -> bool:
     return True
 
 
-def items(value: Value, found: Findings, example: str) -> list[Value]:
+def items(value: PlanValue, found: Findings, example: str) -> list[PlanValue]:
     """The readable entries of a list that must not be empty."""
     if not isinstance(value.data, list):
         found.add(value, f"{show(value)} is not a list", f"write {example}")
@@ -186,7 +186,7 @@ def integer(low: int = 1, *words: str, high: int = 10**9) -> Decoder:
     wanted = f"a whole number of at least {low}"
     wanted += f", {'or ' if len(words) == 1 else ''}{join(words)}" if words else ""
 
-    def decode(value: Value, found: Findings) -> int | str | None:
+    def decode(value: PlanValue, found: Findings) -> int | str | None:
         data = value.data
         if isinstance(data, str) and data.lower() in words:
             return data.lower()
@@ -206,7 +206,7 @@ def integer(low: int = 1, *words: str, high: int = 10**9) -> Decoder:
 def number(accepts: Callable[[float], bool], wanted: str) -> Decoder:
     """A finite number that `accepts` takes."""
 
-    def decode(value: Value, found: Findings) -> float | None:
+    def decode(value: PlanValue, found: Findings) -> float | None:
         if _is_number(value.data) and accepts(value.data):
             return float(value.data)
         found.add(value, f"{show(value)} is not {wanted}", _unquote(value))
@@ -218,7 +218,7 @@ def number(accepts: Callable[[float], bool], wanted: str) -> Decoder:
 def measured(parse: Callable[[str], Any]) -> Decoder:
     """A number with a unit, read by one of the parsers of `units`."""
 
-    def decode(value: Value, found: Findings) -> Any:
+    def decode(value: PlanValue, found: Findings) -> Any:
         if isinstance(value.data, (bool, list, dict)):
             found.add(value, f"{show(value)} is not a number")
             return None
@@ -236,7 +236,7 @@ def choice(words: Mapping[str, Any] | Iterable[str], noun: str) -> Decoder:
     meaning = dict(words) if isinstance(words, Mapping) else {word: word for word in words}
     by_lower = {word.lower(): what for word, what in meaning.items()}
 
-    def decode(value: Value, found: Findings) -> Any:
+    def decode(value: PlanValue, found: Findings) -> Any:
         if not isinstance(value.data, (list, dict)) and value.text.lower() in by_lower:
             return by_lower[value.text.lower()]
         fix = f"write {join(dict.fromkeys(meaning.values() if _is_flat(meaning) else meaning))}"
@@ -246,7 +246,7 @@ def choice(words: Mapping[str, Any] | Iterable[str], noun: str) -> Decoder:
     return decode
 
 
-def boolean(value: Value, found: Findings) -> bool | None:
+def boolean(value: PlanValue, found: Findings) -> bool | None:
     """`true` or `false`; `yes`, `on` and their like are texts."""
     if isinstance(value.data, bool):
         return value.data
@@ -260,7 +260,7 @@ def boolean(value: Value, found: Findings) -> bool | None:
 def text(wanted: str) -> Decoder:
     """A text that is not empty."""
 
-    def decode(value: Value, found: Findings) -> str | None:
+    def decode(value: PlanValue, found: Findings) -> str | None:
         if isinstance(value.data, str) and value.data.strip():
             return value.data
         is_scalar = not isinstance(value.data, (list, dict, str))
@@ -274,7 +274,7 @@ def pattern(regex: str, wanted: str, example: str) -> Decoder:
     """A text of a given form."""
     form = re.compile(regex)
 
-    def decode(value: Value, found: Findings) -> str | None:
+    def decode(value: PlanValue, found: Findings) -> str | None:
         if isinstance(value.data, str) and form.fullmatch(value.data):
             return value.data
         found.add(value, f"{show(value)} is not {wanted}", f"write something like {example}")
@@ -293,7 +293,7 @@ def _is_flat(meaning: Mapping[str, Any]) -> bool:
     return all(isinstance(what, str) for what in meaning.values())
 
 
-def _unquote(value: Value, words: Iterable[str] = ()) -> str:
+def _unquote(value: PlanValue, words: Iterable[str] = ()) -> str:
     """The fix for a number in quotes, or for a word that is nearly right."""
     if value.is_quoted and re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", value.text):
         return f"write {value.text} without quotes"

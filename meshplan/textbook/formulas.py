@@ -128,7 +128,7 @@ def hybrid_shard(a: Quantity, n: Quantity, nodes: Quantity) -> Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class FormulaRow:
     """One line of the table of states.
 
     Args:
@@ -171,12 +171,12 @@ class Row:
 
 
 ROWS: Final = (
-    Row("ddp", "fp32", ddp_fp32),
-    Row("ddp", "mixed", ddp_mixed),
-    Row("zero1", "fp32", zero1),
-    Row("zero2", "fp32", zero2),
-    Row("full_shard", "fp32", full_shard),
-    Row("hybrid_shard", "fp32", hybrid_shard),
+    FormulaRow("ddp", "fp32", ddp_fp32),
+    FormulaRow("ddp", "mixed", ddp_mixed),
+    FormulaRow("zero1", "fp32", zero1),
+    FormulaRow("zero2", "fp32", zero2),
+    FormulaRow("full_shard", "fp32", full_shard),
+    FormulaRow("hybrid_shard", "fp32", hybrid_shard),
 )
 """Every row of the table, the largest first."""
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from meshplan.textbook.formulas import ROWS, Row
+from meshplan.textbook.formulas import ROWS, FormulaRow
 
 STATES_ONLY: Final = (
     "states only: activations, buffers of communication other than DDP's, and the CUDA context "
@@ -33,7 +33,7 @@ class StatesRow:
         is_plan: Whether this is what the user's plan file declares.
     """
 
-    row: Row
+    row: FormulaRow
     terms: Mapping[str, int]
     memory_bytes: int | None = None
     is_plan: bool = False
@@ -64,7 +64,7 @@ class Answer:
             number will do.
     """
 
-    row: Row
+    row: FormulaRow
     solution: str
     value: int | None
 
@@ -122,7 +122,7 @@ def tabulate(
     )
 
 
-def max_params(row: Row, *, num_gpus: int, nodes: int, memory_bytes: int) -> Answer:
+def max_params(row: FormulaRow, *, num_gpus: int, nodes: int, memory_bytes: int) -> Answer:
     """The largest model whose states fit into `memory_bytes` on each GPU."""
     root, solution = _solve(row, "a", {"n": num_gpus, "nodes": nodes, "M": memory_bytes})
     assert root is not None, "every formula grows with the model"
@@ -137,7 +137,7 @@ def max_params(row: Row, *, num_gpus: int, nodes: int, memory_bytes: int) -> Ans
     return Answer(row=row, solution=solution, value=value or None)
 
 
-def min_gpus(row: Row, *, num_params: int, nodes: int, memory_bytes: int) -> Answer:
+def min_gpus(row: FormulaRow, *, num_params: int, nodes: int, memory_bytes: int) -> Answer:
     """The smallest number of GPUs, a multiple of `nodes`, on which the states fit."""
     root, solution = _solve(row, "n", {"a": num_params, "nodes": nodes, "M": memory_bytes})
 
@@ -153,7 +153,7 @@ def min_gpus(row: Row, *, num_params: int, nodes: int, memory_bytes: int) -> Ans
     return Answer(row=row, solution=solution, value=value)
 
 
-def _solve(row: Row, unknown: str, known: Mapping[str, int]) -> tuple[float | None, str]:
+def _solve(row: FormulaRow, unknown: str, known: Mapping[str, int]) -> tuple[float | None, str]:
     """The root of `row.total = M` for one unknown: exact, and as text."""
     import sympy
 

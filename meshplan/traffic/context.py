@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from meshplan.layout.dtypes import DTYPE_BYTES
 from meshplan.model.graph import is_inside
 from meshplan.plan.plan import Plan
-from meshplan.traffic.forward import Attention, Forward, Seen
+from meshplan.traffic.forward import AttentionCall, Forward, TensorUse
 from meshplan.traffic.tensor_parallel import is_repeated
 from meshplan.traffic.types import Traffic, one
 
@@ -50,7 +50,7 @@ def unknown_heads(plan: Plan, forward: Forward | None) -> Iterator[str]:
         yield f"what attention in '{fqn}' sends along cp, of which tp cuts some heads only"
 
 
-def _over_sequence(forward: Forward) -> Iterator[Attention]:
+def _over_sequence(forward: Forward) -> Iterator[AttentionCall]:
     """Self-attention of the tokens of this rank's part: any other stays on its rank."""
     for call in forward.attentions:
         queries, keys, _ = (tensor.shape[-2] for tensor in call.tensors)
@@ -58,7 +58,7 @@ def _over_sequence(forward: Forward) -> Iterator[Attention]:
             yield call
 
 
-def _ranks_of_heads(plan: Plan, forward: Forward, call: Attention) -> int | None:
+def _ranks_of_heads(plan: Plan, forward: Forward, call: AttentionCall) -> int | None:
     """Over how many ranks of tp the heads are cut; None where not all or none of them are."""
     tp = plan.mesh.size("tp")
     if tp == 1:
@@ -81,11 +81,11 @@ def _ranks_of_heads(plan: Plan, forward: Forward, call: Attention) -> int | None
     return tp if cut == {True} and has_whole_heads else None
 
 
-def _local_bytes(tensor: Seen, ranks: int) -> int:
+def _local_bytes(tensor: TensorUse, ranks: int) -> int:
     return math.prod(tensor.shape) // ranks * DTYPE_BYTES[tensor.dtype]
 
 
-def _gathered(plan: Plan, forward: Forward, call: Attention, ranks: int) -> Iterator[Traffic]:
+def _gathered(plan: Plan, forward: Forward, call: AttentionCall, ranks: int) -> Iterator[Traffic]:
     mesh = plan.mesh
     times = 1 + is_repeated(plan, forward, call.fqn, call.begin)
     for tensor, name in zip(call.tensors[1:], ("keys", "values"), strict=True):
@@ -97,10 +97,10 @@ def _gathered(plan: Plan, forward: Forward, call: Attention, ranks: int) -> Iter
             yield one(mesh, "reduce_scatter", ("cp",), num_bytes, what, plan.accumulate)
 
 
-def _exchanged(plan: Plan, forward: Forward, call: Attention, ranks: int) -> Iterator[Traffic]:
+def _exchanged(plan: Plan, forward: Forward, call: AttentionCall, ranks: int) -> Iterator[Traffic]:
     queries, keys, values = call.tensors
     needs_grad = any(tensor.needs_grad for tensor in call.tensors)
-    result = Seen((*queries.shape[:-1], values.shape[-1]), queries.dtype, needs_grad)
+    result = TensorUse((*queries.shape[:-1], values.shape[-1]), queries.dtype, needs_grad)
     for tensor, name, event in (
         (queries, "queries", call.begin),
         (keys, "keys", call.begin),

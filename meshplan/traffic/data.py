@@ -17,7 +17,7 @@ from meshplan.layout.dtypes import DTYPE_BYTES
 from meshplan.layout.mesh import GRADIENT_AXES
 from meshplan.plan.plan import Plan
 from meshplan.traffic.types import Route, Traffic, along, one, trainable
-from meshplan.traffic.units import Use
+from meshplan.traffic.units import UnitUse
 
 
 def _numel(placed: Placed, plan: Plan, rank: int) -> int:
@@ -56,7 +56,7 @@ def ddp(plan: Plan) -> Iterator[Traffic]:
             yield one(mesh, "broadcast", GRADIENT_AXES, num_bytes, f"{dtype} buffers")
 
 
-def unit_traffic(plan: Plan, unit: Unit, use: Use, rank: int) -> Iterator[Traffic]:
+def unit_traffic(plan: Plan, unit: Unit, use: UnitUse, rank: int) -> Iterator[Traffic]:
     """FSDP2: gathered for forward and again for backward, gradients reduced."""
     mesh = plan.mesh
     managed = [p for p in plan.assignment.tensors.values() if p.unit == unit.fqn]

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from meshplan.layout.dtypes import DTYPE_BYTES
 from meshplan.plan.plan import Plan
-from meshplan.traffic.forward import Forward, Seen, Visit
+from meshplan.traffic.forward import Forward, ModuleVisit, TensorUse
 from meshplan.traffic.tensor_parallel import is_repeated
 from meshplan.traffic.types import Routed, Traffic, one
 
@@ -62,7 +62,7 @@ def unknown_experts(plan: Plan, forward: Forward | None) -> Iterator[str]:
             yield f"what '{fqn}' is sent: which of its arguments are weights cannot be told"
 
 
-def _arguments(call: Visit) -> tuple[Seen, Seen, Seen] | None:
+def _arguments(call: ModuleVisit) -> tuple[TensorUse, TensorUse, TensorUse] | None:
     """Tokens, expert indices and weights among what the module was given; None if unclear."""
     indices = [tensor for tensor in call.inputs if tensor.dtype.startswith("int")]
     others = [tensor for tensor in call.inputs if not tensor.dtype.startswith("int")]
@@ -77,8 +77,8 @@ def _arguments(call: Visit) -> tuple[Seen, Seen, Seen] | None:
 
 def _tokens(
     plan: Plan,
-    call: Visit,
-    arguments: tuple[Seen, Seen, Seen],
+    call: ModuleVisit,
+    arguments: tuple[TensorUse, TensorUse, TensorUse],
     times: int,
     came: Sequence[int] | None,
 ) -> Iterator[Traffic]:

@@ -21,7 +21,7 @@ from meshplan.traffic.data import agreement, ddp, unit_traffic
 from meshplan.traffic.experts import Arrivals, dispatch, unknown_experts
 from meshplan.traffic.forward import Forward
 from meshplan.traffic.loss import token_losses, unknown_losses
-from meshplan.traffic.pipeline import Stretch, counted_once, pipeline, steps_of, stretches
+from meshplan.traffic.pipeline import StageForward, counted_once, pipeline, stage_forwards, steps_of
 from meshplan.traffic.tensor_parallel import (
     activations,
     gathered_at_use,
@@ -57,7 +57,7 @@ def forecast(
         traffic += _compute(plan, forward, rank, Passes(("F", "B") * plan.accumulate))
         traffic += dispatch(plan, forward, arrivals) if forward is not None else ()
     else:
-        cut = stretches(plan, forward)
+        cut = stage_forwards(plan, forward)
         if isinstance(cut, str):
             unknown.append(f"what the stages send, {cut}")
             traffic += _stages(plan, rank, None, None)
@@ -82,7 +82,7 @@ def _computes_loss(plan: Plan, rank: int) -> bool:
 
 
 def _stages(
-    plan: Plan, rank: int, cut: Sequence[Stretch] | None, arrivals: Arrivals | None
+    plan: Plan, rank: int, cut: Sequence[StageForward] | None, arrivals: Arrivals | None
 ) -> Iterator[Traffic]:
     """What the stages of `rank` send within themselves.
 
@@ -107,7 +107,7 @@ def _stages(
         yield from dispatch(part, forward, arrivals) if forward is not None else ()
 
 
-def _is_learned(cut: Sequence[Stretch] | None, stage: int) -> bool:
+def _is_learned(cut: Sequence[StageForward] | None, stage: int) -> bool:
     """Whether gradients come back for what a stage sends."""
     return cut is None or any(tensor.needs_grad for tensor in cut[stage].sends)
 

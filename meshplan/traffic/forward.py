@@ -8,7 +8,7 @@ from meshplan.model.flow import Flow
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class TensorUse:
     """A tensor that went by.
 
     Args:
@@ -23,7 +23,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Visit:
+class ModuleVisit:
     """One call of a module.
 
     Args:
@@ -39,8 +39,8 @@ class Visit:
 
     fqn: str
     sources: tuple[int, ...]
-    inputs: tuple[Seen, ...]
-    outputs: tuple[Seen, ...]
+    inputs: tuple[TensorUse, ...]
+    outputs: tuple[TensorUse, ...]
     begin: int
     end: int
     is_training: bool = True
@@ -48,7 +48,7 @@ class Visit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
+class AttentionCall:
     """One call of scaled_dot_product_attention.
 
     Args:
@@ -59,7 +59,7 @@ class Attention:
     """
 
     fqn: str
-    tensors: tuple[Seen, ...]
+    tensors: tuple[TensorUse, ...]
     begin: int
     end: int
 
@@ -92,15 +92,15 @@ class Forward:
         flow: The same forward, operation by operation; None where nothing asks for it.
     """
 
-    calls: tuple[Visit, ...]
+    calls: tuple[ModuleVisit, ...]
     saves: tuple[int, ...] = ()
-    attentions: tuple[Attention, ...] = ()
+    attentions: tuple[AttentionCall, ...] = ()
     losses: tuple[TokenLosses, ...] = ()
     strays: tuple[str, ...] = ()
     has_mask: bool = False
     length: int | None = None
     flow: Flow | None = None
 
-    def of(self, fqn: str) -> tuple[Visit, ...]:
+    def of(self, fqn: str) -> tuple[ModuleVisit, ...]:
         """The calls of one module."""
         return tuple(call for call in self.calls if call.fqn == fqn)

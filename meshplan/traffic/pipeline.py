@@ -15,9 +15,9 @@ from meshplan.assign.types import Stages
 from meshplan.layout.dtypes import DTYPE_BYTES
 from meshplan.layout.schedules import SCHEDULES, Action, actions
 from meshplan.model.flow import Call, Flow
-from meshplan.model.stage_boundary import Cut, stages_of, unit_calls
+from meshplan.model.stage_boundary import UnitFlow, stages_of, unit_calls
 from meshplan.plan.plan import Plan
-from meshplan.traffic.forward import Forward, Seen, Visit
+from meshplan.traffic.forward import Forward, ModuleVisit, TensorUse
 from meshplan.traffic.sequence import SequenceCuts
 from meshplan.traffic.types import Traffic, one
 
@@ -37,7 +37,7 @@ def steps_of(plan: Plan, rank: int) -> tuple[Action, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class StageForward:
     """One stage of a recorded forward.
 
     Args:
@@ -46,10 +46,10 @@ class Stretch:
     """
 
     forward: Forward
-    sends: tuple[Seen, ...]
+    sends: tuple[TensorUse, ...]
 
 
-def stretches(plan: Plan, forward: Forward | None) -> tuple[Stretch, ...] | str:
+def stage_forwards(plan: Plan, forward: Forward | None) -> tuple[StageForward, ...] | str:
     """A forward, cut into stages; or why it cannot be."""
     stages = plan.assignment.stages
     assert stages is not None
@@ -68,17 +68,17 @@ def stretches(plan: Plan, forward: Forward | None) -> tuple[Stretch, ...] | str:
     }
     cuts = SequenceCuts(plan, flow)
     out = []
-    for stage, values in enumerate((*Cut(flow, calls).relay(places, stages.num).crossing, ())):
+    for stage, values in enumerate((*UnitFlow(flow, calls).relay(places, stages.num).crossing, ())):
         sends = [cuts.local(value, seen[value]) for value in values]
         known = tuple(tensor for tensor in sends if tensor is not None)
         if len(known) < len(sends):
             return "since not every value that crosses is whole or cut along the sequence"
         others = [v for v, place in zip(visits, places, strict=True) if place != stage]
-        out.append(Stretch(_without(forward, others), known))
+        out.append(StageForward(_without(forward, others), known))
     return tuple(out)
 
 
-def _visits(flow: Flow, units: Sequence[Call], forward: Forward) -> list[Visit] | None:
+def _visits(flow: Flow, units: Sequence[Call], forward: Forward) -> list[ModuleVisit] | None:
     """The visit of each unit's call; None where flow and visits are not of one run."""
     visits = {fqn: iter(forward.of(fqn)) for fqn in {call.module for call in flow.calls}}
     found = {call.id: next(visits[call.module], None) for call in flow.calls}
@@ -89,7 +89,7 @@ def _visits(flow: Flow, units: Sequence[Call], forward: Forward) -> list[Visit] 
     return [visit for visit in out if visit is not None]
 
 
-def _without(forward: Forward, visits: Sequence[Visit]) -> Forward:
+def _without(forward: Forward, visits: Sequence[ModuleVisit]) -> Forward:
     """A forward without some of its calls and what is in them."""
 
     def is_left(begin: int, end: int) -> bool:
@@ -103,7 +103,7 @@ def _without(forward: Forward, visits: Sequence[Visit]) -> Forward:
     )
 
 
-def pipeline(plan: Plan, rank: int, cut: Sequence[Stretch]) -> Iterator[Traffic]:
+def pipeline(plan: Plan, rank: int, cut: Sequence[StageForward]) -> Iterator[Traffic]:
     """What `rank` sends along pp in one step.
 
     Args:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from meshplan.model.flow import Flow
 from meshplan.plan.plan import Plan
-from meshplan.traffic.forward import Seen
+from meshplan.traffic.forward import TensorUse
 
 
 class SequenceCuts:
@@ -31,7 +31,7 @@ class SequenceCuts:
                     self._whole |= {v for path, v in call.inputs if path == crossing.path}
         self._known |= dict.fromkeys(self._whole, True)
 
-    def local(self, value: int, whole: Seen) -> Seen | None:
+    def local(self, value: int, whole: TensorUse) -> TensorUse | None:
         """A value as each rank of tp holds it; None where that cannot be told."""
         shape = self.shape(value, whole.shape)
         return None if shape is None else replace(whole, shape=shape)

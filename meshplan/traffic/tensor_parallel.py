@@ -11,14 +11,14 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from meshplan.assign import Crossing, Placed, StyleUse
+from meshplan.assign import Placed, SequenceBoundary, StyleUse
 from meshplan.layout.dtypes import DTYPE_BYTES
 from meshplan.layout.styles import GATHERED, dims_of
 from meshplan.model.graph import is_inside
 from meshplan.plan.plan import Plan
-from meshplan.traffic.forward import Forward, Seen, Visit
+from meshplan.traffic.forward import Forward, ModuleVisit, TensorUse
 from meshplan.traffic.types import Route, Traffic, one, trainable
-from meshplan.traffic.units import Passes, Use
+from meshplan.traffic.units import Passes, UnitUse
 
 HEADS_TOGETHER = "mha"
 """torch's own attention module, whose inputs are reduced one by one, a tensor that is several of
@@ -34,7 +34,7 @@ def unknown_heads_together(plan: Plan, forward: Forward | None) -> Iterator[str]
             yield f"what '{fqn}' sends for its attention weights or for parts of the sequence"
 
 
-def partial_gradients(plan: Plan, passes: Passes, uses: Mapping[str, Use]) -> Iterator[Traffic]:
+def partial_gradients(plan: Plan, passes: Passes, uses: Mapping[str, UnitUse]) -> Iterator[Traffic]:
     """Parameters that are whole and computed with on parts: each rank has an addend.
 
     Args:
@@ -135,7 +135,7 @@ class _Activations:
             for placed in plan.assignment.tensors.values()
             for name in placed.info.names
         }
-        self.crossings: dict[str, list[Crossing]] = {}
+        self.crossings: dict[str, list[SequenceBoundary]] = {}
         for crossing in plan.assignment.crossings:
             self.crossings.setdefault(crossing.module, []).append(crossing)
         owners = {placed.unit for placed in plan.assignment.tensors.values()}
@@ -157,7 +157,7 @@ class _Activations:
         for (route, what), count in self.counted.items():
             yield Traffic(route=route, count=count * self.plan.accumulate, what=what)
 
-    def _unit(self, call: Visit) -> int:
+    def _unit(self, call: ModuleVisit) -> int:
         """When the innermost unit around a call began."""
         around = (u.begin for u in self.units if u.begin <= call.begin and call.end <= u.end)
         return max(around, default=0)
@@ -166,7 +166,7 @@ class _Activations:
         first, second = (self.outside if word == "outside" else word for word in pair)
         return first, second
 
-    def _input(self, call: Visit, use: StyleUse, seen: set[tuple[int, int, int]]) -> None:
+    def _input(self, call: ModuleVisit, use: StyleUse, seen: set[tuple[int, int, int]]) -> None:
         if use.style.input[0] == GATHERED:
             return  # Whoever put it together adds up its gradient.
         given = call.inputs[0]
@@ -194,14 +194,14 @@ class _Activations:
             seen.add(source)
         self._send(call, given.shape, gradient, arrives)
 
-    def _output(self, call: Visit, use: StyleUse) -> None:
+    def _output(self, call: ModuleVisit, use: StyleUse) -> None:
         made = call.outputs[0]
         computed, leaves = self._words(use.style.output)
         self._send(call, made.shape, computed, leaves, call.end)
         if made.needs_grad:
             self._send(call, made.shape, leaves, "R" if computed == "P" else computed)
 
-    def _cross(self, call: Visit, crossing: Crossing) -> None:
+    def _cross(self, call: ModuleVisit, crossing: SequenceBoundary) -> None:
         """What putting the sequence together sends, there or back."""
         if crossing.path is None:
             self._count(call, call.outputs[0], "all_gather", call.end)
@@ -213,7 +213,7 @@ class _Activations:
             kind = "reduce_scatter" if crossing.change == "gather" else "all_gather"
             self._count(call, given, kind, None)
 
-    def _count(self, call: Visit, whole: Seen, kind: str, event: int | None) -> None:
+    def _count(self, call: ModuleVisit, whole: TensorUse, kind: str, event: int | None) -> None:
         is_twice = event is not None and call.fqn not in self.plan.assignment.recompute
         times = 1 + (is_twice and is_repeated(self.plan, self.forward, call.fqn, event or 0))
         num_bytes = math.prod(whole.shape) * DTYPE_BYTES[whole.dtype]
@@ -222,7 +222,7 @@ class _Activations:
 
     def _send(
         self,
-        call: Visit,
+        call: ModuleVisit,
         shape: tuple[int, ...],
         source: str,
         target: str,

@@ -85,7 +85,7 @@ class Forecast:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class RouteDifference:
     """A route that is used more or less often than predicted."""
 
     route: Route
@@ -93,7 +93,7 @@ class Difference:
     counted: int
 
 
-def differences(told: Forecast, counted: Counter[Route]) -> tuple[Difference, ...]:
+def differences(told: Forecast, counted: Counter[Route]) -> tuple[RouteDifference, ...]:
     """Where a forecast and a count differ; () when they are equal, byte by byte.
 
     What a router decides is equal when it lies within its bounds, as often as predicted.
@@ -101,7 +101,7 @@ def differences(told: Forecast, counted: Counter[Route]) -> tuple[Difference, ..
     predicted = told.routes()
     found = _joined(told, predicted, _balanced(told, predicted, counted))
     return tuple(
-        Difference(route, predicted[route], found[route])
+        RouteDifference(route, predicted[route], found[route])
         for route in sorted(predicted.keys() | found.keys())
         if predicted[route] != found[route]
     )

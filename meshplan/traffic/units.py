@@ -37,7 +37,7 @@ class Passes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Event:
+class _HookEvent:
     """One moment of a forward: a unit's call begins or ends, or a recomputed module's call ends.
 
     Args:
@@ -51,7 +51,7 @@ class _Event:
 
 
 @dataclass(slots=True)
-class _Group:
+class _UnitParameters:
     """The parameters of one unit, as FSDP2 keeps them.
 
     Attributes:
@@ -83,7 +83,7 @@ class _Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class UnitUse:
     """What one step does with a unit.
 
     Args:
@@ -95,7 +95,7 @@ class Use:
     reductions: tuple[int, ...]
 
 
-def uses_of_units(plan: Plan, forward: Forward | None, passes: Passes) -> Mapping[str, Use]:
+def uses_of_units(plan: Plan, forward: Forward | None, passes: Passes) -> Mapping[str, UnitUse]:
     """Every unit that has parameters.
 
     Args:
@@ -103,7 +103,7 @@ def uses_of_units(plan: Plan, forward: Forward | None, passes: Passes) -> Mappin
     """
     owners = {placed.unit for placed in plan.assignment.tensors.values()}
     units = {fqn: unit for fqn, unit in plan.assignment.units.items() if fqn in owners}
-    out: dict[str, Use] = {}
+    out: dict[str, UnitUse] = {}
     for root in _roots(plan.assignment.units):
         inside = {fqn: unit for fqn, unit in units.items() if is_inside(fqn, root)}
         events = _events(plan, inside, forward) if forward else _once(inside)
@@ -116,25 +116,25 @@ def _roots(units: Mapping[str, Unit]) -> list[str]:
     return [u for u in units if not any(o != u and is_inside(u, o) for o in units)]
 
 
-def _once(units: Mapping[str, Unit]) -> list[_Event]:
+def _once(units: Mapping[str, Unit]) -> list[_HookEvent]:
     """A forward that calls each unit once, in the order of the plan."""
-    out: list[_Event] = []
+    out: list[_HookEvent] = []
     for fqn in units:  # Inner ones come first.
         first = next((n for n, e in enumerate(out) if is_inside(e.units[0], fqn)), len(out))
-        out.insert(first, _Event("enter", (fqn,), fqn != ""))
-        out.append(_Event("leave", (fqn,), True))
+        out.insert(first, _HookEvent("enter", (fqn,), fqn != ""))
+        out.append(_HookEvent("leave", (fqn,), True))
     return out
 
 
-def _events(plan: Plan, units: Mapping[str, Unit], forward: Forward) -> list[_Event]:
-    found: list[tuple[int, int, _Event]] = []
+def _events(plan: Plan, units: Mapping[str, Unit], forward: Forward) -> list[_HookEvent]:
+    found: list[tuple[int, int, _HookEvent]] = []
     recomputed = plan.assignment.recompute
     for call in forward.calls:
         has_gradient = any(tensor.needs_grad for tensor in call.outputs)
         if call.fqn in units:
             is_fed = any(tensor.needs_grad for tensor in call.inputs)
-            found.append((call.begin, 0, _Event("enter", (call.fqn,), is_fed)))
-            found.append((call.end, 1, _Event("leave", (call.fqn,), has_gradient)))
+            found.append((call.begin, 0, _HookEvent("enter", (call.fqn,), is_fed)))
+            found.append((call.end, 1, _HookEvent("leave", (call.fqn,), has_gradient)))
         if call.fqn in recomputed and has_gradient:
             # It runs again until the last tensor that autograd kept.
             last = max((save for save in forward.saves if save < call.end), default=0)
@@ -143,7 +143,7 @@ def _events(plan: Plan, units: Mapping[str, Unit], forward: Forward) -> list[_Ev
                 for inner in forward.calls
                 if inner.fqn in units and call.begin < inner.begin < min(last, call.end)
             )
-            found.append((call.end, 0, _Event("redo", again, True)))
+            found.append((call.end, 0, _HookEvent("redo", again, True)))
     return [event for _, _, event in sorted(found, key=lambda item: item[:2])]
 
 
@@ -174,20 +174,22 @@ def _stretches(order: Sequence[str]) -> Iterator[tuple[Sequence[str], int]]:
 class _Play:
     """Plays steps until one is like the next."""
 
-    def __init__(self, units: Mapping[str, Unit], events: Sequence[_Event], passes: Passes) -> None:
-        self._groups = {f: _Group(bool(u.reshard_after_forward)) for f, u in units.items()}
+    def __init__(
+        self, units: Mapping[str, Unit], events: Sequence[_HookEvent], passes: Passes
+    ) -> None:
+        self._groups = {f: _UnitParameters(bool(u.reshard_after_forward)) for f, u in units.items()}
         self._events, self._passes = events, passes
-        self._order: list[_Group] = []
+        self._order: list[_UnitParameters] = []
         self._gives_back = True
 
-    def uses(self) -> Iterator[tuple[str, Use]]:
+    def uses(self) -> Iterator[tuple[str, UnitUse]]:
         """(unit, what a step does with it), once the first step has left its traces."""
         self._step()
         for group in self._groups.values():
             group.gathers, group.reductions = 0, []
         self._step()
         for fqn, group in self._groups.items():
-            yield fqn, Use(group.gathers, tuple(group.reductions))
+            yield fqn, UnitUse(group.gathers, tuple(group.reductions))
 
     def _step(self) -> None:
         order = self._passes.order
@@ -274,7 +276,7 @@ class _Play:
         if is_last:
             self._forget()
 
-    def _before(self, group: _Group) -> None:
+    def _before(self, group: _UnitParameters) -> None:
         if group.phase == "pre":
             return
         group.phase = "pre"
@@ -283,7 +285,7 @@ class _Play:
         if place > 0:
             self._order[place - 1].begin_gather()
 
-    def _after(self, group: _Group) -> None:
+    def _after(self, group: _UnitParameters) -> None:
         group.phase = "post"
         group.reductions[-1] += 1
         gives_back = (self._gives_back or group.reshards) and not self._passes.splits

@@ -10,7 +10,7 @@ from torch import nn
 
 from meshplan.assign.balance import balance
 from meshplan.errors import PlanError
-from meshplan.model.stage_boundary import Cut, unit_calls
+from meshplan.model.stage_boundary import UnitFlow, unit_calls
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.runtime.trace.ops import record
 from meshplan.runtime.trace.structure import graph_of
@@ -210,7 +210,7 @@ def test_a_skip_is_relayed_through_the_stages_between():
     flow = record(model, torch.zeros(2, 3, 16, 16))
     calls = unit_calls(flow, {""})
     assert [call.module for call in calls][:4] == ["down1", "down2", "down3", "middle"]
-    cut = Cut(flow, calls)
+    cut = UnitFlow(flow, calls)
     relay = cut.relay([0, 1, 1, 1, 1, 2, 2, 2], 3)
     made = {call.outputs[0][1]: call.module for call in calls}
     assert [[made[value] for value in values] for values in relay.crossing] == [
@@ -236,7 +236,7 @@ class Glue(nn.Module):
 def test_glue_is_computed_again_from_what_crosses():
     flow = record(Glue(), torch.zeros(2, 4))
     calls = unit_calls(flow, {""})
-    relay = Cut(flow, calls).relay([0, 1], 2)
+    relay = UnitFlow(flow, calls).relay([0, 1], 2)
     assert relay.crossing == ((calls[0].outputs[0][1],),)
     assert "gain" in relay.reads[1]
     assert "gain" not in relay.reads[0]
@@ -260,5 +260,5 @@ def test_a_size_that_depends_on_numbers_crosses_no_cut():
     held = {place for name, place in stages.units if "moe.experts" in name or name == "moe"}
     assert len(held) == 1
     assert len({place for _, place in stages.units}) == 2
-    why = {bond.why for bond in Cut(graph.flow, unit_calls(graph.flow, ("", "moe"))).bonds()}
+    why = {bond.why for bond in UnitFlow(graph.flow, unit_calls(graph.flow, ("", "moe"))).bonds()}
     assert any("gives a tensor whose size depends on numbers" in text for text in why)

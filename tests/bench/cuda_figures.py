@@ -16,7 +16,7 @@ import torch
 
 from meshplan.memory import reserve, with_workspaces
 from meshplan.plan.plan import make_plan
-from meshplan.runtime.fake_step.step import imagine_step
+from meshplan.runtime.fake_step.step import fake_step
 from meshplan.runtime.trace.structure import graph_of
 from meshplan.spec.reader import load_spec
 from tests.bench.llama import KeepsPrediction, Llama, Shape, loss
@@ -72,7 +72,7 @@ def predicted(case: Case) -> tuple[float, float]:
         model = Llama(case.shape, recompute="ops" if case.recompute == "selective" else "none")
     plan = make_plan(load_spec(spec), graph_of(model), world_size=case.ranks)
     tokens = torch.empty(case.batch, case.shape.seq_len, dtype=torch.long, device="meta")
-    log = imagine_step(
+    log = fake_step(
         model, plan, tokens, tokens, KeepsPrediction() if case.keeps_prediction else loss,
         lambda wrapped: torch.optim.AdamW(wrapped.parameters(), lr=1e-4), device="h100",
     )  # fmt: skip

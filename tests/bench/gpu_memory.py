@@ -76,19 +76,19 @@ def foretold(size: str, plan: Mapping[str, Any], device: str) -> Figures | str:
     """What `estimate` would say of rank 0; or what was raised.
 
     Args:
-        device: "cpu", or as of `imagine_step`.
+        device: "cpu", or as of `fake_step`.
     """
     warnings.simplefilter("ignore")
     try:
         import torch
 
         from meshplan.memory import reserve, with_workspaces
-        from meshplan.runtime.fake_step.step import imagine_step
+        from meshplan.runtime.fake_step.step import fake_step
         from tests.bench.llama import loss
 
         model, found, shape = _decided(size, plan)
         tokens = torch.empty(shape, dtype=torch.long, device="meta")
-        log = imagine_step(model, found, tokens, tokens, loss, _adamw, device=device)
+        log = fake_step(model, found, tokens, tokens, loss, _adamw, device=device)
         if device == "cpu":
             return {"live_bytes": log.peak.live_bytes}
         held = reserve(with_workspaces(log, device))
@@ -120,12 +120,12 @@ def _real_replicas() -> Iterator[None]:
     """The wrapper of replicas is the real one: tensors have numbers, only others do not answer."""
     from meshplan.runtime.apply import data
 
-    ask = data.is_pretending
-    data.is_pretending = lambda: False
+    ask = data.is_fake_execution
+    data.is_fake_execution = lambda: False
     try:
         yield
     finally:
-        data.is_pretending = ask
+        data.is_fake_execution = ask
 
 
 def _answered(wrapped: Any) -> None:
@@ -145,10 +145,10 @@ def _answered(wrapped: Any) -> None:
 def _measured(size: str, plan: Mapping[str, Any], device: str) -> Figures:
     import torch
 
-    from meshplan.runtime.apply.materialize import Values
+    from meshplan.runtime.apply.materialize import InitialValues
     from meshplan.runtime.apply.wrap import applied, apply_plan
     from meshplan.runtime.base.batch_agreement import open_groups
-    from meshplan.runtime.base.fake_mode import pretending
+    from meshplan.runtime.base.fake_mode import fake_execution
     from meshplan.runtime.base.mesh import device_mesh
     from meshplan.runtime.fake_step.step import watch_steps
     from meshplan.runtime.torch_private.fakes import group_of_fakes
@@ -156,7 +156,7 @@ def _measured(size: str, plan: Mapping[str, Any], device: str) -> Figures:
     from tests.bench.llama import Llama, loss
 
     _, found, shape = _decided(size, plan)
-    with group_of_fakes(0, found.mesh.world_size), pretending(), _real_replicas():
+    with group_of_fakes(0, found.mesh.world_size), fake_execution(), _real_replicas():
         mesh = device_mesh(found.mesh)
         open_groups(found, mesh)
         with torch.device(device):
@@ -166,7 +166,7 @@ def _measured(size: str, plan: Mapping[str, Any], device: str) -> Figures:
             for parameter in model.parameters():
                 parameter.normal_(std=0.02)
             model.freqs_cis.zero_()
-        wrapped = apply_plan(model, found, mesh, Values())
+        wrapped = apply_plan(model, found, mesh, InitialValues())
         applied(wrapped).is_tested = True
         _answered(wrapped)
         optimizer = _adamw(wrapped)

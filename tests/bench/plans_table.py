@@ -19,7 +19,7 @@ from typing import Final
 
 from meshplan.api.planning import search_plan
 from meshplan.errors import MeshplanError
-from meshplan.planner.problem.decision import Decision, Way
+from meshplan.planner.problem.decision import Decision, Evaluated
 from meshplan.render.text import columns
 from meshplan.units import format_gib
 from tests.bench.planned_models import write_plan
@@ -162,7 +162,7 @@ def _picked(path: Path) -> tuple[str, ...]:
     )
 
 
-def there(way: Way) -> str:
+def there(way: Evaluated) -> str:
     """What lies on the host, in words."""
     a = way.plan.assignment
     parts = [(any(unit.on_host for unit in a.units.values()), "parameters"),
@@ -171,7 +171,7 @@ def there(way: Way) -> str:
     return f", {words} on the host" if words else ""
 
 
-def _speed(decision: Decision, way: Way) -> str:
+def _speed(decision: Decision, way: Evaluated) -> str:
     """Of one GPU, in tokens, or in samples where those are no sequences."""
     if decision.tokens:
         return f"{decision.tokens_per_s(way):,.0f}"

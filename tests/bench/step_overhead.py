@@ -42,8 +42,8 @@ from torch.nn.parallel import DistributedDataParallel
 import meshplan
 from meshplan.layout.mesh import DATA_AXES, Mesh
 from meshplan.runtime import parallelize
-from meshplan.runtime.apply import wrap as applied
-from meshplan.runtime.base import optimizer_steps as runtime_steps
+from meshplan.runtime.apply import wrap
+from meshplan.runtime.base import optimizer_steps
 from meshplan.runtime.base.mesh import local_of
 from meshplan.runtime.comparisons.steps import StepCheck
 from meshplan.runtime.demo_model import ByteLlama, next_byte_loss
@@ -94,14 +94,14 @@ def by_hand_tp(model: nn.Module, sizes: dict[str, int]) -> nn.Module:
 
 
 UNCHECKED: Final = {
-    applied: (
+    wrap: (
         "watch_forward_writes", "refuse_calls_of_parts", "watch_first_forward", "watch_first_step",
         "watch_replicas", "prove_first_forward", "refuse_second_derivatives",
     ),
     parallelize: (
         "watch_torch_hooks", "watch_batches", "watch_drift", "watch_optimizers", "note_forwards",
     ),
-    train: ("check_peers",),
+    train: ("check_batches_agree",),
     guard: ("publish_ends",),
 }  # fmt: skip
 """What looks at numbers, by the module that calls it. Taking part in another rank's failure and
@@ -124,7 +124,7 @@ def unchecked() -> Iterator[None]:
 @contextmanager
 def unlooked() -> Iterator[None]:
     """Without what the models that are not stepping now look at before any optimizer steps."""
-    with mock.patch.object(runtime_steps, "_looks", []):
+    with mock.patch.object(optimizer_steps, "_looks", []):
         yield
 
 

@@ -200,19 +200,18 @@ def measured(name: str) -> dict[str, Any]:
     from meshplan.errors import Origin
     from meshplan.memory.answer.rank_classes import equal_ranks
     from meshplan.memory.log.allocator import reserve
-    from meshplan.runtime.estimate import composed as composing
-    from meshplan.runtime.estimate import estimate as foretell
-    from meshplan.runtime.estimate.request import Question, decided
+    from meshplan.runtime.estimate import composed, estimate
+    from meshplan.runtime.estimate.request import EstimateRequest, decided
     from meshplan.runtime.estimate.scale_down import Source
     from meshplan.spec.reader import load_spec
 
     warnings.simplefilter("ignore")
     # All in this process, whose time is taken.
-    for room in (composing, foretell):
-        room.run_apart = lambda function, tasks: [function(*task) for task in tasks]  # type: ignore[attr-defined]
+    for room in (composed, estimate):
+        room.run_in_subprocesses = lambda function, tasks: [function(*task) for task in tasks]  # type: ignore[attr-defined]
     case = CASES[name]
     source = Source(entry=f"tests.bench.tiers:{case.entry}", origin=Origin("tests/bench/tiers.py"))
-    question = Question(spec=load_spec(dict(case.plan)), source=source)
+    question = EstimateRequest(spec=load_spec(dict(case.plan)), source=source)
     model, plan = decided(question.spec, source)
     groups = equal_ranks(plan.assignment)
     ranks = list(dict.fromkeys((groups[0][0], groups[-1][0])))
@@ -222,7 +221,7 @@ def measured(name: str) -> dict[str, Any]:
         began = time.process_time()
         try:
             logs = _logs(tier, question, model, plan, ranks)
-        except (composing.NotComposedError, foretell.NotRepeatingError) as error:
+        except (composed.NotComposedError, estimate.NotRepeatingError) as error:
             why[tier] = str(error)
             continue
         seconds = time.process_time() - began
@@ -233,17 +232,16 @@ def measured(name: str) -> dict[str, Any]:
 
 
 def _logs(tier: int, question: Any, model: nn.Module, plan: Any, ranks: Sequence[int]) -> list[Any]:
-    from meshplan.runtime.estimate import composed as composing
-    from meshplan.runtime.estimate import estimate as foretell
+    from meshplan.runtime.estimate import composed, estimate
 
     if tier == 1:
-        return [each.log for each in composing.composed(question, plan, ranks)]
+        return [each.log for each in composed.composed(question, plan, ranks)]
     if tier == 2:
-        repeats = foretell._worth_cutting(model, plan)
+        repeats = estimate._worth_cutting(model, plan)
         if repeats is None:
-            raise foretell.NotRepeatingError("blocks cannot be left out")
-        return foretell._with_few_blocks(question, plan, ranks, repeats).logs
-    return [foretell._imagine(question, rank).log for rank in ranks]
+            raise estimate.NotRepeatingError("blocks cannot be left out")
+        return estimate._with_few_blocks(question, plan, ranks, repeats).logs
+    return [estimate._fake_step(question, rank).log for rank in ranks]
 
 
 def _words(plan: Mapping[str, Any]) -> Iterator[str]:

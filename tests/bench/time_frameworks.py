@@ -15,10 +15,10 @@ from meshplan.cost.chain import Chain, chain_of_tapes
 from meshplan.cost.grid import OPTIONS
 from meshplan.cost.reading import is_chosen
 from meshplan.cost.tapes import decoder_tape
-from meshplan.memory.decoder.microbatch import Run
+from meshplan.memory.decoder.microbatch import MicrobatchSpec
 from meshplan.memory.decoder.sizes import Shape
-from meshplan.memory.tape.tape import Row as TapeRow
 from meshplan.memory.tape.tape import Tape
+from meshplan.memory.tape.tape import TapeOp as TapeRow
 from meshplan.spec.spec import Precision
 from tests.bench.frameworks import nanotron, torchtitan
 from tests.bench.frameworks.nanotron_job import Job
@@ -135,7 +135,7 @@ def titan_case(row: Row, *, is_kempner: bool = False) -> Case:
 
 def _write_foundry(shape: Shape, seq_len: int) -> tuple[Write, Callable[[TapeRow], bool]]:
     def write(layers: int, batch: int) -> Tape:
-        run = Run(batch=batch, seq_len=seq_len, element_bytes=2)
+        run = MicrobatchSpec(batch=batch, seq_len=seq_len, element_bytes=2)
         return decoder_tape(replace(shape, layers=layers), run)
 
     return write, is_chosen

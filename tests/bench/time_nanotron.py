@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Final
 
 from meshplan.memory.decoder.sizes import Shape
-from meshplan.memory.tape.tape import Row as TapeRow
 from meshplan.memory.tape.tape import Tape
+from meshplan.memory.tape.tape import TapeOp as TapeRow
 from meshplan.spec.spec import Precision
 from tests.bench.frameworks import nanotron
 from tests.bench.frameworks.nanotron_job import Job, buckets_of

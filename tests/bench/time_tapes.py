@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Final
 
 from meshplan.memory.decoder.blocks import enter, leave
-from meshplan.memory.decoder.common import Part
+from meshplan.memory.decoder.common import BlockContext
 from meshplan.memory.decoder.sizes import Shape
 from meshplan.memory.log.events import Term
-from meshplan.memory.tape.ops import Writer
-from meshplan.memory.tape.tape import Grad, Row, Tape
+from meshplan.memory.tape.ops import TapeBuilder
+from meshplan.memory.tape.tape import Grad, Tape, TapeOp
 
 CORE: Final = frozenset({"bmm", "scale_mask_softmax", "core_dropout"})
 """What selective recomputation of Megatron runs again. Source: Korthikanti 2022, section 5."""
@@ -25,11 +25,11 @@ _HALF: Final = 2
 def megatron_tape(shape: Shape, *, batch: int, seq_len: int, tp: int, is_sequence: bool) -> Tape:
     """One microbatch of a rank of tp, loss included."""
     tape = Tape()
-    w = Writer(tape, _HALF, _HALF, is_cuda=True)
+    w = TapeBuilder(tape, _HALF, _HALF, is_cuda=True)
     tokens, hidden = batch * seq_len, shape.hidden
     ids = tape.value(tokens * _ID)
     tape.before[ids] = Term.INPUTS
-    part = Part(tp=tp, is_sequence=is_sequence and tp > 1)
+    part = BlockContext(tp=tp, is_sequence=is_sequence and tp > 1)
     x = w.embedding(ids, shape.vocab // tp, hidden, "embedding")
     x = leave(w, x, part)
     x = _dropout(w, w.shift(x))
@@ -42,16 +42,16 @@ def megatron_tape(shape: Shape, *, batch: int, seq_len: int, tp: int, is_sequenc
     tape.loss_start = len(tape.rows)
     for count in (1, 1, 1) if tp > 1 else ():
         out = tape.value(count * tokens * _FP32)
-        tape.add(Row("all_reduce", "", (logits,), (out,), is_sent=True))
+        tape.add(TapeOp("all_reduce", "", (logits,), (out,), is_sent=True))
     w.cross_entropy(logits, ids, _HALF)
     return tape
 
 
-def _dropout(w: Writer, x: int) -> int:
+def _dropout(w: TapeBuilder, x: int) -> int:
     return w.dropout(x, 0.1)
 
 
-def _block(w: Writer, shape: Shape, x: int, part: Part, seq_len: int) -> int:
+def _block(w: TapeBuilder, shape: Shape, x: int, part: BlockContext, seq_len: int) -> int:
     hidden, tp = shape.hidden, part.tp
     normed = enter(w, w.layer_norm(x, hidden, "ln1"), part)
     width = shape.q_width // tp
@@ -68,18 +68,18 @@ def _block(w: Writer, shape: Shape, x: int, part: Part, seq_len: int) -> int:
     return _add(w, out, x)
 
 
-def _add(w: Writer, out: int, x: int) -> int:
+def _add(w: TapeBuilder, out: int, x: int) -> int:
     """Bias, dropout and the residual in one kernel."""
     size = w.size(x)
     mask, total = w.tape.value(size // _HALF), w.tape.value(size)
     w.tape.add(
-        Row("bias_dropout_add", w.module, (out, x), (mask, total), (mask,),
+        TapeOp("bias_dropout_add", w.module, (out, x), (mask, total), (mask,),
             (Grad(out, size), Grad(x, 0)))
     )  # fmt: skip
     return total
 
 
-def _core(w: Writer, shape: Shape, qkv: tuple[int, ...], heads: int, seq_len: int) -> int:
+def _core(w: TapeBuilder, shape: Shape, qkv: tuple[int, ...], heads: int, seq_len: int) -> int:
     """Scores, softmax, dropout, and the sum of values."""
     q, k, v = qkv
     samples = w.size(q) // (seq_len * heads * shape.head_dim * _HALF)
@@ -89,7 +89,7 @@ def _core(w: Writer, shape: Shape, qkv: tuple[int, ...], heads: int, seq_len: in
     probabilities = w.unary("scale_mask_softmax", scores, keeps_out=True)
     mask, dropped = w.tape.value(size // _HALF), w.tape.value(size)
     w.tape.add(
-        Row("core_dropout", w.module, (probabilities,), (mask, dropped), (mask,),
+        TapeOp("core_dropout", w.module, (probabilities,), (mask, dropped), (mask,),
             (Grad(probabilities, size),))
     )  # fmt: skip
     grads = (Grad(dropped, size), Grad(v, w.size(v)))

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from meshplan import check_plan
-from meshplan.api import checking as api
+from meshplan.api import checking
 from meshplan.cli.app import main
 from meshplan.errors import PlanError, SpecError
 
@@ -240,18 +240,20 @@ def test_a_rule_on_an_axis_that_the_mesh_lacks_is_told_without_a_model(axis):
     word = {"tp": "colwise", "ep": "ep_dispatch_experts", "dp_shard": "S(0)"}[axis]
     rule = {"match": "layers.*.wq", "place": {axis: word}}
     plan = {"version": 1, "mesh": {"dp_replicate": 2}, "rules": [rule]}
-    (problem,) = api.check_plan(plan).problems
+    (problem,) = checking.check_plan(plan).problems
     assert problem.what == f"the mesh has no axis {axis} (it has dp_replicate 2)"
     assert problem.origin.path == f"rules[0].place.{axis}"
     for other in (rule | {"optional": True}, rule | {"place": {axis: "R"}}):
-        assert api.check_plan(plan | {"rules": [other]}).is_ok
+        assert checking.check_plan(plan | {"rules": [other]}).is_ok
     mesh = {"dp_shard": 2, "tp": 2, "ep": "2 in dp_shard"}
-    assert api.check_plan(plan | {"mesh": mesh}).is_ok
+    assert checking.check_plan(plan | {"mesh": mesh}).is_ok
 
 
 def test_the_same_is_said_of_it_with_a_model(monkeypatch):
     monkeypatch.chdir(BAD_PLANS / "needs_model")
     plan = yaml.safe_load(Path("axis_not_in_the_mesh.yaml").read_text())
-    with_model = api.check_plan("axis_not_in_the_mesh.yaml").problems
-    without = api.check_plan({key: value for key, value in plan.items() if key != "model"}).problems
+    with_model = checking.check_plan("axis_not_in_the_mesh.yaml").problems
+    without = checking.check_plan(
+        {key: value for key, value in plan.items() if key != "model"}
+    ).problems
     assert [(p.what, p.fix) for p in without] == [(p.what, p.fix) for p in with_model]

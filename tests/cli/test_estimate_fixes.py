@@ -12,7 +12,14 @@ import pytest
 from meshplan.cli.app import main
 from meshplan.errors import Origin
 from meshplan.memory.answer.estimate import margin
-from meshplan.runtime.estimate.fixes import _batches, _Change, _first_blocks, _free, _least, _times
+from meshplan.runtime.estimate.fixes import (
+    _batches,
+    _first_blocks,
+    _free,
+    _least,
+    _times,
+    _TriedChange,
+)
 from meshplan.runtime.estimate.request import decided
 from meshplan.runtime.estimate.scale_down import Source
 from meshplan.spec.reader import load_spec
@@ -63,10 +70,10 @@ def test_the_least_of_a_change_that_fits_is_looked_for(limit, count):
     """101 - n bytes with n blocks checkpointed: one block less would not fit."""
     asked = []
 
-    def change(number: int) -> _Change:
-        return _Change(f"checkpoint {number}", "", load_spec(PLAN), count=number)
+    def change(number: int) -> _TriedChange:
+        return _TriedChange(f"checkpoint {number}", "", load_spec(PLAN), count=number)
 
-    def high_of(part: _Change) -> int:
+    def high_of(part: _TriedChange) -> int:
         asked.append(part.count)
         return 101 - part.count
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from meshplan.api import checking as api
+from meshplan.api import checking
 from meshplan.cli.app import main
 from meshplan.errors import PlanError
 from meshplan.render.memory import memory_to_json, memory_to_text
@@ -153,7 +153,7 @@ def test_what_cannot_be_traced_is_named(run, entry, words):
 
 def test_what_a_mask_picks_has_an_upper_bound():
     plan = PLAN | {"model": {"entry": "tests.helpers.estimated:picking"}}
-    estimate = api.estimate_memory(plan, memory="1GiB", fixes=False)
+    estimate = checking.estimate_memory(plan, memory="1GiB", fixes=False)
     result = memory_to_json(estimate)
     assert result["is_upper_bound"]
     assert "all is picked that aten.nonzero.default could pick, in blocks.2" in result["bound"]
@@ -279,7 +279,7 @@ def test_a_config_answers_without_torch_as_the_trace_does(tmp_path):
             "precision": "bf16-mixed", "activation_checkpointing": "full"}  # fmt: skip
     path.write_text(json.dumps(plan | {"batch": batch}))
     code = (
-        "import json, sys; from meshplan import api;"
+        "import json, sys; from meshplan.api import checking as api;"
         "peak = api.estimate_memory(sys.argv[1]);"
         "assert 'torch' not in sys.modules;"
         "assert sum(m.num_bytes for m in peak.worst.modules) == peak.worst.peak.requested_bytes;"
@@ -292,7 +292,7 @@ def test_a_config_answers_without_torch_as_the_trace_does(tmp_path):
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     tier, [told] = json.loads(done.stdout)
-    traced = api.estimate_memory(path, trace=True)
+    traced = checking.estimate_memory(path, trace=True)
     assert (tier, traced.tier) == ("1", "3")
     for one, other in zip(told[:3], traced.worst.peak[:3], strict=True):
         assert one == pytest.approx(other, rel=0.01)
@@ -306,6 +306,6 @@ def test_what_check_refuses_is_not_traced(tmp_path):
     path.write_text(json.dumps({**PLAN, "model": {"config": "config.json"}, "rules": rules}))
     told: list[str] = []
     with pytest.raises(PlanError) as refused:
-        api.estimate_memory(path, told=told.append)
-    assert [*refused.value.problems] == [*api.check_plan(path).problems]
+        checking.estimate_memory(path, told=told.append)
+    assert [*refused.value.problems] == [*checking.check_plan(path).problems]
     assert told == []

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import meshplan
-from meshplan.api import checking as api
+from meshplan.api import checking
 from meshplan.api.planning import lock_plan, overrides_of_free, search_plan
 from meshplan.cli.app import main
 from meshplan.errors import SpecError
@@ -42,7 +42,7 @@ VERBS = (
 def closed(job) -> Path:
     """A plan that states mesh, strategy and batch, and fits by what `plan` chooses alone."""
     path = job(LLAMA | LARGE, **STATED)
-    assert api.estimate_memory(path).fits is False
+    assert checking.estimate_memory(path).fits is False
     assert main(["plan", "-f", str(path), "-q"]) == 0
     return path
 
@@ -72,11 +72,11 @@ def test_every_verb_says_what_plan_said(closed, capsys):
     """The bytes, the seconds and the verdict of the lock, not of the defaults."""
     chosen = search_plan(closed).chosen
     assert chosen is not None
-    estimate = api.estimate_memory(closed)
+    estimate = checking.estimate_memory(closed)
     assert estimate.worst.band == chosen.memory.worst.band
     assert estimate.fits is True
-    assert api.decide(closed).digest() == chosen.plan.digest()
-    found = api.check_plan(closed)
+    assert checking.decide(closed).digest() == chosen.plan.digest()
+    found = checking.check_plan(closed)
     assert found.plan is not None
     assert found.plan.digest() == chosen.plan.digest()
     assert main(["draw", "-f", str(closed), "--what", "memory"]) == 0
@@ -85,7 +85,7 @@ def test_every_verb_says_what_plan_said(closed, capsys):
 
 def test_plan_says_what_the_file_is_without_its_choices(closed, capsys):
     lock_path(closed).unlink()
-    without = api.estimate_memory(closed)
+    without = checking.estimate_memory(closed)
     assert main(["plan", "-f", str(closed), "--dry-run", "--json"]) == 0
     out, err = capsys.readouterr()
     written = json.loads(out)["result"]["as_written"]
@@ -95,7 +95,7 @@ def test_plan_says_what_the_file_is_without_its_choices(closed, capsys):
 
 
 def test_a_plan_changed_on_top_is_not_the_locks(closed):
-    found = api.check_plan(closed, ["precision=bf16-true"])
+    found = checking.check_plan(closed, ["precision=bf16-true"])
     assert found.notes == (f"plan.lock.yaml was made for the file without --set: {DEFAULTS}",)
     assert found.plan is not None
     assert not found.plan.assignment.recompute
@@ -105,7 +105,7 @@ def test_without_a_lock_nothing_is_said_of_one(closed, capsys):
     lock_path(closed).unlink()
     assert main(["check", "-f", str(closed)]) == 0
     assert capsys.readouterr().err == ""
-    assert api.check_plan(json.loads(closed.read_text()) | {"model": None}).is_ok
+    assert checking.check_plan(json.loads(closed.read_text()) | {"model": None}).is_ok
 
 
 def test_a_lock_of_an_earlier_version_holds(closed):
@@ -130,7 +130,7 @@ def test_what_is_freed_is_in_the_lock_and_holds_in_every_verb(closed, capsys):
     assert lock is not None
     assert lock.free == tuple(free)
     line = "goes by plan.lock.yaml, which frees batch.micro and mesh.dp_replicate"
-    found = api.check_plan(closed)
+    found = checking.check_plan(closed)
     assert found.notes == (line,)
     assert found.plan is not None
     chosen = search_plan(closed, overrides_of_free(free)).chosen

@@ -23,7 +23,7 @@ from meshplan.model.blueprint import from_mapping
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.render.ranks import map_of_ranks
 from meshplan.render.show import plan_to_json, plan_to_text
-from meshplan.render.tree import Entry, Row, fold_tree
+from meshplan.render.tree import Entry, TreeLine, fold_tree
 from meshplan.spec.reader import load_spec
 from meshplan.spec.recipes import recipe_names, recipe_path
 
@@ -60,7 +60,7 @@ def expand(pattern: str) -> list[str]:
     return ["".join(words) for words in itertools.product(*pieces)]
 
 
-def unfold(rows: list[Row]) -> dict[str, tuple[str, ...]]:
+def unfold(rows: list[TreeLine]) -> dict[str, tuple[str, ...]]:
     """Every name the rows stand for, with its cells."""
     out: dict[str, tuple[str, ...]] = {}
     around: list[list[str]] = []

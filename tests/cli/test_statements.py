@@ -9,7 +9,7 @@ import random
 import pytest
 
 from meshplan.cli.app import main
-from meshplan.planner.lock.changes import Change
+from meshplan.planner.lock.changes import FieldChange
 from meshplan.planner.lock.lock import lock_path, read
 from meshplan.planner.problem.overrides import patterns
 from meshplan.render.changes import changes_to_text
@@ -117,7 +117,7 @@ def test_lines_are_broken_between_words_and_lose_none():
 
 
 def test_what_changed_is_told_in_the_same_words():
-    changes = (Change("pipeline.split", LONG, [[name] for name in LAYERS]),)
+    changes = (FieldChange("pipeline.split", LONG, [[name] for name in LAYERS]),)
     line = changes_to_text(changes, LAYERS)[0]
     assert line.endswith("125 -> 126 stages of 1 block")
     assert f"pipeline.split: {statement_value('pipeline.split', LONG, LAYERS)} -> " in line

@@ -10,8 +10,8 @@ import pytest
 
 from meshplan.cli.app import main
 from meshplan.cost.calibration import (
-    Measured,
     Sample,
+    Timings,
     profile_from,
     read_profile,
     write_profile,
@@ -33,7 +33,7 @@ def times(least, rate, amounts, noise=0.0, hops=0):
 
 
 GIGAS = [1e9 * 2**n for n in range(6)]
-MADE = Measured(
+MADE = Timings(
     device=H100,
     dtype="bfloat16",
     launch_s=5e-6,

@@ -10,12 +10,12 @@ import pytest
 from meshplan.cost.chain import Chain, chain_of, chain_of_tapes, shown_of
 from meshplan.cost.grid import RECOMPUTE
 from meshplan.errors import PlanError
-from meshplan.memory.decoder.microbatch import Run, tape_of
+from meshplan.memory.decoder.microbatch import MicrobatchSpec, tape_of
 from meshplan.memory.decoder.sizes import shape_of
 from meshplan.memory.log.events import Term
 from meshplan.memory.tape.op import Grad, Tape
-from meshplan.memory.tape.ops import Writer
-from meshplan.memory.tape.tape import Span, play
+from meshplan.memory.tape.ops import TapeBuilder
+from meshplan.memory.tape.tape import RecomputeSpan, play
 from meshplan.model.blueprint import from_config, from_mapping
 
 HIDDEN, MLP, LAYERS, HEADS, KV, VOCAB, LENGTH = 64, 160, 5, 8, 4, 96, 48
@@ -80,10 +80,10 @@ def test_every_parameter_is_in_one_place(graphs, family):
 def test_saved_bytes_add_up_to_what_forward_leaves(graphs, family, again):
     shape, samples = shape_of(graphs[family]), 3
     chain = chain_of(graphs[family], seq_len=LENGTH, element_bytes=4)
-    tape = tape_of(shape, Run(batch=samples, seq_len=LENGTH, element_bytes=4))
+    tape = tape_of(shape, MicrobatchSpec(batch=samples, seq_len=LENGTH, element_bytes=4))
     tape.rows = [row._replace(is_kept=row.op in ("mm", "attention")) for row in tape.rows]
     if again:
-        tape.spans = [Span(start, end, True, again == 1) for _, start, end in tape.units]
+        tape.spans = [RecomputeSpan(start, end, True, again == 1) for _, start, end in tape.units]
     work = play(tape, sums_in_place=True)
     names = work.log.phases
     live = before = most = left = 0
@@ -204,7 +204,7 @@ def test_a_last_block_that_works_otherwise_is_a_kind_of_its_own():
     widths = [1, 1, 1, 1, 3]
 
     def write(num: int, batch: int) -> Tape:
-        w = Writer(Tape(), 2, 2, is_cuda=True)
+        w = TapeBuilder(Tape(), 2, 2, is_cuda=True)
         tape, x = w.tape, w.tape.value(LENGTH * batch * 8)
         tape.before[x] = Term.INPUTS
         x = w.at("embed").embedding(x, VOCAB, HIDDEN, "table")

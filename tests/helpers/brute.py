@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 
 from meshplan.cost.grid import GRID, OPTIONS, SCHEDULE_WORDS
 from meshplan.layout.schedules import SCHEDULES, actions
-from meshplan.planner.solve.config import Candidate, Row, solve_row
-from meshplan.planner.solve.result import Measured
-from meshplan.planner.tables.cost_table import Numbers, weights
+from meshplan.planner.solve.config import Candidate, ConfigSolver, solve_config
+from meshplan.planner.solve.result import ReplayedMemory
+from meshplan.planner.tables.cost_table import CostTable, weights
 from meshplan.planner.tables.in_flight import in_flight
 
 NUM_OPTIONS = len(OPTIONS)
 HALVED = "InterleavedZeroBubble"
 
 
-def random_numbers(seed: int, num_rows: int = 6) -> tuple[Numbers, float]:
+def random_numbers(seed: int, num_rows: int = 6) -> tuple[CostTable, float]:
     """(a small space, a capacity that is sometimes tight and sometimes not)."""
     rng = np.random.default_rng(seed)
     kinds, length = int(rng.integers(1, 4)), int(rng.integers(2, 6))
@@ -45,7 +45,7 @@ def random_numbers(seed: int, num_rows: int = 6) -> tuple[Numbers, float]:
         resident[:] = 1.0
     offered = rng.random(shape) < 0.8
     offered[:, :, 0] = True
-    numbers = Numbers(
+    numbers = CostTable(
         grid=grid,
         order=order,
         seconds=np.where(offered, seconds, np.inf),
@@ -65,7 +65,7 @@ def random_numbers(seed: int, num_rows: int = 6) -> tuple[Numbers, float]:
     return numbers, float(rng.uniform(5, 12 * length))
 
 
-def alike_rows() -> tuple[Numbers, float, NDArray[np.float64]]:
+def alike_rows() -> tuple[CostTable, float, NDArray[np.float64]]:
     """(80 meshes of one model, a capacity, what each holds above its linear figures).
 
     The last 20 are slow and hold nothing more. All others must give up the fastest of their
@@ -84,16 +84,16 @@ def alike_rows() -> tuple[Numbers, float, NDArray[np.float64]]:
     alike["grid"]["tp"] = np.where(is_slow, 8, 1)
     alike["seconds"] *= np.where(is_slow, 1.5, 1.2 - 0.002 * place)[:, None, None]
     numbers = replace(numbers, **alike)
-    fast = solve_row(numbers, 0, float("inf"))
+    fast = solve_config(numbers, 0, float("inf"))
     assert fast is not None
     capacity = max(fast.linear_bytes)
-    least = max(Row(numbers, 0, float("inf")).smallest().linear_bytes)
+    least = max(ConfigSolver(numbers, 0, float("inf")).smallest().linear_bytes)
     extra = np.where(is_slow, 0.0, 0.6 * (capacity - least))
     extra[57:60] = capacity - 0.9 * least
     return numbers, capacity, extra
 
 
-def random_rounds(seed: int, num_rows: int = 6) -> tuple[Numbers, float]:
+def random_rounds(seed: int, num_rows: int = 6) -> tuple[CostTable, float]:
     """The same of alike blocks between two ends, and ranks with several stages."""
     numbers, _ = random_numbers(seed, num_rows)
     rng = np.random.default_rng(seed + 10**6)
@@ -186,7 +186,7 @@ def began_by(schedule: str, ranks: int, virtual: int, count: int) -> tuple[bool,
     return tuple(out)
 
 
-def beside_blocks(numbers: Numbers, row: int, rank: int) -> float:
+def beside_blocks(numbers: CostTable, row: int, rank: int) -> float:
     """Bytes of a rank whatever its blocks do: a block's pass, or on the last rank the loss."""
     is_last = rank == int(numbers.grid[row]["pp"]) - 1
     held = float((numbers.top if is_last else numbers.turn)[row] + numbers.beside[row])
@@ -195,7 +195,7 @@ def beside_blocks(numbers: Numbers, row: int, rank: int) -> float:
 
 
 def rank_value(
-    numbers: Numbers, row: int, stages: Any, keeps: Any, began: bool, room: float
+    numbers: CostTable, row: int, stages: Any, keeps: Any, began: bool, room: float
 ) -> float:
     """The least seconds of some stages' blocks on a rank, by trying all options of each."""
     if began:
@@ -216,7 +216,7 @@ def ways_of(options: int, count: int) -> NDArray[np.int64]:
 
 
 def least_seconds(
-    numbers: Numbers, row: int, blocks: Sequence[tuple[int, int, float]], room: float
+    numbers: CostTable, row: int, blocks: Sequence[tuple[int, int, float]], room: float
 ) -> float:
     """The least seconds of some blocks that fit, of all ways to give each of them an option.
 
@@ -233,7 +233,7 @@ def least_seconds(
     return float(seconds[held <= room * (1 + 1e-12)].min(initial=float("inf")))
 
 
-def fastest_rounds(numbers: Numbers, row: int, capacity: float) -> float:
+def fastest_rounds(numbers: CostTable, row: int, capacity: float) -> float:
     """Seconds of the best way of a row with several stages a rank, by trying every cut."""
     config, blocks = numbers.grid[row], sum(map(bool, numbers.names))
     ranks, virtual = int(config["pp"]), int(config["virtual"])
@@ -268,7 +268,7 @@ def fastest_rounds(numbers: Numbers, row: int, capacity: float) -> float:
     return best
 
 
-def stage_values(numbers: Numbers, row: int, stage: int, blocks: Any, room: float) -> float:
+def stage_values(numbers: CostTable, row: int, stage: int, blocks: Any, room: float) -> float:
     """The least seconds of some blocks on a stage, by trying all options of each."""
     keeps = in_flight(numbers.grid[row], stage)
     config = numbers.grid[row]
@@ -278,7 +278,7 @@ def stage_values(numbers: Numbers, row: int, stage: int, blocks: Any, room: floa
     return least_seconds(numbers, row, [(k, blocks.count(k), keeps) for k in {*blocks}], room)
 
 
-def fastest(numbers: Numbers, row: int, capacity: float) -> float:
+def fastest(numbers: CostTable, row: int, capacity: float) -> float:
     """Seconds of the best way of one row, by trying every cut."""
     config, length = numbers.grid[row], len(numbers.order)
     if config["virtual"] > 1:
@@ -305,5 +305,5 @@ def fastest(numbers: Numbers, row: int, capacity: float) -> float:
     return best
 
 
-def always_fits(candidate: Candidate) -> Measured:
-    return Measured(fits=True)
+def always_fits(candidate: Candidate) -> ReplayedMemory:
+    return ReplayedMemory(fits=True)

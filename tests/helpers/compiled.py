@@ -37,7 +37,7 @@ def measured(name: str, plan: dict[str, Any], size: int) -> int:
 
 def foretold(name: str, plan: dict[str, Any], size: int, world: int) -> tuple[int, int, int]:
     """(least, most) of the same, and the most of the plan without a compiler."""
-    from meshplan.runtime.fake_step.step import imagine_step
+    from meshplan.runtime.fake_step.step import fake_step
     from tests.helpers.replayed import decided
 
     warnings.simplefilter("ignore")
@@ -45,7 +45,7 @@ def foretold(name: str, plan: dict[str, Any], size: int, world: int) -> tuple[in
     for each in (plan, plan | {"compile": False}):
         model, found, _ = decided(name, each, world)
         inputs, targets = models.batch(name, 0, size // world)
-        log = imagine_step(
+        log = fake_step(
             model, found, inputs, targets, models.loss, lambda m: exact.optimizer(m, "default")
         )
         if found.assignment.compiled:

@@ -125,11 +125,11 @@ def imagined(
 def _imagined(
     model_name: str, plan: Mapping[str, Any], how: str, world: int, rank: int, device: str
 ) -> tuple[EventLog, StateBytes]:
-    from meshplan.runtime.fake_step.step import imagine_step
+    from meshplan.runtime.fake_step.step import fake_step
     from tests.helpers.replayed import decided
 
     model, found, batch = decided(model_name, plan, world)
-    log = imagine_step(
+    log = fake_step(
         model, found, *batch, models.loss, lambda wrapped: optimizer(wrapped, how), rank, device
     )
     words = {"default": "adamw"}

@@ -21,7 +21,7 @@ from meshplan.memory.log.events import EventLog
 from meshplan.memory.replay import replay
 from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.runtime.base.batch import mapped
-from meshplan.runtime.fake_step import step as imagine
+from meshplan.runtime.fake_step import step
 from meshplan.runtime.fake_step.cuda_mode import AS_IT_IS, Behaviour
 from meshplan.runtime.torch_private.offload import units_cross
 from tests.helpers import exact, models, replayed
@@ -60,10 +60,10 @@ def measured(name: str, plan: Mapping[str, Any], steps: int, *, is_apart: bool) 
     try:
         adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
         if not is_apart:
-            return of(imagine.watch_steps(model, adam, *batch, models.loss, steps))
+            return of(step.watch_steps(model, adam, *batch, models.loss, steps))
         with host_apart() as behaviour:
             return of(
-                imagine.watch_steps(model, adam, *batch, models.loss, steps, behaviour=behaviour)
+                step.watch_steps(model, adam, *batch, models.loss, steps, behaviour=behaviour)
             )
     finally:
         gc.enable()
@@ -78,8 +78,8 @@ def imagined(
         model, found, batch = replayed.decided(name, plan, world)
         with pytest.MonkeyPatch.context() as patch:
             if is_apart:
-                patch.setattr(imagine, "behaving_as", host_apart)
-            log = imagine.imagine_step(
+                patch.setattr(step, "behaving_as", host_apart)
+            log = step.fake_step(
                 model, found, *batch, models.loss,
                 lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3),
             )  # fmt: skip

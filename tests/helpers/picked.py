@@ -12,7 +12,7 @@ from torch import nn
 
 import meshplan
 from meshplan.plan.plan import make_plan
-from meshplan.runtime.fake_step.step import imagine_step, watch_steps
+from meshplan.runtime.fake_step.step import fake_step, watch_steps
 from meshplan.runtime.trace.bounds import everything, picking
 from meshplan.runtime.trace.structure import graph_of
 from meshplan.spec.reader import load_spec
@@ -78,6 +78,6 @@ def at_most() -> Phases | str:
         model = Picker(0)
         plan = make_plan(load_spec(PLAN), graph_of(model))
         with picking(everything):
-            return dict(imagine_step(model, plan, *_batch(), _loss, _optimizer).by_phase)
+            return dict(fake_step(model, plan, *_batch(), _loss, _optimizer).by_phase)
     except Exception:
         return traceback.format_exc()

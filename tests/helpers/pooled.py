@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshplan.memory.analytic.estimate import told_rank
-from meshplan.planner.problem.problem import Job
-from meshplan.planner.solve.result import Measured
+from meshplan.memory.analytic.estimate import analytic_log_of_rank
+from meshplan.planner.problem.problem import PlanningProblem
+from meshplan.planner.solve.result import ReplayedMemory
 
 
-def pooled_bytes(at: Job, measured: Measured) -> int:
+def pooled_bytes(at: PlanningProblem, measured: ReplayedMemory) -> int:
     """The most of any rank that the pools of all streams hold together of what was asked for."""
     return max(pooled_by_group(at, measured))
 
 
-def pooled_by_group(at: Job, measured: Measured) -> Iterator[int]:
+def pooled_by_group(at: PlanningProblem, measured: ReplayedMemory) -> Iterator[int]:
     """The same of each group of equal ranks."""
     assert measured.result is not None
     plan = measured.result.plan
     for group in measured.result.memory.groups:
-        yield told_rank(plan, group.ranks[0], device=at.question.device).pooled_bytes
+        yield analytic_log_of_rank(plan, group.ranks[0], device=at.question.device).pooled_bytes

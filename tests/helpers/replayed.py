@@ -15,7 +15,7 @@ from torch import nn
 from meshplan.layout.mesh import DATA_AXES
 from meshplan.memory import EventLog
 from meshplan.memory.log.events import Storage, Term
-from meshplan.memory.log.microbatch import Work
+from meshplan.memory.log.microbatch import MicrobatchTrace
 from meshplan.memory.replay import Prepared, replay
 from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.memory.replay.step import composed_log
@@ -23,7 +23,7 @@ from meshplan.plan.plan import Plan, make_plan
 from meshplan.runtime.base.batch import mapped, microbatch, part_of
 from meshplan.runtime.fake_step import microbatch as blocks
 from meshplan.runtime.fake_step.microbatch import trace_work
-from meshplan.runtime.fake_step.step import imagine_step
+from meshplan.runtime.fake_step.step import fake_step
 from meshplan.runtime.trace.ops import record
 from meshplan.runtime.trace.rehearse import rehearser
 from meshplan.runtime.trace.structure import graph_of
@@ -87,7 +87,7 @@ def deep(special: int, plan: Mapping[str, Any]) -> tuple[int, list[Any], list[An
         return traceback.format_exc()
 
 
-def spelled(work: Work) -> list[Any]:
+def spelled(work: MicrobatchTrace) -> list[Any]:
     """All of a work, storages numbered as they come."""
     numbers: dict[int, int] = {}
     events = [(e.delta, numbers.setdefault(e.storage, len(numbers)), e.phase)
@@ -115,7 +115,7 @@ def decided(model_name: str, plan: Mapping[str, Any], world: int) -> tuple[Any, 
     return model, found, batch
 
 
-def work_of(model: Any, plan: Plan, batch: Any, rank: int, device: str = "cpu") -> Work:
+def work_of(model: Any, plan: Plan, batch: Any, rank: int, device: str = "cpu") -> MicrobatchTrace:
     """Traced from one microbatch with memory of its own."""
     first = mapped(microbatch(batch, plan.accumulate), torch.clone)
     return trace_work(model, plan, *first, models.loss, rank, device)
@@ -150,7 +150,7 @@ def both(
     warnings.simplefilter("ignore")
     try:
         model, found, batch = decided(model_name, plan, world)
-        whole = imagine_step(
+        whole = fake_step(
             model, found, *batch, models.loss, lambda m: exact.optimizer(m, how), rank
         )
         work = work_of(model, found, batch, rank)
@@ -201,7 +201,7 @@ def on_streams(model_name: str, plan: Mapping[str, Any], world: int) -> tuple[Bi
     warnings.simplefilter("ignore")
     try:
         model, found, batch = decided(model_name, plan, world)
-        whole = imagine_step(
+        whole = fake_step(
             model, found, *batch, models.loss, lambda m: exact.optimizer(m, "adamw"), 0, "cuda"
         )
         work = work_of(model, found, batch, 0, "cuda")

@@ -13,7 +13,7 @@ from torch import nn
 
 from meshplan.memory import EventLog
 from meshplan.plan.plan import Plan, make_plan
-from meshplan.runtime.fake_step.step import CPU, imagine_step
+from meshplan.runtime.fake_step.step import CPU, fake_step
 from meshplan.runtime.trace.ops import record
 from meshplan.runtime.trace.rehearse import rehearser
 from meshplan.runtime.trace.structure import graph_of
@@ -60,7 +60,7 @@ def _traced(
         return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
 
     given = model, plan, ids, ids.clone(), loss_fn, adam
-    logs = [imagine_step(*given, rank, device) for rank in ranks]
+    logs = [fake_step(*given, rank, device) for rank in ranks]
     return plan.digest(), logs
 
 

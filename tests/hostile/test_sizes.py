@@ -143,7 +143,7 @@ def test_what_a_plan_leaves_out_is_asked_without_a_trace(job, capsys, left_out, 
     assert main(["estimate", "-f", str(plan)]) == 2
     err = capsys.readouterr().err
     assert asked in err
-    assert "imagining" not in err
+    assert "fake_rank" not in err
 
 
 def test_an_example_that_is_too_large_to_run_is_one_without_numbers(job):

@@ -15,7 +15,7 @@ from meshplan.api.planning import search_plan
 from meshplan.cli.app import main
 from meshplan.layout.hardware import find_device
 from meshplan.memory import with_workspaces
-from meshplan.memory.analytic.estimate import told_rank
+from meshplan.memory.analytic.estimate import analytic_log_of_rank
 from meshplan.memory.log.allocator import reserve
 from meshplan.plan.plan import make_plan
 from meshplan.planner.answers.infeasible import trouble_of
@@ -42,7 +42,9 @@ def test_what_is_told_is_reserved_by_that_allocator(job, capsys):
         (group,) = json.loads(capsys.readouterr().out)["result"]["groups"]
         question = question_of_file(path)
         plan = make_plan(question.read(()), question.graph)
-        log = with_workspaces(told_rank(plan, 0, device=question.device), question.device)
+        log = with_workspaces(
+            analytic_log_of_rank(plan, 0, device=question.device), question.device
+        )
         assert group["peak"]["reserved_bytes"] == reserve(log, expandable=bool(more)).reserved_bytes
         found.append(group["peak"]["reserved_bytes"])
     assert found[1] < found[0]

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from meshplan.errors import PlanError
-from meshplan.memory.analytic.estimate import told_estimate, told_log
-from meshplan.memory.decoder.microbatch import Run, tape_of
+from meshplan.memory.analytic.estimate import analytic_log, estimate_analytic
+from meshplan.memory.decoder.microbatch import MicrobatchSpec, tape_of
 from meshplan.memory.decoder.sizes import shape_of
 from meshplan.memory.log.events import EventLog, Term
-from meshplan.memory.log.microbatch import Moment
+from meshplan.memory.log.microbatch import HookKind
 from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.memory.tape.tape import play
 from meshplan.model.blueprint import from_mapping
@@ -66,7 +66,7 @@ def _traced(
     import torch.nn.functional as F
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from meshplan.runtime.fake_step.step import imagine_step
+    from meshplan.runtime.fake_step.step import fake_step
     from meshplan.runtime.trace.ops import record
     from meshplan.runtime.trace.rehearse import rehearser
     from meshplan.runtime.trace.structure import graph_of
@@ -84,7 +84,7 @@ def _traced(
     def loss_fn(output: Any, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(output.logits.flatten(0, 1).float(), targets.flatten())
 
-    log = imagine_step(
+    log = fake_step(
         model, plan, ids, ids.clone(), loss_fn,
         lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3, foreach=foreach), rank, device,
     )  # fmt: skip
@@ -117,7 +117,7 @@ def told(
 ) -> Figures:  # fmt: skip
     plan = plan_of(config, spec, world)
     foreach = is_uniform(plan.assignment)
-    return figures(told_log(
+    return figures(analytic_log(
         plan, batch=BATCH // plan.accumulate, seq_len=seq_len, rank=rank,
         is_cuda=device == "cuda", in_place=False, foreach=foreach,
     ))  # fmt: skip
@@ -337,7 +337,7 @@ def test_kernels_take_for_themselves_what_a_trace_knows_that_they_take() -> None
     from meshplan.runtime.fake_step.cuda_workspace import taken_inside
 
     shape = shape_of(from_mapping(LLAMA | {"head_dim": 48, "vocab_size": 5000}))
-    run = Run(batch=2, seq_len=2000, element_bytes=2, tp=2)
+    run = MicrobatchSpec(batch=2, seq_len=2000, element_bytes=2, tp=2)
     rows = {row.op: row for row in tape_of(shape, run).rows}
     ops = torch.ops.aten
 
@@ -354,10 +354,10 @@ def test_kernels_take_for_themselves_what_a_trace_knows_that_they_take() -> None
 
 def test_a_block_is_gathered_before_it_runs_again() -> None:
     shape = shape_of(from_mapping(LLAMA))
-    run = Run(batch=1, seq_len=8, recomputed=frozenset({0, 1, 2}))
+    run = MicrobatchSpec(batch=1, seq_len=8, recomputed=frozenset({0, 1, 2}))
     work = play(tape_of(shape, run))
     blocks = [f"model.layers.{n}" for n in (2, 1, 0)]
-    starts = [m for m in work.marks if m.moment == Moment.BEFORE_BACKWARD and m.unit in blocks]
+    starts = [m for m in work.marks if m.moment == HookKind.BEFORE_BACKWARD and m.unit in blocks]
     assert [mark.unit for mark in starts] == blocks
     for mark in starts:
         first = next(e for e in work.log.events[mark.event :] if e.delta > 0)
@@ -368,14 +368,14 @@ def test_devices_without_flash_attention_are_refused() -> None:
     more = BF16 | {"mesh": {"dp_shard": 2}, "batch": {"micro": 1, "seq_len": 64}}
     plan = plan_of(LLAMA | LONG, {"version": 1} | more, 2)
     with pytest.raises(PlanError, match="v100-sxm-32gb, which has no flash attention"):
-        told_estimate(plan, device="v100-sxm-32gb", limit_bytes=None)
-    assert told_estimate(plan, device="h100-sxm-80gb", limit_bytes=None).groups
+        estimate_analytic(plan, device="v100-sxm-32gb", limit_bytes=None)
+    assert estimate_analytic(plan, device="h100-sxm-80gb", limit_bytes=None).groups
 
 
 def test_gradients_of_what_enters_cut_projections_are_summed_apart() -> None:
     """They are DTensors, which torch adds up in new memory; elsewhere it writes into the first."""
     shape = shape_of(from_mapping(LLAMA | {"num_hidden_layers": 1}))
-    tape = tape_of(shape, Run(batch=1, seq_len=8, tp=2))
+    tape = tape_of(shape, MicrobatchSpec(batch=1, seq_len=8, tp=2))
     apart = len(play(tape, sums_in_place=True).log.storages)
     tape.sums_apart.clear()
     assert apart - len(play(tape, sums_in_place=True).log.storages) == 3  # k and v to q; up to gate

@@ -14,18 +14,16 @@ from typing import Any
 
 import pytest
 
-from meshplan.memory.analytic import microbatches as told_works
-from meshplan.memory.analytic import stages as told_stages
-from meshplan.memory.analytic.estimate import told_rank
-from meshplan.memory.decoder.tp_ops import Styled
+from meshplan.memory.analytic import microbatches, stages
+from meshplan.memory.analytic.estimate import analytic_log_of_rank
+from meshplan.memory.decoder.tp_ops import TpPlanOnTape
 from meshplan.memory.log.events import EventLog, Term
-from meshplan.memory.log.microbatch import Work
-from meshplan.memory.repeat import equal_stages as alike
+from meshplan.memory.log.microbatch import MicrobatchTrace
+from meshplan.memory.repeat import equal_stages
 from meshplan.memory.replay import replay
-from meshplan.memory.stages import microbatch as stage_work
-from meshplan.memory.stages import schedule_pass as stage_pass
+from meshplan.memory.stages import microbatch, schedule_pass
 from meshplan.memory.stages.tape import StageTape
-from meshplan.memory.tape.op import Row, Tape
+from meshplan.memory.tape.op import Tape, TapeOp
 from meshplan.plan.plan import Plan
 from tests.helpers import told
 from tests.memory.test_analytic_stages import (
@@ -60,7 +58,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def logs_of(plan: Plan) -> list[EventLog]:
     """Of one rank of each place along pp."""
     count, batch = plan.mesh.world_size, told.samples(plan) // plan.accumulate
-    works = told_works.told_works(plan, batch, told.LENGTH, is_cuda=False, in_place=False)
+    works = microbatches.analytic_microbatches(
+        plan, batch, told.LENGTH, is_cuda=False, in_place=False
+    )
     ranks = range(0, count, count // plan.mesh.size("pp"))
     return [replay(works.of_rank(rank), plan, "adamw", rank=rank) for rank in ranks]
 
@@ -69,11 +69,11 @@ def play_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """No stage is like another one."""
     number = itertools.count()
 
-    def apart(*args: Any) -> alike.Outline:
-        outline = alike.outline_of(*args)
+    def apart(*args: Any) -> equal_stages.StageSignature:
+        outline = equal_stages.outline_of(*args)
         return replace(outline, shape=(outline.shape, next(number)))
 
-    monkeypatch.setattr(told_stages, "outline_of", apart)
+    monkeypatch.setattr(stages, "outline_of", apart)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -82,13 +82,13 @@ def test_alike_stages_are_played_once_and_named_apart(
 ) -> None:
     plan = decided(*CASES[case])
     played: list[StageTape] = []
-    play = told_stages.StageWorks._play
+    play = stages.StageWorks._play
 
     def noted(self: Any, part: StageTape, *, in_halves: bool) -> Any:
         played.append(part)
         return play(self, part, in_halves=in_halves)
 
-    monkeypatch.setattr(told_stages.StageWorks, "_play", noted)
+    monkeypatch.setattr(stages.StageWorks, "_play", noted)
     shared = logs_of(plan)
     num_shared = len(played)
     play_each(monkeypatch)
@@ -97,14 +97,14 @@ def test_alike_stages_are_played_once_and_named_apart(
 
 
 def _forget_what_runs_again() -> tuple[Any, str, Any]:
-    def less(part: Any, order: Any = None) -> alike.Outline:
-        return alike.outline_of(replace(part, tape=replace(part.tape, spans=[])), order)
+    def less(part: Any, order: Any = None) -> equal_stages.StageSignature:
+        return equal_stages.outline_of(replace(part, tape=replace(part.tape, spans=[])), order)
 
-    return told_stages, "outline_of", less
+    return stages, "outline_of", less
 
 
 def _rename_nothing() -> tuple[Any, str, Any]:
-    return stage_work.StageWork, "renamed", lambda self, names: self
+    return microbatch.StageWork, "renamed", lambda self, names: self
 
 
 @pytest.mark.parametrize("make", [_forget_what_runs_again, _rename_nothing])
@@ -122,11 +122,11 @@ def test_of_names_only_which_are_the_same_is_compared() -> None:
     x = tape.value(8)
     tape.before[x] = Term.INPUTS
     y = tape.value(8)
-    tape.add(Row("mm", "a.0.up", (x,), (y,), parameters=(("a.0.up.weight", 4),)))
+    tape.add(TapeOp("mm", "a.0.up", (x,), (y,), parameters=(("a.0.up.weight", 4),)))
 
-    def named(*names: str) -> alike.Outline:
+    def named(*names: str) -> equal_stages.StageSignature:
         row = tape.rows[0]._replace(module=names[0], parameters=((names[1], 4),))
-        return alike.outline_of(StageTape(replace(tape, rows=[row]), (), ()))
+        return equal_stages.outline_of(StageTape(replace(tape, rows=[row]), (), ()))
 
     one, other = named("a.0.up", "a.0.up.weight"), named("a.1.up", "a.1.up.weight")
     assert one.shape == other.shape
@@ -150,7 +150,7 @@ NEAR: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def one_by_one(plan: Plan) -> list[EventLog]:
     count = plan.mesh.world_size
     ranks = range(0, count, count // plan.mesh.size("pp"))
-    return [told_rank(plan, rank, device="h100-sxm-80gb") for rank in ranks]
+    return [analytic_log_of_rank(plan, rank, device="h100-sxm-80gb") for rank in ranks]
 
 
 @pytest.mark.parametrize("case", NEAR)
@@ -160,15 +160,15 @@ def test_of_one_rank_only_blocks_near_it_are_told(
     """Where blocks of its own are left out too, that shows."""
     plan = decided(*NEAR[case])
     found, num = one_by_one(plan), len(plan.graph.blocks())
-    monkeypatch.setattr(told_works, "_near", lambda *_: set(range(num)))
+    monkeypatch.setattr(microbatches, "_near", lambda *_: set(range(num)))
     assert one_by_one(plan) == found
-    monkeypatch.setattr(told_works, "_near", lambda *_: {0, num - 1})
+    monkeypatch.setattr(microbatches, "_near", lambda *_: {0, num - 1})
     assert one_by_one(plan) != found
 
 
 def test_what_is_whole_is_so_by_its_name_or_by_that_of_its_kind() -> None:
     here, there = "model.layers.0.attn.sinks", "model.layers.1.attn.sinks"
-    styled = Styled(tp=2, whole=frozenset({here}))
+    styled = TpPlanOnTape(tp=2, whole=frozenset({here}))
     assert [styled.is_whole(name) for name in (here, there)] == [True, False]
     assert [styled.of_any_block().is_whole(name) for name in (here, there)] == [True, True]
 
@@ -177,15 +177,15 @@ def test_a_rank_of_stages_knows_when_its_gradients_are_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """None before it is born; each of several microbatches adds to it later."""
-    ended: list[Work] = []
-    end = stage_pass.Pass.end
+    ended: list[MicrobatchTrace] = []
+    end = schedule_pass.Pass.end
 
-    def note(self: stage_pass.Pass, split_of: Any) -> Work:
+    def note(self: schedule_pass.Pass, split_of: Any) -> MicrobatchTrace:
         ended.append(end(self, split_of))
         return ended[-1]
 
-    monkeypatch.setattr(stage_pass.Pass, "end", note)
-    told_rank(decided(LLAMA, plan_of("1F1B", **BATCH)), 0, device="cpu")
+    monkeypatch.setattr(schedule_pass.Pass, "end", note)
+    analytic_log_of_rank(decided(LLAMA, plan_of("1F1B", **BATCH)), 0, device="cpu")
     (work, *_) = ended
     births: dict[int, int] = {}
     for number, event in enumerate(work.log.events):

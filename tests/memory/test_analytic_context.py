@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from meshplan.errors import PlanError
-from meshplan.memory.analytic import microbatches as told_works
-from meshplan.memory.analytic.estimate import told_estimate, told_log
+from meshplan.memory.analytic import microbatches
+from meshplan.memory.analytic.estimate import analytic_log, estimate_analytic
 from meshplan.memory.decoder import blocks
 from meshplan.memory.replay.optimizer import is_uniform
-from meshplan.memory.tape.ops import Writer
+from meshplan.memory.tape.ops import TapeBuilder
 from meshplan.model.blueprint import from_mapping
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.spec.reader import load_spec
@@ -58,7 +58,7 @@ def decided(config: dict[str, Any], spec: dict[str, Any]) -> Plan:
 
 def log_of(plan: Plan) -> Any:
     """As the trace on CPUs shows it."""
-    return told_log(
+    return analytic_log(
         plan, batch=2, seq_len=told.LENGTH, is_cuda=False, in_place=False,
         foreach=is_uniform(plan.assignment),
     )  # fmt: skip
@@ -83,11 +83,11 @@ def test_a_told_rank_is_the_traced_one(apart: ProcessPoolExecutor, case: str) ->
         assert mine.by_phase[phase] == pytest.approx(figures, abs=close), phase
 
 
-def _stack_nothing(self: Writer, x: int) -> int:
+def _stack_nothing(self: TapeBuilder, x: int) -> int:
     return self.scale(x, "exchange")
 
 
-def _lay_nothing(w: Writer, shape: Any, q: int, k: int, v: int, part: Any) -> int:
+def _lay_nothing(w: TapeBuilder, shape: Any, q: int, k: int, v: int, part: Any) -> int:
     q, k, v = (w.exchange(each) for each in (q, k, v))
     out = blocks.attend(w, q, k, v, shape.head_dim, part.seq_len, is_fused=part.is_fused)
     return w.exchange(out)
@@ -95,13 +95,13 @@ def _lay_nothing(w: Writer, shape: Any, q: int, k: int, v: int, part: Any) -> in
 
 @pytest.mark.parametrize(
     "mistake",
-    [(Writer, "exchange", _stack_nothing), (blocks, "_attend_to_whole", _lay_nothing)],
+    [(TapeBuilder, "exchange", _stack_nothing), (blocks, "_attend_to_whole", _lay_nothing)],
 )
 def test_a_mistake_shows(mistake: tuple[Any, str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     plan = decided(*CASES["heads"])
     right = log_of(plan).by_phase
     monkeypatch.setattr(
-        told_works, "LAST", told_works.LastPlayed(most=2)
+        microbatches, "LAST", microbatches.LastPlayed(most=2)
     )  # Nothing that was played without it.
     monkeypatch.setattr(*mistake)
     assert log_of(plan).by_phase != right
@@ -118,7 +118,7 @@ def test_a_rank_holds_less_of_a_sequence_that_more_ranks_cut() -> None:
             plan = make_plan(load_spec({"version": 1} | spec), from_mapping(config))
         else:
             plan = decided(config, spec)
-        found = told_estimate(plan, device="h100-sxm-80gb", limit_bytes=None)
+        found = estimate_analytic(plan, device="h100-sxm-80gb", limit_bytes=None)
         peaks.append(found.worst.peak.requested_bytes)
         assert ("inputs of a rank's step", f"[1, {65536 // cp}] int64") in found.assumed
     assert peaks[1] < 0.6 * peaks[0]

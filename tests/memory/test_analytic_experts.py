@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from meshplan.memory.analytic.estimate import told_log
+from meshplan.memory.analytic.estimate import analytic_log
 from meshplan.memory.decoder.experts import Spread
-from meshplan.memory.decoder.microbatch import Run, tape_of
+from meshplan.memory.decoder.microbatch import MicrobatchSpec, tape_of
 from meshplan.memory.decoder.sizes import shape_of
 from meshplan.model.blueprint import from_mapping
 from tests.memory.test_analytic import (
@@ -250,7 +250,7 @@ def test_a_step_of_real_ranks_is_told_by_what_came_to_them(pool: Any, policy: st
     for rank, (real, arrived) in enumerate(pool(2).run(exchanged, config, spec)):
         came.append(arrived)
         spread = Spread(2, arrived / slots, is_unit=True)
-        log = told_log(
+        log = analytic_log(
             plan, batch=BATCH, seq_len=SEQ_LEN, rank=rank, is_cuda=False, in_place=False,
             spread=spread,
         )  # fmt: skip
@@ -306,6 +306,8 @@ def test_long_lists_are_sorted_beside_themselves_on_cuda(
 ) -> None:
     """CUDA sorts 4096 numbers in place, and the CPU any."""
     shape = shape_of(from_mapping(MIXTRAL))
-    run = Run(batch=1, seq_len=seq_len, element_bytes=2, is_cuda=is_cuda, spread=Spread(2))
+    run = MicrobatchSpec(
+        batch=1, seq_len=seq_len, element_bytes=2, is_cuda=is_cuda, spread=Spread(2)
+    )
     sorts = [row.takes for row in tape_of(shape, run).rows if row.op == "sort"]
     assert set(sorts) == {taken}

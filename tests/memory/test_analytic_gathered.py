@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from meshplan.errors import PlanError
-from meshplan.memory.analytic import microbatches as told_works
-from meshplan.memory.analytic.estimate import told_estimate, told_log
+from meshplan.memory.analytic import microbatches
+from meshplan.memory.analytic.estimate import analytic_log, estimate_analytic
 from meshplan.memory.answer.rank_classes import equal_ranks
-from meshplan.memory.decoder import cp_all_gather as gathered
+from meshplan.memory.decoder import cp_all_gather
 from meshplan.memory.log.events import EventLog
 from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.model.blueprint import from_mapping
@@ -62,7 +62,7 @@ def decided(config: dict[str, Any], more: dict[str, Any]) -> Plan:
 
 def log_of(plan: Plan, rank: int, device: str = CPU) -> EventLog:
     """As the trace on CPUs, or as it imagines another device, shows it."""
-    return told_log(
+    return analytic_log(
         plan, batch=2, seq_len=told.LENGTH, rank=rank, is_cuda=device != CPU, in_place=False,
         foreach=is_uniform(plan.assignment), device=device, has_host=device != CPU,
     )  # fmt: skip
@@ -114,9 +114,9 @@ def test_a_mistake_shows(mistake: tuple[str, Any], monkeypatch: pytest.MonkeyPat
     plan = decided(wide | {"head_dim": 96}, TWO)
     right = log_of(plan, 1).by_phase
     monkeypatch.setattr(
-        told_works, "LAST", told_works.LastPlayed(most=2)
+        microbatches, "LAST", microbatches.LastPlayed(most=2)
     )  # Nothing that was played without it.
-    monkeypatch.setattr(gathered, *mistake)
+    monkeypatch.setattr(cp_all_gather, *mistake)
     assert log_of(plan, 1).by_phase != right
 
 
@@ -135,7 +135,7 @@ def test_the_fullest_rank_is_reported() -> None:
     batch = {"micro": 1, "seq_len": 4096}
     plan = decided(HEADS | {"max_position_embeddings": 4096}, TWO | MIXED | IN_ORDER | {
         "batch": batch})  # fmt: skip
-    found = told_estimate(plan, device=H100, limit_bytes=None)
+    found = estimate_analytic(plan, device=H100, limit_bytes=None)
     assert [group.ranks for group in found.groups] == [(0,), (1,)]
     assert found.worst.ranks == (1,)
 
@@ -154,6 +154,6 @@ def test_a_device_takes_masks_as_the_trace_imagines_it() -> None:
     """The two tables of devices are one."""
     from meshplan.runtime.fake_step.cuda_kernels import kernels_of
 
-    for device in (*gathered.CUDNN, "a100", "l40s", "v100", "cuda", "rtx", "a10"):
-        assert kernels_of(f"{device}-sxm").prefers_cudnn == (device in gathered.CUDNN)
+    for device in (*cp_all_gather.CUDNN, "a100", "l40s", "v100", "cuda", "rtx", "a10"):
+        assert kernels_of(f"{device}-sxm").prefers_cudnn == (device in cp_all_gather.CUDNN)
     assert replace(kernels_of("h100"), prefers_cudnn=False) == kernels_of("a100")

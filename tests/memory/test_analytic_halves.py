@@ -14,15 +14,14 @@ from typing import Any
 import pytest
 
 from meshplan.errors import PlanError
-from meshplan.memory.analytic import stages as told_stages
-from meshplan.memory.analytic.microbatches import told_works
+from meshplan.memory.analytic import stages
+from meshplan.memory.analytic.microbatches import analytic_microbatches
 from meshplan.memory.log.events import EventLog
 from meshplan.memory.replay import part, replay
-from meshplan.memory.stages import schedule_pass as stage_pass
-from meshplan.memory.stages import split_backward as stage_halves
-from meshplan.memory.tape import split_backward as halves
-from meshplan.memory.tape.op import Grad, Row, Tape
-from meshplan.memory.tape.split_backward import halves_of
+from meshplan.memory.stages import schedule_pass, split_backward
+from meshplan.memory.tape import split_backward as on_tape
+from meshplan.memory.tape.op import Grad, Tape, TapeOp
+from meshplan.memory.tape.split_backward import split_backward_of
 from tests.helpers import told
 from tests.memory.test_analytic_stages import (
     CUT,
@@ -84,7 +83,7 @@ def test_a_told_rank_is_the_traced_one(apart: ProcessPoolExecutor, case: str) ->
 
 
 def _note_nothing() -> tuple[Any, str, Any]:
-    back = stage_halves._HalvesPlayer._back_to_inputs
+    back = split_backward._SplitBackwardPlayer._back_to_inputs
 
     def without(self: Any, number: int) -> None:
         back(self, number)
@@ -92,28 +91,28 @@ def _note_nothing() -> tuple[Any, str, Any]:
             self._drop(storage)
             self._noted[number] = [self._born(0, self._tape.rows[number])]
 
-    return stage_halves._HalvesPlayer, "_back_to_inputs", without
+    return split_backward._SplitBackwardPlayer, "_back_to_inputs", without
 
 
 def _hold_no_operations() -> tuple[Any, str, Any]:
     """Beyond those that weights join at."""
-    until = halves._until
+    until = on_tape._until
 
     def fewer(tape: Tape, groups: Any) -> tuple[int, ...]:
         own = {number for group in groups for number in group.joins}
         return tuple(u if n in own else -1 for n, u in enumerate(until(tape, groups)))
 
-    return halves, "_until", fewer
+    return on_tape, "_until", fewer
 
 
 def _drop_what_was_received() -> tuple[Any, str, Any]:
-    end = stage_halves._HalvesPlayer._end_received
+    end = split_backward._SplitBackwardPlayer._end_received
 
     def early(self: Any, place: int) -> None:
         for each in sorted(self._ending):
             end(self, each)
 
-    return stage_halves._HalvesPlayer, "_end_received", early
+    return split_backward._SplitBackwardPlayer, "_end_received", early
 
 
 def _reduce_at_every_half() -> tuple[Any, str, Any]:
@@ -121,14 +120,14 @@ def _reduce_at_every_half() -> tuple[Any, str, Any]:
 
 
 def _copy_from_neighbours() -> tuple[Any, str, Any]:
-    forward = stage_pass.Pass.forward
+    forward = schedule_pass.Pass.forward
 
     def copied(self: Any, stage: int, m: int) -> None:
         forward(self, stage, m)
         if stage - 1 in self._parts:
             self._receive(stage, m, received=True)
 
-    return stage_pass.Pass, "forward", copied
+    return schedule_pass.Pass, "forward", copied
 
 
 MISTAKES: tuple[Callable[[], tuple[Any, str, Any]], ...] = (
@@ -169,13 +168,13 @@ def test_a_long_step_is_told_by_few_of_its_microbatches(
     plan = decided(config, plan_of(schedule, ranks, count, **more, **MIXED))
 
     def log(rank: int, *, in_brief: bool = False) -> EventLog:
-        works = told_works(plan, 2 * count, told.LENGTH)
+        works = analytic_microbatches(plan, 2 * count, told.LENGTH)
         return replay(works.of_rank(rank, in_brief=in_brief), plan, "adamw", rank=rank)
 
     for rank in range(0, 2 * ranks, 2):
         telling, brief = log(rank), log(rank, in_brief=True)
         with monkeypatch.context() as patch:
-            patch.setattr(told_stages, "telling", lambda schedule, ranks, count: count)
+            patch.setattr(stages, "telling", lambda schedule, ranks, count: count)
             whole = log(rank)
         assert telling.peak.live_bytes == whole.peak.live_bytes == brief.peak.live_bytes
         assert telling.pooled_bytes == whole.pooled_bytes
@@ -189,7 +188,7 @@ def test_a_tied_table_on_one_rank_is_refused() -> None:
         log_of(plan, 0)
 
 
-def _tape(*rows: Row) -> Tape:
+def _tape(*rows: TapeOp) -> Tape:
     tape = Tape()
     for _ in range(6):
         tape.value(8)
@@ -204,12 +203,14 @@ def _by_name(module: str, fqn: str) -> tuple[int, int]:
 
 def test_weights_that_join_at_one_place_go_together() -> None:
     tape = _tape(
-        Row("table", "", (), (1,), parameters=(("c", 8),)),
-        Row("add", "", (0, 1), (2,), grads=(Grad(0, 0), Grad(1, 8))),
-        Row("mm", "", (2,), (3,), keeps=(2,), grads=(Grad(2, 8),), parameters=(("a", 8), ("b", 8))),
-        Row("send", "", (3,), (4,), grads=(Grad(3, 8),)),
+        TapeOp("table", "", (), (1,), parameters=(("c", 8),)),
+        TapeOp("add", "", (0, 1), (2,), grads=(Grad(0, 0), Grad(1, 8))),
+        TapeOp(
+            "mm", "", (2,), (3,), keeps=(2,), grads=(Grad(2, 8),), parameters=(("a", 8), ("b", 8))
+        ),
+        TapeOp("send", "", (3,), (4,), grads=(Grad(3, 8),)),
     )
-    found = halves_of(tape, (0,), _by_name)
+    found = split_backward_of(tape, (0,), _by_name)
     assert found is not None
     assert [(g.parameters, g.joins, g.rows) for g in found.groups] == [
         (("a", "b"), (2,), (2,)), (("c",), (1,), (1, 0))
@@ -218,22 +219,22 @@ def test_weights_that_join_at_one_place_go_together() -> None:
 
 
 def test_a_stage_that_received_nothing_is_not_split() -> None:
-    tape = _tape(Row("table", "", (0,), (1,), parameters=(("c", 8),)),
-                 Row("send", "", (1,), (2,), grads=(Grad(1, 8),)))  # fmt: skip
-    assert halves_of(tape, (), _by_name) is None
+    tape = _tape(TapeOp("table", "", (0,), (1,), parameters=(("c", 8),)),
+                 TapeOp("send", "", (1,), (2,), grads=(Grad(1, 8),)))  # fmt: skip
+    assert split_backward_of(tape, (), _by_name) is None
 
 
 @pytest.mark.parametrize(
     ("rows", "what"),
     [
-        ((Row("mm", "", (0,), (1,), grads=(Grad(0, 8),), parameters=(("a", 8),)),
-          Row("mm", "", (1,), (2,), grads=(Grad(1, 8),), parameters=(("a", 8),)),
-          Row("send", "", (2,), (3,), grads=(Grad(2, 8),))), "uses twice"),
-        ((Row("mm", "", (0,), (1,), grads=(Grad(0, 8),)),
-          Row("table", "", (), (2,), parameters=(("a", 8),)),
-          Row("send", "", (1, 2), (3,), grads=(Grad(1, 8), Grad(2, 8)))), "weights alone"),
+        ((TapeOp("mm", "", (0,), (1,), grads=(Grad(0, 8),), parameters=(("a", 8),)),
+          TapeOp("mm", "", (1,), (2,), grads=(Grad(1, 8),), parameters=(("a", 8),)),
+          TapeOp("send", "", (2,), (3,), grads=(Grad(2, 8),))), "uses twice"),
+        ((TapeOp("mm", "", (0,), (1,), grads=(Grad(0, 8),)),
+          TapeOp("table", "", (), (2,), parameters=(("a", 8),)),
+          TapeOp("send", "", (1, 2), (3,), grads=(Grad(1, 8), Grad(2, 8)))), "weights alone"),
     ],
 )  # fmt: skip
-def test_what_has_no_rule_is_refused(rows: tuple[Row, ...], what: str) -> None:
+def test_what_has_no_rule_is_refused(rows: tuple[TapeOp, ...], what: str) -> None:
     with pytest.raises(PlanError, match=what):
-        halves_of(_tape(*rows), (0,), _by_name)
+        split_backward_of(_tape(*rows), (0,), _by_name)

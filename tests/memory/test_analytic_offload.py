@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from meshplan.errors import PlanError
-from meshplan.memory.analytic.estimate import told_estimate, told_log
-from meshplan.memory.analytic.microbatches import told_works
+from meshplan.memory.analytic.estimate import analytic_log, estimate_analytic
+from meshplan.memory.analytic.microbatches import analytic_microbatches
 from meshplan.memory.log.events import EventLog
 from meshplan.memory.replay import replay
 from meshplan.memory.replay.optimizer import is_uniform
@@ -48,7 +48,7 @@ def _traced(
     import torch.nn.functional as F
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from meshplan.runtime.fake_step import step as imagine
+    from meshplan.runtime.fake_step import step
     from meshplan.runtime.trace.ops import record
     from meshplan.runtime.trace.rehearse import rehearser
     from meshplan.runtime.trace.structure import graph_of
@@ -70,8 +70,8 @@ def _traced(
 
     with pytest.MonkeyPatch.context() as patch:
         if device == "cpu":
-            patch.setattr(imagine, "behaving_as", host_apart)
-        log = imagine.imagine_step(
+            patch.setattr(step, "behaving_as", host_apart)
+        log = step.fake_step(
             model, plan, ids, ids.clone(), loss_fn,
             lambda m: torch.optim.AdamW(
                 m.parameters(), lr=1e-3, foreach=is_uniform(plan.assignment)),
@@ -91,7 +91,7 @@ def told(
     config: dict[str, Any], spec: dict[str, Any], world: int, rank: int = 0, device: str = "cpu"
 ) -> Sides:
     plan = make_plan(load_spec(spec), from_mapping(config), world_size=world)
-    log = told_log(
+    log = analytic_log(
         plan, batch=samples(plan), seq_len=SEQ_LEN, rank=rank, has_host=True,
         is_cuda=device == "cuda", in_place=False, foreach=is_uniform(plan.assignment),
     )  # fmt: skip
@@ -205,7 +205,7 @@ def test_what_is_told_in_brief_waits_on_the_host_too() -> None:
     many = {"schedule": "1F1B", "microbatches": 16}
     spec = PP | {"pipeline": many, "offload": {"activations": True}}
     plan = make_plan(load_spec(spec), from_mapping(LLAMA))
-    works = told_works(plan, 2 * 16, SEQ_LEN, is_cuda=False)
+    works = analytic_microbatches(plan, 2 * 16, SEQ_LEN, is_cuda=False)
 
     def host(*, in_brief: bool) -> int:
         work = works.of_rank(0, in_brief=in_brief)
@@ -221,7 +221,7 @@ def test_the_estimate_tells_both_sides() -> None:
         spec = PLAIN | {"hardware": {"gpus_per_node": 2, "gpu": "a100-sxm-80gb"}} | more
         spec |= {"batch": {"micro": 2, "seq_len": SEQ_LEN}, "precision": "bf16-mixed"}
         plan = make_plan(load_spec(spec), from_mapping(BIG))
-        return told_estimate(plan, device="a100-sxm-80gb", limit_bytes=2**34).worst
+        return estimate_analytic(plan, device="a100-sxm-80gb", limit_bytes=2**34).worst
 
     there, here = group(offload={"activations": True}), group()
     assert there.host_bytes > 0 == here.host_bytes
@@ -241,7 +241,7 @@ def test_a_node_s_host_holds_what_its_ranks_do(
 ) -> None:
     hardware = {"nodes": 2, "gpus_per_node": 2, "gpu": "a100-sxm-80gb", **memory}
     spec = PLAN_OF_FOUR | {"hardware": hardware, "offload": "params"}
-    found = told_estimate(
+    found = estimate_analytic(
         make_plan(load_spec(spec), from_mapping(BIG)), device="a100-sxm-80gb", limit_bytes=2**34
     )
     assert found.host is not None

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from meshplan.memory.analytic import stages as told_stages
-from meshplan.memory.analytic.estimate import told_rank
+from meshplan.memory.analytic import stages
+from meshplan.memory.analytic.estimate import analytic_log_of_rank
 from meshplan.memory.analytic.stages import Played
 from meshplan.plan.plan import Plan
 from tests.memory.test_analytic_stages import AGAIN, FUSED, GPT2, MIXED, QWEN, decided, plan_of
@@ -47,32 +47,34 @@ def ranks_of(plan: Plan) -> tuple[int, int]:
 
 def test_nothing_changes(plans: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where few are kept."""
-    alone = [[told_rank(plan, r, device="cuda") for r in ranks_of(plan)] for plan in plans]
-    for most in (told_stages._MOST_PLAYED, 2):
-        monkeypatch.setattr(told_stages, "_MOST_PLAYED", most)
+    alone = [
+        [analytic_log_of_rank(plan, r, device="cuda") for r in ranks_of(plan)] for plan in plans
+    ]
+    for most in (stages._MOST_PLAYED, 2):
+        monkeypatch.setattr(stages, "_MOST_PLAYED", most)
         played = Played()
         for _ in range(2):
             for plan, logs in zip(plans, alone, strict=True):
                 for rank, log in zip(ranks_of(plan), logs, strict=True):
-                    assert told_rank(plan, rank, device="cuda", played=played) == log
+                    assert analytic_log_of_rank(plan, rank, device="cuda", played=played) == log
             assert len(played._known) <= most
 
 
 def test_a_stage_is_played_once(plans: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
-    count, play = [0], told_stages.play_stage
+    count, play = [0], stages.play_stage
 
     def counted(*args: Any, **more: Any) -> Any:
         count[0] += 1
         return play(*args, **more)
 
-    monkeypatch.setattr(told_stages, "play_stage", counted)
+    monkeypatch.setattr(stages, "play_stage", counted)
     played = Played()
     for plan in plans[1:4]:
         for rank in ranks_of(plan):
-            told_rank(plan, rank, device="cuda", played=played)
+            analytic_log_of_rank(plan, rank, device="cuda", played=played)
     # First, between and last; the same recomputed; of some blocks only the last stage's are not.
     before = count[0]
     assert before <= 7
     for rank in ranks_of(plans[3]):
-        told_rank(plans[3], rank, device="cuda", played=played)
+        analytic_log_of_rank(plans[3], rank, device="cuda", played=played)
     assert count[0] == before

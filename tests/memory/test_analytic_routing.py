@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 
 from meshplan.errors import PlanError, SpecError
-from meshplan.memory.analytic.estimate import told_at_worst, told_estimate, told_log
+from meshplan.memory.analytic.estimate import (
+    analytic_log,
+    estimate_analytic,
+    estimate_worst_routing,
+)
 from meshplan.memory.decoder.experts import Spread, most_arriving
 from meshplan.memory.decoder.sizes import shape_of
 from meshplan.model.blueprint import from_mapping
@@ -25,14 +29,14 @@ from tests.memory.test_analytic_experts import MIXTRAL, QWEN, SPREAD
 def test_an_estimate_says_how_experts_are_computed() -> None:
     more = BF16 | {"mesh": {"dp_shard": 2}, "batch": {"micro": 1, "seq_len": 64}}
     plan = plan_of(MIXTRAL | LONG, {"version": 1} | more, 2)
-    found = told_estimate(plan, device="h100-sxm-80gb", limit_bytes=None)
+    found = estimate_analytic(plan, device="h100-sxm-80gb", limit_bytes=None)
     assert ("experts", "transformers' grouped_mm, whose sizes do not depend on the routing") in (
         found.assumed
     )
     dense = plan_of(LLAMA | LONG, {"version": 1} | more, 2)
     assert not any(
         what == "experts"
-        for what, _ in told_estimate(dense, device="h100-sxm-80gb", limit_bytes=None).assumed
+        for what, _ in estimate_analytic(dense, device="h100-sxm-80gb", limit_bytes=None).assumed
     )
 
 
@@ -41,22 +45,22 @@ def test_in_a_pipeline_too_they_say_it() -> None:
     pipeline = {"schedule": "1F1B", "microbatches": 4}
     more = SPREAD | {"mesh": mesh, "pipeline": pipeline, "batch": {"micro": 4, "seq_len": 2048}}
     plan = plan_of(MIXTRAL | LONG, {"version": 1} | more, 8)
-    found = told_estimate(plan, device="h100-sxm-80gb", limit_bytes=None, tells_worst=True)
-    usual = told_estimate(plan, device="h100-sxm-80gb", limit_bytes=None, most_bytes=1 << 60)
-    assert told_at_worst(usual, plan) == found != usual
+    found = estimate_analytic(plan, device="h100-sxm-80gb", limit_bytes=None, tells_worst=True)
+    usual = estimate_analytic(plan, device="h100-sxm-80gb", limit_bytes=None, most_bytes=1 << 60)
+    assert estimate_worst_routing(usual, plan) == found != usual
 
 
 def test_spread_experts_say_what_they_are_taken_to_be_sent() -> None:
     more = SPREAD | {"batch": {"micro": 1, "seq_len": 2048}}
     plan = plan_of(MIXTRAL | LONG, {"version": 1} | more, 4)
-    found = told_estimate(plan, device="h100-sxm-80gb", limit_bytes=None, tells_worst=True)
-    usual = told_estimate(plan, device="h100-sxm-80gb", limit_bytes=None, most_bytes=1 << 60)
-    assert told_at_worst(usual, plan) == found != usual
+    found = estimate_analytic(plan, device="h100-sxm-80gb", limit_bytes=None, tells_worst=True)
+    usual = estimate_analytic(plan, device="h100-sxm-80gb", limit_bytes=None, most_bytes=1 << 60)
+    assert estimate_worst_routing(usual, plan) == found != usual
     (said,) = (value for what, value in found.assumed if what == "routing")
     assert said.startswith("the 2 ranks of ep are sent as many tokens each; with all of them sent")
-    even = told_log(plan, batch=1, seq_len=2048).peak.live_bytes
+    even = analytic_log(plan, batch=1, seq_len=2048).peak.live_bytes
     all_here = Spread(2, most_arriving(shape_of(plan.graph), 2), is_unit=True)
-    most = told_log(plan, batch=1, seq_len=2048, spread=all_here).peak.live_bytes
+    most = analytic_log(plan, batch=1, seq_len=2048, spread=all_here).peak.live_bytes
     assert most > 1.2 * even
     assert said.endswith(f"would be {format_gib(most)}")
 
@@ -66,7 +70,7 @@ def test_what_a_plan_states_of_the_routing_is_what_memory_is_told_for() -> None:
 
     def peak(**stated: Any) -> tuple[int, str]:
         plan = plan_of(MIXTRAL | LONG, {"version": 1} | more | stated, 4)
-        found = told_estimate(plan, device="h100-sxm-80gb", limit_bytes=None)
+        found = estimate_analytic(plan, device="h100-sxm-80gb", limit_bytes=None)
         (said,) = (value for what, value in found.assumed if what == "routing")
         return found.worst.peak.requested_bytes, said
 
@@ -76,12 +80,12 @@ def test_what_a_plan_states_of_the_routing_is_what_memory_is_told_for() -> None:
     most, _ = peak(experts={"capacity": 2})
     assert even < some < most == peak(experts={"capacity": 7})[0]
     assert said == "a rank of ep is sent 1.5 times an even share at the most, as stated"
-    limit = told_estimate(
+    limit = estimate_analytic(
         plan_of(MIXTRAL | LONG, {"version": 1} | more, 4),
         device="h100-sxm-80gb", limit_bytes=None,
     ).worst.band[1]  # fmt: skip
     full = plan_of(MIXTRAL | LONG, {"version": 1} | more | {"experts": {"capacity": 2}}, 4)
-    assert told_estimate(full, device="h100-sxm-80gb", limit_bytes=limit).fits is False
+    assert estimate_analytic(full, device="h100-sxm-80gb", limit_bytes=limit).fits is False
 
 
 def test_a_capacity_without_ranks_to_send_to_is_refused() -> None:

@@ -19,18 +19,16 @@ from meshplan.assign import Assignment
 from meshplan.errors import PlanError
 from meshplan.layout.schedules import Action
 from meshplan.memory import EventLog
-from meshplan.memory.analytic import stages as told_stages
-from meshplan.memory.analytic.estimate import told_estimate, told_log
-from meshplan.memory.analytic.microbatches import told_works
+from meshplan.memory.analytic import stages
+from meshplan.memory.analytic.estimate import analytic_log, estimate_analytic
+from meshplan.memory.analytic.microbatches import analytic_microbatches
 from meshplan.memory.analytic.ranks import BRIEF_ERROR, OverError
 from meshplan.memory.log.allocator import reserve
 from meshplan.memory.log.driver import with_workspaces
 from meshplan.memory.log.events import Term
 from meshplan.memory.replay import replay
 from meshplan.memory.replay.optimizer import is_uniform
-from meshplan.memory.stages import microbatch as stage_work
-from meshplan.memory.stages import schedule_pass as stage_pass
-from meshplan.memory.stages import tape as stage_tape
+from meshplan.memory.stages import microbatch, schedule_pass, tape
 from meshplan.model.blueprint import from_mapping
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.spec.reader import load_spec
@@ -171,7 +169,7 @@ def decided(config: dict[str, Any], spec: dict[str, Any]) -> Plan:
 def log_of(plan: Plan, rank: int) -> EventLog:
     """As the trace on CPUs shows it."""
     foreach = is_uniform(plan.assignment)
-    return told_log(
+    return analytic_log(
         plan, batch=told.samples(plan) // plan.accumulate, seq_len=told.LENGTH, rank=rank,
         is_cuda=False, in_place=False, foreach=foreach,
     )  # fmt: skip
@@ -204,12 +202,12 @@ def test_a_told_rank_is_the_traced_one(apart: ProcessPoolExecutor, case: str) ->
 
 
 def _keep_what_has_arrived() -> tuple[Any, str, Any]:
-    begin = stage_pass.Pass.begin
+    begin = schedule_pass.Pass.begin
 
     def late(self: Any, action: Action, arrived: Any) -> None:
         begin(self, action, ())
 
-    return stage_pass.Pass, "begin", late
+    return schedule_pass.Pass, "begin", late
 
 
 def _drop_what_is_sent_at_once() -> tuple[Any, str, Any]:
@@ -218,7 +216,7 @@ def _drop_what_is_sent_at_once() -> tuple[Any, str, Any]:
         for storage in (*part.returned, *part.received):
             self._drop(flight[storage])
 
-    return stage_pass.Pass, "send_backward", send
+    return schedule_pass.Pass, "send_backward", send
 
 
 def _keep_what_was_received() -> tuple[Any, str, Any]:
@@ -227,15 +225,15 @@ def _keep_what_was_received() -> tuple[Any, str, Any]:
         kept = [flight[s] for s in (*part.returned, *part.received)]
         self._leaving[Action("SEND_B", stage, m)] = kept
 
-    return stage_pass.Pass, "send_backward", send
+    return schedule_pass.Pass, "send_backward", send
 
 
 def _gather_the_root_first() -> tuple[Any, str, Any]:
-    return stage_work, "_inner_first", lambda marks: marks
+    return microbatch, "_inner_first", lambda marks: marks
 
 
 def _share_tables() -> tuple[Any, str, Any]:
-    return stage_tape, "_widen", lambda *_: None
+    return tape, "_widen", lambda *_: None
 
 
 MISTAKES: tuple[Callable[[], tuple[Any, str, Any]], ...] = (
@@ -277,7 +275,7 @@ def test_what_has_no_rule_is_refused(
 ) -> None:
     plan = decided(config, plan_of("1F1B", mesh={}) | more)
     with pytest.raises(PlanError, match=what):
-        told_log(plan, batch=4, seq_len=8)
+        analytic_log(plan, batch=4, seq_len=8)
 
 
 def test_samples_that_are_no_whole_microbatches_make_no_plan() -> None:
@@ -287,7 +285,7 @@ def test_samples_that_are_no_whole_microbatches_make_no_plan() -> None:
 
 def test_an_estimate_groups_the_ranks_of_a_stage() -> None:
     plan = decided(FUSED, plan_of("1F1B", 4, 8, batch={"micro": 8, "seq_len": 32}))
-    found = told_estimate(plan, device="h100-sxm-80gb", limit_bytes=80 * 2**30)
+    found = estimate_analytic(plan, device="h100-sxm-80gb", limit_bytes=80 * 2**30)
     assert [(g.ranks, g.stages) for g in found.groups] == [
         ((0, 1), (0,)), ((2, 3), (1,)), ((4, 5), (2,)), ((6, 7), (3,))
     ]  # fmt: skip
@@ -299,9 +297,9 @@ def test_only_ranks_that_need_most_are_told_in_full(monkeypatch: pytest.MonkeyPa
     """Where there is much to tell; the others' band is wider, and their peak is the same."""
     spec = plan_of("1F1B", 4, 24, batch={"micro": 48, "seq_len": 1024}, **MIXED)
     plan = decided(FUSED | {"hidden_size": 1024, "intermediate_size": 4096}, spec)
-    full = told_estimate(plan, device="cuda", limit_bytes=None)
-    monkeypatch.setattr(told_stages, "_MOST", 0)
-    found = told_estimate(plan, device="cuda", limit_bytes=None)
+    full = estimate_analytic(plan, device="cuda", limit_bytes=None)
+    monkeypatch.setattr(stages, "_MOST", 0)
+    found = estimate_analytic(plan, device="cuda", limit_bytes=None)
     assert found.worst == full.worst
     assert "in brief" in found.certified
     assert "in brief" not in full.certified
@@ -313,25 +311,28 @@ def test_only_ranks_that_need_most_are_told_in_full(monkeypatch: pytest.MonkeyPa
 
 def test_what_ranks_may_reserve_moves_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is over that in brief, and not in full, is told in full without it too."""
-    monkeypatch.setattr(told_stages, "_MOST", 0)
+    monkeypatch.setattr(stages, "_MOST", 0)
     spec = plan_of("GPipe", 4, 24, batch={"micro": 48, "seq_len": 1024}, **MIXED)
     plan = decided(FUSED | {"hidden_size": 1024, "intermediate_size": 4096}, spec)
-    usual = told_estimate(plan, device="cuda", limit_bytes=None)
-    most, works = usual.worst.peak.reserved_bytes, told_works(plan, 48, 1024, device="cuda")
+    usual = estimate_analytic(plan, device="cuda", limit_bytes=None)
+    most, works = (
+        usual.worst.peak.reserved_bytes,
+        analytic_microbatches(plan, 48, 1024, device="cuda"),
+    )
     brief = works.of_rank(usual.worst.ranks[0], in_brief=True)
     log = with_workspaces(replay(brief, plan, "adamw", rank=usual.worst.ranks[0]), "cuda")
     assert reserve(log).reserved_bytes > most
-    assert told_estimate(plan, device="cuda", limit_bytes=None, most_bytes=most) == usual
+    assert estimate_analytic(plan, device="cuda", limit_bytes=None, most_bytes=most) == usual
     with pytest.raises(OverError):
-        told_estimate(plan, device="cuda", limit_bytes=None, most_bytes=most - 1)
+        estimate_analytic(plan, device="cuda", limit_bytes=None, most_bytes=most - 1)
 
 
 def test_of_a_very_long_step_all_ranks_are_told_in_brief(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = decided(FUSED, plan_of("1F1B", 2, 24, batch={"micro": 48, "seq_len": 32}, **MIXED))
-    full = told_estimate(plan, device="cuda", limit_bytes=None)
-    monkeypatch.setattr(told_stages, "_MOST", 0)
-    monkeypatch.setattr(told_stages, "_FAR_TOO_MANY", 0)
-    found = told_estimate(plan, device="cuda", limit_bytes=None)
+    full = estimate_analytic(plan, device="cuda", limit_bytes=None)
+    monkeypatch.setattr(stages, "_MOST", 0)
+    monkeypatch.setattr(stages, "_FAR_TOO_MANY", 0)
+    found = estimate_analytic(plan, device="cuda", limit_bytes=None)
     assert found.certified.endswith("are told in brief")
     for brief, whole in zip(found.groups, full.groups, strict=True):
         assert brief.peak.requested_bytes == whole.peak.requested_bytes
@@ -361,13 +362,13 @@ def test_in_brief_a_rank_needs_as_much(
     plan = decided(FUSED, plan_of(given.pop("schedule"), 2, 24, **given, **MIXED))
 
     def log(rank: int, *, in_brief: bool = False) -> EventLog:
-        works = told_works(plan, 48, told.LENGTH)
+        works = analytic_microbatches(plan, 48, told.LENGTH)
         return replay(works.of_rank(rank, in_brief=in_brief), plan, "adamw", rank=rank)
 
     for rank in (0, 3):
         telling, brief = log(rank), log(rank, in_brief=True)
         with monkeypatch.context() as patch:
-            patch.setattr(told_stages, "telling", lambda schedule, ranks, count: count)
+            patch.setattr(stages, "telling", lambda schedule, ranks, count: count)
             whole = log(rank)
         for each in (telling, brief):
             assert each.by_phase["step"] == whole.by_phase["step"]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from meshplan.memory.log.events import Event, EventLog, Storage, Term
-from meshplan.memory.log.microbatch import Mark, Moment, Work
+from meshplan.memory.log.microbatch import HookKind, HookPoint, MicrobatchTrace
 from meshplan.memory.repeat.compose import Composer
 from meshplan.plan.plan import make_plan
 from meshplan.runtime.fake_step.costs import Ask, watch
@@ -60,7 +60,7 @@ class _Shares(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def works() -> dict[frozenset[str], Work]:
+def works() -> dict[frozenset[str], MicrobatchTrace]:
     """By the blocks that run again, a microbatch as it is traced."""
     model = _Shares()
     plan = {"version": 1, "mesh": {"dp_shard": 2}, "strategy": "full_shard", "batch": {"micro": 64}}
@@ -77,13 +77,13 @@ def works() -> dict[frozenset[str], Work]:
     return {again: each.work for again, each in zip(chosen, seen, strict=True)}
 
 
-def live(work: Work, *, without: frozenset[int] = frozenset()) -> list[int]:
+def live(work: MicrobatchTrace, *, without: frozenset[int] = frozenset()) -> list[int]:
     """Bytes after each event, without those of some storages."""
     deltas = (0 if e.storage in without else e.delta for e in work.log.events)
     return list(itertools.accumulate(deltas))
 
 
-def named(work: Work) -> tuple[object, ...]:
+def named(work: MicrobatchTrace) -> tuple[object, ...]:
     """Events, gradients and losses without the numbers of storages."""
     what = work.log.storages
     births: dict[int, int] = {}
@@ -168,27 +168,29 @@ def test_who_runs_again_keeps_what_it_is_called_with():
     assert [kept[block] for block in blocks[:2]] == [(2 * size, size)] * 2
 
 
-def _told(steps: Sequence[tuple[Any, ...]]) -> Work:
+def _told(steps: Sequence[tuple[Any, ...]]) -> MicrobatchTrace:
     """Of (bytes, storage, phase) and (moment, unit)."""
     events: list[Event] = []
-    marks: list[Mark] = []
+    marks: list[HookPoint] = []
     for step in steps:
-        if isinstance(step[0], Moment):
-            marks.append(Mark(len(events), *step))
+        if isinstance(step[0], HookKind):
+            marks.append(HookPoint(len(events), *step))
         else:
             events.append(Event(*step))
     storages = tuple(Storage(Term.ACTIVATIONS, "mm") for _ in range(4))
-    return Work(EventLog(storages, tuple(events), ("forward", "backward")), tuple(marks), {})
+    return MicrobatchTrace(
+        EventLog(storages, tuple(events), ("forward", "backward")), tuple(marks), {}
+    )
 
 
 def test_what_ends_behind_a_mark_where_all_run_again_ends_there():
     """The second block holds what the first one made until the model itself is through."""
-    begin, done = Moment.BEFORE_FORWARD, Moment.AFTER_FORWARD
-    back, end = Moment.BEFORE_BACKWARD, Moment.AFTER_BACKWARD
+    begin, done = HookKind.BEFORE_FORWARD, HookKind.AFTER_FORWARD
+    back, end = HookKind.BEFORE_BACKWARD, HookKind.AFTER_BACKWARD
     before = [(8, 0, 0), (begin, ""), (begin, "a"), (16, 1, 0), (done, "a"), (begin, "b")]
     after = [
         (back, ""), (back, "b"), (-32, 2, 1), (end, "b"), (back, "a"), (64, 3, 1), (end, "a"),
-        (Moment.END_OF_BACKWARD, ""), (-64, 3, 1), (-8, 0, 1),
+        (HookKind.END_OF_BACKWARD, ""), (-64, 3, 1), (-8, 0, 1),
     ]  # fmt: skip
     ends = (-16, 1, 0)
     plain = _told([*before, (32, 2, 0), ends, (done, "b"), (done, ""), *after])
@@ -200,13 +202,13 @@ def test_what_ends_behind_a_mark_where_all_run_again_ends_there():
 
 
 def test_a_block_that_keeps_nothing_leaves_all_to_the_others():
-    begin, done = Moment.BEFORE_FORWARD, Moment.AFTER_FORWARD
-    back, end = Moment.BEFORE_BACKWARD, Moment.AFTER_BACKWARD
+    begin, done = HookKind.BEFORE_FORWARD, HookKind.AFTER_FORWARD
+    back, end = HookKind.BEFORE_BACKWARD, HookKind.AFTER_BACKWARD
     work = _told([
         (8, 0, 0), (begin, ""), (begin, "a"), (16, 1, 0), (done, "a"), (begin, "b"), (done, "b"),
         (begin, "c"), (32, 2, 0), (done, "c"), (done, ""), (back, ""), (back, "c"), (64, 3, 1),
         (-64, 3, 1), (-32, 2, 1), (end, "c"), (back, "b"), (end, "b"), (back, "a"), (-16, 1, 1),
-        (end, "a"), (Moment.END_OF_BACKWARD, ""), (-8, 0, 1),
+        (end, "a"), (HookKind.END_OF_BACKWARD, ""), (-8, 0, 1),
     ])  # fmt: skip
     composer = Composer(work, work, ("a", "b", "c"))
     kept, turn = composer.kept_bytes(), composer.turn_bytes()

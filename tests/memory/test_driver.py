@@ -15,7 +15,7 @@ from meshplan.memory.log.allocator import reserve
 from meshplan.memory.log.driver import (
     Band,
     Communicator,
-    Use,
+    CommunicatorUse,
     communicators,
     driver_bytes,
     driver_terms,
@@ -26,10 +26,10 @@ from meshplan.memory.log.events import Event, EventLog, Storage, Term
 from tests.helpers.graphs import decide, tp
 
 MIB = 1 << 20
-C, P = Use.COLLECTIVE, Use.NEIGHBOURS
+C, P = CommunicatorUse.COLLECTIVE, CommunicatorUse.NEIGHBOURS
 
 
-def group(ranks: int, in_node: int, use: Use = C) -> Communicator:
+def group(ranks: int, in_node: int, use: CommunicatorUse = C) -> Communicator:
     return Communicator(axes=("dp_shard",), ranks=ranks, ranks_in_node=in_node, use=use)
 
 
@@ -92,7 +92,7 @@ def test_a_node_may_end_inside_a_group() -> None:
         ("a100-sxm-80gb", [group(4, 4)], (688 + 400) * MIB),
         # NVIDIA/nccl 1685, both with context.
         ("h100-sxm-80gb", [group(8, 8)], 1_060_000_000),
-        ("h100-sxm-80gb", [group(8, 8, Use.EXCHANGE)], 4_340_000_000),
+        ("h100-sxm-80gb", [group(8, 8, CommunicatorUse.EXCHANGE)], 4_340_000_000),
     ],
 )
 def test_what_was_measured_is_in_the_band(
@@ -104,7 +104,13 @@ def test_what_was_measured_is_in_the_band(
 
 @pytest.mark.parametrize("device", [*devices(), "a device of my own"])
 def test_bands_are_in_order_and_have_sources(device: str) -> None:
-    opened = [group(2, 2), group(16, 8), group(4, 1), group(16, 8, Use.EXCHANGE), group(2, 1, P)]
+    opened = [
+        group(2, 2),
+        group(16, 8),
+        group(4, 1),
+        group(16, 8, CommunicatorUse.EXCHANGE),
+        group(2, 1, P),
+    ]
     terms = driver_terms(device, opened)
     assert len(terms) == 1 + len(opened)
     for term in terms:
@@ -145,11 +151,13 @@ def test_a_group_takes_what_its_connections_take(device: str) -> None:
     # A neighbour to each side, however many there are; who is alone on its node has none there.
     assert (three.low, three.expected) == (2 * pair.low, 2 * pair.expected)
     assert more(group(5, 5, P), group(5, 5)) == three
-    over_nodes = more(group(8, 1, Use.EXCHANGE), group(8, 1))
+    over_nodes = more(group(8, 1, CommunicatorUse.EXCHANGE), group(8, 1))
     assert over_nodes.low > 0
     assert more(group(2, 1, P), group(2, 1)).low == over_nodes.low
     assert more(group(4, 3, P), group(3, 3, P)) == over_nodes
     # All to all has every other rank of its node.
-    every = more(group(8, 8, Use.EXCHANGE), group(8, 8))
+    every = more(group(8, 8, CommunicatorUse.EXCHANGE), group(8, 8))
     assert (every.low, every.expected) == (7 * pair.low, 7 * pair.expected)
-    assert driver_bytes(device, [group(2, 1, Use.SHARED)]).low == driver_bytes(device).low
+    assert (
+        driver_bytes(device, [group(2, 1, CommunicatorUse.SHARED)]).low == driver_bytes(device).low
+    )

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from meshplan.errors import PlanError
-from meshplan.memory.analytic.estimate import told_log
-from meshplan.memory.decoder.microbatch import Run, tape_of, work_of
+from meshplan.memory.analytic.estimate import analytic_log
+from meshplan.memory.decoder.microbatch import MicrobatchSpec, tape_of, work_of
 from meshplan.memory.decoder.sizes import shape_of
 from meshplan.memory.log.events import EventLog, Term
-from meshplan.memory.log.microbatch import Moment
+from meshplan.memory.log.microbatch import HookKind
 from meshplan.memory.tape.op import Grad, Tape
-from meshplan.memory.tape.ops import Writer
+from meshplan.memory.tape.ops import TapeBuilder
 from meshplan.memory.tape.tape import play
 from meshplan.model.blueprint import from_mapping
 from meshplan.plan.plan import make_plan
@@ -77,7 +77,7 @@ def _step(config: dict[str, Any], spec: dict[str, Any], world: int) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from meshplan.plan.plan import make_plan
-    from meshplan.runtime.fake_step.step import imagine_step
+    from meshplan.runtime.fake_step.step import fake_step
     from meshplan.runtime.trace.structure import graph_of
     from meshplan.spec.reader import load_spec
 
@@ -88,7 +88,7 @@ def _step(config: dict[str, Any], spec: dict[str, Any], world: int) -> Any:
     def loss_fn(output: Any, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(output.logits.flatten(0, 1).float(), targets.flatten())
 
-    log = imagine_step(
+    log = fake_step(
         model, plan, ids, ids.clone(), loss_fn,
         lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3, foreach=True),
     )  # fmt: skip
@@ -101,7 +101,7 @@ def _traced(model_type: str, config: dict[str, Any], element_bytes: int, recompu
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from meshplan.plan.plan import make_plan
-    from meshplan.runtime.fake_step.step import imagine_step
+    from meshplan.runtime.fake_step.step import fake_step
     from meshplan.runtime.trace.structure import graph_of
     from meshplan.spec.reader import load_spec
 
@@ -116,7 +116,7 @@ def _traced(model_type: str, config: dict[str, Any], element_bytes: int, recompu
     def loss_fn(output: Any, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(output.logits.flatten(0, 1).float(), targets.flatten())
 
-    log = imagine_step(
+    log = fake_step(
         model, plan, ids, ids.clone(), loss_fn, lambda m: torch.optim.SGD(m.parameters(), lr=0.1)
     )
     size = element_bytes * sum(p.numel() for p in model.parameters())
@@ -128,7 +128,7 @@ def told(case: str, layers: int) -> Any:
     model_type, config, element_bytes, recomputes = CASES[case]
     key = "n_layer" if model_type == "gpt2" else "num_hidden_layers"
     graph = from_mapping(config | {"model_type": model_type, key: layers})
-    run = Run(
+    run = MicrobatchSpec(
         batch=BATCH, seq_len=SEQ_LEN, element_bytes=element_bytes, is_cuda=False, in_place=False,
         recomputed=frozenset(range(layers)) if recomputes else frozenset(),
     )  # fmt: skip
@@ -176,7 +176,7 @@ def test_an_activation_takes_what_it_takes_in_the_trace(apart: ProcessPoolExecut
     answer = apart.submit(traced_logs, config, spec, 2, (0,)).result()
     assert isinstance(answer, tuple), answer
     plan = make_plan(load_spec(spec), from_mapping(config), world_size=2)
-    mine = told_log(plan, batch=BATCH, seq_len=SEQ_LEN, is_cuda=False, in_place=False)
+    mine = analytic_log(plan, batch=BATCH, seq_len=SEQ_LEN, is_cuda=False, in_place=False)
     assert most_of_its_own(mine, "transformer.h.0.mlp.act") == most_of_its_own(
         answer[1][0], "transformer.h.0.mlp.act"
     )
@@ -196,7 +196,7 @@ def test_a_tensor_too_few_would_show() -> None:
     """The test above can fail: a row that forgets what it keeps changes saved bytes by more."""
     model_type, config, *_ = CASES["llama"]
     shape = shape_of(from_mapping(config | {"model_type": model_type}))
-    run = Run(batch=BATCH, seq_len=SEQ_LEN, is_cuda=False, in_place=False)
+    run = MicrobatchSpec(batch=BATCH, seq_len=SEQ_LEN, is_cuda=False, in_place=False)
     whole, broken = tape_of(shape, run), tape_of(shape, run)
     for number, row in enumerate(broken.rows):
         if row.op == "silu":
@@ -228,9 +228,9 @@ def test_marks_stand_around_every_unit() -> None:
     work = told("llama", 3)
     order = [(mark.moment, mark.unit) for mark in work.marks]
     blocks = [f"model.layers.{n}" for n in range(3)]
-    before, after = Moment.BEFORE_FORWARD, Moment.AFTER_FORWARD
-    back, done = Moment.BEFORE_BACKWARD, Moment.AFTER_BACKWARD
-    end = Moment.END_OF_BACKWARD
+    before, after = HookKind.BEFORE_FORWARD, HookKind.AFTER_FORWARD
+    back, done = HookKind.BEFORE_BACKWARD, HookKind.AFTER_BACKWARD
+    end = HookKind.END_OF_BACKWARD
     assert order == [
         (before, ""), *[(m, b) for b in blocks for m in (before, after)], (after, ""),
         (back, ""), *[(m, b) for b in reversed(blocks) for m in (back, done)], (end, ""),
@@ -257,7 +257,7 @@ def test_a_told_step_is_the_traced_one(apart: ProcessPoolExecutor, case: str) ->
     assert isinstance(real, dict), real
     graph = from_mapping(DECODER | {"model_type": "llama"})
     plan = make_plan(load_spec(spec), graph, world_size=4)
-    log = told_log(plan, batch=BATCH, seq_len=SEQ_LEN, is_cuda=False, in_place=False)
+    log = analytic_log(plan, batch=BATCH, seq_len=SEQ_LEN, is_cuda=False, in_place=False)
     for phase, figures in real.items():
         for mine, theirs in zip(log.by_phase[phase], figures, strict=True):
             assert mine == pytest.approx(theirs, rel=0.001)
@@ -275,7 +275,7 @@ def test_what_is_not_told_is_refused(more: dict[str, Any], what: str) -> None:
     graph = from_mapping(DECODER | {"model_type": "llama", "num_hidden_layers": 4})
     plan = make_plan(load_spec({"version": 1} | more), graph, world_size=4)
     with pytest.raises(PlanError, match=what):
-        told_log(plan, batch=1, seq_len=8, is_cuda=False)
+        analytic_log(plan, batch=1, seq_len=8, is_cuda=False)
 
 
 def test_a_step_is_told_without_torch() -> None:
@@ -296,12 +296,12 @@ def test_a_step_is_told_without_torch() -> None:
 def test_an_unknown_family_is_refused() -> None:
     graph = from_mapping({"model_type": "gemma2"})
     with pytest.raises(PlanError, match="Gemma2ForCausalLM are not known one by one"):
-        work_of(graph, Run(batch=1, seq_len=8))
+        work_of(graph, MicrobatchSpec(batch=1, seq_len=8))
 
 
 def test_gradients_that_a_unit_reduces_are_laid_by_it() -> None:
     """A parameter of no unit has its own at once; what it takes is told of the others."""
-    w = Writer(Tape(), 4, 4, is_cuda=False)
+    w = TapeBuilder(Tape(), 4, 4, is_cuda=False)
     tape, x = w.tape, w.tape.value(64)
     tape.before[x] = Term.INPUTS
     for fqn, grads in (("reduced", ()), ("alone", (Grad(x + 1, 64),))):

@@ -19,10 +19,10 @@ from meshplan.memory.answer.states import STEP_COUNTERS
 from meshplan.memory.log.events import Term
 from meshplan.memory.replay.optimizer import OPTIMIZERS as STEPS
 from meshplan.memory.replay.optimizer import Updated, states_of, step
-from meshplan.memory.replay.writer import Writer
+from meshplan.memory.replay.writer import LogWriter
 from meshplan.plan.plan import make_plan
 from meshplan.runtime.fake_step.default_loop import _check_in_parts
-from meshplan.runtime.fake_step.memory_tracker import Ledger
+from meshplan.runtime.fake_step.memory_tracker import MemoryTracker
 from meshplan.runtime.fake_step.optimizers import OPTIMIZERS
 from meshplan.runtime.trace.structure import graph_of
 from meshplan.spec.reader import load_spec
@@ -84,7 +84,7 @@ def test_what_can_be_traced_keeps_what_the_layouts_say(word: str) -> None:
 def test_a_fused_step_takes_nothing_and_its_counts_are_read_by_the_kernel() -> None:
     params = [Updated("a", 100, "float32"), Updated("b", 7, "float32")]
     for foreach in (False, True):
-        writer = Writer()
+        writer = LogWriter()
         step(writer, params, "adamw_fused", foreach=foreach)
         assert writer.log().peak.live_bytes == 0
     assert states_of(params[0], "adamw_fused", has_host=True) == [400, 400, 4]
@@ -114,7 +114,7 @@ def test_a_step_takes_at_most_what_torch_takes(word: str, foreach: bool, dtypes:
     kept(optimizer)
     states = (t for state in optimizer.state.values() for t in state.values())
     old = [*params, *(param.grad for param in params), *states]
-    ledger, writer = Ledger({}), Writer()
+    ledger, writer = MemoryTracker({}), LogWriter()
     with ledger:
         ledger.note([t.detach() for t in old if isinstance(t, torch.Tensor)], Term.OPTIMIZER)
         before = sum(event.delta for event in ledger.log().events)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import meshplan
 from meshplan.layout.mesh import Axis, Mesh
-from meshplan.memory.log.driver import Use, communicators, driver_bytes
+from meshplan.memory.log.driver import CommunicatorUse, communicators, driver_bytes
 from meshplan.model.blueprint import from_mapping
 from meshplan.plan.plan import make_plan
 from meshplan.runtime.base.mesh import (
@@ -83,13 +83,13 @@ def test_stages_that_share_a_weight_have_a_group_of_their_own(pool: Any) -> None
     assert [(0, 3) in there for there, _ in found] == [True, False, False, True]
     plan = make_plan(load_spec({"version": 1, "mesh": {"pp": 4}}), TIED)
     *others, own = communicators(plan.assignment)
-    assert (own.use, own.ranks) == (Use.SHARED, 2)
+    assert (own.use, own.ranks) == (CommunicatorUse.SHARED, 2)
     least, usual, most = driver_bytes("h100-sxm-80gb", [own])
     plain = driver_bytes("h100-sxm-80gb")
     assert least == plain.low
     assert usual > plain.expected
     assert most > plain.high
-    assert Use.SHARED not in {each.use for each in others}
+    assert CommunicatorUse.SHARED not in {each.use for each in others}
 
 
 def along_both() -> tuple[float, float, list[int], list[int]]:

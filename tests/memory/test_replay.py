@@ -16,7 +16,7 @@ import pytest
 
 from meshplan.errors import PlanError
 from meshplan.memory import EventLog
-from meshplan.memory.log.microbatch import Work
+from meshplan.memory.log.microbatch import MicrobatchTrace
 from meshplan.memory.replay import gather, loops, optimizer, reduction, replay, shards, units
 from tests.helpers import replayed
 from tests.runtime.fake_step.test_memory_exact import CASES, FULL
@@ -109,7 +109,7 @@ def test_buffers_are_made_on_the_streams_of_torch(apart: ProcessPoolExecutor, ca
 def test_what_has_no_rule_is_refused_by_name(case: str) -> None:
     model, world, plan, *_ = CASES[case]
     _, found, _ = replayed.decided(model, plan, world)
-    nothing = Work(EventLog((), (), ("before",)), (), {})
+    nothing = MicrobatchTrace(EventLog((), (), ("before",)), (), {})
     with pytest.raises(PlanError, match=REFUSED[case]):
         replay(nothing, found, "adamw")
     with pytest.raises(PlanError, match="sophia"):
@@ -121,7 +121,7 @@ def test_matrices_in_parts_are_refused(case: str) -> None:
     model, world, plan, how = CASES[case]
     _, found, _ = replayed.decided(model, plan, world)
     with pytest.raises(PlanError, match="what DTensor gathers where muon steps"):
-        replay(Work(EventLog((), (), ("before",)), (), {}), found, how)
+        replay(MicrobatchTrace(EventLog((), (), ("before",)), (), {}), found, how)
 
 
 def _instead(owner: Any, name: str, wrong: Any) -> Callable[[], None]:
@@ -159,13 +159,13 @@ def _reduce_late() -> Callable[[], None]:
 
 
 def _do_not_prefetch() -> Callable[[], None]:
-    before = units.Units.before_backward
+    before = units.ReplayUnits.before_backward
 
-    def alone(self: units.Units, fqn: str) -> None:
+    def alone(self: units.ReplayUnits, fqn: str) -> None:
         self._units[fqn].places.clear()
         before(self, fqn)
 
-    return _instead(units.Units, "before_backward", alone)
+    return _instead(units.ReplayUnits, "before_backward", alone)
 
 
 def _take_parameters_alone() -> Callable[[], None]:

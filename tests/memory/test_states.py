@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import meshplan
-from meshplan.api import checking as api
+from meshplan.api import checking
 from meshplan.layout.layout import Layout
 from meshplan.memory import StateBytes, state_bytes_by_rank
 from meshplan.memory.answer import states
@@ -179,7 +179,7 @@ def test_all_ranks_together_hold_what_each_does(job, fields):
     """Many are alike, and are counted once: each for itself says the same."""
     batch = {"micro": 1, "accumulate": 1, "seq_len": 64}
     path = job(LLAMA | {"vocab_size": 4099}, **({"batch": batch} | fields))
-    plan = api.decide(path)
+    plan = checking.decide(path)
     optimizer = plan.spec.optimizer
     every = states.state_bytes_by_rank(plan.assignment, optimizer)
     alone = [states.state_bytes(plan.assignment, optimizer, rank) for rank in range(8)]

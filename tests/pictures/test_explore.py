@@ -12,8 +12,8 @@ import pytest
 
 import meshplan
 from meshplan.errors import PlanError, SpecError
-from meshplan.memory.analytic import microbatches as told_works
-from meshplan.memory.analytic.estimate import told_estimate
+from meshplan.memory.analytic import microbatches
+from meshplan.memory.analytic.estimate import estimate_analytic
 from meshplan.model.blueprint import from_config
 from meshplan.pictures.explored import Knobs, knobs_of, scene_of, spec_at
 from meshplan.plan.plan import make_plan
@@ -43,7 +43,7 @@ def test_a_slider_redraws_what_the_plan_file_would_give(explorer):
               "batch": {"micro": 2, "accumulate": 4, "seq_len": 8192}}  # fmt: skip
     plan = make_plan(load_spec(stated), from_config(LLAMA, blocks=2))
     device, limit_bytes, _ = read_limit(None, None, plan.spec)
-    estimate = told_estimate(plan, device=device, limit_bytes=limit_bytes)
+    estimate = estimate_analytic(plan, device=device, limit_bytes=limit_bytes)
     assert explorer.scene.verdict == f"It fits: {estimate.size} on every rank"
     words = shown(explorer)
     assert f"<b>{explorer.scene.verdict}</b>" in words
@@ -117,7 +117,7 @@ def test_operations_that_are_told_once_are_those_of_the_plan(monkeypatch):
 
     def told(**changes):
         plan = llama(2, **changes)
-        return told_estimate(plan, device="h100-sxm-80gb", limit_bytes=2**30)
+        return estimate_analytic(plan, device="h100-sxm-80gb", limit_bytes=2**30)
 
     asked = [
         {},
@@ -127,7 +127,7 @@ def test_operations_that_are_told_once_are_those_of_the_plan(monkeypatch):
     ]
     fresh = []
     for changes in asked:
-        monkeypatch.setattr(told_works, "LAST", told_works.LastPlayed(most=2))
+        monkeypatch.setattr(microbatches, "LAST", microbatches.LastPlayed(most=2))
         fresh.append(told(**changes))
     for _ in range(2):
         assert [told(**changes) for changes in asked] == fresh

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from meshplan.api import planning
 from meshplan.cli.app import main
 from meshplan.errors import PlanError, SpecError
-from meshplan.memory.analytic.estimate import told_estimate, told_log
+from meshplan.memory.analytic.estimate import analytic_log, estimate_analytic
 from meshplan.memory.log.events import Event, EventLog, Storage, Term
 from meshplan.pictures.ladder import ladder
 from meshplan.pictures.main import WHATS, draw, draw_decision
@@ -42,7 +42,7 @@ ALONE = {"mesh": {"dp_shard": 1}, "strategy": "full_shard", "hardware": None}
 
 def estimate_of(plan):
     device, limit_bytes, _ = read_limit(None, None, plan.spec)
-    return told_estimate(plan, device=device, limit_bytes=limit_bytes)
+    return estimate_analytic(plan, device=device, limit_bytes=limit_bytes)
 
 
 # Waterfall and timeline
@@ -104,7 +104,7 @@ def test_the_timeline_keeps_every_peak_where_events_are_many():
 
 def test_a_traced_log_is_drawn_as_it_is():
     plan = llama(2)
-    log = told_log(plan, batch=1, seq_len=1024, rank=5)
+    log = analytic_log(plan, batch=1, seq_len=1024, rank=5)
     picture = draw(plan, "timeline", log=log, rank=5)
     assert picture.title.startswith("Tensors of rank 5 peak at ")
     assert (

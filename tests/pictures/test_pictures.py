@@ -12,7 +12,7 @@ from matplotlib.text import Text
 from meshplan.errors import SpecError
 from meshplan.layout.mesh import Mesh
 from meshplan.layout.schedules import SCHEDULES
-from meshplan.memory.analytic.estimate import told_estimate
+from meshplan.memory.analytic.estimate import estimate_analytic
 from meshplan.memory.log.events import Term
 from meshplan.pictures.gantt import gantt
 from meshplan.pictures.links import crosses_nodes, members
@@ -183,7 +183,7 @@ def test_an_unknown_module_is_refused(name, problem):
 def test_bars_add_up_to_the_estimate(changes):
     plan = llama(4, **changes)
     device, limit_bytes, _ = read_limit(None, None, plan.spec)
-    estimate = told_estimate(plan, device=device, limit_bytes=limit_bytes)
+    estimate = estimate_analytic(plan, device=device, limit_bytes=limit_bytes)
     facts = memory_bars(estimate)
     assert [bar.total_bytes for bar in facts.bars] == [
         group.peak.total_bytes for group in estimate.groups
@@ -206,7 +206,7 @@ def test_bars_add_up_to_the_estimate(changes):
 def test_what_fits_and_what_does_not_is_said():
     plan = llama(2)
     device, limit_bytes, _ = read_limit(None, None, plan.spec)
-    estimate = told_estimate(plan, device=device, limit_bytes=limit_bytes)
+    estimate = estimate_analytic(plan, device=device, limit_bytes=limit_bytes)
     assert draw(plan, "memory").title == f"It fits: {estimate.size} on every rank"
     over = draw(llama(2, hardware={"nodes": 2, "gpus_per_node": 8, "memory": "8GiB"}), "memory")
     assert over.title.startswith("It does not fit: expected ")

@@ -15,7 +15,7 @@ from meshplan.cost.simulate import simulate
 from meshplan.cost.stages import stage_seconds
 from meshplan.layout.layout import Layout
 from meshplan.layout.schedules import SCHEDULES
-from meshplan.memory.analytic.estimate import told_estimate
+from meshplan.memory.analytic.estimate import estimate_analytic
 from meshplan.pictures.gantt import gantt
 from meshplan.pictures.main import facts_of
 from meshplan.planner.problem.request import cluster_of
@@ -155,7 +155,7 @@ def parsed(html):
 def test_values_show_themselves():
     plan = llama(2)
     device, limit_bytes, _ = read_limit(None, None, plan.spec)
-    estimate = told_estimate(plan, device=device, limit_bytes=limit_bytes)
+    estimate = estimate_analytic(plan, device=device, limit_bytes=limit_bytes)
     for value, words in (
         (plan, "8 different shards, each held twice"),
         (estimate, "It fits: "),
@@ -170,7 +170,7 @@ def test_values_show_themselves():
 def test_bars_of_a_notebook_are_as_wide_as_their_bytes():
     plan = llama(2)
     device, limit_bytes, _ = read_limit(None, None, plan.spec)
-    estimate = told_estimate(plan, device=device, limit_bytes=limit_bytes)
+    estimate = estimate_analytic(plan, device=device, limit_bytes=limit_bytes)
     widths = [float(w) for w in re.findall(r"width:([0-9.]+)%;b", estimate._repr_html_())]
     total = estimate.worst.peak.total_bytes
     assert sum(widths) == pytest.approx(100 * total / limit_bytes, abs=0.02)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshplan.api import checking as api
+from meshplan.api import checking
 from meshplan.api.planning import search_plan
 from meshplan.planner.answers.difference import _fields
 from meshplan.planner.answers.settings import has
@@ -36,7 +36,7 @@ def test_a_model_of_one_layer_is_planned(job: Any, more: dict[str, Any]) -> None
     chosen = decision.chosen
     assert chosen is not None
     assert decision.gap <= 1e-4
-    found = api.estimate_memory(path, overrides(chosen.stated))
+    found = checking.estimate_memory(path, overrides(chosen.stated))
     assert found.worst.band == chosen.memory.worst.band
     shut = {each.what: each.why for each in decision.rejected}
     assert shut["mesh.pp=2, 4, 8"] == "there is 1 block, and each stage has one"
@@ -47,10 +47,10 @@ def test_the_one_block_recomputes_where_the_plan_says_so(job: Any, more: dict[st
     path = job(LLAMA | more | {"num_hidden_layers": 1}, activation_checkpointing="full")
     chosen = search_plan(path).chosen
     assert chosen is not None
-    recomputed = api.estimate_memory(path, overrides(chosen.stated)).worst
+    recomputed = checking.estimate_memory(path, overrides(chosen.stated)).worst
     assert recomputed.band == chosen.memory.worst.band
     kept = overrides(chosen.stated | {"activation_checkpointing": "none"})
-    assert api.estimate_memory(path, kept).worst.band[0] > recomputed.band[0]
+    assert checking.estimate_memory(path, kept).worst.band[0] > recomputed.band[0]
 
 
 ONE: dict[str, Any] = {
@@ -70,7 +70,7 @@ def test_a_stated_strategy_is_planned_for_one_device_too(job: Any, strategy: str
     chosen = decision.chosen
     assert chosen is not None
     assert chosen.plan.assignment.strategy.name == strategy
-    found = api.estimate_memory(path, overrides(chosen.stated))
+    found = checking.estimate_memory(path, overrides(chosen.stated))
     assert found.worst.band == chosen.memory.worst.band
     costed = Costed(chosen.plan, question_of_file(path).cluster)
     assert costed.seconds == pytest.approx(chosen.seconds)

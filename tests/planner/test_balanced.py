@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from meshplan.api import checking as api
+from meshplan.api import checking
 from meshplan.api.planning import search_plan
 from meshplan.cli.app import main
 from meshplan.cost.grid import OPTIONS
 from meshplan.planner.lock.lock import overrides
 from meshplan.planner.objectives.balanced import balance, balanced
 from meshplan.planner.objectives.simplify import SLACK
-from meshplan.planner.problem.decision import Way
-from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.decision import Evaluated
+from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import question_of_file
-from meshplan.planner.solve.config import Candidate, solve_row
+from meshplan.planner.solve.config import Candidate, solve_config
 from tests.planner.test_planner import LLAMA, job
 
 __all__ = ["job"]
@@ -36,11 +36,11 @@ ASKED: dict[str, Any] = {
 }
 
 
-def product(way: Way) -> float:
+def product(way: Evaluated) -> float:
     return way.seconds * way.memory.worst.band[1]
 
 
-def best(job: Any, objective: str) -> Way:
+def best(job: Any, objective: str) -> Evaluated:
     decision = search_plan(job(SMALL, **ASKED, solve={"objective": objective}))
     assert decision.objective == objective
     assert decision.is_whole
@@ -51,24 +51,24 @@ def best(job: Any, objective: str) -> Way:
 def test_nothing_has_less_by_more_than_the_gap(job: Any) -> None:
     """Of every configuration, each with every option for all blocks."""
     path = job(SMALL, **ASKED, solve={"objective": "balanced"})
-    at = Job(question_of_file(path))
+    at = PlanningProblem(question_of_file(path))
     least = math.inf
     for row in range(len(at.usual.grid)):
         for option in range(len(OPTIONS)):
             mask = [number == option for number in range(len(OPTIONS))]
-            one = solve_row(at.usual.only(row, mask), 0, math.inf)
+            one = solve_config(at.usual.only(row, mask), 0, math.inf)
             if one is None:
                 continue
             tried = Candidate(row, one.seconds, one.ends, one.takes, one.linear_bytes)
             way = at.measure(at.usual, tried).result
-            least = min(least, product(way) if isinstance(way, Way) else math.inf)
+            least = min(least, product(way) if isinstance(way, Evaluated) else math.inf)
     decision = search_plan(path)
     chosen = decision.chosen
     assert chosen is not None
     assert decision.is_whole
     assert 0 < decision.gap < 0.06
     assert product(chosen) * (1 - decision.gap) <= least * (1 + SLACK)
-    again = api.estimate_memory(path, overrides(chosen.stated))
+    again = checking.estimate_memory(path, overrides(chosen.stated))
     assert again.worst.band == chosen.memory.worst.band
 
 

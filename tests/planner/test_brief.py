@@ -20,10 +20,10 @@ from meshplan.cost.grid import ACTIVATIONS_THERE
 from meshplan.errors import MeshplanError
 from meshplan.plan.plan import make_plan
 from meshplan.planner.lock.lock import overrides
-from meshplan.planner.objectives.offload_variants import _twins, widen
-from meshplan.planner.problem.problem import Job
-from meshplan.planner.problem.truncated_estimate import Brief
-from meshplan.planner.solve.config import Row, row_bound, solve_row
+from meshplan.planner.objectives.offload_variants import _offload_variants, add_offload_variants
+from meshplan.planner.problem.problem import PlanningProblem
+from meshplan.planner.problem.truncated_estimate import TruncatedEstimate
+from meshplan.planner.solve.config import ConfigSolver, config_bound, solve_config
 from tests.helpers.brute import random_numbers, random_rounds
 from tests.planner.test_gauge import LLAMA, job_in
 
@@ -33,9 +33,9 @@ MIXTRAL = LLAMA | {
 }  # fmt: skip
 
 
-def opened(job: Job, brief: Brief, row: int) -> float:
+def opened(job: PlanningProblem, brief: TruncatedEstimate, row: int) -> float:
     """What the row's own plan opens."""
-    candidate = Row(job.usual, row, float("inf")).smallest()
+    candidate = ConfigSolver(job.usual, row, float("inf")).smallest()
     stated = overrides(job.stated(job.usual, candidate))
     return brief.links(make_plan(job.question.read(stated), job.question.graph))
 
@@ -63,8 +63,8 @@ def test_what_cannot_wait_on_the_host_where_experts_are_spread_is_not_searched(
     """One trial says what the memory room would say of each of those rows; others stay."""
     job = job_in(tmp_path, MIXTRAL | {"num_hidden_layers": 3}, nodes=1)
     numbers = job.usual
-    with_all = [_twins(numbers.grid, what, job)[1] for what in job.free.offload[1:]]
-    assert widen(job)
+    with_all = [_offload_variants(numbers.grid, what, job)[1] for what in job.free.offload[1:]]
+    assert add_offload_variants(job)
     rows = job.grid[len(numbers.grid) :]
     told = next(r for r in job.free.rejected if "experts are spread" in r.what)
     assert "offload=activations " in told.what
@@ -77,7 +77,7 @@ def test_what_cannot_wait_on_the_host_where_experts_are_spread_is_not_searched(
         job.grid = np.concatenate([job.grid, spread])
         again = job.numbers(job.profile)
         for row in range(len(job.grid) - len(spread), len(job.grid)):
-            measured = job.measure(again, Row(again, row, float("inf")).smallest())
+            measured = job.measure(again, ConfigSolver(again, row, float("inf")).smallest())
             assert (measured.why == told.why) == bool(what & ACTIVATIONS_THERE)
 
 
@@ -90,16 +90,16 @@ def test_a_row_that_is_asked_again_answers_as_if_it_was_not(make: Any) -> None:
         for row in range(len(numbers.grid)):
             for _ in range(4):
                 room = capacity * rng.choice([0.7, 1.0])
-                best = solve_row(replace(numbers), row, room)
+                best = solve_config(replace(numbers), row, room)
                 limit = float(rng.choice([0.9, 1.01, 1.5, np.inf]))
                 limit *= best.seconds if best else 1.0
                 again += (row, room) in numbers.answers
                 expected = best if best is not None and best.seconds < limit else None
-                least = row_bound(numbers, row, room)
+                least = config_bound(numbers, row, room)
                 assert best is None or least <= best.seconds * (1 + 1e-12)
                 close += best is not None and least > 0.9 * best.seconds
-                assert solve_row(numbers, row, room, limit) == expected
-                assert best is None or least <= row_bound(numbers, row, room) * (1 + 1e-12)
+                assert solve_config(numbers, row, room, limit) == expected
+                assert best is None or least <= config_bound(numbers, row, room) * (1 + 1e-12)
                 found += expected is not None
     assert again > 30
     assert found > 25
@@ -111,7 +111,10 @@ def test_what_holds_less_than_one_that_is_not_over_is_not_looked_at(tmp_path: Pa
     numbers = job.usual
     at = (job.grid["pp"] == 2) & (job.grid["virtual"] == 1) & (job.grid["dp_shard"] == 4)
     row = int(np.flatnonzero(at)[0])
-    smallest, fastest = Row(numbers, row, np.inf).smallest(), solve_row(numbers, row, np.inf)
+    smallest, fastest = (
+        ConfigSolver(numbers, row, np.inf).smallest(),
+        solve_config(numbers, row, np.inf),
+    )
     assert fastest is not None
     assert job._glance(numbers, fastest, guesses=False) is not None
     assert job._glance(numbers, smallest, guesses=False) is None

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from meshplan.errors import PlanError
-from meshplan.memory.analytic.estimate import told_rank
+from meshplan.memory.analytic.estimate import analytic_log_of_rank
 from meshplan.plan.plan import make_plan
 from meshplan.planner.lock.lock import overrides
 from meshplan.planner.objectives.fastest import decide_job
-from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import question_of_file
-from meshplan.planner.solve.config import Row, solve_row
+from meshplan.planner.solve.config import ConfigSolver, solve_config
 from meshplan.planner.tables.whole_plan import Costed
 
 LLAMA = {
@@ -34,7 +34,7 @@ LLAMA = {
 
 @pytest.fixture
 def write(tmp_path: Path) -> Any:
-    def job(kv_heads: int = 4, **more: Any) -> Job:
+    def job(kv_heads: int = 4, **more: Any) -> PlanningProblem:
         config = LLAMA | {"num_key_value_heads": kv_heads}
         (tmp_path / "config.json").write_text(json.dumps(config))
         plan = {
@@ -43,7 +43,7 @@ def write(tmp_path: Path) -> Any:
             "precision": "bf16-mixed", "batch": {"global": 16, "seq_len": 2048}, **more,
         }  # fmt: skip
         (tmp_path / "plan.yaml").write_text(json.dumps(plan))
-        return Job(question_of_file(tmp_path / "plan.yaml"))
+        return PlanningProblem(question_of_file(tmp_path / "plan.yaml"))
 
     return job
 
@@ -63,15 +63,15 @@ def test_figures_are_those_of_the_plan_and_no_more_than_is_replayed(write: Any) 
     job, rng, shares = write(), random.Random(0), []
     rows = [int(row) for row in np.flatnonzero(job.grid["cp"] > 1)]
     for row in rng.sample(rows, 12):
-        smallest = Row(job.usual, row, float("inf")).smallest()
+        smallest = ConfigSolver(job.usual, row, float("inf")).smallest()
         room = max(smallest.linear_bytes) * rng.choice((1.01, 1.2, 1.5, 3))
-        found = solve_row(job.usual, row, room) or smallest
+        found = solve_config(job.usual, row, room) or smallest
         stated = job.stated(job.usual, found)
         assert stated["context.attention"] == "all_to_all"
         plan = make_plan(job.question.read(overrides(stated)), job.question.graph)
         assert plan.mesh.size("cp") == job.grid["cp"][row]
         assert Costed(plan, job.question.cluster).seconds == pytest.approx(found.seconds)
-        live = told_rank(plan, 0, device=job.question.device).pooled_bytes
+        live = analytic_log_of_rank(plan, 0, device=job.question.device).pooled_bytes
         assert found.linear_bytes[0] <= live
         shares.append(found.linear_bytes[0] / live)
     assert np.median(shares) > 0.6
@@ -89,7 +89,7 @@ def test_what_a_plan_says_of_attention_is_kept(write: Any) -> None:
     """Stated, sequences are cut."""
     job = write(context={"attention": "all_to_all"})
     assert job.grid["cp"].min() > 1
-    found = solve_row(job.usual, 0, float("inf"))
+    found = solve_config(job.usual, 0, float("inf"))
     assert found is not None
     assert "context.attention" not in job.stated(job.usual, found)
 
@@ -100,7 +100,7 @@ def test_keys_and_values_are_gathered_where_a_plan_says_so(write: Any) -> None:
     assert {int(row["cp"]) for row in job.grid} == {2, 4, 8}
     rows = [int(row) for row in range(len(job.grid))]
     for row in rng.sample(rows, 6):
-        found = solve_row(job.usual, row, float("inf"))
+        found = solve_config(job.usual, row, float("inf"))
         assert found is not None
         stated = job.stated(job.usual, found)
         assert "context.attention" not in stated
@@ -110,7 +110,7 @@ def test_keys_and_values_are_gathered_where_a_plan_says_so(write: Any) -> None:
             rank = next(
                 r for r in range(plan.mesh.world_size) if plan.mesh.index(r, ("cp",)) == place
             )
-            live = told_rank(plan, rank, device=job.question.device).pooled_bytes
+            live = analytic_log_of_rank(plan, rank, device=job.question.device).pooled_bytes
             assert found.linear_bytes[0] <= live
 
 

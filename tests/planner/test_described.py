@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import meshplan
-from meshplan.api import checking as api
+from meshplan.api import checking
 from meshplan.api.planning import search_plan
 from meshplan.memory.log.driver import with_workspaces
 from meshplan.plan.plan import Plan, make_plan
@@ -23,7 +23,7 @@ from meshplan.planner.lock.lock import overrides
 from meshplan.planner.objectives.fastest import decide
 from meshplan.planner.problem.request import question_of_file
 from meshplan.runtime.fake_step.default_loop import loop_of
-from meshplan.runtime.fake_step.step import imagine_step
+from meshplan.runtime.fake_step.step import fake_step
 from meshplan.runtime.live import certify
 from meshplan.runtime.live.matches_config import Described, described
 from meshplan.runtime.live.planned import question_of_entry, question_of_model
@@ -212,7 +212,7 @@ def whole_step(plan: Plan) -> int:
     with torch.device("meta"):
         model = built()
     loop = loop_of(model, plan)
-    log = imagine_step(
+    log = fake_step(
         model, plan, loop.inputs, loop.targets, loop.loss_fn, loop.make_optimizer, 0, GPU
     )
     return with_workspaces(log, GPU).peak.live_bytes
@@ -228,7 +228,9 @@ def test_what_is_certified_is_traced(files: tuple[Path, Path], mesh: dict[str, i
     decision = search_plan(files[0], fields)
     assert decision.chosen is not None
     assert decision.chosen.plan.mesh.size("tp", "pp") > 1
-    found = api.estimate_memory(files[0], [*fields, *overrides(decision.chosen.stated)], tier=1)
+    found = checking.estimate_memory(
+        files[0], [*fields, *overrides(decision.chosen.stated)], tier=1
+    )
     assert [g.peak for g in decision.chosen.memory.groups] == [g.peak for g in found.groups]
     assert decision.chosen.memory.certified.startswith("chosen by what its config tells")
 

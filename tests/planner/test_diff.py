@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from meshplan.api import checking as api
+from meshplan.api import checking
 from meshplan.api.planning import plan_of_lock, search_plan
 from meshplan.cli.app import main
 from meshplan.errors import SpecError
@@ -37,7 +37,7 @@ def two(job, tmp_path):
 
 
 def compared(paths):
-    return difference(*(side_of(path.name, api.decide(path)) for path in paths))
+    return difference(*(side_of(path.name, checking.decide(path)) for path in paths))
 
 
 def as_dict(items):
@@ -77,7 +77,7 @@ def test_what_is_decided_otherwise(two):
 def test_patterns_cover_every_tensor_that_lies_otherwise_and_no_other(two, other):
     paths = two({}, other)
     found = compared(paths)
-    plans = [api.decide(path) for path in paths]
+    plans = [checking.decide(path) for path in paths]
     layouts = [
         {f: p.stored.spell(plan.mesh) for f, p in plan.assignment.tensors.items()} for plan in plans
     ]

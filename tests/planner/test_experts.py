@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import meshplan
-from meshplan.api import checking as api
+from meshplan.api import checking
 from meshplan.api.planning import search_plan
 from meshplan.cli.app import main
 from meshplan.cost.grid import GRID, MODES, OPTIONS
@@ -25,9 +25,9 @@ from meshplan.cost.stages import chain_of_plan
 from meshplan.model.blueprint import from_config
 from meshplan.plan.plan import make_plan
 from meshplan.planner.lock.lock import overrides
-from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import question_of
-from meshplan.planner.solve.config import Candidate, solve_row
+from meshplan.planner.solve.config import Candidate, solve_config
 from meshplan.planner.solve.result import mesh_key
 from meshplan.planner.solve.search import search
 from meshplan.planner.space.enumeration import enumerate_grid
@@ -59,11 +59,11 @@ def job(tmp_path):
     return write
 
 
-def job_of(path: Path) -> Job:
+def job_of(path: Path) -> PlanningProblem:
     def load(more: Any) -> meshplan.Spec:
         return load_spec(path, more)
 
-    return Job(question_of(load, from_config(path.with_name("config.json"))))
+    return PlanningProblem(question_of(load, from_config(path.with_name("config.json"))))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -125,7 +125,7 @@ def test_nothing_in_the_space_of_a_mixture_is_faster(job, batch, more):
     }
     rows = range(len(numbers.grid))
     held = np.array([max(one.linear_bytes) for row in rows
-                     if (one := solve_row(numbers, row, float("inf"))) is not None])  # fmt: skip
+                     if (one := solve_config(numbers, row, float("inf"))) is not None])  # fmt: skip
     for share in (0.1, 0.3, 0.6):
         capacity = float(np.quantile(held, share))
         expected = min(fastest(numbers, row, capacity) for row in rows)
@@ -172,7 +172,7 @@ def test_bounds_are_below_what_is_replayed_of_stages_that_spread_experts(job, co
     assert np.median(held_shares(at, rows)) > 0.7
 
 
-def held_shares(at: Job, rows: Iterable[int]) -> list[float]:
+def held_shares(at: PlanningProblem, rows: Iterable[int]) -> list[float]:
     """By row, how much of what a replay shows the linear figures do, which is never more."""
     at.capacity = float("inf")
     numbers, rng, shares = at.usual, np.random.default_rng(0), []
@@ -180,7 +180,7 @@ def held_shares(at: Job, rows: Iterable[int]) -> list[float]:
         offered = np.isfinite(numbers.seconds[row]).any(axis=0)
         option = int(rng.choice(np.flatnonzero(offered)))
         mask = [number == option for number in range(len(OPTIONS))]
-        one = solve_row(numbers.only(row, mask), 0, float("inf"))
+        one = solve_config(numbers.only(row, mask), 0, float("inf"))
         if one is None:
             continue
         candidate = Candidate(row, one.seconds, one.ends, one.takes, one.linear_bytes)
@@ -200,7 +200,7 @@ def test_stages_are_charged_for_their_own_experts(job):
     """What pictures of a schedule show is what the search has added up."""
     at = job_of(job(MIXTRAL | {"num_hidden_layers": 4}, hardware=PLAN["hardware"]))
     row = int(np.flatnonzero((at.grid["pp"] == 2) & (at.grid["ep"] == 4))[0])
-    one = solve_row(at.usual, row, float("inf"))
+    one = solve_config(at.usual, row, float("inf"))
     assert one is not None
     candidate = Candidate(row, one.seconds, one.ends, one.takes, one.linear_bytes)
     question = at.question
@@ -254,7 +254,7 @@ def test_what_is_chosen_is_whole_and_certified(job):
     assert {"match": "model.layers.*.mlp.experts", "place": SPREAD["place"]} in (
         chosen.stated.values()
     )
-    again = api.estimate_memory(path, overrides(chosen.stated))
+    again = checking.estimate_memory(path, overrides(chosen.stated))
     assert again.worst.band == chosen.memory.worst.band
     assert set(chosen.plan.assignment.experts) == {
         f"model.layers.{n}.mlp.experts" for n in range(3)
@@ -306,7 +306,7 @@ def test_tokens_that_may_come_are_planned_for_where_experts_are_spread(job):
         stated = {"strategy": "zero1", "mesh": {"dp_shard": 8, "ep": "auto"}, "loss_chunks": 1}
         batch = {"global": 64, "micro": 8, "seq_len": 1024}
         at = job_of(job(**stated, batch=batch, experts={"capacity": capacity}))
-        ways = [solve_row(at.usual, row, float("inf")) for row in range(len(at.grid))]
+        ways = [solve_config(at.usual, row, float("inf")) for row in range(len(at.grid))]
         found = [at.measure(at.usual, way, to_the_end=True) for way in ways]
         for way, each in zip(ways, found, strict=True):
             assert max(way.linear_bytes) <= max(pooled_by_group(at, each))

@@ -13,7 +13,7 @@ from meshplan.cli.app import main
 from meshplan.errors import PlanError
 from meshplan.planner.answers.explain import Shares, _missing
 from meshplan.planner.objectives.fastest import decide_job
-from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import question_of_file
 from meshplan.planner.solve.search import search
 from meshplan.render.explain import verdict
@@ -83,8 +83,8 @@ def test_what_does_not_fit_says_how_much_is_missing(job):
 def test_nobody_waits_to_hear_how_much_is_missing(job, changed):
     path = job(mesh={"dp_replicate": "auto", "dp_shard": "auto"})
     question = dataclasses.replace(question_of_file(path), limit_bytes=1 << 20)
-    assert _missing(Job(question)) > 0
-    assert _missing(Job(dataclasses.replace(question, **changed))) is None
+    assert _missing(PlanningProblem(question)) > 0
+    assert _missing(PlanningProblem(dataclasses.replace(question, **changed))) is None
 
 
 def test_one_search_for_all_values_of_a_field(job, monkeypatch):

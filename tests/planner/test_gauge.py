@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshplan.memory.analytic.estimate import told_rank
+from meshplan.memory.analytic.estimate import analytic_log_of_rank
 from meshplan.memory.log.allocator import reserve
 from meshplan.memory.log.driver import communicators, driver_bytes, with_workspaces
 from meshplan.memory.log.events import Event, EventLog, Storage, Term
 from meshplan.model.graph import is_inside
 from meshplan.plan.plan import make_plan
 from meshplan.planner.lock.lock import overrides
-from meshplan.planner.problem.overrides import Block, statements
-from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.overrides import BlockChoice, statements
+from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import question_of_file
-from meshplan.planner.problem.truncated import Gauge, Short, shorten
-from meshplan.planner.solve.config import Candidate, Row, solve_row
+from meshplan.planner.problem.truncated import Short, TruncatedBound, shorten
+from meshplan.planner.solve.config import Candidate, ConfigSolver, solve_config
 from meshplan.spec.spec import Spec
 
 LLAMA = {
@@ -34,11 +34,11 @@ LLAMA = {
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
+def job(tmp_path: Path) -> PlanningProblem:
     return job_in(tmp_path, LLAMA, nodes=1)
 
 
-def job_in(folder: Path, config: dict[str, Any], *, nodes: int) -> Job:
+def job_in(folder: Path, config: dict[str, Any], *, nodes: int) -> PlanningProblem:
     (folder / "config.json").write_text(json.dumps(config))
     hardware = {"nodes": nodes, "gpus_per_node": 8, "gpu": "h100-sxm-80gb", "inter": "50GB/s"}
     plan = {
@@ -47,23 +47,23 @@ def job_in(folder: Path, config: dict[str, Any], *, nodes: int) -> Job:
         "batch": {"global": 32 * nodes, "seq_len": 512},
     }  # fmt: skip
     (folder / "plan.yaml").write_text(json.dumps(plan))
-    return Job(question_of_file(folder / "plan.yaml"))
+    return PlanningProblem(question_of_file(folder / "plan.yaml"))
 
 
-def some(job: Job, count: int) -> Iterator[Candidate]:
+def some(job: PlanningProblem, count: int) -> Iterator[Candidate]:
     """Random rows, with as little memory as makes their blocks differ, or as small as can be."""
     rng, numbers = random.Random(0), job.usual
     while count:
         row = rng.randrange(len(job.grid))
-        smallest = Row(numbers, row, float("inf")).smallest()
+        smallest = ConfigSolver(numbers, row, float("inf")).smallest()
         room = max(smallest.linear_bytes) * rng.choice((1.01, 1.2, 1.5, 3))
-        found = solve_row(numbers, row, room) or smallest
+        found = solve_config(numbers, row, room) or smallest
         if sum(map(len, job.blocks(numbers, found))) == LLAMA["num_hidden_layers"]:
             count -= 1
             yield found
 
 
-def test_few_blocks_never_say_more_than_all_and_hardly_less(job: Job) -> None:
+def test_few_blocks_never_say_more_than_all_and_hardly_less(job: PlanningProblem) -> None:
     question, numbers = job.question, job.usual
     assert question.shorter is not None
     shares, shortened = [], 0
@@ -79,9 +79,9 @@ def test_few_blocks_never_say_more_than_all_and_hardly_less(job: Job) -> None:
             stated = statements(job.spec, job.free, row, short.stages, {}, "default")
             few = make_plan(question.read(overrides(stated)), short.graph)
             rank = place * (plan.mesh.world_size // ranks)
-            log = told_rank(few, rank, device=question.device)
-            least = Gauge(log, short).least_bytes
-            whole = told_rank(plan, rank, device=question.device).pooled_bytes
+            log = analytic_log_of_rank(few, rank, device=question.device)
+            least = TruncatedBound(log, short).least_bytes
+            whole = analytic_log_of_rank(plan, rank, device=question.device).pooled_bytes
             assert least <= whole, (row, place)
             shares.append(least / whole)
             shortened += bool(short.times)
@@ -91,8 +91,8 @@ def test_few_blocks_never_say_more_than_all_and_hardly_less(job: Job) -> None:
 
 
 def test_what_stands_for_others_keeps_the_ends_of_its_row() -> None:
-    stages = [[Block(f"h.{n}", 0, 1) for n in range(8)],
-              [Block(f"h.{n}", 2 if n < 15 else 0, 1) for n in range(8, 20)]]  # fmt: skip
+    stages = [[BlockChoice(f"h.{n}", 0, 1) for n in range(8)],
+              [BlockChoice(f"h.{n}", 2 if n < 15 else 0, 1) for n in range(8, 20)]]  # fmt: skip
     asked = []
     short = shorten(stages, 1, lambda blocks: asked.append(blocks))  # type: ignore[arg-type,func-returns-value]
     assert short is not None
@@ -114,13 +114,13 @@ def test_a_frame_is_held_by_one_microbatch_alone(tmp_path: Path) -> None:
     at = job_in(tmp_path, LLAMA | {"num_hidden_layers": 64, "vocab_size": 512}, nodes=8)
     grid, question = at.grid, at.question
     row = int(np.flatnonzero((grid["pp"] == 64) & (grid["micro"] == 1))[0])
-    smallest = Row(at.usual, row, float("inf")).smallest()
+    smallest = ConfigSolver(at.usual, row, float("inf")).smallest()
     plan = make_plan(question.read(overrides(at.stated(at.usual, smallest))), question.graph)
-    log = told_rank(plan, 0, device=question.device)
+    log = analytic_log_of_rank(plan, 0, device=question.device)
     assert smallest.linear_bytes[0] <= log.pooled_bytes
 
 
-def test_what_communicators_take_is_known_from_the_mesh(job: Job) -> None:
+def test_what_communicators_take_is_known_from_the_mesh(job: PlanningProblem) -> None:
     """The same of a model with few blocks as of the plan itself, and more with more axes."""
     question, numbers = job.question, job.usual
     by_axes: dict[int, set[float]] = {}
@@ -137,7 +137,7 @@ def test_what_communicators_take_is_known_from_the_mesh(job: Job) -> None:
     assert max(by_axes[1]) < min(by_axes[max(by_axes)])
 
 
-def test_a_guess_of_what_is_reserved_is_near(job: Job) -> None:
+def test_a_guess_of_what_is_reserved_is_near(job: PlanningProblem) -> None:
     """Where a short model shows no rank over, it shows about what the whole one reserves."""
     numbers, shares = job.usual, []
     for candidate in some(job, 12):
@@ -153,7 +153,7 @@ def test_a_guess_of_what_is_reserved_is_near(job: Job) -> None:
 def made_up(rng: random.Random) -> tuple[EventLog, Short]:
     """A log of blocks that run one after the other, and make and free in every order."""
     stages = tuple(
-        tuple(Block(f"h.{n}", 0, 1) for n in range(first, first + 4)) for first in (0, 4)
+        tuple(BlockChoice(f"h.{n}", 0, 1) for n in range(first, first + 4)) for first in (0, 4)
     )
     names = ["", *(block.name for stage in stages for block in stage)]
     storages: list[Storage] = []
@@ -226,19 +226,19 @@ def test_columns_tell_what_one_event_after_the_other_tells() -> None:
     told = set()
     for seed in range(20):
         log, short = made_up(random.Random(seed))
-        gauge = Gauge(log, short)
+        gauge = TruncatedBound(log, short)
         reserved = reserve(with_workspaces(log, "h100-sxm-80gb")).reserved_bytes
         found = gauge.least_bytes, gauge.likely_bytes("h100-sxm-80gb", Spec()) - reserved
         assert found == one_by_one(log, short), seed
         told.add(found)
-        plain = Gauge(log, Short(short.graph, short.stages, {}))
+        plain = TruncatedBound(log, Short(short.graph, short.stages, {}))
         assert plain.least_bytes == log.pooled_bytes <= found[0]
     assert len(told) == 20
 
 
-def test_what_is_surely_over_is_known_without_a_guess(job: Job) -> None:
+def test_what_is_surely_over_is_known_without_a_guess(job: PlanningProblem) -> None:
     """And whoever asks for the guess after that gets what he would have got before."""
-    numbers, over, again, rng = job.usual, 0, Job(job.question), random.Random(1)
+    numbers, over, again, rng = job.usual, 0, PlanningProblem(job.question), random.Random(1)
     for candidate in some(job, 8):
         job.capacity = again.capacity = max(candidate.linear_bytes) * rng.choice((1.1, 20))
         is_over = job.is_over(numbers, candidate)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from meshplan.planner.knapsack import knapsack
-from meshplan.planner.knapsack.knapsack import NONE, Menu, _Labels, solve
-from meshplan.planner.knapsack.lp_relaxation import relaxed_each
-from meshplan.planner.knapsack.pareto_counts import mixes_of
-from meshplan.planner.knapsack.stage_cuts import cut
+from meshplan.planner.knapsack.knapsack import NONE, Options, _Labels, solve
+from meshplan.planner.knapsack.lp_relaxation import solve_relaxations
+from meshplan.planner.knapsack.pareto_counts import pareto_counts_of
+from meshplan.planner.knapsack.stage_cuts import cut_into_stages
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -44,7 +44,7 @@ def test_knapsack(seed):
             ),
             default=float("inf"),
         )
-        choice = solve(Menu(seconds, memory), counts, capacity)
+        choice = solve(Options(seconds, memory), counts, capacity)
         assert choice.seconds == pytest.approx(expected, rel=1e-9)
         if choice.takes:
             table = np.array(choice.takes)
@@ -63,7 +63,7 @@ def test_a_cut_asks_for_as_few_exact_values_as_it_can():
         asked.append(at)
         return float(exact[at])
 
-    cost, ends = cut(exact * 0.9, value, (4.0, 1.0))
+    cost, ends = cut_into_stages(exact * 0.9, value, (4.0, 1.0))
     costs = [
         4 * max(times) + sum(times)
         for first, second in itertools.combinations(range(1, 8), 2)
@@ -86,15 +86,15 @@ def test_many_menus_are_asked_at_once_as_one_by_one(seed):
         seconds[rng.random((kinds, options)) < 0.2] = np.inf
         memory = rng.uniform(0, 10, (kinds, options)).round(2)
         counts = rng.integers(0, 6, (int(rng.integers(1, 9)), kinds)).astype(np.int64)
-        asked.append((Menu(seconds, memory), counts, float(rng.uniform(0, 60))))
+        asked.append((Options(seconds, memory), counts, float(rng.uniform(0, 60))))
     one_by_one = [menu.relaxed(counts, np.array([room])) for menu, counts, room in asked]
-    together = relaxed_each(asked)
+    together = solve_relaxations(asked)
     every = np.concatenate(one_by_one)
     assert 0 < np.isfinite(every).sum() < len(every)
     for one, other in zip(one_by_one, together, strict=True):
         assert (np.isfinite(one) == np.isfinite(other)).all()
         assert other == pytest.approx(one, rel=1e-13)
-    (alone,) = relaxed_each(asked[:1])
+    (alone,) = solve_relaxations(asked[:1])
     assert (alone == one_by_one[0]).all()
 
 
@@ -113,7 +113,7 @@ def test_the_relaxation_is_the_best_of_all_prices_of_memory(seed):
         least = (seconds + prices[:, None, None] * memory).min(axis=2)
         dual = (counts @ least.T - np.outer(capacity, prices)).max(axis=1)
         fits = counts @ memory.min(axis=1) <= capacity
-        found = Menu(seconds, memory).relaxed(counts, capacity)
+        found = Options(seconds, memory).relaxed(counts, capacity)
         assert found == pytest.approx(np.where(fits, dual, np.inf), rel=1e-9)
 
 
@@ -122,7 +122,7 @@ def test_only_what_is_fast_enough_is_an_answer():
     for _ in range(100):
         seconds, memory = rng.uniform(1, 2, (2, 4)), rng.uniform(0, 10, (2, 4))
         counts, capacity = rng.integers(1, 5, 2).astype(np.int64), float(rng.uniform(5, 40))
-        menu = Menu(seconds, memory)
+        menu = Options(seconds, memory)
         best = solve(menu, counts, capacity)
         assert solve(menu, counts, capacity, best.seconds * (1 - 1e-9)) == NONE
         if best != NONE:
@@ -137,7 +137,7 @@ def test_the_first_answer_fits_and_no_exchange_makes_it_better():
         kinds, options = int(rng.integers(1, 4)), int(rng.integers(2, 6))
         seconds, memory = rng.uniform(1, 2, (kinds, options)), rng.uniform(0, 10, (kinds, options))
         counts, capacity = rng.integers(0, 6, kinds).astype(np.int64), float(rng.uniform(0, 60))
-        menu = Menu(seconds, memory)
+        menu = Options(seconds, memory)
         if counts @ menu.fastest[1] <= capacity:
             continue  # There is nothing to decide.
         best, first = solve(menu, counts, capacity), _Labels(menu, counts, capacity, 1e9)._first()
@@ -156,17 +156,17 @@ def test_the_first_answer_rules_out_as_much_as_one_known_before(monkeypatch):
     weighed = []
 
     def counted(*asked):
-        found = mixes_of(*asked)
+        found = pareto_counts_of(*asked)
         weighed.append(len(found.takes))
         return found
 
-    monkeypatch.setattr(knapsack, "mixes_of", counted)
+    monkeypatch.setattr(knapsack, "pareto_counts_of", counted)
     rng, counts, capacity = np.random.default_rng(0), np.array([20, 20]), 200.0
     for _ in range(5):
         # The faster an option, the more it holds.
         seconds = np.sort(rng.uniform(1, 2, (2, 4)))
         memory = np.sort(rng.uniform(0, 10, (2, 4)))[:, ::-1]
-        menu = Menu(seconds, memory)
+        menu = Options(seconds, memory)
         first = _Labels(menu, counts, capacity, np.inf)._first()
         weighed.clear()
         solve(menu, counts, capacity)
@@ -193,5 +193,5 @@ def test_mixes_pay_no_more_than_the_slack():
             if not any(each @ seconds < takes @ seconds and each @ memory < takes @ memory
                        for each in near)
         }  # fmt: skip
-        found = mixes_of(seconds, memory, count, price, slack, (0.0, np.inf))
+        found = pareto_counts_of(seconds, memory, count, price, slack, (0.0, np.inf))
         assert {tuple(map(int, takes)) for takes in found.takes} == left

@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshplan.api import checking as api
+from meshplan.api import checking
 from meshplan.api.planning import search_plan
 from meshplan.cli.app import main
 from meshplan.cost.grid import OPTIONS
 from meshplan.layout.hardware import find_device
-from meshplan.memory.log.microbatch import Work
+from meshplan.memory.log.microbatch import MicrobatchTrace
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.planner.lock.lock import overrides
 from meshplan.planner.objectives.fastest import decide, decide_job
-from meshplan.planner.problem.decision import Decision, Question
-from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.decision import Decision, PlanRequest
+from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.solve.config import Candidate
 from meshplan.render.sizing import cost_to_json, cost_to_text
 from meshplan.runtime.fake_step.costs import Ask, watch
@@ -54,7 +54,7 @@ class Asked:
     """A plan file with everything open, on devices where what would be fastest does not fit."""
 
     path: Path
-    job: Job
+    job: PlanningProblem
     free: Decision
 
     @cached_property
@@ -75,7 +75,7 @@ def ask(tmp_path_factory):
     return lambda name, **fields: of(name, json.dumps(plan_of(name, **fields)))
 
 
-def tight(question: Question, share: float = 0.5) -> tuple[Job, Decision]:
+def tight(question: PlanRequest, share: float = 0.5) -> tuple[PlanningProblem, Decision]:
     """The same on smaller devices, between what is fastest and what holds the least; the former."""
     traced = question.traced
     assert isinstance(traced, TracedModel)
@@ -84,10 +84,10 @@ def tight(question: Question, share: float = 0.5) -> tuple[Job, Decision]:
     most = free.chosen.memory.worst.band[1]
     limit = int(most - share * (most - least_of(question, free.chosen.plan)))
     traced._limit_bytes = limit
-    return Job(replace(question, limit_bytes=limit)), free
+    return PlanningProblem(replace(question, limit_bytes=limit)), free
 
 
-def least_of(question: Question, plan: Any) -> float:
+def least_of(question: PlanRequest, plan: Any) -> float:
     """The upper end of what the same plan holds with all blocks run again and fully sharded."""
     stated = {
         "mesh": {"dp_shard": 4}, "strategy": "full_shard", "activation_checkpointing": "full",
@@ -108,7 +108,7 @@ def test_what_is_chosen_fits_by_a_trace_of_the_whole_step(name, ask):
     asked = ask(name)
     decision, chosen = asked.decision, asked.decision.chosen
     assert chosen is not None
-    found = api.estimate_memory(asked.path, overrides(chosen.stated), tier=3)
+    found = checking.estimate_memory(asked.path, overrides(chosen.stated), tier=3)
     assert found.tier == "3"
     peaks = [(g.ranks, g.peak.requested_bytes) for g in chosen.memory.groups]
     assert peaks == [(g.ranks, g.peak.requested_bytes) for g in found.groups]
@@ -228,14 +228,14 @@ def test_what_was_traced_is_not_traced_again(ask, monkeypatch):
     assert asked == [Ask(3)]
 
 
-def with_micro(question: Question, micro: int, word: str = "none") -> Plan:
+def with_micro(question: PlanRequest, micro: int, word: str = "none") -> Plan:
     stated = {"mesh": {"dp_shard": 4}, "strategy": "full_shard", "batch.micro": micro,
               "batch.accumulate": 1, "batch.global": 4 * micro,
               "activation_checkpointing": word}  # fmt: skip
     return make_plan(question.read(overrides(stated)), question.graph)
 
 
-def live_bytes(work: Work) -> list[int]:
+def live_bytes(work: MicrobatchTrace) -> list[int]:
     """After each event."""
     return list(itertools.accumulate(event.delta for event in work.log.events))
 
@@ -269,7 +269,7 @@ def test_a_model_without_blocks_is_planned(tmp_path):
     decision = search_plan(path)
     assert decision.chosen is not None
     assert decision.chosen.stated["batch.micro"] == 16
-    found = api.estimate_memory(path, overrides(decision.chosen.stated))
+    found = checking.estimate_memory(path, overrides(decision.chosen.stated))
     peaks = [each.worst.peak.requested_bytes for each in (found, decision.chosen.memory)]
     assert peaks[0] == peaks[1]
     lost = [each for each in decision.rejected if each.what == "activation_checkpointing=full"]
@@ -300,7 +300,7 @@ def test_ddp_in_one_dtype_is_planned(mesh, strategy, precision, tmp_path):
     decision = search_plan(path)
     assert not [each.why for each in decision.rejected if "other dtypes" in each.why]
     assert decision.chosen is not None
-    found = api.estimate_memory(path, overrides(decision.chosen.stated))
+    found = checking.estimate_memory(path, overrides(decision.chosen.stated))
     told = [each.worst.peak.requested_bytes for each in (found, decision.chosen.memory)]
     assert told[0] == told[1]
 

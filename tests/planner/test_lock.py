@@ -9,12 +9,12 @@ from unittest import mock
 
 import pytest
 
-from meshplan.api import checking as api
+from meshplan.api import checking
 from meshplan.api.planning import search_plan
 from meshplan.cli.app import main
 from meshplan.errors import SpecError
 from meshplan.planner.lock.lock import lock_path, overrides, read
-from meshplan.planner.problem.truncated_estimate import Brief
+from meshplan.planner.problem.truncated_estimate import TruncatedEstimate
 from tests.planner.test_planner import job
 
 __all__ = ["job"]
@@ -102,11 +102,11 @@ def test_what_is_planned_without_a_lock_is_what_plan_says(job, capsys):
     """As fast, too: a short model is looked at as often."""
     path = job(mesh={"pp": 2, "dp_shard": "auto"})
     stated = search_plan(path).chosen.stated
-    given = _words(api.decide(path, overrides(stated)))
-    assert _words(api.decide(path)) == given
-    assert _words(api.decide(path, config=path.with_name("config.json"))) == given
+    given = _words(checking.decide(path, overrides(stated)))
+    assert _words(checking.decide(path)) == given
+    assert _words(checking.decide(path, config=path.with_name("config.json"))) == given
     glances = []
-    for decided in (lambda: search_plan(path), lambda: api.decide(path)):
+    for decided in (lambda: search_plan(path), lambda: checking.decide(path)):
         with counting_glances() as count:
             decided()
         glances.append(count[0])
@@ -125,11 +125,11 @@ def _words(plan):
 @contextmanager
 def counting_glances():
     """How often a short model was looked at."""
-    count, look = [0], Brief.glance
+    count, look = [0], TruncatedEstimate.glance
 
     def counted(self, *args, **more):
         count[0] += 1
         return look(self, *args, **more)
 
-    with mock.patch.object(Brief, "glance", counted):
+    with mock.patch.object(TruncatedEstimate, "glance", counted):
         yield count

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshplan.memory.analytic.estimate import told_rank
+from meshplan.memory.analytic.estimate import analytic_log_of_rank
 from meshplan.plan.plan import make_plan
 from meshplan.planner.lock.lock import overrides
 from meshplan.planner.problem.overrides import statements
-from meshplan.planner.problem.problem import Job
-from meshplan.planner.problem.truncated import Gauge, shorten
-from meshplan.planner.solve.config import Row, solve_row
+from meshplan.planner.problem.problem import PlanningProblem
+from meshplan.planner.problem.truncated import TruncatedBound, shorten
+from meshplan.planner.solve.config import ConfigSolver, solve_config
 from meshplan.planner.tables.cost_table import memory_bounds
 from tests.planner.test_gauge import LLAMA, job_in
 
@@ -36,25 +36,25 @@ DEEPSEEK: dict[str, Any] = QWEN | {
 
 
 @pytest.fixture(params=["deepseek", pytest.param("qwen", marks=pytest.mark.wide)])
-def job(tmp_path: Path, request: pytest.FixtureRequest) -> Job:
+def job(tmp_path: Path, request: pytest.FixtureRequest) -> PlanningProblem:
     return job_in(tmp_path, QWEN if request.param == "qwen" else DEEPSEEK, nodes=8)
 
 
-def test_figures_from_below_are_below(job: Job) -> None:
+def test_figures_from_below_are_below(job: PlanningProblem) -> None:
     """Of the answer that takes the least memory, which is replayed whole."""
     rng, numbers = random.Random(1), job.usual
     bounds, shares = memory_bounds(numbers), []
     decided = np.flatnonzero(numbers.reducing >= bounds)
     rows = [int(row) for row in rng.sample(list(decided), 5)]
     for row in rows:
-        smallest = Row(numbers, row, float("inf")).smallest()
+        smallest = ConfigSolver(numbers, row, float("inf")).smallest()
         plan = make_plan(
             job.question.read(overrides(job.stated(numbers, smallest))), job.question.graph
         )
         ranks = int(numbers.grid[row]["pp"])
         step = plan.mesh.world_size // ranks
         held = max(
-            told_rank(plan, place * step, device=job.question.device).pooled_bytes
+            analytic_log_of_rank(plan, place * step, device=job.question.device).pooled_bytes
             for place in range(ranks)
         )
         assert bounds[row] <= held, numbers.grid[row]
@@ -62,7 +62,7 @@ def test_figures_from_below_are_below(job: Job) -> None:
     assert max(shares) > 0.7
 
 
-def test_tp_cuts_what_every_block_shares_whatever_its_number(job: Job) -> None:
+def test_tp_cuts_what_every_block_shares_whatever_its_number(job: PlanningProblem) -> None:
     """A trial has other blocks than those that show all: the third may be dense in one alone."""
     whole, part = job.chain_at(1), job.chain_at(4)
     assert part.order == whole.order
@@ -73,16 +73,16 @@ def test_tp_cuts_what_every_block_shares_whatever_its_number(job: Job) -> None:
 
 
 @pytest.mark.wide
-def test_few_blocks_of_each_kind_never_say_more_than_all(job: Job) -> None:
+def test_few_blocks_of_each_kind_never_say_more_than_all(job: PlanningProblem) -> None:
     question, numbers, rng = job.question, job.usual, random.Random(0)
     looks = dict(zip(job.chain.names, job.chain.order, strict=True))
     assert question.shorter is not None
     shortened = 0
     while shortened < 3:
         row = rng.randrange(len(job.grid))
-        smallest = Row(numbers, row, float("inf")).smallest()
+        smallest = ConfigSolver(numbers, row, float("inf")).smallest()
         room = max(smallest.linear_bytes) * rng.choice((1.05, 1.3, 2))
-        found = solve_row(numbers, row, room) or smallest
+        found = solve_config(numbers, row, room) or smallest
         stages, ranks = job.blocks(numbers, found), len(found.linear_bytes)
         short = shorten(stages, 0, question.shorter, num_ranks=ranks, looks=looks)
         if short is None or not short.times:
@@ -92,6 +92,8 @@ def test_few_blocks_of_each_kind_never_say_more_than_all(job: Job) -> None:
         stated = statements(job.spec, job.free, job.grid[row], short.stages, {})
         few = make_plan(question.read(overrides(stated)), short.graph)
         plan = make_plan(question.read(overrides(job.stated(numbers, found))), question.graph)
-        least = Gauge(told_rank(few, 0, device=question.device), short).least_bytes
-        whole = told_rank(plan, 0, device=question.device).pooled_bytes
+        least = TruncatedBound(
+            analytic_log_of_rank(few, 0, device=question.device), short
+        ).least_bytes
+        whole = analytic_log_of_rank(plan, 0, device=question.device).pooled_bytes
         assert 0.7 * whole < least <= whole, job.grid[row]

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from meshplan.api import checking as api
+from meshplan.api import checking
 from meshplan.api.planning import explain_module, search_plan
 from meshplan.cli.app import main
 from meshplan.cost.profile import without
@@ -53,7 +53,9 @@ def test_blocks_add_up_to_the_step(job):
     assert alone.block("model.layers.1").exposed_s == 0
     # Full recomputation runs forward again, and keeps what the block is given.
     more = [f"batch.micro={plan.micro}", "activation_checkpointing=full"]
-    again = Costed(api.decide(path, [*overrides(decision.chosen.stated), *more]), costed.cluster)
+    again = Costed(
+        checking.decide(path, [*overrides(decision.chosen.stated), *more]), costed.cluster
+    )
     one, two = costed.block("model.layers.1"), again.block("model.layers.1")
     assert two.backward_s - one.backward_s > 0.5 * one.forward_s
     kept = plan.micro * 1024 * LLAMA["hidden_size"] * 2 // plan.mesh.size("tp")
@@ -78,7 +80,7 @@ def test_blocks_add_up_to_the_step(job):
 def test_what_has_no_figures_is_refused(job, fields, words):
     whole = {"mesh": {"dp_shard": 8}, "strategy": "full_shard",
              "batch": {"micro": 4, "accumulate": 1, "seq_len": 64}}  # fmt: skip
-    plan = api.decide(job(**(whole | fields)))
+    plan = checking.decide(job(**(whole | fields)))
     with pytest.raises(PlanError, match=words):
         Costed(plan, cluster_of(plan.spec, "h100-sxm-80gb"))
     answer = explain_module(plan, "model.layers.1")
@@ -90,7 +92,7 @@ def test_a_module_says_what_decided_and_what_it_holds(job):
     rules = [{"match": "model.layers.{1..2}", "activation_checkpointing": "full"}]
     path = job(mesh={"pp": 2, "dp_shard": 4}, strategy="full_shard", rules=rules,
                batch={"micro": 8, "accumulate": 1, "seq_len": 1024})  # fmt: skip
-    plan = api.decide(path)
+    plan = checking.decide(path)
     answer = explain_module(plan, "model.layers.4.mlp")
     up = next(t for t in answer.tensors if t.placed.info.fqn.endswith("up_proj.weight"))
     assert (up.rank, answer.rank, answer.block) == (4, 4, "model.layers.4")  # The second stage.
@@ -107,7 +109,7 @@ def test_a_module_says_what_decided_and_what_it_holds(job):
 
 @pytest.mark.parametrize("mesh", [{"dp_shard": 8}, {"dp_replicate": 2, "dp_shard": 4}])
 def test_the_whole_model_holds_what_its_rank_does(job, mesh):
-    plan = api.decide(job(mesh=mesh, strategy=None, batch={"micro": 1, "accumulate": 1}))
+    plan = checking.decide(job(mesh=mesh, strategy=None, batch={"micro": 1, "accumulate": 1}))
     answer = explain_module(plan, "")
     assert answer.states == state_bytes(plan.assignment, "adamw", 0)
     parts = [t.states.total_bytes for t in answer.tensors]
@@ -118,11 +120,11 @@ def test_the_whole_model_holds_what_its_rank_does(job, mesh):
 
 def test_choices_of_the_planner_are_said_to_be(job, capsys):
     path = job()
-    plan = api.decide(path)
+    plan = checking.decide(path)
     (tensor,) = explain_module(plan, "lm_head").tensors
     assert tensor.decided_by[-1].origin.file == "the planner"
     assert main(["plan", "-f", str(path), "-q"]) == 0
-    (tensor,) = explain_module(api.decide(path), "lm_head").tensors
+    (tensor,) = explain_module(checking.decide(path), "lm_head").tensors
     assert tensor.decided_by[-1].origin.file == "plan.lock.yaml"
     capsys.readouterr()
     assert main(["explain", "lm_head", "-f", str(path)]) == 0
@@ -167,7 +169,7 @@ def test_memory_is_told_from_the_textbook_to_the_byte(job, capsys):
     steps = memory["reconciliation"]
     assert steps[0]["name"].startswith("textbook: full_shard, 16*a/n")
     assert sum(step["delta_bytes"] for step in steps) == memory["total_bytes"]
-    assert memory["total_bytes"] == api.estimate_memory(path).worst.peak.total_bytes
+    assert memory["total_bytes"] == checking.estimate_memory(path).worst.peak.total_bytes
     assert main(["explain", "memory", "-f", str(path)]) == 0
     text = capsys.readouterr().out
     assert "from the textbook to this figure" in text
@@ -188,5 +190,5 @@ def test_memory_is_told_from_the_textbook_to_the_byte(job, capsys):
 def test_a_name_that_nothing_has_is_refused(job, capsys):
     path = job(mesh={"dp_shard": 8}, strategy="full_shard")
     with pytest.raises(SpecError, match="did you mean 'lm_head'"):
-        explain_module(api.decide(path), "lm_hea")
+        explain_module(checking.decide(path), "lm_hea")
     assert main(["explain", "model.layers.77", "-f", str(path)]) == 2

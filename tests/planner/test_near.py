@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from meshplan.cost.grid import OPTIONS
-from meshplan.planner.objectives.simplify import Near, Try
+from meshplan.planner.objectives.simplify import Simplifier, Try
 from meshplan.planner.solve.search import search
 from tests.helpers.brute import always_fits
 from tests.planner.test_planner import LARGE, LLAMA, OPEN, job, job_of
@@ -30,7 +30,7 @@ def test_what_is_simpler_comes_simplest_first(job, gib, monkeypatch):
     found = search(numbers, at.capacity, always_fits, slack=SLACK)
     assert found.best is not None
     found.near = found.near[::-1][:: max(1, len(found.near) // 6)]
-    near = Near(at, numbers, found)
+    near = Simplifier(at, numbers, found)
     # Anything counts as simpler than what no row is as bad as.
     limit = (9.0, 9.0, 9.0, 9.0, 99.0, float("inf"))
     keys = [answered(near, each) for each in near._simpler(limit)]
@@ -73,7 +73,7 @@ def test_the_mesh_of_the_best_is_not_looked_at_again(job):
     numbers = at.usual
     found = search(numbers, at.capacity, always_fits, slack=SLACK)
     assert found.best is not None
-    near = Near(at, numbers, found)
+    near = Simplifier(at, numbers, found)
     best = near._mesh(found.best.row)
     rows = list(near._one_of_a_mesh())
     assert {near._mesh(row) for row in rows} == {near._mesh(c.row) for c in found.near} - {best}

@@ -16,20 +16,20 @@ import pytest
 from meshplan.cost.grid import ACTIVATIONS_THERE, GRID, MODES, OPTIONS, PARAMS_THERE
 from meshplan.cost.host import crossing, host_rate
 from meshplan.cost.profile import Profile, profile_of
-from meshplan.cost.types import Kind, Sent, Tally
+from meshplan.cost.types import BlockKind, Sent, Tally
 from meshplan.errors import PlanError
 from meshplan.layout.hardware import Cluster, find_device
 from meshplan.memory.answer.hosts import HOST_BYTES_PER_DEVICE
-from meshplan.planner.objectives import offload_variants as widened
+from meshplan.planner.objectives import offload_variants
 from meshplan.planner.objectives.fastest import decide_job
 from meshplan.planner.objectives.offload_variants import searched
-from meshplan.planner.problem.problem import Job
-from meshplan.planner.solve.config import solve_row
-from meshplan.planner.solve.result import Found
+from meshplan.planner.problem.problem import PlanningProblem
+from meshplan.planner.solve.config import solve_config
+from meshplan.planner.solve.result import SearchResult
 from meshplan.planner.solve.search import search
 from meshplan.planner.space.enumeration import enumerate_grid
 from meshplan.planner.space.offload import offload_words
-from meshplan.planner.tables.cost_table import Numbers, memory_bounds
+from meshplan.planner.tables.cost_table import CostTable, memory_bounds
 from meshplan.spec.reader import load_spec
 from tests.helpers.brute import always_fits, fastest
 from tests.helpers.pooled import pooled_bytes
@@ -43,7 +43,7 @@ TINY = LLAMA | {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 
                 "vocab_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
 
 
-def random_job(path: Path, seed: int) -> Job:
+def random_job(path: Path, seed: int) -> PlanningProblem:
     """A small space on a machine whose parts are about as fast as each other."""
     at = job_of(path)
     rng = np.random.default_rng(seed)
@@ -60,23 +60,23 @@ def random_job(path: Path, seed: int) -> Job:
     return at
 
 
-def every_row(at: Job) -> Numbers:
+def every_row(at: PlanningProblem) -> CostTable:
     """All rows of the space, those with what lies on the host written as if it was stated."""
     free = at.free
     rows = [enumerate_grid(replace(free, offload=(what,))) for what in free.offload]
     grid = np.concatenate(rows)
     if MODES.index("ddp") not in free.modes:  # Of one data rank only where nothing shards is free.
         grid = grid[grid["dp_shard"] * grid["dp_replicate"] > 1]
-    again = Job(at.question, free)
+    again = PlanningProblem(at.question, free)
     again.grid = grid
     again.profile = at.profile
     return again.usual
 
 
-def answers(at: Job) -> tuple[float, float, int]:
+def answers(at: PlanningProblem) -> tuple[float, float, int]:
     """(the fastest by search, by trying everything, how often something on the host is it)."""
 
-    def run(numbers: Numbers) -> Found:
+    def run(numbers: CostTable) -> SearchResult:
         return search(numbers, at.capacity, always_fits, tolerance=0.0)
 
     everything = every_row(at)
@@ -121,14 +121,14 @@ def test_nothing_in_the_space_is_faster(job, block):
 def test_the_lower_bound_of_a_search_cut_short_holds_for_what_lies_on_the_host(job, seed):
     """Also where the time is up before that is looked at, which here is the fastest by far."""
 
-    def cut_short(num_looks: int | None) -> Found:
+    def cut_short(num_looks: int | None) -> SearchResult:
         at = job_of(job(TINY, **small(seed)))
         at.profile = replace(at.profile, pcie_bytes_per_s=1e15, host_bytes_per_s=1e16)
         held = memory_bounds(at.usual)
         at.capacity = float(np.quantile(held[np.isfinite(held)], 0.2))
         looks = iter(range(num_looks or 0))
 
-        def run(numbers: Numbers) -> Found:
+        def run(numbers: CostTable) -> SearchResult:
             return search(
                 numbers, at.capacity, always_fits, tolerance=0.0,
                 is_stopped=lambda: num_looks is not None and next(looks, None) is None,
@@ -148,11 +148,13 @@ def test_the_lower_bound_of_a_search_cut_short_holds_for_what_lies_on_the_host(j
 @pytest.mark.parametrize("what", ["bound", "twins", "copies"])
 def test_a_mistake_shows(job, monkeypatch, what):
     """In the answer to some of the spaces above."""
-    right = widened._bounds
+    right = offload_variants._bounds
     if what == "bound":
-        monkeypatch.setattr(widened, "_bounds", lambda *given: 1.5 * right(*given))
+        monkeypatch.setattr(offload_variants, "_bounds", lambda *given: 1.5 * right(*given))
     elif what == "twins":
-        monkeypatch.setattr(widened, "_twins", lambda grid, what, job: (np.arange(0), grid[:0]))
+        monkeypatch.setattr(
+            offload_variants, "_offload_variants", lambda grid, what, job: (np.arange(0), grid[:0])
+        )
     wrong = 0
     for seed in (0, 2, 15, 23, 40, 89):
         at = random_job(job(TINY, **small(seed)), seed)
@@ -172,7 +174,7 @@ def test_bounds_on_memory_are_below_what_is_replayed(job):
     """What rules a row out must never be above the truth."""
     at = job_of(job(LLAMA))
     at.capacity = float("inf")
-    assert widened.widen(at)
+    assert offload_variants.add_offload_variants(at)
     numbers, rng = at.usual, np.random.default_rng(0)
     grid = numbers.grid
     there = np.flatnonzero(grid["offload"] > 0)
@@ -182,7 +184,7 @@ def test_bounds_on_memory_are_below_what_is_replayed(job):
         offered = np.flatnonzero(np.isfinite(numbers.seconds[row]).any(axis=0))
         option = rng.choice(offered)
         mask = [number == option for number in range(len(OPTIONS))]
-        one = solve_row(numbers.only(int(row), mask), 0, float("inf"))
+        one = solve_config(numbers.only(int(row), mask), 0, float("inf"))
         if one is None:
             continue
         candidate = replace(one, row=int(row))
@@ -295,9 +297,9 @@ def test_a_crossing_takes_what_its_bytes_do():
     assert waited[0] == pytest.approx(2 * 2 * 64 / profile.pcie_bytes_per_s)
 
 
-def some_kind() -> Kind:
+def some_kind() -> BlockKind:
     work, sent = Tally(), Sent()
-    return Kind(
+    return BlockKind(
         name="layers.0", has_options=True, numels=(400, 600), forward=work, backward=work,
         again=(work, work, work), sent_forward=sent, sent_backward=sent,
         sent_again=(sent, sent, sent), saved_bytes=(0, 0, 0), transient_bytes=(0, 0, 0),

@@ -7,13 +7,13 @@ import itertools
 import numpy as np
 import pytest
 
-from meshplan.api import checking as api
+from meshplan.api import checking
 from meshplan.api.planning import search_plan
 from meshplan.errors import PlanError
 from meshplan.planner.lock.lock import overrides
 from meshplan.planner.problem.request import question_of_file
-from meshplan.planner.solve.config import Row, solve_row
-from meshplan.planner.space.fixed_stages import LAST, StagePins
+from meshplan.planner.solve.config import ConfigSolver, solve_config
+from meshplan.planner.space.fixed_stages import LAST, FixedStages
 from meshplan.planner.space.space import EmptySpaceError
 from meshplan.planner.tables.whole_plan import Costed
 from tests.planner.test_planner import LLAMA, PLAN, job, job_of
@@ -34,7 +34,7 @@ def chosen_of(path):
     decision = search_plan(path)
     assert decision.chosen is not None
     for way in (decision.chosen, *decision.alternatives):
-        again = api.estimate_memory(path, overrides(way.stated))
+        again = checking.estimate_memory(path, overrides(way.stated))
         assert again.worst.band == way.memory.worst.band
         costed = Costed(way.plan, question_of_file(path).cluster)
         assert costed.seconds == pytest.approx(way.seconds, rel=1e-9)
@@ -86,7 +86,7 @@ def test_cuts_with_stages_that_are_stated_are_the_best(job):
     numbers = at.usual
     places = len(numbers.order)
     for row in range(len(numbers.grid)):
-        found = solve_row(numbers, row, at.capacity)
+        found = solve_config(numbers, row, at.capacity)
         assert found is not None
         seconds = numbers.seconds[row].min(axis=1)[list(numbers.order)]
         grid = numbers.grid[row]
@@ -98,18 +98,18 @@ def test_cuts_with_stages_that_are_stated_are_the_best(job):
             sums = [seconds[:first].sum(), seconds[first:second].sum(), seconds[second:].sum()]
             best = min(best, (grid["microbatches"] - 1) * max(sums) + sum(sums))
         assert found.seconds == pytest.approx(best + numbers.once_s[row])
-        assert Row(numbers, row, float("inf")).smallest().ends[1] <= 2
+        assert ConfigSolver(numbers, row, float("inf")).smallest().ends[1] <= 2
 
 
 def test_which_numbers_of_stages_can_be():
     blocks = [f"b.{n}" for n in range(4)]
-    assert [StagePins({}).can_cut(blocks, n) for n in (1, 2, 4, 5)] == [True, True, True, False]
-    assert [StagePins({"b.1": 1}).can_cut(blocks, n) for n in (2, 3, 4)] == [True] * 3
-    assert [StagePins({"b.1": 0}).can_cut(blocks, n) for n in (2, 3, 4)] == [True, True, False]
-    assert [StagePins({"b.2": LAST}).can_cut(blocks, n) for n in (2, 3, 4)] == [True, True, False]
-    assert not StagePins({"b.0": 1}).can_cut(blocks, 2)
-    assert not StagePins({"b.1": 1, "b.2": 0}).can_cut(blocks, 2)
-    assert [StagePins({}, 3).can_cut(blocks, n) for n in (2, 3)] == [False, True]
+    assert [FixedStages({}).can_cut(blocks, n) for n in (1, 2, 4, 5)] == [True, True, True, False]
+    assert [FixedStages({"b.1": 1}).can_cut(blocks, n) for n in (2, 3, 4)] == [True] * 3
+    assert [FixedStages({"b.1": 0}).can_cut(blocks, n) for n in (2, 3, 4)] == [True, True, False]
+    assert [FixedStages({"b.2": LAST}).can_cut(blocks, n) for n in (2, 3, 4)] == [True, True, False]
+    assert not FixedStages({"b.0": 1}).can_cut(blocks, 2)
+    assert not FixedStages({"b.1": 1, "b.2": 0}).can_cut(blocks, 2)
+    assert [FixedStages({}, 3).can_cut(blocks, n) for n in (2, 3)] == [False, True]
     for seed in range(50):
         rng = np.random.default_rng(seed)
         pins = {f"b.{n}": int(rng.integers(3)) for n in rng.choice(4, 2, replace=False)}
@@ -117,7 +117,7 @@ def test_which_numbers_of_stages_can_be():
             ways = itertools.combinations(range(1, 4), stages - 1)
             cuts = [[sum(n >= end for end in ends) for n in range(4)] for ends in ways]
             possible = any(all(cut[int(b[2:])] == s for b, s in pins.items()) for cut in cuts)
-            assert StagePins(pins).can_cut(blocks, stages) == possible, pins
+            assert FixedStages(pins).can_cut(blocks, stages) == possible, pins
 
 
 def test_microbatches_are_held(job):

@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 
 import meshplan
-from meshplan.api import checking as api
+from meshplan.api import checking
 from meshplan.api.planning import search_plan
 from meshplan.cli.app import main
 from meshplan.cost.grid import OPTIONS
 from meshplan.errors import MeshplanError, PlanError, SpecError
 from meshplan.model.blueprint import from_config
 from meshplan.planner.lock.lock import lock_path, overrides, read, write
-from meshplan.planner.objectives.complete import whole_spec
+from meshplan.planner.objectives.complete import complete_spec
 from meshplan.planner.objectives.fastest import decide_job
-from meshplan.planner.problem.overrides import Block, patterns
-from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.overrides import BlockChoice, patterns
+from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import question_of
-from meshplan.planner.solve.config import Candidate, solve_row
+from meshplan.planner.solve.config import Candidate, solve_config
 from meshplan.spec.reader import load_spec
 from tests.helpers import models
 from tests.helpers.pooled import pooled_bytes
@@ -67,12 +67,12 @@ def job(tmp_path):
     return write
 
 
-def job_of(path: Path) -> Job:
+def job_of(path: Path) -> PlanningProblem:
     def load(more: Any) -> meshplan.Spec:
         return load_spec(path, more)
 
     graph = from_config(path.with_name("config.json"))
-    return Job(question_of(load, graph))
+    return PlanningProblem(question_of(load, graph))
 
 
 def test_nothing_that_fits_is_faster(job):
@@ -131,7 +131,7 @@ def test_bounds_on_memory_are_below_what_is_replayed(job, size, near):
         offered = np.isfinite(numbers.seconds[row]).any(axis=0)
         for option in rng.choice(np.flatnonzero(offered), 2):
             mask = [number == option for number in range(len(OPTIONS))]
-            one = solve_row(numbers.only(int(row), mask), 0, float("inf"))
+            one = solve_config(numbers.only(int(row), mask), 0, float("inf"))
             if one is None:
                 continue
             candidate = Candidate(int(row), one.seconds, one.ends, one.takes, one.linear_bytes)
@@ -151,7 +151,7 @@ def test_the_lock_is_the_same_byte_for_byte_and_makes_the_plan_whole(job, capsys
         locks.append(lock_path(path).read_bytes())
     assert locks[0] == locks[1]
     capsys.readouterr()
-    decided = api.decide(path)
+    decided = checking.decide(path)
     lock = read(lock_path(path))
     assert lock is not None
     assert {axis.name: axis.size for axis in decided.mesh} == lock.chosen["mesh"]
@@ -180,7 +180,7 @@ def test_a_broken_lock_is_refused(job, text):
     path = job()
     lock_path(path).write_text(text)
     with pytest.raises(SpecError, match="no lock file"):
-        api.decide(path)
+        checking.decide(path)
 
 
 def test_json_has_the_fields_of_the_schema(job, capsys):
@@ -268,7 +268,7 @@ def test_what_else_a_plan_says_is_kept(job, fields, mesh):
     )
     if chosen.plan.mesh.size("tp") == 1:
         assert not chosen.plan.spec.loss_parallel
-    again = api.estimate_memory(path, overrides(chosen.stated))
+    again = checking.estimate_memory(path, overrides(chosen.stated))
     assert again.worst.band == chosen.memory.worst.band
 
 
@@ -354,7 +354,7 @@ def test_parallelize_reads_the_lock(job, pool, capsys):
 @pytest.mark.wide
 def test_what_is_left_open_without_a_config_is_planned_for_the_model_itself(job):
     path = job(model=None)
-    found = api.check_plan(path, model="meshplan.runtime.demo_model:build")
+    found = checking.check_plan(path, model="meshplan.runtime.demo_model:build")
     assert found.problems == ()
     assert found.plan is not None
     assert found.plan.mesh.world_size == 8
@@ -365,7 +365,7 @@ def test_what_is_left_open_without_any_model_says_what_to_do(job):
     path = job(model=None)
     graph = replace(from_config(path.with_name("config.json")), config={})
     with pytest.raises(PlanError) as caught:
-        whole_spec(path, lambda more: load_spec(path, more), graph)
+        complete_spec(path, lambda more: load_spec(path, more), graph)
     (problem,) = caught.value.problems
     assert problem.what == (
         "mesh and strategy are left to the planner, and there is no plan.lock.yaml"
@@ -376,7 +376,7 @@ def test_what_is_left_open_without_any_model_says_what_to_do(job):
 def test_names_are_folded_into_patterns():
     assert patterns(["a.0", "a.1", "a.2"]) == "a.{0..2}"
     assert patterns(["a.0", "a.2", "b.c", "a.3"]) == ["b.c", "a.0", "a.{2..3}"]
-    assert Block("a.0", 0, 1).name == "a.0"
+    assert BlockChoice("a.0", 0, 1).name == "a.0"
 
 
 def test_what_stages_hand_on_takes_its_time(job):

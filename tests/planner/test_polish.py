@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from meshplan.cost.grid import OPTIONS
-from meshplan.planner.objectives.refine import polish
-from meshplan.planner.problem.problem import Job
+from meshplan.planner.objectives.refine import refine
+from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.solve.config import Candidate
-from meshplan.planner.solve.result import Found, Measured
-from meshplan.planner.tables.cost_table import Numbers
+from meshplan.planner.solve.result import ReplayedMemory, SearchResult
+from meshplan.planner.tables.cost_table import CostTable
 from tests.helpers.brute import random_rounds
 
 ORDER = (0, 1, 2, 1, 0)
@@ -27,7 +27,7 @@ ORDER = (0, 1, 2, 1, 0)
 Turns = tuple[tuple[float, ...], ...]
 
 
-def space(seed: int) -> tuple[Numbers, Turns, float]:
+def space(seed: int) -> tuple[CostTable, Turns, float]:
     """(numbers, what each block's backward holds beside what those before it keep, capacity)."""
     numbers, _ = random_rounds(seed, num_rows=3)
     rng = np.random.default_rng(seed)
@@ -43,7 +43,7 @@ def space(seed: int) -> tuple[Numbers, Turns, float]:
     return numbers, turns, float(rng.uniform(12, 26))
 
 
-def fastest(numbers: Numbers, turns: Turns, row: int, capacity: float) -> float:
+def fastest(numbers: CostTable, turns: Turns, row: int, capacity: float) -> float:
     best = float("inf")
     seconds, saved = numbers.seconds[row], numbers.saved[row]
     ends = float(numbers.top[row]) + 2 * float(saved[0, 0])
@@ -66,14 +66,14 @@ def test_what_fits_by_its_moments_is_found(block: int) -> None:
     for seed in range(block * 10, block * 10 + 10):
         numbers, turns, capacity = space(seed)
 
-        def measure(numbers: Numbers, candidate: Candidate) -> Measured:
-            return Measured(fits=True, is_of_row=False)
+        def measure(numbers: CostTable, candidate: Candidate) -> ReplayedMemory:
+            return ReplayedMemory(fits=True, is_of_row=False)
 
         kinds = [SimpleNamespace(has_options=kind > 0) for kind in range(3)]
         chain = SimpleNamespace(kinds=kinds, turns=turns)
         job = cast(Any, SimpleNamespace(chain=chain, capacity=capacity, measure=measure))
-        found = Found()
-        polish(cast(Job, job), numbers, found)
+        found = SearchResult()
+        refine(cast(PlanningProblem, job), numbers, found)
         rows = range(len(numbers.grid))
         expected = min(fastest(numbers, turns, row, capacity) for row in rows)
         seconds = found.best.seconds if found.best else float("inf")

@@ -9,8 +9,8 @@ import pytest
 from meshplan.cost.chain import chain_of
 from meshplan.cost.grid import SCHEDULE_WORDS
 from meshplan.model.blueprint import from_mapping
-from meshplan.planner.tables.memory_bounds import ElementBytes, reducing_bytes
-from meshplan.planner.tables.stream_pools import Pools, pools_of
+from meshplan.planner.tables.memory_bounds import HeldElementBytes, reducing_bytes
+from meshplan.planner.tables.stream_pools import StreamPools, stream_pools_of
 from tests.cost.test_step import LENGTH, LLAMA, row
 
 CHAIN = chain_of(from_mapping(LLAMA), seq_len=LENGTH, element_bytes=2)
@@ -18,10 +18,12 @@ BEFORE, *BLOCKS, AFTER = (CHAIN.kinds[number] for number in CHAIN.order)
 BLOCK, ROOT = (float(sum(sum(k.numels) for k in those)) for those in (BLOCKS[1:2], (BEFORE, AFTER)))
 
 
-def pools(stored: int = 4, **sizes: Any) -> Pools:
+def pools(stored: int = 4, **sizes: Any) -> StreamPools:
     """Of parameters that are computed with in two bytes and reduced in four."""
     sizes = {"microbatches": 1, **sizes}
-    return pools_of(row(**sizes), BLOCKS[1], ((BEFORE,), (AFTER,)), ElementBytes(stored, 2, 8), 4)
+    return stream_pools_of(
+        row(**sizes), BLOCKS[1], ((BEFORE,), (AFTER,)), HeldElementBytes(stored, 2, 8), 4
+    )
 
 
 def test_nothing_is_gathered_of_what_is_whole():
@@ -59,7 +61,7 @@ def test_a_block_that_is_reduced_at_once_has_its_gradients_twice():
     """As backward made them, in the dtype computed with, and as they are summed."""
 
     def made(**sizes: Any) -> float:
-        return float(reducing_bytes(row(**sizes), BLOCKS[1], ElementBytes(4, 2, 8), 4)[0])
+        return float(reducing_bytes(row(**sizes), BLOCKS[1], HeldElementBytes(4, 2, 8), 4)[0])
 
     assert made(dp_shard=4) == BLOCK * (2 + 4)
     halves = SCHEDULE_WORDS.index("InterleavedZeroBubble")

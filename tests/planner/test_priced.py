@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from meshplan.api import checking as api
+from meshplan.api import checking
 from meshplan.api.planning import search_plan
 from meshplan.cli.app import main
 from meshplan.errors import Origin
-from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import question_of_file
 from meshplan.planner.tables.whole_plan import Costed
-from meshplan.runtime.estimate.request import Question
+from meshplan.runtime.estimate.request import EstimateRequest
 from meshplan.runtime.estimate.scale_down import Source
 from meshplan.runtime.live.priced import priced
 from meshplan.spec.reader import load_spec
@@ -128,12 +128,14 @@ def test_a_model_as_it_runs_takes_as_long_as_its_config_says(layout, more, write
     stated = {"batch": batch, "input": {"shape": [8, 1024], "dtype": "int64"}, **more}
     path = write(plan_of(layout, **stated) | {"model": {"config": "config.json"}})
     question = question_of_file(path)
-    by_config = Costed(api.decide(path), question.cluster)
+    by_config = Costed(checking.decide(path), question.cluster)
     source = Source(
         entry="", origin=Origin(path), config=AutoConfig.for_model(**LLAMA),
         architecture="LlamaForCausalLM",
     )  # fmt: skip
-    found = priced(Question(spec=load_spec(path), source=source, device="h100-sxm-80gb"), print)
+    found = priced(
+        EstimateRequest(spec=load_spec(path), source=source, device="h100-sxm-80gb"), print
+    )
     as_run = Costed(found.plan, question.cluster, None, found.chain)
     told, ran = by_config.chain, as_run.chain
     assert ran.names == told.names
@@ -147,7 +149,7 @@ def test_a_model_as_it_runs_takes_as_long_as_its_config_says(layout, more, write
             assert sum(of_run.numels) == sum(of_rules.numels)
     # Rules leave out kernels of DTensor, and small ones of transformers.
     assert as_run.seconds == pytest.approx(by_config.seconds, rel=0.15)
-    job = Job(question_of_file(path, ["mesh={dp_shard: 4}", "strategy=full_shard"]))
+    job = PlanningProblem(question_of_file(path, ["mesh={dp_shard: 4}", "strategy=full_shard"]))
     assert found.flops == pytest.approx(job.flops_of_sample, rel=0.01)
 
 

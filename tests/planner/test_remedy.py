@@ -14,7 +14,7 @@ from meshplan.planner.answers.infeasible import Trouble, _Asking, trouble_of
 from meshplan.planner.answers.stated import Statement, statements_of, without
 from meshplan.planner.lock.lock import lock_path, overrides
 from meshplan.planner.objectives.offload_variants import fastest_that_fits
-from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import question_of_file
 from meshplan.render.trouble import trouble_to_text
 from meshplan.spec.reader import load_spec
@@ -52,7 +52,7 @@ def fits(question, dropped):
     """Whether anything does, by a whole search."""
     again = replace(question, read=lambda more: without(question.read, dropped, more))
     try:
-        found = fastest_that_fits(Job(again))
+        found = fastest_that_fits(PlanningProblem(again))
     except PlanError:
         return False
     assert found.is_whole

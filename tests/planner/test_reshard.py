@@ -8,12 +8,12 @@ import math
 import numpy as np
 import pytest
 
-from meshplan.api import checking as api
+from meshplan.api import checking
 from meshplan.cli.app import main
 from meshplan.errors import PlanError
 from meshplan.layout.layout import Layout
 from meshplan.layout.mesh import Mesh
-from meshplan.planner.answers.reshard import _elements, _Held, _Kind, reshard
+from meshplan.planner.answers.reshard import _elements, _PieceKind, _TensorPlacement, reshard
 from meshplan.planner.lock.lock import lock_path, overrides, read
 from tests.planner.test_planner import LLAMA, job
 
@@ -49,11 +49,11 @@ def test_random_layouts_against_every_element():
         old, new = (Mesh.of(dict(zip(("pp", "dp_shard", "tp"), s, strict=True))) for s in sizes)
         shape = (2 * int(rng.integers(1, 6)), int(rng.integers(1, 7)))
         sides = [
-            _Held(random_layout(rng, ("dp_shard", "tp")),
+            _TensorPlacement(random_layout(rng, ("dp_shard", "tp")),
                   tuple(p for p in range(mesh.size("pp")) if rng.random() < 0.6))
             for mesh in (old, new)
         ]  # fmt: skip
-        found = _elements(_Kind(shape, 4, *sides), old, new)
+        found = _elements(_PieceKind(shape, 4, *sides), old, new)
         for rank in range(new.world_size):
             wanted, held = set(), set()
             if new.index(rank, ("pp",)) in sides[1].places:
@@ -69,7 +69,7 @@ def plan_of(job, world, **fields):
     hardware = {"nodes": 1, "gpus_per_node": world, "gpu": "h100-sxm-80gb"}
     tp_plan = "auto" if "tp" in fields["mesh"] else "none"
     batch = {"global": 48, "seq_len": 64}
-    return api.decide(
+    return checking.decide(
         job(TINY, hardware=hardware, strategy=None, tp_plan=tp_plan, batch=batch, **fields)
     )
 
@@ -125,7 +125,9 @@ def test_what_is_not_the_same_training_is_refused(job):
     odd = plan_of(job, 4, mesh={"dp_shard": 4}, optimizer="adafactor")
     with pytest.raises(PlanError, match="not of its parameters' shapes"):
         reshard(odd, odd)
-    other = api.decide(job(TINY | {"num_hidden_layers": 2}, mesh={"dp_shard": 8}, strategy=None))
+    other = checking.decide(
+        job(TINY | {"num_hidden_layers": 2}, mesh={"dp_shard": 8}, strategy=None)
+    )
     with pytest.raises(PlanError, match="different models"):
         reshard(plan, other)
 
@@ -144,9 +146,9 @@ def test_retarget(job, capsys):
     assert result["limit_bytes"] > 130 * 2**30
     again = result["retarget"]
     assert again["old"]["step_s"] > result["step_s"]
-    old = api.decide(path)
+    old = checking.decide(path)
     hardware = ["hardware.nodes=2", "hardware.gpu=h200"]
-    new = api.decide(path, [*hardware, *overrides(result["chosen"])])
+    new = checking.decide(path, [*hardware, *overrides(result["chosen"])])
     found = reshard(old, new)
     assert again["reshard"]["moved_bytes"] == found.moved_bytes
     assert again["reshard"]["needed_bytes"] == found.needed_bytes

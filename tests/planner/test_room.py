@@ -8,13 +8,13 @@ import re
 import pytest
 import yaml
 
-from meshplan.api import checking as api
+from meshplan.api import checking
 from meshplan.api.planning import lock_plan, search_plan
 from meshplan.cli.app import main
 from meshplan.errors import SpecError
 from meshplan.planner.lock.lock import read, spec_hash, write
 from meshplan.planner.objectives.simplify import SLACK
-from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import question_of_file
 from meshplan.planner.solve.search import TOLERANCE
 from meshplan.planner.space.enumeration import enumerate_grid
@@ -61,7 +61,7 @@ def test_the_space_is_all_that_could_be_stated(job, mesh, headroom):
     held = [
         search_plan(path, [*at, f"loss_chunks={chunks}", f"allocator={allocator}"]).best_s
         for chunks, allocator in itertools.product(
-            Job(question_of_file(path, at)).free.loss_chunks, ("default", "expandable")
+            PlanningProblem(question_of_file(path, at)).free.loss_chunks, ("default", "expandable")
         )
     ]
     assert free.best_s == pytest.approx(min(held), rel=2 * TOLERANCE)
@@ -90,7 +90,9 @@ def test_what_is_stated_is_kept(job):
         assert "loss_chunks" not in decision.chosen.stated
         if len(more) == 2:
             assert spec.allocator == "default"
-    assert set(Job(question_of_file(path, ["loss_chunks=6"])).grid["loss_chunks"]) == {6}
+    assert set(PlanningProblem(question_of_file(path, ["loss_chunks=6"])).grid["loss_chunks"]) == {
+        6
+    }
 
 
 def test_what_lies_on_the_host_unasked_is_said_first(job, capsys):
@@ -112,7 +114,7 @@ def test_the_lock_has_what_was_chosen_and_every_verb_goes_by_it(job, capsys):
     assert found is not None
     assert found.chosen["loss_chunks"] > 1
     assert found.chosen["allocator"] in ("default", "expandable")
-    plan = api.decide(path)
+    plan = checking.decide(path)
     assert plan.assignment.chunked_loss is not None
     assert plan.assignment.chunked_loss.chunks == found.chosen["loss_chunks"]
     assert plan.spec.allocator == found.chosen["allocator"]
@@ -129,12 +131,12 @@ def test_a_lock_cannot_change_what_is_stated(job):
     content["inputs"]["plan"] = spec_hash(load_spec(path))
     write(lock, {key: value for key, value in content.items() if key != "hash"})
     with pytest.raises(SpecError, match="the plan says loss_chunks: 1"):
-        api.decide(path)
+        checking.decide(path)
 
 
 def test_what_a_loss_in_parts_does_not_go_with_is_not_tried_with_it(job):
     """Neither in a pipeline, nor over parts of the sequence, nor over parts of the vocabulary."""
-    grid = enumerate_grid(Job(question_of_file(job(**OPEN))).free)
+    grid = enumerate_grid(PlanningProblem(question_of_file(job(**OPEN))).free)
     spread = (grid["pp"] > 1) | (grid["cp"] > 1) | (grid["tp"] > 1)
     assert spread.any()
     assert (grid["loss_chunks"][spread] == 1).all()

@@ -23,13 +23,13 @@ from meshplan.cost.simulate import simulate
 from meshplan.cost.stages import stage_seconds
 from meshplan.errors import PlanError
 from meshplan.layout.schedules import SCHEDULES
-from meshplan.memory.analytic.estimate import told_rank
+from meshplan.memory.analytic.estimate import analytic_log_of_rank
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.planner.lock.lock import overrides
 from meshplan.planner.objectives.fastest import decide_job
-from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import question_of_file
-from meshplan.planner.solve.config import Candidate, Row, solve_row
+from meshplan.planner.solve.config import Candidate, ConfigSolver, solve_config
 from meshplan.planner.tables.memory_bounds import is_late
 from meshplan.planner.tables.whole_plan import Costed
 from tests.planner.test_gauge import LLAMA
@@ -41,7 +41,7 @@ HALVED = "InterleavedZeroBubble"
 def write(tmp_path: Path) -> Any:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
 
-    def job(**more: Any) -> Job:
+    def job(**more: Any) -> PlanningProblem:
         plan = {
             "version": 1, "model": {"config": "config.json"}, "mesh": "auto", "strategy": "auto",
             "hardware": {"nodes": 2, "gpus_per_node": 8, "gpu": "h100-sxm-80gb",
@@ -49,12 +49,12 @@ def write(tmp_path: Path) -> Any:
             "precision": "bf16-mixed", "batch": {"global": 64, "seq_len": 512}, **more,
         }  # fmt: skip
         (tmp_path / "plan.yaml").write_text(json.dumps(plan))
-        return Job(question_of_file(tmp_path / "plan.yaml"))
+        return PlanningProblem(question_of_file(tmp_path / "plan.yaml"))
 
     return job
 
 
-def some(job: Job, count: int) -> Iterator[tuple[Candidate, Plan]]:
+def some(job: PlanningProblem, count: int) -> Iterator[tuple[Candidate, Plan]]:
     """Random rows with several stages a rank, in little memory or as little as can be."""
     rng, numbers = random.Random(0), job.usual
     several = np.flatnonzero(job.grid["virtual"] > 1)
@@ -62,9 +62,9 @@ def some(job: Job, count: int) -> Iterator[tuple[Candidate, Plan]]:
     scattered = np.flatnonzero(scatters & ~in_halves(job.grid))
     some_rows = rng.sample([int(each) for each in several], count - 3)
     for row in (*some_rows, *rng.sample([int(each) for each in scattered], 3)):
-        smallest = Row(numbers, row, float("inf")).smallest()
+        smallest = ConfigSolver(numbers, row, float("inf")).smallest()
         room = max(smallest.linear_bytes) * rng.choice((1.01, 1.2, 1.5, 3))
-        found = solve_row(numbers, row, room) or smallest
+        found = solve_config(numbers, row, room) or smallest
         stated = job.stated(numbers, found)
         yield found, make_plan(job.question.read(overrides(stated)), job.question.graph)
 
@@ -94,7 +94,7 @@ def test_figures_are_those_of_the_plan_and_no_more_than_is_replayed(write: Any) 
         assert Costed(plan, job.question.cluster).seconds == pytest.approx(candidate.seconds)
         for place in (0, stages.num_ranks - 1):
             rank = place * (plan.mesh.world_size // stages.num_ranks)
-            live = told_rank(plan, rank, device=job.question.device).pooled_bytes
+            live = analytic_log_of_rank(plan, rank, device=job.question.device).pooled_bytes
             assert candidate.linear_bytes[place] <= live
             shares.append(candidate.linear_bytes[place] / live)
     assert np.median(shares) > 0.6
@@ -108,13 +108,15 @@ def test_gradients_that_no_rank_shares_are_charged_once(write: Any, precision: s
     is_alone = (grid["dp_replicate"] * grid["dp_shard"] * grid["cp"] == 1) & (grid["pp"] > 1)
     shares = []
     for row in map(int, np.flatnonzero(is_alone & (grid["micro"] < 4))[::4]):
-        found = Row(numbers, row, float("inf")).smallest()
+        found = ConfigSolver(numbers, row, float("inf")).smallest()
         plan = make_plan(job.question.read(overrides(job.stated(numbers, found))),
                          job.question.graph)  # fmt: skip
         assert bool(plan.assignment.units) == (precision == "bf16-mixed")
         pp, world = plan.mesh.size("pp"), plan.mesh.world_size
         for place in (pp // 2, pp - 1):
-            held = told_rank(plan, place * world // pp, device=job.question.device).pooled_bytes
+            held = analytic_log_of_rank(
+                plan, place * world // pp, device=job.question.device
+            ).pooled_bytes
             assert found.linear_bytes[place] <= held
             shares.append(found.linear_bytes[place] / held)
     assert np.median(shares) > 0.75
@@ -146,7 +148,7 @@ def test_links_that_are_slower_than_stages_are_what_takes_the_time(write: Any) -
     numbers = job.numbers(slow)
     rows = np.flatnonzero(job.grid["virtual"] > 1)
     for row in map(int, rows[:: len(rows) // 10]):
-        one = solve_row(numbers, row, float("inf"))
+        one = solve_config(numbers, row, float("inf"))
         assert one is not None
         config = job.grid[row]
         boundary = int(config["micro"]) * 512 * 1024 * 2

@@ -12,8 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 from meshplan.cost.grid import SCHEDULE_WORDS
-from meshplan.planner.solve.config import Candidate, Row, solve_row
-from meshplan.planner.solve.result import Guess, Measured
+from meshplan.planner.solve.config import Candidate, ConfigSolver, solve_config
+from meshplan.planner.solve.result import Guess, ReplayedMemory
 from meshplan.planner.solve.search import search
 from meshplan.planner.tables.cost_table import (
     by_bound,
@@ -56,7 +56,7 @@ def test_nothing_is_faster_with_several_stages_a_rank(block):
         numbers, capacity = random_rounds(seed)
         by_row = [fastest(numbers, row, capacity) for row in range(len(numbers.grid))]
         for row, each in enumerate(by_row):
-            one = solve_row(numbers, row, capacity)
+            one = solve_config(numbers, row, capacity)
             assert (one.seconds if one else np.inf) == pytest.approx(each, rel=1e-9), (seed, row)
         expected = min(by_row)
         found = search(numbers, capacity, always_fits, tolerance=0.0)
@@ -71,7 +71,10 @@ def test_what_is_dealt_out_to_stages_is_what_was_chosen():
     for seed in range(30):
         numbers, capacity = random_rounds(seed)
         for row in np.flatnonzero(numbers.grid["virtual"] > 1):
-            for one in (solve_row(numbers, int(row), capacity), Row(numbers, row, 1.0).smallest()):
+            for one in (
+                solve_config(numbers, int(row), capacity),
+                ConfigSolver(numbers, row, 1.0).smallest(),
+            ):
                 if one is None:
                     continue
                 config = numbers.grid[row]
@@ -114,10 +117,12 @@ def test_what_is_really_held_decides(block):
         extra = np.random.default_rng(seed).uniform(0, capacity / 2, len(numbers.grid))
         extra[:: 1 + seed % 5] *= 4  # Some hold more than there is, whatever their blocks do.
 
-        def measure(candidate: Candidate, extra: Any = extra, room: float = capacity) -> Measured:
+        def measure(
+            candidate: Candidate, extra: Any = extra, room: float = capacity
+        ) -> ReplayedMemory:
             excess = float(extra[candidate.row])
             fits = max(candidate.linear_bytes) + excess <= room * (1 + 1e-12)
-            return Measured(fits=fits, excess_bytes=excess)
+            return ReplayedMemory(fits=fits, excess_bytes=excess)
 
         rows = range(len(numbers.grid))
         expected = min(fastest(numbers, row, capacity - extra[row]) for row in rows)
@@ -137,10 +142,12 @@ def test_a_guess_tells_where_to_look_and_never_what_is_found(wrong):
         guesses = np.maximum(extra + rng.uniform(*wrong, len(extra)) * capacity / 2, 0.0)
         surely = extra * rng.uniform(0, 1, len(extra))
 
-        def measure(candidate: Candidate, extra: Any = extra, room: float = capacity) -> Measured:
+        def measure(
+            candidate: Candidate, extra: Any = extra, room: float = capacity
+        ) -> ReplayedMemory:
             excess = float(extra[candidate.row])
             fits = max(candidate.linear_bytes) + excess <= room * (1 + 1e-12)
-            return Measured(fits=fits, excess_bytes=excess)
+            return ReplayedMemory(fits=fits, excess_bytes=excess)
 
         def guess(
             candidate: Candidate, guesses: Any = guesses, extra: Any = extra, room: float = capacity
@@ -164,9 +171,11 @@ def test_a_good_guess_spares_measures():
         numbers, capacity = random_numbers(seed)
         extra = np.random.default_rng(seed).uniform(0, capacity / 3, len(numbers.grid))
 
-        def measure(candidate: Candidate, extra: Any = extra, room: float = capacity) -> Measured:
+        def measure(
+            candidate: Candidate, extra: Any = extra, room: float = capacity
+        ) -> ReplayedMemory:
             excess = float(extra[candidate.row])
-            return Measured(max(candidate.linear_bytes) + excess <= room, excess)
+            return ReplayedMemory(max(candidate.linear_bytes) + excess <= room, excess)
 
         def guess(candidate: Candidate, extra: Any = extra) -> Guess:
             return Guess(float(extra[candidate.row]))
@@ -198,12 +207,14 @@ def test_of_a_model_without_blocks_the_smallest_is_looked_at_too():
     numbers = replace(numbers, names=("",) * len(numbers.order))
     numbers.grid["pp"], numbers.grid["schedule"] = 1, 0
     smallest = min(
-        max(Row(numbers, row, float("inf")).smallest().linear_bytes)
+        max(ConfigSolver(numbers, row, float("inf")).smallest().linear_bytes)
         for row in range(len(numbers.grid))
     )
 
-    def measure(candidate: Candidate) -> Measured:
-        return Measured(fits=max(candidate.linear_bytes) <= smallest, excess_bytes=0.5 * capacity)
+    def measure(candidate: Candidate) -> ReplayedMemory:
+        return ReplayedMemory(
+            fits=max(candidate.linear_bytes) <= smallest, excess_bytes=0.5 * capacity
+        )
 
     found = search(numbers, capacity, measure)
     assert found.best is not None
@@ -226,10 +237,10 @@ def test_what_cannot_be_told_is_left_out_with_its_reason():
     first = search(numbers, capacity, always_fits).best
     assert first is not None
 
-    def measure(candidate: Candidate) -> Measured:
+    def measure(candidate: Candidate) -> ReplayedMemory:
         if candidate.row == first.row:
-            return Measured(fits=False, why="no rules for it")
-        return Measured(fits=True)
+            return ReplayedMemory(fits=False, why="no rules for it")
+        return ReplayedMemory(fits=True)
 
     found = search(numbers, capacity, measure)
     assert found.refused == {first.row: "no rules for it"}
@@ -243,8 +254,8 @@ def test_a_row_that_is_given_up_is_not_proved(monkeypatch):
     fastest_row = search(numbers, capacity, always_fits).best
     assert fastest_row is not None
 
-    def measure(candidate: Candidate) -> Measured:
-        return Measured(fits=candidate.row != fastest_row.row, excess_bytes=0.1)
+    def measure(candidate: Candidate) -> ReplayedMemory:
+        return ReplayedMemory(fits=candidate.row != fastest_row.row, excess_bytes=0.1)
 
     found = search(numbers, capacity, measure)
     assert found.given_up
@@ -265,9 +276,9 @@ def test_a_gap_is_told_when_the_time_is_up_after_an_answer():
         numbers, capacity = random_numbers(seed)
         answers: list[Candidate] = []
 
-        def measure(candidate: Candidate, answers: Any = answers) -> Measured:
+        def measure(candidate: Candidate, answers: Any = answers) -> ReplayedMemory:
             answers.append(candidate)
-            return Measured(fits=True, excess_bytes=0.2 * max(candidate.linear_bytes))
+            return ReplayedMemory(fits=True, excess_bytes=0.2 * max(candidate.linear_bytes))
 
         found = search(numbers, capacity, measure, is_stopped=lambda answers=answers: bool(answers))
         if found.best is not None:
@@ -289,9 +300,11 @@ def test_whenever_the_time_is_up_nothing_is_faster_than_the_lower_bound(spread):
         rows = range(len(extra))
         expected = min(fastest(numbers, row, capacity - extra[row]) for row in rows)
 
-        def measure(candidate: Candidate, extra: Any = extra, room: float = capacity) -> Measured:
+        def measure(
+            candidate: Candidate, extra: Any = extra, room: float = capacity
+        ) -> ReplayedMemory:
             excess = float(extra[candidate.row])
-            return Measured(max(candidate.linear_bytes) + excess <= room, excess)
+            return ReplayedMemory(max(candidate.linear_bytes) + excess <= room, excess)
 
         def guess(candidate: Candidate, guesses: Any = guesses) -> Guess:
             return Guess(float(guesses[candidate.row]))
@@ -317,10 +330,10 @@ def test_an_answer_is_there_soon_though_all_that_is_fast_holds_too_much():
     numbers.seconds[in_parts] *= 100
     capacity, asked = 1e4, []
 
-    def measure(candidate: Candidate) -> Measured:
+    def measure(candidate: Candidate) -> ReplayedMemory:
         asked.append(candidate.row)
         over = 0.0 if in_parts[candidate.row] else 2 * capacity
-        return Measured(fits=not over, excess_bytes=over)
+        return ReplayedMemory(fits=not over, excess_bytes=over)
 
     found = search(numbers, capacity, measure, is_stopped=lambda: len(asked) >= 30)
     assert found.best is not None
@@ -344,9 +357,9 @@ class Known:
     def fits(self, candidate: Candidate) -> bool:
         return max(candidate.linear_bytes) + self.extra[candidate.row] <= self.capacity * (1 + 1e-9)
 
-    def measure(self, candidate: Candidate) -> Measured:
+    def measure(self, candidate: Candidate) -> ReplayedMemory:
         self.measured.add(candidate.row)
-        return Measured(self.fits(candidate), float(self.extra[candidate.row]))
+        return ReplayedMemory(self.fits(candidate), float(self.extra[candidate.row]))
 
     def guess(self, candidate: Candidate) -> Guess:
         self.guessed.add(candidate.row)
@@ -362,7 +375,7 @@ def test_a_row_of_which_a_guess_is_sure_is_never_measured():
         known = Known(capacity, extra, is_sure=True)
         search(numbers, capacity, known.measure, guess=known.guess)
         for row in range(len(numbers.grid)):
-            if not known.fits(Row(numbers, row, float("inf")).smallest()):
+            if not known.fits(ConfigSolver(numbers, row, float("inf")).smallest()):
                 assert row not in known.measured, seed
                 ruled_out += 1
     assert ruled_out > 50

@@ -16,13 +16,13 @@ import pytest
 
 from meshplan.cli.app import main
 from meshplan.cost.grid import SCHEDULE_WORDS
-from meshplan.memory.analytic.estimate import told_rank
+from meshplan.memory.analytic.estimate import analytic_log_of_rank
 from meshplan.plan.plan import make_plan
 from meshplan.planner.answers.explain import Asker
 from meshplan.planner.lock.lock import overrides
-from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import question_of_file
-from meshplan.planner.solve.config import Row, solve_row
+from meshplan.planner.solve.config import ConfigSolver, solve_config
 from meshplan.planner.space.space import EmptySpaceError
 from meshplan.planner.tables.whole_plan import Costed
 from tests.planner.test_context import LLAMA
@@ -30,7 +30,7 @@ from tests.planner.test_context import LLAMA
 ZERO_BUBBLE = "InterleavedZeroBubble"
 
 
-def job_of(folder: Path, config: dict[str, Any] = LLAMA, **more: Any) -> Job:
+def job_of(folder: Path, config: dict[str, Any] = LLAMA, **more: Any) -> PlanningProblem:
     (folder / "config.json").write_text(json.dumps(config))
     plan = {
         "version": 1, "model": {"config": "config.json"}, "mesh": "auto", "strategy": "auto",
@@ -38,7 +38,7 @@ def job_of(folder: Path, config: dict[str, Any] = LLAMA, **more: Any) -> Job:
         "precision": "bf16-mixed", "batch": {"global": 16, "seq_len": 2048}, **more,
     }  # fmt: skip
     (folder / "plan.yaml").write_text(json.dumps(plan))
-    return Job(question_of_file(folder / "plan.yaml"))
+    return PlanningProblem(question_of_file(folder / "plan.yaml"))
 
 
 def test_it_is_cut_wherever_tp_is_and_as_stated(tmp_path: Path) -> None:
@@ -70,8 +70,8 @@ def test_halves_of_parts_hold_no_less_than_is_charged(tmp_path: Path, precision:
     is_split = (grid["tp"] > 1) & (grid["schedule"] == SCHEDULE_WORDS.index(ZERO_BUBBLE))
     rows = [int(row) for row in np.flatnonzero(is_split)]
     for row in rng.sample(rows, 10):
-        smallest = Row(job.usual, row, float("inf")).smallest()
-        found = solve_row(job.usual, row, max(smallest.linear_bytes) * rng.choice((1.01, 2)))
+        smallest = ConfigSolver(job.usual, row, float("inf")).smallest()
+        found = solve_config(job.usual, row, max(smallest.linear_bytes) * rng.choice((1.01, 2)))
         plan = make_plan(
             job.question.read(overrides(job.stated(job.usual, found or smallest))),
             job.question.graph,
@@ -79,7 +79,7 @@ def test_halves_of_parts_hold_no_less_than_is_charged(tmp_path: Path, precision:
         assert plan.assignment.crossings
         pp, world = plan.mesh.size("pp"), plan.mesh.world_size
         for place, bound in enumerate((found or smallest).linear_bytes):
-            log = told_rank(plan, place * world // pp, device=job.question.device)
+            log = analytic_log_of_rank(plan, place * world // pp, device=job.question.device)
             assert bound <= log.pooled_bytes
             shares.append(bound / log.pooled_bytes)
     assert np.median(shares) > 0.7
@@ -95,8 +95,8 @@ def test_figures_are_those_of_the_plan_and_no_more_than_is_replayed(
     rows = [int(r) for r in np.flatnonzero((grid["tp"] > 1) & ((grid["pp"] > 1) == stages))]
     shares = []
     for row in rng.sample(rows, 8):
-        smallest = Row(job.usual, row, float("inf")).smallest()
-        found = solve_row(job.usual, row, max(smallest.linear_bytes) * rng.choice((1.01, 2)))
+        smallest = ConfigSolver(job.usual, row, float("inf")).smallest()
+        found = solve_config(job.usual, row, max(smallest.linear_bytes) * rng.choice((1.01, 2)))
         found = found or smallest
         stated = job.stated(job.usual, found)
         assert stated["sequence_parallel"] is True
@@ -104,7 +104,7 @@ def test_figures_are_those_of_the_plan_and_no_more_than_is_replayed(
         assert Costed(plan, job.question.cluster).seconds == pytest.approx(found.seconds)
         pp, world = plan.mesh.size("pp"), plan.mesh.world_size
         for place, bound in enumerate(found.linear_bytes):
-            log = told_rank(plan, place * world // pp, device=job.question.device)
+            log = analytic_log_of_rank(plan, place * world // pp, device=job.question.device)
             assert bound <= log.pooled_bytes
             shares.append(bound / log.pooled_bytes)
     assert np.median(shares) > 0.6

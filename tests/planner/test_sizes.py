@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from meshplan.api import checking as api
+from meshplan.api import checking
 from meshplan.api.planning import fewest_devices, search_plan
 from meshplan.cli.app import main
 from meshplan.cost.grid import OPTIONS
@@ -18,13 +18,13 @@ from meshplan.errors import SpecError
 from meshplan.planner.answers.frontier import frontier, undominated
 from meshplan.planner.lock.lock import lock_path, overrides, read
 from meshplan.planner.objectives.fastest import decide
-from meshplan.planner.objectives.memory import Least, least_rows
+from meshplan.planner.objectives.memory import LeastMemory, least_rows
 from meshplan.planner.objectives.num_devices import Size, _Fewest, fewest, positive, with_nodes
-from meshplan.planner.problem.decision import Way
-from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.decision import Evaluated
+from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import question_of_file
-from meshplan.planner.solve.config import Candidate, Row, solve_row
-from meshplan.planner.solve.result import Measured
+from meshplan.planner.solve.config import Candidate, ConfigSolver, solve_config
+from meshplan.planner.solve.result import ReplayedMemory
 from meshplan.planner.tables.cost_table import memory_bounds
 from meshplan.render.sizing import frontier_to_text
 from tests.planner.test_planner import LLAMA, job
@@ -42,13 +42,13 @@ def test_the_least_memory_of_all(job):
     path = job(SMALL, mesh=DATA, hardware=ONE, batch={"global": 16, "seq_len": 512},
                solve={"objective": "memory"})  # fmt: skip
     question = question_of_file(path)
-    at = Job(question)
+    at = PlanningProblem(question)
     numbers = at.usual
     least = math.inf
     for row in range(len(numbers.grid)):
         for option in range(len(OPTIONS)):
             mask = [number == option for number in range(len(OPTIONS))]
-            one = solve_row(numbers.only(row, mask), 0, math.inf)
+            one = solve_config(numbers.only(row, mask), 0, math.inf)
             if one is None:
                 continue
             tried = Candidate(row, one.seconds, one.ends, one.takes, one.linear_bytes)
@@ -60,14 +60,14 @@ def test_the_least_memory_of_all(job):
     assert high <= least
     assert high * (1 - decision.gap) <= least
     assert decision.chosen.seconds > decide(question).best_s
-    again = api.estimate_memory(path, overrides(decision.chosen.stated))
+    again = checking.estimate_memory(path, overrides(decision.chosen.stated))
     assert again.worst.band[1] == high
 
 
 def test_what_holds_more_than_it_seems_is_passed_by(job):
     """Whatever the real bytes are above the linear ones, the least of all is found."""
     path = job(SMALL, hardware=ONE, batch={"global": 16, "seq_len": 512})
-    numbers = Job(question_of_file(path)).usual
+    numbers = PlanningProblem(question_of_file(path)).usual
     for seed in range(8):
         rng = np.random.default_rng(seed)
         share = rng.uniform(1, 1.5, len(numbers.grid))
@@ -77,18 +77,18 @@ def test_what_holds_more_than_it_seems_is_passed_by(job):
             high = max(candidate.linear_bytes) * share[candidate.row]
             seen[candidate.row] = high
             memory = SimpleNamespace(worst=SimpleNamespace(band=(0, high)))
-            way = Way(stated={}, seconds=1.0, plan=None, memory=memory)
-            return Measured(fits=True, result=way)
+            way = Evaluated(stated={}, seconds=1.0, plan=None, memory=memory)
+            return ReplayedMemory(fits=True, result=way)
 
         fake = SimpleNamespace(
             usual=numbers, measure=measure, widened=float, allow=lambda limit: None,
             free=SimpleNamespace(allocators=("default",)),
             question=SimpleNamespace(is_stopped=lambda: False),
         )  # fmt: skip
-        found = Least(fake, math.inf)
+        found = LeastMemory(fake, math.inf)
         every = least_rows(numbers.grid, memory_bounds(numbers), math.inf)
         held = {
-            row: max(Row(numbers, row, math.inf).smallest().linear_bytes) * share[row]
+            row: max(ConfigSolver(numbers, row, math.inf).smallest().linear_bytes) * share[row]
             for row in every
         }
         assert found.way.memory.worst.band[1] == min(held.values())
@@ -138,7 +138,7 @@ def test_a_frontier_is_of_plans_that_beat_each_other(job):
     assert slower.best_s > seconds[1]
     for way in ways[1:3]:
         assert (
-            api.estimate_memory(path, overrides(way.stated)).worst.band[1]
+            checking.estimate_memory(path, overrides(way.stated)).worst.band[1]
             == (way.memory.worst.band[1])
         )
     assert undominated([*ways, *ways]) == ways
@@ -167,7 +167,7 @@ def test_the_cheapest_number_of_nodes(job):
     assert cheap.chosen.seconds > fast.chosen.seconds
     assert main(["plan", "-f", str(path), "-q"]) == 0
     assert read(lock_path(path)).chosen["hardware.nodes"] == best
-    assert api.decide(path).mesh.world_size == 4 * best
+    assert checking.decide(path).mesh.world_size == 4 * best
 
 
 def test_the_fewest_nodes_in_time(job):
@@ -208,7 +208,7 @@ def test_fewest_on_the_command_line(job, capsys):
     assert answer["num_gpus"] == np.prod(list(result["mesh"].values()))
     assert answer["price"] == pytest.approx(2 * 24 * answer["days"] * answer["num_gpus"])
     assert result["chosen"]["hardware.nodes"] == answer["nodes"]
-    assert api.decide(path).mesh.world_size == answer["num_gpus"]
+    assert checking.decide(path).mesh.world_size == answer["num_gpus"]
     assert main([*words, "--days", "0.001", "--dry-run"]) == 0
     assert "<- the fewest" in capsys.readouterr().out
     assert main([*words, "--days", "1e-9", "--json", "--set", "solve.time_limit=0.2s"]) == 1

@@ -10,16 +10,16 @@ import signal
 import pytest
 import yaml
 
-from meshplan.api import checking as api
+from meshplan.api import checking
 from meshplan.api.planning import search_plan
 from meshplan.cli.app import main
 from meshplan.cost.calibration import write_profile
 from meshplan.cost.profile import profile_of
 from meshplan.errors import PlanError
 from meshplan.layout.hardware import Cluster, Link, find_device
-from meshplan.planner.lock.changes import Change, changes
+from meshplan.planner.lock.changes import FieldChange, changes
 from meshplan.planner.lock.lock import lock_path, read
-from meshplan.planner.objectives import fastest as deciding
+from meshplan.planner.objectives import fastest
 from tests.planner.test_planner import LLAMA, PLAN, job
 
 __all__ = ["job"]
@@ -75,7 +75,7 @@ def test_figures_that_hardly_move_are_no_change():
     rest = {"inputs": {"plan": "a", "model": "b"}, "memory": [{"high_bytes": 3}]}
     old = rest | {"expected": {"step_s": 1.0}, "chosen": {"batch.micro": 1000}}
     new = rest | {"expected": {"step_s": 1.0005}, "chosen": {"batch.micro": 1001}}
-    assert changes(old, new) == (Change("batch.micro", 1000, 1001),)
+    assert changes(old, new) == (FieldChange("batch.micro", 1000, 1001),)
     assert len(changes(old, new | {"expected": {"step_s": 1.002}})) == 2
 
 
@@ -85,13 +85,13 @@ def test_an_interrupt_gives_the_best_so_far(job, capsys, monkeypatch):
     # Several answers, one better.
     path = job(hardware=PLAN["hardware"] | {"headroom": 0.94}, **plain)
     whole = search_plan(path)
-    line = deciding._line
+    line = fastest._line
 
     def press(*args):
         os.kill(os.getpid(), signal.SIGINT)
         return line(*args)
 
-    monkeypatch.setattr(deciding, "_line", press)
+    monkeypatch.setattr(fastest, "_line", press)
     before = signal.getsignal(signal.SIGINT)
     code, result, _ = plan(capsys, path)
     assert signal.getsignal(signal.SIGINT) is before
@@ -100,7 +100,7 @@ def test_an_interrupt_gives_the_best_so_far(job, capsys, monkeypatch):
     assert result["gap"] > 1e-3
     assert result["step_s"] * (1 - result["gap"]) <= whole.best_s * (1 + 1e-9)
     lock = read(lock_path(path))
-    again = api.estimate_memory(path)
+    again = checking.estimate_memory(path)
     assert lock is not None
     assert again.fits
     assert again.worst.band[1] == result["peak_bytes"]
@@ -176,7 +176,7 @@ def test_the_lock_depends_on_the_profile(job, tmp_path, capsys, monkeypatch):
 
     def noted(question, told):
         asked.append(question.profile)
-        return deciding.decide(question, told)
+        return fastest.decide(question, told)
 
     monkeypatch.setattr("meshplan.planner.objectives.complete.answer", noted)
     path = job()

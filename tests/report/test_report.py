@@ -19,7 +19,7 @@ from meshplan.errors import PlanError, SpecError
 from meshplan.pictures.counted import OF_COUNT, ONLY_COUNT
 from meshplan.pictures.main import OF_DECISIONS, WHATS
 from meshplan.report.figures import Colours, figure
-from meshplan.report.main import Known, Report, report_of
+from meshplan.report.main import Report, ReportFacts, report_of
 from meshplan.units import format_gib, format_seconds
 from tests.helpers import browser
 from tests.helpers.pictured import LLAMA, LONG, llama, plan_of, strange
@@ -142,8 +142,8 @@ def test_the_same_plan_has_the_same_report(report, folder):
 
 def test_names_are_texts_whatever_is_in_them():
     plan = plan_of(strange(), mesh={"dp_shard": 2}, strategy="full_shard")
-    found = report_of(Known(name="<script>alert(1)</script>", text="a: '</pre><b>'", plan=plan,
-                            notes=("<i>",), left_out=(("&amp;", "'\""),)))  # fmt: skip
+    found = report_of(ReportFacts(name="<script>alert(1)</script>", text="a: '</pre><b>'",
+                            plan=plan, notes=("<i>",), left_out=(("&amp;", "'\""),)))  # fmt: skip
     page = Page(found.html)
     assert len(page.all("script")) == 1
     assert page.all("i") == []
@@ -309,7 +309,7 @@ def test_a_browser_shows_it_whole_and_complains_of_nothing(report, folder, shown
 @needs_browser
 def test_long_and_strange_names_do_not_widen_the_page(folder, shown):
     plan = plan_of(strange(), mesh={"dp_shard": 2}, strategy="full_shard")
-    known = Known(name="n" * 200, text=f"a: {'x' * 300}", plan=plan, notes=("y" * 300,))
+    known = ReportFacts(name="n" * 200, text=f"a: {'x' * 300}", plan=plan, notes=("y" * 300,))
     report_of(known).save(folder / "strange.html")
     shown.open(folder / "strange.html", width=375)
     assert shown.ask("document.documentElement.scrollWidth") == 375

@@ -7,7 +7,7 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshplan.textbook.formulas import ROWS, Row, activations_per_layer
+from meshplan.textbook.formulas import ROWS, FormulaRow, activations_per_layer
 from meshplan.textbook.inverse import max_params, min_gpus, tabulate
 
 a, n, nodes = sympy.symbols("a n nodes", positive=True)
@@ -30,7 +30,7 @@ def test_rows_are_the_textbook_in_order():
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.strategy}-{row.precision}")
-def test_symbols_and_print_agree_with_the_textbook(row: Row):
+def test_symbols_and_print_agree_with_the_textbook(row: FormulaRow):
     written, total = TEXTBOOK[row.strategy, row.precision]
     assert row.formula == written
     assert sympy.simplify(row.total(a, n, nodes) - total) == 0

@@ -185,10 +185,10 @@ def test_microbatches_that_are_alike_count_as_if_each_was_played():
         own = {n: replace(unit, fqn=n, reshard_after_forward=rng.random() < 0.6) for n in names}
         events = []
         for name in rng.choices(names, k=len(names) + 1):
-            events.append(units._Event("enter", (name,), rng.random() < 0.8))
+            events.append(units._HookEvent("enter", (name,), rng.random() < 0.8))
             if rng.random() < 0.2:
-                events.append(units._Event("redo", tuple(names), True))
-            events.append(units._Event("leave", (name,), rng.random() < 0.8))
+                events.append(units._HookEvent("redo", tuple(names), True))
+            events.append(units._HookEvent("leave", (name,), rng.random() < 0.8))
         warm, pairs = rng.randint(0, 4), rng.randint(0, 12)
         order = rng.choice(
             ["F" * warm + "FB" * pairs + "B" * warm, "F" * pairs + "B" * pairs, "F" * pairs]

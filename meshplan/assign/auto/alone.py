@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from meshplan.assign.auto.regions import Places
+from meshplan.assign.auto.regions import FlowUses
 
 _SHARE = 2
 """One in this many trainable elements must lie in them, or tp is not worth its ranks."""
 
 
-def projections(places: Places, size: int, may_cut: Callable[[str], bool]) -> list[str]:
+def projections(places: FlowUses, size: int, may_cut: Callable[[str], bool]) -> list[str]:
     """The projections that can be cut by their output features; [] where they hold too little."""
     graph = places.graph
     found = [fqn for fqn in graph.modules if _can_be_cut(places, fqn, size) and may_cut(fqn)]
@@ -24,7 +24,7 @@ def projections(places: Places, size: int, may_cut: Callable[[str], bool]) -> li
     return found if found and _SHARE * cut >= total else []
 
 
-def _can_be_cut(places: Places, fqn: str, size: int) -> bool:
+def _can_be_cut(places: FlowUses, fqn: str, size: int) -> bool:
     info, tensors = places.graph.modules[fqn], places.graph.owned(fqn)
     if info.kind not in ("linear", "conv1d") or fqn not in places.calls:
         return False

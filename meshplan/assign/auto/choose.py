@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from meshplan.assign.auto.numbers import NotTheSame, Rehearsals
-from meshplan.assign.auto.proof import Proof, Refuted, prove
-from meshplan.assign.auto.regions import NoRegion, Places, Region, find_region
+from meshplan.assign.auto.proof import Refuted, RegionProof, prove
+from meshplan.assign.auto.regions import FlowUses, NoRegion, Region, find_region
 from meshplan.model.dims.factors import Factor
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
 @dataclass(slots=True)
-class Choice:
+class CutChoice:
     """What is cut, and why the rest is not.
 
     Attributes:
@@ -29,22 +29,22 @@ class Choice:
 
     regions: tuple[Region, ...] = ()
     gathered: dict[str, str] = field(default_factory=dict)
-    proof: Proof = field(default_factory=Proof)
+    proof: RegionProof = field(default_factory=RegionProof)
     numbers: dict[tuple[str, str], int] = field(default_factory=dict)
     refused: dict[Factor, str] = field(default_factory=dict)
     uncut: dict[str, str] = field(default_factory=dict)
 
 
 def choose(
-    places: Places, size: int, may_cut: Callable[[str], bool], rehearsals: Rehearsals
-) -> Choice:
+    places: FlowUses, size: int, may_cut: Callable[[str], bool], rehearsals: Rehearsals
+) -> CutChoice:
     """Find the regions of a flow and prove them.
 
     Args:
         size: Ranks of tp.
         may_cut: Whether the plan leaves a module to the data flow.
     """
-    out = Choice()
+    out = CutChoice()
     candidates = _candidates(places, size, may_cut, out)
     while True:
         # What is proved beside others need not hold once one of them is gone.
@@ -61,7 +61,7 @@ def choose(
 
 
 def _candidates(
-    places: Places, size: int, may_cut: Callable[[str], bool], out: Choice
+    places: FlowUses, size: int, may_cut: Callable[[str], bool], out: CutChoice
 ) -> list[Region]:
     found = []
     for factor in places.by_factor:
@@ -100,7 +100,7 @@ def _kinds(regions: Iterable[Region]) -> list[list[Region]]:
 
 
 def _prove_kind(
-    places: Places, kept: list[Region], kind: list[Region], out: Choice
+    places: FlowUses, kept: list[Region], kind: list[Region], out: CutChoice
 ) -> list[Region]:
     """Those regions of a kind that can be cut beside what is cut already."""
     try:
@@ -117,7 +117,7 @@ def _prove_kind(
 
 
 def _rehearse(
-    regions: tuple[Region, ...], rehearsals: Rehearsals, out: Choice
+    regions: tuple[Region, ...], rehearsals: Rehearsals, out: CutChoice
 ) -> tuple[tuple[Region, ...], dict[tuple[str, str], int]]:
     """All at once if that runs, else kind by kind, each beside those that do."""
     if not regions:
@@ -140,7 +140,7 @@ def _rehearse(
         return kept, numbers
 
 
-def _vocabulary(places: Places, out: Choice, may_cut: Callable[[str], bool]) -> dict[str, str]:
+def _vocabulary(places: FlowUses, out: CutChoice, may_cut: Callable[[str], bool]) -> dict[str, str]:
     """Embeddings of tokens by their rows, and the heads that give one number per row."""
     graph, flow = places.graph, places.flow
     taken = {fqn for r in out.regions for fqn in r.words}
@@ -188,7 +188,7 @@ def _vocabulary(places: Places, out: Choice, may_cut: Callable[[str], bool]) -> 
     return found
 
 
-def _cannot_gather(places: Places, fqn: str, taken: set[str]) -> str:
+def _cannot_gather(places: FlowUses, fqn: str, taken: set[str]) -> str:
     info = places.graph.modules[fqn]
     if info.kind not in ("embedding", "linear"):
         return f"its weight is used by {fqn} too"
@@ -198,12 +198,12 @@ def _cannot_gather(places: Places, fqn: str, taken: set[str]) -> str:
     return f"its forward does more than look up ({more})" if more else ""
 
 
-def _is_shared(places: Places, tensor: str, fqn: str) -> bool:
+def _is_shared(places: FlowUses, tensor: str, fqn: str) -> bool:
     """Whether a tensor of a module is used by another one as well."""
     return places.used_outside(places.graph.tensors[tensor], {fqn})
 
 
-def _proves(places: Places, out: Choice, gathered: dict[str, str]) -> bool:
+def _proves(places: FlowUses, out: CutChoice, gathered: dict[str, str]) -> bool:
     try:
         prove(places, out.regions, gathered)
     except Refuted:
@@ -211,7 +211,7 @@ def _proves(places: Places, out: Choice, gathered: dict[str, str]) -> bool:
     return True
 
 
-def _from_input(places: Places, value: int) -> bool:
+def _from_input(places: FlowUses, value: int) -> bool:
     """Whether numbers are those of an input, looked at otherwise."""
     flow = places.flow
     for _ in range(64):
@@ -236,7 +236,7 @@ _SAME_NUMBERS = frozenset(
 """Only looked at otherwise, or with a few replaced: still numbers of tokens."""
 
 
-def _reaches_outputs(places: Places, weight: str) -> bool:
+def _reaches_outputs(places: FlowUses, weight: str) -> bool:
     """Whether the model returns something that lies along the rows of a weight."""
     rows = places.classes.dims[places.values[weight]][0]
     return any(set(rows) & places.classes.factors_of(value) for _, value in places.flow.outputs)

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Final
 
-from meshplan.assign.auto.regions import Places, Region
+from meshplan.assign.auto.regions import FlowUses, Region
 from meshplan.model.dims.factors import Factor
 from meshplan.model.dims.linker import argument, base_name, positions
 from meshplan.model.flow import UPDATE, Flow, Op, Ref
@@ -33,7 +33,7 @@ _VIEWS: Final = frozenset(("view", "_unsafe_view", "reshape", "_reshape_alias", 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class Divergence:
     """Where a rehearsal left the program.
 
     Args:
@@ -48,24 +48,24 @@ class Difference:
 
 
 def compare(
-    places: Places,
+    places: FlowUses,
     regions: tuple[Region, ...],
     size: int,
     twin: Flow | Stopped,
     on_parts: frozenset[int] = frozenset(),
-) -> Difference | None:
+) -> Divergence | None:
     """The first difference between the recorded flow and a rehearsal of these regions.
 
     Args:
         size: Ranks of tp.
         on_parts: Operations, by number, that work on a part of the sequence, the second dim.
     """
-    return _Comparison(places, regions, size, on_parts).run(twin)
+    return _RehearsalComparison(places, regions, size, on_parts).run(twin)
 
 
-class _Comparison:
+class _RehearsalComparison:
     def __init__(
-        self, places: Places, regions: tuple[Region, ...], size: int, on_parts: frozenset[int]
+        self, places: FlowUses, regions: tuple[Region, ...], size: int, on_parts: frozenset[int]
     ) -> None:
         self.places, self.flow, self.size = places, places.flow, size
         self.cut = frozenset(r.factor for r in regions)
@@ -80,7 +80,7 @@ class _Comparison:
         self.twin = places.flow
         self.sources: dict[int, dict[int, int]] = {id(places.flow): {}}
 
-    def run(self, twin: Flow | Stopped) -> Difference | None:
+    def run(self, twin: Flow | Stopped) -> Divergence | None:
         if isinstance(twin, Stopped):
             return self._stopped(twin)
         self.twin = twin
@@ -102,18 +102,18 @@ class _Comparison:
             elif self._changes_nothing(other, twin):
                 other_at += 1
             else:
-                return Difference(call=op.call, at=number, text=f"{base_name(op)}: {text}")
+                return Divergence(call=op.call, at=number, text=f"{base_name(op)}: {text}")
         while at < len(mine) and self._changes_nothing(mine[at][1], self.flow):
             at += 1
         while other_at < len(theirs) and self._changes_nothing(theirs[other_at], twin):
             other_at += 1
         if at < len(mine) or other_at < len(theirs):
             number, op = mine[at] if at < len(mine) else (len(self.flow.ops), self.flow.ops[-1])
-            return Difference(call=op.call, at=number, text="not the same operations run")
+            return Divergence(call=op.call, at=number, text="not the same operations run")
         returned = tuple((path, self.pairs.get(self._source(v, twin))) for path, v in twin.outputs)
         wanted = tuple((path, self._source(v, self.flow)) for path, v in self.flow.outputs)
         if returned != wanted:
-            return Difference(call=0, at=len(self.flow.ops), text="something else is returned")
+            return Divergence(call=0, at=len(self.flow.ops), text="something else is returned")
         return None
 
     def _gives_back(self, op: Op, flow: Flow) -> bool:
@@ -141,13 +141,13 @@ class _Comparison:
             value = found[value]
         return value
 
-    def _stopped(self, twin: Stopped) -> Difference:
+    def _stopped(self, twin: Stopped) -> Divergence:
         at = min(twin.num_ops, len(self.flow.ops) - 1)
         calls = (c.id for c in self.flow.around(self.flow.ops[at].call))
         found = next((c for c in calls if self.flow.calls[c].module == twin.module), None)
         if found is None:
             found = next((c.id for c in self.flow.calls if c.module == twin.module), 0)
-        return Difference(call=found, at=twin.num_ops, text=twin.text)
+        return Divergence(call=found, at=twin.num_ops, text=twin.text)
 
     def _operation(self, number: int, op: Op, other: Op) -> str:
         """How an operation differs from its counterpart; "" if it does not."""

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from meshplan.assign.auto.alone import projections
-from meshplan.assign.auto.choose import Choice, choose, pattern
-from meshplan.assign.auto.known import SUMMED, Known, known, listed
+from meshplan.assign.auto.choose import CutChoice, choose, pattern
+from meshplan.assign.auto.known import SUMMED, KnownCuts, known, listed
 from meshplan.assign.auto.known_stream import known_stream
 from meshplan.assign.auto.numbers import Rehearsals
 from meshplan.assign.auto.proof import Refuted
-from meshplan.assign.auto.regions import NO_PAIR, Places, Region
+from meshplan.assign.auto.regions import NO_PAIR, FlowUses, Region
 from meshplan.assign.auto.sequence import find_stream
 from meshplan.assign.auto.stream import PARTS, Stream, crossings
 from meshplan.assign.cascade import Cascade
-from meshplan.assign.types import Crossing, LocalUse, Preset, Reason, Stages
+from meshplan.assign.types import LocalUse, Preset, Reason, SequenceBoundary, Stages
 from meshplan.errors import Origin, Problem
 from meshplan.layout.layout import Piece
 from meshplan.layout.mesh import Mesh
@@ -53,7 +53,7 @@ class Derived:
     stream: Stream | None = None
 
     @property
-    def crossings(self) -> tuple[Crossing, ...]:
+    def crossings(self) -> tuple[SequenceBoundary, ...]:
         """Where the cut of the sequence begins and ends."""
         return () if self.stream is None else tuple(crossings(self.stream))
 
@@ -91,7 +91,7 @@ def derive(
             return Derived(problems=(_no_stream(spec, str(error)),))
     if graph.flow is None or rehearse is None:
         return Derived(problems=(_no_flow(origin),))
-    places = Places(graph, classify(graph.flow))
+    places = FlowUses(graph, classify(graph.flow))
     rehearsals = Rehearsals(places, rehearse, size)
     choice = choose(places, size, may_cut, rehearsals)
     whole = _whole(places, choice, may_cut)
@@ -154,7 +154,7 @@ def _no_stream(spec: Spec, why: str) -> Problem:
     )
 
 
-def _from_known(graph: ModelGraph, found: Known, size: int, origin: Origin) -> Derived:
+def _from_known(graph: ModelGraph, found: KnownCuts, size: int, origin: Origin) -> Derived:
     """What is known of a model without its code."""
     if found.unknown:
         what = f"auto does not know without a live model {found.unknown}"
@@ -217,7 +217,7 @@ def _by_themselves(
     return Derived(preset=MappingProxyType(preset), notes=(note,))
 
 
-def _pieces(places: Places, region: Region, fqn: str, size: int) -> tuple[Piece, ...]:
+def _pieces(places: FlowUses, region: Region, fqn: str, size: int) -> tuple[Piece, ...]:
     """The equal pieces of a packed projection's output, each cut by itself."""
     count = region.pieces.get(fqn)
     if count is None:
@@ -232,7 +232,7 @@ def _pieces(places: Places, region: Region, fqn: str, size: int) -> tuple[Piece,
     return (Piece(next(widths) // count, size),) * count
 
 
-def _preset(places: Places, choice: Choice, size: int) -> dict[str, Preset]:
+def _preset(places: FlowUses, choice: CutChoice, size: int) -> dict[str, Preset]:
     out: dict[str, Preset] = {}
     for region in choice.regions:
         for fqn, word in region.words.items():
@@ -246,7 +246,7 @@ def _preset(places: Places, choice: Choice, size: int) -> dict[str, Preset]:
     return out
 
 
-def _why(places: Places, region: Region, fqn: str) -> str:
+def _why(places: FlowUses, region: Region, fqn: str) -> str:
     """Such as "its 8 heads pair with o_proj"."""
     opens = region.words[fqn] != "rowwise"
     partners = [m for m, w in region.words.items() if (w == "rowwise") == opens]
@@ -258,7 +258,7 @@ def _why(places: Places, region: Region, fqn: str) -> str:
     return f"its {_counted(places, region, fqn)} pair with {listed(names)}"
 
 
-def _counted(places: Places, region: Region, fqn: str) -> str:
+def _counted(places: FlowUses, region: Region, fqn: str) -> str:
     """Such as "8 heads", or "128 features" where nothing looks into a place."""
     classes = places.classes
     dims = (d for t in places.graph.owned(fqn) for d in classes.dims[places.values[t.fqn]])
@@ -278,7 +278,7 @@ def _common(one: list[str], other: list[str]) -> int:
     return next((i for i, s in enumerate(same) if not s), min(len(one), len(other)))
 
 
-def _uses(choice: Choice) -> dict[str, LocalUse]:
+def _uses(choice: CutChoice) -> dict[str, LocalUse]:
     parts = {
         fqn: LocalUse(dim, Reason("auto: it lies along a cut dim"))
         for region in choice.regions
@@ -287,7 +287,7 @@ def _uses(choice: Choice) -> dict[str, LocalUse]:
     return parts | {fqn: LocalUse(None, SUMMED) for fqn in choice.proof.summed}
 
 
-def _whole(places: Places, choice: Choice, may_cut: object) -> dict[str, str]:
+def _whole(places: FlowUses, choice: CutChoice, may_cut: object) -> dict[str, str]:
     """Modules with matrices that stay whole, and why."""
     cut = {fqn for r in choice.regions for fqn in (*r.words, *_holders(r.parts))}
     cut |= {*choice.gathered, *choice.proof.summed_modules, *_holders(choice.proof.summed)}
@@ -306,7 +306,7 @@ def _holders(parameters: Iterable[str]) -> list[str]:
     return [fqn.rpartition(".")[0] for fqn in parameters]
 
 
-def _reason(places: Places, choice: Choice, tensors: list[str]) -> str:
+def _reason(places: FlowUses, choice: CutChoice, tensors: list[str]) -> str:
     """What is in the way of a class of its dims: of one that was tried, if there is one."""
     factors = [
         factor

@@ -19,7 +19,7 @@ SUMMED = Reason("auto: whole, and it meets cut values, so its gradient is added 
 
 
 @dataclass(slots=True)
-class Known:
+class KnownCuts:
     """What is cut of a known model, and what is whole and why.
 
     Attributes:
@@ -33,14 +33,14 @@ class Known:
     unknown: str = ""
 
 
-def known(graph: ModelGraph, size: int, may_cut: Callable[[str], bool]) -> Known:
+def known(graph: ModelGraph, size: int, may_cut: Callable[[str], bool]) -> KnownCuts:
     """The styles of a model whose graph says what `auto` derives of it.
 
     Args:
         size: Ranks of tp.
         may_cut: Whether the plan leaves a module to the data flow.
     """
-    out = Known()
+    out = KnownCuts()
     regions: dict[str, dict[str, str]] = {}
     for fqn in graph.modules:
         word = graph.word_of(fqn, graph.tp_derived)
@@ -53,7 +53,7 @@ def known(graph: ModelGraph, size: int, may_cut: Callable[[str], bool]) -> Known
     return out
 
 
-def _leave_experts(graph: ModelGraph, may_cut: Callable[[str], bool], out: Known) -> None:
+def _leave_experts(graph: ModelGraph, may_cut: Callable[[str], bool], out: KnownCuts) -> None:
     """Experts, and the router that chooses among them."""
     for tensor in graph.parameters:
         if tensor.dims[0] == "expert" and may_cut(tensor.module):
@@ -68,7 +68,7 @@ def _take_region(
     words: Mapping[str, str],
     size: int,
     may_cut: Callable[[str], bool],
-    out: Known,
+    out: KnownCuts,
 ) -> None:
     """Projections that open and close, and what lies between them, or none of them."""
     opening = {m: w for m, w in words.items() if w in ("colwise", "packed_colwise")}
@@ -109,7 +109,7 @@ def _count(graph: ModelGraph, info: ModuleInfo) -> int:
     return (out_width(graph, info) or 1) // info.packed // (info.head_dim or 1)
 
 
-def _take_vocabulary(graph: ModelGraph, may_cut: Callable[[str], bool], out: Known) -> None:
+def _take_vocabulary(graph: ModelGraph, may_cut: Callable[[str], bool], out: KnownCuts) -> None:
     """The table of tokens by its rows, and the head that scores them."""
     tables = [m for m in graph.modules.values() if m.kind == "embedding"]
     rows: set[int] = set()
@@ -138,7 +138,7 @@ def _take_vocabulary(graph: ModelGraph, may_cut: Callable[[str], bool], out: Kno
             out.whole[fqn] = "the table of its tokens is whole"
 
 
-def _gather(graph: ModelGraph, fqn: str, out: Known) -> None:
+def _gather(graph: ModelGraph, fqn: str, out: KnownCuts) -> None:
     is_table = graph.modules[fqn].kind == "embedding"
     why = "its rows are the vocabulary" if is_table else "it scores the vocabulary"
     out.preset[fqn] = Preset("vocab", Reason(f"auto: {why}"), is_proved=True)

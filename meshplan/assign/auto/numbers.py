@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from meshplan.assign.auto.comparison import Difference, compare
-from meshplan.assign.auto.regions import Places, Region
+from meshplan.assign.auto.comparison import Divergence, compare
+from meshplan.assign.auto.regions import FlowUses, Region
 from meshplan.assign.auto.stream import Stream
 from meshplan.model.graph import is_inside
 from meshplan.model.rehearsal import Rehearsal, Rehearse, Stopped
@@ -39,7 +39,7 @@ class NotTheSame(Exception):
         difference: The first one.
     """
 
-    def __init__(self, difference: Difference) -> None:
+    def __init__(self, difference: Divergence) -> None:
         super().__init__(difference.text)
         self.difference = difference
 
@@ -54,12 +54,12 @@ class Rehearsals:
         size: Ranks of tp.
     """
 
-    places: Places
+    places: FlowUses
     rehearse: Rehearse
     size: int
     tries: int = 0
     before: int = 0
-    clue: Difference | None = None
+    clue: Divergence | None = None
 
     def find(self, regions: Iterable[Region], known: Numbers) -> dict[tuple[str, str], int]:
         """The local values of numbers with which one rank runs the program of one process.
@@ -81,7 +81,7 @@ class Rehearsals:
             found, difference = better
         return found
 
-    def run(self, regions: tuple[Region, ...], numbers: Numbers) -> Difference | None:
+    def run(self, regions: tuple[Region, ...], numbers: Numbers) -> Divergence | None:
         """What one rehearsal with these local numbers differs in."""
         self.tries += 1
         words = {fqn: word for r in regions for fqn, word in r.words.items()}
@@ -101,7 +101,7 @@ class Rehearsals:
 
     def rehearse_stream(
         self, regions: tuple[Region, ...], numbers: Numbers, stream: Stream
-    ) -> Difference | None:
+    ) -> Divergence | None:
         """What one rehearsal differs in whose modules see parts of the sequence, too."""
         words = {fqn: word for r in regions for fqn, word in r.words.items()}
         closing = frozenset(m for m, w in words.items() if w == "rowwise")
@@ -121,8 +121,8 @@ class Rehearsals:
         return compare(self.places, regions, self.size, twin, stream.ops)
 
     def _repair(
-        self, regions: tuple[Region, ...], found: Numbers, difference: Difference
-    ) -> tuple[dict[tuple[str, str], int], Difference | None] | None:
+        self, regions: tuple[Region, ...], found: Numbers, difference: Divergence
+    ) -> tuple[dict[tuple[str, str], int], Divergence | None] | None:
         """Divide the fewest numbers around a difference that let the rehearsal come further."""
         suspects = self._suspects(regions, found, difference)
         for count in range(1, _MAX_TOGETHER + 1):
@@ -140,7 +140,7 @@ class Rehearsals:
         return None
 
     def _suspects(
-        self, regions: tuple[Region, ...], found: Numbers, difference: Difference
+        self, regions: tuple[Region, ...], found: Numbers, difference: Divergence
     ) -> list[tuple[str, str]]:
         sizes = self._sizes(regions)
         graph, flow = self.places.graph, self.places.flow

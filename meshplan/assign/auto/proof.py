@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from meshplan.assign.auto.regions import Places, Region
+from meshplan.assign.auto.regions import FlowUses, Region
 from meshplan.model.dims.factors import Factor
 from meshplan.model.dims.linker import base_name
 from meshplan.model.dims.operations import UNIFORM
@@ -28,7 +28,7 @@ class Refuted(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proof:
+class RegionProof:
     """What else a set of regions needs.
 
     Args:
@@ -41,7 +41,7 @@ class Proof:
 
 
 @dataclass(slots=True)
-class _State:
+class _GradientStates:
     """The walk backwards: per value, whether its gradient is whole, an addend, or both."""
 
     gradient: dict[int, int] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class _State:
         self.gradient[value] = self.gradient.get(value, 0) | state
 
 
-def prove(places: Places, regions: Iterable[Region], gathered: Mapping[str, str]) -> Proof:
+def prove(places: FlowUses, regions: Iterable[Region], gathered: Mapping[str, str]) -> RegionProof:
     """Follow values and gradients through the flow.
 
     Args:
@@ -66,16 +66,16 @@ def prove(places: Places, regions: Iterable[Region], gathered: Mapping[str, str]
     count = sum(len(r.words) for r in regions)
     if len(styled) != count or any(fqn in styled for fqn in gathered):
         raise Refuted("two classes would cut one module")
-    walk = _Walk(places, cut, styled, gathered)
+    walk = _BackwardWalk(places, cut, styled, gathered)
     walk.forward()
     return walk.backward()
 
 
 def summed_beside(
-    places: Places,
+    places: FlowUses,
     regions: Iterable[Region],
     gathered: Mapping[str, str],
-    proof: Proof,
+    proof: RegionProof,
     parts: frozenset[int],
     entering: frozenset[int],
 ) -> tuple[str, ...]:
@@ -93,7 +93,7 @@ def summed_beside(
     regions = tuple(regions)
     cut = frozenset(r.factor for r in regions)
     styled = {fqn: (word, region) for region in regions for fqn, word in region.words.items()}
-    walk = _Walk(places, cut, styled, gathered)
+    walk = _BackwardWalk(places, cut, styled, gathered)
     walk.entering = entering
     for value in (*parts, *entering):
         walk.is_cut[value] = True
@@ -105,10 +105,10 @@ def summed_beside(
     return tuple(fqn for fqn in after.summed if fqn not in proof.summed)
 
 
-class _Walk:
+class _BackwardWalk:
     def __init__(
         self,
-        places: Places,
+        places: FlowUses,
         cut: frozenset[Factor],
         styled: Mapping[str, tuple[str, Region]],
         gathered: Mapping[str, str],
@@ -197,8 +197,8 @@ class _Walk:
 
     # Backward.
 
-    def backward(self) -> Proof:
-        state = _State()
+    def backward(self) -> RegionProof:
+        state = _GradientStates()
         for _, value in self.flow.outputs:
             state.add(value, _WHOLE)
         calls_at = {c.ops[1] - 1: c for c in self.flow.calls if c.ops[1] > c.ops[0]
@@ -239,7 +239,7 @@ class _Walk:
             and not self.places.does_more(info)
         )
 
-    def _leave_styled(self, call: Call, state: _State) -> None:
+    def _leave_styled(self, call: Call, state: _GradientStates) -> None:
         """A styled module gives its input a whole gradient, if its own output has one."""
         for _, value in call.outputs:
             if not self.is_cut[value] and state.gradient.get(value, 0) & _PART:
@@ -249,12 +249,12 @@ class _Walk:
                 )
         self._add_input(call, state)
 
-    def _add_input(self, call: Call, state: _State) -> None:
+    def _add_input(self, call: Call, state: _GradientStates) -> None:
         for _, value in call.inputs:
             if self.has_gradient[value] and not self.is_cut[value]:
                 state.add(value, _WHOLE)
 
-    def _step(self, op: Op, state: _State) -> None:
+    def _step(self, op: Op, state: _GradientStates) -> None:
         into = 0
         for value in op.outputs:
             if self.has_gradient[value] and value in self.entering:
@@ -270,7 +270,7 @@ class _Walk:
             if into and self.has_gradient[value] and not self.is_cut[value]:
                 state.add(value, into)
 
-    def _end(self, state: _State) -> Proof:
+    def _end(self, state: _GradientStates) -> RegionProof:
         summed = []
         modules = tuple(m for m, is_part in state.summed_modules.items() if is_part)
         for name, value in self.places.values.items():
@@ -288,4 +288,4 @@ class _Walk:
             ):
                 raise Refuted(f"the gradient of {name} would fall apart")
             summed.append(name)
-        return Proof(summed=tuple(summed), summed_modules=modules)
+        return RegionProof(summed=tuple(summed), summed_modules=modules)

@@ -57,7 +57,7 @@ class NoRegion(Exception):
     """A class that cannot be cut, and why."""
 
 
-class Places:
+class FlowUses:
     """Where a flow uses what: calls by module, values by parameter.
 
     Attributes:
@@ -110,7 +110,7 @@ class Places:
         return ""
 
 
-def find_region(places: Places, factor: Factor) -> Region:
+def find_region(places: FlowUses, factor: Factor) -> Region:
     """The region of one class.
 
     Raises:
@@ -156,7 +156,7 @@ def find_region(places: Places, factor: Factor) -> Region:
     )
 
 
-def _is_plain(places: Places, info: ModuleInfo) -> bool:
+def _is_plain(places: FlowUses, info: ModuleInfo) -> bool:
     return info.kind in _PLAIN and info.fqn in places.calls and not places.does_more(info)
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Final
 
-from meshplan.assign.auto.choose import Choice
+from meshplan.assign.auto.choose import CutChoice
 from meshplan.assign.auto.numbers import Rehearsals
 from meshplan.assign.auto.proof import Refuted, summed_beside
-from meshplan.assign.auto.regions import Places
+from meshplan.assign.auto.regions import FlowUses
 from meshplan.assign.auto.stream import Stream
 from meshplan.model.dims.factors import Dim
 from meshplan.model.dims.linker import argument, base_name, positions
@@ -33,7 +33,7 @@ _VIEWS: Final = frozenset(
 _NORMS: Final = frozenset(("native_layer_norm", "_fused_rms_norm"))
 
 
-def find_stream(places: Places, choice: Choice, rehearsals: Rehearsals) -> Stream:
+def find_stream(places: FlowUses, choice: CutChoice, rehearsals: Rehearsals) -> Stream:
     """Cut the sequence between the regions that were chosen.
 
     Raises:
@@ -48,9 +48,9 @@ def find_stream(places: Places, choice: Choice, rehearsals: Rehearsals) -> Strea
         return _shown(places, choice, rehearsals, end)
 
 
-def _shown(places: Places, choice: Choice, rehearsals: Rehearsals, end: Call | None) -> Stream:
+def _shown(places: FlowUses, choice: CutChoice, rehearsals: Rehearsals, end: Call | None) -> Stream:
     """The parts of a sequence up to the end of a call, or as far as they go."""
-    walk = _Walk(places, choice, end)
+    walk = _SequenceWalk(places, choice, end)
     walk.run()
     found = walk.stream()
     size, length = rehearsals.size, places.classes.sizes_of(walk.along)
@@ -64,7 +64,7 @@ def _shown(places: Places, choice: Choice, rehearsals: Rehearsals, end: Call | N
     return found
 
 
-def _last_block(places: Places, choice: Choice) -> Call | None:
+def _last_block(places: FlowUses, choice: CutChoice) -> Call | None:
     """The call around the last row-wise product, beside those around the others."""
     closing = [c for c, word in _styled_calls(places, choice) if word == "rowwise"]
     if not closing:
@@ -74,14 +74,14 @@ def _last_block(places: Places, choice: Choice) -> Call | None:
     return inner[-1] if inner and inner[-1] is not closing[-1] else None
 
 
-def _styled_calls(places: Places, choice: Choice) -> list[tuple[Call, str]]:
+def _styled_calls(places: FlowUses, choice: CutChoice) -> list[tuple[Call, str]]:
     words = {fqn: word for region in choice.regions for fqn, word in region.words.items()}
     words |= choice.gathered
     words |= dict.fromkeys(choice.proof.summed_modules, "gradients_added")
     return [(call, words[call.module]) for call in places.flow.calls if call.module in words]
 
 
-def _common(places: Places, calls: list[Call]) -> Call:
+def _common(places: FlowUses, calls: list[Call]) -> Call:
     """The innermost call around all of these, which is none of them."""
     chains = [[c.id for c in places.flow.around(call.id)][1:] for call in calls]
     shared = set(chains[0]).intersection(*chains[1:])
@@ -89,11 +89,11 @@ def _common(places: Places, calls: list[Call]) -> Call:
 
 
 @dataclass(slots=True)
-class _Walk:
+class _SequenceWalk:
     """Values on parts, from the row-wise products on."""
 
-    places: Places
-    choice: Choice
+    places: FlowUses
+    choice: CutChoice
     end: Call | None
     along: Dim = ()
     ops: set[int] = field(default_factory=set)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from meshplan.assign.types import Crossing, Reason
+from meshplan.assign.types import Reason, SequenceBoundary
 
 PARTS: Final = Reason("auto: whole, and used on parts of the sequence, so its gradient is added up")
 
@@ -37,14 +37,14 @@ class Stream:
     summed: tuple[str, ...] = ()
 
 
-def crossings(stream: Stream) -> Iterator[Crossing]:
+def crossings(stream: Stream) -> Iterator[SequenceBoundary]:
     """Where the cut begins and ends."""
     for module, path in stream.cuts:
         reason = Reason("auto: what is added from here on works on each position by itself")
-        yield Crossing(module=module, path=path, change="cut", reason=reason)
+        yield SequenceBoundary(module=module, path=path, change="cut", reason=reason)
     for module, path in stream.gathers:
         reason = Reason("auto: it works across the sequence, or counts it")
-        yield Crossing(module=module, path=path, change="gather", reason=reason)
+        yield SequenceBoundary(module=module, path=path, change="gather", reason=reason)
     for module in stream.ends:
         reason = Reason("auto: what follows is not known to work on parts")
-        yield Crossing(module=module, path=None, change="gather", reason=reason)
+        yield SequenceBoundary(module=module, path=None, change="gather", reason=reason)

@@ -13,14 +13,19 @@ from typing import Final
 
 from meshplan.garbage import no_collection
 from meshplan.layout.optimizers import called
-from meshplan.memory.analytic.microbatches import Works, loss_chunks_of, spread_of, told_works
-from meshplan.memory.analytic.ranks import ERROR, Ranks
+from meshplan.memory.analytic.microbatches import (
+    Works,
+    analytic_microbatches,
+    loss_chunks_of,
+    spread_of,
+)
+from meshplan.memory.analytic.ranks import ERROR, AnalyticRanks
 from meshplan.memory.analytic.stages import Played
 from meshplan.memory.answer.assemble import assemble_figures, least_bytes, with_packed
 from meshplan.memory.answer.estimate import MemoryEstimate, Tier
 from meshplan.memory.answer.modules import with_modules
 from meshplan.memory.answer.rank_classes import equal_ranks
-from meshplan.memory.answer.reserved import Holding
+from meshplan.memory.answer.reserved import ReplayCache
 from meshplan.memory.decoder.attention_kernel import check_fused
 from meshplan.memory.decoder.experts import Spread, most_arriving
 from meshplan.memory.decoder.sizes import shape_of
@@ -37,7 +42,7 @@ _CROSS_ENTROPY: Final = "cross-entropy in float32 over the last dim of logits"
 
 
 @no_collection()
-def told_estimate(
+def estimate_analytic(
     plan: Plan,
     *,
     device: str,
@@ -72,13 +77,13 @@ def told_estimate(
     groups = equal_ranks(plan.assignment)
     shape = f"[{micro * plan.accumulate}, {seq_len // plan.mesh.size('cp')}] int64"
     certified = f"told from the config; traced models differ by at most {ERROR:.0%}"
-    works = told_works(plan, micro, seq_len, device=device, played=played)
+    works = analytic_microbatches(plan, micro, seq_len, device=device, played=played)
     # What is asked of logs beside their figures; only where somebody searches is nothing.
     keeps_logs = packs or tells_modules or bool(plan.assignment.compiled)
-    ranks = Ranks(
+    ranks = AnalyticRanks(
         [each[0] for each in groups],
         lambda rank, in_brief: _log_of(works, plan, rank, in_brief=in_brief),
-        Holding(device, spec),  # Places along pp may do the same with other blocks.
+        ReplayCache(device, spec),  # Places along pp may do the same with other blocks.
         in_brief=works.in_brief,
         only_in_brief=works.only_in_brief,
         most_bytes=most_bytes,
@@ -116,20 +121,20 @@ def told_estimate(
 
 
 @no_collection()
-def check_told(plan: Plan, *, device: str) -> None:
-    """Refuse what `told_estimate` would, for a part of its time.
+def check_analytic(plan: Plan, *, device: str) -> None:
+    """Refuse what `estimate_analytic` would, for a part of its time.
 
     Raises:
-        PlanError: As `told_estimate`.
+        PlanError: As `estimate_analytic`.
     """
     micro, seq_len = plan.fed()
     check_fused(plan, seq_len, device=device)
-    works = told_works(plan, micro, seq_len, device=device)
+    works = analytic_microbatches(plan, micro, seq_len, device=device)
     check_rules(plan, works.of_rank(0, in_brief=True))
 
 
-def told_at_worst(estimate: MemoryEstimate, plan: Plan) -> MemoryEstimate:
-    """What `told_estimate` told of a plan, and what a rank would need that all tokens came to.
+def estimate_worst_routing(estimate: MemoryEstimate, plan: Plan) -> MemoryEstimate:
+    """What `estimate_analytic` told of a plan, and what a rank would need that all tokens came to.
 
     Args:
         estimate: Of this plan. What ranks might reserve at the most moved none of its figures:
@@ -142,20 +147,20 @@ def told_at_worst(estimate: MemoryEstimate, plan: Plan) -> MemoryEstimate:
 
 
 @no_collection()
-def told_rank(
+def analytic_log_of_rank(
     plan: Plan, rank: int, *, device: str, played: Played | None = None, in_brief: bool = True
 ) -> EventLog:
-    """The step of one rank as `told_estimate` has it.
+    """The step of one rank as `estimate_analytic` has it.
 
     Args:
         in_brief: Whether it is told in brief where there is much to do.
 
     Raises:
-        PlanError: As `told_estimate`.
+        PlanError: As `estimate_analytic`.
     """
     micro, seq_len = plan.fed()
     check_fused(plan, seq_len, device=device)
-    works = told_works(plan, micro, seq_len, device=device, rank=rank, played=played)
+    works = analytic_microbatches(plan, micro, seq_len, device=device, rank=rank, played=played)
     return _log_of(works, plan, rank, in_brief=in_brief)
 
 
@@ -174,7 +179,7 @@ def _of_experts(plan: Plan, *, tells_worst: bool) -> Iterator[tuple[str, str]]:
         assert plan.micro is not None
         assert plan.spec.batch.seq_len is not None
         spread = Spread(ep, most_arriving(shape, ep), spread_of(plan).is_unit)
-        works = told_works(plan, plan.micro, plan.spec.batch.seq_len, spread=spread)
+        works = analytic_microbatches(plan, plan.micro, plan.spec.batch.seq_len, spread=spread)
         peak = _log_of(works, plan, 0, in_brief=False).peak.live_bytes
         worst = f"; with all of them sent to one, its tensors would be {format_gib(peak)}"
     stated = plan.spec.experts.capacity
@@ -235,7 +240,7 @@ def streams_of(plan: Plan, rank: int) -> dict[tuple[Term, int], int]:
 
 
 @no_collection()
-def told_log(
+def analytic_log(
     plan: Plan,
     *,
     batch: int,
@@ -267,7 +272,7 @@ def told_log(
         PlanError: The model's operations, or something in the plan, are not known.
     """
     check_fused(plan, seq_len, is_cuda=is_cuda, device=device)
-    works = told_works(
+    works = analytic_microbatches(
         plan, batch, seq_len, is_cuda=is_cuda, in_place=in_place, spread=spread, device=device
     )
     work = works.of_rank(rank)

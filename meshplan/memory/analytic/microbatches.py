@@ -17,9 +17,9 @@ from meshplan.memory.analytic.stages import Played, StageWorks
 from meshplan.memory.decoder.attention_kernel import is_fused
 from meshplan.memory.decoder.cp_all_gather import gathered_of
 from meshplan.memory.decoder.experts import Spread, most_arriving
-from meshplan.memory.decoder.microbatch import Run, tape_of
+from meshplan.memory.decoder.microbatch import MicrobatchSpec, tape_of
 from meshplan.memory.decoder.sizes import Shape, shape_of
-from meshplan.memory.decoder.tp_ops import Styled
+from meshplan.memory.decoder.tp_ops import TpPlanOnTape
 from meshplan.memory.replay import Prepared
 from meshplan.memory.tape.tape import play
 from meshplan.plan.plan import Plan
@@ -67,7 +67,7 @@ class _Each:
         return self.played(rank)
 
 
-def told_works(
+def analytic_microbatches(
     plan: Plan,
     batch: int,
     seq_len: int,
@@ -94,7 +94,7 @@ def told_works(
         raise PlanError(problems)
     recompute = {_number(fqn): r.policy for fqn, r in plan.assignment.recompute.items()}
     stages = plan.assignment.stages
-    run = Run(
+    run = MicrobatchSpec(
         batch=batch // (stages.microbatches if stages is not None else 1),
         seq_len=seq_len // plan.mesh.size("cp"),
         cp=plan.mesh.size("cp"),
@@ -133,16 +133,16 @@ class LastPlayed:
     """Plays microbatches, and keeps the last ones.
 
     Plans that differ in nodes or strategy alone do the same operations, and are told one after the
-    other. A `Run` has no hash, so they are looked through.
+    other. A `MicrobatchSpec` has no hash, so they are looked through.
 
     Args:
         most: That are kept: each is tens of thousands of tuples.
     """
 
     def __init__(self, most: int) -> None:
-        self._last: deque[tuple[Shape, Run, bool, Prepared]] = deque(maxlen=most)
+        self._last: deque[tuple[Shape, MicrobatchSpec, bool, Prepared]] = deque(maxlen=most)
 
-    def played(self, shape: Shape, run: Run, *, in_place: bool) -> Prepared:
+    def played(self, shape: Shape, run: MicrobatchSpec, *, in_place: bool) -> Prepared:
         """One microbatch, which nobody who replays it changes."""
         for *asked, prepared in tuple(self._last):
             if asked == [shape, run, in_place]:
@@ -229,11 +229,11 @@ def _is_block(plan: Plan, fqn: str) -> bool:
     return name.isdigit() and above in plan.graph.modules
 
 
-def styled_of(plan: Plan) -> Styled:
+def styled_of(plan: Plan) -> TpPlanOnTape:
     """Which modules tp cuts, and how."""
     a = plan.assignment
     pieces = {fqn: use.pieces for fqn, use in a.styles.items() if use.pieces}
-    return Styled(
+    return TpPlanOnTape(
         plan.mesh.size("tp"),
         {fqn: use.style for fqn, use in a.styles.items()},
         pieces,

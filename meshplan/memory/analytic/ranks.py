@@ -13,7 +13,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from meshplan.memory.answer.estimate import margin
-from meshplan.memory.answer.reserved import Figures, Held, Holding
+from meshplan.memory.answer.reserved import RankSummary, ReplayCache, ReservedLog
 from meshplan.memory.log.events import EventLog
 from meshplan.two_cores import each, has_another
 
@@ -39,7 +39,7 @@ class OverError(Exception):
         self.rank, self.reserved_bytes = rank, reserved_bytes
 
 
-class Told(NamedTuple):
+class AnalyticRank(NamedTuple):
     """What was told of one rank.
 
     Attributes:
@@ -47,10 +47,10 @@ class Told(NamedTuple):
         log, held: None where nobody asks for them.
     """
 
-    figures: Figures
+    figures: RankSummary
     is_full: bool
     log: EventLog | None = None
-    held: Held | None = None
+    held: ReservedLog | None = None
 
     @property
     def error(self) -> float:
@@ -63,14 +63,14 @@ class Told(NamedTuple):
         return int(margin(self.figures.reserve.reserved_bytes) * (1 + self.error))
 
 
-class Ranks:
+class AnalyticRanks:
     """The ranks to tell.
 
     Args:
         ranks: One of each group.
         write: (rank, in brief) -> the log of its step.
         holding: Plays logs.
-        in_brief, only_in_brief: As of `told_works.Works`.
+        in_brief, only_in_brief: As of `microbatches.Works`.
         most_bytes: What a rank may reserve at the most for the rest to be of interest.
         keeps_logs: Whether logs are of interest, and not their figures alone.
     """
@@ -79,7 +79,7 @@ class Ranks:
         self,
         ranks: Sequence[int],
         write: Callable[[int, bool], EventLog],
-        holding: Holding,
+        holding: ReplayCache,
         *,
         in_brief: bool,
         only_in_brief: bool,
@@ -90,7 +90,7 @@ class Ranks:
         self._in_brief, self._only_in_brief = in_brief, only_in_brief
         self._most_bytes, self._keeps_logs = most_bytes, keeps_logs
 
-    def tell(self, order: Sequence[int]) -> list[Told]:
+    def tell(self, order: Sequence[int]) -> list[AnalyticRank]:
         """By place in `ranks`, what was told of each.
 
         Args:
@@ -112,14 +112,14 @@ class Ranks:
             self._tell_highest(told)
         return told
 
-    def _first(self, number: int, *, before_all: int) -> Told:
+    def _first(self, number: int, *, before_all: int) -> AnalyticRank:
         """Of one rank: in full where all are, or where in brief it takes too much."""
         told = self._of(number, in_brief=self._in_brief, is_first=number == before_all)
         if self._in_brief and told.figures.reserve.reserved_bytes > self._most_bytes:
             return self._of(number, in_brief=False)  # In brief: is it so?
         return told
 
-    def _of(self, number: int, *, in_brief: bool, is_first: bool = False) -> Told:
+    def _of(self, number: int, *, in_brief: bool, is_first: bool = False) -> AnalyticRank:
         rank, most_bytes = self._ranks[number], self._most_bytes
         log = self._write(rank, in_brief)
         can_tell = in_brief and not self._only_in_brief and most_bytes < math.inf
@@ -133,14 +133,14 @@ class Ranks:
         if reserved > most_bytes and (self._only_in_brief or not in_brief):
             raise OverError(rank, reserved)
         kept = (log, held) if self._keeps_logs else ()
-        return Told(held.figures, not in_brief, *kept)
+        return AnalyticRank(held.figures, not in_brief, *kept)
 
-    def _tell_highest(self, told: list[Told]) -> None:
+    def _tell_highest(self, told: list[AnalyticRank]) -> None:
         """Tell in full what may reserve the most, until nothing told in brief may.
 
         What is requested is the same in brief.
         """
-        ahead: dict[int, Told | OverError] = {}
+        ahead: dict[int, AnalyticRank | OverError] = {}
         while not told[highest := max(range(len(told)), key=lambda n: told[n].high_bytes)].is_full:
             if highest not in ahead:
                 some = [highest]
@@ -152,7 +152,7 @@ class Ranks:
                 raise found
             told[highest] = found
 
-    def _in_full(self, number: int) -> Told | OverError:
+    def _in_full(self, number: int) -> AnalyticRank | OverError:
         """Of a rank whose turn may never come: that it is over is told when it has."""
         try:
             return self._of(number, in_brief=False)
@@ -160,7 +160,7 @@ class Ranks:
             return error
 
 
-def _next_ones(told: Sequence[Told], highest: int) -> list[int]:
+def _next_ones(told: Sequence[AnalyticRank], highest: int) -> list[int]:
     """Who comes next if the highest in full reserves as much as in brief; nobody where it ends."""
     others = [n for n in range(len(told)) if n != highest]
     whole = told[highest]._replace(is_full=True).high_bytes

@@ -16,8 +16,8 @@ from meshplan.memory.repeat.equal_stages import outline_of
 from meshplan.memory.replay import Prepared
 from meshplan.memory.stages.microbatch import StageWork, play_stage
 from meshplan.memory.stages.rank import work_of_rank
-from meshplan.memory.stages.split_backward import play_in_halves
-from meshplan.memory.stages.tape import Cutter, StageTape
+from meshplan.memory.stages.split_backward import play_split_backward
+from meshplan.memory.stages.tape import StageTape, TapeCutter
 from meshplan.memory.tape.tape import Tape
 from meshplan.model.graph import is_inside
 from meshplan.plan.plan import Plan
@@ -78,7 +78,7 @@ class StageWorks:
             raise PlanError(problems)
         assert plan.assignment.stages is not None
         self._stages, self._plan, self._in_place = plan.assignment.stages, plan, in_place
-        self._cutter = Cutter(tape, self._stages, widening=_widening(plan))
+        self._cutter = TapeCutter(tape, self._stages, widening=_widening(plan))
         stages = self._stages
         schedule = SCHEDULES[stages.schedule]
         count = telling(schedule, stages.num_ranks, stages.microbatches)
@@ -129,7 +129,7 @@ class StageWorks:
 
     def _play(self, part: StageTape, *, in_halves: bool) -> StageWork:
         if in_halves:
-            return play_in_halves(part, self._order, sums_in_place=self._in_place)
+            return play_split_backward(part, self._order, sums_in_place=self._in_place)
         return play_stage(part, sums_in_place=self._in_place)
 
     def _order(self, module: str, fqn: str) -> tuple[int, int]:

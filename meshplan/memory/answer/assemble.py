@@ -11,7 +11,7 @@ from meshplan.memory.answer.compile_bound import BOUND, least_of
 from meshplan.memory.answer.estimate import MemoryEstimate, Tier, group_of
 from meshplan.memory.answer.hosts import host_of
 from meshplan.memory.answer.reconcile import reconcile
-from meshplan.memory.answer.reserved import Figures, Held, Holding
+from meshplan.memory.answer.reserved import RankSummary, ReplayCache, ReservedLog
 from meshplan.memory.log.allocator import reserve
 from meshplan.memory.log.driver import communicators, driver_bytes, with_workspaces
 from meshplan.memory.log.events import EventLog
@@ -33,7 +33,7 @@ def assemble(
     assumed: tuple[tuple[str, str], ...] = (),
     notes: Sequence[str] = (),
     error: float | Sequence[float] = 0.0,
-    held: Mapping[int, Held] = MappingProxyType({}),
+    held: Mapping[int, ReservedLog] = MappingProxyType({}),
 ) -> MemoryEstimate:
     """What every rank needs, beside the limit, and the way there from the textbook.
 
@@ -44,7 +44,7 @@ def assemble(
         error: How far the logs, or each of them, may be from the truth, as a share.
         held: By place in `logs`, what is reserved for it, where that is known.
     """
-    holding = Holding(device, plan.spec)
+    holding = ReplayCache(device, plan.spec)
     known = [held.get(number) or holding.of(log) for number, log in enumerate(logs)]
     estimate = assemble_figures(
         plan,
@@ -65,7 +65,7 @@ def assemble(
 def assemble_figures(
     plan: Plan,
     groups: Sequence[tuple[int, ...]],
-    figures: Sequence[Figures],
+    figures: Sequence[RankSummary],
     *,
     device: str,
     limit_bytes: int | None,
@@ -116,7 +116,9 @@ def assemble_figures(
     return replace(estimate, reconciliation=steps)
 
 
-def with_packed(estimate: MemoryEstimate, plan: Plan, held: Sequence[Held]) -> MemoryEstimate:
+def with_packed(
+    estimate: MemoryEstimate, plan: Plan, held: Sequence[ReservedLog]
+) -> MemoryEstimate:
     """The estimate, and where it does not fit, what expandable segments would reserve.
 
     Args:

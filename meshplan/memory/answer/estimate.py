@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from meshplan.memory.answer.hosts import Host
-from meshplan.memory.answer.reserved import Figures, Spot
+from meshplan.memory.answer.reserved import PeakLocation, RankSummary
 from meshplan.memory.log.device_overheads import Band
 from meshplan.memory.log.events import Term
 from meshplan.units import format_bytes, format_gib
@@ -95,7 +95,7 @@ class RankGroup:
     stages: tuple[int, ...] = ()
     peak: PeakBytes
     band: tuple[int, int]
-    at: Spot
+    at: PeakLocation
     terms: Mapping[Term, int]
     fits: bool | None
     host_bytes: int = 0
@@ -104,7 +104,7 @@ class RankGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ReconcileStep:
     """One step of a reconciliation.
 
     Args:
@@ -158,7 +158,7 @@ class MemoryEstimate:
     tier: Tier
     certified: str
     limit_bytes: int | None = None
-    reconciliation: tuple[Step, ...] = ()
+    reconciliation: tuple[ReconcileStep, ...] = ()
     assumed: tuple[tuple[str, str], ...] = ()
     fixes: tuple[Fix, ...] = ()
     bound: str = ""
@@ -221,7 +221,7 @@ def margin(reserved_bytes: int) -> int:
 
 
 def group_of(
-    figures: Figures,
+    figures: RankSummary,
     ranks: Sequence[int],
     *,
     driver: Band,

@@ -15,7 +15,7 @@ _DEVICES: Final = 8
 """Of a node, where the plan does not say."""
 
 
-class Ranks(Protocol):
+class HostRanks(Protocol):
     """As `memory.answer.estimate.RankGroup`."""
 
     @property
@@ -54,7 +54,7 @@ def host_limit(hardware: HardwareSpec | None) -> int:
     return HOST_BYTES_PER_DEVICE * per_node if stated is None else stated
 
 
-def host_of(hardware: HardwareSpec | None, groups: Iterable[Ranks]) -> Host | None:
+def host_of(hardware: HardwareSpec | None, groups: Iterable[HostRanks]) -> Host | None:
     """The fullest node's host; None where nothing lies on any."""
     by_rank = {rank: group.host_bytes for group in groups for rank in group.ranks}
     if not any(by_rank.values()):

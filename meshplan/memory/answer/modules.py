@@ -13,7 +13,7 @@ from meshplan.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _NamedBytes:
     """What one name stands for."""
 
     modules: set[str]
@@ -34,17 +34,17 @@ def modules_at_peak(
         Those with most bytes first.
     """
     blocks, names = frozenset(blocks), dict[str, str]()
-    found: dict[str, _Found] = {}
+    found: dict[str, _NamedBytes] = {}
     for number, size in log.live_at_peak.items():
         storage = log.storages[number]
         name = names.get(storage.module)
         if name is None:
             name = names[storage.module] = _folded(storage.module, blocks)
-        row = found.setdefault(name, _Found(set(), Counter()))
+        row = found.setdefault(name, _NamedBytes(set(), Counter()))
         row.modules.add(storage.module)
         row.terms[storage.term] += size
     if workspaces_bytes:
-        row = found.setdefault("", _Found({""}, Counter()))
+        row = found.setdefault("", _NamedBytes({""}, Counter()))
         row.terms[Term.WORKSPACES] += workspaces_bytes
     rows = [
         ModuleBytes(name, len(row.modules), MappingProxyType(_in_order(row.terms)))

@@ -34,7 +34,7 @@ def equal_ranks(assignment: Assignment) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=64)
 def _grouped(
-    mesh: Mesh, uneven: tuple[tuple[_Cut, tuple[int, ...]], ...], axes: tuple[str, ...]
+    mesh: Mesh, uneven: tuple[tuple[_ShardPattern, tuple[int, ...]], ...], axes: tuple[str, ...]
 ) -> tuple[tuple[int, ...], ...]:
     """The groups that these cuts make; the planner asks of many plans that cut the same.
 
@@ -69,7 +69,7 @@ def _behind(turns: Iterable[int], count: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class _ShardPattern:
     """One way in which a tensor of some shape lies in parts."""
 
     shape: tuple[int, ...]
@@ -120,17 +120,17 @@ class _Cut:
         return local, self.layout.padded_numel(self.shape, mesh, UNIT_AXES, rank)
 
 
-def _cuts(assignment: Assignment) -> Mapping[_Cut, set[int]]:
+def _cuts(assignment: Assignment) -> Mapping[_ShardPattern, set[int]]:
     """Every way in which something is cut, with the places along pp of what is."""
     stages = assignment.stages
-    seen: dict[tuple[object, ...], tuple[_Cut, ...]] = {}
-    out: dict[_Cut, set[int]] = {}
+    seen: dict[tuple[object, ...], tuple[_ShardPattern, ...]] = {}
+    out: dict[_ShardPattern, set[int]] = {}
     for fqn, placed in assignment.tensors.items():
         layouts = placed.stored, placed.computed, placed.gradient
         # Most are the very same as another tensor's; to tell that takes no look at what they say.
         key = placed.info.shape, *map(id, layouts)
         if key not in seen:
-            seen[key] = tuple(_Cut(placed.info.shape, layout) for layout in layouts)
+            seen[key] = tuple(_ShardPattern(placed.info.shape, layout) for layout in layouts)
         held = [0] if stages is None else map(stages.rank_of, stages.tensors[fqn])
         places = {*held}
         for cut in seen[key]:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Final
 
 from meshplan.assign import Assignment
-from meshplan.memory.answer.estimate import RankGroup, Step
+from meshplan.memory.answer.estimate import RankGroup, ReconcileStep
 from meshplan.memory.log.events import Term
-from meshplan.textbook.formulas import ROWS, Row
+from meshplan.textbook.formulas import ROWS, FormulaRow
 
 _STATES: Final = {
     "weights": Term.PARAMETERS,
@@ -32,7 +32,7 @@ _WHY: Final = {
 }
 
 
-def textbook_row(assignment: Assignment, *, is_mixed: bool) -> Row:
+def textbook_row(assignment: Assignment, *, is_mixed: bool) -> FormulaRow:
     """The row of `formulas.ROWS` that a plan's strategy stands in.
 
     Without data axes every rank holds the whole model, as under ddp; hybrid_shard_zero2 has no
@@ -44,7 +44,9 @@ def textbook_row(assignment: Assignment, *, is_mixed: bool) -> Row:
     return next(row for row in ROWS if (row.strategy, row.precision) == (name, precision))
 
 
-def reconcile(group: RankGroup, assignment: Assignment, *, is_mixed: bool) -> tuple[Step, ...]:
+def reconcile(
+    group: RankGroup, assignment: Assignment, *, is_mixed: bool
+) -> tuple[ReconcileStep, ...]:
     """The steps from the textbook's row, with all GPUs, to the group's total.
 
     Args:
@@ -56,10 +58,10 @@ def reconcile(group: RankGroup, assignment: Assignment, *, is_mixed: bool) -> tu
     nodes = mesh.size("dp_replicate") if row.strategy == "hybrid_shard" else 1
     book = row.terms(num_params, mesh.world_size, nodes)
     start = sum(book.values())
-    steps = [Step(f"textbook: {row.strategy}, {row.formula}", start, start, row.source)]
+    steps = [ReconcileStep(f"textbook: {row.strategy}, {row.formula}", start, start, row.source)]
     for name, delta, why in _deltas(book, group):
         if delta:
-            steps.append(Step(name, delta, steps[-1].total_bytes + delta, why))
+            steps.append(ReconcileStep(name, delta, steps[-1].total_bytes + delta, why))
     assert steps[-1].total_bytes == group.peak.total_bytes
     return tuple(steps)
 

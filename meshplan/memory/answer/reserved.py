@@ -15,7 +15,7 @@ from meshplan.spec.spec import Spec
 _STREAM = attrgetter("stream")
 
 
-class Spot(NamedTuple):
+class PeakLocation(NamedTuple):
     """When and where the peak is, and what the storage is that makes it.
 
     Attributes:
@@ -28,7 +28,7 @@ class Spot(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class RankSummary:
     """What an estimate says of a rank: of a log of tens of thousands of events, these.
 
     Args:
@@ -38,29 +38,29 @@ class Figures:
     """
 
     reserve: Reserve
-    at: Spot
+    at: PeakLocation
     terms: Mapping[Term, int]
     host_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ReservedLog:
     """The log of a rank's step, workspaces included, and what is reserved for it."""
 
     log: EventLog
     reserve: Reserve
 
     @property
-    def figures(self) -> Figures:
+    def figures(self) -> RankSummary:
         """What is of interest once the log is not."""
         log = self.log
         made = log.storages[log.changes[log.peak.event][1]]
         terms = {term: size for term, size in log.terms_at_peak.items() if size}
-        at = Spot(log.phase_at_peak, log.module_at_peak, made.term)
-        return Figures(self.reserve, at, terms, log.host_bytes)
+        at = PeakLocation(log.phase_at_peak, log.module_at_peak, made.term)
+        return RankSummary(self.reserve, at, terms, log.host_bytes)
 
 
-class Holding:
+class ReplayCache:
     """What is reserved for one log after another; what has the same events is played once.
 
     Args:
@@ -72,14 +72,14 @@ class Holding:
         self._device, self._grows = device, spec.allocator == "expandable"
         self._known: list[tuple[EventLog, Reserve]] = []
 
-    def of(self, log: EventLog) -> Held:
+    def of(self, log: EventLog) -> ReservedLog:
         """Of a log without workspaces."""
         whole = with_workspaces(log, self._device)
         found = next((held for known, held in self._known if _do_the_same(known, log)), None)
         if found is None:
             found = reserve(whole, expandable=self._grows)
             self._known.append((log, found))
-        return Held(whole, found)
+        return ReservedLog(whole, found)
 
 
 def _do_the_same(one: EventLog, other: EventLog) -> bool:

@@ -73,7 +73,7 @@ def state_bytes_by_rank(assignment: Assignment, optimizer: str) -> tuple[StateBy
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _TensorKind:
     """What the bytes of a tensor depend on: the hundreds of tensors of a model are of few kinds."""
 
     shape: tuple[int, ...]
@@ -85,9 +85,9 @@ class _Kind:
     on_host: bool
 
 
-def _kinds(assignment: Assignment) -> Counter[_Kind]:
+def _kinds(assignment: Assignment) -> Counter[_TensorKind]:
     return Counter(
-        _Kind(p.info.shape, p.dtype, p.stored, p.info.trainable, p.info.is_buffer,
+        _TensorKind(p.info.shape, p.dtype, p.stored, p.info.trainable, p.info.is_buffer,
               _places(assignment, fqn), assignment.is_on_host(p))
         for fqn, p in assignment.tensors.items()
     )  # fmt: skip
@@ -105,7 +105,7 @@ def _places(assignment: Assignment, fqn: str) -> tuple[int, ...]:
     return tuple(places if is_copied else dict.fromkeys(places))
 
 
-def _sum(kinds: Mapping[_Kind, int], mesh: Mesh, optimizer: str, rank: int) -> StateBytes:
+def _sum(kinds: Mapping[_TensorKind, int], mesh: Mesh, optimizer: str, rank: int) -> StateBytes:
     place = mesh.index(rank, ("pp",))
     parameters = gradients = states = buffers = there = 0
     for kind, tensors in kinds.items():
@@ -119,7 +119,7 @@ def _sum(kinds: Mapping[_Kind, int], mesh: Mesh, optimizer: str, rank: int) -> S
     return StateBytes(parameters, gradients, states, buffers, there)
 
 
-def _of_kind(kind: _Kind, mesh: Mesh, optimizer: str, rank: int) -> StateBytes:
+def _of_kind(kind: _TensorKind, mesh: Mesh, optimizer: str, rank: int) -> StateBytes:
     """Of one tensor."""
     stored = _stored_numel(kind, mesh, rank) * DTYPE_BYTES[kind.dtype]
     if kind.is_buffer:
@@ -138,6 +138,6 @@ def _of_kind(kind: _Kind, mesh: Mesh, optimizer: str, rank: int) -> StateBytes:
     return StateBytes(stored, stored, kept, 0, (2 * stored + kept) * kind.on_host)
 
 
-def _stored_numel(kind: _Kind, mesh: Mesh, rank: int) -> int:
+def _stored_numel(kind: _TensorKind, mesh: Mesh, rank: int) -> int:
     """Elements of storage: FSDP2 pads what it cuts to equal pieces."""
     return kind.stored.padded_numel(kind.shape, mesh, UNIT_AXES, rank)

@@ -6,10 +6,10 @@ Source: transformers 5.23, activations.py.
 from __future__ import annotations
 
 from meshplan.memory.tape.op import Grad
-from meshplan.memory.tape.ops import Writer
+from meshplan.memory.tape.ops import TapeBuilder
 
 
-def activate(w: Writer, x: int, name: str) -> int:
+def activate(w: TapeBuilder, x: int, name: str) -> int:
     """One of `ACT2FN`."""
     if name != "gelu_new":
         return w.unary(name, x)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Final
 
 from meshplan.memory.tape.op import Grad
-from meshplan.memory.tape.ops import Writer
+from meshplan.memory.tape.ops import TapeBuilder
 
 _FP32: Final = 4
 _NARROW: Final = 128
@@ -23,7 +23,7 @@ _MOST_SPLITS: Final = 200
 
 
 def attend(
-    w: Writer,
+    w: TapeBuilder,
     q: int,
     k: int,
     v: int,
@@ -52,7 +52,7 @@ def attend(
     return w.attention(q, k, v, w.size(q) // w.size(k), head_dim, takes_back=takes_back)
 
 
-def _flash_backward(w: Writer, q: int, k: int, head_dim: int, seq_len: int) -> int:
+def _flash_backward(w: TapeBuilder, q: int, k: int, head_dim: int, seq_len: int) -> int:
     """Sums of rows, a gradient of queries in fp32, and those of keys and values for every query.
 
     In fp32 memory-efficient attention runs instead, which takes the sums.
@@ -97,7 +97,7 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _in_full(w: Writer, q: int, k: int, v: int, head_dim: int, seq_len: int) -> int:
+def _in_full(w: TapeBuilder, q: int, k: int, v: int, head_dim: int, seq_len: int) -> int:
     """Product by product: no fused kernel takes grouped queries in fp32."""
     size = w.size(q)
     scores = size // head_dim * seq_len

@@ -13,27 +13,27 @@ from dataclasses import replace
 
 from meshplan.memory.decoder.activations import activate
 from meshplan.memory.decoder.attention import attend
-from meshplan.memory.decoder.common import Part, number_of, rms_norm, rotate
+from meshplan.memory.decoder.common import BlockContext, number_of, rms_norm, rotate
 from meshplan.memory.decoder.cp_all_gather import attend_to_gathered, lay
 from meshplan.memory.decoder.experts import sparse_mlp
 from meshplan.memory.decoder.mla import latent_attention
 from meshplan.memory.decoder.sizes import Shape
 from meshplan.memory.decoder.sp_boundary import gather
 from meshplan.memory.decoder.tp_ops import Entered, cut_otherwise, project
-from meshplan.memory.tape.ops import Writer
+from meshplan.memory.tape.ops import TapeBuilder
 
 
-def enter(w: Writer, x: int, part: Part) -> int:
+def enter(w: TapeBuilder, x: int, part: BlockContext) -> int:
     """All tokens, where parts of features begin to be computed."""
     return w.gather(x, part.tp) if part.is_sequence else w.enter(x, part.tp)
 
 
-def leave(w: Writer, x: int, part: Part) -> int:
+def leave(w: TapeBuilder, x: int, part: BlockContext) -> int:
     """The sum over ranks, where they end."""
     return w.reduce_scatter(x, part.tp) if part.is_sequence else w.all_reduce(x, part.tp)
 
 
-def _attend(w: Writer, shape: Shape, q: int, k: int, v: int, part: Part) -> int:
+def _attend(w: TapeBuilder, shape: Shape, q: int, k: int, v: int, part: BlockContext) -> int:
     """Attention, with a copy of keys and values in a cache before it."""
     is_cut = w.size(q) < w.tokens * shape.q_width * w.element_bytes
     # Ranks whose queries need the same keys and values all compute them.
@@ -50,7 +50,9 @@ def _attend(w: Writer, shape: Shape, q: int, k: int, v: int, part: Part) -> int:
     return attend(w, q, k, v, shape.head_dim, part.seq_len, is_fused=part.is_fused)
 
 
-def _attend_to_whole(w: Writer, shape: Shape, q: int, k: int, v: int, part: Part) -> int:
+def _attend_to_whole(
+    w: TapeBuilder, shape: Shape, q: int, k: int, v: int, part: BlockContext
+) -> int:
     """Parts of the sequence are exchanged for parts of the heads, and back.
 
     Source: `runtime.apply.context.parts`; sdpa_attention.py of transformers, which lays the result
@@ -63,7 +65,7 @@ def _attend_to_whole(w: Writer, shape: Shape, q: int, k: int, v: int, part: Part
     return w.shift(own, "clone")
 
 
-def llama_attention(w: Writer, shape: Shape, x: int, part: Part) -> int:
+def llama_attention(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> int:
     """`LlamaAttention`, with norms of queries and keys where the family has them."""
     entered, hidden = Entered(), shape.hidden
 
@@ -87,13 +89,18 @@ def llama_attention(w: Writer, shape: Shape, x: int, part: Part) -> int:
     return out
 
 
-def head_norm(w: Writer, part: Part, x: int, width: int, name: str) -> int:
+def head_norm(w: TapeBuilder, part: BlockContext, x: int, width: int, name: str) -> int:
     """Of every head. Where ranks have parts of the heads, its gradients are added up over them."""
     return norm_of_part(w, part, rms_norm(w, x, width, name), width, name)
 
 
 def norm_of_part(
-    w: Writer, part: Part, out: int, width: int, name: str, leaves: tuple[str, ...] = ("weight",)
+    w: TapeBuilder,
+    part: BlockContext,
+    out: int,
+    width: int,
+    name: str,
+    leaves: tuple[str, ...] = ("weight",),
 ) -> int:
     """What a norm made. Of its gradients every rank has an addend where it is of a part."""
     if part.styled.adds_up(f"{w.module}.{name}"):
@@ -102,7 +109,7 @@ def norm_of_part(
     return out
 
 
-def gated_mlp(w: Writer, shape: Shape, x: int, part: Part) -> int:
+def gated_mlp(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> int:
     """`LlamaMLP`."""
     entered, bias = Entered(), shape.mlp_bias
     gate = project(w, part.styled, entered, x, shape.hidden, shape.mlp, "gate_proj", bias=bias)
@@ -116,7 +123,7 @@ def gated_mlp(w: Writer, shape: Shape, x: int, part: Part) -> int:
     )
 
 
-def expert_mlp(w: Writer, shape: Shape, x: int, part: Part) -> int:
+def expert_mlp(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> int:
     """In the place of `gated_mlp`, beside one where some experts are everyone's."""
     if shape.gates_shared:
         return _beside_gated(w, shape, x, part)
@@ -131,7 +138,7 @@ def expert_mlp(w: Writer, shape: Shape, x: int, part: Part) -> int:
     return out
 
 
-def _beside_gated(w: Writer, shape: Shape, x: int, part: Part) -> int:
+def _beside_gated(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> int:
     """`Qwen2MoeSparseMoeBlock`."""
     at = w.at(f"{w.module}.shared_expert")
     shared = gated_mlp(at, replace(shape, mlp=shape.shared_mlp), x, part)
@@ -143,7 +150,7 @@ def _beside_gated(w: Writer, shape: Shape, x: int, part: Part) -> int:
     return out
 
 
-def llama_block(w: Writer, shape: Shape, x: int, part: Part) -> int:
+def llama_block(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> int:
     """`LlamaDecoderLayer`, and the layers of its shape."""
     names = ("input_layernorm", "post_attention_layernorm")
     feed = expert_mlp if shape.is_sparse(number_of(w.module)) else gated_mlp
@@ -163,7 +170,11 @@ def llama_block(w: Writer, shape: Shape, x: int, part: Part) -> int:
 
 
 def _whole_inside(
-    w: Writer, shape: Shape, x: int, part: Part, half: Callable[[Writer, Shape, int, Part], int]
+    w: TapeBuilder,
+    shape: Shape,
+    x: int,
+    part: BlockContext,
+    half: Callable[[TapeBuilder, Shape, int, BlockContext], int],
 ) -> int:
     """A half of a block, which works on whole sequences."""
     if not part.styled.has_stream:
@@ -174,21 +185,21 @@ def _whole_inside(
     return out
 
 
-def gpt2_block(w: Writer, shape: Shape, x: int, part: Part) -> int:
+def gpt2_block(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> int:
     """`GPT2Block`: one projection for queries, keys and values, LayerNorm, two dropouts."""
     first, hidden = x, shape.hidden
 
-    def conv(at: Writer, entered: Entered, x: int, into: int, out: int, name: str) -> int:
+    def conv(at: TapeBuilder, entered: Entered, x: int, into: int, out: int, name: str) -> int:
         return project(at, part.styled, entered, x, into, out, name, bias=True)
 
     def norm(x: int, name: str) -> int:
         out = w.layer_norm(x, hidden, name)
         return norm_of_part(w, part, out, hidden, name, ("weight", "bias"))
 
-    def attention(at: Writer, shape: Shape, x: int, part: Part) -> int:
+    def attention(at: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> int:
         return _gpt2_attention(at, shape, x, part, conv)
 
-    def mlp(at: Writer, shape: Shape, x: int, part: Part) -> int:
+    def mlp(at: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> int:
         entered = Entered()
         inner = conv(at, entered, x, hidden, shape.mlp, "c_fc")
         bent = activate(at.at(f"{at.module}.act"), inner, shape.activation)
@@ -207,7 +218,9 @@ def gpt2_block(w: Writer, shape: Shape, x: int, part: Part) -> int:
     return x
 
 
-def _gpt2_attention(at: Writer, shape: Shape, x: int, part: Part, conv: Callable[..., int]) -> int:
+def _gpt2_attention(
+    at: TapeBuilder, shape: Shape, x: int, part: BlockContext, conv: Callable[..., int]
+) -> int:
     """`GPT2Attention`."""
     entered, hidden = Entered(), shape.hidden
     fused = conv(at, entered, x, hidden, 3 * shape.q_width, "c_attn")

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import Final
 
-from meshplan.memory.tape.op import Grad, Row
-from meshplan.memory.tape.ops import Writer
+from meshplan.memory.tape.op import Grad, TapeOp
+from meshplan.memory.tape.ops import TapeBuilder
 
 _FP32: Final = 4
 _ID: Final = 8
 
 
 def chunked_cross_entropy(
-    w: Writer, x: int, targets: int, *, chunks: int, hidden: int, vocab: int, weight: str
+    w: TapeBuilder, x: int, targets: int, *, chunks: int, hidden: int, vocab: int, weight: str
 ) -> int:
     """The mean over tokens of the loss of `x` times the head's weight.
 
@@ -40,7 +40,7 @@ def chunked_cross_entropy(
     loss = tape.value(_FP32)
     tape.handed |= {(len(tape.rows), x): dx, (len(tape.rows), weight): dw}
     tape.add(
-        Row("chunked_cross_entropy", w.module, (x, total), (loss,), (dx, dw),
+        TapeOp("chunked_cross_entropy", w.module, (x, total), (loss,), (dx, dw),
             (Grad(x, w.size(x)),), ((weight, weight_bytes),))
     )  # fmt: skip
     w.touch(dx, dw)
@@ -48,7 +48,7 @@ def chunked_cross_entropy(
 
 
 def _chunk(
-    w: Writer,
+    w: TapeBuilder,
     x: int,
     held: tuple[int, int, int, int, int, int],
     tokens: int,
@@ -76,7 +76,7 @@ def _chunk(
     w.write("scatter_add_", factor, takes=number)
     gradient = _as(w, z, tokens * vocab * w.element_bytes)
     w.touch(z, highest, hit, losses, sums, factor)
-    tape.add(Row("mm", w.module, (gradient,), (tape.value(part, of=dx),), flops=flops,
+    tape.add(TapeOp("mm", w.module, (gradient,), (tape.value(part, of=dx),), flops=flops,
                  weight_bytes=weight_bytes))  # fmt: skip
     reads = (gradient, tape.value(part, of=x))
     if dw < 0:
@@ -86,6 +86,6 @@ def _chunk(
     return dw
 
 
-def _as(w: Writer, x: int, nbytes: int) -> int:
+def _as(w: TapeBuilder, x: int, nbytes: int) -> int:
     """Another dtype, which no gradient comes to; the same tensor where it is the same dtype."""
     return x if w.size(x) == nbytes else w.row("_to_copy", (x,), nbytes)

@@ -8,17 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from meshplan.memory.decoder.cp_all_gather import Gathered
+from meshplan.memory.decoder.cp_all_gather import SequenceChunks
 from meshplan.memory.decoder.experts import ONE_RANK, Spread
-from meshplan.memory.decoder.tp_ops import Styled
+from meshplan.memory.decoder.tp_ops import TpPlanOnTape
 from meshplan.memory.tape.op import Grad
-from meshplan.memory.tape.ops import Writer
+from meshplan.memory.tape.ops import TapeBuilder
 
 _FP32: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class BlockContext:
     """What one rank computes of a block.
 
     Args:
@@ -44,12 +44,12 @@ class Part:
     caches: bool = False
     given: tuple[int, ...] = ()
     told: tuple[int, ...] = ()
-    styled: Styled = field(default_factory=Styled)
+    styled: TpPlanOnTape = field(default_factory=TpPlanOnTape)
     seq_len: int = 1
     cp: int = 1
     is_fused: bool = True
     spread: Spread = ONE_RANK
-    gathered: Gathered | None = None
+    gathered: SequenceChunks | None = None
 
 
 def number_of(fqn: str) -> int:
@@ -57,7 +57,7 @@ def number_of(fqn: str) -> int:
     return int(fqn.rpartition(".")[2])
 
 
-def rms_norm(w: Writer, x: int, width: int, name: str) -> int:
+def rms_norm(w: TapeBuilder, x: int, width: int, name: str) -> int:
     """Written out in fp32: `LlamaRMSNorm` and its copies."""
     at = w.at(f"{w.module}.{name}" if w.module else name)
     ratio = _FP32 / w.element_bytes
@@ -80,7 +80,7 @@ def rms_norm(w: Writer, x: int, width: int, name: str) -> int:
     return out
 
 
-def rotate(w: Writer, x: int, part: Part) -> int:
+def rotate(w: TapeBuilder, x: int, part: BlockContext) -> int:
     """`apply_rotary_pos_emb` of queries or of keys."""
     size = w.size(x)
     turned = w.times(x, part.cos)

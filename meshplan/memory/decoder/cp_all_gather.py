@@ -19,7 +19,7 @@ from meshplan.layout.dtypes import DTYPE_BYTES
 from meshplan.memory.decoder.attention import attend
 from meshplan.memory.decoder.sizes import shape_of
 from meshplan.memory.tape.op import Grad
-from meshplan.memory.tape.ops import Writer
+from meshplan.memory.tape.ops import TapeBuilder
 from meshplan.plan.plan import Plan
 
 _ID: Final = 8
@@ -32,7 +32,7 @@ _MOST_CUDNN: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class SequenceChunks:
     """Which of a sequence's chunks a rank has.
 
     Args:
@@ -46,14 +46,14 @@ class Gathered:
     pads: bool = False
 
 
-def gathered_of(plan: Plan, rank: int, *, is_cuda: bool, device: str) -> Gathered | None:
+def gathered_of(plan: Plan, rank: int, *, is_cuda: bool, device: str) -> SequenceChunks | None:
     """Of a rank; None where keys and values are not gathered."""
     context, size = plan.assignment.context, plan.mesh.size("cp")
     if context is None or context.attention != "all_gather":
         return None
     place = plan.mesh.index(rank, ("cp",))
     pads = is_cuda and not _takes_cudnn(plan, device)
-    return Gathered(context.chunks(size, place), context.num_chunks(size), pads)
+    return SequenceChunks(context.chunks(size, place), context.num_chunks(size), pads)
 
 
 def unmasked(plan: Plan, *, is_cuda: bool, device: str) -> Iterator[str]:
@@ -79,14 +79,14 @@ def _takes_cudnn(plan: Plan, device: str) -> bool:
     return size == 2 and fits and takes_masks(device)
 
 
-def lay(w: Writer, x: int) -> int:
+def lay(w: TapeBuilder, x: int) -> int:
     """Heads beside each other, whose gradient comes head by head and is laid anew."""
     return w.slice(x, w.size(x))
 
 
 def attend_to_gathered(
-    w: Writer, q: int, k: int, v: int, head_dim: int, seq_len: int, own: Gathered, ranks: int,
-    *, is_fused: bool,
+    w: TapeBuilder, q: int, k: int, v: int, head_dim: int, seq_len: int, own: SequenceChunks, ranks:
+    int, *, is_fused: bool,
 ) -> int:  # fmt: skip
     """Of a rank's queries to the keys and values of all ranks.
 
@@ -112,7 +112,7 @@ def attend_to_gathered(
     return w.shift(whole, "clone")
 
 
-def _gather(w: Writer, x: int, own: Gathered, ranks: int) -> int:
+def _gather(w: TapeBuilder, x: int, own: SequenceChunks, ranks: int) -> int:
     """Every rank's part beside each other, then joined in order; gradients go the way back."""
     size = w.size(x)
     whole = size * ranks
@@ -121,13 +121,14 @@ def _gather(w: Writer, x: int, own: Gathered, ranks: int) -> int:
     return w.row("all_gather", (x,), whole, takes=whole, takes_back=stacked, grads=(Grad(x, size),))
 
 
-def _up_to(w: Writer, x: int, stop: int, num: int) -> int:
+def _up_to(w: TapeBuilder, x: int, stop: int, num: int) -> int:
     """The first chunks; all of them are no part."""
     return x if stop == num else w.slice(x, w.size(x) // num * stop)
 
 
 def _masked(
-    w: Writer, q: int, k: int, v: int, head_dim: int, length: int, stop: int, own: Gathered,
+    w: TapeBuilder, q: int, k: int, v: int, head_dim: int, length: int, stop: int, own:
+    SequenceChunks,
     before: tuple[int, ...],
 ) -> tuple[int, tuple[int, ...]]:  # fmt: skip
     """(what it makes, the mask and what that is made of, which a frame holds on to)."""
@@ -152,7 +153,7 @@ def _masked(
     return out, (rows, mask)
 
 
-def _inside(w: Writer, heads: int, length: int, head_dim: int, *, pads: bool) -> int:
+def _inside(w: TapeBuilder, heads: int, length: int, head_dim: int, *, pads: bool) -> int:
     """Sums of rows, and in half precision a gradient of queries in fp32, of so many heads.
 
     Source: `memory.decoder.attention`, and attention_backward.cu for the kernel that pads.

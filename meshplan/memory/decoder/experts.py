@@ -17,8 +17,8 @@ from typing import Final
 from meshplan.memory.decoder.activations import activate
 from meshplan.memory.decoder.routing import route, route_by_groups
 from meshplan.memory.decoder.sizes import Shape
-from meshplan.memory.tape.op import Grad, Row
-from meshplan.memory.tape.ops import Writer
+from meshplan.memory.tape.op import Grad, TapeOp
+from meshplan.memory.tape.ops import TapeBuilder
 
 _FP32: Final = 4
 _ID: Final = 8
@@ -48,7 +48,7 @@ ONE_RANK: Final = Spread()
 
 
 def sparse_mlp(
-    w: Writer, shape: Shape, x: int, spread: Spread
+    w: TapeBuilder, shape: Shape, x: int, spread: Spread
 ) -> tuple[int, tuple[int, ...]]:  # fmt: skip
     """(what experts make, what the frame holds), of `MixtralSparseMoeBlock` and its like."""
     choose = route_by_groups if shape.groups is not None else route
@@ -69,7 +69,7 @@ def most_arriving(shape: Shape, ranks: int) -> float:
 
 
 def _dispatch(
-    w: Writer, shape: Shape, x: int, index: int, weights: int, spread: Spread
+    w: TapeBuilder, shape: Shape, x: int, index: int, weights: int, spread: Spread
 ) -> int:  # fmt: skip
     """Slots travel to the rank of their expert, and what it makes of them back.
 
@@ -88,7 +88,7 @@ def _dispatch(
     rows = tape.value(arrived * width)
     scores = tape.value(arrived * (w.size(weights) // (ids // _ID)))
     tape.add(
-        Row("all_to_all", w.module, (own, own_weights), (rows, scores),
+        TapeOp("all_to_all", w.module, (own, own_weights), (rows, scores),
             grads=(Grad(own, w.size(own)), Grad(own_weights, w.size(own_weights))),
             takes_back=max(0, w.size(rows) - w.size(own_weights)), is_sent=True)
     )  # fmt: skip
@@ -102,34 +102,34 @@ def _dispatch(
         is_sent=True,
     )  # fmt: skip
     inverse = w.row("empty_like", (), ids)
-    tape.add(Row("index_put", w.module, (order,), (), takes=ids))
+    tape.add(TapeOp("index_put", w.module, (order,), (), takes=ids))
     out = _sum(w, _select(w, back, inverse), shape.top_k)
     w.touch(counts, theirs, both, order, rows, scores, here, ids_here, computed, back, inverse)
     return out
 
 
-def _select(w: Writer, x: int, index: int) -> int:
+def _select(w: TapeBuilder, x: int, index: int) -> int:
     """`index_select` of all rows, in another order."""
     size = w.size(x)
     grads, apart = (Grad(x, size),), w.apart(size)
     return w.row("index_select", (x, index), size, keeps=(index,), grads=grads, takes_back=apart)
 
 
-def _sort(w: Writer, size: int) -> tuple[int, int]:
+def _sort(w: TapeBuilder, size: int) -> tuple[int, int]:
     """(sorted, order) of whole numbers of so many bytes."""
     out = w.tape.value(size), w.tape.value(size)
     is_long = w.is_cuda and size // _ID > _SORTED_IN_PLACE
-    w.tape.add(Row("sort", w.module, (), out, takes=_TO_SORT * size if is_long else 0))
+    w.tape.add(TapeOp("sort", w.module, (), out, takes=_TO_SORT * size if is_long else 0))
     return out
 
 
-def _sum(w: Writer, x: int, slots: int) -> int:
+def _sum(w: TapeBuilder, x: int, slots: int) -> int:
     """Over the slots of each token, to each of which goes the gradient of the sum."""
     new = w.size(x) if slots > 1 else 0
     return w.row("sum", (x,), w.size(x) // slots, grads=(Grad(x, new),))
 
 
-def compute(w: Writer, shape: Shape, x: int, weights: int, *, slots: int) -> int:
+def compute(w: TapeBuilder, shape: Shape, x: int, weights: int, *, slots: int) -> int:
     """`grouped_mm_experts_forward`.
 
     Args:
@@ -155,7 +155,7 @@ def compute(w: Writer, shape: Shape, x: int, weights: int, *, slots: int) -> int
     made = _grouped(w, shape, w.mul(bent, up), ends, inner, into, "down_proj")
     out = _weigh(w, shape, made, own_weights)
     back = w.row("empty_like", (), ids)
-    tape.add(Row("index_put", at, (order,), (), takes=ids))
+    tape.add(TapeOp("index_put", at, (order,), (), takes=ids))
     out = _take(w, out, back, w.size(out))
     summed = _sum(w, out, slots)
     summed = w.cast(summed, w.size(x) / w.size(summed))
@@ -163,7 +163,7 @@ def compute(w: Writer, shape: Shape, x: int, weights: int, *, slots: int) -> int
     return summed
 
 
-def _take(w: Writer, x: int, index: int, nbytes: int) -> int:
+def _take(w: TapeBuilder, x: int, index: int, nbytes: int) -> int:
     """Rows at an index; its gradient is zeros, to which rows are added."""
     inside = _TO_PUT * w.size(index) if w.is_cuda else 0
     return w.row(
@@ -172,7 +172,9 @@ def _take(w: Writer, x: int, index: int, nbytes: int) -> int:
     )  # fmt: skip
 
 
-def _grouped(w: Writer, shape: Shape, x: int, ends: int, into: int, out: int, name: str) -> int:
+def _grouped(
+    w: TapeBuilder, shape: Shape, x: int, ends: int, into: int, out: int, name: str
+) -> int:
     """Rows by the weights of their expert."""
     weights = shape.experts * into * out * w.parameter_bytes
     return w.row(
@@ -182,7 +184,7 @@ def _grouped(w: Writer, shape: Shape, x: int, ends: int, into: int, out: int, na
     )  # fmt: skip
 
 
-def _weigh(w: Writer, shape: Shape, made: int, weights: int) -> int:
+def _weigh(w: TapeBuilder, shape: Shape, made: int, weights: int) -> int:
     """In the wider dtype of the two. One weight stands for a row, so its gradient is a sum."""
     size, own = w.size(made), w.size(weights)
     is_wider = shape.has_wide_weights and w.element_bytes < _FP32

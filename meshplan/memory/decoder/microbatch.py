@@ -1,4 +1,4 @@
-"""One microbatch of a model that nobody has built: its `Work` from sizes alone, without torch.
+"""The `MicrobatchTrace` of a model that nobody has built, from its sizes alone.
 
 The same interface as a traced model gives, so that the wrappers' rules act on either.
 """
@@ -13,16 +13,16 @@ from meshplan.errors import PlanError, Problem
 from meshplan.layout.styles import LOGITS
 from meshplan.memory.decoder.blocks import gpt2_block, head_norm, llama_block
 from meshplan.memory.decoder.chunked_loss import chunked_cross_entropy
-from meshplan.memory.decoder.common import Part
-from meshplan.memory.decoder.cp_all_gather import Gathered
+from meshplan.memory.decoder.common import BlockContext
+from meshplan.memory.decoder.cp_all_gather import SequenceChunks
 from meshplan.memory.decoder.experts import ONE_RANK, Spread
 from meshplan.memory.decoder.sizes import Shape, shape_of
 from meshplan.memory.decoder.sp_boundary import cut, end
-from meshplan.memory.decoder.tp_ops import Entered, Styled, look_up, project
+from meshplan.memory.decoder.tp_ops import Entered, TpPlanOnTape, look_up, project
 from meshplan.memory.decoder.vocab_parallel_loss import cross_entropy_of_parts
 from meshplan.memory.log.events import Term
-from meshplan.memory.log.microbatch import Work
-from meshplan.memory.tape.ops import Writer
+from meshplan.memory.log.microbatch import MicrobatchTrace
+from meshplan.memory.tape.ops import TapeBuilder
 from meshplan.memory.tape.tape import Grad, Tape, play
 from meshplan.model.graph import ModelGraph
 from meshplan.spec.spec import PRODUCTS
@@ -33,7 +33,7 @@ _CHOSEN: Final = frozenset(PRODUCTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class MicrobatchSpec:
     """How one rank computes a microbatch.
 
     Args:
@@ -72,11 +72,11 @@ class Run:
     keeps_chosen: bool = False
     is_cuda: bool = True
     in_place: bool = True
-    styled: Styled | None = None
+    styled: TpPlanOnTape | None = None
     is_fused: bool = True
     lays_itself: frozenset[str] = frozenset()
     spread: Spread = ONE_RANK
-    gathered: Gathered | None = None
+    gathered: SequenceChunks | None = None
     saves: Mapping[int, frozenset[str]] = field(default_factory=dict)
     loss_chunks: int = 1
     hosted: frozenset[int] = frozenset()
@@ -87,8 +87,8 @@ class Run:
         return self.saves.get(number, _CHOSEN if self.keeps_chosen else frozenset())
 
 
-def work_of(graph: ModelGraph, run: Run) -> Work:
-    """The `Work` of a decoder of a known family, as transformers computes it.
+def work_of(graph: ModelGraph, run: MicrobatchSpec) -> MicrobatchTrace:
+    """The `MicrobatchTrace` of a decoder of a known family, as transformers computes it.
 
     Raises:
         PlanError: The model is of no family whose blocks are known operation by operation.
@@ -96,7 +96,7 @@ def work_of(graph: ModelGraph, run: Run) -> Work:
     return play(tape_of(shape_of(graph), run), sums_in_place=run.in_place)
 
 
-def tape_of(shape: Shape, run: Run, *, only: Collection[int] | None = None) -> Tape:
+def tape_of(shape: Shape, run: MicrobatchSpec, *, only: Collection[int] | None = None) -> Tape:
     """The operations of a causal language model of transformers, loss included.
 
     Args:
@@ -112,7 +112,7 @@ def tape_of(shape: Shape, run: Run, *, only: Collection[int] | None = None) -> T
     tape = Tape()
     tokens = run.batch * run.seq_len
     size = run.element_bytes
-    w = Writer(
+    w = TapeBuilder(
         tape, size, size, run.is_cuda, tokens=tokens, samples=run.batch, in_place=run.in_place
     )
     ids, targets = tape.value(tokens * _ID), tape.value(tokens * _ID)
@@ -183,7 +183,9 @@ def tape_of(shape: Shape, run: Run, *, only: Collection[int] | None = None) -> T
     return tape
 
 
-def _rotary(w: Writer, shape: Shape, run: Run, ids: int) -> tuple[int, Part, tuple[int, ...]]:
+def _rotary(
+    w: TapeBuilder, shape: Shape, run: MicrobatchSpec, ids: int
+) -> tuple[int, BlockContext, tuple[int, ...]]:
     """Words; the angles that every block rotates by."""
     frequencies = w.tape.value(2 * -(-shape.turned // 2) * _FP32)
     w.tape.before[frequencies] = Term.BUFFERS
@@ -202,7 +204,9 @@ def _rotary(w: Writer, shape: Shape, run: Run, ids: int) -> tuple[int, Part, tup
     return x, part, held
 
 
-def _learned(w: Writer, shape: Shape, run: Run, ids: int) -> tuple[int, Part, tuple[int, ...]]:
+def _learned(
+    w: TapeBuilder, shape: Shape, run: MicrobatchSpec, ids: int
+) -> tuple[int, BlockContext, tuple[int, ...]]:
     """Words and their places; the gradient of places is summed over the batch."""
     part = _part(shape, run)
     positions, told = _given_positions(w, run)
@@ -219,7 +223,7 @@ def _learned(w: Writer, shape: Shape, run: Run, ids: int) -> tuple[int, Part, tu
     return x, part, (words, positions, places)
 
 
-def _given_positions(w: Writer, run: Run) -> tuple[int | None, tuple[int, ...]]:
+def _given_positions(w: TapeBuilder, run: MicrobatchSpec) -> tuple[int | None, tuple[int, ...]]:
     """Under cp the model is given them: a view of those of the whole sequence, if they run on.
 
     Returns:
@@ -234,9 +238,9 @@ def _given_positions(w: Writer, run: Run) -> tuple[int | None, tuple[int, ...]]:
     return w.row("cat", (whole,), size), (w.row("ones_like", (), size),)
 
 
-def _part(shape: Shape, run: Run) -> Part:
-    styled = run.styled or Styled(run.tp, shape.styles)
-    return Part(
+def _part(shape: Shape, run: MicrobatchSpec) -> BlockContext:
+    styled = run.styled or TpPlanOnTape(run.tp, shape.styles)
+    return BlockContext(
         tp=styled.tp,
         caches=run.caches,
         styled=styled,

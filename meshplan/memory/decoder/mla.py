@@ -13,18 +13,18 @@ from collections.abc import Callable
 from typing import Final
 
 from meshplan.memory.decoder.attention import attend
-from meshplan.memory.decoder.common import Part, rms_norm, rotate
+from meshplan.memory.decoder.common import BlockContext, rms_norm, rotate
 from meshplan.memory.decoder.sizes import Latent, Shape
 from meshplan.memory.decoder.tp_ops import Entered, cut_otherwise, project
-from meshplan.memory.tape.op import Grad, Row
-from meshplan.memory.tape.ops import Writer
+from meshplan.memory.tape.op import Grad, TapeOp
+from meshplan.memory.tape.ops import TapeBuilder
 
 _FP32: Final = 4
 _Made = Callable[[int, int, int, str], int]
 """Of (a tensor, features that enter, that leave, the projection)."""
 
 
-def latent_attention(w: Writer, shape: Shape, x: int, part: Part) -> int:
+def latent_attention(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> int:
     """`DeepseekV3Attention`."""
     latent, hidden, entered = shape.latent, shape.hidden, Entered()
     assert latent is not None
@@ -62,7 +62,7 @@ def latent_attention(w: Writer, shape: Shape, x: int, part: Part) -> int:
     return out
 
 
-def _rotate_pairs(w: Writer, x: int, part: Part) -> int:
+def _rotate_pairs(w: TapeBuilder, x: int, part: BlockContext) -> int:
     """`apply_rotary_pos_emb_interleave` of queries or of keys."""
     half = w.size(x) // 2
     even, odd = w.slice(x, half), w.slice(x, half)
@@ -78,7 +78,7 @@ def _rotate_pairs(w: Writer, x: int, part: Part) -> int:
 
 
 def _expanded(
-    w: Writer, shape: Shape, latent: Latent, narrow: int, turned_k: int, made: _Made
+    w: TapeBuilder, shape: Shape, latent: Latent, narrow: int, turned_k: int, made: _Made
 ) -> tuple[int, int]:
     """(keys, values) of all heads; `expand_kv`."""
     own = w.tokens * w.element_bytes * shape.heads
@@ -89,16 +89,16 @@ def _expanded(
     straight, values = w.chunk(wide, own * latent.straight, own * latent.value)
     for_all = w.tape.value(own * latent.turned, of=turned_k)
     grads = (Grad(turned_k, w.size(turned_k)),)
-    w.tape.add(Row("expand", w.module, (turned_k,), (for_all,), grads=grads))
+    w.tape.add(TapeOp("expand", w.module, (turned_k,), (for_all,), grads=grads))
     keys = w.row("new_empty", (), own * shape.head_dim)
     # Whoever copies into a part hands on a copy of the whole's gradient, and zeros in that part.
     first = _copied(w, keys, (straight,), takes_back=w.size(keys))
     return _copied(w, first, (for_all, first), takes_back=w.size(for_all)), values
 
 
-def _copied(w: Writer, into: int, reads: tuple[int, ...], *, takes_back: int) -> int:
+def _copied(w: TapeBuilder, into: int, reads: tuple[int, ...], *, takes_back: int) -> int:
     """A part of a tensor is written; the tensor is the same."""
     out = w.tape.value(w.size(into), of=into)
     grads = tuple(Grad(value, w.size(value)) for value in reads)
-    w.tape.add(Row("copy_", w.module, (into, *reads), (out,), (), grads, (), 0, takes_back))
+    w.tape.add(TapeOp("copy_", w.module, (into, *reads), (out,), (), grads, (), 0, takes_back))
     return out

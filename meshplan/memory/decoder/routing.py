@@ -12,8 +12,8 @@ from typing import Final
 
 from meshplan.memory.decoder.sizes import Shape
 from meshplan.memory.log.events import Term
-from meshplan.memory.tape.op import Grad, Row
-from meshplan.memory.tape.ops import Writer
+from meshplan.memory.tape.op import Grad, TapeOp
+from meshplan.memory.tape.ops import TapeBuilder
 
 _FP32: Final = 4
 _ID: Final = 8
@@ -21,7 +21,7 @@ _BEST: Final = 2
 """Experts of a group whose scores add up to the group's own."""
 
 
-def route(w: Writer, shape: Shape, x: int) -> tuple[int, int, int]:
+def route(w: TapeBuilder, shape: Shape, x: int) -> tuple[int, int, int]:
     """(logits, weights, experts) of every token: those that score most of all."""
     tape, tokens = w.tape, w.tokens
     above, _, name = w.module.rpartition(".")
@@ -31,7 +31,7 @@ def route(w: Writer, shape: Shape, x: int) -> tuple[int, int, int]:
     shares = w.row("_softmax", (wide,), size, keeps_out=True, grads=(Grad(wide, size),))
     weights, index = tape.value(chosen), tape.value(tokens * shape.top_k * _ID)
     tape.add(
-        Row("topk", w.module, (shares,), (weights, index), (index,), (Grad(shares, size),),
+        TapeOp("topk", w.module, (shares,), (weights, index), (index,), (Grad(shares, size),),
             takes_back=w.apart(size))
     )  # fmt: skip
     if shape.scales_weights:
@@ -42,7 +42,7 @@ def route(w: Writer, shape: Shape, x: int) -> tuple[int, int, int]:
     return logits, weights, index
 
 
-def _to_sum_one(w: Writer, weights: int, *, is_safe: bool = False) -> tuple[int, int]:
+def _to_sum_one(w: TapeBuilder, weights: int, *, is_safe: bool = False) -> tuple[int, int]:
     """(weights, their sum): divided in place, so that backward has a copy.
 
     Args:
@@ -54,13 +54,13 @@ def _to_sum_one(w: Writer, weights: int, *, is_safe: bool = False) -> tuple[int,
         total = w.shift(total)
     copy, divided = tape.value(size), tape.value(size, of=weights)
     tape.add(
-        Row("div", w.module, (weights, total), (copy, divided), (total, copy),
+        TapeOp("div", w.module, (weights, total), (copy, divided), (total, copy),
             (Grad(weights, size), Grad(total, w.size(total))), takes_back=3 * size)
     )  # fmt: skip
     return divided, total
 
 
-def route_by_groups(w: Writer, shape: Shape, x: int) -> tuple[int, int, int]:
+def route_by_groups(w: TapeBuilder, shape: Shape, x: int) -> tuple[int, int, int]:
     """(logits, weights, experts) of every token: of the groups whose best ones score most.
 
     All in float32. What corrects the scores for choosing gets no gradient.
@@ -96,7 +96,7 @@ def route_by_groups(w: Writer, shape: Shape, x: int) -> tuple[int, int, int]:
     return logits, scaled, index
 
 
-def _wide_linear(w: Writer, shape: Shape, x: int) -> int:
+def _wide_linear(w: TapeBuilder, shape: Shape, x: int) -> int:
     """A product in float32 of what may be narrower."""
     above, _, name = w.module.rpartition(".")
     fqn, into = f"{w.module}.weight", shape.hidden

@@ -10,10 +10,10 @@ Source: `runtime.trace.sp_boundary`; torch 2.13, distributed/_functional_collect
 from __future__ import annotations
 
 from meshplan.memory.tape.op import Grad
-from meshplan.memory.tape.ops import Writer
+from meshplan.memory.tape.ops import TapeBuilder
 
 
-def gather(w: Writer, x: int, tp: int) -> int:
+def gather(w: TapeBuilder, x: int, tp: int) -> int:
     """All positions; the gradients of the ranks are added up, and each takes its part."""
     whole = w.size(x) * tp
     out = w.row(
@@ -25,7 +25,7 @@ def gather(w: Writer, x: int, tp: int) -> int:
     return out
 
 
-def scatter(w: Writer, x: int, tp: int) -> int:
+def scatter(w: TapeBuilder, x: int, tp: int) -> int:
     """This rank's part of a sum; its gradient is gathered."""
     whole = w.size(x)
     return w.row(
@@ -34,7 +34,7 @@ def scatter(w: Writer, x: int, tp: int) -> int:
     )  # fmt: skip
 
 
-def cut(w: Writer, x: int, tp: int) -> int:
+def cut(w: TapeBuilder, x: int, tp: int) -> int:
     """A copy of this rank's part; its gradient is gathered."""
     whole = w.size(x)
     return w.row(
@@ -42,17 +42,17 @@ def cut(w: Writer, x: int, tp: int) -> int:
     )  # fmt: skip
 
 
-def end(w: Writer, x: int, tp: int) -> int:
+def end(w: TapeBuilder, x: int, tp: int) -> int:
     """All positions, with which every rank goes on alike; its gradient is cut."""
     whole = w.size(x) * tp
     out = w.row("end_sequence", (x,), whole, is_sent=True, grads=(Grad(x, w.size(x)),))
     return _laid_out(w, out)
 
 
-def _laid_out(w: Writer, x: int) -> int:
+def _laid_out(w: TapeBuilder, x: int) -> int:
     return x if w.samples == 1 else w.shift(x, "cat")
 
 
-def _laid(w: Writer, nbytes: int) -> int:
+def _laid(w: TapeBuilder, nbytes: int) -> int:
     """What is made before it is laid out anew."""
     return nbytes if w.samples > 1 else 0

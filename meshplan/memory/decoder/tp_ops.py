@@ -18,8 +18,8 @@ from meshplan.errors import PlanError, Problem
 from meshplan.layout.layout import Piece
 from meshplan.layout.styles import GATHERED, LOGITS, Style
 from meshplan.memory.decoder.sp_boundary import gather, scatter
-from meshplan.memory.tape.op import Grad, Row
-from meshplan.memory.tape.ops import Writer
+from meshplan.memory.tape.op import Grad, TapeOp
+from meshplan.memory.tape.ops import TapeBuilder
 from meshplan.model.graph import pattern_of
 
 _ID: Final = 8
@@ -34,7 +34,7 @@ HEAD_NORMS: Final = ("q_norm", "k_norm")
 
 
 @dataclass(frozen=True, slots=True)
-class Styled:
+class TpPlanOnTape:
     """What tp does to the modules of a model.
 
     Args:
@@ -61,7 +61,7 @@ class Styled:
             return None
         return self.styles.get(fqn) or self.styles.get(pattern_of(fqn))
 
-    def of_any_block(self) -> Styled:
+    def of_any_block(self) -> TpPlanOnTape:
         """The same for blocks by any number: what is made of the same modules is styled alike."""
         return replace(
             self,
@@ -114,7 +114,7 @@ class Entered:
 
     known: dict[int, int] = field(default_factory=dict)
 
-    def all_reduced(self, w: Writer, x: int, tp: int) -> int:
+    def all_reduced(self, w: TapeBuilder, x: int, tp: int) -> int:
         """Whole; its gradients are added up, then over the ranks."""
         if x not in self.known:
             self.known[x] = w.enter(x, tp)
@@ -123,11 +123,11 @@ class Entered:
         return self.known[x]
 
 
-def _as_it_is(w: Writer, x: int, tp: int) -> int:
+def _as_it_is(w: TapeBuilder, x: int, tp: int) -> int:
     return x
 
 
-def _all_gather(w: Writer, x: int, tp: int) -> int:
+def _all_gather(w: TapeBuilder, x: int, tp: int) -> int:
     """Parts of features put side by side: gathered along the first dim, then laid out anew.
 
     Its gradient is this rank's part of everyone's.
@@ -136,14 +136,14 @@ def _all_gather(w: Writer, x: int, tp: int) -> int:
     return w.row("all_gather", (x,), size, takes=size, is_sent=True, grads=(Grad(x, w.size(x)),))
 
 
-def _all_reduce(w: Writer, x: int, tp: int) -> int:
+def _all_reduce(w: TapeBuilder, x: int, tp: int) -> int:
     return w.all_reduce(x, tp)
 
 
 _ENTERS: Final = frozenset(
     {("R", "R"), (GATHERED, "R"), (_PARTS, "R"), ("S(-1)", "S(-1)"), ("S(-2)", "S(-2)")}
 )
-_LEAVES: Final[Mapping[tuple[str, str], Callable[[Writer, int, int], int]]] = MappingProxyType(
+_LEAVES: Final[Mapping[tuple[str, str], Callable[[TapeBuilder, int, int], int]]] = MappingProxyType(
     {
         ("S(-1)", "S(-1)"): _as_it_is,
         ("S(-2)", "S(-2)"): _as_it_is,
@@ -155,8 +155,8 @@ _LEAVES: Final[Mapping[tuple[str, str], Callable[[Writer, int, int], int]]] = Ma
 
 
 def project(
-    w: Writer,
-    styled: Styled,
+    w: TapeBuilder,
+    styled: TpPlanOnTape,
     entered: Entered,
     x: int,
     into: int,
@@ -203,7 +203,7 @@ def project(
     return y
 
 
-def _own_part(w: Writer, leaf: str, numel: int, pieces: tuple[Piece, ...]) -> int:
+def _own_part(w: TapeBuilder, leaf: str, numel: int, pieces: tuple[Piece, ...]) -> int:
     """This rank's rows of every piece, side by side.
 
     Their gradients, each one of the whole with zeros elsewhere, are added up, then over the ranks.
@@ -218,7 +218,9 @@ def _own_part(w: Writer, leaf: str, numel: int, pieces: tuple[Piece, ...]) -> in
     return own
 
 
-def look_up(w: Writer, styled: Styled, ids: int, vocab: int, width: int, name: str) -> int:
+def look_up(
+    w: TapeBuilder, styled: TpPlanOnTape, ids: int, vocab: int, width: int, name: str
+) -> int:
     """An embedding: cut by rows, where other ranks' rows are zeros, or by features."""
     fqn = f"{w.module}.{name}" if w.module else name
     style, tp = styled.of(fqn), styled.tp
@@ -231,7 +233,7 @@ def look_up(w: Writer, styled: Styled, ids: int, vocab: int, width: int, name: s
     return _LEAVES[styled.spelled(style.output)](w.at(fqn), found, tp)
 
 
-def _own_rows(w: Writer, ids: int, rows: int, width: int, name: str) -> int:
+def _own_rows(w: TapeBuilder, ids: int, rows: int, width: int, name: str) -> int:
     """`runtime.apply.local_tensors.look_up_own_rows`."""
     at, tokens = w.at(f"{w.module}.{name}" if w.module else name), w.size(ids) // _ID
     own = at.row("sub", (ids,), tokens * _ID)
@@ -241,7 +243,7 @@ def _own_rows(w: Writer, ids: int, rows: int, width: int, name: str) -> int:
     found = w.embedding(own, rows, width, name)
     size = w.size(found)
     out, grads = w.tape.value(size, of=found), (Grad(found, size),)
-    w.tape.add(Row("masked_fill_", at.module, (found, elsewhere), (out,), (elsewhere,), grads))
+    w.tape.add(TapeOp("masked_fill_", at.module, (found, elsewhere), (out,), (elsewhere,), grads))
     w.touch(ids, own)
     return out
 
@@ -255,7 +257,7 @@ def _part(size: int, tp: int, fqn: str) -> int:
     return size // tp
 
 
-def _of_width(w: Writer, x: int, width: int, fqn: str) -> int:
+def _of_width(w: TapeBuilder, x: int, width: int, fqn: str) -> int:
     """Refuse what the model's own code would fail on, or compute something else from."""
     if w.size(x) != w.tokens * width * w.element_bytes:
         raise cut_otherwise(fqn)

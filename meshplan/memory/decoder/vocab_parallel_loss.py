@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import Final
 
-from meshplan.memory.tape.op import Grad, Row
-from meshplan.memory.tape.ops import Writer
+from meshplan.memory.tape.op import Grad, TapeOp
+from meshplan.memory.tape.ops import TapeBuilder
 
 _FP32: Final = 4
 _ID: Final = 8
 
 
-def cross_entropy_of_parts(w: Writer, logits: int, ids: int) -> int:
+def cross_entropy_of_parts(w: TapeBuilder, logits: int, ids: int) -> int:
     """The mean over tokens, of logits that are cast to fp32 first and stay cut."""
     tape, number = w.tape, w.tokens * _FP32
     wide = w.cast(logits, _FP32 / w.element_bytes)
@@ -31,7 +31,7 @@ def cross_entropy_of_parts(w: Writer, logits: int, ids: int) -> int:
     probabilities = w.row("div", (powers,), size)
     losses = tape.value(number)
     tape.add(
-        Row("cross_entropy", w.module, (probabilities, index, is_here), (losses,),
+        TapeOp("cross_entropy", w.module, (probabilities, index, is_here), (losses,),
             (probabilities, index, is_here), (Grad(wide, size),), takes=2 * number,
             takes_back=2 * number)
     )  # fmt: skip

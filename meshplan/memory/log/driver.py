@@ -26,7 +26,7 @@ from meshplan.memory.log.device_overheads import (
 from meshplan.memory.log.events import EventLog, Storage, Term
 
 
-class Use(StrEnum):
+class CommunicatorUse(StrEnum):
     """What a communicator does most, which says whom it connects with whom."""
 
     COLLECTIVE = "collectives"
@@ -49,7 +49,7 @@ class Communicator:
     axes: tuple[str, ...]
     ranks: int
     ranks_in_node: int
-    use: Use = Use.COLLECTIVE
+    use: CommunicatorUse = CommunicatorUse.COLLECTIVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,21 +95,21 @@ def driver_terms(device: str, opened: Iterable[Communicator] = ()) -> tuple[Driv
 
 
 def _group(found: Generation, each: Communicator) -> tuple[Band, str]:
-    if each.use == Use.COLLECTIVE:
+    if each.use == CommunicatorUse.COLLECTIVE:
         band = found.pair if each.ranks == 2 else found.group
         return band, found.group_source
-    if each.use == Use.SHARED:  # Stages between those have none.
+    if each.use == CommunicatorUse.SHARED:  # Stages between those have none.
         band = found.pair if each.ranks == 2 else found.group
         return band._replace(low=0), found.group_source
     peers = each.ranks_in_node - 1
-    if each.use == Use.NEIGHBOURS:
+    if each.use == CommunicatorUse.NEIGHBOURS:
         peers = min(peers, 2)
     least, usual, most = (peers * channels * CONNECTION for channels in found.channels_per_peer)
     # Losses and checks are reduced over the same group.
     band = Band(least, usual, most).plus(found.pair if each.ranks == 2 else found.group)
     if each.ranks_in_node < each.ranks:
         band = band.plus(OVER_NODES)
-    if each.use == Use.NEIGHBOURS:
+    if each.use == CommunicatorUse.NEIGHBOURS:
         # torch opens one more for every pair that sends outside of a batch.
         band = band._replace(high=band.high + 2 * found.pair.high)
     return band, f"{found.group_source}; {PEERS}"
@@ -122,11 +122,11 @@ def communicators(assignment: Assignment, *, gpus_per_node: int = 8) -> tuple[Co
     a communicator with the first message.
     """
     mesh = assignment.mesh
-    wanted: dict[tuple[str, ...], Use] = {}
+    wanted: dict[tuple[str, ...], CommunicatorUse] = {}
 
-    def open_(axes: Iterable[str], use: Use = Use.COLLECTIVE) -> None:
+    def open_(axes: Iterable[str], use: CommunicatorUse = CommunicatorUse.COLLECTIVE) -> None:
         spread = mesh.spread(axes)
-        if spread and wanted.get(spread, Use.COLLECTIVE) == Use.COLLECTIVE:
+        if spread and wanted.get(spread, CommunicatorUse.COLLECTIVE) == CommunicatorUse.COLLECTIVE:
             wanted[spread] = use
 
     open_(mesh.names)
@@ -136,11 +136,13 @@ def communicators(assignment: Assignment, *, gpus_per_node: int = 8) -> tuple[Co
         open_(unit.replicate_axes)
     for axis in mesh.names:
         if axis not in SHARD_AXES or axis == "cp":
-            open_((axis,), Use.NEIGHBOURS if axis == "pp" else Use.COLLECTIVE)
+            open_(
+                (axis,), CommunicatorUse.NEIGHBOURS if axis == "pp" else CommunicatorUse.COLLECTIVE
+            )
     if assignment.experts:
-        open_(("ep",), Use.EXCHANGE)
+        open_(("ep",), CommunicatorUse.EXCHANGE)
     if assignment.context is not None and assignment.context.attention == "all_to_all":
-        open_(("cp",), Use.EXCHANGE)
+        open_(("cp",), CommunicatorUse.EXCHANGE)
     return (
         *(
             Communicator(
@@ -161,7 +163,9 @@ def _shared(assignment: Assignment) -> Iterator[Communicator]:
     places = {frozenset(map(stages.rank_of, each)) for each in assignment.shared.values() if stages}
     for ranks in sorted(map(len, places)):
         if 1 < ranks < assignment.mesh.size("pp"):
-            yield Communicator(axes=("pp",), ranks=ranks, ranks_in_node=1, use=Use.SHARED)
+            yield Communicator(
+                axes=("pp",), ranks=ranks, ranks_in_node=1, use=CommunicatorUse.SHARED
+            )
 
 
 def _ranks_in_node(mesh: Mesh, axes: tuple[str, ...], gpus_per_node: int) -> int:

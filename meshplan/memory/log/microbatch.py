@@ -18,7 +18,7 @@ AT_STAGE: Final = "@stage"
 """Between a name and the number of the stage that it is of, where a rank has several."""
 
 
-class Moment(StrEnum):
+class HookKind(StrEnum):
     """When the wrapper of a unit acts."""
 
     BEFORE_FORWARD = "before forward"
@@ -33,7 +33,7 @@ class Moment(StrEnum):
     """Once in a pipeline, when all is played: copies of one parameter add up their gradients."""
 
 
-class Mark(NamedTuple):
+class HookPoint(NamedTuple):
     """A wrapper acts before the event of this number.
 
     Attributes:
@@ -42,12 +42,12 @@ class Mark(NamedTuple):
     """
 
     event: int
-    moment: Moment
+    moment: HookKind
     unit: str
 
 
 @dataclass(frozen=True)
-class Work:
+class MicrobatchTrace:
     """One microbatch of one stage, forward, loss and backward.
 
     Args:
@@ -71,7 +71,7 @@ class Work:
     """
 
     log: EventLog
-    marks: tuple[Mark, ...]
+    marks: tuple[HookPoint, ...]
     gradients: Mapping[str, int]
     ready: Mapping[str, int] = field(default_factory=dict)
     losses: tuple[int, ...] = ()

@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshplan.memory.log.events import Event, EventLog, Storage
-from meshplan.memory.log.microbatch import Mark, Work
-from meshplan.memory.repeat.segments import END, At, Cut, NotComposableError
+from meshplan.memory.log.microbatch import HookPoint, MicrobatchTrace
+from meshplan.memory.repeat.segments import END, At, NotComposableError, SegmentedTrace
 
 _PLAIN, _AGAIN = 0, 1
 
@@ -43,8 +43,10 @@ class Composer:
         NotComposableError: They are not made of pieces that go together.
     """
 
-    def __init__(self, plain: Work, again: Work, blocks: Collection[str]) -> None:
-        self._cuts = (Cut(plain, blocks), Cut(again, blocks))
+    def __init__(
+        self, plain: MicrobatchTrace, again: MicrobatchTrace, blocks: Collection[str]
+    ) -> None:
+        self._cuts = (SegmentedTrace(plain, blocks), SegmentedTrace(again, blocks))
         one, other = (cut.pieces for cut in self._cuts)
         if [piece.key for piece in one] != [piece.key for piece in other]:
             raise NotComposableError("blocks run in another order where they run again")
@@ -62,7 +64,7 @@ class Composer:
                 self._takers.setdefault(storage, []).append(block)
         self._lasts = {(key.block, key.direction): number for number, key in enumerate(self._keys)}
 
-    def work(self, again: Collection[str]) -> tuple[Work, Work]:
+    def work(self, again: Collection[str]) -> tuple[MicrobatchTrace, MicrobatchTrace]:
         """The least and the most that one microbatch holds; often the same object.
 
         Args:
@@ -159,7 +161,7 @@ class Composer:
             else:
                 raise NotComposableError("forward does something else where it runs again")
 
-    def _is_own(self, cut: Cut, storage: int, block: str) -> bool:
+    def _is_own(self, cut: SegmentedTrace, storage: int, block: str) -> bool:
         """Whether it ends where the block that made it runs."""
         death = cut.death(storage)
         return death.piece < END and bool(block) and self._keys[death.piece].block == block
@@ -240,7 +242,7 @@ class Composer:
 
     def _written(
         self, modes: Sequence[int], ends: Mapping[tuple[int, int], tuple[int, At]]
-    ) -> Work:
+    ) -> MicrobatchTrace:
         numbers: dict[tuple[int, int], int] = {}
         late: dict[int, list[tuple[int, int, tuple[int, int]]]] = {}
         """By piece, (how much is made before, how many marks are, what ends)."""
@@ -250,7 +252,7 @@ class Composer:
                 late.setdefault(at.piece, []).append((*self._moment(mode, at), key))
         storages: list[Storage] = []
         events: list[Event] = []
-        marks: list[Mark] = []
+        marks: list[HookPoint] = []
         after: dict[tuple[int, int], int] = {}
         """By log and number of an event: how many events are written when it is over."""
         for number, mode in enumerate(modes):

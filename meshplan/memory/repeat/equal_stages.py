@@ -13,7 +13,7 @@ from meshplan.memory.tape.split_backward import Order
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
+class StageSignature:
     """All of a stage's tape, with its names apart.
 
     Args:
@@ -25,7 +25,7 @@ class Outline:
     names: tuple[str, ...]
 
 
-def outline_of(part: StageTape, order: Order | None = None) -> Outline:
+def outline_of(part: StageTape, order: Order | None = None) -> StageSignature:
     """The outline of a stage.
 
     Args:
@@ -68,4 +68,4 @@ def outline_of(part: StageTape, order: Order | None = None) -> Outline:
         part.received,
         part.sent,
     )
-    return Outline(shape, tuple(names))
+    return StageSignature(shape, tuple(names))

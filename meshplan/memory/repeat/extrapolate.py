@@ -72,7 +72,7 @@ class _Token(NamedTuple):
     place: int = 0
 
 
-class _Piece(NamedTuple):
+class _TokenRun(NamedTuple):
     """Tokens that follow each other, and the storages they are about in the log they are from."""
 
     tokens: list[_Token]
@@ -94,7 +94,7 @@ def extrapolate(few: EventLog, more: EventLog, blocks: Blocks, times: int) -> Ev
     if few.phases != more.phases:
         raise NotRepeatingError("other phases")
     short, long = _tokens(few, blocks), _tokens(more, blocks)
-    writer = _Writer()
+    writer = _TokenWriter()
     added = times * blocks.period
     for number, name in enumerate(more.phases):
         tokens = [token for token, _ in long[number]]
@@ -156,7 +156,7 @@ def _tokens(log: EventLog, blocks: Blocks) -> list[list[tuple[_Token, Storage]]]
 
 def _pieces(
     few: Sequence[_Token], more: list[_Token], storages: list[Storage], times: int
-) -> Iterator[_Piece]:
+) -> Iterator[_TokenRun]:
     """`more` in pieces, those repeated that `few` has one less of."""
     missing = len(more) - len(few)
     start = _common(few, more)
@@ -166,7 +166,7 @@ def _pieces(
         for first, last in ((0, at), (at, at + missing), (at + missing, len(more))):
             is_new = first == at and last == at + missing and missing > 0
             if first < last:
-                yield _Piece(more[first:last], storages[first:last], is_new)
+                yield _TokenRun(more[first:last], storages[first:last], is_new)
         return
     steps = _aligned(few[start : len(few) - end], more[start : len(more) - end])
     marks = [*([_SAME] * start), *steps, *([_SAME] * end)]
@@ -178,7 +178,7 @@ def _pieces(
         tokens = more[first:last]
         if mark == _GROWN:
             tokens = [_grown(few[at], tokens[0], times)]
-        yield _Piece(tokens, storages[first:last], mark == _NEW)
+        yield _TokenRun(tokens, storages[first:last], mark == _NEW)
         at += 0 if mark == _NEW else last - first
         first = last
 
@@ -250,7 +250,7 @@ def _grown(few: _Token, more: _Token, times: int) -> _Token:
     return more._replace(size=size)
 
 
-class _Writer:
+class _TokenWriter:
     """Makes storages and events of tokens."""
 
     def __init__(self) -> None:

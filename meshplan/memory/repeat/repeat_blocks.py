@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 from meshplan.memory.log.events import Event, EventLog, Storage
-from meshplan.memory.log.microbatch import Mark, Work
+from meshplan.memory.log.microbatch import HookPoint, MicrobatchTrace
 from meshplan.model.graph import is_inside
 
 KEPT: Final = 5
@@ -22,12 +22,12 @@ them, and the one in the middle is repeated."""
 _SOURCE: Final = 2
 
 
-class NotAlikeError(Exception):
+class BlocksDifferError(Exception):
     """The blocks of a run do not do the same."""
 
 
 @dataclass(frozen=True)
-class Run:
+class RepeatedBlocks:
     """Blocks of one list that are alike, period by period.
 
     Args:
@@ -106,7 +106,7 @@ class _Birth(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Part:
+class _LogSegment:
     """A piece of the log: one period's forward or backward, or what lies between such.
 
     Attributes:
@@ -118,13 +118,13 @@ class _Part:
 
     start: int
     events: Sequence[Event]
-    run: Run | None = None
+    run: RepeatedBlocks | None = None
     is_forward: bool = True
     period: int = -1
     made: list[int] = field(default_factory=list)
 
 
-def stretch(work: Work, runs: Sequence[Run]) -> Work:
+def repeat_blocks(work: MicrobatchTrace, runs: Sequence[RepeatedBlocks]) -> MicrobatchTrace:
     """The work of the whole model.
 
     Args:
@@ -133,11 +133,11 @@ def stretch(work: Work, runs: Sequence[Run]) -> Work:
     Raises:
         NotAlikeError: The blocks of a run differ.
     """
-    return _Stretch(work, runs).whole() if runs else work
+    return _BlockRepeater(work, runs).whole() if runs else work
 
 
-class _Stretch:
-    def __init__(self, work: Work, runs: Sequence[Run]) -> None:
+class _BlockRepeater:
+    def __init__(self, work: MicrobatchTrace, runs: Sequence[RepeatedBlocks]) -> None:
         self._work, self._runs = work, runs = work, [_with_ends(run, work.log) for run in runs]
         self._parts = list(_parts(work.log, runs))
         self._starts = [part.start for part in self._parts]
@@ -154,14 +154,14 @@ class _Stretch:
         }
         self._storages = list(work.log.storages)
         self._events: list[Event] = []
-        self._marks: list[Mark] = []
+        self._marks: list[HookPoint] = []
         self._shifts: list[tuple[int, int]] = []
         """(the event at which a part began, how many more are before it now)."""
         self._copies: dict[tuple[int, int], int] = {}
         """By part and copy: the number of the first storage that is made in it."""
         self._starts_of_copies: dict[tuple[int, int], int] = {}
 
-    def whole(self) -> Work:
+    def whole(self) -> MicrobatchTrace:
         for run in self._runs:
             self._check(run)
             self._reserve(run)
@@ -186,19 +186,19 @@ class _Stretch:
             taken=dict(self._renamed(self._work.taken, self._taken_of)),
         )
 
-    def _part_of(self, run: Run, is_forward: bool, period: int) -> int:
+    def _part_of(self, run: RepeatedBlocks, is_forward: bool, period: int) -> int:
         return self._by_place[run.container, is_forward, period]
 
-    def _check(self, run: Run) -> None:
+    def _check(self, run: RepeatedBlocks) -> None:
         """The middle periods are alike, and their storages stay among neighbours."""
         for is_forward in (True, False):
             near = [self._parts[self._part_of(run, is_forward, p)] for p in (1, 2, 3)]
             sizes = [[e.delta for e in part.events if e.delta > 0] for part in near]
             other = near[2] if is_forward else near[0]
             if sizes[0] != sizes[1] or sizes[1] != sizes[2]:
-                raise NotAlikeError(f"{run.container}: other sizes")
+                raise BlocksDifferError(f"{run.container}: other sizes")
             if self._spelled(run, near[1]) != self._spelled(run, other):
-                raise NotAlikeError(f"{run.container}: another order")
+                raise BlocksDifferError(f"{run.container}: another order")
         middle = {self._part_of(run, f, p) for f in (True, False) for p in (1, 2, 3)}
         for part in self._parts:
             for event in part.events:
@@ -206,20 +206,24 @@ class _Stretch:
                     part.run is not run
                     or abs(part.period - self._parts[self._births[event.storage].part].period) > 1
                 ):
-                    raise NotAlikeError(f"{run.container}: what a block makes is freed elsewhere")
+                    raise BlocksDifferError(
+                        f"{run.container}: what a block makes is freed elsewhere"
+                    )
 
-    def _spelled(self, run: Run, part: _Part) -> list[tuple[int, int, bool, int, int]]:
+    def _spelled(
+        self, run: RepeatedBlocks, part: _LogSegment
+    ) -> list[tuple[int, int, bool, int, int]]:
         """The events with storages named from here."""
         out = []
         for delta, storage, phase in part.events:
             birth = self._births[storage]
             home = self._parts[birth.part]
             if home.run is not run or abs(home.period - part.period) > 1:
-                raise NotAlikeError(f"{run.container}: a block frees what it does not own")
+                raise BlocksDifferError(f"{run.container}: a block frees what it does not own")
             out.append((delta, phase, home.is_forward, home.period - part.period, birth.order))
         return out
 
-    def _reserve(self, run: Run) -> None:
+    def _reserve(self, run: RepeatedBlocks) -> None:
         """Numbers for what the added periods make; copy 0 is the one that was traced."""
         for is_forward in (True, False):
             number = self._part_of(run, is_forward, _SOURCE)
@@ -231,7 +235,7 @@ class _Stretch:
             if run.place_of(storage.module) is not None:
                 self._storages[place] = storage._replace(module=run.named(storage.module))
 
-    def _add(self, number: int, part: _Part, copy: int, marks: Sequence[Mark]) -> None:
+    def _add(self, number: int, part: _LogSegment, copy: int, marks: Sequence[HookPoint]) -> None:
         start = len(self._events)
         self._starts_of_copies[number, copy] = start
         if part.run is None or not part.run.num_added:
@@ -243,9 +247,9 @@ class _Stretch:
             )
         for mark in marks:
             unit = self._full_name(mark.unit, copy)
-            self._marks.append(Mark(start + mark.event - part.start, mark.moment, unit))
+            self._marks.append(HookPoint(start + mark.event - part.start, mark.moment, unit))
 
-    def _number(self, part: _Part, copy: int, storage: int) -> int:
+    def _number(self, part: _LogSegment, copy: int, storage: int) -> int:
         """What a storage that a copy of a part touches is called."""
         birth = self._births[storage]
         home, run = self._parts[birth.part], part.run
@@ -265,21 +269,21 @@ class _Stretch:
             return self._copies[number, its_copy] + birth.order
         return self._parts[number].made[birth.order]
 
-    def _marks_by_part(self) -> list[list[Mark]]:
+    def _marks_by_part(self) -> list[list[HookPoint]]:
         """Of each part, in order; at its edge a mark is the part's whose block it is of."""
-        out: list[list[Mark]] = [[] for _ in self._parts]
+        out: list[list[HookPoint]] = [[] for _ in self._parts]
         for mark in self._work.marks:
             number = max(bisect_right(self._starts, mark.event) - 1, 0)
             own = self._own_part(mark, number)
             if own is None:
                 edge = self._parts[number].start == mark.event
                 if edge and number and self._is_seam(number):
-                    raise NotAlikeError(f"'{mark.unit}' acts between two blocks")
+                    raise BlocksDifferError(f"'{mark.unit}' acts between two blocks")
                 own = number
             out[own].append(mark)
         return out
 
-    def _own_part(self, mark: Mark, number: int) -> int | None:
+    def _own_part(self, mark: HookPoint, number: int) -> int | None:
         for run in self._runs:
             period = run.period_of(mark.unit)
             if period is None:
@@ -291,7 +295,7 @@ class _Stretch:
                 if part.run is run and part.period == period:
                     return near
             if 0 < period < KEPT - 1:
-                raise NotAlikeError(f"'{mark.unit}' acts while another block runs")
+                raise BlocksDifferError(f"'{mark.unit}' acts while another block runs")
         return None
 
     def _is_seam(self, number: int) -> bool:
@@ -317,7 +321,7 @@ class _Stretch:
         if not copy:
             return storage
         if (birth.part, copy) not in self._copies:
-            raise NotAlikeError(f"the gradient of {fqn} is made outside of its block")
+            raise BlocksDifferError(f"the gradient of {fqn} is made outside of its block")
         return self._copies[birth.part, copy] + birth.order
 
     def _taken_of(self, storages: tuple[int, ...], fqn: str, copy: int) -> tuple[int, ...]:
@@ -337,11 +341,11 @@ class _Stretch:
             if part.start <= event <= part.start + len(part.events):
                 number = own
             elif 0 < part.period < KEPT - 1:
-                raise NotAlikeError(f"the gradient of {fqn} is there while another block runs")
+                raise BlocksDifferError(f"the gradient of {fqn} is there while another block runs")
         return self._starts_of_copies[number, copy] + event - self._parts[number].start
 
 
-def _with_ends(run: Run, log: EventLog) -> Run:
+def _with_ends(run: RepeatedBlocks, log: EventLog) -> RepeatedBlocks:
     """With what ends as soon as the last block has run: whoever called it held on to that.
 
     What ends after any other block is of the next one's period, which begins later.
@@ -352,9 +356,9 @@ def _with_ends(run: Run, log: EventLog) -> Run:
     return replace(run, forward=(*run.forward[:-1], end))
 
 
-def _parts(log: EventLog, runs: Sequence[Run]) -> Iterator[_Part]:
+def _parts(log: EventLog, runs: Sequence[RepeatedBlocks]) -> Iterator[_LogSegment]:
     """The log in pieces, in order."""
-    cuts: list[tuple[int, int, Run, bool, int]] = []
+    cuts: list[tuple[int, int, RepeatedBlocks, bool, int]] = []
     for run in runs:
         for period in range(KEPT):
             start, end = run.forward[period : period + 2]
@@ -364,15 +368,15 @@ def _parts(log: EventLog, runs: Sequence[Run]) -> Iterator[_Part]:
     at = 0
     for start, end, run, is_forward, period in sorted(cuts, key=lambda cut: cut[:2]):
         if start < at or end < start:
-            raise NotAlikeError(f"{run.container}: its blocks do not run one after the other")
+            raise BlocksDifferError(f"{run.container}: its blocks do not run one after the other")
         if at < start:
-            yield _Part(at, log.events[at:start])
-        yield _Part(start, log.events[start:end], run, is_forward, period)
+            yield _LogSegment(at, log.events[at:start])
+        yield _LogSegment(start, log.events[start:end], run, is_forward, period)
         at = end
-    yield _Part(at, log.events[at:])
+    yield _LogSegment(at, log.events[at:])
 
 
-def _moved(storage: Storage, run: Run, copy: int) -> Storage:
+def _moved(storage: Storage, run: RepeatedBlocks, copy: int) -> Storage:
     if run.place_of(storage.module) is None:
         return storage
     return storage._replace(module=run.moved(storage.module, copy))

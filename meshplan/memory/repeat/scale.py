@@ -6,11 +6,11 @@ import itertools
 from dataclasses import replace
 
 from meshplan.memory.log.events import Event
-from meshplan.memory.log.microbatch import Work
+from meshplan.memory.log.microbatch import MicrobatchTrace
 from meshplan.memory.repeat.segments import NotComposableError
 
 
-def scaled(one: Work, two: Work, extra: int) -> Work:
+def scaled(one: MicrobatchTrace, two: MicrobatchTrace, extra: int) -> MicrobatchTrace:
     """The work of more samples, from those of two numbers of samples that differ by one.
 
     Args:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from meshplan.memory.log.events import Event
-from meshplan.memory.log.microbatch import Mark, Moment, Work
+from meshplan.memory.log.microbatch import HookKind, HookPoint, MicrobatchTrace
 
 END: Final = 1 << 60
 """Behind everything that a piece does."""
@@ -17,7 +17,7 @@ class NotComposableError(Exception):
     """The logs are not made of pieces that go together."""
 
 
-class Key(NamedTuple):
+class SegmentKey(NamedTuple):
     """Which piece of a log: of a block, or ("") of what lies between blocks.
 
     Attributes:
@@ -40,7 +40,7 @@ NEVER: Final = At(END, 0)
 
 
 @dataclass(slots=True)
-class Piece:
+class Segment:
     """Events and marks of one key.
 
     Attributes:
@@ -48,17 +48,17 @@ class Piece:
         made: Storages that are made in it.
     """
 
-    key: Key
+    key: SegmentKey
     first: int
     events: list[Event] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[HookPoint] = field(default_factory=list)
     made: list[int] = field(default_factory=list)
 
 
-class Cut:
+class SegmentedTrace:
     """A work, in pieces."""
 
-    def __init__(self, work: Work, blocks: Collection[str]) -> None:
+    def __init__(self, work: MicrobatchTrace, blocks: Collection[str]) -> None:
         self.work = work
         self.pieces = list(_pieces(work, blocks))
         self.births: dict[int, At] = {}
@@ -119,16 +119,16 @@ class Cut:
         return out
 
 
-def _pieces(work: Work, blocks: Collection[str]) -> Iterator[Piece]:
+def _pieces(work: MicrobatchTrace, blocks: Collection[str]) -> Iterator[Segment]:
     """The log, cut where blocks begin and end."""
     numbers: dict[tuple[str, str], int] = {}
-    never_ends = {m.unit for m in work.marks if m.moment == Moment.BEFORE_BACKWARD} - {
-        m.unit for m in work.marks if m.moment == Moment.AFTER_BACKWARD
+    never_ends = {m.unit for m in work.marks if m.moment == HookKind.BEFORE_BACKWARD} - {
+        m.unit for m in work.marks if m.moment == HookKind.AFTER_BACKWARD
     }
 
-    def piece(block: str, direction: Literal["", "forward", "backward"], at: int) -> Piece:
+    def piece(block: str, direction: Literal["", "forward", "backward"], at: int) -> Segment:
         number = numbers[block, direction] = numbers.get((block, direction), -1) + 1
-        return Piece(Key(block, direction, number), at)
+        return Segment(SegmentKey(block, direction, number), at)
 
     current = piece("", "", 0)
     marks = iter([*work.marks, None])
@@ -138,9 +138,9 @@ def _pieces(work: Work, blocks: Collection[str]) -> Iterator[Piece]:
             own = mark.unit if mark.unit in blocks else None
             is_open = current.key.block
             begins: Literal["", "forward", "backward"] = ""
-            if own is not None and mark.moment == Moment.BEFORE_FORWARD:
+            if own is not None and mark.moment == HookKind.BEFORE_FORWARD:
                 begins = "forward"
-            elif own is not None and mark.moment == Moment.BEFORE_BACKWARD:
+            elif own is not None and mark.moment == HookKind.BEFORE_BACKWARD:
                 begins = "backward"
             if begins and own != is_open:
                 assert own is not None
@@ -148,11 +148,11 @@ def _pieces(work: Work, blocks: Collection[str]) -> Iterator[Piece]:
                     raise NotComposableError(f"'{own}' begins while '{is_open}' runs")
                 yield current
                 current = piece(own, begins, number)
-            elif mark.moment == Moment.END_OF_BACKWARD and is_open:
+            elif mark.moment == HookKind.END_OF_BACKWARD and is_open:
                 yield current
                 current = piece("", "", number)
             current.marks.append(mark)
-            ends = {"forward": Moment.AFTER_FORWARD, "backward": Moment.AFTER_BACKWARD}
+            ends = {"forward": HookKind.AFTER_FORWARD, "backward": HookKind.AFTER_BACKWARD}
             is_own = own is not None and own == is_open == current.key.block
             if is_own and mark.moment == ends.get(current.key.direction):
                 yield current

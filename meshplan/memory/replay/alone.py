@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable
 
 from meshplan.memory.log.events import Term
 from meshplan.memory.replay.optimizer import Updated
-from meshplan.memory.replay.writer import Writer
+from meshplan.memory.replay.writer import LogWriter
 
 
-class Alone:
+class UnwrappedParameters:
     """They are as they are stored, and so are their gradients.
 
     Args:
@@ -19,7 +19,7 @@ class Alone:
         gradients: Their storages, by parameter.
     """
 
-    def __init__(self, writer: Writer, params: Iterable[Updated], *, fills: bool) -> None:
+    def __init__(self, writer: LogWriter, params: Iterable[Updated], *, fills: bool) -> None:
         self._writer, self._fills = writer, fills
         self._params = {param.fqn: param for param in params}
         self.gradients: dict[str, int] = {}

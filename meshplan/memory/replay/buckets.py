@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from meshplan.memory.log.events import Term
 from meshplan.memory.replay.optimizer import Updated
-from meshplan.memory.replay.writer import Writer
+from meshplan.memory.replay.writer import LogWriter
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Buckets:
 
     def __init__(
         self,
-        writer: Writer,
+        writer: LogWriter,
         params: Iterable[Updated],
         buffers: Iterable[tuple[str, int]],
         options: Options,

@@ -12,14 +12,14 @@ from typing import Final
 from meshplan.layout.dtypes import DTYPE_BYTES
 from meshplan.memory.log.events import Term
 from meshplan.memory.replay.optimizer import Updated
-from meshplan.memory.replay.writer import Writer
+from meshplan.memory.replay.writer import LogWriter
 
 _NUMBER: Final = 4
 """Norms are added up in single precision."""
 
 
 def clip(
-    writer: Writer, gradients: Mapping[tuple[tuple[str, ...], bool], Sequence[Updated]]
+    writer: LogWriter, gradients: Mapping[tuple[tuple[str, ...], bool], Sequence[Updated]]
 ) -> None:
     """Play one call.
 
@@ -46,7 +46,7 @@ def clip(
     writer.free_all((*powers, stacked, power, factor, norm))
 
 
-def _power_sum(writer: Writer, parts: Sequence[Updated], *, on_host: bool) -> int:
+def _power_sum(writer: LogWriter, parts: Sequence[Updated], *, on_host: bool) -> int:
     """The sum of the squares of all norms."""
     if not parts:
         return _number(writer)
@@ -65,5 +65,5 @@ def _power_sum(writer: Writer, parts: Sequence[Updated], *, on_host: bool) -> in
     return out
 
 
-def _number(writer: Writer, count: int = 1, *, on_host: bool = False) -> int:
+def _number(writer: LogWriter, count: int = 1, *, on_host: bool = False) -> int:
     return writer.make(_NUMBER * count, Term.TEMPORARIES, on_host=on_host)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from meshplan.memory.log.events import Term
 from meshplan.memory.replay.shards import Shard
-from meshplan.memory.replay.unit import GATHERING, Doing, Held, Unit
-from meshplan.memory.replay.writer import Writer
+from meshplan.memory.replay.unit import GATHERING, Doing, GatherState, ReplayUnit
+from meshplan.memory.replay.writer import LogWriter
 
 
 class Gathering:
@@ -19,7 +19,7 @@ class Gathering:
         last: In forward, the buffer of the last one, which is freed after the next.
     """
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: LogWriter) -> None:
         self._writer = writer
         self.last: int | None = None
 
@@ -28,9 +28,9 @@ class Gathering:
         self._writer.free(self.last)
         self.last = None
 
-    def start(self, unit: Unit) -> None:
+    def start(self, unit: ReplayUnit) -> None:
         """`FSDPParamGroup.unshard`: shards are cast into one buffer, and gathered in another."""
-        if not unit.shards.params or unit.gathering is not None or unit.held is Held.WHOLE:
+        if not unit.shards.params or unit.gathering is not None or unit.held is GatherState.WHOLE:
             return
         if unit.num_ranks == 1:
             unit.gathering = -1
@@ -39,7 +39,7 @@ class Gathering:
         make, fqn = self._writer.make, unit.fqn
         if unit.shards.on_host:
             # One by one, all before the gather; what was resharded to fewer ranks is here.
-            params = unit.shards.params if unit.held is Held.SHARDED else ()
+            params = unit.shards.params if unit.held is GatherState.SHARDED else ()
             copies = [c for p in params if (c := self._brought(unit, p, GATHERING)) is not None]
         else:
             size = cast // unit.num_ranks
@@ -47,7 +47,7 @@ class Gathering:
         unit.gathering = make(total, Term.COMMUNICATION, fqn, stream=GATHERING)
         self._writer.free_all(copies)
 
-    def _brought(self, unit: Unit, param: Shard, stream: int = 0) -> int | None:
+    def _brought(self, unit: ReplayUnit, param: Shard, stream: int = 0) -> int | None:
         """A shard from the host, cast once it is here; None where nothing is copied."""
         make, fqn, copy = self._writer.make, unit.fqn, None
         if self._writer.has_host:
@@ -59,7 +59,7 @@ class Gathering:
         self._writer.free(copy)
         return cast
 
-    def wait(self, unit: Unit) -> None:
+    def wait(self, unit: ReplayUnit) -> None:
         """`FSDPParamGroup.wait_for_unshard`.
 
         In forward, the buffer is kept until the next unit has copied its own out.
@@ -73,18 +73,18 @@ class Gathering:
             self._copy_own(unit)
         else:
             self._copy_out(unit)
-        if unit.held is Held.FEWER:
+        if unit.held is GatherState.FEWER:
             self._writer.free_all(unit.fewer.values())
             unit.fewer.clear()
         gathered = unit.gathering
-        unit.held, unit.was_gathered, unit.gathering = Held.WHOLE, True, None
+        unit.held, unit.was_gathered, unit.gathering = GatherState.WHOLE, True, None
         if gathered >= 0 and is_forward:
             self.last = gathered
         elif gathered >= 0:
             self._writer.free(gathered)
         self._writer.free(before)
 
-    def _copy_out(self, unit: Unit) -> None:
+    def _copy_out(self, unit: ReplayUnit) -> None:
         """What is cut along another dim than the first is copied twice."""
         between = []
         for param in unit.shards.params:
@@ -93,7 +93,7 @@ class Gathering:
                 between.append(self._make(unit, param.whole_bytes, Term.TEMPORARIES))
         self._writer.free_all(between)
 
-    def _copy_own(self, unit: Unit) -> None:
+    def _copy_own(self, unit: ReplayUnit) -> None:
         """Of one rank there is nothing to gather; what is cast is copied twice."""
         before = None
         for param in unit.shards.params:
@@ -107,7 +107,7 @@ class Gathering:
             before = cast
         self._writer.free(before)
 
-    def reshard(self, unit: Unit) -> None:
+    def reshard(self, unit: ReplayUnit) -> None:
         """`FSDPParamGroup.reshard`."""
         after = unit.shards.reshard_after_forward
         if unit.doing is Doing.FORWARD and not after:
@@ -119,11 +119,11 @@ class Gathering:
                 self._writer.free(unit.fewer.pop(param.fqn, None))
                 unit.fewer[param.fqn] = own
                 self._writer.free(whole)
-            unit.held = Held.FEWER
-        elif unit.held is not Held.SHARDED:
+            unit.held = GatherState.FEWER
+        elif unit.held is not GatherState.SHARDED:
             self._writer.free_all(unit.whole)
-            unit.held = Held.SHARDED
-        unit.whole = [] if unit.held is not Held.WHOLE else unit.whole
+            unit.held = GatherState.SHARDED
+        unit.whole = [] if unit.held is not GatherState.WHOLE else unit.whole
 
-    def _make(self, unit: Unit, size: int, term: Term) -> int:
+    def _make(self, unit: ReplayUnit, size: int, term: Term) -> int:
         return self._writer.make(size, term, unit.fqn)

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 from meshplan.memory.log.events import Term
-from meshplan.memory.replay.writer import Writer
+from meshplan.memory.replay.writer import LogWriter
 
 _BF16: Final = 2
 _ITERATIONS: Final = 5
@@ -39,10 +39,10 @@ class Stepped:
         return math.prod(self.shape) * self.element_bytes
 
 
-class Loop:
+class FrameLocals:
     """A function's local names while it runs."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: LogWriter) -> None:
         self._writer = writer
         self._names: dict[str, int] = {}
         self.on_host = False
@@ -80,7 +80,7 @@ class Loop:
             self._writer.free(self._names.popitem()[1])
 
 
-def _lion(loop: Loop, param: Stepped) -> None:
+def _lion(loop: FrameLocals, param: Stepped) -> None:
     """The two parts of the update, their sum, whose sign is taken in place.
 
     Source: Chen et al. 2023, algorithm 2, as their own lion_pytorch.py has it, which
@@ -92,7 +92,7 @@ def _lion(loop: Loop, param: Stepped) -> None:
     loop.let("update", update)
 
 
-def _adafactor(loop: Loop, param: Stepped) -> None:
+def _adafactor(loop: FrameLocals, param: Stepped) -> None:
     """Means of rows and columns, and an estimate of all squares that becomes the update.
 
     Source: torch 2.13, optim/_adafactor.py, `_single_tensor_adafactor`.
@@ -111,7 +111,7 @@ def _adafactor(loop: Loop, param: Stepped) -> None:
     loop.passing(each)
 
 
-def _muon(loop: Loop, param: Stepped) -> None:
+def _muon(loop: FrameLocals, param: Stepped) -> None:
     """The update in the parameter's dtype, then in bfloat16, turned five times.
 
     Source: torch 2.13, optim/_muon.py, `_single_tensor_muon` and `_zeropower_via_newtonschulz`.
@@ -133,16 +133,16 @@ def _muon(loop: Loop, param: Stepped) -> None:
     loop.drop("ortho_grad")
 
 
-Rule = Callable[[Loop, Stepped], None]
+Rule = Callable[[FrameLocals, Stepped], None]
 LOOPS: Final[Mapping[str, Rule]] = MappingProxyType(
     {"lion": _lion, "adafactor": _adafactor, "muon": _muon}
 )
 """By the word of a plan. Of `muon`, matrices: all others are AdamW's."""
 
 
-def play_loop(writer: Writer, params: Iterable[Stepped], word: str) -> None:
+def play_loop(writer: LogWriter, params: Iterable[Stepped], word: str) -> None:
     """A step that takes these parameters one after the other."""
-    loop = Loop(writer)
+    loop = FrameLocals(writer)
     for param in params:
         if math.prod(param.shape):
             loop.on_host = param.on_host

@@ -9,14 +9,14 @@ from typing import Final
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.mesh import DATA_AXES, GRADIENT_AXES
 from meshplan.memory.log.events import EventLog, Term
-from meshplan.memory.log.microbatch import AT_STAGE, Moment, Work
+from meshplan.memory.log.microbatch import AT_STAGE, HookKind, MicrobatchTrace
 from meshplan.memory.replay.buckets import Options
 from meshplan.memory.replay.clip import clip
 from meshplan.memory.replay.optimizer import Updated, check_optimizer, step
-from meshplan.memory.replay.part import Part, splits_backward
+from meshplan.memory.replay.part import Wrapped, splits_backward
 from meshplan.memory.replay.prepare import Act, Prepared
 from meshplan.memory.replay.unscale import unscale
-from meshplan.memory.replay.writer import Copy, Writer
+from meshplan.memory.replay.writer import Copy, LogWriter
 from meshplan.plan.plan import Plan
 from meshplan.plan.restrict import restrict
 
@@ -25,7 +25,7 @@ _MOST: Final = 3
 
 
 def replay(
-    work: Work | Prepared,
+    work: MicrobatchTrace | Prepared,
     plan: Plan,
     optimizer: str,
     *,
@@ -33,7 +33,7 @@ def replay(
     foreach: bool = True,
     has_host: bool = False,
 ) -> EventLog:
-    """The events of a step from the second one on, as `runtime.imagine_step` would trace them.
+    """The events of a step from the second one on, as `runtime.fake_step` would trace them.
 
     Args:
         work: One microbatch of this rank, made for this plan's tp, cp and recomputation.
@@ -49,9 +49,9 @@ def replay(
     prepared = work if isinstance(work, Prepared) else Prepared(work)
     check_rules(plan, prepared, optimizer)
     # Without an end what waits for it, the root before all, would never be reduced.
-    ends = any(mark.moment == Moment.END_OF_BACKWARD for mark in prepared.marks)
+    ends = any(mark.moment == HookKind.END_OF_BACKWARD for mark in prepared.marks)
     assert ends or not plan.assignment.units
-    return _Step(prepared, plan, optimizer, rank, foreach=foreach, has_host=has_host).play()
+    return _StepBuilder(prepared, plan, optimizer, rank, foreach=foreach, has_host=has_host).play()
 
 
 def check_rules(plan: Plan, work: Prepared | None = None, optimizer: str = "") -> None:
@@ -77,8 +77,8 @@ def _unknown(plan: Plan, work: Prepared | None) -> Iterator[Problem]:
     a, spec = plan.assignment, plan.spec
     shared = a.shared
     marks = work.marks if work is not None else ()
-    tells_sharing = any(mark.moment == Moment.SHARING for mark in marks)
-    tells_halves = any(mark.moment == Moment.REDUCING for mark in marks)
+    tells_sharing = any(mark.moment == HookKind.SHARING for mark in marks)
+    tells_halves = any(mark.moment == HookKind.REDUCING for mark in marks)
     for is_there, what in (
         (
             splits_backward(a) and not tells_halves,
@@ -106,7 +106,7 @@ def _unknown(plan: Plan, work: Prepared | None) -> Iterator[Problem]:
             yield Problem(f"the replay of a step has no rules for {what}", fix=fix)
 
 
-class _Step:
+class _StepBuilder:
     """One step in the making."""
 
     def __init__(
@@ -121,14 +121,14 @@ class _Step:
     ) -> None:
         self._work, self._plan = work, plan
         self._optimizer, self._foreach, self._has_host = optimizer, foreach, has_host
-        self._writer = Writer(has_host=has_host)
+        self._writer = LogWriter(has_host=has_host)
         stages = plan.assignment.stages
         plans = {"": plan}
         if stages is not None:
             place = plan.mesh.index(rank, ("pp",))
             plans = {f"{AT_STAGE}{s}": restrict(plan, s) for s in stages.of_rank(place)}
         self._parts = {
-            at: Part(self._writer, part, rank, work.settling_at.get(at, {}))
+            at: Wrapped(self._writer, part, rank, work.settling_at.get(at, {}))
             for at, part in plans.items()
         }
         self._num_backwards = stages.microbatches if stages is not None else 1
@@ -193,19 +193,19 @@ class _Step:
         self._keep_loss(copy)
         self._carried = tuple(map(copy.number, self._work.kept))
 
-    def _at(self, act: Act, moment: Moment, backwards: Counter[str], *, is_last: bool) -> None:
+    def _at(self, act: Act, moment: HookKind, backwards: Counter[str], *, is_last: bool) -> None:
         """A wrapper acts."""
-        if moment is Moment.SHARING:
+        if moment is HookKind.SHARING:
             if is_last:
                 self._share()
             return
         at = act.at
         part = self._parts[at]
-        if moment is Moment.REDUCING:
+        if moment is HookKind.REDUCING:
             if is_last:
                 part.reduce()
             return
-        if moment is not Moment.END_OF_BACKWARD:
+        if moment is not HookKind.END_OF_BACKWARD:
             part.act(moment, act.fqn, in_backward=act.in_backward)
             return
         backwards[at] += 1

@@ -18,7 +18,7 @@ from meshplan.memory.answer.states import READ_BY_KERNELS, STEP_COUNTERS
 from meshplan.memory.log.events import Term
 from meshplan.memory.replay.loops import LOOPS, Stepped, play_loop
 from meshplan.memory.replay.shards import offloads_params
-from meshplan.memory.replay.writer import Writer
+from meshplan.memory.replay.writer import LogWriter
 from meshplan.spec.spec import OPTIMIZER_STATES
 
 
@@ -124,7 +124,7 @@ def states_of(param: Updated, name: str, *, has_host: bool = False) -> list[int]
     return [param.num_bytes] * OPTIMIZER_STATES[name] + [4] * counters
 
 
-def step(writer: Writer, params: Sequence[Updated], name: str, *, foreach: bool) -> None:
+def step(writer: LogWriter, params: Sequence[Updated], name: str, *, foreach: bool) -> None:
     """Play one step over the parameters that have gradients."""
     if name in LOOPS:
         alone = [p for p in params if name != _OF_MATRICES or len(p.shape) == 2]
@@ -141,7 +141,7 @@ def _stepped(param: Updated, name: str) -> Stepped:
     return Stepped(shape, DTYPE_BYTES[param.dtype], param.on_host)
 
 
-def _together(writer: Writer, params: Sequence[Updated], times: int) -> None:
+def _together(writer: LogWriter, params: Sequence[Updated], times: int) -> None:
     """Dtype by dtype, list by list: each list of one dtype is freed when the next has its own."""
     held: list[list[int]] = [[] for _ in range(times)]
     for dtype in dict.fromkeys(param.dtype for param in params):
@@ -153,7 +153,7 @@ def _together(writer: Writer, params: Sequence[Updated], times: int) -> None:
         writer.free_all(last)
 
 
-def _alone(writer: Writer, params: Sequence[Updated], times: int) -> None:
+def _alone(writer: LogWriter, params: Sequence[Updated], times: int) -> None:
     before = None
     for param in params if times else ():
         size, where = param.num_bytes, param.on_host

@@ -9,13 +9,13 @@ from meshplan.layout.dtypes import DTYPE_BYTES
 from meshplan.layout.mesh import GRADIENT_AXES, Mesh
 from meshplan.layout.schedules import SCHEDULES
 from meshplan.memory.log.events import Term
-from meshplan.memory.log.microbatch import Moment
-from meshplan.memory.replay.alone import Alone
+from meshplan.memory.log.microbatch import HookKind
+from meshplan.memory.replay.alone import UnwrappedParameters
 from meshplan.memory.replay.buckets import Buckets, Options
 from meshplan.memory.replay.optimizer import Updated, states_of
 from meshplan.memory.replay.shards import Numels, numels_of, unit_shards
-from meshplan.memory.replay.units import Units
-from meshplan.memory.replay.writer import Writer
+from meshplan.memory.replay.units import ReplayUnits
+from meshplan.memory.replay.writer import LogWriter
 from meshplan.plan.plan import Plan
 
 
@@ -24,7 +24,7 @@ def splits_backward(a: Assignment) -> bool:
     return a.stages is not None and SCHEDULES[a.stages.schedule].splits_backward
 
 
-class Part:
+class Wrapped:
     """The wrappers of a model or a stage.
 
     Args:
@@ -34,7 +34,7 @@ class Part:
 
     def __init__(
         self,
-        writer: Writer,
+        writer: LogWriter,
         plan: Plan,
         rank: int,
         settling: Mapping[str, Sequence[tuple[int, int]]],
@@ -44,18 +44,18 @@ class Part:
         is_units = a.wrapper == "units"
         self._agrees = is_units and plan.mesh.size(*GRADIENT_AXES) > 1
         shards = unit_shards(a, plan.graph, rank) if is_units else []
-        self._units = Units(writer, shards, settling, fills=self._agrees)
+        self._units = ReplayUnits(writer, shards, settling, fills=self._agrees)
         self._numels = _numels_of(a, plan.mesh, rank)
         self._unit_of = {p.fqn: unit.fqn for unit in shards for p in unit.params}
         self._on_host = {p.fqn for unit in shards if unit.on_host for p in unit.params}
         self._params = list(self._updated())
-        self._alone: Alone | Buckets
+        self._alone: UnwrappedParameters | Buckets
         if a.wrapper == "ddp":
             options = Options.of(plan.spec.ddp)
             self._alone = Buckets(writer, self._params, self._buffers(), options)
         else:
             alone = (p for p in self._params if p.fqn not in self._unit_of)
-            self._alone = Alone(writer, alone, fills=self._agrees)
+            self._alone = UnwrappedParameters(writer, alone, fills=self._agrees)
 
     def be_there(self, found: Mapping[str, object], optimizer: str, *, has_host: bool) -> None:
         """What is there before a step: parameters, and the states of those that get gradients."""
@@ -96,15 +96,15 @@ class Part:
         else:
             self._units.has_gradient(unit, fqn, storage)
 
-    def act(self, moment: Moment, unit: str, *, in_backward: bool) -> None:
+    def act(self, moment: HookKind, unit: str, *, in_backward: bool) -> None:
         """A unit acts. A told work may mark more than the plan has."""
         if unit not in self._plan.assignment.units:
             return
-        if moment == Moment.BEFORE_FORWARD:
+        if moment == HookKind.BEFORE_FORWARD:
             self._units.before_forward(unit)
-        elif moment == Moment.AFTER_FORWARD:
+        elif moment == HookKind.AFTER_FORWARD:
             self._units.after_forward(unit, in_backward=in_backward)
-        elif moment == Moment.BEFORE_BACKWARD:
+        elif moment == HookKind.BEFORE_BACKWARD:
             self._units.before_backward(unit)
         else:
             self._units.after_backward(unit)

@@ -10,11 +10,11 @@ from typing import Final, NamedTuple, TypeVar
 
 from meshplan.errors import PlanError, Problem
 from meshplan.memory.log.events import Change, EventLog
-from meshplan.memory.log.microbatch import AT_STAGE, Mark, Moment, Work
+from meshplan.memory.log.microbatch import AT_STAGE, HookKind, HookPoint, MicrobatchTrace
 
 _T = TypeVar("_T")
 _EVENT: Final = itemgetter(0)
-_BEGINNING: Final = (Moment.BEFORE_FORWARD, Moment.BEFORE_BACKWARD)
+_BEGINNING: Final = (HookKind.BEFORE_FORWARD, HookKind.BEFORE_BACKWARD)
 """When a mark belongs to the phase that it begins rather than to the one that it ends."""
 
 
@@ -34,7 +34,7 @@ class Act(NamedTuple):
 
     event: int
     enters: bool
-    moment: Moment | None
+    moment: HookKind | None
     fqn: str = ""
     at: str = ""
     storage: int = -1
@@ -58,9 +58,9 @@ class Prepared:
         kept: What takes their place.
     """
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: MicrobatchTrace) -> None:
         self.log: EventLog = work.log
-        self.marks: tuple[Mark, ...] = work.marks
+        self.marks: tuple[HookPoint, ...] = work.marks
         changes = work.log.changes
         live: dict[int, int] = {}
         ended: list[int] = []
@@ -125,7 +125,7 @@ class Prepared:
     @cached_property
     def ends(self) -> Counter[str]:
         """Of each stage, how many backwards are marked: of a told pipeline not every one is."""
-        marks = (mark for mark in self.marks if mark.moment == Moment.END_OF_BACKWARD)
+        marks = (mark for mark in self.marks if mark.moment == HookKind.END_OF_BACKWARD)
         return Counter(apart(mark.unit)[1] for mark in marks)
 
     @cached_property

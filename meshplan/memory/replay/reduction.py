@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from meshplan.memory.log.events import Term
 from meshplan.memory.replay.shards import Shard
-from meshplan.memory.replay.unit import ADDING_UP, REDUCING, Unit
-from meshplan.memory.replay.writer import Writer
+from meshplan.memory.replay.unit import ADDING_UP, REDUCING, ReplayUnit
+from meshplan.memory.replay.writer import LogWriter
 
 
 class Reduction:
@@ -24,7 +24,7 @@ class Reduction:
 
     def __init__(
         self,
-        writer: Writer,
+        writer: LogWriter,
         settling: Mapping[str, Sequence[tuple[int, int]]],
         *,
         fills: bool,
@@ -34,13 +34,13 @@ class Reduction:
         self._filled: set[str] = set()
         self._real: set[str] = set()
 
-    def add_up(self, unit: Unit) -> None:
+    def add_up(self, unit: ReplayUnit) -> None:
         """What waits in the dtype of the reduction takes in what autograd gave."""
         for param in unit.shards.params:
             if param.fqn in unit.summed and param.fqn in unit.grads:
                 self._writer.free(unit.grads.pop(param.fqn))
 
-    def take(self, unit: Unit) -> Mapping[Shard, int]:
+    def take(self, unit: ReplayUnit) -> Mapping[Shard, int]:
         """The gradients that are to be reduced."""
         return {
             param: storage
@@ -48,7 +48,7 @@ class Reduction:
             if (storage := self._taken(unit, param)) is not None
         }
 
-    def run(self, unit: Unit, found: Mapping[Shard, int]) -> None:
+    def run(self, unit: ReplayUnit, found: Mapping[Shard, int]) -> None:
         """Reduce them, once the buffer of the unit before is given back."""
         self.end()
         if found:
@@ -61,7 +61,7 @@ class Reduction:
         self._writer.free_all(self._scattering)
         self._scattering.clear()
 
-    def _taken(self, unit: Unit, param: Shard) -> int | None:
+    def _taken(self, unit: ReplayUnit, param: Shard) -> int | None:
         """The gradient of a parameter, laid as the parameter is along the other axes."""
         if param.fqn in unit.summed:
             storage, itemsize = unit.summed.pop(param.fqn), unit.shards.reduce_itemsize
@@ -81,7 +81,7 @@ class Reduction:
             (storage,) = made.values()
         return storage
 
-    def fill(self, unit: Unit) -> None:
+    def fill(self, unit: ReplayUnit) -> None:
         """`runtime.apply.gradients`: one rank may have a gradient that another has not."""
         for param in unit.shards.trained if self._fills else ():
             waits = param.fqn in unit.grads or param.fqn in unit.summed
@@ -93,14 +93,14 @@ class Reduction:
             if not waits:
                 unit.grads[param.fqn] = self._make(unit, param.grad_bytes, Term.GRADIENTS)
 
-    def forget_filled(self, units: Iterable[Unit]) -> None:
+    def forget_filled(self, units: Iterable[ReplayUnit]) -> None:
         """A gradient that no rank has is none, and not zero."""
         for unit in units:
             for fqn in self._filled - self._real:
                 self._writer.free(unit.reduced.pop(fqn, None))
         self._filled, self._real = set(), set()
 
-    def widen(self, unit: Unit) -> None:
+    def widen(self, unit: ReplayUnit) -> None:
         """Gradients that wait are summed in the dtype in which they are reduced."""
         itemsize = unit.shards.reduce_itemsize
         for param in unit.shards.trained:
@@ -110,7 +110,7 @@ class Reduction:
                 unit.summed[param.fqn] = self._make(unit, size, Term.GRADIENTS)
                 self._writer.free(unit.grads.pop(param.fqn))
 
-    def _run(self, unit: Unit, found: Mapping[Shard, int]) -> None:
+    def _run(self, unit: ReplayUnit, found: Mapping[Shard, int]) -> None:
         """`foreach_reduce`: into one buffer, scattered into another, which is the gradients."""
         writer, shards = self._writer, unit.shards
         laid, kept = self._lay(unit, found)
@@ -152,7 +152,7 @@ class Reduction:
         writer.free(unit.partial)
         unit.partial = None
 
-    def _bring_back(self, unit: Unit, param: Shard) -> None:
+    def _bring_back(self, unit: ReplayUnit, param: Shard) -> None:
         """A reduced gradient is copied to the host, and added there to one that is there."""
         copy = self._writer.make(param.local_bytes, Term.GRADIENTS, unit.fqn, on_host=True)
         if param.fqn in unit.reduced:
@@ -160,7 +160,7 @@ class Reduction:
         else:
             unit.reduced[param.fqn] = copy
 
-    def _lay(self, unit: Unit, found: Mapping[Shard, int]) -> tuple[list[int], list[int]]:
+    def _lay(self, unit: ReplayUnit, found: Mapping[Shard, int]) -> tuple[list[int], list[int]]:
         """(what is freed once it is in the buffer, what the names of a loop hold until the end).
 
         Gradients cut along another dim than the first are copied.
@@ -179,6 +179,6 @@ class Reduction:
         kept = [] if is_copied else [laid.pop()]
         return laid, kept if in_parts is None else [*kept, in_parts]
 
-    def _make(self, unit: Unit, size: int, term: Term) -> int:
+    def _make(self, unit: ReplayUnit, size: int, term: Term) -> int:
         passing = Term.TEMPORARIES if term == Term.GRADIENTS else None
         return self._writer.make(size, term, unit.fqn, passing=passing)

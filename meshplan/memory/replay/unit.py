@@ -22,7 +22,7 @@ class Doing(Enum):
     POST_BACKWARD = auto()
 
 
-class Held(Enum):
+class GatherState(Enum):
     """How the parameters of a unit are there."""
 
     SHARDED = auto()
@@ -32,7 +32,7 @@ class Held(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Unit:
+class ReplayUnit:
     """One unit in the course of a step; numbers are storages.
 
     Attributes:
@@ -50,7 +50,7 @@ class Unit:
     shards: UnitShards
     hook: Doing = Doing.IDLE
     doing: Doing = Doing.IDLE
-    held: Held = Held.SHARDED
+    held: GatherState = GatherState.SHARDED
     was_gathered: bool = False
     gathering: int | None = None
     whole: list[int] = field(default_factory=list)
@@ -73,4 +73,4 @@ class Unit:
     def num_ranks(self) -> int:
         """Over how many the parameters are cut now."""
         fewer = self.shards.fewer_ranks
-        return fewer if self.held is Held.FEWER and fewer else self.shards.num_ranks
+        return fewer if self.held is GatherState.FEWER and fewer else self.shards.num_ranks

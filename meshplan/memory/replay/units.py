@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from meshplan.memory.replay.gather import Gathering
 from meshplan.memory.replay.reduction import Reduction
 from meshplan.memory.replay.shards import UnitShards
-from meshplan.memory.replay.unit import Doing, Unit
-from meshplan.memory.replay.writer import Writer
+from meshplan.memory.replay.unit import Doing, ReplayUnit
+from meshplan.memory.replay.writer import LogWriter
 
 
-class Units:
+class ReplayUnits:
     """All units of a model on one rank.
 
     Args:
@@ -29,7 +29,7 @@ class Units:
 
     def __init__(
         self,
-        writer: Writer,
+        writer: LogWriter,
         shards: Sequence[UnitShards],
         settling: Mapping[str, Sequence[tuple[int, int]]],
         *,
@@ -38,9 +38,9 @@ class Units:
         self._writer = writer
         self._gathering = Gathering(writer)
         self._reduction = Reduction(writer, settling, fills=fills)
-        self._units = {each.fqn: Unit(each) for each in shards}
-        self._order: list[Unit] = []
-        self._root: Unit | None = None
+        self._units = {each.fqn: ReplayUnit(each) for each in shards}
+        self._order: list[ReplayUnit] = []
+        self._root: ReplayUnit | None = None
 
     def set_last(self, is_last: bool, *, keeps_whole: bool) -> None:
         """As `runtime.apply.data.set_gradient_sync` does before each microbatch."""

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from meshplan.memory.log.events import Term
 from meshplan.memory.replay.optimizer import Updated
-from meshplan.memory.replay.writer import Writer
+from meshplan.memory.replay.writer import LogWriter
 
 
-def unscale(writer: Writer, params: Sequence[Updated]) -> None:
+def unscale(writer: LogWriter, params: Sequence[Updated]) -> None:
     """Play one call.
 
     Args:
@@ -32,7 +32,7 @@ def unscale(writer: Writer, params: Sequence[Updated]) -> None:
     writer.free(finite)
 
 
-def _are_finite(writer: Writer, params: Sequence[Updated], *, on_host: bool = False) -> int:
+def _are_finite(writer: LogWriter, params: Sequence[Updated], *, on_host: bool = False) -> int:
     def make(size: int) -> int:
         return writer.make(size, Term.TEMPORARIES, on_host=on_host)
 
@@ -54,5 +54,5 @@ def _are_finite(writer: Writer, params: Sequence[Updated], *, on_host: bool = Fa
     return out
 
 
-def _number(writer: Writer) -> int:
+def _number(writer: LogWriter) -> int:
     return writer.make(4, Term.TEMPORARIES)

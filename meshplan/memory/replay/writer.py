@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from meshplan.memory.log.events import Change, EventLog, Storage, Term
 
 
-class Writer:
+class LogWriter:
     """An event log in the making.
 
     Args:
@@ -140,7 +140,7 @@ class Copy:
 
     def __init__(
         self,
-        writer: Writer,
+        writer: LogWriter,
         log: EventLog,
         first_event: int,
         known: Mapping[int, int] | None = None,

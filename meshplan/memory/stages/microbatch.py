@@ -8,14 +8,14 @@ from functools import cached_property
 from typing import Final
 
 from meshplan.memory.log.events import Storage, Term
-from meshplan.memory.log.microbatch import Mark, Moment, Work
+from meshplan.memory.log.microbatch import HookKind, HookPoint, MicrobatchTrace
 from meshplan.memory.stages.tape import StageTape
 from meshplan.memory.tape.tape import Player
 
 _NAMELESS: Final = ("num_before", "sizes", "left", "host_bytes", "changes", "plain_until")
 _NAMELESS_IN_HALVES: Final = ("waiting", "held")
 """What does not change when modules are called otherwise."""
-_FORWARD: Final = (Moment.BEFORE_FORWARD, Moment.AFTER_FORWARD)
+_FORWARD: Final = (HookKind.BEFORE_FORWARD, HookKind.AFTER_FORWARD)
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class StageWork:
         turn: Of a backward in two halves, how many events and marks are before the second.
     """
 
-    work: Work
+    work: MicrobatchTrace
     split: int
     received: tuple[int, ...]
     sent: tuple[int, ...]
@@ -157,7 +157,7 @@ class StageWork:
             out += [number] * (number - len(out)) + [number]
         return out
 
-    def marks_between(self, first: int) -> Sequence[Mark]:
+    def marks_between(self, first: int) -> Sequence[HookPoint]:
         """Those of forward, of backward, or of one of its halves, by their first event."""
         marks = self.work.marks
         # Backward may run a unit's forward again.
@@ -209,7 +209,7 @@ def played(part: StageTape, player: StagePlayer) -> StageWork:
     )
 
 
-def _renamed(work: Work, names: Mapping[str, str]) -> Work:
+def _renamed(work: MicrobatchTrace, names: Mapping[str, str]) -> MicrobatchTrace:
     """The same, with names of modules, units and parameters put for others."""
     return replace(
         work,
@@ -222,14 +222,14 @@ def _renamed(work: Work, names: Mapping[str, str]) -> Work:
                 ]
             ),
         ),
-        marks=tuple([Mark(event, moment, names[unit]) for event, moment, unit in work.marks]),
+        marks=tuple([HookPoint(event, moment, names[unit]) for event, moment, unit in work.marks]),
         gradients={names[fqn]: storage for fqn, storage in work.gradients.items()},
         ready={names[fqn]: event for fqn, event in work.ready.items()},
         settling={names[fqn]: each for fqn, each in work.settling.items()},
     )
 
 
-def _inner_first(marks: tuple[Mark, ...]) -> tuple[Mark, ...]:
+def _inner_first(marks: tuple[HookPoint, ...]) -> tuple[HookPoint, ...]:
     """What a stage's last unit gives is what the stage gives: its hook came first, and runs first.
 
     Of a whole model, the head stands between.
@@ -237,7 +237,7 @@ def _inner_first(marks: tuple[Mark, ...]) -> tuple[Mark, ...]:
     out = list(marks)
     for number, mark in enumerate(out[:-1]):
         after = out[number + 1]
-        if mark[1:] == (Moment.BEFORE_BACKWARD, "") and after[:2] == mark[:2]:
+        if mark[1:] == (HookKind.BEFORE_BACKWARD, "") and after[:2] == mark[:2]:
             out[number : number + 2] = [after, mark]
     return tuple(out)
 
@@ -273,7 +273,7 @@ class StagePlayer(Player):
             for storage in self.given:  # As the pipeline does, so nothing is added to them.
                 self._hold(storage)
 
-    def _mark(self, moment: Moment, unit: str) -> None:
-        if moment == Moment.END_OF_BACKWARD:
+    def _mark(self, moment: HookKind, unit: str) -> None:
+        if moment == HookKind.END_OF_BACKWARD:
             self.returned = tuple(self._grads.pop(value) for value in self._part.received)
         super()._mark(moment, unit)

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from meshplan.assign.types import Stages
 from meshplan.layout.schedules import Action
-from meshplan.memory.log.microbatch import Work
+from meshplan.memory.log.microbatch import MicrobatchTrace
 from meshplan.memory.stages.microbatch import StageWork
 from meshplan.memory.stages.schedule_pass import Pass
 
@@ -21,7 +21,7 @@ def work_of_rank(
     takes_gradients: bool,
     in_brief: bool = False,
     halved: Mapping[int, StageWork] = MappingProxyType({}),
-) -> Work:
+) -> MicrobatchTrace:
     """A whole pass of a rank.
 
     Args:

@@ -19,7 +19,7 @@ from typing import Final
 from meshplan.assign.types import Stages
 from meshplan.layout.schedules import Action
 from meshplan.memory.log.events import Change, EventLog, Storage, Term
-from meshplan.memory.log.microbatch import AT_STAGE, Mark, Moment, Work
+from meshplan.memory.log.microbatch import AT_STAGE, HookKind, HookPoint, MicrobatchTrace
 from meshplan.memory.stages.microbatch import StageWork
 
 _NUMBER: Final = 8
@@ -27,7 +27,7 @@ _NUMBER: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class _PlayedMicrobatch:
     """One microbatch in one stage.
 
     Args:
@@ -64,13 +64,13 @@ class Pass:
         self._events: list[Change] = []
         self._phases = ["before"]
         self._sizes: dict[int, int] = {}
-        self._marks: list[Mark] = []
+        self._marks: list[HookPoint] = []
         self._gradients: dict[str, int] = {}
         self._ready: dict[str, int] = {}
         self._again: list[tuple[int, str, int]] = []
         self._known: dict[int, dict[int, int]] = {}
         """By stage, what is there before, by the number that its work gives it."""
-        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._flights: dict[tuple[int, int], _PlayedMicrobatch] = {}
         self._arrived: dict[tuple[int, int], list[int]] = {}
         self._came_back: dict[tuple[int, int], list[int]] = {}
         self._leaving: dict[Action, list[int]] = {}
@@ -120,7 +120,7 @@ class Pass:
             arrived = [before[s] for s in self._part_of(stage - 1, m).sent]
             self._holders.update(arrived)
         known = self._known[stage] | dict(zip(part.received, arrived, strict=True))
-        flight = _Flight(stage, len(self._storages), known, [])
+        flight = _PlayedMicrobatch(stage, len(self._storages), known, [])
         self._flights[stage, m] = flight
         if part.turn is not None:  # The graph holds it too.
             self._holders.update(arrived)
@@ -198,7 +198,7 @@ class Pass:
                 self._make_known(part, flight, [storage])
                 self._take(part, storage, flight[storage], f"{AT_STAGE}{stage}")
 
-    def _end_outputs(self, part: StageWork, flight: _Flight) -> None:
+    def _end_outputs(self, part: StageWork, flight: _PlayedMicrobatch) -> None:
         """What backward began with is let go of."""
         self._let_go(flight[storage] for storage in part.sent)
         if flight.stage == self._stages.num - 1:
@@ -232,7 +232,7 @@ class Pass:
         """Room for the gradients, which are held until their backward is done."""
         self._came_back[stage, m] = self._receive(stage, m, received=False)
 
-    def end(self, split_of: Collection[int]) -> Work:
+    def end(self, split_of: Collection[int]) -> MicrobatchTrace:
         """All was played: what is still held of what was sent goes."""
         self._begin("backward")
         for storages in self._leaving.values():
@@ -240,11 +240,13 @@ class Pass:
         self._drop(self._make(_NUMBER, Storage(Term.COMMUNICATION, "_to_copy")))
         for stage in self._parts:
             if stage in split_of:
-                self._marks.append(Mark(len(self._events), Moment.REDUCING, f"{AT_STAGE}{stage}"))
-        self._marks.append(Mark(len(self._events), Moment.SHARING, ""))
+                self._marks.append(
+                    HookPoint(len(self._events), HookKind.REDUCING, f"{AT_STAGE}{stage}")
+                )
+        self._marks.append(HookPoint(len(self._events), HookKind.SHARING, ""))
         loss = self._make(_NUMBER, Storage(Term.LOSS, "div"))
         self._drop(self._total)
-        return Work(
+        return MicrobatchTrace(
             log=EventLog(tuple(self._storages), tuple(self._events), tuple(self._phases)),
             marks=tuple(self._marks),
             gradients=self._gradients,
@@ -266,7 +268,9 @@ class Pass:
         if delta:
             self._host.append((len(self._events), delta))
 
-    def _make_known(self, part: StageWork, flight: _Flight, storages: Iterable[int]) -> None:
+    def _make_known(
+        self, part: StageWork, flight: _PlayedMicrobatch, storages: Iterable[int]
+    ) -> None:
         for storage in storages:
             flight.known[storage] = self._make(part.sizes[storage], part.storages[storage])
 
@@ -300,7 +304,7 @@ class Pass:
             else:
                 self._drop(storage)
 
-    def _play(self, part: StageWork, flight: _Flight, first: int, end: int) -> None:
+    def _play(self, part: StageWork, flight: _PlayedMicrobatch, first: int, end: int) -> None:
         """A piece of a stage's work."""
         log, at = part.work.log, f"{AT_STAGE}{flight.stage}"
         marks = part.marks_between(first)
@@ -361,5 +365,5 @@ class Pass:
         else:  # It is added to the one that is there.
             self._drop(own)
 
-    def _mark(self, mark: Mark, at: str) -> None:
-        self._marks.append(Mark(len(self._events), mark.moment, mark.unit + at))
+    def _mark(self, mark: HookPoint, at: str) -> None:
+        self._marks.append(HookPoint(len(self._events), mark.moment, mark.unit + at))

@@ -8,29 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshplan.memory.log.microbatch import Moment
+from meshplan.memory.log.microbatch import HookKind
 from meshplan.memory.stages.microbatch import StagePlayer, StageWork, play_stage, played
 from meshplan.memory.stages.tape import StageTape
-from meshplan.memory.tape.op import Span
-from meshplan.memory.tape.split_backward import Group, Halves, Order, halves_of
+from meshplan.memory.tape.op import RecomputeSpan
+from meshplan.memory.tape.split_backward import Order, SplitBackward, WeightGroup, split_backward_of
 
 
-def play_in_halves(part: StageTape, order: Order, *, sums_in_place: bool) -> StageWork:
+def play_split_backward(part: StageTape, order: Order, *, sums_in_place: bool) -> StageWork:
     """One microbatch of a stage; without a `turn` where the first half has nothing to do.
 
     Raises:
-        PlanError: As of `halves_of`.
+        PlanError: As of `split_backward_of`.
     """
-    halves = halves_of(part.tape, part.received, order)
+    halves = split_backward_of(part.tape, part.received, order)
     if halves is None:
         return play_stage(part, sums_in_place=sums_in_place)
-    return played(part, _HalvesPlayer(part, sums_in_place, halves))
+    return played(part, _SplitBackwardPlayer(part, sums_in_place, halves))
 
 
-class _HalvesPlayer(StagePlayer):
+class _SplitBackwardPlayer(StagePlayer):
     """Plays forward, then the first half, then the second."""
 
-    def __init__(self, part: StageTape, sums_in_place: bool, halves: Halves) -> None:
+    def __init__(self, part: StageTape, sums_in_place: bool, halves: SplitBackward) -> None:
         super().__init__(part, sums_in_place)
         self._halves = halves
         self._joins = {number for group in halves.groups for number in group.joins}
@@ -42,16 +42,16 @@ class _HalvesPlayer(StagePlayer):
         for number in reversed(range(len(halves.until))):
             self._held_until.setdefault(halves.until[number], []).append(number)
 
-    def _run_backward(self, spans: Sequence[Span]) -> None:
+    def _run_backward(self, spans: Sequence[RecomputeSpan]) -> None:
         assert not any(span.recompute or span.on_host for span in spans)
         for number in reversed(range(len(self._tape.rows))):
             self._is_loss = 0 <= self._tape.loss_start <= number
             if number == self._tape.loss_start - 1:
-                self._mark(Moment.BEFORE_BACKWARD, "")
+                self._mark(HookKind.BEFORE_BACKWARD, "")
             self._begin_unit(number)
             self._back_to_inputs(number)
             self._end_unit(number)
-        self._mark(Moment.END_OF_BACKWARD, "")
+        self._mark(HookKind.END_OF_BACKWARD, "")
         self._is_loss = False
         for storage in self._seeds:
             self._drop(storage)
@@ -95,7 +95,7 @@ class _HalvesPlayer(StagePlayer):
 
     def _second_half(self) -> None:
         """Weights, group by group: what one made and noted is there until the next is under way."""
-        before: Group | None = None
+        before: WeightGroup | None = None
         for place, group in enumerate(self._halves.groups):
             if before is not None:
                 self._end_group(before, place - 1)
@@ -107,7 +107,7 @@ class _HalvesPlayer(StagePlayer):
             self._take(before)
             self._end_group(before, len(self._halves.groups) - 1)
 
-    def _back_to_weights(self, group: Group) -> None:
+    def _back_to_weights(self, group: WeightGroup) -> None:
         """The rows of a group, as far as its weights go, last first; what they kept ends."""
         for number in group.rows:
             row = self._tape.rows[number]
@@ -132,12 +132,12 @@ class _HalvesPlayer(StagePlayer):
             for value, storage in made:
                 self._accumulate(value, storage, row)
 
-    def _take(self, group: Group) -> None:
+    def _take(self, group: WeightGroup) -> None:
         """Its gradients are the weights', or were added to those; nothing else holds them now."""
         for fqn in group.parameters:
             self._ready[fqn] = len(self._events)
 
-    def _end_group(self, group: Group, place: int) -> None:
+    def _end_group(self, group: WeightGroup, place: int) -> None:
         for number in group.joins:
             for storage in self._noted.pop(number):
                 self._drop(storage)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from meshplan.assign.types import Stages
 from meshplan.errors import PlanError, Problem
 from meshplan.memory.log.events import Term
-from meshplan.memory.tape.op import Grad, Row, Span, Tape
+from meshplan.memory.tape.op import Grad, RecomputeSpan, Tape, TapeOp
 
 _ABSENT = -1
 """In place of its base, of a value that a stage does not have."""
@@ -35,7 +35,7 @@ class StageTape:
     sent: tuple[int, ...]
 
 
-class Cutter:
+class TapeCutter:
     """Who runs each row, who makes each value, and what crosses the cuts.
 
     Args:
@@ -88,7 +88,7 @@ class Cutter:
             for value in row.reads:
                 if value in tape.before:
                     self._readers.setdefault(value, []).append(number)
-        self._spans_of: dict[int | None, list[Span]] = {}
+        self._spans_of: dict[int | None, list[RecomputeSpan]] = {}
         self._units_of: dict[int | None, list[tuple[str, int, int]]] = {}
         self._laid_of: dict[int | None, list[tuple[int, str, int]]] = {}
         for span in tape.spans:
@@ -179,7 +179,7 @@ class Cutter:
             for value in sent:
                 out.last_use[value] = len(out.rows) + 1
                 out.outlive.add(value)
-            out.add(Row("send", "", sent, (done,), grads=grads))
+            out.add(TapeOp("send", "", sent, (done,), grads=grads))
         out.outlive |= {names[value] for value in whole.outlive & made}
         if self._widening > 1 and stage:
             begins = not self._begins.isdisjoint(received)
@@ -200,7 +200,7 @@ class Cutter:
             if term != Term.BUFFERS or value not in readers or not here.isdisjoint(readers[value])
         }
 
-    def _rows(self, kept: Sequence[int], received: Sequence[int]) -> Iterator[Row]:
+    def _rows(self, kept: Sequence[int], received: Sequence[int]) -> Iterator[TapeOp]:
         """The rows; what only stand-ins flow through has no gradient and keeps nothing."""
         tape = self.tape
         flows = set(received)
@@ -215,18 +215,18 @@ class Cutter:
             yield row
 
 
-def _handled(row: Row) -> tuple[int, ...]:
+def _handled(row: TapeOp) -> tuple[int, ...]:
     """The values that a row names."""
     return (*row.reads, *row.makes, *row.keeps, *[value for value, _ in row.grads])
 
 
-def _called_with(span: Span) -> tuple[int, ...]:
+def _called_with(span: RecomputeSpan) -> tuple[int, ...]:
     return span.given if span.enters < 0 else (*span.given, span.enters)
 
 
-def _renumbered(row: Row, names: Mapping[int, int]) -> Row:
+def _renumbered(row: TapeOp, names: Mapping[int, int]) -> TapeOp:
     name = names.__getitem__
-    return Row(
+    return TapeOp(
         row.op,
         row.module,
         tuple(map(name, row.reads)),
@@ -255,7 +255,7 @@ def _widen(tape: Tape, is_free: Callable[[str], bool], times: int) -> None:
     rows, shift, at = tape.rows, 0, 0
     moved: list[int] = []
     entered: dict[tuple[int, int], int] = {}
-    out: list[Row] = []
+    out: list[TapeOp] = []
     units = sorted(tape.units, key=lambda unit: (unit[1], -unit[2]))
     for fqn, start, end in units:
         if start < at:
@@ -266,7 +266,7 @@ def _widen(tape: Tape, is_free: Callable[[str], bool], times: int) -> None:
         narrow = {}
         for value in read:
             narrow[value] = cast = tape.value(tape.nbytes[value] // times)
-            out.append(Row("_to_copy", fqn, (value,), (cast,)))
+            out.append(TapeOp("_to_copy", fqn, (value,), (cast,)))
         shift += len(read)
         moved += [n + shift for n in range(start, end)]
         out += [_renamed(row, narrow) for row in rows[start:end]]
@@ -292,7 +292,7 @@ def _widen(tape: Tape, is_free: Callable[[str], bool], times: int) -> None:
     ]
 
 
-def _renamed(row: Row, names: Mapping[int, int]) -> Row:
+def _renamed(row: TapeOp, names: Mapping[int, int]) -> TapeOp:
     """The row, reading other values."""
     if not any(value in names for value in (*row.reads, *row.keeps)):
         return row

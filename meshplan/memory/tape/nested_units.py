@@ -13,7 +13,7 @@ from __future__ import annotations
 from meshplan.memory.tape.op import Tape
 
 
-class Nested:
+class NestedUnits:
     """The gradients that wait until the units inside of others are done.
 
     Args:

@@ -14,7 +14,7 @@ LEAST_BYTES: Final = 1024
 training/_activation_offloading.py, `min_offload_size`."""
 
 
-class Hosted:
+class OffloadedValues:
     """Copies in the host's memory, and when they come and go.
 
     Args:

@@ -25,7 +25,7 @@ class Grad(NamedTuple):
     nbytes: int
 
 
-class Row(NamedTuple):
+class TapeOp(NamedTuple):
     """One operation.
 
     Attributes:
@@ -61,7 +61,7 @@ class Row(NamedTuple):
 
 
 @dataclass(slots=True)
-class Span:
+class RecomputeSpan:
     """Neighbouring rows that are recomputed together, or not at all.
 
     Attributes:
@@ -105,12 +105,12 @@ class Tape:
         in_float32: What products make that are computed in float32, where others are narrower.
     """
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[TapeOp] = field(default_factory=list)
     nbytes: list[int] = field(default_factory=list)
     base: list[int] = field(default_factory=list)
     before: dict[int, Term] = field(default_factory=dict)
     last_use: list[int] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[RecomputeSpan] = field(default_factory=list)
     units: list[tuple[str, int, int]] = field(default_factory=list)
     loss_start: int = -1
     logits: int = -1
@@ -129,7 +129,7 @@ class Tape:
         self.last_use.append(len(self.rows))
         return number
 
-    def add(self, row: Row) -> None:
+    def add(self, row: TapeOp) -> None:
         """Run an operation next."""
         self.rows.append(row)
         now = len(self.rows) - 1
@@ -155,7 +155,7 @@ class Tape:
         if outlives:
             self.outlive.add(self.base[value])
 
-    def last_kept(self, span: Span) -> int:
+    def last_kept(self, span: RecomputeSpan) -> int:
         """The last row of a span of which something is kept."""
         return max(n for n in range(span.start, span.end) if self.rows[n].keeps)
 
@@ -167,18 +167,18 @@ class Tape:
                 out[self.last_use[value]].append(value)
         return out
 
-    def parts(self) -> Iterable[Span]:
+    def parts(self) -> Iterable[RecomputeSpan]:
         """The spans, and what lies between them."""
         done = 0
         for span in sorted(self.spans, key=lambda s: s.start):
             if span.start > done:
-                yield Span(done, span.start)
+                yield RecomputeSpan(done, span.start)
             yield span
             done = span.end
         if done < len(self.rows):
-            yield Span(done, len(self.rows))
+            yield RecomputeSpan(done, len(self.rows))
 
-    def called_with(self, span: Span) -> dict[int, None]:
+    def called_with(self, span: RecomputeSpan) -> dict[int, None]:
         """The values, by their base, that a span begins with."""
         made: set[int] = set()
         out: dict[int, None] = {}

@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass
 from types import MappingProxyType
 from typing import Final
 
-from meshplan.memory.tape.tape import Grad, Row, Span, Tape
+from meshplan.memory.tape.tape import Grad, RecomputeSpan, Tape, TapeOp
 
 _FP32: Final = 4
 _ID: Final = 8
@@ -27,7 +27,7 @@ KERNELS: Final = frozenset({"sdpa"})
 
 
 @dataclass(slots=True)
-class Writer:
+class TapeBuilder:
     """Writes rows to a tape.
 
     Attributes:
@@ -35,7 +35,7 @@ class Writer:
         parameter_bytes: Of the dtype that parameters, and their gradients, are seen in.
         is_cuda: Whether kernels of CUDA run, rather than those of CPUs.
         module: The fqn of the module that runs.
-        saves: Words of `save:`; the rows that they stand for are `Row.is_kept`.
+        saves: Words of `save:`; the rows that they stand for are `TapeOp.is_kept`.
         tokens: That this rank computes at once.
         samples: Sequences that they are of.
         runs_again: Whether backward runs these rows once more before it needs what they keep.
@@ -54,10 +54,10 @@ class Writer:
     in_place: bool = True
     runs_again: bool = False
 
-    def at(self, module: str) -> Writer:
+    def at(self, module: str) -> TapeBuilder:
         """The same tape, in another module."""
         # `dataclasses.replace` takes three times as long, and there are thousands of modules.
-        return Writer(
+        return TapeBuilder(
             self.tape, self.element_bytes, self.parameter_bytes, self.is_cuda, module=module,
             saves=self.saves, tokens=self.tokens, samples=self.samples, runs_again=self.runs_again,
             in_place=self.in_place,
@@ -84,7 +84,7 @@ class Writer:
         out = self.tape.value(nbytes)
         kept = (*keeps, out) if keeps_out else keeps
         self.tape.add(
-            Row(op, self.module, reads, (out,), kept, grads, parameters, takes, takes_back,
+            TapeOp(op, self.module, reads, (out,), kept, grads, parameters, takes, takes_back,
                 is_sent, is_kept, flops, weight_bytes)
         )  # fmt: skip
         return out
@@ -93,7 +93,7 @@ class Writer:
         self, op: str, *values: int, takes: int = 0, flops: float = 0.0, weight_bytes: int = 0
     ) -> None:
         """An operation that writes into what is there."""
-        self.tape.add(Row(op, self.module, values, takes=takes, flops=flops,
+        self.tape.add(TapeOp(op, self.module, values, takes=takes, flops=flops,
                           weight_bytes=weight_bytes))  # fmt: skip
 
     def touch(self, *values: int) -> None:
@@ -159,7 +159,7 @@ class Writer:
         mask = self.tape.value(elements if self.is_cuda else self.size(x))
         out = self.tape.value(self.size(x))
         self.tape.add(
-            Row("dropout", self.module, (x,), (mask, out), (mask,), (Grad(x, self.size(x)),))
+            TapeOp("dropout", self.module, (x,), (mask, out), (mask,), (Grad(x, self.size(x)),))
         )
         return out
 
@@ -168,13 +168,13 @@ class Writer:
     def chunk(self, x: int, *sizes: int) -> tuple[int, ...]:
         """Pieces of one tensor; their gradients are put together in a new one."""
         pieces = tuple(self.tape.value(size, of=x) for size in sizes)
-        self.tape.add(Row("split", self.module, (x,), pieces, grads=(Grad(x, self.size(x)),)))
+        self.tape.add(TapeOp("split", self.module, (x,), pieces, grads=(Grad(x, self.size(x)),)))
         return pieces
 
     def slice(self, x: int, nbytes: int) -> int:
         """A part of a tensor; its gradient is one of the whole, of zeros elsewhere."""
         part = self.tape.value(nbytes, of=x)
-        self.tape.add(Row("slice", self.module, (x,), (part,), grads=(Grad(x, self.size(x)),)))
+        self.tape.add(TapeOp("slice", self.module, (x,), (part,), grads=(Grad(x, self.size(x)),)))
         return part
 
     def cat(self, *parts: int) -> int:
@@ -204,7 +204,7 @@ class Writer:
             into, out: Features of this rank's part.
             weight: The fqn of the weight, if it is another module's.
             parts: By fqn of a parameter, the value that is computed with in its place.
-            takes: As in `Row`.
+            takes: As in `TapeOp`.
             is_addend: Whether ranks add up what it makes: recomputation keeps the sum instead.
         """
         at = self.at(f"{self.module}.{name}" if self.module else name)
@@ -252,7 +252,7 @@ class Writer:
         size = width * self.parameter_bytes
         parameters = ((f"{at.module}.weight", size), (f"{at.module}.bias", size))
         self.tape.add(
-            Row("native_layer_norm", at.module, (x,), (out, statistics), (x, statistics),
+            TapeOp("native_layer_norm", at.module, (x,), (out, statistics), (x, statistics),
                 (Grad(x, self.size(x)),), parameters)
         )  # fmt: skip
         return out
@@ -264,7 +264,7 @@ class Writer:
         statistics, out = self.tape.value(tokens * _FP32), self.tape.value(self.size(x))
         parameters = ((f"{at.module}.weight", width * self.parameter_bytes),)
         self.tape.add(
-            Row("_fused_rms_norm", at.module, (x,), (out, statistics), (x, statistics),
+            TapeOp("_fused_rms_norm", at.module, (x,), (out, statistics), (x, statistics),
                 (Grad(x, self.size(x)),), parameters)
         )  # fmt: skip
         return out
@@ -295,7 +295,7 @@ class Writer:
         grads = tuple(Grad(each, self.size(each)) for each in (q, k, v))
         reads = (q, k, v) if bias is None else (q, k, v, bias)
         self.tape.add(
-            Row("attention", self.module, reads, (out, logsumexp), (*reads, out, logsumexp),
+            TapeOp("attention", self.module, reads, (out, logsumexp), (*reads, out, logsumexp),
                 grads, takes_back=takes_back, is_kept="sdpa" in self.saves)
         )  # fmt: skip
         return out
@@ -333,7 +333,7 @@ class Writer:
         if ranks == 1:
             return x
         alias = self.tape.value(self.size(x), of=x)
-        self.tape.add(Row("all_reduce_back", self.module, (x,), (alias,),
+        self.tape.add(TapeOp("all_reduce_back", self.module, (x,), (alias,),
                           grads=(Grad(x, self.size(x)),), is_sent=True))  # fmt: skip
         return alias
 
@@ -364,7 +364,7 @@ class Writer:
         )
         loss, weight = self.tape.value(_FP32), self.tape.value(_FP32)
         self.tape.add(
-            Row("nll_loss_forward", self.module, (probabilities, ids), (loss, weight),
+            TapeOp("nll_loss_forward", self.module, (probabilities, ids), (loss, weight),
                 (probabilities, ids, weight), (Grad(probabilities, size),))
         )  # fmt: skip
         self.tape.touch(wide)
@@ -376,10 +376,12 @@ class Writer:
         self, start: int, *, keeps_chosen: bool = False, given: tuple[int, ...] = (),
         on_host: bool = False, enters: int = -1,
     ) -> None:  # fmt: skip
-        """The rows from `start` on are run again in backward; the last two as in `Span`."""
+        """Run the rows from `start` on again in backward; the last two as in `RecomputeSpan`."""
         end = len(self.tape.rows)
-        self.tape.spans.append(Span(start, end, True, keeps_chosen, given, on_host, enters))
+        self.tape.spans.append(
+            RecomputeSpan(start, end, True, keeps_chosen, given, on_host, enters)
+        )
 
     def offloaded(self, start: int) -> None:
         """What the rows from `start` on keep waits on the host."""
-        self.tape.spans.append(Span(start, len(self.tape.rows), on_host=True))
+        self.tape.spans.append(RecomputeSpan(start, len(self.tape.rows), on_host=True))

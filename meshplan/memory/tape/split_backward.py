@@ -23,7 +23,7 @@ Order = Callable[[str, str], tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class WeightGroup:
     """Weights whose gradients are computed at once.
 
     Args:
@@ -38,7 +38,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Halves:
+class SplitBackward:
     """How the backward of a stage is split.
 
     Args:
@@ -50,11 +50,11 @@ class Halves:
 
     flowing: tuple[bool, ...]
     flows: frozenset[int]
-    groups: tuple[Group, ...]
+    groups: tuple[WeightGroup, ...]
     until: tuple[int, ...]
 
 
-def halves_of(tape: Tape, received: Sequence[int], order: Order) -> Halves | None:
+def split_backward_of(tape: Tape, received: Sequence[int], order: Order) -> SplitBackward | None:
     """How a stage's backward is split; None where nothing received needs a gradient.
 
     Then the first half does nothing, and the second all.
@@ -73,10 +73,10 @@ def halves_of(tape: Tape, received: Sequence[int], order: Order) -> Halves | Non
     if not flowing[-1] or any(grad.value not in flows for grad in tape.rows[-1].grads):
         raise _unknown("a stage that sends what comes from its weights alone")
     groups = _groups(tape, flowing, order)
-    return Halves(tuple(flowing), frozenset(flows), groups, _until(tape, groups))
+    return SplitBackward(tuple(flowing), frozenset(flows), groups, _until(tape, groups))
 
 
-def _groups(tape: Tape, flowing: Sequence[bool], order: Order) -> tuple[Group, ...]:
+def _groups(tape: Tape, flowing: Sequence[bool], order: Order) -> tuple[WeightGroup, ...]:
     """Of every weight, those rows; weights that join at the same row go together."""
     readers: dict[int, list[int]] = {}
     for number, row in enumerate(tape.rows):
@@ -112,12 +112,12 @@ def _groups(tape: Tape, flowing: Sequence[bool], order: Order) -> tuple[Group, .
         else:
             merged.append(([fqn], joins, rows))
     return tuple(
-        Group(tuple(sorted(joins)), tuple(sorted(rows, reverse=True)), tuple(fqns))
+        WeightGroup(tuple(sorted(joins)), tuple(sorted(rows, reverse=True)), tuple(fqns))
         for fqns, joins, rows in merged
     )
 
 
-def _until(tape: Tape, groups: Sequence[Group]) -> tuple[int, ...]:
+def _until(tape: Tape, groups: Sequence[WeightGroup]) -> tuple[int, ...]:
     """Operations hold those whose gradients follow from theirs; groups hold where they begin."""
     makers = {value: number for number, row in enumerate(tape.rows) for value in row.makes}
     until = [-1] * len(tape.rows)

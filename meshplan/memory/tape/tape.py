@@ -19,18 +19,18 @@ from typing import Final
 
 from meshplan.memory.log.categories import settled
 from meshplan.memory.log.events import Change, EventLog, Storage, Term
-from meshplan.memory.log.microbatch import Mark, Moment, Work
-from meshplan.memory.tape.nested_units import Nested
-from meshplan.memory.tape.offload import Hosted
-from meshplan.memory.tape.op import Grad, Row, Span, Tape
+from meshplan.memory.log.microbatch import HookKind, HookPoint, MicrobatchTrace
+from meshplan.memory.tape.nested_units import NestedUnits
+from meshplan.memory.tape.offload import OffloadedValues
+from meshplan.memory.tape.op import Grad, RecomputeSpan, Tape, TapeOp
 
-__all__ = ["Grad", "Row", "Span", "Tape", "play"]
+__all__ = ["Grad", "RecomputeSpan", "Tape", "TapeOp", "play"]
 
 _FORWARD, _LOSS, _BACKWARD = 1, 2, 3
 _PHASES: Final = ("before", "forward", "loss", "backward")
 
 
-def play(tape: Tape, *, sums_in_place: bool = False) -> Work:
+def play(tape: Tape, *, sums_in_place: bool = False) -> MicrobatchTrace:
     """One microbatch, from what is there before to the end of backward.
 
     Args:
@@ -45,11 +45,11 @@ class Player:
 
     def __init__(self, tape: Tape, sums_in_place: bool) -> None:
         self._tape, self._sums_in_place = tape, sums_in_place
-        self._terms, self._made_by = list[Term](), list[Row]()
+        self._terms, self._made_by = list[Term](), list[TapeOp]()
         self._born_in, self._ended_in = list[int](), dict[int, int]()
         """By storage: what it is for, the row that made it, and its phases, by number."""
         self._events: list[Change] = []
-        self._marks: list[Mark] = []
+        self._marks: list[HookPoint] = []
         self._gradients: dict[str, int] = {}
         self._ready: dict[str, int] = {}
         """By fqn, the event before which autograd gives the parameter its gradient."""
@@ -67,7 +67,7 @@ class Player:
         """By the first row of a recomputed span, what it begins with."""
         self._cached: dict[int, int] = {}
         """By value, its storage that recomputation need not make again."""
-        self._host = Hosted(tape.nbytes)
+        self._host = OffloadedValues(tape.nbytes)
         self._grads: dict[int, int] = {}
         """By value, the storage of its gradient."""
         self._seeds: list[int] = []
@@ -75,14 +75,14 @@ class Player:
         self._dying = tape.dying()
         self._starts = {start: unit for unit, start, _ in tape.units}
         self._ends = {end - 1: unit for unit, _, end in tape.units}
-        self._nested = Nested(tape)
+        self._nested = NestedUnits(tape)
 
-    def work(self) -> Work:
+    def work(self) -> MicrobatchTrace:
         tape = self._tape
         for value, term in tape.before.items():
-            self._env[value] = self._born(tape.nbytes[value], Row("", "", ()), term)
+            self._env[value] = self._born(tape.nbytes[value], TapeOp("", "", ()), term)
         num_before, self._phase = len(self._terms), _FORWARD
-        self._mark(Moment.BEFORE_FORWARD, "")
+        self._mark(HookKind.BEFORE_FORWARD, "")
         spans = list(tape.parts())
         for span in spans:
             self._forward(span)
@@ -95,14 +95,14 @@ class Player:
         settling = {
             fqn: ((nbytes, -1),) for (_, fqn), nbytes in tape.laid.items() if fqn in self._unlaid
         }
-        return Work(
+        return MicrobatchTrace(
             log, tuple(self._marks), self._gradients, self._ready, (loss,), settling=settling,
             host=tuple(self._host.changes),
         )  # fmt: skip
 
     # Memory
 
-    def _born(self, nbytes: int, row: Row, term: Term = Term.TEMPORARIES) -> int:
+    def _born(self, nbytes: int, row: TapeOp, term: Term = Term.TEMPORARIES) -> int:
         """A new storage with one use."""
         number, phase = len(self._uses), self._phase
         if self._is_loss and term is Term.TEMPORARIES:
@@ -141,12 +141,12 @@ class Player:
     def _now(self) -> int:
         return len(self._events)
 
-    def _mark(self, moment: Moment, unit: str) -> None:
-        self._marks.append(Mark(self._now, moment, unit))
+    def _mark(self, moment: HookKind, unit: str) -> None:
+        self._marks.append(HookPoint(self._now, moment, unit))
 
     # Forward
 
-    def _forward(self, span: Span) -> None:
+    def _forward(self, span: RecomputeSpan) -> None:
         tape = self._tape
         if span.recompute:
             inputs = tape.called_with(span)
@@ -157,10 +157,10 @@ class Player:
                 self._hold(storage)
         for number in range(span.start, span.end):
             if number == tape.loss_start:
-                self._mark(Moment.AFTER_FORWARD, "")
+                self._mark(HookKind.AFTER_FORWARD, "")
                 self._phase, self._is_loss = _LOSS, True
             if number in self._starts:
-                self._mark(Moment.BEFORE_FORWARD, self._starts[number])
+                self._mark(HookKind.BEFORE_FORWARD, self._starts[number])
             row = tape.rows[number]
             self._run(row, self._env)
             if span.keeps_chosen:
@@ -171,9 +171,9 @@ class Player:
                 if value != tape.rows[-1].makes[0]:  # The loop keeps the loss.
                     self._drop(self._env.pop(value))
             if number in self._ends:
-                self._mark(Moment.AFTER_FORWARD, self._ends[number])
+                self._mark(HookKind.AFTER_FORWARD, self._ends[number])
 
-    def _run(self, row: Row, env: dict[int, int], cached: dict[int, int] | None = None) -> None:
+    def _run(self, row: TapeOp, env: dict[int, int], cached: dict[int, int] | None = None) -> None:
         """Make the row's outputs, or take them from what is cached."""
         tape = self._tape
         took = self._born(row.takes, row) if row.takes else None
@@ -196,7 +196,7 @@ class Player:
             self._hold(storage)
         self._kept[number] = kept
 
-    def _cache(self, row: Row) -> None:
+    def _cache(self, row: TapeOp) -> None:
         if row.is_kept:
             for value in row.makes:
                 storage = self._env[self._tape.base[value]]
@@ -212,20 +212,20 @@ class Player:
         for value in self._dying[len(self._tape.rows)]:
             if value not in self._tape.outlive:
                 self._drop(self._env.pop(value))
-        scaled = Row("mul", "", (loss,))
+        scaled = TapeOp("mul", "", (loss,))
         self._seeds = [self._born(self._tape.nbytes[loss], scaled) for _ in range(2)]
         self._grads[loss] = self._born(self._tape.nbytes[loss], scaled)
 
-    def _run_backward(self, spans: Sequence[Span]) -> None:
+    def _run_backward(self, spans: Sequence[RecomputeSpan]) -> None:
         for span in reversed(spans):
             self._backward(span)
         for value in self._tape.outlive:
             self._drop(self._env.pop(value))
-        self._mark(Moment.END_OF_BACKWARD, "")
+        self._mark(HookKind.END_OF_BACKWARD, "")
         for storage in self._seeds:
             self._drop(storage)
 
-    def _backward(self, span: Span) -> None:
+    def _backward(self, span: RecomputeSpan) -> None:
         end = span.end
         if span.recompute:
             # What needs nothing that was kept is done first; what runs again must be gathered.
@@ -235,7 +235,7 @@ class Player:
             self._recompute(span)
         self._back_through(span.start, end, span if span.recompute else None)
 
-    def _end_span(self, span: Span) -> None:
+    def _end_span(self, span: RecomputeSpan) -> None:
         """With the last that it kept goes what it was called with, and what it did not need."""
         left = [v for row in self._tape.rows[span.start : span.end] for v in row.makes]
         spared = [self._cached.pop(value) for value in left if value in self._cached]
@@ -243,12 +243,12 @@ class Player:
             self._drop(storage)
         self._host.end(~span.start, self._now)
 
-    def _back_through(self, start: int, end: int, ending: Span | None = None) -> None:
+    def _back_through(self, start: int, end: int, ending: RecomputeSpan | None = None) -> None:
         loss_start = self._tape.loss_start
         for number in range(end - 1, start - 1, -1):
             self._is_loss = 0 <= loss_start <= number
             if number == loss_start - 1:
-                self._mark(Moment.BEFORE_BACKWARD, "")
+                self._mark(HookKind.BEFORE_BACKWARD, "")
             self._begin_unit(number)
             self._back(number)
             if ending is not None and number == start:
@@ -258,17 +258,17 @@ class Player:
     def _begin_unit(self, number: int) -> None:
         """A row that is the last one of a unit is the first that its backward comes to."""
         if number in self._ends:
-            self._mark(Moment.BEFORE_BACKWARD, self._ends.pop(number))
+            self._mark(HookKind.BEFORE_BACKWARD, self._ends.pop(number))
             self._nested.begin(number, self._grads)
 
     def _end_unit(self, number: int) -> None:
         """The first row of a unit is the last that its backward comes to."""
         if number in self._starts:
-            self._mark(Moment.AFTER_BACKWARD, self._starts[number])
+            self._mark(HookKind.AFTER_BACKWARD, self._starts[number])
             for value, storage in self._nested.end(number, self._grads):
                 self._accumulate(value, storage, self._tape.rows[number])
 
-    def _recompute(self, span: Span) -> None:
+    def _recompute(self, span: RecomputeSpan) -> None:
         """Run forward again up to the last tensor that something keeps."""
         rows, last = self._tape.rows, self._tape.last_kept(span)
         self._is_loss = False
@@ -282,7 +282,7 @@ class Player:
         for number in range(span.start, last + 1):
             row = rows[number]
             if number in self._starts and number > span.start:
-                self._mark(Moment.BEFORE_FORWARD, self._starts[number])
+                self._mark(HookKind.BEFORE_FORWARD, self._starts[number])
             if number < last or set(row.keeps) & set(row.makes):
                 self._run(row, env, self._cached)
             self._keep(number, env)
@@ -290,7 +290,7 @@ class Player:
                 if value in env:
                     self._drop(env.pop(value))
             if number in self._ends and number < last:
-                self._mark(Moment.AFTER_FORWARD, self._ends[number])
+                self._mark(HookKind.AFTER_FORWARD, self._ends[number])
         for storage in (*env.values(), *back):
             self._drop(storage)
 
@@ -336,7 +336,7 @@ class Player:
                 made.append((value, given[0]))
         return made
 
-    def _accumulate(self, value: int, storage: int, row: Row) -> None:
+    def _accumulate(self, value: int, storage: int, row: TapeOp) -> None:
         known = self._grads.get(value)
         if known is None:
             self._grads[value] = storage

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from meshplan.errors import Origin, Problem, SpecError
-from meshplan.model.blueprint.builder import Builder
+from meshplan.model.blueprint.builder import GraphBuilder
 from meshplan.model.blueprint.config import Facts, read_json
 from meshplan.model.blueprint.families import FAMILIES, GPT2_DEFAULTS
 from meshplan.model.blueprint.modules import build_decoder, build_gpt2
@@ -117,7 +117,7 @@ def from_mapping(config: Mapping[str, Any], file: str = "<config>") -> ModelGrap
     if stated and stated != [causal_lm]:
         what, fix = f"{stated} is not {causal_lm}", f"only that one is built; {otherwise}"
         raise OtherModelError(Problem(what, Origin(file, "architectures"), fix))
-    build = Builder(f"transformers.models.{model_type}.modeling_{model_type}")
+    build = GraphBuilder(f"transformers.models.{model_type}.modeling_{model_type}")
     build.module("", causal_lm)
     if family:
         build_decoder(family, facts, build)

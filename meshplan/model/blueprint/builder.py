@@ -35,7 +35,7 @@ _TORCH: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-class Builder:
+class GraphBuilder:
     """Gathers modules and tensors in definition order."""
 
     def __init__(self, source: str) -> None:

@@ -19,7 +19,7 @@ _HUGE: Final = 1e300  # nan is not below it, nor is an int that no float holds
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ValueKind:
     """A kind of value that a key may hold; null is always allowed, and means the default.
 
     Args:
@@ -46,27 +46,27 @@ def _are(kind: type, value: Any) -> bool:
     return isinstance(value, list) and all(type(each) is kind for each in value)
 
 
-_SIZE: Final = Kind("a size", f"write an int from 1 to {MAX_SIZE}", _is_size)
-_COUNT: Final = Kind("a count", f"write an int from 0 to {MAX_SIZE}", lambda v: _is_size(v, 0))
-_TOKENS: Final = Kind(
+_SIZE: Final = ValueKind("a size", f"write an int from 1 to {MAX_SIZE}", _is_size)
+_COUNT: Final = ValueKind("a count", f"write an int from 0 to {MAX_SIZE}", lambda v: _is_size(v, 0))
+_TOKENS: Final = ValueKind(
     "a token's number", "write an int, or a list of them", lambda v: type(v) is int or _are(int, v)
 )
-_FLAG: Final = Kind("true or false", "write true or false", lambda v: isinstance(v, bool))
-_CHANCE: Final = Kind(
+_FLAG: Final = ValueKind("true or false", "write true or false", lambda v: isinstance(v, bool))
+_CHANCE: Final = ValueKind(
     "a probability", "write a number from 0 to 1", lambda v: _is_number(v, 0.0, 1.0)
 )
-_NUMBER: Final = Kind("a number", "write a finite number", _is_number)
-_SPREAD: Final = Kind(
+_NUMBER: Final = ValueKind("a number", "write a finite number", _is_number)
+_SPREAD: Final = ValueKind(
     "a number of 0 or more", "write a finite number of 0 or more", lambda v: _is_number(v, 0.0)
 )
-_TEXT: Final = Kind("a word", "write text", lambda v: isinstance(v, str))
-_WORDS: Final = Kind("a list of words", "write a list of text", lambda v: _are(str, v))
-_LAYERS: Final = Kind(
+_TEXT: Final = ValueKind("a word", "write text", lambda v: isinstance(v, str))
+_WORDS: Final = ValueKind("a list of words", "write a list of text", lambda v: _are(str, v))
+_LAYERS: Final = ValueKind(
     "a list of layers",
     "write a list of ints",
     lambda v: isinstance(v, list) and all(_is_size(each, 0) for each in v),
 )
-_TABLE: Final = Kind("an object", "write keys and values", lambda v: isinstance(v, Mapping))
+_TABLE: Final = ValueKind("an object", "write keys and values", lambda v: isinstance(v, Mapping))
 
 _KEYS: Final = (
     (_SIZE, "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
@@ -101,13 +101,13 @@ _KEYS: Final = (
              "task_specific_params"),
 )  # fmt: skip
 
-KEYS: Final[Mapping[str, Kind]] = MappingProxyType(
+KEYS: Final[Mapping[str, ValueKind]] = MappingProxyType(
     {key: kind for kind, keys in _KEYS for key in keys.split()}
 )
 """The kind of value of each known key."""
 
 
-def misfits(config: Mapping[str, Any]) -> Iterator[tuple[str, Kind]]:
+def misfits(config: Mapping[str, Any]) -> Iterator[tuple[str, ValueKind]]:
     """The known keys whose values are of no kind that a model could mean."""
     for key, kind in KEYS.items():
         value = config.get(key)

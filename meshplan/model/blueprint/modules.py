@@ -8,7 +8,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Any, Final
 
-from meshplan.model.blueprint.builder import Builder
+from meshplan.model.blueprint.builder import GraphBuilder
 from meshplan.model.blueprint.config import Facts, attention_sizes
 from meshplan.model.blueprint.families import Family
 from meshplan.model.blueprint.parts import attention_of, dense_layers, gated_mlp, sparse_mlp
@@ -16,7 +16,7 @@ from meshplan.model.blueprint.parts import attention_of, dense_layers, gated_mlp
 _MAX_LAYERS: Final = 10_000
 
 
-def build_decoder(family: Family, facts: Facts, build: Builder) -> None:
+def build_decoder(family: Family, facts: Facts, build: GraphBuilder) -> None:
     """The shape that Llama gave its name to."""
     vocab, hidden = facts.size("vocab_size"), facts.size("hidden_size")
     num_layers = facts.size("num_hidden_layers", most=_MAX_LAYERS)
@@ -89,7 +89,7 @@ def _preset(family: Family) -> dict[str, str]:
     }
 
 
-def build_gpt2(facts: Facts, build: Builder) -> None:
+def build_gpt2(facts: Facts, build: GraphBuilder) -> None:
     """GPT-2: learned positions, LayerNorm with bias, transposed and packed projections."""
     vocab, hidden = facts.size("vocab_size"), facts.size("hidden_size")
     positions = facts.size("max_position_embeddings")
@@ -140,7 +140,7 @@ def build_gpt2(facts: Facts, build: Builder) -> None:
     build.tp_derived |= dict.fromkeys(("transformer.wte", "lm_head"), "vocab")
 
 
-def _lm_head(build: Builder, vocab: int, hidden: int, tied: bool) -> None:
+def _lm_head(build: GraphBuilder, vocab: int, hidden: int, tied: bool) -> None:
     """The output projection; tied, its weight is the embedding's and already there."""
     build.linear("lm_head", vocab, hidden)
     if tied:

@@ -18,7 +18,7 @@ from meshplan.model.graph import ModuleInfo, TensorInfo
 
 
 @dataclass(slots=True)
-class Outline:
+class FlowBuilder:
     """A forward in the making.
 
     Args:
@@ -161,7 +161,7 @@ def decoder_outline(
     Args:
         scales: Whether words and logits are multiplied by numbers.
     """
-    out = Outline(tensors)
+    out = FlowBuilder(tensors)
     root = out.enter("", None)
     ids = out.given("input_ids")
     body = out.enter("model", root)
@@ -188,7 +188,7 @@ def gpt2_outline(
     Args:
         drops: Whether the dropout behind them draws, rather than returning what it is given.
     """
-    out = Outline(tensors)
+    out = FlowBuilder(tensors)
     root = out.enter("", None)
     ids = out.given("input_ids")
     body = out.enter("transformer", root)

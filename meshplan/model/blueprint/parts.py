@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final
 
-from meshplan.model.blueprint.builder import Builder
+from meshplan.model.blueprint.builder import GraphBuilder
 from meshplan.model.blueprint.config import Facts, attention_sizes
 from meshplan.model.blueprint.families import Family
 
@@ -22,12 +22,12 @@ _EACH_GROUP: Final = 2
 """Experts of a group whose scores are added up to the group's own."""
 
 
-def attention_of(family: Family, facts: Facts, build: Builder) -> tuple[Put, int]:
+def attention_of(family: Family, facts: Facts, build: GraphBuilder) -> tuple[Put, int]:
     """(how to put an attention, the features of a head that positions turn)."""
     return _ATTENTIONS[family.attention](family, facts, build)
 
 
-def _by_head(family: Family, facts: Facts, build: Builder) -> tuple[Put, int]:
+def _by_head(family: Family, facts: Facts, build: GraphBuilder) -> tuple[Put, int]:
     """Queries, keys and values are each projected from what enters."""
     hidden, (heads, kv_heads, head_dim) = facts.size("hidden_size"), attention_sizes(facts)
     qkv_bias, o_bias = family.flag(family.qkv_bias, facts), family.flag(family.o_bias, facts)
@@ -45,7 +45,7 @@ def _by_head(family: Family, facts: Facts, build: Builder) -> tuple[Put, int]:
     return put, head_dim
 
 
-def _latent(family: Family, facts: Facts, build: Builder) -> tuple[Put, int]:
+def _latent(family: Family, facts: Facts, build: GraphBuilder) -> tuple[Put, int]:
     """Keys and values of all heads are made of one narrow vector a token, and so are queries.
 
     Source: DeepSeek-V2 report, section 2.1 (multi-head latent attention).
@@ -84,12 +84,12 @@ def _latent(family: Family, facts: Facts, build: Builder) -> tuple[Put, int]:
     return put, turned
 
 
-_ATTENTIONS: Final[Mapping[str, Callable[[Family, Facts, Builder], tuple[Put, int]]]] = (
+_ATTENTIONS: Final[Mapping[str, Callable[[Family, Facts, GraphBuilder], tuple[Put, int]]]] = (
     MappingProxyType({"by_head": _by_head, "latent": _latent})
 )
 
 
-def gated_mlp(family: Family, facts: Facts, build: Builder, width: int, act: object) -> Put:
+def gated_mlp(family: Family, facts: Facts, build: GraphBuilder, width: int, act: object) -> Put:
     """A feed-forward of three projections.
 
     Args:
@@ -108,7 +108,7 @@ def gated_mlp(family: Family, facts: Facts, build: Builder, width: int, act: obj
     return put
 
 
-def sparse_mlp(family: Family, facts: Facts, build: Builder, act: object) -> Put:
+def sparse_mlp(family: Family, facts: Facts, build: GraphBuilder, act: object) -> Put:
     """A router and the experts that it chooses from."""
     hidden, count = facts.size("hidden_size"), facts.size("num_experts")
     facts.experts(scales_weights=family.flag(family.scales_weights, facts))

@@ -12,7 +12,7 @@ from typing import Any, Final
 from meshplan.assign.types import Stages
 from meshplan.cost.profile import Profile
 from meshplan.errors import MeshplanError
-from meshplan.memory.analytic.estimate import told_estimate
+from meshplan.memory.analytic.estimate import estimate_analytic
 from meshplan.plan.plan import Plan
 from meshplan.planner.problem.decision import Decision
 from meshplan.planner.problem.request import cluster_of
@@ -49,7 +49,7 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class DiffSide:
     """One of the two.
 
     Args:
@@ -72,7 +72,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class PlanDifference:
     """Two plans.
 
     Args:
@@ -81,8 +81,8 @@ class Difference:
         placements: How tensors lie at rest, likewise.
     """
 
-    old: Side
-    new: Side
+    old: DiffSide
+    new: DiffSide
     fields: tuple[Differs, ...]
     blocks: tuple[Differs, ...]
     placements: tuple[Differs, ...]
@@ -93,7 +93,7 @@ class Difference:
 
 
 def figures_of(decision: Decision, plan: Plan | None = None) -> dict[str, float]:
-    """Figures that the planner found of what it chose, by the names of `Side`.
+    """Figures that the planner found of what it chose, by the names of `DiffSide`.
 
     Args:
         plan: The one that is asked about: {} where the planner chose another.
@@ -111,7 +111,7 @@ def side_of(
     plan: Plan,
     profile: Profile | None = None,
     known: Mapping[str, float] = MappingProxyType({}),
-) -> Side:
+) -> DiffSide:
     """What follows from a plan, as far as a config tells it.
 
     Args:
@@ -135,7 +135,7 @@ def side_of(
 
     def peak() -> float:
         device, limit, _ = read_limit(None, None, spec)
-        return told_estimate(plan, device=device, limit_bytes=limit).worst.band[1]
+        return estimate_analytic(plan, device=device, limit_bytes=limit).worst.band[1]
 
     def tokens() -> float:
         found = costed()
@@ -149,7 +149,7 @@ def side_of(
     traffic = Figure(float(sum(routes.values())))
     if sent.unknown:
         traffic = Figure(None, f"a config does not tell {sent.unknown[0]}")
-    return Side(
+    return DiffSide(
         name=str(name),
         plan=plan,
         step_s=told("step_s", lambda: costed().seconds),
@@ -160,12 +160,12 @@ def side_of(
     )
 
 
-def difference(old: Side, new: Side) -> Difference:
+def difference(old: DiffSide, new: DiffSide) -> PlanDifference:
     """What the second plan decides otherwise than the first."""
     assert old.plan is not None
     assert new.plan is not None
     before, after = dict(_fields(old.plan)), dict(_fields(new.plan))
-    return Difference(
+    return PlanDifference(
         old=old,
         new=new,
         fields=tuple(

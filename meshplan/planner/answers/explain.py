@@ -32,9 +32,9 @@ from meshplan.planner.objectives.fastest import decide_job
 from meshplan.planner.objectives.memory import least_rows
 from meshplan.planner.objectives.num_devices import cheapest, with_nodes
 from meshplan.planner.objectives.offload_variants import fastest_that_fits
-from meshplan.planner.problem.decision import Decision, Question, Way
-from meshplan.planner.problem.problem import Job
-from meshplan.planner.solve.config import Candidate, Row
+from meshplan.planner.problem.decision import Decision, Evaluated, PlanRequest
+from meshplan.planner.problem.problem import PlanningProblem
+from meshplan.planner.solve.config import Candidate, ConfigSolver
 from meshplan.planner.space.space import EmptySpaceError, Freedom
 from meshplan.planner.tables.cost_table import memory_bounds
 
@@ -98,8 +98,8 @@ class WhyNot:
     setting: str
     base_s: float | None = None
     seconds: float | None = None
-    way: Way | None = None
-    plan: Way | None = None
+    way: Evaluated | None = None
+    plan: Evaluated | None = None
     is_planned: bool = False
     num_with: tuple[int, int] = (0, 0)
     is_left: bool = False
@@ -118,18 +118,20 @@ class Asker:
         told: Is told how large each space is.
     """
 
-    def __init__(self, question: Question, told: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self, question: PlanRequest, told: Callable[[str], None] = lambda text: None
+    ) -> None:
         self._question, self._told = question, told
 
     @cached_property
-    def _job(self) -> Job:
+    def _job(self) -> PlanningProblem:
         if self._question.objective == "cost":
             # Of the number of nodes that is the cheapest: there the cheapest is the fastest.
             self._question = _on_the_cheapest(self._question)
         if self._question.objective == "balanced" and (found := balance(self._question)):
             # The fastest of what holds no more than the plan.
             self._question = replace(self._question, limit_bytes=found.limit_bytes)
-        return Job(self._question)
+        return PlanningProblem(self._question)
 
     @cached_property
     def _num_rows(self) -> int:
@@ -191,7 +193,7 @@ class Asker:
         if held is None:
             return WhyNot(setting=setting, why=why)
         num_rows = self._num_rows  # Whatever is wrong with the plan itself is told as such.
-        job = Job(self._question, held)
+        job = PlanningProblem(self._question, held)
         try:
             grid = job.grid
         except EmptySpaceError:
@@ -210,7 +212,7 @@ class Asker:
         read = self._question.read
         assert self._num_rows  # Whatever is wrong with the plan itself is told as such.
         try:
-            job = Job(replace(self._question, read=lambda more: read([setting, *more])))
+            job = PlanningProblem(replace(self._question, read=lambda more: read([setting, *more])))
             self._told(f"{len(job.grid):,} configurations with {setting}")
         except PlanError as error:
             problem = error.problems[0]
@@ -224,7 +226,7 @@ class Asker:
         )
         return replace(self._beside(setting, job), is_planned=is_planned, is_left=is_left)
 
-    def _beside(self, setting: str, job: Job) -> WhyNot:
+    def _beside(self, setting: str, job: PlanningProblem) -> WhyNot:
         """The best of one space beside the plan."""
         base, plan = self.decision, self.decision.chosen
         way, candidate, is_whole = self._best(job)
@@ -241,7 +243,7 @@ class Asker:
             objective=self._question.objective,
         )
 
-    def _best(self, job: Job) -> tuple[Way | None, Candidate | None, bool]:
+    def _best(self, job: PlanningProblem) -> tuple[Evaluated | None, Candidate | None, bool]:
         """(the best of a space, of its search, whether that came to its end)."""
         if self._is_about_memory:
             decision = smallest_of(job)
@@ -250,11 +252,11 @@ class Asker:
             return way, way.candidate if way is not None else None, decision.is_whole
         found = fastest_that_fits(job, _deadline(job))
         measured = found.measured.result if found.measured is not None else None
-        assert measured is None or isinstance(measured, Way)
+        assert measured is None or isinstance(measured, Evaluated)
         return measured, found.best, found.is_whole
 
 
-def _on_the_cheapest(question: Question) -> Question:
+def _on_the_cheapest(question: PlanRequest) -> PlanRequest:
     decision = cheapest(question)
     nodes = question.cluster.nodes
     if decision.chosen is not None:
@@ -262,12 +264,12 @@ def _on_the_cheapest(question: Question) -> Question:
     return with_nodes(question, nodes)
 
 
-def _deadline(job: Job) -> float:
+def _deadline(job: PlanningProblem) -> float:
     limit = job.question.time_limit_s
     return float("inf") if limit is None else time.monotonic() + limit
 
 
-def _missing(job: Job) -> int | None:
+def _missing(job: PlanningProblem) -> int | None:
     """Bytes that whatever holds the least would hold too many; None where that takes too long.
 
     Rows by their linear figures, which are never above the truth, until these reach the least that
@@ -275,7 +277,7 @@ def _missing(job: Job) -> int | None:
     """
     numbers, deadline = job.usual, _deadline(job)
     rows = least_rows(numbers.grid, memory_bounds(numbers), float("inf"))
-    smallest = [Row(numbers, row, float("inf")).smallest() for row in rows]
+    smallest = [ConfigSolver(numbers, row, float("inf")).smallest() for row in rows]
     smallest.sort(key=lambda candidate: max(candidate.linear_bytes))
     least: float = float("inf")
     for candidate in smallest:
@@ -284,12 +286,12 @@ def _missing(job: Job) -> int | None:
         if time.monotonic() > deadline or job.question.is_stopped():
             return None
         way = job.measure(numbers, candidate, to_the_end=True).result
-        if isinstance(way, Way):
+        if isinstance(way, Evaluated):
             least = min(least, way.memory.worst.band[1])
     return int(least) - job.question.limit_bytes if least < float("inf") else None
 
 
-def _shares(job: Job, candidate: Candidate) -> Shares:
+def _shares(job: PlanningProblem, candidate: Candidate) -> Shares:
     """Where the seconds of a candidate go."""
     numbers = job.usual
     at, row = candidate.row, numbers.grid[candidate.row]

@@ -9,8 +9,8 @@ from typing import Final
 
 from meshplan.planner.objectives.offload_variants import fastest_that_fits
 from meshplan.planner.objectives.priced import is_priced, price
-from meshplan.planner.problem.decision import Question, Way
-from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.decision import Evaluated, PlanRequest
+from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.spec.keys import TIME_LIMIT_S
 from meshplan.units import format_gib, format_step
 
@@ -20,8 +20,8 @@ _MOST_POINTS: Final = 16
 
 
 def frontier(
-    question: Question, told: Callable[[str], None] = lambda text: None
-) -> tuple[tuple[Way, ...], bool]:
+    question: PlanRequest, told: Callable[[str], None] = lambda text: None
+) -> tuple[tuple[Evaluated, ...], bool]:
     """(plans of which none is both slower and larger than another, whether the time sufficed).
 
     The fastest that fits, then the fastest within 5 % less than that one holds, and so on.
@@ -31,15 +31,15 @@ def frontier(
         return ((alone,) if alone else ()), True
     began = time.monotonic()
     deadline = began + (TIME_LIMIT_S if question.time_limit_s is None else question.time_limit_s)
-    out: list[Way] = []
+    out: list[Evaluated] = []
     limit, free, is_whole = question.limit_bytes, None, True
     while len(out) < _MOST_POINTS:
-        job = Job(replace(question, limit_bytes=limit), free)
+        job = PlanningProblem(replace(question, limit_bytes=limit), free)
         free = job.free
         found = fastest_that_fits(job, deadline)
         is_whole = is_whole and found.is_whole
         way = found.measured.result if found.measured is not None else None
-        if not isinstance(way, Way) or not found.is_whole:
+        if not isinstance(way, Evaluated) or not found.is_whole:
             break
         certified = job.certified(way)
         if certified is None:
@@ -52,12 +52,12 @@ def frontier(
     return undominated(out), is_whole
 
 
-def undominated(ways: Iterable[Way]) -> tuple[Way, ...]:
+def undominated(ways: Iterable[Evaluated]) -> tuple[Evaluated, ...]:
     """Those of which no other is both as fast and as small, fastest first."""
     return tuple(_undominated(ways))
 
 
-def _undominated(ways: Iterable[Way]) -> Iterator[Way]:
+def _undominated(ways: Iterable[Evaluated]) -> Iterator[Evaluated]:
     least = float("inf")
     for way in sorted(ways, key=lambda w: (w.seconds, w.memory.worst.band[1])):
         if way.memory.worst.band[1] < least:

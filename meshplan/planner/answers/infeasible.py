@@ -17,11 +17,11 @@ from meshplan.errors import PlanError, SpecError
 from meshplan.planner.answers.stated import Statement, in_words, statements_of, without
 from meshplan.planner.lock.lock import overrides
 from meshplan.planner.objectives.memory import least_rows
-from meshplan.planner.objectives.offload_variants import fastest_that_fits, widen
-from meshplan.planner.problem.decision import Question, Way
-from meshplan.planner.problem.problem import Job
+from meshplan.planner.objectives.offload_variants import add_offload_variants, fastest_that_fits
+from meshplan.planner.problem.decision import Evaluated, PlanRequest
+from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import cluster_of
-from meshplan.planner.solve.config import Row
+from meshplan.planner.solve.config import ConfigSolver
 from meshplan.planner.space.space import EmptySpaceError
 from meshplan.planner.tables.cost_table import memory_bounds
 from meshplan.spec.keys import TIME_LIMIT_S
@@ -50,7 +50,7 @@ class Remedy:
     change: str
     setting: Mapping[str, Any]
     num_gpus: int
-    way: Way
+    way: Evaluated
     is_whole: bool
 
 
@@ -89,13 +89,13 @@ class _Outcome:
     """
 
     fits: bool | None
-    way: Way | None = None
+    way: Evaluated | None = None
     why: str = ""
     is_whole: bool = True
     dropped: tuple[Statement, ...] = ()
 
 
-def trouble_of(question: Question, told: Callable[[str], None] = lambda text: None) -> Trouble:
+def trouble_of(question: PlanRequest, told: Callable[[str], None] = lambda text: None) -> Trouble:
     """Why nothing is left of a question, and what would help.
 
     Args:
@@ -107,7 +107,7 @@ def trouble_of(question: Question, told: Callable[[str], None] = lambda text: No
 class _Asking:
     """All searches about one question, within its time limit each for conflict and remedies."""
 
-    def __init__(self, question: Question, told: Callable[[str], None]) -> None:
+    def __init__(self, question: PlanRequest, told: Callable[[str], None]) -> None:
         self._question, self._told = question, told
         self._stated = statements_of(question.read(()))
         self._limit = TIME_LIMIT_S if question.time_limit_s is None else question.time_limit_s
@@ -281,7 +281,7 @@ class _Asking:
             is_whole=found.is_whole,
         )  # fmt: skip
 
-    def _without(self, dropped: Sequence[Statement]) -> Question:
+    def _without(self, dropped: Sequence[Statement]) -> PlanRequest:
         question = self._question
         return replace(question, read=lambda more: without(question.read, dropped, more))
 
@@ -290,14 +290,14 @@ class _Asking:
         self._is_whole = self._is_whole and not late
         return late
 
-    def _ask(self, question: Question, *, any_will_do: bool = False) -> _Outcome:
+    def _ask(self, question: PlanRequest, *, any_will_do: bool = False) -> _Outcome:
         """The fastest that fits, or anything that does."""
         if self._is_late():
             return _Outcome(None)
         try:
-            job = Job(question)
+            job = PlanningProblem(question)
             small, is_proved = self._anything(job)
-            if small is None and is_proved and widen(job):
+            if small is None and is_proved and add_offload_variants(job):
                 small, is_proved = self._anything(job)
             if small is None or any_will_do:
                 self._is_whole = self._is_whole and (is_proved or small is not None)
@@ -310,14 +310,14 @@ class _Asking:
             fix = f"; {first.fix}" if first.fix and not is_empty else ""
             return _Outcome(False, why=f"{first.what}{fix}")
         way = found.measured.result if found.measured is not None else small
-        assert isinstance(way, Way)
+        assert isinstance(way, Evaluated)
         best = job.certified(min((way, small), key=lambda each: each.seconds))
         if best is None:  # What its pieces told was too little.
             self._is_whole = False
             return _Outcome(None)
         return _Outcome(True, best, is_whole=found.is_whole)
 
-    def _anything(self, job: Job) -> tuple[Way | None, bool]:
+    def _anything(self, job: PlanningProblem) -> tuple[Evaluated | None, bool]:
         """(something that fits; whether it is proved that nothing does).
 
         Of configurations that differ in the microbatch alone the smallest holds the least, and of
@@ -328,16 +328,16 @@ class _Asking:
         for row in least_rows(numbers.grid, bounds, job.capacity):
             if self._is_late():
                 return None, False
-            candidate = Row(numbers, row, float("inf")).smallest()
+            candidate = ConfigSolver(numbers, row, float("inf")).smallest()
             if max(candidate.linear_bytes) > job.capacity:
                 continue
             found = job.measure(numbers, candidate)
             if found.fits:
-                assert isinstance(found.result, Way)
+                assert isinstance(found.result, Evaluated)
                 return found.result, False
         return None, True
 
 
-def _with(question: Question, statements: Sequence[str]) -> Question:
+def _with(question: PlanRequest, statements: Sequence[str]) -> PlanRequest:
     read = question.read
     return replace(question, read=lambda more: read([*statements, *more]))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from meshplan.planner.answers.difference import Difference, Differs, Figure, Side
+from meshplan.planner.answers.difference import Differs, DiffSide, Figure, PlanDifference
 from meshplan.planner.answers.lock_words import source_beside
 from meshplan.planner.lock.changes import fields
 from meshplan.planner.lock.lock import Lock, read, spec_hash
@@ -39,10 +39,10 @@ def _holds(lock: Lock) -> bool:
     return source is not None and spec_hash(load_spec(source)) == lock.spec
 
 
-def difference_of_locks(old: Lock, new: Lock) -> Difference:
+def difference_of_locks(old: Lock, new: Lock) -> PlanDifference:
     """Compare two locks by what they say."""
     before, after = dict(_fields(old.content)), dict(_fields(new.content))
-    return Difference(
+    return PlanDifference(
         old=_side(old),
         new=_side(new),
         fields=tuple(_differ(before, after)),
@@ -71,7 +71,7 @@ def _tensors(lock: Lock) -> Mapping[str, str]:
     return found
 
 
-def _side(lock: Lock) -> Side:
+def _side(lock: Lock) -> DiffSide:
     """Return the figures that a lock expects of its plan."""
     said = dict(fields(lock.content))
     mesh = lock.chosen.get("mesh", {})
@@ -81,7 +81,7 @@ def _side(lock: Lock) -> Side:
     def told(value: float | None) -> Figure:
         return Figure(value, "" if value is not None else "its lock does not say")
 
-    return Side(
+    return DiffSide(
         name=str(lock.path),
         plan=None,
         step_s=told(said["expected.step_s"]),

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.plan.plan import Plan
-from meshplan.planner.lock.changes import Change, changes, fields
+from meshplan.planner.lock.changes import FieldChange, changes, fields
 from meshplan.planner.lock.lock import (
     FORMAT,
     INSTEAD,
@@ -51,7 +51,7 @@ def changes_since(
     decision: Decision,
     path: str | Path | None = None,
     free: Sequence[str] = (),
-) -> tuple[Change, ...] | None:
+) -> tuple[FieldChange, ...] | None:
     """What a decision says otherwise than the lock that is there; None where there is none.
 
     Args:

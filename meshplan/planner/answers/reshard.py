@@ -41,7 +41,7 @@ class Reshard:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _TensorPlacement:
     """One plan's side of a tensor: how it lies, and where along pp."""
 
     stored: Layout
@@ -49,13 +49,13 @@ class _Held:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _PieceKind:
     """What the bytes depend on."""
 
     shape: tuple[int, ...]
     element_bytes: int
-    old: _Held
-    new: _Held
+    old: _TensorPlacement
+    new: _TensorPlacement
 
 
 def reshard(old: Plan, new: Plan) -> Reshard:
@@ -84,7 +84,7 @@ def reshard(old: Plan, new: Plan) -> Reshard:
     )
 
 
-def _kinds(old: Plan, new: Plan) -> Counter[_Kind]:
+def _kinds(old: Plan, new: Plan) -> Counter[_PieceKind]:
     before, after = old.assignment.tensors, new.assignment.tensors
     optimizer = new.spec.optimizer
     problems = []
@@ -96,7 +96,7 @@ def _kinds(old: Plan, new: Plan) -> Counter[_Kind]:
         problems.append(Problem(f"the state of {optimizer} is not of its parameters' shapes"))
     if problems:
         raise PlanError(problems)
-    out: Counter[_Kind] = Counter()
+    out: Counter[_PieceKind] = Counter()
     for fqn, placed in after.items():
         if placed.info.is_buffer:
             continue
@@ -105,19 +105,19 @@ def _kinds(old: Plan, new: Plan) -> Counter[_Kind]:
             raise PlanError(Problem(what))
         states = OPTIMIZER_STATES[optimizer] if placed.info.trainable else 0
         size = DTYPE_BYTES[placed.dtype] * (1 + states)
-        out[_Kind(placed.info.shape, size, _held(old, fqn), _held(new, fqn))] += 1
+        out[_PieceKind(placed.info.shape, size, _held(old, fqn), _held(new, fqn))] += 1
     return out
 
 
-def _held(plan: Plan, fqn: str) -> _Held:
+def _held(plan: Plan, fqn: str) -> _TensorPlacement:
     stages = plan.assignment.stages
     places: tuple[int, ...] = (0,)
     if stages is not None:
         places = tuple(sorted({stages.rank_of(stage) for stage in stages.tensors[fqn]}))
-    return _Held(plan.assignment.tensors[fqn].stored, places)
+    return _TensorPlacement(plan.assignment.tensors[fqn].stored, places)
 
 
-def _elements(kind: _Kind, old: Mesh, new: Mesh) -> list[tuple[int, int]]:
+def _elements(kind: _PieceKind, old: Mesh, new: Mesh) -> list[tuple[int, int]]:
     """By rank of the new mesh: elements that it needs, and those of them that it holds."""
     known: dict[tuple[tuple[int, ...], tuple[int, ...] | None], tuple[int, int]] = {}
     out = []

@@ -12,7 +12,7 @@ from typing import Any, Final
 from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, RECOMPUTE
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.layout.mesh import AXES
-from meshplan.planner.problem.decision import Way
+from meshplan.planner.problem.decision import Evaluated
 from meshplan.planner.space.offload import ONLY_IN_FULL, WORDS, offload_of
 from meshplan.planner.space.space import STRATEGIES, Freedom, divisors
 from meshplan.spec.spec import STRATEGY_WORDS
@@ -34,7 +34,7 @@ STATED: Final = (
 """What it leaves as the plan has it, or chooses in part, and a plan may state."""
 
 
-def has(way: Way, path: str, text: str) -> bool:
+def has(way: Evaluated, path: str, text: str) -> bool:
     """Whether a plan has a setting.
 
     Args:
@@ -62,7 +62,7 @@ def has(way: Way, path: str, text: str) -> bool:
     return 0 < num == num_with
 
 
-def blocks_with(way: Way, path: str, text: str) -> tuple[int, int]:
+def blocks_with(way: Evaluated, path: str, text: str) -> tuple[int, int]:
     """(how many blocks of a plan have a setting, of how many); (0, 0) where blocks choose nothing.
 
     Args:

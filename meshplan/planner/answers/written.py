@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from meshplan.errors import MeshplanError
 from meshplan.layout.hardware import Cluster
-from meshplan.memory.analytic.estimate import told_estimate
+from meshplan.memory.analytic.estimate import estimate_analytic
 from meshplan.memory.answer.estimate import MemoryEstimate
 from meshplan.plan.plan import make_plan
 from meshplan.planner.problem.decision import Decision
@@ -41,7 +41,9 @@ def as_written(decision: Decision, device: str, cluster: Cluster) -> Written | N
         plan = make_plan(decision.spec, chosen.plan.graph)
         if plan.digest() == chosen.plan.digest():
             return None
-        memory = told_estimate(plan, device=device, limit_bytes=decision.limit_bytes, packs=False)
+        memory = estimate_analytic(
+            plan, device=device, limit_bytes=decision.limit_bytes, packs=False
+        )
     except MeshplanError:
         return None  # It leaves open what no verb but `plan` can say.
     try:

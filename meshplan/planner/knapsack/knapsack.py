@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from meshplan.planner.knapsack.pareto_counts import Counts as Counts
 from meshplan.planner.knapsack.pareto_counts import Floats as Floats
-from meshplan.planner.knapsack.pareto_counts import Mixes, mixes_of, undominated
+from meshplan.planner.knapsack.pareto_counts import ParetoCounts, pareto_counts_of, undominated
 
 _EPS: Final = 1e-12
 """Of seconds and bytes relative to their size: less than that is rounding."""
@@ -28,7 +28,7 @@ _NEAR: Final = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class KnapsackSolution:
     """An answer.
 
     Attributes:
@@ -40,10 +40,10 @@ class Choice:
     takes: tuple[tuple[int, ...], ...] = ()
 
 
-NONE: Final = Choice(float("inf"))
+NONE: Final = KnapsackSolution(float("inf"))
 
 
-class _Step(NamedTuple):
+class _Trade(NamedTuple):
     """From one option of a kind to another that holds less.
 
     Attributes:
@@ -58,7 +58,7 @@ class _Step(NamedTuple):
     target: int
 
 
-class Menu:
+class Options:
     """What the blocks of each kind may choose.
 
     Args:
@@ -78,7 +78,7 @@ class Menu:
         ]
 
     @cached_property
-    def _hulls(self) -> list[_Step]:
+    def _hulls(self) -> list[_Trade]:
         """The steps along the convex hulls, cheapest first."""
         rows = []
         for kind, front in enumerate(self.fronts):
@@ -90,7 +90,7 @@ class Menu:
                 at += 1 + slopes.index(slope)
                 target = front[at]
                 lost, won = t[target] - t[source], m[source] - m[target]
-                rows.append(_Step(slope, lost, won, kind, source, target))
+                rows.append(_Trade(slope, lost, won, kind, source, target))
         return sorted(rows)
 
     @cached_property
@@ -122,7 +122,7 @@ class Menu:
     def price(self, counts: Counts, capacity: float) -> float:
         """Seconds that a byte is worth where the relaxation ends.
 
-        Any number would do for `mixes_of`; this one leaves the least to decide.
+        Any number would do for `pareto_counts_of`; this one leaves the least to decide.
         """
         used = counts > 0
         over = float(counts[used] @ self.fastest[1][used]) - capacity
@@ -160,7 +160,9 @@ class Menu:
         return np.where(fits, bound, np.inf)
 
 
-def solve(menu: Menu, counts: Counts, capacity: float, below: float = float("inf")) -> Choice:
+def solve(
+    menu: Options, counts: Counts, capacity: float, below: float = float("inf")
+) -> KnapsackSolution:
     """The fastest choice for so many blocks of each kind.
 
     Args:
@@ -178,18 +180,18 @@ def solve(menu: Menu, counts: Counts, capacity: float, below: float = float("inf
     return _Labels(menu, counts, capacity, below).best()
 
 
-def _used(menu: Menu, counts: Counts) -> list[tuple[int, list[int], int]]:
+def _used(menu: Options, counts: Counts) -> list[tuple[int, list[int], int]]:
     return [(k, f, int(counts[k])) for k, f in enumerate(menu.fronts) if counts[k]]
 
 
-def _choice(menu: Menu, takes: Sequence[tuple[int, int, int]]) -> Choice:
+def _choice(menu: Options, takes: Sequence[tuple[int, int, int]]) -> KnapsackSolution:
     """Of (kind, option, how many)."""
     table = np.zeros(menu.seconds.shape, dtype=np.int64)
     for kind, option, count in takes:
         table[kind, option] += count
     chosen = table > 0
     seconds = float((table[chosen] * menu.seconds[chosen]).sum())
-    return Choice(seconds, tuple(tuple(map(int, row)) for row in table))
+    return KnapsackSolution(seconds, tuple(tuple(map(int, row)) for row in table))
 
 
 def _front(seconds: list[float], memory: list[float]) -> list[int]:
@@ -205,7 +207,7 @@ def _front(seconds: list[float], memory: list[float]) -> list[int]:
 class _Labels:
     """Decides kind by kind; a label is what the kinds so far take together."""
 
-    def __init__(self, menu: Menu, counts: Counts, capacity: float, below: float) -> None:
+    def __init__(self, menu: Options, counts: Counts, capacity: float, below: float) -> None:
         self._menu, self._capacity = menu, capacity * (1 + _EPS)
         used = _used(menu, counts)
         self._kinds = sorted((k for k in used if len(k[1]) > 1), key=lambda kind: -len(kind[1]))
@@ -222,7 +224,7 @@ class _Labels:
             out.append(left.copy())
         return out
 
-    def best(self) -> Choice:
+    def best(self) -> KnapsackSolution:
         """The fastest choice that fits; NONE where none is fast enough."""
         menu, counts = self._menu, self._suffixes[0]
         limit = min(self._below, self._first()) * (1 + _EPS)
@@ -230,10 +232,10 @@ class _Labels:
         price = menu.price(counts, self._capacity)
         held = self._held(slack / price if price > 0 else np.inf)
         seconds, memory = np.zeros(1), np.zeros(1)
-        layers: list[tuple[Counts, Mixes]] = []
+        layers: list[tuple[Counts, ParetoCounts]] = []
         for number, (kind, front, count) in enumerate(self._kinds):
             t, m = menu.seconds[kind, front], menu.memory[kind, front]
-            mixes = mixes_of(t, m, count, price, slack, held[number])
+            mixes = pareto_counts_of(t, m, count, price, slack, held[number])
             seconds = np.add.outer(seconds, mixes.seconds).ravel()
             memory = np.add.outer(memory, mixes.memory).ravel()
             bounds = seconds + menu.relaxed(self._suffixes[number + 1], self._capacity - memory)
@@ -269,7 +271,9 @@ class _Labels:
             for own_least, own_most in zip(least, most, strict=True)
         ]
 
-    def _trace(self, layers: list[tuple[Counts, Mixes]], at: int) -> list[tuple[int, int, int]]:
+    def _trace(
+        self, layers: list[tuple[Counts, ParetoCounts]], at: int
+    ) -> list[tuple[int, int, int]]:
         """(kind, option, how many) that a last label is made of."""
         out = [(kind, front[0], count) for kind, front, count in self._alone]
         for (kind, front, _), (kept, mixes) in reversed(

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshplan.planner.knapsack.knapsack import Counts, Floats, Menu
+from meshplan.planner.knapsack.knapsack import Counts, Floats, Options
 
 
-def relaxed_each(asked: Sequence[tuple[Menu, Counts, float]]) -> list[Floats]:
-    """What `Menu.relaxed` says of each menu.
+def solve_relaxations(asked: Sequence[tuple[Options, Counts, float]]) -> list[Floats]:
+    """What `Options.relaxed` says of each menu.
 
     Args:
         asked: Each with [questions, kinds] blocks of each kind of its menu, and a capacity.

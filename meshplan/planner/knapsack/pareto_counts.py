@@ -14,7 +14,7 @@ _NEAR: Final = 1e-6
 """Of a block: less than that is rounding."""
 
 
-class Mixes(NamedTuple):
+class ParetoCounts(NamedTuple):
     """What the blocks of one kind may take together.
 
     Attributes:
@@ -27,10 +27,10 @@ class Mixes(NamedTuple):
     takes: Counts
 
 
-def mixes_of(
+def pareto_counts_of(
     seconds: Floats, memory: Floats, count: int, price: float, slack: float,
     held: tuple[float, float],
-) -> Mixes:  # fmt: skip
+) -> ParetoCounts:  # fmt: skip
     """What so many alike blocks may take, without what others beat.
 
     With memory at any price, the choice of each block costs at least what its cheapest option does.
@@ -79,7 +79,7 @@ def mixes_of(
     takes = takes[:, np.argsort(order)]
     t, m = takes @ seconds, takes @ memory
     kept = undominated(t, m)
-    return Mixes(t[kept], m[kept], takes[kept])
+    return ParetoCounts(t[kept], m[kept], takes[kept])
 
 
 def _undominated_each(groups: Counts, seconds: Floats, memory: Floats) -> Counts:

@@ -15,7 +15,7 @@ import numpy as np
 from meshplan.planner.knapsack.knapsack import Floats
 
 
-def cut(
+def cut_into_stages(
     bounds: Floats,
     exact: Callable[[int, int, int], float],
     weights: tuple[float, float],
@@ -48,7 +48,7 @@ def cut(
             is_exact[at] = True
 
 
-def least(table: Floats, weights: tuple[float, float]) -> float:
+def least_cut_cost(table: Floats, weights: tuple[float, float]) -> float:
     """What any cut of a table of seconds costs at the least; infinite where there is none."""
     return weights[0] * _slowest(table) + weights[1] * _shortest(table)[0]
 

@@ -13,7 +13,7 @@ EXPECTED: Final = ("step_s", "tokens_per_s_per_gpu", "mfu")
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class FieldChange:
     """One field.
 
     Args:
@@ -26,7 +26,7 @@ class Change:
     new: Any
 
 
-def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Change, ...]:
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[FieldChange, ...]:
     """What differs between the contents of two locks: why, what was chosen, what follows.
 
     Figures count where they move by a tenth of a per cent; layouts follow from the choices, and are
@@ -34,7 +34,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Change, ...
     """
     before, after = dict(fields(old)), dict(fields(new))
     return tuple(
-        Change(field, before.get(field), after.get(field))
+        FieldChange(field, before.get(field), after.get(field))
         for field in dict.fromkeys((*after, *before))
         if not _same(field, before.get(field), after.get(field))
     )

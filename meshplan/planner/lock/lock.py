@@ -26,7 +26,7 @@ from meshplan.planner.lock.changes import EXPECTED
 from meshplan.spec.keys import FREEABLE, freed
 from meshplan.spec.reader import load_spec, read_yaml
 from meshplan.spec.spec import Spec
-from meshplan.spec.values import Value, plain
+from meshplan.spec.values import PlanValue, plain
 
 FORMAT: Final = 2
 _AGAIN: Final = "run meshplan plan again"
@@ -179,8 +179,8 @@ def read(path: Path) -> Lock | None:
     raise SpecError(Problem(what, Origin(str(path)), _AGAIN))
 
 
-def _chosen(root: Value) -> Mapping[str, Value]:
-    found: Mapping[str, Value] = root.data["chosen"].data
+def _chosen(root: PlanValue) -> Mapping[str, PlanValue]:
+    found: Mapping[str, PlanValue] = root.data["chosen"].data
     return found
 
 

@@ -10,12 +10,12 @@ from typing import Final
 
 from meshplan.planner.objectives.balanced import balanced
 from meshplan.planner.objectives.fastest import decide, size_in_words
-from meshplan.planner.objectives.memory import Least
+from meshplan.planner.objectives.memory import LeastMemory
 from meshplan.planner.objectives.num_devices import cheapest
-from meshplan.planner.objectives.offload_variants import widen
+from meshplan.planner.objectives.offload_variants import add_offload_variants
 from meshplan.planner.objectives.priced import is_priced, price
-from meshplan.planner.problem.decision import Decision, Question
-from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.decision import Decision, PlanRequest
+from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.space.space import Rejected
 from meshplan.spec.keys import TIME_LIMIT_S
 from meshplan.spec.spec import AUTO
@@ -24,7 +24,7 @@ Told = Callable[[str], None]
 _NOT_ASKED: Final = "something fits without, and nothing asks for it: offload: auto does"
 
 
-def answer(question: Question, told: Told = lambda text: None) -> Decision:
+def answer(question: PlanRequest, told: Told = lambda text: None) -> Decision:
     """The best plan by the question's objective.
 
     Raises:
@@ -35,27 +35,27 @@ def answer(question: Question, told: Told = lambda text: None) -> Decision:
     return _BY_OBJECTIVE[question.objective](question, told)
 
 
-def smallest(question: Question, told: Told = lambda text: None) -> Decision:
+def smallest(question: PlanRequest, told: Told = lambda text: None) -> Decision:
     """The plan that holds the least, whatever time it takes.
 
     What no configuration can be below, by the linear figures, is the gap.
     """
-    return smallest_of(Job(question), told)
+    return smallest_of(PlanningProblem(question), told)
 
 
-def smallest_of(job: Job, told: Told = lambda text: None) -> Decision:
+def smallest_of(job: PlanningProblem, told: Told = lambda text: None) -> Decision:
     """The same of a question made concrete."""
     began, question = time.monotonic(), job.question
     limit = TIME_LIMIT_S if question.time_limit_s is None else question.time_limit_s
     told(size_in_words(job))
     offload = job.spec.offload
     if AUTO in (offload.params, offload.activations):
-        widen(job)
-    least = Least(job, began + limit)
+        add_offload_variants(job)
+    least = LeastMemory(job, began + limit)
     way = least.way if least.way is not None and least.way.memory.fits else None
-    if way is None and least.is_whole and widen(job):
+    if way is None and least.is_whole and add_offload_variants(job):
         job.allow(question.limit_bytes)
-        least = Least(job, began + limit)
+        least = LeastMemory(job, began + limit)
         way = least.way if least.way is not None and least.way.memory.fits else None
     elif not job.is_widened and len(job.free.offload) > 1:
         job.reject(Rejected("offload=params, activations", _NOT_ASKED))
@@ -90,10 +90,10 @@ def smallest_of(job: Job, told: Told = lambda text: None) -> Decision:
     )
 
 
-def _by_time(question: Question, told: Told) -> Decision:
+def _by_time(question: PlanRequest, told: Told) -> Decision:
     return decide(question, told)
 
 
-_BY_OBJECTIVE: Final[Mapping[str, Callable[[Question, Told], Decision]]] = MappingProxyType(
+_BY_OBJECTIVE: Final[Mapping[str, Callable[[PlanRequest, Told], Decision]]] = MappingProxyType(
     {"time": _by_time, "memory": smallest, "balanced": balanced, "cost": cheapest}
 )

@@ -17,11 +17,11 @@ import numpy as np
 from meshplan.planner.knapsack.knapsack import Floats
 from meshplan.planner.objectives.fastest import decide
 from meshplan.planner.objectives.offload_variants import searched
-from meshplan.planner.problem.decision import Decision, Question, Way
-from meshplan.planner.problem.problem import Job
-from meshplan.planner.solve.result import Found
+from meshplan.planner.problem.decision import Decision, Evaluated, PlanRequest
+from meshplan.planner.problem.problem import PlanningProblem
+from meshplan.planner.solve.result import SearchResult
 from meshplan.planner.solve.search import search
-from meshplan.planner.tables.cost_table import Numbers, memory_bounds, time_bounds
+from meshplan.planner.tables.cost_table import CostTable, memory_bounds, time_bounds
 from meshplan.spec.keys import TIME_LIMIT_S
 from meshplan.units import format_gib, format_step
 
@@ -40,8 +40,8 @@ class Balance:
         is_whole: Whether the search came to its end.
     """
 
-    job: Job
-    way: Way
+    job: PlanningProblem
+    way: Evaluated
     gap: float
     is_whole: bool
 
@@ -51,7 +51,7 @@ class Balance:
         return self.way.memory.worst.band[1]
 
 
-def balanced(question: Question, told: Callable[[str], None] = lambda text: None) -> Decision:
+def balanced(question: PlanRequest, told: Callable[[str], None] = lambda text: None) -> Decision:
     """The plan that balances the two.
 
     Raises:
@@ -90,7 +90,9 @@ def _so_far(decision: Decision, found: Balance) -> Decision:
     )
 
 
-def balance(question: Question, told: Callable[[str], None] = lambda text: None) -> Balance | None:
+def balance(
+    question: PlanRequest, told: Callable[[str], None] = lambda text: None
+) -> Balance | None:
     """What memory to give the fastest plan; None where none was found that fits.
 
     The fastest plan, the fastest that holds less, and so on, until whatever holds less still is
@@ -99,14 +101,14 @@ def balance(question: Question, told: Callable[[str], None] = lambda text: None)
     began = time.monotonic()
     deadline = began + (TIME_LIMIT_S if question.time_limit_s is None else question.time_limit_s)
     limit, free = question.limit_bytes, None
-    at: tuple[Job, Way] | None = None
+    at: tuple[PlanningProblem, Evaluated] | None = None
     best, lower, seconds = float("inf"), float("inf"), 0.0
     while True:
-        job = Job(replace(question, limit_bytes=limit), free)
+        job = PlanningProblem(replace(question, limit_bytes=limit), free)
         free = job.free
         found = _fastest(job, seconds, best, deadline)
         way = found.measured.result if found.measured is not None else None
-        if not isinstance(way, Way) or not found.is_whole:
+        if not isinstance(way, Evaluated) or not found.is_whole:
             break
         seconds, held = way.seconds, way.memory.worst.band[1]
         told(f"{format_step(seconds)} with {format_gib(held)}")
@@ -122,14 +124,14 @@ def balance(question: Question, told: Callable[[str], None] = lambda text: None)
     return Balance(*at, max(0.0, 1 - lower / best), found.is_whole)
 
 
-def _fastest(job: Job, seconds: float, best: float, deadline: float) -> Found:
+def _fastest(job: PlanningProblem, seconds: float, best: float, deadline: float) -> SearchResult:
     """The fastest that fits, of the configurations whose seconds times bytes may be below the best.
 
     Args:
         seconds: Nothing takes less.
     """
 
-    def run(numbers: Numbers) -> Found:
+    def run(numbers: CostTable) -> SearchResult:
         hopeful = _products(job, numbers, seconds) < best
         kept = np.where(hopeful[:, None, None], numbers.seconds, np.inf)
         with np.errstate(invalid="ignore"):  # Infinity times nothing is no bound.
@@ -144,7 +146,7 @@ def _fastest(job: Job, seconds: float, best: float, deadline: float) -> Found:
     return searched(job, run)[1]
 
 
-def _products(job: Job, numbers: Numbers, seconds: float) -> Floats:
+def _products(job: PlanningProblem, numbers: CostTable, seconds: float) -> Floats:
     """By row, seconds times bytes at the least; infinite where there is no such row."""
     takes, holds = time_bounds(numbers), memory_bounds(numbers)
     exists = np.isfinite(takes) & np.isfinite(holds)

@@ -17,23 +17,23 @@ from meshplan.planner.lock.lock import (
     profile_of_lock,
 )
 from meshplan.planner.objectives.answer import answer
-from meshplan.planner.problem.decision import Question
+from meshplan.planner.problem.decision import PlanRequest
 from meshplan.planner.problem.request import Load, config_of, loading, question_of, with_shorter
 from meshplan.spec.spec import Spec
 from meshplan.textbook.inputs import graph_of
 
 
-def whole_spec(
+def complete_spec(
     source: Any,
     load: Load,
     graph: ModelGraph,
     told: Callable[[str], None] = lambda text: None,
-    ask: Callable[[Path | None], Question] | None = None,
+    ask: Callable[[Path | None], PlanRequest] | None = None,
     config: str | Path | None = None,
     lock: Lock | None = None,
     noted: Callable[[str], None] = lambda text: None,
 ) -> Spec:
-    """The spec with nothing left to the planner; other arguments as for `whole_statements`.
+    """The spec with nothing left to the planner; other arguments as for `complete_statements`.
 
     Args:
         lock: Somebody's choice among the locks; None asks the one beside the plan file.
@@ -42,15 +42,15 @@ def whole_spec(
         check_holds(lock, loading(source, ()), graph)
         noted(lock.used)
         return chosen_spec(load, lock.statements, str(lock.path))
-    return chosen_spec(load, *whole_statements(source, load, graph, told, ask, config, noted))
+    return chosen_spec(load, *complete_statements(source, load, graph, told, ask, config, noted))
 
 
-def whole_statements(
+def complete_statements(
     source: Any,
     load: Load,
     graph: ModelGraph,
     told: Callable[[str], None] = lambda text: None,
-    ask: Callable[[Path | None], Question] | None = None,
+    ask: Callable[[Path | None], PlanRequest] | None = None,
     config: str | Path | None = None,
     noted: Callable[[str], None] = lambda text: None,
 ) -> tuple[Mapping[str, Any], str]:

@@ -16,32 +16,32 @@ from meshplan.cost.profile import without
 from meshplan.garbage import collecting_rarely
 from meshplan.layout.mesh import AXES
 from meshplan.planner.objectives.offload_variants import searched
-from meshplan.planner.objectives.refine import polish
-from meshplan.planner.objectives.simplify import SLACK, Near
-from meshplan.planner.problem.decision import Bound, Decision, Ladder, Question
-from meshplan.planner.problem.problem import Job
+from meshplan.planner.objectives.refine import refine
+from meshplan.planner.objectives.simplify import SLACK, Simplifier
+from meshplan.planner.problem.decision import Bound, Decision, Ladder, PlanRequest
+from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.solve.config import Candidate
-from meshplan.planner.solve.result import Found, Measured
+from meshplan.planner.solve.result import ReplayedMemory, SearchResult
 from meshplan.planner.solve.search import search
 from meshplan.planner.space.space import Rejected
-from meshplan.planner.tables.cost_table import Numbers, memory_bounds, time_bounds
+from meshplan.planner.tables.cost_table import CostTable, memory_bounds, time_bounds
 from meshplan.units import format_step
 
 _MOST_CHOICES: Final = 8
 """After each the memory room knows better what it was wrong about."""
 
 
-def decide(question: Question, told: Callable[[str], None] = lambda text: None) -> Decision:
+def decide(question: PlanRequest, told: Callable[[str], None] = lambda text: None) -> Decision:
     """The plan.
 
     Raises:
         PlanError: The plan file says too little, or nothing is left to choose from.
     """
-    return decide_job(Job(question), told)
+    return decide_job(PlanningProblem(question), told)
 
 
 @collecting_rarely()
-def decide_job(job: Job, told: Callable[[str], None] = lambda text: None) -> Decision:
+def decide_job(job: PlanningProblem, told: Callable[[str], None] = lambda text: None) -> Decision:
     """The plan of a question made concrete."""
     began = time.monotonic()
     limit = job.question.time_limit_s
@@ -63,8 +63,8 @@ def decide_job(job: Job, told: Callable[[str], None] = lambda text: None) -> Dec
                 told=lambda better: told(_line(job, better)),
             ),
         )
-        polish(job, numbers, found, deadline)
-        chosen, others = Near(job, numbers, found).choose()
+        refine(job, numbers, found, deadline)
+        chosen, others = Simplifier(job, numbers, found).choose()
         if chosen is None:
             break
         if (certified := job.certified(chosen)) is not None:
@@ -104,20 +104,20 @@ def decide_job(job: Job, told: Callable[[str], None] = lambda text: None) -> Dec
     )
 
 
-def size_in_words(job: Job) -> str:
+def size_in_words(job: PlanningProblem) -> str:
     """How many configurations there are, before any are added."""
     count = len(job.grid)
     return f"{count:,} configuration{'' if count == 1 else 's'}"
 
 
-def _bounds(job: Job, numbers: Numbers) -> Iterator[Bound]:
+def _bounds(job: PlanningProblem, numbers: CostTable) -> Iterator[Bound]:
     """Of every row that exists."""
     seconds, held = time_bounds(numbers), memory_bounds(numbers)
     exists = np.isfinite(seconds) & np.isfinite(held)
     return map(Bound, seconds[exists].tolist(), map(job.widened, held[exists].tolist()))
 
 
-def _line(job: Job, found: Found) -> str:
+def _line(job: PlanningProblem, found: SearchResult) -> str:
     """A better plan in a few words."""
     assert found.best is not None
     row: np.void = job.grid[found.best.row]
@@ -125,12 +125,12 @@ def _line(job: Job, found: Found) -> str:
     return f"{format_step(found.best.seconds)}: {mesh}"
 
 
-def _ladder(job: Job, numbers: Numbers, best: Candidate) -> Ladder | None:
+def _ladder(job: PlanningProblem, numbers: CostTable, best: Candidate) -> Ladder | None:
     """The same space where the network, or memory, is no limit; None if that is not waited for."""
     stop = job.question.is_stopped
     if stop():
         return None
-    no_network = Found(best=best)  # One device sends nothing.
+    no_network = SearchResult(best=best)  # One device sends nothing.
     if job.free.world > 1:
         free = job.numbers(without(job.profile, network=True))
         no_network = search(free, job.capacity, _fits, is_stopped=stop)
@@ -147,11 +147,11 @@ def _ladder(job: Job, numbers: Numbers, best: Candidate) -> Ladder | None:
     )
 
 
-def _fits(candidate: Candidate) -> Measured:
-    return Measured(fits=True)
+def _fits(candidate: Candidate) -> ReplayedMemory:
+    return ReplayedMemory(fits=True)
 
 
-def _why_refused(found: Found) -> Iterator[Rejected]:
+def _why_refused(found: SearchResult) -> Iterator[Rejected]:
     """One line for each reason, with how many configurations it is of."""
     by_why: dict[str, list[int]] = {}
     for row, why in found.refused.items():

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.planner.knapsack.knapsack import Floats
-from meshplan.planner.problem.decision import Way
-from meshplan.planner.problem.problem import Job
-from meshplan.planner.solve.config import Candidate, Row
+from meshplan.planner.problem.decision import Evaluated
+from meshplan.planner.problem.problem import PlanningProblem
+from meshplan.planner.solve.config import Candidate, ConfigSolver
 from meshplan.planner.solve.result import mesh_key
 from meshplan.planner.tables.cost_table import memory_bounds
 
@@ -29,7 +29,7 @@ def least_rows(grid: NDArray[np.void], bounds: Floats, capacity: float) -> list[
     return sorted(least.values(), key=lambda row: float(bounds[row]))
 
 
-class Least:
+class LeastMemory:
     """The plan that holds the least of those that fit; lowers what the job allows.
 
     Attributes:
@@ -39,8 +39,8 @@ class Least:
         num_measured: How many were replayed.
     """
 
-    def __init__(self, job: Job, deadline: float) -> None:
-        self.way: Way | None = None
+    def __init__(self, job: PlanningProblem, deadline: float) -> None:
+        self.way: Evaluated | None = None
         self.is_whole, self.num_measured = True, 0
         numbers = job.usual
         bounds = memory_bounds(numbers)
@@ -50,7 +50,7 @@ class Least:
         for row in rows:
             if self._is_late(job, deadline):
                 break
-            candidates.append(Row(numbers, row, float("inf")).smallest())
+            candidates.append(ConfigSolver(numbers, row, float("inf")).smallest())
         candidates.sort(key=_held)
         if candidates and self.is_whole:
             self.lower_bytes = job.widened(_held(candidates[0]))
@@ -61,11 +61,11 @@ class Least:
             for allocator in job.free.allocators:
                 self.num_measured += 1
                 way = job.measure(numbers, candidate, allocators=(allocator,)).result
-                if isinstance(way, Way) and way.memory.worst.band[1] < least:
+                if isinstance(way, Evaluated) and way.memory.worst.band[1] < least:
                     least, self.way = way.memory.worst.band[1], way
                     job.allow(least)  # What is over that is not told to its end.
 
-    def _is_late(self, job: Job, deadline: float) -> bool:
+    def _is_late(self, job: PlanningProblem, deadline: float) -> bool:
         late = time.monotonic() > deadline or job.question.is_stopped()
         self.is_whole = self.is_whole and not late
         return late

@@ -13,8 +13,8 @@ import numpy as np
 
 from meshplan.errors import Origin, PlanError, Problem, SpecError
 from meshplan.planner.objectives.fastest import decide_job
-from meshplan.planner.problem.decision import Decision, Question
-from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.decision import Decision, PlanRequest
+from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import cluster_of
 from meshplan.planner.tables.cost_table import time_bounds
 from meshplan.spec.keys import TIME_LIMIT_S
@@ -55,7 +55,7 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
+class TrainingTarget:
     """So many tokens in so many days.
 
     Args:
@@ -76,7 +76,7 @@ class Training:
     more: tuple[int, Size] | None = None
 
 
-def with_nodes(question: Question, nodes: int) -> Question:
+def with_nodes(question: PlanRequest, nodes: int) -> PlanRequest:
     """The same on another number of nodes."""
     read = question.read
     again = replace(question, read=lambda more: read([f"hardware.nodes={nodes}", *more]))
@@ -84,11 +84,11 @@ def with_nodes(question: Question, nodes: int) -> Question:
 
 
 def fewest(
-    question: Question,
+    question: PlanRequest,
     tokens: float,
     days: float,
     told: Callable[[str], None] = lambda text: None,
-) -> Training:
+) -> TrainingTarget:
     """The fewest whole nodes that train on so many tokens in so many days, each size planned.
 
     Sizes grow by halves and doubles of powers of two until one does, are halved to the least that
@@ -119,14 +119,14 @@ class _Fewest:
     """One such question."""
 
     def __init__(
-        self, question: Question, tokens: float, days: float, told: Callable[[str], None]
+        self, question: PlanRequest, tokens: float, days: float, told: Callable[[str], None]
     ) -> None:
         self._question, self._tokens, self._days, self._told = question, tokens, days, told
         limit = TIME_LIMIT_S if question.time_limit_s is None else question.time_limit_s
         self._deadline = time.monotonic() + 4 * limit
         self._known: dict[int, Size] = {}
 
-    def run(self) -> Training:
+    def run(self) -> TrainingTarget:
         first = self._first()
         failed, fastest, num_slower, num_without = first - 1, math.inf, 0, 0
         for nodes in _sizes_from(first):
@@ -156,15 +156,15 @@ class _Fewest:
 
     def _first(self) -> int:
         """Fewer nodes could not do it if every operation ran at the peak."""
-        job = Job(with_nodes(self._question, 1))
+        job = PlanningProblem(with_nodes(self._question, 1))
         per_token = job.flops_of_sample / _length(job.spec)
         seconds = self._days * DAY_S * job.profile.peak_flops * job.question.cluster.gpus_per_node
         return max(1, math.ceil(self._tokens * per_token / seconds))
 
-    def _training(self, nodes: int | None, is_fewest: bool) -> Training:
+    def _training(self, nodes: int | None, is_fewest: bool) -> TrainingTarget:
         sizes = tuple(self._known[n] for n in sorted(self._known))
         answer = self._known[nodes] if nodes is not None else None
-        return Training(
+        return TrainingTarget(
             tokens=self._tokens,
             days=self._days,
             sizes=sizes,
@@ -173,7 +173,7 @@ class _Fewest:
             samples=self._question.read(()).batch.global_,
         )
 
-    def _with_more_samples(self, first: int) -> Training:
+    def _with_more_samples(self, first: int) -> TrainingTarget:
         """No size does; with more samples of a step one may."""
         found, times = self._training(None, False), _STEP
         while found.samples is not None and times <= _MOST_TIMES:
@@ -217,7 +217,7 @@ class _Fewest:
         gpus = question.cluster.num_gpus
         never = Size(nodes=nodes, num_gpus=gpus, days=None, least_days=None, decision=None)
         try:
-            job = Job(question)
+            job = PlanningProblem(question)
             samples = job.samples(0)
             per_step = samples * _length(job.spec)
             steps = self._tokens / per_step
@@ -249,7 +249,7 @@ def _length(spec: Spec) -> int:
     return spec.batch.seq_len
 
 
-def cheapest(question: Question, told: Callable[[str], None] = lambda text: None) -> Decision:
+def cheapest(question: PlanRequest, told: Callable[[str], None] = lambda text: None) -> Decision:
     """The plan whose step takes the fewest GPU-hours, on as many nodes as there are, or fewer.
 
     Halves and halves of halves of the nodes are planned, each whole: a plan that is twice as fast
@@ -265,7 +265,7 @@ def cheapest(question: Question, told: Callable[[str], None] = lambda text: None
     first: Decision | None = None
     for size in sizes:
         try:
-            decision = decide_job(Job(with_nodes(question, size)))
+            decision = decide_job(PlanningProblem(with_nodes(question, size)))
         except PlanError as error:
             empty = empty or error
             continue

@@ -22,7 +22,7 @@ from meshplan.cost.grid import (
     OPTIONS,
     PARAMS_THERE,
     RECOMPUTE,
-    Cut,
+    ProgramKey,
     cuts_of,
 )
 from meshplan.cost.host import entered_s, updates_more_s
@@ -30,20 +30,22 @@ from meshplan.cost.shares import share, trained
 from meshplan.cost.step import widths_of
 from meshplan.memory.answer.hosts import host_limit
 from meshplan.planner.knapsack.knapsack import Counts, Floats
-from meshplan.planner.problem.problem import Job
-from meshplan.planner.solve.result import Found
+from meshplan.planner.problem.problem import PlanningProblem
+from meshplan.planner.solve.result import SearchResult
 from meshplan.planner.solve.search import TOLERANCE, search
 from meshplan.planner.space.offload import WORDS, too_much_there
 from meshplan.planner.space.space import Rejected
 from meshplan.planner.space.trials import with_offload
-from meshplan.planner.tables.cost_table import Numbers, step_seconds
+from meshplan.planner.tables.cost_table import CostTable, step_seconds
 from meshplan.planner.tables.memory_bounds import element_bytes_of
 
 _DDP, _SHARD = MODES.index("ddp"), MODES.index("shard")
 _FULL: Final = np.array([again == RECOMPUTE.index("full") for again, _ in OPTIONS])
 
 
-def searched(job: Job, run: Callable[[Numbers], Found]) -> tuple[Numbers, Found]:
+def searched(
+    job: PlanningProblem, run: Callable[[CostTable], SearchResult]
+) -> tuple[CostTable, SearchResult]:
     """A search of the whole space: without what is offloaded, then with it where it may win.
 
     Args:
@@ -53,7 +55,7 @@ def searched(job: Job, run: Callable[[Numbers], Found]) -> tuple[Numbers, Found]
     found = run(numbers)
     found.unoffloaded_s = found.best.seconds if found.best else float("inf")
     num_base = len(numbers.grid)
-    if widen(job, found.unoffloaded_s):
+    if add_offload_variants(job, found.unoffloaded_s):
         numbers = job.usual
         is_new = np.arange(len(numbers.grid)) >= num_base
         # What has one stage is told soonest, and rules out much of what has more.
@@ -65,7 +67,7 @@ def searched(job: Job, run: Callable[[Numbers], Found]) -> tuple[Numbers, Found]
     return numbers, found
 
 
-def fastest_that_fits(job: Job, deadline: float | None = None) -> Found:
+def fastest_that_fits(job: PlanningProblem, deadline: float | None = None) -> SearchResult:
     """The search of a job that asks for nothing but its answer.
 
     Args:
@@ -84,7 +86,7 @@ def fastest_that_fits(job: Job, deadline: float | None = None) -> Found:
     return found
 
 
-def _only(numbers: Numbers, some: NDArray[np.bool_], found: Found) -> Numbers:
+def _only(numbers: CostTable, some: NDArray[np.bool_], found: SearchResult) -> CostTable:
     """Some rows, and the answer so far."""
     kept = some.copy()
     if found.best is not None:
@@ -92,7 +94,7 @@ def _only(numbers: Numbers, some: NDArray[np.bool_], found: Found) -> Numbers:
     return replace(numbers, seconds=np.where(kept[:, None, None], numbers.seconds, np.inf))
 
 
-def _together(one: Found, two: Found) -> Found:
+def _together(one: SearchResult, two: SearchResult) -> SearchResult:
     """What two searches came to, of which the second knew the first one's answer."""
     return replace(
         two,
@@ -111,7 +113,7 @@ def _together(one: Found, two: Found) -> Found:
     )  # fmt: skip
 
 
-def widen(job: Job, seconds: float = float("inf")) -> bool:
+def add_offload_variants(job: PlanningProblem, seconds: float = float("inf")) -> bool:
     """Add the rows that may take less than so many seconds; whether there are any.
 
     Afterwards `job.num_configs` counts all of them, ruled out or not.
@@ -123,7 +125,7 @@ def widen(job: Job, seconds: float = float("inf")) -> bool:
     limit = seconds * (1 - TOLERANCE)
     added, count, num_base = [], 0, len(numbers.grid)
     for what in free.offload[1:]:
-        at, rows = _twins(numbers.grid, what, job)
+        at, rows = _offload_variants(numbers.grid, what, job)
         count += len(rows)
         if not len(rows):
             continue
@@ -142,7 +144,9 @@ def widen(job: Job, seconds: float = float("inf")) -> bool:
     return bool(len(rows))
 
 
-def _twins(grid: NDArray[np.void], what: int, job: Job) -> tuple[Counts, NDArray[np.void]]:
+def _offload_variants(
+    grid: NDArray[np.void], what: int, job: PlanningProblem
+) -> tuple[Counts, NDArray[np.void]]:
     """(rows that can be so, the same with it): what is not sharded FSDP2 cannot offload.
 
     On one data rank it shards over one, which is otherwise of no use.
@@ -163,7 +167,7 @@ def _twins(grid: NDArray[np.void], what: int, job: Job) -> tuple[Counts, NDArray
     return at, rows
 
 
-def _bounds(job: Job, numbers: Numbers, at: Counts, what: int) -> Floats:
+def _bounds(job: PlanningProblem, numbers: CostTable, at: Counts, what: int) -> Floats:
     """Seconds from below of the twins of these rows."""
     grid, seconds = numbers.grid[at], numbers.seconds[at]
     more = np.zeros(len(at))
@@ -184,7 +188,7 @@ def _bounds(job: Job, numbers: Numbers, at: Counts, what: int) -> Floats:
     return np.where(can_be, least, np.inf)
 
 
-def _host_least(job: Job, rows: NDArray[np.void], what: int) -> Floats:
+def _host_least(job: PlanningProblem, rows: NDArray[np.void], what: int) -> Floats:
     """By row, bytes of a node's host at the least, if every node holds as much."""
     out = np.zeros(len(rows))
     if not what & PARAMS_THERE:
@@ -202,7 +206,7 @@ def _host_least(job: Job, rows: NDArray[np.void], what: int) -> Floats:
     return out
 
 
-def _more(job: Job, grid: NDArray[np.void], what: int, cut: Cut) -> Floats:
+def _more(job: PlanningProblem, grid: NDArray[np.void], what: int, cut: ProgramKey) -> Floats:
     """By row, what all blocks take for each microbatch beside what they take without."""
     chain, profile = job.chain_at(*cut), job.profile
     per_node = job.question.cluster.gpus_per_node
@@ -218,7 +222,7 @@ def _more(job: Job, grid: NDArray[np.void], what: int, cut: Cut) -> Floats:
     return out
 
 
-def _allowed(job: Job, rows: NDArray[np.void], what: int) -> NDArray[np.void]:
+def _allowed(job: PlanningProblem, rows: NDArray[np.void], what: int) -> NDArray[np.void]:
     """Those of some rows whose axes go with it: what two ranks cannot do, more cannot."""
     for axis, where in (("pp", " in a pipeline"), ("ep", " where experts are spread")):
         spread = rows[axis] > 1
@@ -230,7 +234,9 @@ def _allowed(job: Job, rows: NDArray[np.void], what: int) -> NDArray[np.void]:
     return rows
 
 
-def _refused(job: Job, what: int, where: str = "", *, pp: int = 1, ep: int = 1) -> Rejected | None:
+def _refused(
+    job: PlanningProblem, what: int, where: str = "", *, pp: int = 1, ep: int = 1
+) -> Rejected | None:
     """Why a trial of it cannot be; None if it can."""
     trial = with_offload(job.spec, what, pp=min(pp, 2), ep=ep, experts=job.free.experts)
     why = job.refuses(trial)

@@ -10,18 +10,18 @@ from collections.abc import Callable
 
 from meshplan.errors import PlanError, Problem
 from meshplan.memory.answer.estimate import left_in_words
-from meshplan.planner.problem.decision import Bound, Decision, Question, Way
+from meshplan.planner.problem.decision import Bound, Decision, Evaluated, PlanRequest
 from meshplan.planner.space.space import Rejected, UnsearchedError
 from meshplan.planner.tables.whole_plan import Costed
 
 
-def is_priced(question: Question) -> bool:
+def is_priced(question: PlanRequest) -> bool:
     """Tell whether a plan of a live model states what has figures and is not searched."""
     traced, spec = question.traced, question.read(())
     return traced is not None and traced.is_priced(spec) and bool(traced.refuses(spec))
 
 
-def price(question: Question, told: Callable[[str], None] = lambda text: None) -> Decision:
+def price(question: PlanRequest, told: Callable[[str], None] = lambda text: None) -> Decision:
     """The one plan that there is.
 
     Raises:
@@ -48,7 +48,7 @@ def price(question: Question, told: Callable[[str], None] = lambda text: None) -
             (Rejected("other plans", why),),
         )
     costed = Costed(plan, cluster, question.profile, found.chain)
-    way = Way(stated={}, seconds=costed.seconds, plan=plan, memory=memory)
+    way = Evaluated(stated={}, seconds=costed.seconds, plan=plan, memory=memory)
     samples = (plan.micro or 0) * plan.accumulate * plan.num_data_ranks
     flops = found.flops * samples
     return Decision(

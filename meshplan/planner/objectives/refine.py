@@ -15,11 +15,11 @@ import numpy as np
 
 from meshplan.cost.grid import OPTIONS
 from meshplan.planner.knapsack.knapsack import Counts
-from meshplan.planner.problem.problem import Job
+from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.solve.config import Candidate
-from meshplan.planner.solve.result import Found
+from meshplan.planner.solve.result import SearchResult
 from meshplan.planner.solve.search import TOLERANCE
-from meshplan.planner.tables.cost_table import Numbers, time_bounds
+from meshplan.planner.tables.cost_table import CostTable, time_bounds
 
 _MOST_ROWS: Final = 6
 _MOST_TRIES: Final = 4
@@ -28,7 +28,9 @@ _MOST_LABELS: Final = 2000
 """Of which each is a way for the blocks so far that no other beats."""
 
 
-def polish(job: Job, numbers: Numbers, found: Found, deadline: float | None = None) -> None:
+def refine(
+    job: PlanningProblem, numbers: CostTable, found: SearchResult, deadline: float | None = None
+) -> None:
     """Look for faster answers of the rows that may have one."""
     kinds, turns = job.chain.kinds, job.chain.turns
     is_told = any(turns)
@@ -46,7 +48,9 @@ def polish(job: Job, numbers: Numbers, found: Found, deadline: float | None = No
             _improve(job, numbers, found, row, deadline)
 
 
-def _improve(job: Job, numbers: Numbers, found: Found, row: int, deadline: float | None) -> None:
+def _improve(
+    job: PlanningProblem, numbers: CostTable, found: SearchResult, row: int, deadline: float | None
+) -> None:
     """The fastest answer of one row that fits, and is faster than what there is."""
     excess = {0: 0.0, 1: 0.0}
     """By whether parameters are given back, what answers held above these figures."""
@@ -72,7 +76,7 @@ def _improve(job: Job, numbers: Numbers, found: Found, row: int, deadline: float
 
 
 def _solve(
-    job: Job, numbers: Numbers, row: int, back: int, room: float, below: float
+    job: PlanningProblem, numbers: CostTable, row: int, back: int, room: float, below: float
 ) -> tuple[Candidate, float] | None:
     """The fastest options of all blocks that keep every moment within so many bytes; the most."""
     config, turns = numbers.grid[row], job.chain.turns

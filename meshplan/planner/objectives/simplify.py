@@ -14,11 +14,11 @@ from typing import Final, NamedTuple
 
 from meshplan.cost.grid import MODES, OPTIONS, RECOMPUTE
 from meshplan.layout.mesh import AXES
-from meshplan.planner.problem.decision import Way
-from meshplan.planner.problem.problem import Job
-from meshplan.planner.solve.config import Candidate, solve_row
-from meshplan.planner.solve.result import Found
-from meshplan.planner.tables.cost_table import Numbers
+from meshplan.planner.problem.decision import Evaluated
+from meshplan.planner.problem.problem import PlanningProblem
+from meshplan.planner.solve.config import Candidate, solve_config
+from meshplan.planner.solve.result import SearchResult
+from meshplan.planner.tables.cost_table import CostTable
 from meshplan.spec.keys import KEEP
 from meshplan.spec.spec import Allocator
 
@@ -46,22 +46,22 @@ _MOST_SIMPLER, _MOST_MESHES, _MOST_NEAR, _MOST_GUESSES, _MORE = 8, 5, 3, 1, 1.02
 _DDP: Final = MODES.index("ddp")
 
 
-class Near:
+class Simplifier:
     """The rows that a search found within SLACK of the best."""
 
-    def __init__(self, job: Job, numbers: Numbers, found: Found) -> None:
+    def __init__(self, job: PlanningProblem, numbers: CostTable, found: SearchResult) -> None:
         self._job, self._numbers, self._found = job, numbers, found
-        self._only: dict[tuple[int, Options], Numbers] = {}
+        self._only: dict[tuple[int, Options], CostTable] = {}
         self._excess: dict[tuple[int, tuple[Allocator, ...]], float] = {}
         """Bytes that the last answer held above the linear figures, by row and allocators."""
 
-    def choose(self) -> tuple[Way | None, tuple[Way, ...]]:
+    def choose(self) -> tuple[Evaluated | None, tuple[Evaluated, ...]]:
         """(the simplest within the slack, others that are near)."""
         found = self._found
         if found.best is None or found.measured is None:
             return None, ()
         best = found.measured.result
-        assert isinstance(best, Way)
+        assert isinstance(best, Evaluated)
         tries = self._simpler(self._complexity(found.best, best.plan.spec.allocator))
         chosen = next(self._that_fit(tries, _MOST_SIMPLER), best)
         everything = (True,) * len(OPTIONS)
@@ -128,10 +128,10 @@ class Near:
         limit = found.best.seconds * (1 + SLACK)
         if (row, options) not in self._only:
             self._only[row, options] = self._numbers.only(row, options)
-        one = solve_row(self._only[row, options], 0, room, limit)
+        one = solve_config(self._only[row, options], 0, room, limit)
         return replace(one, row=row) if one is not None else None
 
-    def _that_fit(self, tries: Iterable[Try], most: int) -> Iterator[Way]:
+    def _that_fit(self, tries: Iterable[Try], most: int) -> Iterator[Evaluated]:
         """Those of some tries that the memory room certifies, in this order."""
         found, job, numbers = self._found, self._job, self._numbers
         for each in tries:
@@ -151,7 +151,7 @@ class Near:
                 found.num_measured += 1
                 most -= 1
                 if measured.fits:
-                    assert isinstance(measured.result, Way)
+                    assert isinstance(measured.result, Evaluated)
                     yield measured.result
                 if measured.fits or measured.why:
                     break

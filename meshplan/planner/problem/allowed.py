@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Final
 
 from meshplan.errors import PlanError
-from meshplan.memory.analytic.estimate import check_told
+from meshplan.memory.analytic.estimate import check_analytic
 from meshplan.memory.analytic.microbatches import refusals
 from meshplan.plan.plan import make_plan
 from meshplan.planner.problem.chains import Chains
-from meshplan.planner.problem.decision import Question
+from meshplan.planner.problem.decision import PlanRequest
 from meshplan.spec.spec import Offload, Spec
 
 _OF_MODULES: Final = "what single modules offload has no figures of time"
 _NOT_COMPOSED: Final = "what a live model offloads is not composed of traced pieces"
 
 
-def why_not_allowed(trial: Spec, question: Question, chains: Chains) -> str:
+def why_not_allowed(trial: Spec, question: PlanRequest, chains: Chains) -> str:
     """Return why a trial cannot be, "" if it can be."""
     few, traced = question.few or question.graph, question.traced
     if any(rule.offload for rule in trial.rules):
@@ -35,7 +35,7 @@ def why_not_allowed(trial: Spec, question: Question, chains: Chains) -> str:
         if not problems and plan.mesh.size("tp") > 1:
             chains.of(plan)
         elif not problems:
-            check_told(plan, device=question.device)
+            check_analytic(plan, device=question.device)
     except PlanError as error:
         problems = list(error.problems)
     return problems[0].what if problems else ""

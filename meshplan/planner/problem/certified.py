@@ -6,14 +6,14 @@ import json
 from dataclasses import replace
 from typing import Final
 
-from meshplan.memory.analytic.estimate import told_at_worst
+from meshplan.memory.analytic.estimate import estimate_worst_routing
 from meshplan.planner.lock.lock import overrides
-from meshplan.planner.problem.decision import Question, Way
+from meshplan.planner.problem.decision import Evaluated, PlanRequest
 
 OVER: Final = "a trace of the model with this plan holds more than its config tells"
 
 
-def certified(question: Question, way: Way) -> Way | None:
+def certify_plan(question: PlanRequest, way: Evaluated) -> Evaluated | None:
     """The same with what a trace says of its memory, where there is a model; None if it is over."""
     if question.traced is not None:
         memory = question.traced.certify(way.plan)
@@ -29,13 +29,13 @@ def certified(question: Question, way: Way) -> Way | None:
     return replace(way, memory=memory) if memory.fits else None
 
 
-def words_of(way: Way) -> str:
+def words_of(way: Evaluated) -> str:
     """What it states, to be known again by."""
     return json.dumps(dict(way.stated), sort_keys=True)
 
 
-def _at_worst(way: Way) -> Way:
+def _at_worst(way: Evaluated) -> Evaluated:
     """The same, saying what the worst routing would need."""
     if way.plan.mesh.size("ep") == 1:
         return way
-    return replace(way, memory=told_at_worst(way.memory, way.plan))
+    return replace(way, memory=estimate_worst_routing(way.memory, way.plan))

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from meshplan.cost.chain import chain_of
-from meshplan.cost.grid import Cut
+from meshplan.cost.grid import ProgramKey
 from meshplan.cost.types import Chain
 from meshplan.memory.analytic.microbatches import loss_chunks_of, styled_of
 from meshplan.plan.plan import Plan, make_plan
-from meshplan.planner.problem.decision import Question
+from meshplan.planner.problem.decision import PlanRequest
 from meshplan.planner.space.trials import with_axes
 from meshplan.spec.spec import Spec
 from meshplan.two_cores import each
@@ -20,7 +20,7 @@ _MANY: Final = 8
 """Chains that are worth a second core: to begin on one takes as long as to read one off."""
 
 
-class _Key(NamedTuple):
+class _ChainKey(NamedTuple):
     """The kinds that a chain is of, cut activations and a cut loss beside tp among them."""
 
     tp: int
@@ -42,7 +42,7 @@ class Chains:
 
     def __init__(
         self,
-        question: Question,
+        question: PlanRequest,
         spec: Spec,
         *,
         element_bytes: Callable[[], int],
@@ -51,7 +51,7 @@ class Chains:
         self._spec, self._graph, self._traced = spec, question.graph, question.traced
         self._few = question.few or question.graph
         self._element_bytes, self._cuts = element_bytes, cuts
-        self._known: dict[_Key, Chain] = {}
+        self._known: dict[_ChainKey, Chain] = {}
         self._read_before = question.chains
 
     def at(self, tp: int, ep: int, loss_chunks: int | None = None) -> Chain:
@@ -64,7 +64,7 @@ class Chains:
             return self._traced.chain()
         stated = self._spec.loss_chunks
         usual = stated if isinstance(stated, int) else 1
-        key = self._key(Cut(tp, ep, loss_chunks or usual))
+        key = self._key(ProgramKey(tp, ep, loss_chunks or usual))
         if key not in self._known:
             self._known[key] = self._read(key)
         return self._known[key]
@@ -73,23 +73,23 @@ class Chains:
         """As one rank of the plan's tp, and of ep, has it."""
         tp = plan.mesh.size("tp")
         cuts, cuts_loss = plan.spec.sequence_parallel, plan.spec.loss_parallel
-        key = _Key(tp, ep, tp > 1 and cuts, tp > 1 and cuts_loss, loss_chunks_of(plan))
+        key = _ChainKey(tp, ep, tp > 1 and cuts, tp > 1 and cuts_loss, loss_chunks_of(plan))
         if key not in self._known:
             self._known[key] = self._read_off(plan, ep)
         return self._known[key]
 
-    def read(self, cuts: Iterable[Cut]) -> None:
+    def read(self, cuts: Iterable[ProgramKey]) -> None:
         """Those of many cuts that are going to be asked for."""
         keys = [self._key(cut) for cut in cuts]
         new = [key for key in keys if key not in self._known]
         if self._traced is None and len(new) >= _MANY:
             self._known.update(zip(new, each(self._read, new), strict=True))
 
-    def _key(self, cut: Cut) -> _Key:
+    def _key(self, cut: ProgramKey) -> _ChainKey:
         cuts, cuts_loss = self._cuts(cut.tp) if cut.tp > 1 else (False, False)
-        return _Key(cut.tp, cut.ep, cuts, cuts_loss, cut.loss_chunks)
+        return _ChainKey(cut.tp, cut.ep, cuts, cuts_loss, cut.loss_chunks)
 
-    def _read(self, key: _Key) -> Chain:
+    def _read(self, key: _ChainKey) -> Chain:
         trial = with_axes(
             self._spec,
             {"tp": key.tp},

@@ -20,7 +20,7 @@ from meshplan.spec.spec import Spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class PlanRequest:
     """What is to be planned.
 
     Args:
@@ -61,7 +61,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class Evaluated:
     """One way to train the model that fits: as words, decided, and with its memory.
 
     Args:
@@ -125,10 +125,10 @@ class Decision:
     """
 
     spec: Spec
-    chosen: Way | None
+    chosen: Evaluated | None
     best_s: float
     gap: float
-    alternatives: tuple[Way, ...]
+    alternatives: tuple[Evaluated, ...]
     rejected: tuple[Rejected, ...]
     ladder: Ladder | None
     num_configs: int
@@ -145,22 +145,22 @@ class Decision:
     objective: str = "time"
     profile_path: Path | None = None
     bounds: tuple[Bound, ...] = ()
-    measured: tuple[Way, ...] = ()
+    measured: tuple[Evaluated, ...] = ()
     unoffloaded_s: float | None = None
 
     @property
-    def ways(self) -> tuple[Way, ...]:
+    def ways(self) -> tuple[Evaluated, ...]:
         """All that are told: each fits."""
         return (*((self.chosen,) if self.chosen else ()), *self.alternatives)
 
-    def tokens_per_s(self, way: Way) -> float:
+    def tokens_per_s(self, way: Evaluated) -> float:
         """Of one device."""
         return self.tokens / way.seconds / way.plan.mesh.world_size
 
-    def samples_per_s(self, way: Way) -> float:
+    def samples_per_s(self, way: Evaluated) -> float:
         """Of one device."""
         return self.samples / way.seconds / way.plan.mesh.world_size
 
-    def mfu(self, way: Way) -> float:
+    def mfu(self, way: Evaluated) -> float:
         """Share of the peak that the model's own flops are: what is recomputed does not count."""
         return self.flops / way.seconds / self.profile.peak_flops / way.plan.mesh.world_size

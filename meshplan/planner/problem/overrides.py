@@ -19,7 +19,7 @@ from meshplan.planner.solve.config import Candidate
 from meshplan.planner.space.cp import context_of
 from meshplan.planner.space.ep import LENDER, is_placed, words
 from meshplan.planner.space.fixed import Pins
-from meshplan.planner.space.memory_settings import room_words
+from meshplan.planner.space.memory_settings import memory_setting_words
 from meshplan.planner.space.offload import offload_words
 from meshplan.planner.space.space import Freedom
 from meshplan.spec.spec import AUTO, Allocator, Spec
@@ -30,7 +30,7 @@ _UNIFORM: Final = {0: ("zero2", "hybrid_shard_zero2"), 1: ("full_shard", "hybrid
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class BlockChoice:
     """What one block does."""
 
     name: str
@@ -40,7 +40,7 @@ class Block:
 
 def blocks_of(
     candidate: Candidate, order: Sequence[int], names: Sequence[str]
-) -> tuple[tuple[Block, ...], ...]:
+) -> tuple[tuple[BlockChoice, ...], ...]:
     """By stage, what each block that has a choice does.
 
     Those that recompute the most come first, those that give their parameters back likewise: at
@@ -56,7 +56,7 @@ def blocks_of(
         for place in range(begin, end):
             option = next(left[order[place]])
             if names[place]:
-                blocks.append(Block(names[place], *OPTIONS[option]))
+                blocks.append(BlockChoice(names[place], *OPTIONS[option]))
         out.append(tuple(blocks))
     return tuple(out)
 
@@ -70,7 +70,7 @@ def statements(
     spec: Spec,
     free: Freedom,
     row: np.void,
-    stages: Sequence[Sequence[Block]],
+    stages: Sequence[Sequence[BlockChoice]],
     pins: Pins,
     allocator: Allocator,
 ) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def statements(
         if spec.pipeline is None or spec.pipeline.split == AUTO:
             out["pipeline.split"] = [[stage[0].name] for stage in stages]
     out |= offload_words(spec, int(row["offload"]))
-    out |= room_words(spec, int(row["loss_chunks"]), allocator)
+    out |= memory_setting_words(spec, int(row["loss_chunks"]), allocator)
     open_ = [b for b in blocks if not (b.name in pins and pins[b.name].recompute)]
     word = _usual_recompute(open_)
     if spec.activation_checkpointing.every == 1:  # Else it says it of all blocks already.
@@ -142,13 +142,13 @@ def statements(
     return out
 
 
-def _usual_recompute(blocks: Sequence[Block]) -> str:
+def _usual_recompute(blocks: Sequence[BlockChoice]) -> str:
     """What the plan says of all."""
     modes = {block.recompute for block in blocks}
     return RECOMPUTE[modes.pop()] if len(modes) == 1 else RECOMPUTE[0]
 
 
-def _recompute_rules(blocks: Sequence[Block], usual: str) -> Iterator[dict[str, Any]]:
+def _recompute_rules(blocks: Sequence[BlockChoice], usual: str) -> Iterator[dict[str, Any]]:
     """What single blocks do otherwise than the plan says of all."""
     for place, word in enumerate(RECOMPUTE):
         names = [block.name for block in blocks if block.recompute == place]
@@ -156,7 +156,7 @@ def _recompute_rules(blocks: Sequence[Block], usual: str) -> Iterator[dict[str, 
             yield {"match": patterns(names), "activation_checkpointing": word}
 
 
-def _reshard_rules(blocks: Sequence[Block], usual: int) -> Iterator[dict[str, Any]]:
+def _reshard_rules(blocks: Sequence[BlockChoice], usual: int) -> Iterator[dict[str, Any]]:
     names = [block.name for block in blocks if block.reshard != usual]
     if names:
         yield {"match": patterns(names), "reshard_after_forward": not usual}

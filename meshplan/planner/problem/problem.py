@@ -13,7 +13,7 @@ from meshplan.cost.grid import cuts_of
 from meshplan.cost.profile import Profile, measured_for, profile_of
 from meshplan.cost.types import Chain
 from meshplan.errors import MeshplanError, PlanError, Problem
-from meshplan.memory.analytic.estimate import told_estimate
+from meshplan.memory.analytic.estimate import estimate_analytic
 from meshplan.memory.analytic.ranks import ERROR, OverError
 from meshplan.memory.answer.estimate import RESERVED_ERROR, MemoryEstimate
 from meshplan.memory.decoder.sizes import shape_of
@@ -21,25 +21,25 @@ from meshplan.memory.log.driver import driver_bytes
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.planner.lock.lock import overrides
 from meshplan.planner.problem.allowed import why_not_allowed
-from meshplan.planner.problem.certified import OVER, certified, words_of
+from meshplan.planner.problem.certified import OVER, certify_plan, words_of
 from meshplan.planner.problem.chains import Chains
-from meshplan.planner.problem.decision import Question, Way
-from meshplan.planner.problem.overrides import Block, blocks_of, statements
-from meshplan.planner.problem.truncated_estimate import Brief, Glance, Stages
+from meshplan.planner.problem.decision import Evaluated, PlanRequest
+from meshplan.planner.problem.overrides import BlockChoice, blocks_of, statements
+from meshplan.planner.problem.truncated_estimate import Stages, TruncatedEstimate, TruncatedFigures
 from meshplan.planner.solve.config import Candidate
-from meshplan.planner.solve.result import Guess, Measured
+from meshplan.planner.solve.result import Guess, ReplayedMemory
 from meshplan.planner.space.batch import check_batch
 from meshplan.planner.space.cp import EXCHANGES, context_of
 from meshplan.planner.space.emptiness import nothing_to_choose
 from meshplan.planner.space.enumeration import enumerate_grid
 from meshplan.planner.space.ep import experts_of
-from meshplan.planner.space.fixed import Pins, check_pins, pins_of
-from meshplan.planner.space.fixed_stages import StagePins, stage_pins_of
+from meshplan.planner.space.fixed import Pins, check_fixed_choices, fixed_choices_of
+from meshplan.planner.space.fixed_stages import FixedStages, fixed_stages_of
 from meshplan.planner.space.offload import over_host
 from meshplan.planner.space.space import Freedom, Rejected, freedom_of
 from meshplan.planner.space.trials import with_axes
-from meshplan.planner.tables.build import numbers_of
-from meshplan.planner.tables.cost_table import Numbers
+from meshplan.planner.tables.build import cost_table_of
+from meshplan.planner.tables.cost_table import CostTable
 from meshplan.planner.tables.memory_bounds import element_bytes_of
 from meshplan.planner.tables.stage_layout import NOT_ALIKE, are_alike
 from meshplan.spec.spec import Allocator, Spec
@@ -48,7 +48,7 @@ _SHARES: Final = (1 + RESERVED_ERROR) * (1 + ERROR)
 """By how much the memory room widens what it reserves."""
 
 
-class Job:
+class PlanningProblem:
     """One question.
 
     Attributes:
@@ -57,12 +57,12 @@ class Job:
         measured: What the memory room told to its end.
     """
 
-    def __init__(self, question: Question, free: Freedom | None = None) -> None:
+    def __init__(self, question: PlanRequest, free: Freedom | None = None) -> None:
         self.question = question
         self.spec = question.read(())
         self._traced = question.traced
         check_batch(self.spec, reads_tokens=self._traced is None)
-        check_pins(self.spec)
+        check_fixed_choices(self.spec)
         self._graph = question.graph
         self._few = question.few or question.graph
         self._chains = Chains(
@@ -72,8 +72,8 @@ class Job:
             cuts=lambda tp: (self.free.sequence_parallel[tp], self.free.loss_parallel[tp]),
         )
         self._driver = driver_bytes(question.device, ()).high
-        self.measured: list[Way] = []
-        self._known: dict[tuple[object, ...], Measured] = {}
+        self.measured: list[Evaluated] = []
+        self._known: dict[tuple[object, ...], ReplayedMemory] = {}
         self._over: set[str] = set()
         self.is_widened, self._num_configs = False, 0
         self.allow(question.limit_bytes)
@@ -179,10 +179,10 @@ class Job:
         if what not in self.free.rejected:
             self.free = replace(self.free, rejected=(*self.free.rejected, what))
 
-    def numbers(self, profile: Profile) -> Numbers:
+    def numbers(self, profile: Profile) -> CostTable:
         """What the search reads, at the speeds of a profile."""
         self._chains.read(cuts_of(self.grid))
-        found = numbers_of(
+        found = cost_table_of(
             self.grid,
             self.chain_at,
             profile=profile,
@@ -203,17 +203,17 @@ class Job:
         return replace(found, stages=self._cuts.places(found.names))
 
     @cached_property
-    def _cuts(self) -> StagePins:
-        return stage_pins_of(self.spec, self._graph)
+    def _cuts(self) -> FixedStages:
+        return fixed_stages_of(self.spec, self._graph)
 
     @cached_property
-    def usual(self) -> Numbers:
+    def usual(self) -> CostTable:
         """The same at the speed that the machine has."""
         return self.numbers(self.profile)
 
     @cached_property
     def _pins(self) -> Pins:
-        return pins_of(self.spec, self._graph)
+        return fixed_choices_of(self.spec, self._graph)
 
     @cached_property
     def profile(self) -> Profile:
@@ -258,12 +258,14 @@ class Job:
         """The model as it is without tp."""
         return self.chain_at(1)
 
-    def blocks(self, numbers: Numbers, candidate: Candidate) -> tuple[tuple[Block, ...], ...]:
+    def blocks(
+        self, numbers: CostTable, candidate: Candidate
+    ) -> tuple[tuple[BlockChoice, ...], ...]:
         """By stage, what each block does."""
         return blocks_of(candidate, numbers.order, numbers.names)
 
     def stated(
-        self, numbers: Numbers, candidate: Candidate, allocator: Allocator | None = None
+        self, numbers: CostTable, candidate: Candidate, allocator: Allocator | None = None
     ) -> dict[str, Any]:
         """What the plan file would have to say."""
         row, stages = self.grid[candidate.row], self.blocks(numbers, candidate)
@@ -271,12 +273,12 @@ class Job:
 
     def measure(
         self,
-        numbers: Numbers,
+        numbers: CostTable,
         candidate: Candidate,
         *,
         to_the_end: bool = False,
         allocators: tuple[Allocator, ...] = (),
-    ) -> Measured:
+    ) -> ReplayedMemory:
         """What the memory room says of a candidate.
 
         Args:
@@ -286,8 +288,8 @@ class Job:
         """
         glance = self._glance(numbers, candidate, guesses=False)
         if not to_the_end and glance is not None and glance.is_over:  # Whatever the allocator.
-            return Measured(fits=False, excess_bytes=glance.least_bytes)
-        found: list[Measured] = []
+            return ReplayedMemory(fits=False, excess_bytes=glance.least_bytes)
+        found: list[ReplayedMemory] = []
         for allocator in allocators or self.free.allocators:
             key = candidate.row, candidate.ends, candidate.takes, to_the_end, allocator
             if key not in self._known:
@@ -298,8 +300,8 @@ class Job:
         return min(found, key=lambda each: each.excess_bytes)
 
     def _measure(
-        self, numbers: Numbers, candidate: Candidate, allocator: Allocator, to_the_end: bool
-    ) -> Measured:
+        self, numbers: CostTable, candidate: Candidate, allocator: Allocator, to_the_end: bool
+    ) -> ReplayedMemory:
         question, stated = self.question, self.stated(numbers, candidate, allocator)
         try:
             plan = make_plan(question.read(overrides(stated)), self._graph)
@@ -309,23 +311,23 @@ class Job:
         except OverError as over:
             held = candidate.linear_bytes[plan.mesh.index(over.rank, ("pp",))]
             excess = over.reserved_bytes + links - held
-            return Measured(fits=False, excess_bytes=excess, is_of_row=self._is_of_row)
+            return ReplayedMemory(fits=False, excess_bytes=excess, is_of_row=self._is_of_row)
         except MeshplanError as error:
-            return Measured(fits=False, why=error.problems[0].what)
+            return ReplayedMemory(fits=False, why=error.problems[0].what)
         if (why := over_host(self.spec, plan, memory)) is not None:
-            return Measured(fits=False, why=why, is_of_row=False)
+            return ReplayedMemory(fits=False, why=why, is_of_row=False)
         excess = 0.0
         for group in memory.groups:
             held = (group.band[1] - self._driver) / _SHARES
             place = plan.mesh.index(group.ranks[0], ("pp",))
             excess = max(excess, held - candidate.linear_bytes[place])
-        way = Way(
+        way = Evaluated(
             stated=stated, seconds=candidate.seconds, plan=plan, memory=memory, candidate=candidate
         )
         if words_of(way) in self._over:
-            return Measured(fits=False, why=OVER, is_of_row=False)
+            return ReplayedMemory(fits=False, why=OVER, is_of_row=False)
         self.measured.append(way)
-        return Measured(
+        return ReplayedMemory(
             fits=memory.fits is True, excess_bytes=excess, result=way, is_of_row=self._is_of_row
         )
 
@@ -338,7 +340,7 @@ class Job:
     def _memory(self, plan: Plan, most: float, candidate: Candidate) -> MemoryEstimate:
         if self._traced is not None:
             return self._traced.memory(plan, most)
-        return told_estimate(
+        return estimate_analytic(
             plan,
             device=self.question.device,
             limit_bytes=self.question.limit_bytes,
@@ -348,16 +350,16 @@ class Job:
             played=self._brief.played,
         )
 
-    def certified(self, way: Way) -> Way | None:
+    def certified(self, way: Evaluated) -> Evaluated | None:
         """What was chosen, as its model does it and not as it was composed; None if it is over."""
-        if (found := certified(self.question, way)) is None:
+        if (found := certify_plan(self.question, way)) is None:
             self._over.add(words_of(way))
             self._known.clear()
             self.measured.remove(way)
         return found
 
     def guess(
-        self, numbers: Numbers, candidate: Candidate, allocators: tuple[Allocator, ...] = ()
+        self, numbers: CostTable, candidate: Candidate, allocators: tuple[Allocator, ...] = ()
     ) -> Guess | None:
         """What some rank may hold above its linear figure, if a short model tells so.
 
@@ -370,7 +372,7 @@ class Job:
         some = allocators or self.free.allocators
         return Guess(min(glance.likely_bytes[each] for each in some), glance.is_over)
 
-    def is_over(self, numbers: Numbers, candidate: Candidate) -> bool:
+    def is_over(self, numbers: CostTable, candidate: Candidate) -> bool:
         """Whether a short model is sure that a candidate holds too much."""
         told = self._glance(numbers, candidate, guesses=True, spares=True)
         return told is not None and told.is_over
@@ -380,11 +382,13 @@ class Job:
         return self._brief.taken(self.grid, row)
 
     @cached_property
-    def _brief(self) -> Brief:
+    def _brief(self) -> TruncatedEstimate:
         chain = self.chain
         kinds = {n: k for k, n in zip(chain.order, chain.names, strict=True) if n}
         looks = kinds if len(set(kinds.values())) > 1 else {}
-        return Brief(self.question, self._stated, _SHARES, looks, allocators=self.free.allocators)
+        return TruncatedEstimate(
+            self.question, self._stated, _SHARES, looks, allocators=self.free.allocators
+        )
 
     def _stated(
         self, row: np.void, stages: Stages, allocator: Allocator | None = None
@@ -392,7 +396,9 @@ class Job:
         allocator = allocator or self.free.allocators[0]
         return statements(self.spec, self.free, row, stages, self._pins, allocator)
 
-    def _glance(self, numbers: Numbers, candidate: Candidate, **asked: bool) -> Glance | None:
+    def _glance(
+        self, numbers: CostTable, candidate: Candidate, **asked: bool
+    ) -> TruncatedFigures | None:
         if self.question.shorter is None or self.spec.rules:
             return None
         stages, row = self.blocks(numbers, candidate), self.grid[candidate.row]

@@ -14,7 +14,7 @@ from meshplan.errors import Origin, PlanError, Problem
 from meshplan.layout.hardware import SOME_GPU, Cluster, Device, Link, find_device
 from meshplan.model.blueprint import from_config
 from meshplan.model.graph import ModelGraph
-from meshplan.planner.problem.decision import Question
+from meshplan.planner.problem.decision import PlanRequest
 from meshplan.spec.keys import OBJECTIVE, TIME_LIMIT_S
 from meshplan.spec.reader import load_spec
 from meshplan.spec.spec import HardwareSpec, Spec
@@ -38,7 +38,7 @@ def question_of_file(
     gpu: str | None = None,
     memory: str | int | None = None,
     profile: str | Path | None = None,
-) -> Question:
+) -> PlanRequest:
     """What a plan file, or a mapping, asks of the planner.
 
     Args:
@@ -70,12 +70,14 @@ def config_of(spec: Spec, config: str | Path | None = None) -> tuple[str | Path 
     return config, Origin("--config")
 
 
-def with_shorter(question: Question, config: str | Path, origin: Origin) -> Question:
+def with_shorter(question: PlanRequest, config: str | Path, origin: Origin) -> PlanRequest:
     """Beside the model, the same with fewer blocks."""
     return with_made(question, lambda blocks: from_config(config, origin, blocks=blocks))
 
 
-def with_made(question: Question, make: Callable[[int | tuple[int, ...]], ModelGraph]) -> Question:
+def with_made(
+    question: PlanRequest, make: Callable[[int | tuple[int, ...]], ModelGraph]
+) -> PlanRequest:
     """The same, made by whoever can; a model of which nothing repeats has nothing to leave out."""
     if not (shown := _shown(question.graph)):
         return question
@@ -99,7 +101,7 @@ def question_of(
     gpu: str | None = None,
     memory: str | int | None = None,
     profile: Path | None = None,
-) -> Question:
+) -> PlanRequest:
     """What a plan file asks of the planner.
 
     Args:
@@ -117,7 +119,7 @@ def question_of(
         fix = "add gpu: h100-sxm-80gb to hardware, or --gpu"
         raise PlanError(Problem(what, spec.origin("hardware"), fix))
     stated = spec.solve.get("time_limit_s")
-    return Question(
+    return PlanRequest(
         read=load,
         graph=graph,
         device=device,

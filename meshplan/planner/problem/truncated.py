@@ -20,10 +20,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.memory.answer.reserved import Holding
+from meshplan.memory.answer.reserved import ReplayCache
 from meshplan.memory.log.events import EventLog
 from meshplan.model.graph import ModelGraph, around
-from meshplan.planner.problem.overrides import Block
+from meshplan.planner.problem.overrides import BlockChoice
 from meshplan.spec.spec import Spec
 
 Numbers = NDArray[np.int64]
@@ -49,12 +49,12 @@ class Short:
     """
 
     graph: ModelGraph
-    stages: tuple[tuple[Block, ...], ...]
+    stages: tuple[tuple[BlockChoice, ...], ...]
     times: Mapping[str, int]
 
 
 def shorten(
-    stages: Sequence[Sequence[Block]],
+    stages: Sequence[Sequence[BlockChoice]],
     place: int,
     graph_of: Callable[[Blocks], ModelGraph],
     *,
@@ -71,7 +71,7 @@ def shorten(
         looks: By the fqn of a block, its kind; empty where all are alike.
     """
     num_ranks = len(stages) if num_ranks is None else num_ranks
-    kept: list[list[tuple[Block, int]]] = []
+    kept: list[list[tuple[BlockChoice, int]]] = []
     for number, blocks in enumerate(stages):
         if number % num_ranks != place:
             kept.append([(blocks[0], 1)])
@@ -103,7 +103,7 @@ def shorten(
     return Short(graph_of(own or count), tuple(short), times)
 
 
-class Gauge:
+class TruncatedBound:
     """What a short model's log tells of the rank of the whole one.
 
     Args:
@@ -146,7 +146,7 @@ class Gauge:
         What blocks that were left out hold when the most is there, beside what the allocator makes
         of the short log. How memory falls to pieces over many blocks, few do not tell.
         """
-        reserved = Holding(device, spec).of(self._log).reserve.reserved_bytes
+        reserved = ReplayCache(device, spec).of(self._log).reserve.reserved_bytes
         if not self._times:
             return reserved
         left_out = np.cumsum(self._delta * self._left_out[self._storage])

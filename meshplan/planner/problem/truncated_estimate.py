@@ -18,23 +18,23 @@ from meshplan.assign import Assignment
 from meshplan.cost.grid import SCHEDULE_WORDS
 from meshplan.errors import MeshplanError
 from meshplan.layout.mesh import AXES, Axis, Mesh
-from meshplan.memory.analytic.estimate import told_rank
+from meshplan.memory.analytic.estimate import analytic_log_of_rank
 from meshplan.memory.analytic.stages import Played
 from meshplan.memory.log.driver import communicators, driver_bytes
 from meshplan.model.graph import ModelGraph
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.planner.lock.lock import overrides
-from meshplan.planner.problem.decision import Question
-from meshplan.planner.problem.overrides import Block
-from meshplan.planner.problem.truncated import Blocks, Gauge, shorten
+from meshplan.planner.problem.decision import PlanRequest
+from meshplan.planner.problem.overrides import BlockChoice
+from meshplan.planner.problem.truncated import Blocks, TruncatedBound, shorten
 from meshplan.planner.solve.config import Candidate
 from meshplan.spec.spec import Allocator
 
-Stages = Sequence[Sequence[Block]]
+Stages = Sequence[Sequence[BlockChoice]]
 
 
 @dataclass(frozen=True, slots=True)
-class Glance:
+class TruncatedFigures:
     """What a short model tells of a candidate.
 
     Attributes:
@@ -49,7 +49,7 @@ class Glance:
     is_over: bool
 
 
-class Brief:
+class TruncatedEstimate:
     """Short models of one question.
 
     Args:
@@ -64,7 +64,7 @@ class Brief:
 
     def __init__(
         self,
-        question: Question,
+        question: PlanRequest,
         stated: Callable[[np.void, Stages], dict[str, Any]],
         widening: float,
         looks: Mapping[str, int],
@@ -77,7 +77,7 @@ class Brief:
         self._alone = driver_bytes(question.device, ()).high
         self._taken: dict[tuple[int, ...], float] = {}
         self._kinds: dict[tuple[object, ...], Assignment] = {}
-        self._seen: dict[tuple[object, ...], Glance | None] = {}
+        self._seen: dict[tuple[object, ...], TruncatedFigures | None] = {}
         self._under: dict[tuple[int, float], list[tuple[float, ...]]] = {}
         """By row and capacity, linear figures of answers that were not over."""
         self.played = Played()
@@ -123,7 +123,7 @@ class Brief:
         every = len(self._question.graph.blocks())
         # The last ones: where only some blocks have experts, those do.
         graph = shorter(tuple(range(every))[-max(2, pp) :])
-        blocks = [Block(name, 0, 0) for name in graph.blocks()]
+        blocks = [BlockChoice(name, 0, 0) for name in graph.blocks()]
         stages = [blocks] if pp == 1 else [[block] for block in blocks]
         return self._plan(row, stages, graph).assignment
 
@@ -136,7 +136,7 @@ class Brief:
         *,
         guesses: bool,
         spares: bool = False,
-    ) -> Glance | None:
+    ) -> TruncatedFigures | None:
         """What a short model tells of a candidate; None where none does, or is likely to.
 
         Args:
@@ -175,7 +175,7 @@ class Brief:
         *,
         guesses: bool,
         spares: bool = False,
-    ) -> Glance | None:
+    ) -> TruncatedFigures | None:
         shorter, device = self._question.shorter, self._question.device
         assert shorter is not None
         num_ranks = len(linear)
@@ -189,7 +189,9 @@ class Brief:
             try:
                 plan = self._plan(row, short.stages, short.graph)
                 rank = place * (plan.mesh.world_size // num_ranks)  # pp goes outermost.
-                gauge = Gauge(told_rank(plan, rank, device=device, played=self.played), short)
+                gauge = TruncatedBound(
+                    analytic_log_of_rank(plan, rank, device=device, played=self.played), short
+                )
             except MeshplanError:
                 return None  # The model itself tells why.
             on_top = self.links(plan) - linear[place]
@@ -202,9 +204,9 @@ class Brief:
                     guess = max(gauge.likely_bytes(device, spec) + on_top, least)
                     likely[each] = max(guess, likely.get(each, guess))
             if is_over:
-                return Glance(least, likely, True)
+                return TruncatedFigures(least, likely, True)
             is_known = True
-        return Glance(0.0, likely, False) if is_known else None
+        return TruncatedFigures(0.0, likely, False) if is_known else None
 
     def _plan(self, row: np.void, stages: Stages, graph: ModelGraph) -> Plan:
         return make_plan(self._question.read(overrides(self._stated(row, stages))), graph)

@@ -9,11 +9,11 @@ from functools import cached_property
 
 import numpy as np
 
-from meshplan.planner.knapsack.knapsack import NONE, Choice, Counts, Floats, solve
-from meshplan.planner.knapsack.lp_relaxation import relaxed_each
-from meshplan.planner.knapsack.stage_cuts import cut, least
-from meshplan.planner.tables.cost_table import Numbers, weights
-from meshplan.planner.tables.stage_layout import Stretches, lanes_of
+from meshplan.planner.knapsack.knapsack import NONE, Counts, Floats, KnapsackSolution, solve
+from meshplan.planner.knapsack.lp_relaxation import solve_relaxations
+from meshplan.planner.knapsack.stage_cuts import cut_into_stages, least_cut_cost
+from meshplan.planner.tables.cost_table import CostTable, weights
+from meshplan.planner.tables.stage_layout import BlockRanges, stage_layout_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Candidate:
 
 
 @dataclass(slots=True)
-class _Known:
+class _ConfigBounds:
     """What is known of a row within a memory.
 
     Attributes:
@@ -45,13 +45,13 @@ class _Known:
         none_below: Then no way of it takes less.
     """
 
-    row: Row | None
+    row: ConfigSolver | None
     answer: Candidate | None = None
     none_below: float = float("-inf")
 
 
-def solve_row(
-    numbers: Numbers, row: int, capacity: float, below: float = float("inf")
+def solve_config(
+    numbers: CostTable, row: int, capacity: float, below: float = float("inf")
 ) -> Candidate | None:
     """The fastest way of one row within a linear memory; None where none is below.
 
@@ -67,30 +67,30 @@ def solve_row(
     return answer if answer is not None and answer.seconds < below else None
 
 
-def row_bound(numbers: Numbers, row: int, capacity: float) -> float:
-    """Seconds from below of what `solve_row` finds, for a part of its time; infinite for none."""
+def config_bound(numbers: CostTable, row: int, capacity: float) -> float:
+    """Bound the seconds of what `solve_config` finds, in a part of its time; infinite for none."""
     known = _known(numbers, row, capacity)
     if known.row is not None:
         return known.row.least_s
     return known.answer.seconds if known.answer is not None else float("inf")
 
 
-def _known(numbers: Numbers, row: int, capacity: float) -> _Known:
-    known: _Known | None = numbers.answers.get((row, capacity))
+def _known(numbers: CostTable, row: int, capacity: float) -> _ConfigBounds:
+    known: _ConfigBounds | None = numbers.answers.get((row, capacity))
     if known is None:
-        known = numbers.answers[row, capacity] = _Known(Row(numbers, row, capacity))
+        known = numbers.answers[row, capacity] = _ConfigBounds(ConfigSolver(numbers, row, capacity))
     return known
 
 
-class Row:
+class ConfigSolver:
     """One configuration."""
 
-    def __init__(self, numbers: Numbers, row: int, capacity: float) -> None:
+    def __init__(self, numbers: CostTable, row: int, capacity: float) -> None:
         self._numbers, self._row = numbers, row
-        self._lanes = lanes_of(numbers, row)
+        self._lanes = stage_layout_of(numbers, row)
         self._menus = self._lanes.menus
         self._rooms = [capacity - top for top in self._lanes.tops]
-        self._known: dict[tuple[int, float, bytes], Choice] = {}
+        self._known: dict[tuple[int, float, bytes], KnapsackSolution] = {}
 
     @cached_property
     def least_s(self) -> float:
@@ -100,7 +100,7 @@ class Row:
             counts = self._lanes.counts(0, 0, len(self._numbers.order))
             room = np.array([self._rooms[0]])
             return (a + b) * float(self._menus[0].relaxed(counts, room)[0]) + once
-        return least(self._table(self._bounds), (a, b)) + once
+        return least_cut_cost(self._table(self._bounds), (a, b)) + once
 
     @cached_property
     def _weights(self) -> tuple[float, float]:
@@ -119,27 +119,27 @@ class Row:
         def exact(rank: int, i: int, j: int) -> float:
             return self._solve(rank, i, j).seconds
 
-        cost, ends = cut(self._table(self._bounds), exact, (a, b), below - once)
+        cost, ends = cut_into_stages(self._table(self._bounds), exact, (a, b), below - once)
         return self._candidate(ends, cost + once) if ends else None
 
     def smallest(self) -> Candidate:
         """What holds the least, on the rank that holds the most."""
         numbers, row, lanes = self._numbers, self._row, self._lanes
         held = [np.where(np.isfinite(m.seconds), m.memory, np.inf) for m in self._menus]
-        least = [each.argmin(axis=1) for each in held]
+        least_cut_cost = [each.argmin(axis=1) for each in held]
 
         def value(rank: int, counts: Counts) -> Floats:
-            kinds = np.arange(len(least[rank]))
+            kinds = np.arange(len(least_cut_cost[rank]))
             there = counts.any(axis=0)
-            each = np.where(there, held[rank][kinds, least[rank]], 0.0)
+            each = np.where(there, held[rank][kinds, least_cut_cost[rank]], 0.0)
             return np.asarray(counts @ each + lanes.tops[rank])
 
         table = self._table(self._values(lambda asked: [value(*each) for each in asked]))
-        _, ends = cut(table, lambda *at: float(table[at]), (1.0, 0.0))
+        _, ends = cut_into_stages(table, lambda *at: float(table[at]), (1.0, 0.0))
         takes, times = [], []
         for rank, (first, last) in enumerate(itertools.pairwise(ends)):
             one = np.zeros(held[rank].shape, dtype=np.int64)
-            one[np.arange(len(one)), least[rank]] = lanes.counts(rank, first, last)
+            one[np.arange(len(one)), least_cut_cost[rank]] = lanes.counts(rank, first, last)
             takes.append(tuple(tuple(map(int, options)) for options in one))
             times.append(float((one * np.where(one > 0, self._menus[rank].seconds, 0.0)).sum()))
         linear = [
@@ -153,13 +153,13 @@ class Row:
     def _bounds(self) -> list[Floats]:
         """By rank, seconds from below of all that it may have."""
         return self._values(
-            lambda asked: relaxed_each(
+            lambda asked: solve_relaxations(
                 [(self._menus[rank], counts, self._rooms[rank]) for rank, counts in asked]
             )
         )
 
     @cached_property
-    def _stretches(self) -> list[Stretches]:
+    def _stretches(self) -> list[BlockRanges]:
         """By rank."""
         return [self._lanes.stretches(rank) for rank in range(self._lanes.num)]
 
@@ -186,7 +186,7 @@ class Row:
             table[rank, each.at] = own[each.look]
         return table.reshape(num, places, places)
 
-    def _solve(self, rank: int, i: int, j: int, below: float = float("inf")) -> Choice:
+    def _solve(self, rank: int, i: int, j: int, below: float = float("inf")) -> KnapsackSolution:
         counts, menu = self._lanes.counts(rank, i, j), self._menus[rank]
         key = (id(menu), self._rooms[rank], counts.tobytes())
         if key not in self._known:

@@ -12,7 +12,7 @@ from meshplan.planner.solve.config import Candidate
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class ReplayedMemory:
     """What the memory room says of a candidate.
 
     Attributes:
@@ -43,7 +43,7 @@ class Guess(NamedTuple):
 
 
 @dataclass(slots=True)
-class Found:
+class SearchResult:
     """What a search came to.
 
     Attributes:
@@ -60,7 +60,7 @@ class Found:
     """
 
     best: Candidate | None = None
-    measured: Measured | None = None
+    measured: ReplayedMemory | None = None
     lower_s: float = 0.0
     near: list[Candidate] = field(default_factory=list)
     refused: dict[int, str] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Found:
 
 
 @dataclass(slots=True)
-class State:
+class NodeState:
     """What is known of a row.
 
     Attributes:

@@ -15,10 +15,10 @@ from typing import Final
 
 import numpy as np
 
-from meshplan.planner.solve.config import Candidate, Row, row_bound, solve_row
-from meshplan.planner.solve.result import Found, Guess, Measured, RuledOut, State
-from meshplan.planner.solve.warm_start import Seeds
-from meshplan.planner.tables.cost_table import Numbers, by_bound, memory_bounds, time_bounds
+from meshplan.planner.solve.config import Candidate, ConfigSolver, config_bound, solve_config
+from meshplan.planner.solve.result import Guess, NodeState, ReplayedMemory, RuledOut, SearchResult
+from meshplan.planner.solve.warm_start import WarmStart
+from meshplan.planner.tables.cost_table import CostTable, by_bound, memory_bounds, time_bounds
 
 TOLERANCE: Final = 1e-4
 """How much faster than the answer something in the space may be, as a share."""
@@ -30,7 +30,7 @@ _GUESSES, _OFTEN = 20, 10
 _MUCH, _HOPES = 0.95, 8
 """Share of the time of the best answer that is worth a look before its turn; rows looked at."""
 _MOST_TRIES: Final = 12
-"""Answers of one row that are measured before it is given up, which `Found.given_up` tells."""
+"""Answers of one row that are measured before it is given up (`SearchResult.given_up`)."""
 _AHEAD: Final = (1.02, 1.25)
 """Before there is an answer, how far above its bound a row is solved at first, and then: what is
 slower need not be known exactly yet, and to rule it out is cheap."""
@@ -41,9 +41,9 @@ _MOST_HALVED: Final = 12
 
 
 def search(
-    numbers: Numbers,
+    numbers: CostTable,
     capacity: float,
-    measure: Callable[[Candidate], Measured],
+    measure: Callable[[Candidate], ReplayedMemory],
     *,
     guess: Callable[[Candidate], Guess | None] = lambda candidate: None,
     is_over: Callable[[Candidate], bool] | None = None,
@@ -52,8 +52,8 @@ def search(
     tolerance: float = TOLERANCE,
     deadline: float | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
-    told: Callable[[Found], None] = lambda found: None,
-) -> Found:
+    told: Callable[[SearchResult], None] = lambda found: None,
+) -> SearchResult:
     """The fastest row of the space that fits.
 
     Args:
@@ -79,13 +79,13 @@ class _Search:
 
     def __init__(
         self,
-        numbers: Numbers,
+        numbers: CostTable,
         capacity: float,
-        measure: Callable[[Candidate], Measured],
+        measure: Callable[[Candidate], ReplayedMemory],
         slack: float,
         tolerance: float,
         deadline: float | None,
-        told: Callable[[Found], None],
+        told: Callable[[SearchResult], None],
     ) -> None:
         self._numbers, self._capacity, self._measure = numbers, capacity, measure
         self._slack, self._tolerance = slack, tolerance
@@ -94,12 +94,12 @@ class _Search:
         self.guess: Callable[[Candidate], Guess | None] = lambda candidate: None
         self.is_over: Callable[[Candidate], bool] = self._is_surely_over
         self.taken: Callable[[int], float] = lambda row: 0.0
-        self.found = Found()
+        self.found = SearchResult()
         self._waiting: list[tuple[float, int]] = []
         """(seconds that it takes at the least, row)."""
         self._guessed: list[tuple[float, int]] = []
         """Likewise, of rows that wait with another time, which rests on a guess."""
-        self._states: dict[int, State] = {}
+        self._states: dict[int, NodeState] = {}
         self._following = 0.0
         """Seconds from below of every row that has not begun to wait."""
         self._failures, self._passed_over = 0.0, 0
@@ -107,12 +107,12 @@ class _Search:
         """Seconds of the fastest row that was given up."""
         self._times, self._bytes = time_bounds(numbers), memory_bounds(numbers)
         self._out = RuledOut(numbers.grid)
-        self._seeds = Seeds(
+        self._seeds = WarmStart(
             numbers, capacity, self._times, self._bytes,
             measure=self._measured, is_open=self._is_open, is_late=self._is_late,
         )  # fmt: skip
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """Whatever may be the fastest is looked at closer, until what is has been measured.
 
         A row goes by its bound first, then by its exact answer within the linear memory, then,
@@ -179,7 +179,7 @@ class _Search:
         late = self._deadline is not None and time.monotonic() > self._deadline
         return late or self.is_stopped()
 
-    def _seed(self, answers: Iterable[tuple[Candidate, Measured]]) -> None:
+    def _seed(self, answers: Iterable[tuple[Candidate, ReplayedMemory]]) -> None:
         """Take what was found sooner than best first would come to it."""
         for candidate, measured in answers:
             self.found.excess[candidate.row] = max(measured.excess_bytes, 0.0)
@@ -197,7 +197,7 @@ class _Search:
         hopes = [r for r, s in states if s.sure_capacity is not None and r not in self._out]
         for row in sorted(hopes, key=lambda row: self._states[row].hoped)[:_HOPES]:
             state = self._states[row]
-            candidate = solve_row(self._numbers, row, state.capacity, _MUCH * best.seconds)
+            candidate = solve_config(self._numbers, row, state.capacity, _MUCH * best.seconds)
             state.hoped = candidate.seconds if candidate is not None else np.inf
             if candidate is not None and self._likely_fits(candidate):
                 state.hoped = np.inf
@@ -211,11 +211,11 @@ class _Search:
         if row in self._out:
             return
         if (state := self._states.get(row)) is None:
-            state = self._states[row] = State(self._capacity - self.taken(row))
+            state = self._states[row] = NodeState(self._capacity - self.taken(row))
         limit = (found.best.seconds if found.best else float("inf")) * (1 - self._tolerance)
         least = self._least_waiting()
         # What it takes with blocks in parts is known soon, and mostly enough.
-        sure = row_bound(self._numbers, row, state.capacity)
+        sure = config_bound(self._numbers, row, state.capacity)
         if max(bound, least) < sure < limit:
             state.hoped = sure
             heapq.heappush(self._waiting, (sure, row))
@@ -223,7 +223,7 @@ class _Search:
         is_far = state.looks == len(_AHEAD)
         ahead = limit if found.best or is_far else bound * _AHEAD[state.looks]
         found.num_solved += 1
-        candidate = solve_row(self._numbers, row, state.capacity, ahead)
+        candidate = solve_config(self._numbers, row, state.capacity, ahead)
         if candidate is None and ahead < limit and sure < limit:
             state.looks += 1
             heapq.heappush(self._waiting, (ahead, row))
@@ -279,7 +279,7 @@ class _Search:
             self._failures = float("-inf")  # Once.
             self._seed(self._seeds.any())
 
-    def _is_likely_over(self, row: int, state: State, candidate: Candidate) -> bool:
+    def _is_likely_over(self, row: int, state: NodeState, candidate: Candidate) -> bool:
         """Whether a guess says so; the row's next answer is then one that the guess lets fit."""
         if state.guesses == _MOST_GUESSES:
             return False
@@ -314,7 +314,7 @@ class _Search:
             return None
         return guess.excess_bytes
 
-    def _halve(self, row: int, state: State) -> None:
+    def _halve(self, row: int, state: NodeState) -> None:
         """Look between what fits and what does not, where nothing is left within the capacity.
 
         What failed held more above its linear figure than smaller answers may: its worst moment
@@ -331,19 +331,19 @@ class _Search:
         state.capacity = middle
         heapq.heappush(self._waiting, (state.seconds, row))
 
-    def _take(self, candidate: Candidate, measured: Measured) -> None:
+    def _take(self, candidate: Candidate, measured: ReplayedMemory) -> None:
         """What fits is the answer, if it is faster than the one before."""
         found = self.found
         if found.best is None or candidate.seconds < found.best.seconds:
             found.best, found.measured = candidate, measured
             self._told(found)
 
-    def _measured(self, candidate: Candidate) -> Measured:
+    def _measured(self, candidate: Candidate) -> ReplayedMemory:
         self.found.num_measured += 1
         return self._measure(candidate)
 
     def _smallest(self, row: int) -> Candidate:
-        return Row(self._numbers, row, float("inf")).smallest()
+        return ConfigSolver(self._numbers, row, float("inf")).smallest()
 
     def _is_out(self, row: int, excess: float, *, is_sure: bool = False) -> bool:
         """Whether not even what holds the least fits, where a guess says so: the row is out.
@@ -391,7 +391,7 @@ class _Search:
                 break
             if row not in found.refused and row not in self._out:
                 room = self._capacity - found.excess.get(row, self.taken(row))
-                candidate = solve_row(self._numbers, row, room, limit * (1 + _EPS))
+                candidate = solve_config(self._numbers, row, room, limit * (1 + _EPS))
                 if candidate is not None:
                     near.append(candidate)
         found.near = sorted(near, key=lambda c: (c.seconds, c.row))

@@ -12,15 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.planner.knapsack.knapsack import Floats
-from meshplan.planner.solve.config import Candidate, Row, solve_row
-from meshplan.planner.solve.result import Measured
-from meshplan.planner.tables.cost_table import Numbers, priced_bounds
+from meshplan.planner.solve.config import Candidate, ConfigSolver, solve_config
+from meshplan.planner.solve.result import ReplayedMemory
+from meshplan.planner.tables.cost_table import CostTable, priced_bounds
 
 _SHARES: Final = (0.8, 0.65, 0.5, 0.35)
 _LOOKED_AT, _FEW, _ASKED = 40, 8, 3
 """Rows that are tried at each share of the memory, and beside one that fits; those measured."""
 
-Answer = tuple[Candidate, Measured]
+Answer = tuple[Candidate, ReplayedMemory]
 
 
 class IsOpen(Protocol):
@@ -29,7 +29,7 @@ class IsOpen(Protocol):
     def __call__(self, row: int, candidate: Candidate | None = None) -> bool: ...
 
 
-class Seeds:
+class WarmStart:
     """Of one space.
 
     Args:
@@ -41,12 +41,12 @@ class Seeds:
 
     def __init__(
         self,
-        numbers: Numbers,
+        numbers: CostTable,
         capacity: float,
         times: Floats,
         held: Floats,
         *,
-        measure: Callable[[Candidate], Measured],
+        measure: Callable[[Candidate], ReplayedMemory],
         is_open: IsOpen,
         is_late: Callable[[], bool],
     ) -> None:
@@ -75,7 +75,7 @@ class Seeds:
             for row in (int(rows[parts == tp][0]) for tp in sorted(set(parts), reverse=True)):
                 if self._is_late():
                     return
-                smallest = Row(self._numbers, row, float("inf")).smallest()
+                smallest = ConfigSolver(self._numbers, row, float("inf")).smallest()
                 measured = self._measure(smallest)
                 if measured.fits:
                     yield smallest, measured
@@ -103,7 +103,7 @@ class Seeds:
                 break
             if not self._is_open(row):
                 continue
-            candidate = solve_row(self._numbers, row, room)
+            candidate = solve_config(self._numbers, row, room)
             if candidate is None or not self._is_open(row, candidate):
                 continue
             measured, asked = self._measure(candidate), asked + 1

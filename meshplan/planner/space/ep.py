@@ -19,7 +19,7 @@ _CLASHES: Final = frozenset(frozenset((clash.left, clash.right)) for clash in CL
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertCounts:
     """Of a model.
 
     Args:
@@ -31,10 +31,10 @@ class Experts:
     count: int = 0
 
 
-NO_EXPERTS: Final = Experts()
+NO_EXPERTS: Final = ExpertCounts()
 
 
-def experts_of(graph: ModelGraph) -> Experts:
+def experts_of(graph: ModelGraph) -> ExpertCounts:
     """Those that could be spread."""
     stacks = [
         tensor
@@ -42,7 +42,7 @@ def experts_of(graph: ModelGraph) -> Experts:
         if len(tensor.shape) >= _STACK and tensor.dims[0] == _EXPERT
     ]
     modules = tuple(dict.fromkeys(pattern_of(tensor.module) for tensor in stacks))
-    return Experts(modules, min((tensor.shape[0] for tensor in stacks), default=0))
+    return ExpertCounts(modules, min((tensor.shape[0] for tensor in stacks), default=0))
 
 
 def is_placed(spec: Spec) -> bool:

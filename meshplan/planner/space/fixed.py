@@ -24,7 +24,7 @@ Pins = Mapping[str, Pin]
 """By the fqn of a block."""
 
 
-def pins_of(spec: Spec, graph: ModelGraph) -> Pins:
+def fixed_choices_of(spec: Spec, graph: ModelGraph) -> Pins:
     """What rules state of single blocks.
 
     Raises:
@@ -58,7 +58,7 @@ def _policy(spec: Spec, cascade: Cascade, graph: ModelGraph, fqn: str) -> str:
     return "none" if siblings.index(fqn) % policy.every else policy.mode
 
 
-def check_pins(spec: Spec) -> None:
+def check_fixed_choices(spec: Spec) -> None:
     """What the plan states and the planner would overrule, or has no figures for, is refused.
 
     Raises:

@@ -16,7 +16,7 @@ LAST: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
-class StagePins:
+class FixedStages:
     """What is stated.
 
     Args:
@@ -45,7 +45,7 @@ class StagePins:
         return tuple(self.by_block.get(name) for name in names)
 
 
-def stage_pins_of(spec: Spec, graph: ModelGraph) -> StagePins:
+def fixed_stages_of(spec: Spec, graph: ModelGraph) -> FixedStages:
     """What rules, or a split, state.
 
     Raises:
@@ -78,7 +78,7 @@ def stage_pins_of(spec: Spec, graph: ModelGraph) -> StagePins:
             problems.append(Problem(what, spec.origin("rules"), fix))
     if problems:
         raise PlanError(problems)
-    return StagePins(pins, num)
+    return FixedStages(pins, num)
 
 
 def _stated(spec: Spec, graph: ModelGraph) -> Iterator[tuple[str, int, str]]:

@@ -52,7 +52,7 @@ def allocators_of(spec: Spec) -> tuple[Allocator, ...]:
     return _ALLOCATORS
 
 
-def room_words(spec: Spec, loss_chunks: int, allocator: Allocator) -> dict[str, Any]:
+def memory_setting_words(spec: Spec, loss_chunks: int, allocator: Allocator) -> dict[str, Any]:
     """Return what the plan file would have to say, by path; {} where it says so already."""
     chosen = {"loss_chunks": loss_chunks, "allocator": allocator}
     return {path: value for path, value in chosen.items() if getattr(spec, path) != value}

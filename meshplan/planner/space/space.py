@@ -17,7 +17,7 @@ from meshplan.errors import PlanError, Problem
 from meshplan.layout.mesh import AXES
 from meshplan.planner.space.batch import of_data_rank
 from meshplan.planner.space.cp import contexts_of, shared_heads
-from meshplan.planner.space.ep import NO_EXPERTS, Experts, is_placed
+from meshplan.planner.space.ep import NO_EXPERTS, ExpertCounts, is_placed
 from meshplan.planner.space.memory_settings import allocators_of, chunks_of
 from meshplan.planner.space.offload import ONLY_IN_FULL, stated_offloads
 from meshplan.planner.space.schedule import schedules_of, stated_virtual
@@ -133,7 +133,7 @@ def freedom_of(
     num_blocks: int,
     refuses: Callable[[Spec], str],
     can_cut: Callable[[int], bool] = lambda stages: True,
-    experts: Experts = NO_EXPERTS,
+    experts: ExpertCounts = NO_EXPERTS,
     keeps_from_rounds: str = "",
     heads: tuple[int, ...] = (),
     is_traced: bool = False,
@@ -304,7 +304,7 @@ def _stated_microbatches(spec: Spec) -> int | None:
 def _spread(
     spec: Spec,
     sizes: Sequence[int],
-    experts: Experts,
+    experts: ExpertCounts,
     refuses: Callable[[Spec], str],
     rejected: list[Rejected],
 ) -> Iterator[int]:

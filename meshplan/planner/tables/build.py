@@ -1,4 +1,4 @@
-"""A model on a machine as `Numbers`: the chain of each size of tp, its seconds and its bytes."""
+"""A model on a machine as `CostTable`: the chain of each size of tp, its seconds and its bytes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, OPTIONS, RECOMPUTE, Cut, cuts_of
+from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, OPTIONS, RECOMPUTE, ProgramKey, cuts_of
 from meshplan.cost.pipeline import crossing_seconds, pipeline_seconds
 from meshplan.cost.profile import Profile
 from meshplan.cost.step import terms, widths_of
-from meshplan.cost.types import Chain, Kind
+from meshplan.cost.types import BlockKind, Chain
 from meshplan.planner.knapsack.knapsack import Floats
 from meshplan.planner.space.fixed import Pin, Pins
-from meshplan.planner.tables.cost_table import Numbers
+from meshplan.planner.tables.cost_table import CostTable
 from meshplan.planner.tables.memory_bounds import (
-    ElementBytes,
+    HeldElementBytes,
     ahead_bytes,
     always_bytes,
     have_waited,
@@ -34,7 +34,7 @@ from meshplan.planner.tables.memory_bounds import (
     waiting_bytes,
     whole_bytes,
 )
-from meshplan.planner.tables.stream_pools import pools_of
+from meshplan.planner.tables.stream_pools import stream_pools_of
 from meshplan.spec.spec import Precision
 
 _FULL: Final = np.array([again == RECOMPUTE.index("full") for again, _ in OPTIONS])
@@ -42,7 +42,7 @@ _ONCE: Final = [OPTIONS.index((0, reshard)) for _, reshard in OPTIONS]
 """By option, the one that runs nothing again and is like it otherwise."""
 
 
-def numbers_of(
+def cost_table_of(
     grid: NDArray[np.void],
     chain_of: Callable[[int, int, int], Chain],
     *,
@@ -50,13 +50,13 @@ def numbers_of(
     gpus_per_node: int,
     precision: Precision,
     dtype: str,
-    sizes: ElementBytes,
+    sizes: HeldElementBytes,
     recompute: tuple[int, ...],
     reshard: tuple[int, ...],
     pins: Pins,
     exchanges: bool = True,
     are_units: bool = False,
-) -> Numbers:
+) -> CostTable:
     """Everything that the search reads.
 
     Args:
@@ -112,7 +112,7 @@ def numbers_of(
                 own = scattering_bytes(part, kind, late[rows], reduce_bytes)
                 beside[rows] = np.minimum(beside[rows], own)
                 if are_units:
-                    pools = pools_of(part, kind, _ends(chain), sizes, reduce_bytes)
+                    pools = stream_pools_of(part, kind, _ends(chain), sizes, reduce_bytes)
                     pooled[rows] = np.minimum(pooled[rows], pools.every)
                     at_first[rows] = np.minimum(at_first[rows], pools.first)
                     at_last[rows] = np.minimum(at_last[rows], pools.last)
@@ -145,7 +145,7 @@ def numbers_of(
     counts = np.bincount(first.order, minlength=len(first.kinds))
     once = pipeline_seconds(grid, zero, zero, crossing)
     once += _unhidden(grid, compute @ counts, crossing)
-    return Numbers(
+    return CostTable(
         grid=grid,
         order=first.order,
         names=first.names,
@@ -186,7 +186,7 @@ def _known(least: Floats) -> Floats:
     return np.where(np.isfinite(least), least, 0.0)
 
 
-def _ends(chain: Chain) -> tuple[list[Kind], list[Kind]]:
+def _ends(chain: Chain) -> tuple[list[BlockKind], list[BlockKind]]:
     """What lies before the blocks, and after them."""
     kinds = [chain.kinds[number] for number in chain.order]
     blocks = [place for place, kind in enumerate(kinds) if kind.has_options] or [len(kinds)]
@@ -197,7 +197,9 @@ def _options(recompute: tuple[int, ...], reshard: tuple[int, ...]) -> NDArray[np
     return np.array([again in recompute and back in reshard for again, back in OPTIONS])
 
 
-def _aligned(chains: dict[Cut, Chain], pins: Pins) -> tuple[dict[Cut, Chain], tuple[Pin, ...]]:
+def _aligned(
+    chains: dict[ProgramKey, Chain], pins: Pins
+) -> tuple[dict[ProgramKey, Chain], tuple[Pin, ...]]:
     """The chains with the same kinds at the same places, and the pins by kind.
 
     Blocks are of one kind where they are in every chain, and rules say the same of them.

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshplan.cost.pipeline import waiting_share
-from meshplan.planner.knapsack.knapsack import Counts, Floats, Menu
+from meshplan.planner.knapsack.knapsack import Counts, Floats, Options
 from meshplan.planner.tables.in_flight import (
     fewest_in_flight,
     sent_in_flight,
@@ -30,7 +30,7 @@ _BATCH: Final = 256
 
 
 @dataclass(frozen=True, slots=False, kw_only=True)
-class Numbers:
+class CostTable:
     """Arrays by row of the grid, kind of block, and option (`cost.grid.OPTIONS`).
 
     Args:
@@ -118,13 +118,13 @@ class Numbers:
         """The kind of the blocks, where they are all alike: rows with several stages a rank."""
         return self.order[int(np.flatnonzero(self.is_block)[0])]
 
-    def only(self, row: int, options: Sequence[bool]) -> Numbers:
+    def only(self, row: int, options: Sequence[bool]) -> CostTable:
         """One row, with these options and no others for blocks that have a choice."""
         at = slice(row, row + 1)
         seconds = self.seconds[at]
         has_choice = np.isfinite(seconds).sum(axis=2, keepdims=True) > 1
         offered = np.asarray(options)[None, None] | ~has_choice
-        return Numbers(
+        return CostTable(
             grid=self.grid[at],
             order=self.order,
             names=self.names,
@@ -153,14 +153,14 @@ class Numbers:
             return own + float(self.turn[row])
         return own + float(self.last[row]) + float(self.top[row])
 
-    def menu(self, row: int, in_flight: float, *, had_backward: bool = False) -> Menu:
+    def menu(self, row: int, in_flight: float, *, had_backward: bool = False) -> Options:
         """What blocks may choose on a stage that keeps so many microbatches.
 
         Args:
             had_backward: Whether it has had one by then.
         """
         held = self.resident[row] + in_flight * self.saved[row]
-        return Menu(self.seconds[row], held + had_backward * self.later[row][:, None])
+        return Options(self.seconds[row], held + had_backward * self.later[row][:, None])
 
 
 @lru_cache(maxsize=8)
@@ -198,7 +198,7 @@ def weights(grid: NDArray[np.void]) -> tuple[Floats, Floats]:
     return grid["microbatches"] - b, b
 
 
-def time_bounds(numbers: Numbers) -> Floats:
+def time_bounds(numbers: CostTable) -> Floats:
     """Seconds a step from below by row, whatever memory there is."""
     fastest = numbers.seconds.min(axis=2)
     there = numbers.counts > 0
@@ -207,10 +207,10 @@ def time_bounds(numbers: Numbers) -> Floats:
     )
 
 
-def memory_bounds(numbers: Numbers) -> Floats:
+def memory_bounds(numbers: CostTable) -> Floats:
     """Bytes from below by row of the rank that holds the most, whatever time it takes."""
     stages = numbers.grid["pp"].astype(float)
-    held = _Held(numbers, np.arange(len(numbers.grid)))
+    held = _HeldBytes(numbers, np.arange(len(numbers.grid)))
     kept = held.total(lambda each: each.min(axis=2)) + numbers.sent * sent_in_flight(numbers.grid)
     kept += numbers.first + numbers.last + numbers.top + (stages - 1) * numbers.turn
     mean = np.maximum(kept / stages + numbers.beside, numbers.floor / stages)
@@ -218,13 +218,13 @@ def memory_bounds(numbers: Numbers) -> Floats:
     return np.asarray(np.maximum(most, numbers.reducing), dtype=np.float64)
 
 
-def priced_bounds(numbers: Numbers, rows: Counts, capacity: float, tries: int = 14) -> Floats:
+def priced_bounds(numbers: CostTable, rows: Counts, capacity: float, tries: int = 14) -> Floats:
     """Seconds a step from below for these rows, with memory at a price: weak duality.
 
     Whatever the price of a byte, the least of seconds + price * bytes, less price * capacity, is no
     more than the answer; the best of several prices is taken.
     """
-    held = _Held(numbers, rows)
+    held = _HeldBytes(numbers, rows)
     stages = numbers.grid[rows]["pp"].astype(float)
     whole = stages * (capacity - numbers.beside[rows]) - (stages - 1) * numbers.turn[rows]
     whole -= numbers.top[rows]
@@ -239,7 +239,7 @@ def priced_bounds(numbers: Numbers, rows: Counts, capacity: float, tries: int = 
 
 
 def by_bound(
-    numbers: Numbers, capacity: float, times: Floats, held: Floats
+    numbers: CostTable, capacity: float, times: Floats, held: Floats
 ) -> Iterator[tuple[float, int]]:
     """(seconds a step from below, row) of every row that may fit, least first.
 
@@ -261,7 +261,7 @@ def by_bound(
         yield heapq.heappop(heap)
 
 
-class _Held:
+class _HeldBytes:
     """What one block of each kind holds on some rows, and all blocks of a model.
 
     Attributes:
@@ -271,7 +271,7 @@ class _Held:
         more: Of one whose stage is not the last of its rank; None where every stage is.
     """
 
-    def __init__(self, numbers: Numbers, rows: Counts) -> None:
+    def __init__(self, numbers: CostTable, rows: Counts) -> None:
         grid, there = numbers.grid[rows], np.flatnonzero(numbers.counts > 0)
         at = np.ix_(rows, there)
         self.count = numbers.counts[there]
@@ -312,7 +312,7 @@ class _Held:
 
 
 def step_seconds(
-    numbers: Numbers, total: Floats, block: Floats, rows: Counts | None = None
+    numbers: CostTable, total: Floats, block: Floats, rows: Counts | None = None
 ) -> Floats:
     """Seconds of a step from the sum over all blocks and the slowest block, per microbatch."""
     rows = np.arange(len(numbers.grid)) if rows is None else rows

@@ -9,7 +9,7 @@ from meshplan.cost.grid import SCHEDULE_WORDS, in_halves
 from meshplan.planner.knapsack.knapsack import Floats
 
 
-def flights(row: np.void, rank: int) -> tuple[float, ...]:
+def in_flight_of(row: np.void, rank: int) -> tuple[float, ...]:
     """By stage of a rank of the pipeline, how many it keeps at one moment that holds much.
 
     With several stages a rank, that is when it has warmed up: before its first backward. Of
@@ -51,7 +51,7 @@ def had_backward(row: np.void, rank: int) -> bool:
 
 def handed_on(row: np.void, rank: int) -> tuple[float, ...]:
     """By stage of a rank, of how many it then keeps what it handed on: to their first half."""
-    each = flights(row, rank)
+    each = in_flight_of(row, rank)
     return (*each[:-1], each[-1] - rank) if in_halves(row) else each
 
 
@@ -61,7 +61,7 @@ def _round(ranks: int, count: int) -> int:
 
 def in_flight(row: np.void, rank: int) -> float:
     """Of a rank, in parts of all that it has."""
-    each = flights(row, rank)
+    each = in_flight_of(row, rank)
     return sum(each) / len(each)
 
 

@@ -21,7 +21,7 @@ from meshplan.cost.grid import (
 )
 from meshplan.cost.host import is_there
 from meshplan.cost.shares import share
-from meshplan.cost.types import Kind
+from meshplan.cost.types import BlockKind
 from meshplan.layout.dtypes import DTYPE_BYTES
 from meshplan.plan.plan import Plan
 from meshplan.planner.knapsack.knapsack import Floats
@@ -33,7 +33,7 @@ _DDP, _ZERO1, _SHARD = range(len(MODES))
 
 
 @dataclass(frozen=True, slots=True)
-class ElementBytes:
+class HeldElementBytes:
     """Bytes of one element.
 
     Attributes:
@@ -47,12 +47,12 @@ class ElementBytes:
     states: int
 
 
-def element_bytes_of(plan: Plan) -> ElementBytes:
+def element_bytes_of(plan: Plan) -> HeldElementBytes:
     """The least of all parameters of a plan."""
     placed = [p for p in plan.assignment.tensors.values() if not p.info.is_buffer]
     stored = min(DTYPE_BYTES[p.dtype] for p in placed)
     computed = min(DTYPE_BYTES[p.compute_dtype] for p in placed)
-    return ElementBytes(stored, computed, stored * OPTIMIZER_STATES.get(plan.spec.optimizer, 0))
+    return HeldElementBytes(stored, computed, stored * OPTIMIZER_STATES.get(plan.spec.optimizer, 0))
 
 
 def is_late(grid: NDArray[np.void]) -> NDArray[np.bool_]:
@@ -64,7 +64,7 @@ def is_late(grid: NDArray[np.void]) -> NDArray[np.bool_]:
 
 
 def scattering_bytes(
-    grid: NDArray[np.void], block: Kind, late: NDArray[np.bool_], reduce_bytes: int
+    grid: NDArray[np.void], block: BlockKind, late: NDArray[np.bool_], reduce_bytes: int
 ) -> Floats:
     """[rows] what every rank then holds for its stages: each keeps its buffer to its next one.
 
@@ -79,7 +79,7 @@ def scattering_bytes(
 
 
 def resident_bytes(
-    grid: NDArray[np.void], kind: Kind, sizes: ElementBytes, late: NDArray[np.bool_]
+    grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementBytes, late: NDArray[np.bool_]
 ) -> Floats:
     """[rows, options] what one block holds in the loss, whatever the microbatch.
 
@@ -108,7 +108,7 @@ def have_waited(grid: NDArray[np.void], late: NDArray[np.bool_]) -> NDArray[np.b
     return np.asarray(has_gradients(grid) & ((grid["virtual"] == 1) | late))
 
 
-def whole_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Floats:
+def whole_bytes(grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementBytes) -> Floats:
     """[rows] gradients of a block that wait whole, until they are reduced at the end.
 
     Of backwards in halves they are as they were computed.
@@ -119,7 +119,7 @@ def whole_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Floa
     return np.asarray(np.where(is_whole, whole, 0.0), dtype=np.float64)
 
 
-def reduced_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Floats:
+def reduced_bytes(grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementBytes) -> Floats:
     """[rows] gradients of a block as its data ranks share them out, all there before the update.
 
     Those of units lie in a pool of their own, which never shrinks; DDP has them in buckets. Where
@@ -133,7 +133,7 @@ def reduced_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Fl
     return np.asarray(np.where(are_units, reduced, 0.0), dtype=np.float64)
 
 
-def step_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Floats:
+def step_bytes(grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementBytes) -> Floats:
     """[rows] what one block holds when the optimizer begins: states and gradients."""
     numel = float(sum(kind.numels))
     held = np.where(grid["mode"] == _DDP, numel, share(grid, kind))
@@ -143,7 +143,7 @@ def step_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Float
 
 
 def reducing_bytes(
-    grid: NDArray[np.void], kind: Kind, sizes: ElementBytes, reduce_bytes: int
+    grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementBytes, reduce_bytes: int
 ) -> Floats:
     """[rows] a block's whole gradients as backward made them, and what they are summed in.
 
@@ -159,7 +159,7 @@ def reducing_bytes(
     return np.asarray(np.where(is_cut, made, 0.0), dtype=np.float64)
 
 
-def passing_bytes(grid: NDArray[np.void], kind: Kind, offered: Options) -> Floats:
+def passing_bytes(grid: NDArray[np.void], kind: BlockKind, offered: Options) -> Floats:
     """[rows] what a rank holds more than before that block's pass, the last one that it begins.
 
     Args:
@@ -171,7 +171,9 @@ def passing_bytes(grid: NDArray[np.void], kind: Kind, offered: Options) -> Float
     return np.asarray(np.where(in_halves(grid), 0.0, passing), dtype=np.float64)
 
 
-def turning_bytes(made: Floats, grid: NDArray[np.void], kind: Kind, offered: Options) -> Floats:
+def turning_bytes(
+    made: Floats, grid: NDArray[np.void], kind: BlockKind, offered: Options
+) -> Floats:
     """[rows] the same at the end of its backward, when what it kept is gone.
 
     Args:
@@ -181,7 +183,7 @@ def turning_bytes(made: Floats, grid: NDArray[np.void], kind: Kind, offered: Opt
     return np.asarray(np.maximum(made - kept, 0.0), dtype=np.float64)
 
 
-def always_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Floats:
+def always_bytes(grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementBytes) -> Floats:
     """[rows] what one block holds all the time: its share, and what the optimizer keeps."""
     held = np.where(grid["mode"] == _DDP, float(sum(kind.numels)), share(grid, kind))
     own = held * sizes.stored + held * trained_share(kind) * sizes.states
@@ -189,7 +191,7 @@ def always_bytes(grid: NDArray[np.void], kind: Kind, sizes: ElementBytes) -> Flo
 
 
 def ahead_bytes(
-    made: Floats, grid: NDArray[np.void], kind: Kind, count: int, sizes: ElementBytes
+    made: Floats, grid: NDArray[np.void], kind: BlockKind, count: int, sizes: HeldElementBytes
 ) -> Floats:
     """[rows] parameters of a block that are gathered while another's gradients are reduced.
 
@@ -199,20 +201,22 @@ def ahead_bytes(
     return np.asarray(np.where(is_there, _unit(grid, kind) * sizes.computed, 0.0))
 
 
-def _unit(grid: NDArray[np.void], kind: Kind) -> Floats:
+def _unit(grid: NDArray[np.void], kind: BlockKind) -> Floats:
     """[rows] elements of the largest unit of a block."""
     numel = float(sum(kind.numels))
     spread = max(float(kind.expert_numel), numel - kind.expert_numel)
     return np.asarray(np.where(grid["ep"] > 1, spread, numel), dtype=np.float64)
 
 
-def trained_share(kind: Kind) -> float:
+def trained_share(kind: BlockKind) -> float:
     """The share of a block's elements that get a gradient."""
     numel = sum(kind.numels)
     return 1 - kind.frozen / numel if numel else 1.0
 
 
-def waiting_bytes(grid: NDArray[np.void], first: Kind, last: Kind, reduce_bytes: int) -> Floats:
+def waiting_bytes(
+    grid: NDArray[np.void], first: BlockKind, last: BlockKind, reduce_bytes: int
+) -> Floats:
     """[rows] the root unit's gradients of the microbatch before, as they were sent.
 
     FSDP2 lets go of what it scatters when the next one comes to be; the root's is the last.
@@ -229,7 +233,7 @@ def waiting_bytes(grid: NDArray[np.void], first: Kind, last: Kind, reduce_bytes:
     return np.asarray(np.where(waits, numel * reduce_bytes, 0.0), dtype=np.float64)
 
 
-def saved_bytes(grid: NDArray[np.void], kind: Kind) -> Floats:
+def saved_bytes(grid: NDArray[np.void], kind: BlockKind) -> Floats:
     """[rows, options] what one block keeps of one microbatch."""
     per_sample = np.array(kind.saved_bytes)[OPTION_RECOMPUTE]
     samples = grid["micro"] / grid["cp"]

@@ -16,9 +16,9 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from meshplan.cost.grid import GRID
-from meshplan.planner.knapsack.knapsack import Counts, Menu
-from meshplan.planner.tables.cost_table import Numbers, alike
-from meshplan.planner.tables.in_flight import flights, had_backward, handed_on
+from meshplan.planner.knapsack.knapsack import Counts, Options
+from meshplan.planner.tables.cost_table import CostTable, alike
+from meshplan.planner.tables.in_flight import had_backward, handed_on, in_flight_of
 
 Takes = tuple[tuple[int, ...], ...]
 """By kind, how many blocks take each option."""
@@ -26,7 +26,7 @@ _MOST_KNOWN: Final = 256
 """Ranks of which it is kept where they may begin and end: it is the same for many rows."""
 
 
-class Stretches(NamedTuple):
+class BlockRanges(NamedTuple):
     """What one rank may have of the line.
 
     Attributes:
@@ -40,7 +40,7 @@ class Stretches(NamedTuple):
     look: Counts
 
 
-class Lanes:
+class StageLayout:
     """One stage a rank.
 
     Attributes:
@@ -49,7 +49,7 @@ class Lanes:
         places: Where the line may be cut: before each block, and behind all of them.
     """
 
-    def __init__(self, numbers: Numbers, row: int) -> None:
+    def __init__(self, numbers: CostTable, row: int) -> None:
         self._numbers, config = numbers, numbers.grid[row]
         self.num = int(config["pp"])
         self._kept, self._had, handed = _scheduled(
@@ -71,7 +71,7 @@ class Lanes:
             if stage is not None
         )
 
-    def _menus(self, row: int) -> list[Menu]:
+    def _menus(self, row: int) -> list[Options]:
         keys = [(each[0], had) for each, had in zip(self._kept, self._had, strict=True)]
         known = {
             key: self._numbers.menu(row, key[0], had_backward=key[1]) for key in dict.fromkeys(keys)
@@ -83,12 +83,12 @@ class Lanes:
         before = self._numbers.before
         return np.asarray(before[j] - before[i])
 
-    def stretches(self, rank: int) -> Stretches:
+    def stretches(self, rank: int) -> BlockRanges:
         """What a rank may have."""
         numbers = self._numbers
         is_block, kinds = tuple(numbers.is_block.tolist()), len(numbers.counts)
         at, look = _in_line(self.num, rank, numbers.order, kinds, is_block, self._pinned)
-        return Stretches(numbers.alike[0], at, look)
+        return BlockRanges(numbers.alike[0], at, look)
 
     def stages(
         self, ends: Sequence[int], takes: Sequence[Takes]
@@ -102,14 +102,14 @@ class Lanes:
         return tuple(ends), tuple(takes)
 
 
-class Rounds(Lanes):
+class Rounds(StageLayout):
     """Several stages a rank, of blocks that are all alike.
 
     A rank's stages differ by one block at most. Longer ones come last, where the fewest
     microbatches wait; on the last rank first, where the last stage has the loss.
     """
 
-    def __init__(self, numbers: Numbers, row: int) -> None:
+    def __init__(self, numbers: CostTable, row: int) -> None:
         self._virtual = int(numbers.grid[row]["virtual"])
         super().__init__(numbers, row)
         self._begin, self._block, self._length = blocks_in(numbers)
@@ -122,15 +122,15 @@ class Rounds(Lanes):
         """By rank, how many microbatches its stages keep."""
         return [sorted(set(each), reverse=True) for each in self._kept]
 
-    def _menus(self, row: int) -> list[Menu]:
+    def _menus(self, row: int) -> list[Options]:
         keys = [(tuple(each), self._had_backward(rank)) for rank, each in enumerate(self._groups)]
-        known: dict[tuple[tuple[float, ...], float], Menu] = {}
+        known: dict[tuple[tuple[float, ...], float], Options] = {}
         for groups, began in keys:
             if (groups, began) not in known:
                 menus = [
                     self._numbers.menu(row, each, had_backward=each == began) for each in groups
                 ]
-                known[groups, began] = menus[0] if len(menus) == 1 else Menu(
+                known[groups, began] = menus[0] if len(menus) == 1 else Options(
                     np.concatenate([m.seconds for m in menus]),
                     np.concatenate([m.memory for m in menus]),
                 )  # fmt: skip
@@ -172,10 +172,10 @@ class Rounds(Lanes):
                 out[:, group_of[-1], kind] += 1
         return out.reshape(len(lengths), -1)
 
-    def stretches(self, rank: int) -> Stretches:
+    def stretches(self, rank: int) -> BlockRanges:
         """What a rank may have: what that is made of follows from its length."""
         at, lengths, look = _in_rounds(self.num, rank, self._virtual, self._length)
-        return Stretches(self.counts(rank, 0 * lengths, lengths), at, look)
+        return BlockRanges(self.counts(rank, 0 * lengths, lengths), at, look)
 
     def stages(
         self, ends: Sequence[int], takes: Sequence[Takes]
@@ -216,13 +216,13 @@ class Rounds(Lanes):
 def _scheduled(
     ranks: int, virtual: int, microbatches: int, schedule: int
 ) -> tuple[tuple[tuple[float, ...], ...], tuple[bool, ...], tuple[tuple[float, ...], ...]]:
-    """By rank, what `flights`, `had_backward` and `handed_on` say."""
+    """By rank, what `in_flight_of`, `had_backward` and `handed_on` say."""
     config = np.zeros(1, GRID)[0]
     config["pp"], config["virtual"] = ranks, virtual
     config["microbatches"], config["schedule"] = microbatches, schedule
     every = range(ranks)
     return (
-        tuple(flights(config, rank) for rank in every),
+        tuple(in_flight_of(config, rank) for rank in every),
         tuple(had_backward(config, rank) for rank in every),
         tuple(handed_on(config, rank) for rank in every),
     )
@@ -276,24 +276,24 @@ def _kept(numbers: Counts) -> Counts:
     return numbers
 
 
-def lanes_of(numbers: Numbers, row: int) -> Lanes:
+def stage_layout_of(numbers: CostTable, row: int) -> StageLayout:
     """Of one configuration."""
     if row not in numbers.lanes:
-        kind = Rounds if int(numbers.grid[row]["virtual"]) > 1 else Lanes
+        kind = Rounds if int(numbers.grid[row]["virtual"]) > 1 else StageLayout
         numbers.lanes[row] = kind(numbers, row)
-    lanes: Lanes = numbers.lanes[row]
+    lanes: StageLayout = numbers.lanes[row]
     return lanes
 
 
 NOT_ALIKE: Final = "its blocks are not all alike, and only alike ones are shared out over rounds"
 
 
-def are_alike(numbers: Numbers) -> bool:
+def are_alike(numbers: CostTable) -> bool:
     """Whether blocks of a model may be shared out over rounds."""
     return len({numbers.order[n] for n, name in enumerate(numbers.names) if name}) == 1
 
 
-def blocks_in(numbers: Numbers) -> tuple[int, int, int]:
+def blocks_in(numbers: CostTable) -> tuple[int, int, int]:
     """(where blocks begin in `order`, their kind, how many) of a model of alike ones."""
     named = np.flatnonzero(numbers.is_block).tolist()
     kinds = {numbers.order[n] for n in named}

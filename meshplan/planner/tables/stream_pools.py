@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 
 from meshplan.cost.grid import MODES, in_halves
 from meshplan.cost.host import is_there
-from meshplan.cost.types import Kind
+from meshplan.cost.types import BlockKind
 from meshplan.planner.knapsack.knapsack import Floats
-from meshplan.planner.tables.memory_bounds import ElementBytes, trained_share
+from meshplan.planner.tables.memory_bounds import HeldElementBytes, trained_share
 
 _DDP: Final = MODES.index("ddp")
 _SHARD: Final = MODES.index("shard")
 
 
-class Pools(NamedTuple):
+class StreamPools(NamedTuple):
     """Bytes of both pools beside the gradients themselves, by row.
 
     Attributes:
@@ -38,13 +38,13 @@ class Pools(NamedTuple):
     last: Floats
 
 
-def pools_of(
+def stream_pools_of(
     grid: NDArray[np.void],
-    block: Kind,
-    ends: tuple[Sequence[Kind], Sequence[Kind]],
-    sizes: ElementBytes,
+    block: BlockKind,
+    ends: tuple[Sequence[BlockKind], Sequence[BlockKind]],
+    sizes: HeldElementBytes,
     reduce_bytes: int,
-) -> Pools:
+) -> StreamPools:
     """What one block, and the unit around all of them, take at the least.
 
     Args:
@@ -80,4 +80,4 @@ def pools_of(
         found = around * ahead + np.maximum(trained - own, 0.0) * again
         return np.asarray(np.where(is_piped, found, 0.0), dtype=np.float64)
 
-    return Pools(every, more(first, trains), more(last, trains_last))
+    return StreamPools(every, more(first, trains), more(last, trains_last))

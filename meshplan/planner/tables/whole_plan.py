@@ -31,8 +31,8 @@ from meshplan.model.graph import is_inside
 from meshplan.plan.plan import Plan
 from meshplan.planner.space.offload import offload_of
 from meshplan.planner.space.space import STRATEGIES
-from meshplan.planner.tables.build import numbers_of
-from meshplan.planner.tables.cost_table import Numbers, weights
+from meshplan.planner.tables.build import cost_table_of
+from meshplan.planner.tables.cost_table import CostTable, weights
 from meshplan.planner.tables.memory_bounds import element_bytes_of
 
 _SCHEDULES = SCHEDULE_WORDS[1:]
@@ -120,8 +120,8 @@ class Costed:
         return samples * (self.plan.spec.batch.seq_len or 0)
 
     @cached_property
-    def _numbers(self) -> Numbers:
-        return numbers_of(
+    def _numbers(self) -> CostTable:
+        return cost_table_of(
             self.row,
             lambda *cut: self.chain,
             profile=self.profile,
@@ -135,7 +135,7 @@ class Costed:
             exchanges=self._exchanges,
         )
 
-    def _by_stage(self, numbers: Numbers) -> list[float]:
+    def _by_stage(self, numbers: CostTable) -> list[float]:
         """Seconds of a microbatch on each stage."""
         stages = self.plan.assignment.stages
         out = [0.0] * int(self.row["pp"][0])

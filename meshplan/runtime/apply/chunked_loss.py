@@ -1,7 +1,7 @@
 """Loss in chunks: the head and cross-entropy over one part of the tokens after the other.
 
-While `ChunkedLoss` is on, the head's call is put off: what the model gets in place of logits is a
-tensor without numbers (`Pending`) that remembers what the head was to be called with. Where
+While `ChunkedLossMode` is on, the head's call is put off: what the model gets in place of logits is
+a tensor without numbers (`LazyLogits`) that remembers what the head was to be called with. Where
 `torch.nn.functional.cross_entropy` is taken of it, the head is called with all its hooks, so that
 whatever gathers its weight does so once, and its forward gives the loss: the logits of each chunk
 are made, scored, turned into their own gradient in place and let go of, so no more than one chunk's
@@ -25,11 +25,11 @@ from torch import nn
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan.plan import Plan
-from meshplan.runtime.apply.lazy_logits import Pending, Scores
+from meshplan.runtime.apply.lazy_logits import LazyLogits, Scores
 from meshplan.runtime.torch_private.private import intercept_calls
 
 
-class ChunkedLoss:
+class ChunkedLossMode:
     """On while a model, its loss and their backward are computed.
 
     Args:
@@ -37,18 +37,18 @@ class ChunkedLoss:
         is_trial: Whether a forward runs beside the training, of which no loss need be taken.
     """
 
-    now: ContextVar[ChunkedLoss | None] = ContextVar("chunked_loss", default=None)
+    now: ContextVar[ChunkedLossMode | None] = ContextVar("chunked_loss", default=None)
 
     def __init__(self, plan: Plan, *, is_trial: bool = False) -> None:
         self._plan, self._is_trial = plan, is_trial
         self._num_taken = 0
 
-    def __enter__(self) -> ChunkedLoss:
-        self._token = ChunkedLoss.now.set(self)
+    def __enter__(self) -> ChunkedLossMode:
+        self._token = ChunkedLossMode.now.set(self)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        ChunkedLoss.now.reset(self._token)
+        ChunkedLossMode.now.reset(self._token)
         if error is None and not self._num_taken and not self._is_trial:
             use = self._plan.assignment.chunked_loss
             assert use is not None
@@ -68,14 +68,14 @@ class ChunkedLoss:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _HeadRequest:
     """What the head's forward is to give instead of logits."""
 
     scores: Scores
     chunks: int
 
 
-_ASKED: Final[ContextVar[_Asked | None]] = ContextVar("asked", default=None)
+_ASKED: Final[ContextVar[_HeadRequest | None]] = ContextVar("asked", default=None)
 
 
 def apply_chunked_loss(model: nn.Module, plan: Plan) -> Callable[[], None]:
@@ -100,7 +100,7 @@ def apply_chunked_loss(model: nn.Module, plan: Plan) -> Callable[[], None]:
         return _loss_of(x, head, asked)
 
     def put_off(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        mode = ChunkedLoss.now.get()
+        mode = ChunkedLossMode.now.get()
         given = [*args, *kwargs.values()]
         if mode is None or len(given) != 1 or _ASKED.get() is not None:
             return call(*args, **kwargs)
@@ -111,14 +111,14 @@ def apply_chunked_loss(model: nn.Module, plan: Plan) -> Callable[[], None]:
 
         def take(scores: Scores) -> torch.Tensor:
             mode.took()
-            token = _ASKED.set(_Asked(scores, chunks))
+            token = _ASKED.set(_HeadRequest(scores, chunks))
             try:
                 loss: torch.Tensor = call(x)
             finally:
                 _ASKED.reset(token)
             return loss
 
-        return Pending.of(x, head.out_features, _dtype_of(x, plan, use.head), take)
+        return LazyLogits.of(x, head.out_features, _dtype_of(x, plan, use.head), take)
 
     head.forward = give
     return lambda: intercept_calls(head, put_off)
@@ -133,7 +133,7 @@ def _dtype_of(x: torch.Tensor, plan: Plan, head: str) -> torch.dtype:
     return getattr(torch, plan.assignment.tensors[weight.fqn].compute_dtype)
 
 
-def _loss_of(x: torch.Tensor, head: nn.Linear, asked: _Asked) -> torch.Tensor:
+def _loss_of(x: torch.Tensor, head: nn.Linear, asked: _HeadRequest) -> torch.Tensor:
     """Shape: x (..., width) -> ()."""
     scores = asked.scores
     target = scores.target.flatten()

@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from meshplan.assign import Placed, Unit
 from meshplan.layout.mesh import GRADIENT_AXES
 from meshplan.plan.plan import Plan
-from meshplan.runtime.apply.fake_ddp import PretendedDDP
-from meshplan.runtime.base.fake_mode import INSTEAD_OF_WRAPPING, is_pretending
+from meshplan.runtime.apply.fake_ddp import FakeDDP
+from meshplan.runtime.base.fake_mode import INSTEAD_OF_WRAPPING, is_fake_execution
 from meshplan.runtime.base.mesh import device, submesh, unit_mesh
 from meshplan.runtime.torch_private.private import intercept_calls, replicate_unit
 from meshplan.spec.spec import Precision
@@ -68,7 +68,7 @@ def apply_data_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Mo
         options = {_DDP_WORDS.get(key, key): value for key, value in plan.spec.ddp.items()}
         # Views save a copy of every gradient; the textbook's 20a is with them off.
         options.setdefault("gradient_as_bucket_view", True)
-        kind = PretendedDDP if is_pretending() else Replicated
+        kind = FakeDDP if is_fake_execution() else Replicated
         return kind(model, process_group=group, **options)
     if assignment.wrapper == "none":
         return model

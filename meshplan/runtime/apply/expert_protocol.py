@@ -168,7 +168,7 @@ def find_protocol(module: nn.Module, num_experts: int) -> Protocol | str:
     ):
         for dtype in dict.fromkeys((torch.float32, next(module.parameters()).dtype)):
             for width in _widths(module):
-                trial = _Trial(module, protocol, num_experts, width, dtype)
+                trial = _ProtocolTrial(module, protocol, num_experts, width, dtype)
                 try:
                     complaint = trial.complaint()
                 except Exception as error:  # What was not written for such a call may raise all.
@@ -220,7 +220,7 @@ class _NoDropout(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Trial:
+class _ProtocolTrial:
     """One way of calling a module, on made-up experts."""
 
     def __init__(

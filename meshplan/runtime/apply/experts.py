@@ -26,7 +26,7 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.expert_protocol import Protocol, find_protocols, with_experts
 from meshplan.runtime.apply.tensor_parallel import distribute
-from meshplan.runtime.base.fake_mode import is_pretending, numbers
+from meshplan.runtime.base.fake_mode import is_fake_execution, numbers
 from meshplan.runtime.base.mesh import local_of, submesh
 
 
@@ -128,7 +128,7 @@ class _Dispatch:
 
     def _warn(self, arrived: int, even: int) -> None:
         """Once, where more came than memory was told for."""
-        if self.capacity is None or is_pretending() or arrived <= self.capacity * even:
+        if self.capacity is None or is_fake_execution() or arrived <= self.capacity * even:
             return
         warnings.warn(
             f"'{self.fqn}' was sent {arrived / even:.2f} times an even share of tokens; the plan "

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 
-class PretendedDDP(DistributedDataParallel):
+class FakeDDP(DistributedDataParallel):
     """Stands in for `DistributedDataParallel(module, **options)`."""
 
     def __init__(

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from meshplan.errors import ApplyError, Problem
 from meshplan.layout.mesh import DATA_AXES, GRADIENT_AXES
 from meshplan.runtime.apply.loss_weights import is_weighed, num_parts
-from meshplan.runtime.base.fake_mode import is_pretending
+from meshplan.runtime.base.fake_mode import is_fake_execution
 from meshplan.runtime.base.mesh import gather_into, scatter_sum, submesh
 from meshplan.runtime.base.parallel_models import ParallelModel, known_models
 from meshplan.runtime.torch_private.fakes import is_fake
@@ -42,7 +42,7 @@ def gather_batch(tensor: torch.Tensor, model: nn.Module | None = None) -> torch.
         ApplyError: No plan was applied to a model, samples differ in shape, a step has several
             microbatches, or stages of a pipeline call it in their forward.
     """
-    if is_pretending() or is_fake(tensor) or not dist.is_initialized():
+    if is_fake_execution() or is_fake(tensor) or not dist.is_initialized():
         return tensor
     if dist.get_world_size() == 1:
         return tensor
@@ -57,7 +57,7 @@ def gather_batch(tensor: torch.Tensor, model: nn.Module | None = None) -> torch.
     for axis in reversed(axes):  # Innermost first: ranks count through the last axis fastest.
         group = submesh(found.mesh, (axis,)).get_group()
         _check_shape(out, group)
-        out = _Gather.apply(out, group)
+        out = _GatherBatch.apply(out, group)
     return out
 
 
@@ -101,7 +101,7 @@ def global_mean(
     told = [total.detach().reshape(()), torch.as_tensor(count, device=total.device).reshape(())]
     sums = torch.stack([each.double() for each in told])
     ranks = 1
-    if not is_pretending() and dist.is_initialized() and dist.get_world_size() > 1:
+    if not is_fake_execution() and dist.is_initialized() and dist.get_world_size() > 1:
         found = _find(model, "global_mean")
         ranks = found.plan.mesh.size(*GRADIENT_AXES)
         if found.plan.assignment.stages is not None:
@@ -226,7 +226,7 @@ def _check_shape(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     )
 
 
-class _Gather(torch.autograd.Function):
+class _GatherBatch(torch.autograd.Function):
     """All ranks' parts along dim 0.
 
     Each rank's loss depends on every part, and what the wrappers average is the derivative of the

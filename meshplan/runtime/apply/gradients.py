@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshplan.errors import ApplyError, Problem
 from meshplan.layout.mesh import GRADIENT_AXES
 from meshplan.plan.plan import Plan
-from meshplan.runtime.base.fake_mode import is_pretending, numbers
+from meshplan.runtime.base.fake_mode import is_fake_execution, numbers
 from meshplan.runtime.base.mesh import device, local_of, submesh
 from meshplan.runtime.torch_private.private import on_reduction
 
@@ -36,7 +36,7 @@ _EVERY: Final = 16
 """Steps between comparisons of calls on an accelerator, which must wait for its work to be read."""
 
 
-class _Asked(NamedTuple):
+class _GradientVote(NamedTuple):
     """What this rank has told the others, and what they will have answered.
 
     Attributes:
@@ -63,7 +63,7 @@ class _Backward:
     real: set[int] = field(default_factory=set)
     filled: set[int] = field(default_factory=set)
     reductions: int = 0
-    asked: _Asked | None = None
+    asked: _GradientVote | None = None
 
 
 class _Agreement:
@@ -100,7 +100,7 @@ class _Agreement:
         # Where some units do not reduce, ranks that called them in another order would send what
         # they tell between other reductions.
         all_reduce = all(any(p.requires_grad for p in own) for own in self.by_unit.values())
-        self.may_ask_early = all_reduce and not self.alone and not is_pretending()
+        self.may_ask_early = all_reduce and not self.alone and not is_fake_execution()
 
     def _fill(self, param: nn.Parameter, has_gradient: bool) -> bool:
         """Note one parameter of a unit that is about to reduce; True to fill its gradient."""
@@ -143,15 +143,15 @@ class _Agreement:
             if not exists:
                 param.grad = None
 
-    def _ask(self, done: _Backward) -> _Asked:
+    def _ask(self, done: _Backward) -> _GradientVote:
         missing = done.filled - done.real
         own: list[int] = [id(param) not in missing for param in self.params]
         own += [self.calls, -self.calls]
         every = torch.tensor(own, dtype=torch.int64).to(device())
         work = dist.all_reduce(every, dist.ReduceOp.MAX, group=self.group, async_op=True)
-        return _Asked(own, every, work)
+        return _GradientVote(own, every, work)
 
-    def _heard(self, asked: _Asked) -> list[int]:
+    def _heard(self, asked: _GradientVote) -> list[int]:
         """For each trained parameter whether it has a gradient on any rank."""
         asked.work.wait()
         *exist, largest, smallest = numbers(asked.every, asked.own)

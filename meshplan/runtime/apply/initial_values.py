@@ -22,7 +22,7 @@ from meshplan.runtime.base.mesh import device
 
 
 @dataclass(slots=True)
-class _Step:
+class _InitCall:
     """One call of the model's initialisation and the tensors it writes, by fqn."""
 
     run: Callable[[], object]
@@ -82,7 +82,7 @@ def _share_random_state() -> None:
         torch.set_rng_state(state[0])
 
 
-class _Watch(TorchDispatchMode):
+class _WriteWatch(TorchDispatchMode):
     """Notes the storages that are written while it is active."""
 
     def __init__(self) -> None:
@@ -106,24 +106,24 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _watched(model: nn.Module, on_meta: dict[str, torch.Tensor]) -> list[_Step]:
+def _watched(model: nn.Module, on_meta: dict[str, torch.Tensor]) -> list[_InitCall]:
     """The steps of the initialisation, each with what it writes, found by a run on meta."""
     fqns = {_storage(tensor): fqn for fqn, tensor in on_meta.items()}
     before = torch.get_rng_state()
     steps = []
     try:
         for run, module in _calls(model):
-            watch = _Watch()
+            watch = _WriteWatch()
             with watch, torch.no_grad():
                 run()
             # Some of torch.nn.init return at once on meta, so a module's own tensors count too.
             written = watch.written | {_storage(t) for t in _own(module).values() if t.is_meta}
             writes = {fqns[s] for s in written if s in fqns}
             if writes:
-                steps.append(_Step(run, writes))
+                steps.append(_InitCall(run, writes))
     except NotImplementedError:
         # Something looked at a value: the initialisation only runs on all memory at once.
-        return [_Step(lambda: [run() for run, _ in _calls(model)], set(on_meta))]
+        return [_InitCall(lambda: [run() for run, _ in _calls(model)], set(on_meta))]
     finally:
         torch.set_rng_state(before)
     return steps

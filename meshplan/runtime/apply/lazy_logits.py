@@ -1,8 +1,8 @@
 """Logits that are not computed yet: what they are made of, and which tokens are asked for.
 
-A `Pending` has the shape and dtype of the logits and no memory. What losses do with logits before
-cross-entropy is to choose tokens, lay them in a row and cast; that is written down. All else is
-refused by name.
+A `LazyLogits` has the shape and dtype of the logits and no memory. What losses do with logits
+before cross-entropy is to choose tokens, lay them in a row and cast; that is written down. All else
+is refused by name.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ class _View:
         return torch.arange(count, device=self.hidden.device).view(self.lead)
 
 
-class Pending(torch.Tensor):
+class LazyLogits(torch.Tensor):
     """Logits to be."""
 
     _view: _View
 
     @staticmethod
-    def of(hidden: torch.Tensor, num_classes: int, dtype: torch.dtype, take: Take) -> Pending:
+    def of(hidden: torch.Tensor, num_classes: int, dtype: torch.dtype, take: Take) -> LazyLogits:
         """What a head is to make of `hidden`.
 
         Shape: hidden (..., width).
@@ -98,7 +98,7 @@ class Pending(torch.Tensor):
         if func in (F.cross_entropy, torch.nn.functional.cross_entropy):
             return _cross_entropy(*args, **kwargs)
         rule = _RULES.get(func)
-        if rule is not None and isinstance(args[0], Pending):
+        if rule is not None and isinstance(args[0], LazyLogits):
             found = rule(args[0]._view, *args[1:], **kwargs)
             if found is not None:
                 return _made(found)
@@ -119,7 +119,7 @@ class Pending(torch.Tensor):
         return [], None
 
     @staticmethod
-    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Pending:
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> LazyLogits:
         raise ApplyError(_refused("a compiler"))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -127,9 +127,9 @@ class Pending(torch.Tensor):
         return f"logits of {list(view.shape)} that the loss computes in chunks"
 
 
-def _made(view: _View) -> Pending:
+def _made(view: _View) -> LazyLogits:
     out = torch.Tensor._make_wrapper_subclass(
-        Pending,
+        LazyLogits,
         view.shape,
         dtype=view.dtype,
         device=view.hidden.device,
@@ -295,7 +295,7 @@ def _cross_entropy(
     """
     stated = {"weight": weight, "size_average": size_average, "reduce": reduce}
     refused = [name for name, value in stated.items() if value is not None]
-    if not isinstance(input, Pending) or isinstance(target, Pending):
+    if not isinstance(input, LazyLogits) or isinstance(target, LazyLogits):
         raise ApplyError(_refused("cross_entropy of other logits towards them"))
     view = input._view
     if target.is_floating_point():

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from meshplan.plan.plan import Plan
-from meshplan.runtime.apply.chunked_loss import ChunkedLoss
+from meshplan.runtime.apply.chunked_loss import ChunkedLossMode
 from meshplan.runtime.apply.vocab_parallel_loss import LossParallel
 
 
@@ -20,4 +20,4 @@ def loss_mode(plan: Plan, *, is_trial: bool = False) -> AbstractContextManager[A
         return LossParallel()
     if plan.assignment.chunked_loss is None:
         return nullcontext()
-    return ChunkedLoss(plan, is_trial=is_trial)
+    return ChunkedLossMode(plan, is_trial=is_trial)

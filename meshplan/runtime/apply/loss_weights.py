@@ -32,9 +32,9 @@ from torch.distributed.tensor import DTensor
 from meshplan.errors import ApplyError, Problem
 from meshplan.layout.mesh import GRADIENT_AXES
 from meshplan.plan.plan import Plan
-from meshplan.runtime.apply.lazy_logits import Pending
+from meshplan.runtime.apply.lazy_logits import LazyLogits
 from meshplan.runtime.base.batch_agreement import num_samples
-from meshplan.runtime.base.fake_mode import is_pretending
+from meshplan.runtime.base.fake_mode import is_fake_execution
 from meshplan.runtime.base.mesh import device, reduce_along, submesh
 from meshplan.runtime.base.pytree import tensors_in
 
@@ -131,7 +131,7 @@ class Weights:
         self._divisor = history.divisor or (1.0 if is_alone else self._first_divisor(batch))
         self._tokens: torch.Tensor | None = None
         self._total = 0
-        if self._kind == "tokens" and not is_pretending():
+        if self._kind == "tokens" and not is_fake_execution():
             self._tokens = tokens_by_sample(batch[1])
             if self._tokens is None:
                 raise ApplyError(self._uncounted(batch[1]))
@@ -142,7 +142,7 @@ class Weights:
     def _first_divisor(self, batch: Any) -> float:
         """What a sum is divided by before counts are known, the same on all data ranks."""
         microbatches = self.parts // self._plan.mesh.size(*GRADIENT_AXES)
-        if not self._plan.spec.precision.scales_loss or is_pretending():
+        if not self._plan.spec.precision.scales_loss or is_fake_execution():
             # Samples are equal on all ranks, or `mean_over_ranks` refuses the batch.
             return max(1.0, num_samples(batch) / microbatches)
         # float16 holds the gradients of means, and not those of sums over many tokens.
@@ -193,7 +193,7 @@ class Weights:
                 )
             )
         loss = given
-        if self._kind == "mean" or is_pretending():
+        if self._kind == "mean" or is_fake_execution():
             return loss
         wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
         if self._kind == "sum":
@@ -234,7 +234,7 @@ class Weights:
     def agree(self) -> None:
         """Tell the other stages what the last one has counted."""
         stages = self._plan.assignment.stages
-        if stages is None or is_pretending():
+        if stages is None or is_fake_execution():
             return
         if not self._history.steps:  # Later on all know whether there is a count.
             flag = torch.tensor(float(bool(self._history.returns_count)), device=device())
@@ -282,7 +282,7 @@ def _zero(output: Any, loss: torch.Tensor) -> torch.Tensor:
     found = [
         t.to_local() if isinstance(t, DTensor) else t
         for _, t in tensors_in(output)
-        if t.requires_grad and not isinstance(t, Pending)
+        if t.requires_grad and not isinstance(t, LazyLogits)
     ]
     found = [t for t in found if t.ndim] or found or [loss]
     zeros = [torch.nan_to_num(t.flatten().float() * 0.0).sum() for t in found]

@@ -23,7 +23,7 @@ from meshplan.runtime.base.mesh import device, local_of
 
 
 @dataclass(slots=True)
-class Values:
+class InitialValues:
     """This rank's parts of the initial values, by fqn, for a model that is still on meta."""
 
     local: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Values:
         self.local.clear()
 
 
-def agree_on_values(model: nn.Module, plan: Plan) -> Values:
+def agree_on_values(model: nn.Module, plan: Plan) -> InitialValues:
     """Make real values equal on all ranks in place, and compute those that are on meta.
 
     Returns:
@@ -62,10 +62,10 @@ def agree_on_values(model: nn.Module, plan: Plan) -> Values:
     dist.all_gather_object(everywhere, missing)
     if not any(everywhere):
         _take_from_rank_0(tensors)
-        return Values()
+        return InitialValues()
     if all(names == everywhere[0] for names in everywhere):
         _take_from_rank_0({f: t for f, t in tensors.items() if not t.is_meta})
-        out = Values()
+        out = InitialValues()
         names = {fqn: placed.info.names for fqn, placed in plan.assignment.tensors.items()}
 
         def keep(fqn: str, value: torch.Tensor) -> None:
@@ -126,9 +126,9 @@ def _take_from_rank_0(tensors: dict[str, torch.Tensor]) -> None:
             tensor.data = sent.to(tensor.device)
 
 
-def _receive(tensors: dict[str, torch.Tensor], plan: Plan, source: int) -> Values:
+def _receive(tensors: dict[str, torch.Tensor], plan: Plan, source: int) -> InitialValues:
     """One rank has the values: send each tensor once, keep this rank's part."""
-    out = Values()
+    out = InitialValues()
     is_source = dist.get_rank() == source
     for fqn, tensor in tensors.items():
         if is_source:

@@ -21,7 +21,7 @@ from meshplan.layout.layout import own_parts
 
 def attend_by_heads(module: nn.MultiheadAttention, use: StyleUse, tp: DeviceMesh) -> None:
     """Replace the forward of this instance by one that computes its own heads."""
-    cut = _Cut(module, use, tp)
+    cut = _LocalHeads(module, use, tp)
 
     def forward(
         query: Tensor,
@@ -72,7 +72,7 @@ def attend_by_heads(module: nn.MultiheadAttention, use: StyleUse, tp: DeviceMesh
     module.register_forward_pre_hook(lambda module, args: None)
 
 
-class _Cut:
+class _LocalHeads:
     """The parameters as this rank uses them."""
 
     def __init__(self, module: nn.MultiheadAttention, use: StyleUse, tp: DeviceMesh) -> None:

@@ -42,11 +42,11 @@ def kept_on_host(module: nn.Module) -> Callable[..., Any]:
             return forward(*args, **kwargs)
         stay = {_storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor | _Moved:
+        def pack(tensor: torch.Tensor) -> torch.Tensor | _HostCopy:
             is_here = tensor.device == device()  # Seeds of random numbers are on the host.
             if _storage(tensor) in stay or _is_small(tensor) or not is_here:
                 return tensor
-            return _Moved(tensor)
+            return _HostCopy(tensor)
 
         with saved_tensors_hooks(pack, _unpack):
             return forward(*args, **kwargs)
@@ -54,7 +54,7 @@ def kept_on_host(module: nn.Module) -> Callable[..., Any]:
     return run
 
 
-class _Moved:
+class _HostCopy:
     """A tensor's numbers in the host's memory; a DTensor's local part, and how it lies."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -77,8 +77,8 @@ class _Moved:
         return DTensor.from_local(local, run_check=False, **self._lies)
 
 
-def _unpack(packed: torch.Tensor | _Moved) -> torch.Tensor:
-    return packed.back() if isinstance(packed, _Moved) else packed
+def _unpack(packed: torch.Tensor | _HostCopy) -> torch.Tensor:
+    return packed.back() if isinstance(packed, _HostCopy) else packed
 
 
 def _is_small(tensor: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.tensor_parallel import forget_entered
-from meshplan.runtime.base.fake_mode import is_pretending
+from meshplan.runtime.base.fake_mode import is_fake_execution
 from meshplan.runtime.base.mesh import sums_over_ranks
 from meshplan.runtime.base.module_state import plain_attributes
 from meshplan.runtime.checks.forward_writes import refuse_second_writes
@@ -181,7 +181,7 @@ def _is_same(
     now = owner._buffers[name]
     if now is not before or now is None:
         return False
-    return _version_of(now) == version if is_pretending() else torch.equal(now, start)
+    return _version_of(now) == version if is_fake_execution() else torch.equal(now, start)
 
 
 def _saved_ops(words: tuple[str, ...], origin: Any) -> frozenset[Any]:

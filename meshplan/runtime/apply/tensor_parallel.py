@@ -29,7 +29,7 @@ from meshplan.runtime.apply.local_tensors import (
 from meshplan.runtime.apply.multihead import attend_by_heads
 from meshplan.runtime.apply.vocab_parallel_loss import leave_logits
 from meshplan.runtime.base.compile import compiles
-from meshplan.runtime.base.fake_mode import is_pretending
+from meshplan.runtime.base.fake_mode import is_fake_execution
 from meshplan.runtime.base.mesh import activation_placement, placement, submesh
 from meshplan.runtime.torch_private.ops import as_dtensor
 from meshplan.runtime.trace.sp_boundary import cross
@@ -93,10 +93,10 @@ def distribute(
 
 
 LAYS_GRADIENTS: Final = "_meshplan_lays_gradients"
-"""Attribute of a parameter with the hook of `lay_gradients`."""
+"""Attribute of a parameter with the hook of `align_gradients`."""
 
 
-def lay_gradients(model: nn.Module, plan: Plan) -> None:
+def align_gradients(model: nn.Module, plan: Plan) -> None:
     """Give gradients that no unit of sharding reduces the layout of their parameter.
 
     Backward of an embedding with a forward of its own leaves the whole vocabulary's gradient on
@@ -136,7 +136,7 @@ def _flow(module: nn.Module, use: StyleUse, tp: DeviceMesh, outside: str) -> Non
 
     is_gathered = use.style.input[0] == GATHERED
     arrives, wanted = spell(("R", use.style.input[1]) if is_gathered else use.style.input)
-    is_checked = use.style.input[0] != "outside" or arrives != Shard(1) or is_pretending()
+    is_checked = use.style.input[0] != "outside" or arrives != Shard(1) or is_fake_execution()
     _, leaves = spell(use.style.output)
     gradient = [activation_placement(use.style.gradient)] if use.style.gradient else None
 

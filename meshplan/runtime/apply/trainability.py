@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan.plan import Plan
-from meshplan.runtime.apply.tensor_parallel import lay_gradients
+from meshplan.runtime.apply.tensor_parallel import align_gradients
 from meshplan.runtime.torch_private.private import renew_reducer, renew_reduction_dtypes
 from meshplan.runtime.watch.guard import come_together
 
@@ -47,7 +47,7 @@ def follow_trainability(model: nn.Module, plan: Plan, renew: Callable[[], None])
         elif plan.assignment.wrapper == "units":
             for fqn in plan.assignment.units:
                 renew_reduction_dtypes(model.get_submodule(fqn))
-        lay_gradients(model, plan)
+        align_gradients(model, plan)
         renew()
 
     model.register_forward_pre_hook(look, prepend=True)  # Before anything is gathered.

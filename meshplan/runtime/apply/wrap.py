@@ -25,16 +25,16 @@ from meshplan.runtime.apply.data import apply_data_parallel, keep_evaluation_apa
 from meshplan.runtime.apply.experts import apply_expert_parallel
 from meshplan.runtime.apply.gradients import agree_on_gradients
 from meshplan.runtime.apply.loss_weights import History
-from meshplan.runtime.apply.materialize import Values
+from meshplan.runtime.apply.materialize import InitialValues
 from meshplan.runtime.apply.max_norm import share_looked_up_rows
 from meshplan.runtime.apply.offload import apply_host_activations
 from meshplan.runtime.apply.pipeline.apply import apply_pipeline
 from meshplan.runtime.apply.randomness import give_own_stream
 from meshplan.runtime.apply.recompute import apply_recompute
-from meshplan.runtime.apply.tensor_parallel import apply_tensor_parallel, lay_gradients
+from meshplan.runtime.apply.tensor_parallel import align_gradients, apply_tensor_parallel
 from meshplan.runtime.apply.trainability import follow_trainability
 from meshplan.runtime.base.compile import apply_compile, compiles
-from meshplan.runtime.base.fake_mode import is_pretending
+from meshplan.runtime.base.fake_mode import is_fake_execution
 from meshplan.runtime.base.forward_calls import routable_units, route_direct_calls
 from meshplan.runtime.base.mesh import device
 from meshplan.runtime.base.optimizer_steps import take_mixed_one_by_one
@@ -91,7 +91,7 @@ def own_module(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -> nn.Module:
+def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: InitialValues) -> nn.Module:
     """What `parallelize` does once everything is decided and agreed upon, in place.
 
     Args:
@@ -115,7 +115,7 @@ def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -
     return wrapped
 
 
-def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -> nn.Module:
+def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: InitialValues) -> nn.Module:
     """Everything but the pipeline, in place; returns the module to call."""
     routable, is_compiled = routable_units(model, plan), compiles(model, plan)
     apply_tensor_parallel(model, plan, mesh)
@@ -126,12 +126,12 @@ def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -> nn.
     apply_host_activations(model, plan)
     apply_compile(model, plan)
     put_off_head = apply_chunked_loss(model, plan)
-    is_elsewhere = not values.local and not is_pretending()
+    is_elsewhere = not values.local and not is_fake_execution()
     if plan.assignment.wrapper != "units" and is_elsewhere:
         model.to(device())
     if plan.assignment.wrapper == "ddp":
         values.fill(model, plan)  # DistributedDataParallel refuses to wrap without memory.
-    if not is_pretending():
+    if not is_fake_execution():
         share_looked_up_rows(model, plan, mesh)
         watch_forward_writes(model, plan, mesh)
     wrapped = apply_data_parallel(model, plan, mesh)
@@ -139,15 +139,15 @@ def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values) -> nn.
     put_off_head()
     values.fill(wrapped, plan)
     check_live(wrapped, plan)
-    lay_gradients(wrapped, plan)
+    align_gradients(wrapped, plan)
     renew = agree_on_gradients(wrapped, plan, mesh)
-    if not is_pretending():
+    if not is_fake_execution():
         follow_trainability(wrapped, plan, renew)
         if not is_compiled:
             refuse_calls_of_parts(model, wrapped, plan)
     keep_evaluation_apart(model, plan)
     take_mixed_one_by_one()
-    if not is_pretending():  # These compare numbers.
+    if not is_fake_execution():  # These compare numbers.
         watch_first_step(wrapped, plan, mesh)
         watch_replicas(model, plan, mesh)
         prove_first_forward(wrapped, plan, mesh)
@@ -170,7 +170,7 @@ def _apply_code(model: nn.Module, plan: Plan) -> None:
     """Run the functions that the plan names; what raises on one rank raises on all."""
     if not plan.assignment.apply:
         return
-    if is_pretending():  # An estimate, which nobody asked to run what the plan names.
+    if is_fake_execution():  # An estimate, which nobody asked to run what the plan names.
         for _, code, reason in plan.assignment.apply:
             check_code(code, reason.origin)
     failure: Exception | None = None
@@ -185,7 +185,7 @@ def _apply_code(model: nn.Module, plan: Plan) -> None:
     outcomes = exchange(("error" if failure else "", str(problem)))
     if failure is not None:
         raise ApplyError(problem) from failure
-    raise_told(outcomes)
+    raise_remote(outcomes)
 
 
 def function_of(code: str) -> Callable[[nn.Module], object]:
@@ -206,12 +206,12 @@ def function_of(code: str) -> Callable[[nn.Module], object]:
 def exchange(outcome: tuple[str, str]) -> list[tuple[str, str]]:
     """(kind, text) of every rank."""
     outcomes: list[Any] = [outcome] * dist.get_world_size()
-    if not is_pretending():
+    if not is_fake_execution():
         dist.all_gather_object(outcomes, outcome)
     return outcomes
 
 
-def raise_told(outcomes: list[tuple[str, str]]) -> None:
+def raise_remote(outcomes: list[tuple[str, str]]) -> None:
     """Raise here what another rank could not do."""
     failed = [rank for rank, (kind, _) in enumerate(outcomes) if kind == "error"]
     if failed:

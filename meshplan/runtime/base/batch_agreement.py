@@ -20,7 +20,7 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.layout.mesh import DATA_AXES, GRADIENT_AXES
 from meshplan.plan.plan import Plan
 from meshplan.runtime.base.digest import digest, elements, marks
-from meshplan.runtime.base.fake_mode import is_pretending, numbers
+from meshplan.runtime.base.fake_mode import is_fake_execution, numbers
 from meshplan.runtime.base.mesh import device, objects_along, reduce_along, submesh
 from meshplan.runtime.base.optimizer_steps import is_due
 from meshplan.runtime.base.pytree import tensors_in
@@ -43,7 +43,7 @@ def _peer_axes(plan: Plan) -> tuple[str, ...]:
     return tuple(a for a in plan.mesh.names if a not in DATA_AXES and plan.mesh.size(a) > 1)
 
 
-def check_peers(batch: Any, plan: Plan, mesh: DeviceMesh, step: int = 1) -> None:
+def check_batches_agree(batch: Any, plan: Plan, mesh: DeviceMesh, step: int = 1) -> None:
     """Every rank of a replica of the model holds the same batch, or along cp parts of one.
 
     One number is compared per step and axis that is not a data axis: of the shapes, of a sample
@@ -61,7 +61,7 @@ def check_peers(batch: Any, plan: Plan, mesh: DeviceMesh, step: int = 1) -> None
         return
     words = _shapes(batch)
     number = zlib.crc32(words.encode())
-    if is_pretending():
+    if is_fake_execution():
         both = torch.tensor([number, -number], device=device())
         reduce_along(both, mesh, axes, dist.ReduceOp.MAX)
         return

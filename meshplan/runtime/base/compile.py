@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from meshplan.plan.plan import Plan
-from meshplan.runtime.base.fake_mode import is_pretending
+from meshplan.runtime.base.fake_mode import is_fake_execution
 
 
 def compiles(model: nn.Module, plan: Plan) -> bool:
@@ -28,7 +28,7 @@ def apply_compile(model: nn.Module, plan: Plan) -> None:
     Nothing is compiled yet: that happens when a module first runs, and again for new shapes.
     Without numbers nothing is compiled at all: who looks on sees blocks as they are written.
     """
-    if is_pretending():
+    if is_fake_execution():
         return
     for fqn in plan.assignment.compiled:
         model.get_submodule(fqn).compile()

@@ -24,13 +24,13 @@ INSTEAD_OF_WRAPPING: Final[ContextVar[Callable[[nn.Module], None] | None]] = Con
 """What is done to each module that the data axes would be applied to, by who only looks on."""
 
 
-def is_pretending() -> bool:
+def is_fake_execution() -> bool:
     """Whether tensors have no numbers, and other ranks do not answer."""
     return _PRETENDING.get()
 
 
 @contextmanager
-def pretending() -> Iterator[None]:
+def fake_execution() -> Iterator[None]:
     """Inside, `numbers` answers in place of tensors."""
     token = _PRETENDING.set(True)
     try:

@@ -16,19 +16,19 @@ import torch
 from meshplan.runtime.base.mesh import device
 
 
-class Side(Enum):
+class MemorySide(Enum):
     """Whose memory."""
 
     DEVICE = auto()
     HOST = auto()
 
 
-CROSSING: ContextVar[Side | None] = ContextVar("crossing", default=None)
+CROSSING: ContextVar[MemorySide | None] = ContextVar("crossing", default=None)
 """Where a copy between the two is being made; None while nothing crosses."""
 
 
 @contextmanager
-def crossing_to(side: Side) -> Iterator[None]:
+def crossing_to(side: MemorySide) -> Iterator[None]:
     """What is made inside is a copy that lies on this side."""
     token = CROSSING.set(side)
     try:
@@ -43,7 +43,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     It waits for the copy, as `save_on_cpu` does: the device's memory is given back at once.
     """
     is_apart = device().type != "cpu"
-    with crossing_to(Side.HOST), torch.no_grad():
+    with crossing_to(MemorySide.HOST), torch.no_grad():
         copy = torch.empty_like(tensor, device="cpu", pin_memory=is_apart)
         copy.copy_(tensor)
     return copy
@@ -51,7 +51,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def to_device(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in the device's memory of what `to_host` gave."""
-    with crossing_to(Side.DEVICE), torch.no_grad():
+    with crossing_to(MemorySide.DEVICE), torch.no_grad():
         copy = torch.empty_like(tensor, device=device(), pin_memory=False)
         copy.copy_(tensor, non_blocking=True)
     return copy

@@ -37,7 +37,7 @@ _IMAGINED: Final[ContextVar[bool]] = ContextVar("imagined", default=False)
 
 
 @contextmanager
-def on_imagined_devices() -> Iterator[None]:
+def on_fake_devices() -> Iterator[None]:
     """Inside, devices are those of tensors without numbers, which are the CPU's on any machine."""
     token = _IMAGINED.set(True)
     try:

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from meshplan.model.flow import Change
+from meshplan.model.flow import AttributeWrite
 from meshplan.runtime.base.pytree import tensors_in
 
 _PLAIN: Final = (bool, int, float, complex, str, type(None))
@@ -77,7 +77,7 @@ def hooks_of(module: nn.Module) -> Iterator[Mapping[Any, Any]]:
         yield vars(module)[name]
 
 
-def remembered(model: nn.Module) -> dict[tuple[str, str], Any]:
+def module_state_of(model: nn.Module) -> dict[tuple[str, str], Any]:
     """By module and name: tensors and plain values that are no parameters."""
     out: dict[tuple[str, str], Any] = {}
     for fqn, module in model.named_modules():
@@ -93,7 +93,7 @@ def changes(
     before: Mapping[tuple[str, str], Any],
     after: Mapping[tuple[str, str], Any],
     value_of: Callable[[torch.Tensor], int],
-) -> Iterator[Change]:
+) -> Iterator[AttributeWrite]:
     """What is not the same object, or plain value, any more."""
     for module, name in dict.fromkeys((*before, *after)):
         old, new = before.get((module, name)), after.get((module, name))
@@ -101,4 +101,4 @@ def changes(
         if old is new or (not is_tensor and old == new):
             continue
         ids = (value_of(t) if isinstance(t, torch.Tensor) else None for t in (old, new))
-        yield Change(module=module, name=name, old=next(ids), new=next(ids))
+        yield AttributeWrite(module=module, name=name, old=next(ids), new=next(ids))

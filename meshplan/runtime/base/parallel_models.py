@@ -34,7 +34,7 @@ _known: list[ParallelModel] = []
 """Ordered by when they ran last, or were made."""
 
 
-def remember(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+def register(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """Note a model that a plan was applied to, and from now on each of its forwards."""
     own = frozenset(id(p) for p in model.parameters())
     found = ParallelModel(weakref.ref(model), plan, mesh, own)

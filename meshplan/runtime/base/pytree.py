@@ -80,7 +80,7 @@ class Opaque:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class TreeStructure:
     """Something nested: what makes it from its parts, and these."""
 
     make: Callable[[list[Any]], Any]
@@ -98,15 +98,15 @@ def shape_of(item: Any, value_of: Callable[[torch.Tensor], int]) -> Any:
     if isinstance(item, Mapping):
         keys = list(item)
         if dataclasses.is_dataclass(item):  # transformers' outputs
-            return Form(lambda found: cls(**dict(zip(keys, found, strict=True))), parts)
-        return Form(lambda found: cls(zip(keys, found, strict=True)), parts)
+            return TreeStructure(lambda found: cls(**dict(zip(keys, found, strict=True))), parts)
+        return TreeStructure(lambda found: cls(zip(keys, found, strict=True)), parts)
     if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return Form(lambda found: cls(*found), parts)
+        return TreeStructure(lambda found: cls(*found), parts)
     if isinstance(item, tuple | list):
-        return Form(lambda found: cls(found), parts)
+        return TreeStructure(lambda found: cls(found), parts)
     if dataclasses.is_dataclass(item) and all(f.init for f in dataclasses.fields(item)):
         names = [name for name, _ in _parts(item)]
-        return Form(lambda found: cls(**dict(zip(names, found, strict=True))), parts)
+        return TreeStructure(lambda found: cls(**dict(zip(names, found, strict=True))), parts)
     return Opaque(cls.__name__)
 
 
@@ -114,7 +114,7 @@ def fill(form: Any, get: Callable[[int], Any]) -> Any:
     """A result of this form with the tensors that `get` gives."""
     if isinstance(form, Slot):
         return get(form.value)
-    if isinstance(form, Form):
+    if isinstance(form, TreeStructure):
         return form.make([fill(part, get) for part in form.parts])
     return None if isinstance(form, Opaque) else form
 
@@ -123,6 +123,6 @@ def opaque_in(form: Any) -> Iterator[str]:
     """The types in a form that cannot be made again."""
     if isinstance(form, Opaque):
         yield form.type
-    elif isinstance(form, Form):
+    elif isinstance(form, TreeStructure):
         for part in form.parts:
             yield from opaque_in(part)

@@ -26,7 +26,7 @@ MOST: Final = 4
 """Processes at once; each holds torch and a model without memory."""
 
 
-def run_apart(
+def run_in_subprocesses(
     function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], *, most: int = MOST
 ) -> list[Any]:
     """What `function(*task)` returns for each task, in order.

@@ -19,7 +19,7 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.layout.mesh import GRADIENT_AXES
 from meshplan.model.graph import is_inside
 from meshplan.plan.plan import Plan
-from meshplan.runtime.checks.dry_run import is_aside
+from meshplan.runtime.checks.dry_run import in_dry_run
 from meshplan.runtime.torch_private.private import running_node
 
 
@@ -50,7 +50,7 @@ def refuse_calls_of_parts(model: nn.Module, wrapped: nn.Module, plan: Plan) -> N
     def look(fqn: str, is_gathered: bool) -> Callable[..., None]:
         def refuse(*_: Any) -> None:
             # Neither a forward that runs again in backward, nor one of the checks.
-            if depth or running_node() is not None or is_aside():
+            if depth or running_node() is not None or in_dry_run():
                 return
             if wrapper == "ddp" and torch.is_grad_enabled():
                 raise ApplyError(_unaveraged(fqn))

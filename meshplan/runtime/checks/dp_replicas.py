@@ -42,7 +42,7 @@ _LOOP: Final = (
 
 
 @dataclass(slots=True)
-class _Watch:
+class _DpReplicas:
     """A model whose gradients are compared."""
 
     model: weakref.ref[nn.Module]
@@ -64,7 +64,7 @@ def watch_replicas(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """
     if plan.mesh.size(*GRADIENT_AXES) > 1:
         own = frozenset(id(p) for p in model.parameters())
-        watch = _Watch(weakref.ref(model), plan, mesh, own)
+        watch = _DpReplicas(weakref.ref(model), plan, mesh, own)
         watch.end = before_steps(partial(_before_step, watch))
 
         def note_forward(*unused: Any) -> None:
@@ -73,7 +73,7 @@ def watch_replicas(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         model.register_forward_pre_hook(note_forward)
 
 
-def _before_step(watch: _Watch, optimizer: torch.optim.Optimizer) -> None:
+def _before_step(watch: _DpReplicas, optimizer: torch.optim.Optimizer) -> None:
     model = watch.model()
     if model is None:
         watch.end()
@@ -112,7 +112,7 @@ def _replica_axes(name: str, parameter: nn.Parameter, plan: Plan) -> tuple[str, 
     return plan.mesh.present(("dp_replicate",) if cut else GRADIENT_AXES)
 
 
-def _compare(found: dict[str, nn.Parameter], axes: tuple[str, ...], watch: _Watch) -> None:
+def _compare(found: dict[str, nn.Parameter], axes: tuple[str, ...], watch: _DpReplicas) -> None:
     """Refuse gradients that differ; every rank along the axes comes to the same answer."""
     norms = torch.stack([_norm(parameter) for parameter in found.values()])
     both = torch.cat((norms, -norms))

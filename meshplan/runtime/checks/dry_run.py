@@ -11,20 +11,20 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from meshplan.runtime.base.fake_mode import is_pretending
+from meshplan.runtime.base.fake_mode import is_fake_execution
 from meshplan.runtime.base.module_state import own_attributes
 from meshplan.runtime.torch_private.values import versions_kept
 
 _ASIDE: Final[ContextVar[bool]] = ContextVar("aside", default=False)
 
 
-def is_aside() -> bool:
+def in_dry_run() -> bool:
     """Whether a module runs beside the training: what it is fed then, nobody trains on."""
     return _ASIDE.get()
 
 
 @contextmanager
-def aside(module: nn.Module, *, evaluates: bool = True) -> Iterator[None]:
+def dry_run(module: nn.Module, *, evaluates: bool = True) -> Iterator[None]:
     """In evaluation, so that nothing is random, and with what the forwards leave taken back.
 
     Args:
@@ -97,7 +97,7 @@ def noise(name: str, local: torch.Tensor, width: int) -> torch.Tensor | None:
         local: Its numbers, or this rank's part of them.
         width: Its last size, whole: the noise has the spread of a fresh projection.
     """
-    if not local.numel() or not local.is_floating_point() or is_pretending():
+    if not local.numel() or not local.is_floating_point() or is_fake_execution():
         return None
     low, high = torch.aminmax(local)
     if low != high or (local.numel() == 1 and low):

@@ -43,8 +43,8 @@ from meshplan.runtime.checks import write_problems
 from meshplan.runtime.checks.originals import Originals
 from meshplan.runtime.checks.places import (
     Left,
-    Mark,
-    Place,
+    TensorPlace,
+    TensorSnapshot,
     frozen,
     goes_on,
     is_close,
@@ -72,7 +72,7 @@ class ForwardWrites:
         self._written: dict[str, Left | None] = {}
         self._statistics = {n for n, p in self._places.items() if goes_on(p, plan)}
         """Names of what may differ between ranks or microbatches."""
-        self._shared: dict[str, Place] = {}
+        self._shared: dict[str, TensorPlace] = {}
         """Buffers that begin each forward as they are on the first data rank, by name."""
         self._starts: dict[str, torch.Tensor] = {}
         """Contents at the beginning of the step, of what can be swapped."""
@@ -107,9 +107,9 @@ class ForwardWrites:
 
         end = before_steps(before_step)
 
-    def _watch(self, module: nn.Module, unit: str | None, scope: list[Place]) -> None:
+    def _watch(self, module: nn.Module, unit: str | None, scope: list[TensorPlace]) -> None:
         """Hook into a forward: behind what gathers the unit, before what frees it."""
-        marks: list[tuple[Place, Mark]] = []
+        marks: list[tuple[TensorPlace, TensorSnapshot]] = []
 
         def enter(*_: Any) -> None:
             if running_node() is None:  # Else it is a forward that runs again in backward.
@@ -176,7 +176,7 @@ class ForwardWrites:
             else:
                 vars(module)[name] = self._attributes[module, name]
 
-    def _prepare(self, scope: list[Place]) -> None:
+    def _prepare(self, scope: list[TensorPlace]) -> None:
         """Let a later microbatch find what the first one found, where that can be."""
         if not self._repeats():
             return
@@ -195,7 +195,9 @@ class ForwardWrites:
                 start = self._starts[place.name].clone()
                 place.table[place.leaf] = start if place.is_buffer else frozen(start)
 
-    def _look(self, place: Place, mark: Mark, now: torch.Tensor, module: nn.Module) -> None:
+    def _look(
+        self, place: TensorPlace, mark: TensorSnapshot, now: torch.Tensor, module: nn.Module
+    ) -> None:
         """Note whether a forward wrote a tensor, and keep what it wrote."""
         name = place.name
         if name in self._ends:
@@ -213,7 +215,7 @@ class ForwardWrites:
         for tensor, version in self._versions.get(microbatch, ()):
             set_version(tensor, version)
 
-    def _note_write(self, place: Place, mark: Mark, module: nn.Module) -> None:
+    def _note_write(self, place: TensorPlace, mark: TensorSnapshot, module: nn.Module) -> None:
         name, now = place.name, place.tensor
         self._written.setdefault(name, None)
         if place.unit is not None:
@@ -221,7 +223,7 @@ class ForwardWrites:
         if mark.checksum is not None:
             self._written[name] = Left(checksum(local_of(now)), sample_of(now))
 
-    def _keep_in_shard(self, place: Place, mark: Mark, module: nn.Module) -> None:
+    def _keep_in_shard(self, place: TensorPlace, mark: TensorSnapshot, module: nn.Module) -> None:
         """Copy what a unit's gathered parameter now holds into this rank's shard."""
         placed = self._plan.assignment.tensors[place.name]
         if placed.dtype != placed.compute_dtype:
@@ -233,7 +235,7 @@ class ForwardWrites:
         with torch.no_grad():
             store_gathered(module, now)
 
-    def _reset_memory(self, place: Place) -> None:
+    def _reset_memory(self, place: TensorPlace) -> None:
         """Undo `weight.data = ...`: a unit would go on gathering into the memory from before."""
         memory, now = self._memory.get(place.name), place.tensor
         if memory is None or isinstance(now, DTensor) or now.data_ptr() == memory.data_ptr():
@@ -241,7 +243,7 @@ class ForwardWrites:
         memory.copy_(now.detach())
         now.data = memory
 
-    def _compare_microbatch(self, place: Place) -> None:
+    def _compare_microbatch(self, place: TensorPlace) -> None:
         """Take what the first microbatch left, if a later one leaves the same."""
         tensor, left = self._ends.pop(place.name)
         if is_close(local_of(place.tensor), left):

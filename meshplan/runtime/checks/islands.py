@@ -14,7 +14,7 @@ from meshplan.runtime.base.module_state import own_attributes
 
 
 @dataclass(slots=True)
-class Island:
+class LocalModule:
     """A module whose inner modules are cut, and its first inputs.
 
     Attributes:
@@ -36,7 +36,7 @@ class Island:
     inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
 
-def islands_of(model: nn.Module, plan: Plan) -> list[Island]:
+def local_modules_of(model: nn.Module, plan: Plan) -> list[LocalModule]:
     """Modules whose attributes changed, or that hold a module in pieces or a cut pair."""
     changed: dict[str, dict[str, int]] = {}
     styles = plan.assignment.styles
@@ -52,7 +52,7 @@ def islands_of(model: nn.Module, plan: Plan) -> list[Island]:
     unproved = [fqn for fqn, use in styles.items() if not use.is_proved]
     found = [fqn for fqn in changed if any(is_inside(inner, fqn) for inner in unproved)]
     return [
-        Island(
+        LocalModule(
             fqn,
             _kind(model.get_submodule(fqn)),
             (type(model.get_submodule(fqn)), *sorted(changed[fqn])) if changed[fqn] else None,

@@ -32,11 +32,11 @@ from meshplan.model.graph import is_inside
 from meshplan.plan.plan import Plan
 from meshplan.runtime.base.forward_calls import as_written
 from meshplan.runtime.base.mesh import full, placement, submesh
-from meshplan.runtime.base.module_state import remembered
+from meshplan.runtime.base.module_state import module_state_of
 from meshplan.runtime.base.optimizer_steps import before_steps
 from meshplan.runtime.base.pytree import tensors_in
-from meshplan.runtime.checks.dry_run import aside, is_aside, noise
-from meshplan.runtime.checks.islands import Island, islands_of
+from meshplan.runtime.checks.dry_run import dry_run, in_dry_run, noise
+from meshplan.runtime.checks.islands import LocalModule, local_modules_of
 
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.float64: 1e-3}
 _HALF: Final = 5e-2
@@ -52,13 +52,13 @@ _HOOKS: Final = (
 
 
 @dataclass(slots=True)
-class _Proof:
+class _PendingProof:
     """What is still to be shown about one model."""
 
     plan: Plan
     mesh: DeviceMesh
     waiting: set[tuple[object, ...]] = field(default_factory=set)
-    captured: list[Island] = field(default_factory=list)
+    captured: list[LocalModule] = field(default_factory=list)
     proved: set[tuple[object, ...] | None] = field(default_factory=set)
     undo: list[Callable[[], None]] = field(default_factory=list)
 
@@ -74,10 +74,10 @@ class _Proof:
 
 def prove_first_forward(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """Watch the model's first forward, and compare after it."""
-    islands = islands_of(model, plan)
+    islands = local_modules_of(model, plan)
     if plan.mesh.size("tp") == 1 or not islands:
         return
-    proof = _Proof(plan, mesh, {island.kind for island in islands})
+    proof = _PendingProof(plan, mesh, {island.kind for island in islands})
     is_compiled = bool(plan.assignment.compiled)
 
     def before(module: nn.Module, args: Any) -> None:
@@ -109,13 +109,13 @@ def prove_first_forward(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     ]
 
 
-def _capture(module: nn.Module, island: Island, proof: _Proof) -> Callable[[], None]:
+def _capture(module: nn.Module, island: LocalModule, proof: _PendingProof) -> Callable[[], None]:
     """Keep the first inputs; returns what makes the module forget about it."""
     forward, own = module.forward, vars(module).get("forward")
 
     @wraps(forward)
     def first(*args: Any, **kwargs: Any) -> Any:
-        if island.kind in proof.waiting and not is_aside():
+        if island.kind in proof.waiting and not in_dry_run():
             kept = _keep((args, kwargs))
             if kept is not None:
                 proof.waiting.discard(island.kind)
@@ -160,16 +160,16 @@ def _mapped(value: Any, change: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def _prove(model: nn.Module, island: Island, proof: _Proof) -> None:
+def _prove(model: nn.Module, island: LocalModule, proof: _PendingProof) -> None:
     """Compare one module with itself made whole; every rank takes part and every rank raises."""
     module = model.get_submodule(island.fqn)
     tp = submesh(proof.mesh, ("tp",))
     parts = _parts(model, island, proof.plan, tp)
     failure: Exception | None = None
     with torch.no_grad():
-        with aside(module):
+        with dry_run(module):
             own = _run(module, island, {fqn: part for fqn, (part, _) in parts.items()})
-        with aside(module), _uncut(module, island, proof.plan, tp):
+        with dry_run(module), _uncut(module, island, proof.plan, tp):
             try:
                 every = _run(module, island, {fqn: whole for fqn, (_, whole) in parts.items()})
                 apart = _apart(own, every, tp, may_be_cut=island.is_enclosed)
@@ -186,7 +186,7 @@ def _prove(model: nn.Module, island: Island, proof: _Proof) -> None:
         raise ApplyError(_problem(island, module, proof.plan, worst.item())) from failure
 
 
-def _problem(island: Island, module: nn.Module, plan: Plan, worst: float) -> Problem:
+def _problem(island: LocalModule, module: nn.Module, plan: Plan, worst: float) -> Problem:
     changed = ", ".join(f"{name} {value}" for name, value in island.whole.items())
     cut = f" (of {changed})" if changed else ""
     what = f"{island.fqn or 'the model'} ({type(module).__name__}) "
@@ -202,7 +202,7 @@ def _problem(island: Island, module: nn.Module, plan: Plan, worst: float) -> Pro
 
 
 def _parts(
-    model: nn.Module, island: Island, plan: Plan, tp: DeviceMesh
+    model: nn.Module, island: LocalModule, plan: Plan, tp: DeviceMesh
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Every parameter of the module as tp lays it out, and whole; data axes gathered."""
     out = {}
@@ -225,15 +225,15 @@ def _parts(
     return out
 
 
-def _run(module: nn.Module, island: Island, values: Mapping[str, torch.Tensor]) -> list[Any]:
+def _run(module: nn.Module, island: LocalModule, values: Mapping[str, torch.Tensor]) -> list[Any]:
     """The tensors that the module returns, and those it keeps, when its parameters are these."""
     assert island.inputs is not None
     args, kwargs = _mapped(island.inputs, torch.Tensor.clone)
     with _hidden(module, values), as_written():
-        before = {key: _stamp(value) for key, value in remembered(module).items()}
+        before = {key: _stamp(value) for key, value in module_state_of(module).items()}
         out = [tensor for _, tensor in tensors_in(module.forward(*args, **kwargs))]
         # An auxiliary loss may be kept for later, or what one is made of.
-        for key, value in sorted(remembered(module).items(), key=lambda item: item[0]):
+        for key, value in sorted(module_state_of(module).items(), key=lambda item: item[0]):
             if isinstance(value, torch.Tensor) and _stamp(value) != before.get(key):
                 out.append(value.clone())
     return out
@@ -262,7 +262,7 @@ def _hidden(module: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[N
 
 
 @contextmanager
-def _uncut(module: nn.Module, island: Island, plan: Plan, tp: DeviceMesh) -> Iterator[None]:
+def _uncut(module: nn.Module, island: LocalModule, plan: Plan, tp: DeviceMesh) -> Iterator[None]:
     """The module's code as one process runs it: no flows, no local compute, whole numbers."""
 
     def inside(fqn: str) -> nn.Module:

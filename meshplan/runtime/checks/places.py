@@ -18,7 +18,7 @@ _ROUNDING: Final = 1e-4
 _SAMPLES: Final = 1024
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a parameter or a buffer hangs; units hang other objects there while they compute."""
 
     name: str
@@ -44,7 +44,7 @@ class Place(NamedTuple):
         return self.unit is None and not self.tensor.requires_grad
 
 
-class Mark(NamedTuple):
+class TensorSnapshot(NamedTuple):
     """A tensor before a forward.
 
     Attributes:
@@ -67,7 +67,7 @@ class Left(NamedTuple):
     sample: torch.Tensor
 
 
-def places_of(model: nn.Module, plan: Plan) -> Iterator[Place]:
+def places_of(model: nn.Module, plan: Plan) -> Iterator[TensorPlace]:
     """The first name of every tensor that holds numbers."""
     has_units = plan.assignment.wrapper == "units"
     for fqn, placed in plan.assignment.tensors.items():
@@ -75,10 +75,12 @@ def places_of(model: nn.Module, plan: Plan) -> Iterator[Place]:
         owner, is_buffer = model.get_submodule(path), placed.info.is_buffer
         table = owner._buffers if is_buffer else owner._parameters
         if placed.info.numel and leaf in table:
-            yield Place(fqn, owner, table, leaf, is_buffer, placed.unit if has_units else None)
+            yield TensorPlace(
+                fqn, owner, table, leaf, is_buffer, placed.unit if has_units else None
+            )
 
 
-def goes_on(place: Place, plan: Plan) -> bool:
+def goes_on(place: TensorPlace, plan: Plan) -> bool:
     """Return whether a tensor is meant to differ from one microbatch to the next.
 
     Running statistics, embeddings with `max_norm`, of which each microbatch scales the rows that it
@@ -90,21 +92,23 @@ def goes_on(place: Place, plan: Plan) -> bool:
     return is_norm or getattr(place.owner, "max_norm", None) is not None
 
 
-def marks_of(places: Iterable[Place], has_contents: bool) -> list[tuple[Place, Mark]]:
+def marks_of(
+    places: Iterable[TensorPlace], has_contents: bool
+) -> list[tuple[TensorPlace, TensorSnapshot]]:
     """What is there, each with its mark. In every forward, so it has to be quick."""
     found = ((place, place.table.get(place.leaf)) for place in places)
     return [(place, mark_of(now, has_contents)) for place, now in found if now is not None]
 
 
-def mark_of(tensor: torch.Tensor, has_contents: bool) -> Mark:
+def mark_of(tensor: torch.Tensor, has_contents: bool) -> TensorSnapshot:
     found = checksum(local_of(tensor)) if has_contents else None
     version = 0 if tensor.is_inference() else tensor._version
     if isinstance(tensor, DTensor):  # Whose `.data` would be dispatched, and is not needed.
-        return Mark(tensor, None, 0, version, found)
-    return Mark(tensor, tensor.data, tensor.data_ptr(), version, found)
+        return TensorSnapshot(tensor, None, 0, version, found)
+    return TensorSnapshot(tensor, tensor.data, tensor.data_ptr(), version, found)
 
 
-def is_written(now: torch.Tensor, mark: Mark) -> bool:
+def is_written(now: torch.Tensor, mark: TensorSnapshot) -> bool:
     tensor, data, pointer, version, found = mark
     if now is not tensor or (0 if now.is_inference() else now._version) != version:
         return True

@@ -31,7 +31,7 @@ sum do [Empirical]: in a dozen wrong plans on small models the parts differed by
 
 
 @dataclass(slots=True)
-class _Watch:
+class _TpReplicas:
     """A model some of whose replicas have shown no gradient yet."""
 
     model: weakref.ref[nn.Module]
@@ -53,11 +53,11 @@ def watch_first_step(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     }
     if not waiting:
         return
-    watch = _Watch(weakref.ref(model), plan, mesh, waiting)
+    watch = _TpReplicas(weakref.ref(model), plan, mesh, waiting)
     watch.end = before_steps(partial(_before_step, watch))
 
 
-def _before_step(watch: _Watch, optimizer: torch.optim.Optimizer) -> None:
+def _before_step(watch: _TpReplicas, optimizer: torch.optim.Optimizer) -> None:
     model = watch.model()
     if model is None:
         watch.end()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 from meshplan.errors import Problem
-from meshplan.runtime.checks.places import Place
+from meshplan.runtime.checks.places import TensorPlace
 
 
 def warn(names: list[str], between: str) -> None:
@@ -23,7 +23,7 @@ def warn(names: list[str], between: str) -> None:
 _AFTER = "write it after optimizer.step(), outside of the forward"
 
 
-def cast_problem(place: Place, dtype: str) -> Problem:
+def cast_problem(place: TensorPlace, dtype: str) -> Problem:
     rule = f"a rule {{match: '{place.unit}', precision: 32-true}}" if place.unit else "32-true"
     return Problem(
         f"the forward writes {place.name}, of which it has a copy in {dtype}: what is written "
@@ -41,7 +41,7 @@ def statistic_problem(name: str, between: str) -> Problem:
     )
 
 
-def rank_problem(place: Place, count: int) -> Problem:
+def rank_problem(place: TensorPlace, count: int) -> Problem:
     others = f" and {count - 1} more" if count > 1 else ""
     return Problem(
         f"the forward writes {place.name}{others}, and ranks that see other samples write other "
@@ -51,7 +51,7 @@ def rank_problem(place: Place, count: int) -> Problem:
     )
 
 
-def microbatch_problem(place: Place) -> Problem:
+def microbatch_problem(place: TensorPlace) -> Problem:
     return Problem(
         f"the forward writes {place.name}, and a second microbatch of the same step writes other "
         "numbers than the first, where one process writes once",
@@ -59,7 +59,7 @@ def microbatch_problem(place: Place) -> Problem:
     )
 
 
-def again_problem(place: Place) -> Problem:
+def again_problem(place: TensorPlace) -> Problem:
     return Problem(
         f"the forward writes {place.name}, and writes other numbers when it runs again in backward",
         fix=f"leave its module out of activation_checkpointing, or {_AFTER}",

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshplan.runtime.apply.lazy_logits import Pending
+from meshplan.runtime.apply.lazy_logits import LazyLogits
 from meshplan.runtime.apply.randomness import undisturbed
 from meshplan.runtime.apply.vocab_parallel_loss import take_loss
 from meshplan.runtime.base.pytree import fill, given_to, opaque_in, shape_of, tensors_in
@@ -31,7 +31,7 @@ _WIDE_ENOUGH: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LossCall:
     """One call of a loss function.
 
     Attributes:
@@ -45,7 +45,7 @@ class Answer:
     is_random: bool
 
 
-def ask(loss_fn: LossFn, output: Any, targets: Any, dtype: torch.dtype | None = None) -> Answer:
+def ask(loss_fn: LossFn, output: Any, targets: Any, dtype: torch.dtype | None = None) -> LossCall:
     """Call a loss function about copies of an output and targets.
 
     Args:
@@ -56,7 +56,7 @@ def ask(loss_fn: LossFn, output: Any, targets: Any, dtype: torch.dtype | None = 
     copies = _copied(output, dtype), _copied(targets, dtype)
     with kept(loss_fn), undisturbed(drawn), uncompiled(), rounding:
         given = take_loss(loss_fn, *copies)
-    return Answer(given, rounding.coarsest, drawn[0])
+    return LossCall(given, rounding.coarsest, drawn[0])
 
 
 def refuse_alone(error: Exception) -> None:
@@ -94,7 +94,7 @@ class Watched:
         """Watch one call."""
         tensors = [tensor for _, tensor in tensors_in((output, targets))]
         # Parts of logits, or of the head that makes them, are put together inside of it.
-        is_own = any(isinstance(tensor, Pending | DTensor) for tensor in tensors)
+        is_own = any(isinstance(tensor, LazyLogits | DTensor) for tensor in tensors)
         begun, versions = group_sequences(), _versions(tensors)
         yield
         self.sends |= not is_own and group_sequences() != begun
@@ -102,7 +102,7 @@ class Watched:
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    return [t._version for t in tensors if not isinstance(t, Pending) and not t.is_inference()]
+    return [t._version for t in tensors if not isinstance(t, LazyLogits) and not t.is_inference()]
 
 
 def _copied(item: Any, dtype: torch.dtype | None) -> Any:
@@ -110,7 +110,7 @@ def _copied(item: Any, dtype: torch.dtype | None) -> Any:
     tensors: list[torch.Tensor] = []
 
     def place(tensor: torch.Tensor) -> int:
-        if not isinstance(tensor, Pending):
+        if not isinstance(tensor, LazyLogits):
             is_cast = dtype is not None and tensor.is_floating_point()
             tensor = tensor.detach().to(dtype if is_cast else tensor.dtype, copy=True)
         tensors.append(tensor)

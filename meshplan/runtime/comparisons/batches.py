@@ -17,12 +17,12 @@ from torch import nn
 from meshplan.errors import ApplyError
 from meshplan.layout.mesh import GRADIENT_AXES
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
-from meshplan.runtime.base.batch_agreement import check_peers, num_samples
-from meshplan.runtime.base.fake_mode import is_pretending
+from meshplan.runtime.base.batch_agreement import check_batches_agree, num_samples
+from meshplan.runtime.base.fake_mode import is_fake_execution
 from meshplan.runtime.base.mesh import device, submesh
 from meshplan.runtime.base.optimizer_steps import before_steps, is_due
 from meshplan.runtime.base.parallel_models import ParallelModel, is_stepped, known_models
-from meshplan.runtime.checks.dry_run import is_aside
+from meshplan.runtime.checks.dry_run import in_dry_run
 from meshplan.runtime.comparisons.given import Given, compares_ranks, note_size, same_samples
 
 _COMPARED: Final[ContextVar[bool]] = ContextVar("compared", default=False)
@@ -61,11 +61,11 @@ class BatchWatch:
         Args:
             is_training: Whether the model is in training mode.
         """
-        if _COMPARED.get() or is_aside() or is_pretending() or not torch.is_grad_enabled():
+        if _COMPARED.get() or in_dry_run() or is_fake_execution() or not torch.is_grad_enabled():
             return
         self._num_seen += 1
         if self._has_peers and is_due(self._num_seen):
-            check_peers((inputs, targets), self._found.plan, self._found.mesh)
+            check_batches_agree((inputs, targets), self._found.plan, self._found.mesh)
         if not is_training:
             return
         if self._num_seen == 1:
@@ -107,7 +107,7 @@ def watch_batches(model: nn.Module) -> None:
     found = next(each for each in reversed(known_models()) if each.model() is model)
     plan = found.plan
     watch = BatchWatch(found)
-    if compares_ranks(plan) and not is_pretending():
+    if compares_ranks(plan) and not is_fake_execution():
         _watches.add(watch)
         weakref.finalize(model, before_steps(watch.before_step))
     if isinstance(model, PipelinedModule):

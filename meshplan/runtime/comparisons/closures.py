@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from meshplan.runtime.checks.dry_run import aside, untouched
+from meshplan.runtime.checks.dry_run import dry_run, untouched
 
 _UNSET: Final = object()
 _NOT_THE_USERS: Final = ("builtins", "torch", "meshplan")
@@ -20,7 +20,7 @@ _NOT_THE_USERS: Final = ("builtins", "torch", "meshplan")
 
 
 @dataclass(slots=True)
-class _State:
+class _ClosureWalk:
     """Everything found so far, each object once."""
 
     modules: list[nn.Module] = field(default_factory=list)
@@ -101,13 +101,13 @@ def kept(function: Any) -> Iterator[None]:
 
     What lies deeper than one list, dict, set or object inside of that is not looked at.
     """
-    state = _State()
+    state = _ClosureWalk()
     state.add(function, is_called=True)
     tables = [(table, dict(table)) for table in state.tables]
     inside = [value for _, before in tables for value in before.values()]
     with ExitStack() as stack:
         for module in state.modules:
-            stack.enter_context(aside(module, evaluates=False))
+            stack.enter_context(dry_run(module, evaluates=False))
         stack.enter_context(untouched([*state.values, *inside]))
         try:
             yield

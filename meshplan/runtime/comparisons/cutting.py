@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshplan.runtime.apply.lazy_logits import Pending
+from meshplan.runtime.apply.lazy_logits import LazyLogits
 from meshplan.runtime.apply.loss_weights import IGNORED, token_targets
 from meshplan.runtime.base.pytree import fill, opaque_in, shape_of, tensors_in
 
@@ -61,7 +61,7 @@ def cut(
     def part(tensor: torch.Tensor, which: slice | list[int]) -> torch.Tensor:
         if id(tensor) in whole:
             return tensor
-        tensor = tensor if isinstance(tensor, Pending) else tensor.detach()
+        tensor = tensor if isinstance(tensor, LazyLogits) else tensor.detach()
         return tensor[(slice(None),) * dim + (which,)] if tensor.ndim else tensor
 
     def all_of(which: slice | list[int]) -> Any:
@@ -72,7 +72,7 @@ def cut(
 
 def is_parameter(tensor: torch.Tensor) -> bool:
     """Return whether a model that gave this gave a parameter, or a view of one: of no sample."""
-    if isinstance(tensor, Pending):
+    if isinstance(tensor, LazyLogits):
         return False
     owner = tensor if tensor._base is None else tensor._base
     return owner.is_leaf and owner.requires_grad
@@ -110,7 +110,7 @@ def thinned(output: Any, targets: Any, samples: int, most: int) -> tuple[Any, An
     """
     tensors = [tensor for _, tensor in tensors_in((output, targets))]
     rows = [tensor for _, tensor in tensors_in(targets) if tensor.ndim > 1]
-    if not rows or any(isinstance(tensor, Pending | DTensor) for tensor in tensors):
+    if not rows or any(isinstance(tensor, LazyLogits | DTensor) for tensor in tensors):
         return None
     length, few = rows[0].shape[1], min(samples // 2 * 2, 8)
     size = sum(tensor.numel() for tensor in tensors if tensor.is_floating_point())

@@ -23,7 +23,7 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.layout.mesh import GRADIENT_AXES
 from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
-from meshplan.runtime.base.fake_mode import is_pretending
+from meshplan.runtime.base.fake_mode import is_fake_execution
 from meshplan.runtime.base.mesh import device, local_of, reduce_along, shard_axes
 from meshplan.runtime.base.optimizer_steps import before_steps, is_due
 from meshplan.runtime.base.parallel_models import ParallelModel, is_stepped, known_models
@@ -37,7 +37,7 @@ that divide by them make much of rounding; in half precision a step may be round
 
 
 @dataclass(slots=True)
-class _Watch:
+class _DriftWatch:
     found: ParallelModel
     steps: int = 0
 
@@ -46,13 +46,13 @@ def watch_drift(model: nn.Module) -> None:
     """Compare the copies of a model's parameters before steps 1, 2, 4, ... and every 1024."""
     found = next(each for each in reversed(known_models()) if each.model() is model)
     shares = isinstance(model, PipelinedModule) and any(model.shared.copies())
-    if is_pretending() or not (shares or any(_alike(model, found.plan))):
+    if is_fake_execution() or not (shares or any(_alike(model, found.plan))):
         return
-    end = before_steps(partial(_before_step, _Watch(found)))
+    end = before_steps(partial(_before_step, _DriftWatch(found)))
     weakref.finalize(model, end)
 
 
-def _before_step(watch: _Watch, optimizer: torch.optim.Optimizer) -> None:
+def _before_step(watch: _DriftWatch, optimizer: torch.optim.Optimizer) -> None:
     model = watch.found.model()
     if model is None or not is_stepped(optimizer, watch.found):
         return

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from meshplan.errors import Problem
 from meshplan.layout.mesh import DATA_AXES, GRADIENT_AXES
 from meshplan.plan.plan import Plan
-from meshplan.runtime.apply.lazy_logits import Pending
+from meshplan.runtime.apply.lazy_logits import LazyLogits
 from meshplan.runtime.apply.loss_weights import IGNORED, num_parts
 from meshplan.runtime.base.mesh import device
 from meshplan.runtime.base.pytree import fill, shape_of, tensors_in
@@ -53,7 +53,7 @@ class FewSamples:
         if not self._is_on or room <= 0:
             return
         tensors = [tensor for _, tensor in tensors_in((output, targets))]
-        is_odd = any(isinstance(tensor, Pending | DTensor) for tensor in tensors)
+        is_odd = any(isinstance(tensor, LazyLogits | DTensor) for tensor in tensors)
         size = sum(tensor.numel() for tensor in tensors) // max(1, self._samples)
         self._each = max(1, min(self._each, _ELEMENTS // (self._parts * max(1, size))))
         part = [slice(0, min(room, self._each))]

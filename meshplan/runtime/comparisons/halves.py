@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 
 from meshplan.errors import Problem
 from meshplan.plan.plan import Plan
-from meshplan.runtime.apply.lazy_logits import Pending
+from meshplan.runtime.apply.lazy_logits import LazyLogits
 from meshplan.runtime.apply.loss_weights import IGNORED, PAIR, token_targets, tokens_by_sample
 from meshplan.runtime.base.mesh import local_of
 from meshplan.runtime.base.pytree import tensors_in
-from meshplan.runtime.comparisons.asking import Answer, LossFn, ask, coarsest, refuse_alone
+from meshplan.runtime.comparisons.asking import LossCall, LossFn, ask, coarsest, refuse_alone
 from meshplan.runtime.comparisons.cutting import cut, mask_sum, spread, thinned
 
 WIDE: Final = 1 << 22
@@ -44,7 +44,7 @@ _SHIFTED: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class LossValue:
     """A loss as a number.
 
     Attributes:
@@ -72,11 +72,11 @@ class Three:
         again: Asks about the whole once more; None where this cannot be done.
     """
 
-    whole: Value
-    first: Value
-    second: Value
+    whole: LossValue
+    first: LossValue
+    second: LossValue
     tolerance: float
-    again: Callable[[], Answer] | None = None
+    again: Callable[[], LossCall] | None = None
 
     def confirms(self, problem: Problem | None) -> Problem | None:
         """Return a problem that these losses show, if the function says the same once more.
@@ -97,7 +97,7 @@ class Three:
         return problem if are_none or agrees(told[0].loss, self) else None
 
 
-def value_of(given: Any, targets: Any) -> tuple[Value, torch.dtype] | None:
+def value_of(given: Any, targets: Any) -> tuple[LossValue, torch.dtype] | None:
     """A number, and the dtype it was computed in; None where it is none."""
     is_pair = isinstance(given, tuple | list) and len(given) == 2
     loss, count = given if is_pair else (given, None)
@@ -108,7 +108,7 @@ def value_of(given: Any, targets: Any) -> tuple[Value, torch.dtype] | None:
     rows = [t[:, 1:] for t in token_targets(targets) if t.ndim == 2]
     shifted = float((rows[0] != IGNORED).sum()) if told is not None and rows else None
     number = None if count is None else float(count)
-    return Value(float(loss.detach()), number, told, shifted, mask_sum(targets)), loss.dtype
+    return LossValue(float(loss.detach()), number, told, shifted, mask_sum(targets)), loss.dtype
 
 
 def three_of(
@@ -133,7 +133,9 @@ def three_of(
         None where that cannot be told: samples do not lie along dim 0, or it is random.
     """
     tensors = [t for _, t in tensors_in((output, targets))]
-    size = sum(t.numel() for t in tensors if t.is_floating_point() and not isinstance(t, Pending))
+    size = sum(
+        t.numel() for t in tensors if t.is_floating_point() and not isinstance(t, LazyLogits)
+    )
     dim, length = (0, samples) if tokens is None else (1, tokens)
     if tokens is None and samples == 1:
         rows = [t for t in token_targets(targets) if t.ndim > 1]
@@ -150,7 +152,7 @@ def three_of(
     if not half:
         return None
     places: list[int] | slice = slice(0, 2 * half)
-    if dim and 2 * half < length and not any(isinstance(t, Pending | DTensor) for t in tensors):
+    if dim and 2 * half < length and not any(isinstance(t, LazyLogits | DTensor) for t in tensors):
         places = spread(targets, length, 2 * half)
     parts = [places] + (
         [places[:half], places[half:]]
@@ -178,7 +180,7 @@ def three_of_parts(
     targets: Sequence[Any],
     *,
     is_wide: bool = True,
-    known: tuple[Value, torch.dtype] | None = None,
+    known: tuple[LossValue, torch.dtype] | None = None,
 ) -> Three | None:
     """The loss function about a whole and two parts of it.
 
@@ -189,13 +191,13 @@ def three_of_parts(
     Returns:
         None where that cannot be told: it raises, or is random.
     """
-    found = [t for _, t in tensors_in((outputs[0], targets[0])) if not isinstance(t, Pending)]
+    found = [t for _, t in tensors_in((outputs[0], targets[0])) if not isinstance(t, LazyLogits)]
     found = [tensor for tensor in found if tensor.is_floating_point()]
     is_half = any(torch.finfo(tensor.dtype).bits < 32 for tensor in found)
     wide = [torch.float64] if is_wide else [torch.float32] if is_half else []
     for dtype in (*wide, None):
         asked = list(zip(outputs, targets, strict=True))
-        values: list[tuple[Value, torch.dtype] | None] = []
+        values: list[tuple[LossValue, torch.dtype] | None] = []
         if dtype is None and known is not None:
             values.append(known)
         try:
@@ -203,19 +205,19 @@ def three_of_parts(
                 values.append(told_by(ask(loss_fn, o, t, dtype), t))
         except Exception as error:  # The user's function, about what it was not made for: fewer
             # samples, another dtype. What it does with its own is raised where it is called.
-            if any(isinstance(t, Pending) for _, t in tensors_in(outputs[0])):
+            if any(isinstance(t, LazyLogits) for _, t in tensors_in(outputs[0])):
                 refuse_alone(error)  # Other ranks may be in the head.
             continue
         if None in values:
             return None
         # A rank alone must not ask for what ranks put together.
-        is_apart = any(isinstance(t, Pending | DTensor) for _, t in tensors_in(outputs[0]))
+        is_apart = any(isinstance(t, LazyLogits | DTensor) for _, t in tensors_in(outputs[0]))
         again = None if is_apart else partial(ask, loss_fn, *asked[0], dtype)
         return three_from([value for value in values if value is not None], found, again=again)
     return None
 
 
-def told_by(answer: Answer, targets: Any) -> tuple[Value, torch.dtype] | None:
+def told_by(answer: LossCall, targets: Any) -> tuple[LossValue, torch.dtype] | None:
     """What an answer says, and the coarsest dtype that it rounded to; None where it is random."""
     value = None if answer.is_random else value_of(answer.given, targets)
     return value and (
@@ -225,10 +227,10 @@ def told_by(answer: Answer, targets: Any) -> tuple[Value, torch.dtype] | None:
 
 
 def three_from(
-    values: list[tuple[Value, torch.dtype]],
+    values: list[tuple[LossValue, torch.dtype]],
     terms: list[torch.Tensor],
     of_forwards: torch.dtype | None = None,
-    again: Callable[[], Answer] | None = None,
+    again: Callable[[], LossCall] | None = None,
 ) -> Three:
     """Losses to compare, with what rounding may make of them.
 

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshplan.errors import Problem
 from meshplan.plan.plan import Plan
-from meshplan.runtime.apply.lazy_logits import Pending
+from meshplan.runtime.apply.lazy_logits import LazyLogits
 from meshplan.runtime.apply.loss_mode import loss_mode
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.randomness import undisturbed
@@ -33,7 +33,7 @@ from meshplan.runtime.apply.wrap import own_module
 from meshplan.runtime.base.batch import as_arguments
 from meshplan.runtime.base.mesh import device_type, local_of
 from meshplan.runtime.base.pytree import fill, opaque_in, shape_of, tensors_in
-from meshplan.runtime.checks.dry_run import aside
+from meshplan.runtime.checks.dry_run import dry_run
 from meshplan.runtime.checks.tp_replicas import coarsest_dtype
 from meshplan.runtime.comparisons.asking import LossFn, ask, refuse_alone, uncompiled
 from meshplan.runtime.comparisons.halves import (
@@ -83,7 +83,7 @@ FEWER: Final[tuple[_Pair, ...]] = (((WHOLE, 0), (FIRST, 0)), ((WHOLE, 1), (LAST,
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SampleFindings:
     """The findings of forwards of some samples.
 
     Attributes:
@@ -100,7 +100,7 @@ class Found:
 
 def compare_forwards(
     model: nn.Module, plan: Plan, samples: Samples, loss_fn: LossFn | None, *, asks_fewer: bool
-) -> Found | None:
+) -> SampleFindings | None:
     """Run the model on some samples and on others; all ranks together.
 
     Args:
@@ -113,15 +113,15 @@ def compare_forwards(
     dtype = _dtype(plan)
     changed: list[bool] = []
     inner = own_module(model)
-    asked: dict[int, _Values] = {}
-    kept, outputs = _Kept(), dict[int, Any]()
+    asked: dict[int, _TensorReads] = {}
+    kept, outputs = _KeptOutputs(), dict[int, Any]()
 
     def run(part: int) -> list[torch.Tensor]:
         args, kwargs = as_arguments(samples.inputs[part])
         # Stages send their output to one another, and that whole.
         is_pipelined = isinstance(inner, PipelinedModule)
         mode = nullcontext() if is_pipelined else loss_mode(plan, is_trial=True)
-        with in_evaluation(inner), undisturbed(changed), mode, _Values() as asked[part]:
+        with in_evaluation(inner), undisturbed(changed), mode, _TensorReads() as asked[part]:
             output = inner(*args, **kwargs)
         if loss_fn is not None and part in (WHOLE, FIRST, LAST):
             outputs[part] = output
@@ -155,13 +155,13 @@ def compare_forwards(
         roundings = _ROUNDINGS if is_single else _ROUNDINGS_OF_HALF
         mixes = among_as_many > roundings * rounding or among_fewer > most
         if largest(mixes)[0]:
-            return Found(mixes=mixes, asks_values=asks_values)
+            return SampleFindings(mixes=mixes, asks_values=asks_values)
     if loss_fn is None or FIRST not in outputs or LAST not in outputs:
-        return Found(asks_values=asks_values)
+        return SampleFindings(asks_values=asks_values)
     with loss_mode(plan, is_trial=True):
         three = _three(loss_fn, outputs, samples, dtype)
     problem = None if three is None else three.confirms(loss_problem(three, plan))
-    return Found(problem=problem, asks_values=asks_values)
+    return SampleFindings(problem=problem, asks_values=asks_values)
 
 
 @contextmanager
@@ -194,14 +194,14 @@ def _three(
         for part in (WHOLE, FIRST, LAST):
             values.append(told_by(ask(loss_fn, outputs[part], targets[part]), targets[part]))
     except Exception as error:  # The user's code, about fewer samples.
-        if any(isinstance(t, Pending) for _, t in tensors_in(outputs[WHOLE])):
+        if any(isinstance(t, LazyLogits) for _, t in tensors_in(outputs[WHOLE])):
             refuse_alone(error)
         return None
     known = [value for value in values if value is not None]
     if len(known) < 3:
         return None
     floats = [t for _, t in tensors_in(outputs[WHOLE]) if t.is_floating_point()]
-    return three_from(known, [t for t in floats if not isinstance(t, Pending)], dtype)
+    return three_from(known, [t for t in floats if not isinstance(t, LazyLogits)], dtype)
 
 
 def _piece(whole: Any, like: Any, part: int) -> Any:
@@ -216,7 +216,7 @@ def _piece(whole: Any, like: Any, part: int) -> Any:
         return None
     for full, own in zip(*tensors, strict=True):
         apart = [d for d, n in enumerate(full.shape) if n != own.shape[d : d + 1].numel()]
-        if isinstance(full, Pending | DTensor) or full.ndim != own.ndim or len(apart) > 1:
+        if isinstance(full, LazyLogits | DTensor) or full.ndim != own.ndim or len(apart) > 1:
             return None
         if apart:
             start = 0 if part == FIRST else full.shape[apart[0]] - own.shape[apart[0]]
@@ -230,7 +230,7 @@ def _piece(whole: Any, like: Any, part: int) -> Any:
     return None if any(opaque_in(form)) else fill(form, lambda _: next(parts))
 
 
-class _Kept:
+class _KeptOutputs:
     """Tensors of outputs, in place of the outputs: caches of generation go with these."""
 
     def __init__(self) -> None:
@@ -240,7 +240,7 @@ class _Kept:
         """Return the tensors to compare: of large ones some columns, the same of each run."""
         found = []
         for number, (_, tensor) in enumerate(tensors_in(output)):
-            own = tensor._view.hidden if isinstance(tensor, Pending) else tensor
+            own = tensor._view.hidden if isinstance(tensor, LazyLogits) else tensor
             own = local_of(own).detach()
             step = self._steps.setdefault(number, -(-own.numel() // _COMPARED))
             is_large = step > 1 and own.ndim > 1
@@ -248,7 +248,7 @@ class _Kept:
         return found
 
 
-class _Values(TorchDispatchMode):
+class _TensorReads(TorchDispatchMode):
     """Keeps what code in Python asks tensors for and may go by: `.item()`, `if tensor:`.
 
     Not whole numbers: these are sizes, such as how many tokens an expert gets.
@@ -278,7 +278,7 @@ def _rounded_otherwise(model: nn.Module) -> Iterator[None]:
     """Let what each innermost module gives be off by as much as rounding it again may make."""
 
     def shaken(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point() or isinstance(tensor, Pending) or not tensor.numel():
+        if not tensor.is_floating_point() or isinstance(tensor, LazyLogits) or not tensor.numel():
             return tensor
         step = torch.finfo(tensor.dtype).eps
         if device_type() != "cpu" and tensor.dtype == torch.float32:
@@ -319,8 +319,8 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
     """Run a model aside and as it is written; of a pipeline also the forward that it records."""
     with (
         uncompiled(),
-        aside(model),
-        aside(model.skeleton) if isinstance(model, PipelinedModule) else nullcontext(),
+        dry_run(model),
+        dry_run(model.skeleton) if isinstance(model, PipelinedModule) else nullcontext(),
     ):
         yield
 

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from meshplan.errors import Problem
 from meshplan.plan.plan import Plan
-from meshplan.runtime.apply.lazy_logits import Pending
+from meshplan.runtime.apply.lazy_logits import LazyLogits
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.randomness import undisturbed
 from meshplan.runtime.apply.wrap import own_module
@@ -95,7 +95,7 @@ def _sums(item: Any, rows: int) -> list[torch.Tensor | None]:
     out: list[torch.Tensor | None] = []
     for _, tensor in tensors_in(item):
         own = local_of(tensor)
-        if not own.ndim or own.shape[0] != rows or isinstance(own, Pending) or own.is_complex():
+        if not own.ndim or own.shape[0] != rows or isinstance(own, LazyLogits) or own.is_complex():
             out.append(None)
             continue
         flat = own.detach().reshape(rows, -1).double()

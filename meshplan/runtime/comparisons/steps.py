@@ -23,7 +23,7 @@ from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.wrap import own_module
 from meshplan.runtime.base.batch import chunked
 from meshplan.runtime.base.batch_agreement import num_samples
-from meshplan.runtime.base.fake_mode import is_pretending
+from meshplan.runtime.base.fake_mode import is_fake_execution
 from meshplan.runtime.base.optimizer_steps import is_due
 from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.checks.forward_writes import writes_in_forward
@@ -38,7 +38,7 @@ from meshplan.runtime.comparisons.given import (
     slots,
 )
 from meshplan.runtime.comparisons.halves import WIDE, Three, loss_problem, three_of
-from meshplan.runtime.comparisons.independence import Found, compare_forwards
+from meshplan.runtime.comparisons.independence import SampleFindings, compare_forwards
 from meshplan.runtime.comparisons.mixing import follows_statistics, mixing_problem, name_mixing
 from meshplan.runtime.comparisons.samples import largest, samples_of
 from meshplan.runtime.comparisons.tokens import (
@@ -78,7 +78,7 @@ class StepCheck:
         self._history, self._step = history, history.steps + 1
         is_due_now = is_due(self._step) or (history.asks_values and self._step <= _OFTEN)
         is_due_now |= history.is_doubtful
-        self._is_on = is_due_now and num_parts(plan) > 1 and not is_pretending()
+        self._is_on = is_due_now and num_parts(plan) > 1 and not is_fake_execution()
         self._gathered = gather.num_gathered
         self._watched = Watched()
         self._problem: Problem | None = None
@@ -211,7 +211,7 @@ class StepCheck:
             self._loss_fn if is_untold else None,
             asks_fewer=asks_fewer,
         )
-        found = found or Found()
+        found = found or SampleFindings()
         mixes, is_wrong, asks_values = largest(
             found.mixes, found.problem is not None, found.asks_values
         )
@@ -235,7 +235,7 @@ class StepCheck:
         parts = model.stage_modules if isinstance(model, PipelinedModule) else [own_module(model)]
         return any(writes_in_forward(part) or _has_own_hooks(part) for part in parts)
 
-    def _refuse_mixing(self, found: Found, named: tuple[str, nn.Module] | None) -> None:
+    def _refuse_mixing(self, found: SampleFindings, named: tuple[str, nn.Module] | None) -> None:
         is_norm = named is not None and follows_statistics(named[1])
         # One rank's first such module may be another one's second.
         if not largest(found.mixes and not is_norm)[0]:

@@ -21,8 +21,8 @@ from meshplan.memory.replay.main import check_rules
 from meshplan.memory.replay.step import composed_log
 from meshplan.plan.plan import Plan
 from meshplan.runtime.base.batch import mapped, microbatch
-from meshplan.runtime.base.subprocess_pool import run_apart
-from meshplan.runtime.estimate.request import Imagined, Question, decided
+from meshplan.runtime.base.subprocess_pool import run_in_subprocesses
+from meshplan.runtime.estimate.request import EstimateRequest, FakeStepResult, decided
 from meshplan.runtime.fake_step.default_loop import loop_of
 from meshplan.runtime.fake_step.equal_blocks import runs_of
 from meshplan.runtime.fake_step.microbatch import trace_work
@@ -44,7 +44,7 @@ def is_cheaper(model: nn.Module, plan: Plan, ranks: Sequence[int]) -> bool:
     return saves or bool(not plan.assignment.apply and runs_of(model, plan))
 
 
-def composed(question: Question, plan: Plan, ranks: Sequence[int]) -> list[Imagined]:
+def composed(question: EstimateRequest, plan: Plan, ranks: Sequence[int]) -> list[FakeStepResult]:
     """The step of each of these ranks.
 
     Raises:
@@ -56,12 +56,12 @@ def composed(question: Question, plan: Plan, ranks: Sequence[int]) -> list[Imagi
     except PlanError as error:
         raise NotComposedError(error.problems[0].what) from None
     alike = alike_ranks(plan, ranks)
-    found = run_apart(_compose, [(question, same) for same in alike])
+    found = run_in_subprocesses(_compose, [(question, same) for same in alike])
     refused = next((each for each in found if isinstance(each, str)), None)
     if refused is not None:
         raise NotComposedError(refused)
     by_rank = {
-        rank: Imagined(log, assumed)
+        rank: FakeStepResult(log, assumed)
         for same, (logs, assumed) in zip(alike, found, strict=True)
         for rank, log in zip(same, logs, strict=True)
     }
@@ -79,7 +79,7 @@ def alike_ranks(plan: Plan, ranks: Sequence[int]) -> list[list[int]]:
 
 
 def _compose(
-    question: Question, ranks: Sequence[int]
+    question: EstimateRequest, ranks: Sequence[int]
 ) -> tuple[list[EventLog], tuple[tuple[str, str], ...]] | str:
     """In a process of its own: the steps of ranks that compute the same; or why there are none."""
     model, plan = decided(question.spec, question.source)

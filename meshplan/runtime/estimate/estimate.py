@@ -21,18 +21,18 @@ from meshplan.memory.answer.rank_classes import equal_ranks
 from meshplan.memory.log.events import EventLog
 from meshplan.memory.repeat.extrapolate import Blocks, NotRepeatingError, extrapolate, is_same
 from meshplan.plan.plan import Plan
-from meshplan.runtime.base.subprocess_pool import run_apart
+from meshplan.runtime.base.subprocess_pool import run_in_subprocesses
 from meshplan.runtime.estimate.composed import (
     COMPOSED_ERROR,
     NotComposedError,
     composed,
     is_cheaper,
 )
-from meshplan.runtime.estimate.request import Imagined, Question, decided
+from meshplan.runtime.estimate.request import EstimateRequest, FakeStepResult, decided
 from meshplan.runtime.estimate.tried import try_forward
-from meshplan.runtime.fake_step.default_loop import Loop, check_stated, loop_of
+from meshplan.runtime.fake_step.default_loop import DefaultLoop, check_stated, loop_of
 from meshplan.runtime.fake_step.equal_lists import Repeats, cut, is_alike, repeats_of
-from meshplan.runtime.fake_step.step import imagine_step
+from meshplan.runtime.fake_step.step import fake_step
 from meshplan.runtime.torch_private.fakes import untraceable
 from meshplan.runtime.trace.bounds import NoBoundError, check_grows, everything, half, picking
 from meshplan.runtime.trace.trace_errors import UnknownShapeError, refused
@@ -49,7 +49,7 @@ _BY_RULES: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _TieredLogs:
     """The logs, and how they were found."""
 
     logs: list[EventLog]
@@ -60,8 +60,8 @@ class _Answer:
     bound: str = ""
 
 
-def foretell(
-    question: Question, told: Callable[[str], None], notes: Sequence[str] = ()
+def estimate_by_trace(
+    question: EstimateRequest, told: Callable[[str], None], notes: Sequence[str] = ()
 ) -> MemoryEstimate:
     """The memory of every rank.
 
@@ -98,20 +98,20 @@ def foretell(
     return with_modules(found, plan, answer.logs)
 
 
-def log_of_rank(question: Question, rank: int, told: Callable[[str], None]) -> EventLog:
-    """The step of one rank, event by event; arguments and errors as of `foretell`."""
+def log_of_rank(question: EstimateRequest, rank: int, told: Callable[[str], None]) -> EventLog:
+    """The step of one rank, event by event; arguments and errors as of `estimate_by_trace`."""
     model, plan = decided(question.spec, question.source)
     check_stated(question.spec, plan.micro, reads_tokens=False)
     return _logs(question, model, plan, [rank], told).logs[0]
 
 
 def _logs(
-    question: Question,
+    question: EstimateRequest,
     model: nn.Module,
     plan: Plan,
     ranks: Sequence[int],
     told: Callable[[str], None],
-) -> _Answer:
+) -> _TieredLogs:
     """The logs of these ranks, by the tier that was asked for, or the cheapest that can tell.
 
     THE place where tiers are chosen. Where nothing repeats a composed step costs as much as the
@@ -140,9 +140,9 @@ def _logs(
     if asked == Tier.FEW_BLOCKS:
         raise _not_by(asked, why.removeprefix("; ") or "the model has no long list of equal blocks")
     told(f"imagining a step of {words}")
-    imagined = run_apart(_imagine, [(question, rank) for rank in ranks])
+    imagined = run_in_subprocesses(_fake_step, [(question, rank) for rank in ranks])
     logs = [each.log for each in imagined]
-    whole = _Answer(logs, imagined[0].assumed, Tier.WHOLE, _NOT_CERTIFIED + why)
+    whole = _TieredLogs(logs, imagined[0].assumed, Tier.WHOLE, _NOT_CERTIFIED + why)
     return _beside_composed(question, plan, ranks, whole)
 
 
@@ -175,16 +175,16 @@ def _not_by(tier: Tier, why: str) -> PlanError:
     return PlanError(Problem(what, Origin("--tier"), "leave --tier out, or ask for --tier 3"))
 
 
-def _composed(question: Question, plan: Plan, ranks: Sequence[int]) -> _Answer:
+def _composed(question: EstimateRequest, plan: Plan, ranks: Sequence[int]) -> _TieredLogs:
     """Tier 1."""
     found = composed(question, plan, ranks)
     logs = [each.log for each in found]
-    return _Answer(logs, found[0].assumed, Tier.REPLAY, _BY_RULES, COMPOSED_ERROR)
+    return _TieredLogs(logs, found[0].assumed, Tier.REPLAY, _BY_RULES, COMPOSED_ERROR)
 
 
 def _beside_composed(
-    question: Question, plan: Plan, ranks: Sequence[int], found: _Answer
-) -> _Answer:
+    question: EstimateRequest, plan: Plan, ranks: Sequence[int], found: _TieredLogs
+) -> _TieredLogs:
     """An answer that was asked for certifies the cheaper one, and says how well."""
     if question.tier is None:
         return found
@@ -202,11 +202,11 @@ def _beside_composed(
 
 
 def _bounded(
-    question: Question,
+    question: EstimateRequest,
     ranks: Sequence[int],
     told: Callable[[str], None],
     error: UnknownShapeError,
-) -> _Answer:
+) -> _TieredLogs:
     """Tier 3 of a step some of whose tensors are as large as numbers say: what it is at the most.
 
     Raises:
@@ -215,7 +215,7 @@ def _bounded(
     (problem,) = error.problems
     told("imagining the step with everything picked that could be")
     try:
-        found = run_apart(_imagine_most, [(question, rank) for rank in ranks])
+        found = run_in_subprocesses(_fake_step_at_most, [(question, rank) for rank in ranks])
     except UnknownShapeError:
         raise PlanError(problem) from None
     refused = next((each for each in found if isinstance(each, str)), None)
@@ -225,16 +225,16 @@ def _bounded(
     op, where = problem.what.partition(" ")[0], problem.what.rpartition(": ")[2]
     bound = f"all is picked that {op} could pick, {where}; with half of it nothing is larger"
     logs = [each.log for each in found]
-    return _Answer(logs, found[0].assumed, Tier.WHOLE, _NOT_CERTIFIED, bound=bound)
+    return _TieredLogs(logs, found[0].assumed, Tier.WHOLE, _NOT_CERTIFIED, bound=bound)
 
 
-def _imagine_most(question: Question, rank: int) -> Imagined | str:
+def _fake_step_at_most(question: EstimateRequest, rank: int) -> FakeStepResult | str:
     """One rank's step with everything picked; or why that is not known to be the most."""
     model, plan = decided(question.spec, question.source)
     with picking(everything):
-        most = _imagined(model, plan, question, rank)
+        most = _fake_steps(model, plan, question, rank)
     with picking(half):
-        less = _imagined(model, plan, question, rank)
+        less = _fake_steps(model, plan, question, rank)
     try:
         check_grows(most.log, less.log)
     except NoBoundError as error:
@@ -264,8 +264,8 @@ def _left_out(repeats: Repeats) -> tuple[int, int, int]:
 
 
 def _with_few_blocks(
-    question: Question, plan: Plan, ranks: Sequence[int], repeats: Repeats
-) -> _Answer:
+    question: EstimateRequest, plan: Plan, ranks: Sequence[int], repeats: Repeats
+) -> _TieredLogs:
     """Tier 2: two models tell what one more block adds, a third one proves it.
 
     Raises:
@@ -275,7 +275,7 @@ def _with_few_blocks(
     wanted = [(rank, num) for rank in ranks for num in left_out[:2]]
     wanted.append((ranks[0], left_out[2]))  # Other ranks do the same with parts of other sizes.
     tasks = [(question, rank, (repeats.blocks, num, plan)) for rank, num in wanted]
-    found = run_apart(_imagine_cut, tasks)
+    found = run_in_subprocesses(_fake_truncated_step, tasks)
     refused = next((each for each in found if isinstance(each, str)), None)
     if refused is not None:
         raise NotRepeatingError(refused)
@@ -292,18 +292,18 @@ def _with_few_blocks(
     certified = (
         f"from {kept[0]} and {kept[1]} of {most} blocks, and found again to the byte with {kept[2]}"
     )
-    return _Answer(logs, found[0].assumed, Tier.FEW_BLOCKS, certified)
+    return _TieredLogs(logs, found[0].assumed, Tier.FEW_BLOCKS, certified)
 
 
-def _imagine(question: Question, rank: int) -> Imagined:
+def _fake_step(question: EstimateRequest, rank: int) -> FakeStepResult:
     """One rank's step, in a process of its own."""
     model, plan = decided(question.spec, question.source)
-    return _imagined(model, plan, question, rank)
+    return _fake_steps(model, plan, question, rank)
 
 
-def _imagine_cut(
-    question: Question, rank: int, cutting: tuple[Blocks, int, Plan]
-) -> Imagined | str:
+def _fake_truncated_step(
+    question: EstimateRequest, rank: int, cutting: tuple[Blocks, int, Plan]
+) -> FakeStepResult | str:
     """The same with periods of blocks left out; or why that is not the same step."""
     blocks, num, whole = cutting
 
@@ -315,12 +315,14 @@ def _imagine_cut(
         model, plan = decided(question.spec, question.source, without)
         if not is_alike(whole, plan):
             return "with fewer blocks the plan is another"
-        return _imagined(model, plan, question, rank)
+        return _fake_steps(model, plan, question, rank)
     except MeshplanError as error:
         return error.problems[0].what
 
 
-def _imagined(model: nn.Module, plan: Plan, question: Question, rank: int) -> Imagined:
+def _fake_steps(
+    model: nn.Module, plan: Plan, question: EstimateRequest, rank: int
+) -> FakeStepResult:
     warnings.simplefilter("ignore")
     try:
         loop = loop_of(model, plan)
@@ -331,10 +333,10 @@ def _imagined(model: nn.Module, plan: Plan, question: Question, rank: int) -> Im
         origin = question.source.origin
         problem = None if untraceable(error) else try_forward(model, plan, origin)[0]
         raise PlanError(problem) if problem else refused(error, model, origin) from None
-    return Imagined(log, loop.assumed)
+    return FakeStepResult(log, loop.assumed)
 
 
-def _step(model: nn.Module, plan: Plan, loop: Loop, rank: int, device: str) -> EventLog:
-    return imagine_step(
+def _step(model: nn.Module, plan: Plan, loop: DefaultLoop, rank: int, device: str) -> EventLog:
+    return fake_step(
         model, plan, loop.inputs, loop.targets, loop.loss_fn, loop.make_optimizer, rank, device
     )

@@ -29,7 +29,7 @@ _SHARDED: Final = ("zero1", "zero2", "full_shard")
 
 
 @dataclass(frozen=True, slots=True)
-class _Change:
+class _TriedChange:
     """One change.
 
     Args:
@@ -46,10 +46,10 @@ class _Change:
     text: str
     setting: str
     spec: Spec
-    further: Callable[[], _Change] | None = None
+    further: Callable[[], _TriedChange] | None = None
     count: int = 0
     fails: int = 0
-    part: Callable[[int], _Change] | None = None
+    part: Callable[[int], _TriedChange] | None = None
     is_whole: bool = False
 
     @property
@@ -85,7 +85,7 @@ def with_fixes(
         return replace(estimate, fixes=tuple(found), notes=(*estimate.notes, note))
     waiting = deque(changes)
 
-    def high_of(change: _Change) -> int | None:
+    def high_of(change: _TriedChange) -> int | None:
         """The upper end of the band of the worst ranks; None where that cannot be."""
         told(f"what if: {change.text}")
         try:
@@ -115,11 +115,13 @@ def with_fixes(
     return replace(estimate, fixes=tuple(found))
 
 
-def _fix(change: _Change, high: int, limit: int) -> Fix:
+def _fix(change: _TriedChange, high: int, limit: int) -> Fix:
     return Fix(change=change.text, setting=change.setting, total_bytes=high, fits=high <= limit)
 
 
-def _least(change: _Change, high_of: Callable[[_Change], int | None], limit: int) -> Fix | None:
+def _least(
+    change: _TriedChange, high_of: Callable[[_TriedChange], int | None], limit: int
+) -> Fix | None:
     """The least of a change that fits, where less than the whole of it does."""
     fails, fits, found = change.fails, change.count, None
     while change.part is not None and fits - fails > 1:
@@ -150,12 +152,12 @@ def _free(estimate: MemoryEstimate) -> Iterator[Fix]:
         )
 
 
-def changes_of(plan: Plan) -> Iterator[_Change]:
+def changes_of(plan: Plan) -> Iterator[_TriedChange]:
     """Single changes to a plan that may take less memory, cheapest first."""
     spec, assignment = plan.spec, plan.assignment
     if assignment.wrapper == "ddp" and not spec.ddp.get("gradient_as_bucket_view", False):
         ddp = MappingProxyType({**spec.ddp, "gradient_as_bucket_view": True})
-        yield _Change(
+        yield _TriedChange(
             "let gradients lie in DDP's buckets",
             "ddp: {gradient_as_bucket_view: true}",
             replace(spec, ddp=ddp),
@@ -166,15 +168,15 @@ def changes_of(plan: Plan) -> Iterator[_Change]:
         rules = (*spec.rules, Rule(index=len(spec.rules), match=match, unit=True))
         setting = f"rules: [{{match: [{', '.join(apart)}], unit: true}}]"
         words = " and ".join(apart)
-        yield _Change(f"gather {words} apart", setting, replace(spec, rules=rules))
+        yield _TriedChange(f"gather {words} apart", setting, replace(spec, rules=rules))
     if assignment.mesh.size("tp") > 1 and not assignment.loss_parallel:
-        yield _Change(
+        yield _TriedChange(
             "compute the loss on parts of the vocabulary",
             "loss_parallel: true",
             replace(spec, loss_parallel=True),
         )
     if spec.loss_chunks == 1 and not assignment.loss_parallel and len(heads_of(plan.graph)) == 1:
-        yield _Change(
+        yield _TriedChange(
             f"compute head and loss over {_CHUNKS} parts of the tokens",
             f"loss_chunks: {_CHUNKS}",
             replace(spec, loss_chunks=_CHUNKS),
@@ -188,7 +190,7 @@ def changes_of(plan: Plan) -> Iterator[_Change]:
         ):
             policy = ActivationCheckpointing(mode=mode)  # type: ignore[arg-type]
             blocks = plan.graph.blocks() if mode == "full" else ()
-            yield _Change(
+            yield _TriedChange(
                 words,
                 f"activation_checkpointing: {mode}",
                 replace(spec, activation_checkpointing=policy),
@@ -198,7 +200,7 @@ def changes_of(plan: Plan) -> Iterator[_Change]:
             )
     elif spec.activation_checkpointing.mode != "full" or spec.activation_checkpointing.every > 1:
         policy = ActivationCheckpointing(mode="full")
-        yield _Change(
+        yield _TriedChange(
             "checkpoint every block",
             "activation_checkpointing: full",
             replace(spec, activation_checkpointing=policy),
@@ -207,27 +209,27 @@ def changes_of(plan: Plan) -> Iterator[_Change]:
     yield from _more_machines(plan)
 
 
-def _offloads(plan: Plan) -> Iterator[_Change]:
+def _offloads(plan: Plan) -> Iterator[_TriedChange]:
     """What may wait on the host: no device is added, but everything waits for copies."""
     spec, a = plan.spec, plan.assignment
     offload = spec.offload
     if any(unit.is_sharded and not unit.on_host for unit in a.units.values()):
         also = ", activations: true" if offload.activations else ""
-        yield _Change(
+        yield _TriedChange(
             "keep parameters and the optimizer's states on the host",
             f"offload: {{params: true{also}}}" if also else "offload: params",
             replace(spec, offload=replace(offload, params=True, optimizer=None)),
         )
     if plan.graph.blocks() and not a.host_activations:
         also = "params: true, " if offload.params else ""
-        yield _Change(
+        yield _TriedChange(
             "let what blocks keep for backward wait on the host",
             f"offload: {{{also}activations: true}}",
             replace(spec, offload=replace(offload, activations=True)),
         )
 
 
-def _first_blocks(spec: Spec, blocks: Sequence[str], count: int) -> _Change:
+def _first_blocks(spec: Spec, blocks: Sequence[str], count: int) -> _TriedChange:
     """So many blocks run again, from the first on: the others' backward needs no forward twice."""
     numbers: dict[str, list[str]] = {}
     for fqn in blocks[:count]:
@@ -240,7 +242,7 @@ def _first_blocks(spec: Spec, blocks: Sequence[str], count: int) -> _Change:
     match = tuple(Selector("glob", glob) for glob in globs)
     rule = Rule(index=len(spec.rules), match=match, activation_checkpointing=policy)
     written = ", ".join(f'"{glob}"' for glob in globs)
-    return _Change(
+    return _TriedChange(
         f"checkpoint {count} of {len(blocks)} blocks",
         f"rules: [{{match: [{written}], activation_checkpointing: full}}]",
         replace(spec, rules=(*spec.rules, rule)),
@@ -276,15 +278,15 @@ def _large_of_the_root(plan: Plan) -> list[str]:
     return [module for module, size in held.items() if module and 10 * size >= total]
 
 
-def _batches(plan: Plan) -> Iterator[_Change]:
+def _batches(plan: Plan) -> Iterator[_TriedChange]:
     """Half of the samples at once, and as often twice, as far down as need be."""
     if plan.micro is not None and plan.micro % 2 == 0:
         yield _halved(plan.spec, plan.micro, plan.micro, plan.accumulate)
 
 
-def _halved(spec: Spec, first: int, micro: int, count: int) -> _Change:
+def _halved(spec: Spec, first: int, micro: int, count: int) -> _TriedChange:
     half, twice = micro // 2, 2 * count
-    return _Change(
+    return _TriedChange(
         f"micro batch {first} to {half}, accumulated {twice} times",
         f"batch: {{micro: {half}, accumulate: {twice}}}",
         replace(spec, batch=replace(spec.batch, micro=half, accumulate=twice)),
@@ -292,12 +294,12 @@ def _halved(spec: Spec, first: int, micro: int, count: int) -> _Change:
     )
 
 
-def _strategies(plan: Plan) -> Iterator[_Change]:
+def _strategies(plan: Plan) -> Iterator[_TriedChange]:
     """The next strategies, which cut more."""
     spec, mesh = plan.spec, plan.mesh
     name = plan.assignment.strategy.name
     if name == "hybrid_shard_zero2":
-        yield _Change(
+        yield _TriedChange(
             "cut parameters too", "strategy: hybrid_shard", replace(spec, strategy="hybrid_shard")
         )
     if name not in ("ddp", *_SHARDED) or mesh.size("dp_replicate", "dp_shard") == 1:
@@ -310,20 +312,20 @@ def _strategies(plan: Plan) -> Iterator[_Change]:
         )
     for strategy in later:
         cut = {"zero1": "optimizer states", "zero2": "gradients", "full_shard": "parameters"}
-        yield _Change(
+        yield _TriedChange(
             f"cut {cut[strategy]} over data ranks",
             f"strategy: {strategy}",
             replace(spec, strategy=strategy, mesh=sizes),
         )
 
 
-def _more_machines(plan: Plan) -> Iterator[_Change]:
+def _more_machines(plan: Plan) -> Iterator[_TriedChange]:
     """More ranks that share what is cut."""
     if plan.mesh.size("dp_shard") > 1 and not plan.mesh.loans:
         yield _times(plan, 2)
 
 
-def _times(plan: Plan, times: int) -> _Change:
+def _times(plan: Plan, times: int) -> _TriedChange:
     """So many times as many GPUs, or the fewest below that do, a whole node at a time."""
     shard, hardware = plan.mesh.size("dp_shard"), plan.spec.hardware
     step = 1
@@ -343,7 +345,7 @@ def _times(plan: Plan, times: int) -> _Change:
     )
 
 
-def _on(plan: Plan, shard: int) -> _Change:
+def _on(plan: Plan, shard: int) -> _TriedChange:
     """As many ranks along dp_shard."""
     spec, mesh = plan.spec, plan.mesh
     before = mesh.size("dp_shard")
@@ -355,7 +357,7 @@ def _on(plan: Plan, shard: int) -> _Change:
     if batch.global_ is not None:
         batch = replace(batch, global_=batch.global_ * shard // before)
     settings = ", ".join(f"{axis}: {size}" for axis, size in sizes.items())
-    return _Change(
+    return _TriedChange(
         f"{world} GPUs",
         f"mesh: {{{settings}}}",
         replace(spec, mesh=MappingProxyType(sizes), hardware=hardware, batch=batch),

@@ -15,7 +15,7 @@ from meshplan.memory.log.events import EventLog
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.runtime.estimate.scale_down import Source, model_of_source, rules_that_match
 from meshplan.runtime.torch_private.fakes import fake_mode
-from meshplan.runtime.trace.constants import Shadows
+from meshplan.runtime.trace.constants import ConstantPropagation
 from meshplan.runtime.trace.inputs import find_example
 from meshplan.runtime.trace.ops import record
 from meshplan.runtime.trace.rehearse import rehearser
@@ -25,7 +25,7 @@ from meshplan.spec.spec import Spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class EstimateRequest:
     """What is asked.
 
     Args:
@@ -44,7 +44,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Imagined:
+class FakeStepResult:
     """What a process found out about one rank.
 
     Args:
@@ -110,6 +110,6 @@ def built_without_memory(source: Source) -> nn.Module:
     try:
         return model_of_source(source, on_meta=True)
     except SpecError:
-        with contextlib.suppress(SpecError), fake_mode(), Shadows():
+        with contextlib.suppress(SpecError), fake_mode(), ConstantPropagation():
             return model_of_source(source)
         raise

@@ -20,16 +20,16 @@ from torch import nn
 
 from meshplan.errors import MeshplanError, Origin, Problem, SpecError
 from meshplan.plan.plan import Plan
-from meshplan.runtime.apply.materialize import Values
+from meshplan.runtime.apply.materialize import InitialValues
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.wrap import apply_plan
 from meshplan.runtime.base.batch import mapped
-from meshplan.runtime.fake_step.step import imagining, imagining_alone
+from meshplan.runtime.fake_step.step import fake_rank, fake_single_rank
 from meshplan.runtime.torch_private.fakes import untraceable
 from meshplan.runtime.trace.constants import MOST_NUMBERS
 from meshplan.runtime.trace.entry import model_of_entry
 from meshplan.runtime.trace.sample import TOKENS, call, sample_inputs
-from meshplan.runtime.trace.trace_errors import Widths, alone_problem, sharded_problem
+from meshplan.runtime.trace.trace_errors import StyledWidths, alone_problem, sharded_problem
 from meshplan.runtime.train.one_process import in_dtype_of
 from meshplan.spec.spec import Spec
 
@@ -73,8 +73,8 @@ def _try(
     found: dict[str, int] = {}
     is_wrapped = False
     try:
-        with imagining(model, plan, 0) as (twin, mesh, fake, _):
-            wrapped = apply_plan(twin, plan, mesh, Values())
+        with fake_rank(model, plan, 0) as (twin, mesh, fake, _):
+            wrapped = apply_plan(twin, plan, mesh, InitialValues())
             is_wrapped = True
             with _widths(wrapped, plan, found):
                 _run(wrapped, in_dtype_of(wrapped, mapped(inputs, fake)))
@@ -88,7 +88,7 @@ def _try(
         sharded = error
     whole: dict[str, int] = {}
     try:
-        with imagining_alone(model) as (twin, fake, _), _widths(twin, plan, whole):
+        with fake_single_rank(model) as (twin, fake, _), _widths(twin, plan, whole):
             _run(twin, in_dtype_of(twin, mapped(inputs, fake)))
     except Exception as error:
         # Inputs that nobody stated may be wrong ones.
@@ -96,7 +96,7 @@ def _try(
         if plan.spec.input is None or untraceable(error) is not None:
             return None, f"{problem.what}; state the input of the model in the plan"
         return problem, ""
-    return sharded_problem(sharded, model, plan, Widths(found, whole), origin), ""
+    return sharded_problem(sharded, model, plan, StyledWidths(found, whole), origin), ""
 
 
 def _with_length(plan: Plan) -> Spec:

@@ -14,14 +14,14 @@ from typing import Final, NamedTuple
 
 from torch import nn
 
-from meshplan.cost.types import Chain, Kind, Sent, Tally
+from meshplan.cost.types import BlockKind, Chain, Sent, Tally
 from meshplan.errors import Origin, PlanError, Problem
 from meshplan.layout.dtypes import DTYPE_BYTES
 from meshplan.layout.mesh import UNIT_AXES
-from meshplan.memory.log.microbatch import Moment, Work
+from meshplan.memory.log.microbatch import HookKind, MicrobatchTrace
 from meshplan.plan.plan import Plan
-from meshplan.runtime.fake_step.costs import Seen
-from meshplan.runtime.fake_step.kernels import Counted, Done
+from meshplan.runtime.fake_step.costs import MicrobatchCosts
+from meshplan.runtime.fake_step.kernels import Counted, OperatorWork
 
 FIRST: Final = ""
 LAST: Final = "loss"
@@ -43,8 +43,8 @@ class Traces(NamedTuple):
     """
 
     samples: int
-    plain: Seen
-    again: Seen
+    plain: MicrobatchCosts
+    again: MicrobatchCosts
     kept: Kept
     turns: Kept
 
@@ -74,7 +74,7 @@ def chain_of(plan: Plan, one: Traces, two: Traces) -> Chain:
         repeated = _tally([a[True, name].less(p[True, name]) for a, p in pairs], samples)
         numels, frozen = sizes[name]
         none = Tally()
-        kind = Kind(
+        kind = BlockKind(
             name="",
             has_options=name in order,
             numels=numels,
@@ -112,7 +112,7 @@ def chain_as_run(plan: Plan, counted: Counted) -> Chain:
         numels, frozen = sizes[name]
         read, written = sum(numels) * width, (sum(numels) - frozen) * width
         found.append(
-            Kind(
+            BlockKind(
                 name="",
                 has_options=name in order,
                 numels=numels,
@@ -133,9 +133,9 @@ def chain_as_run(plan: Plan, counted: Counted) -> Chain:
     return _chain(found, order)
 
 
-def _chain(found: Sequence[Kind], order: Sequence[str]) -> Chain:
+def _chain(found: Sequence[BlockKind], order: Sequence[str]) -> Chain:
     """Blocks of which the same is known are of one kind, named for the first of them."""
-    kinds: dict[Kind, Kind] = {}
+    kinds: dict[BlockKind, BlockKind] = {}
     each = [
         kinds.setdefault(kind, replace(kind, name=name))
         for kind, name in zip(found, (FIRST, *order, LAST), strict=True)
@@ -196,9 +196,9 @@ def _turn(one: Traces, two: Traces, name: str) -> tuple[float, ...]:
     return plain, plain, again
 
 
-def _order(work: Work, blocks: Collection[str]) -> list[str]:
+def _order(work: MicrobatchTrace, blocks: Collection[str]) -> list[str]:
     """The blocks as they run for the first time; those that nobody saw begin are of no block."""
-    began = (mark.unit for mark in work.marks if mark.moment == Moment.BEFORE_FORWARD)
+    began = (mark.unit for mark in work.marks if mark.moment == HookKind.BEFORE_FORWARD)
     return list(dict.fromkeys(unit for unit in began if unit in blocks))
 
 
@@ -210,14 +210,16 @@ def _order_run(counted: Counted) -> list[str]:
     return sorted(there, key=lambda block: at[counted.shown[block]])
 
 
-def _shares(seen: Seen | Counted, order: Sequence[str]) -> Mapping[tuple[bool, str], Done]:
+def _shares(
+    seen: MicrobatchCosts | Counted, order: Sequence[str]
+) -> Mapping[tuple[bool, str], OperatorWork]:
     """What is done by (whether backward runs, place): alike blocks do what was seen of one."""
     by_shown: dict[str, list[str]] = {}
     for block in order:
         by_shown.setdefault(seen.shown[block], []).append(block)
-    out: dict[tuple[bool, str], Done] = defaultdict(Done)
+    out: dict[tuple[bool, str], OperatorWork] = defaultdict(OperatorWork)
 
-    def add(is_backward: bool, name: str, done: Done) -> None:
+    def add(is_backward: bool, name: str, done: OperatorWork) -> None:
         out[is_backward, name] = out[is_backward, name].plus(done)
 
     for where, done in seen.done.items():
@@ -262,15 +264,15 @@ def _for_each(one: int, two: int, samples: int) -> float:
     return float(slope + min(constant, 0))
 
 
-def _tally(done: Sequence[Done], samples: int) -> Tally:
+def _tally(done: Sequence[OperatorWork], samples: int) -> Tally:
     """What each sample takes, and what is done once.
 
     Args:
         done: With so many samples, and with one more.
     """
     one, two = done
-    each = Done(*(max(0.0, b - a) for a, b in zip(one, two, strict=True)))
-    once = Done(*(max(0.0, a - samples * b) for a, b in zip(one, each, strict=True)))
+    each = OperatorWork(*(max(0.0, b - a) for a, b in zip(one, two, strict=True)))
+    once = OperatorWork(*(max(0.0, a - samples * b) for a, b in zip(one, each, strict=True)))
     return Tally(
         kernels=max(0.0, one.kernels),
         flops=each.flops + once.flops,
@@ -281,7 +283,7 @@ def _tally(done: Sequence[Done], samples: int) -> Tally:
     )
 
 
-def _tally_of(done: Done, samples: int, weight_bytes: float) -> Tally:
+def _tally_of(done: OperatorWork, samples: int, weight_bytes: float) -> Tally:
     """The tally of a microbatch of so many samples.
 
     Args:
@@ -298,7 +300,7 @@ def _tally_of(done: Done, samples: int, weight_bytes: float) -> Tally:
     )
 
 
-def _sent_of(done: Done, samples: int) -> Sent:
+def _sent_of(done: OperatorWork, samples: int) -> Sent:
     return Sent(
         all_reduces=round(done.all_reduces),
         all_reduce_bytes=done.all_reduce_bytes / samples,

@@ -19,8 +19,8 @@ from torch import nn
 
 from meshplan.assign.types import Reason, Recompute, Unit
 from meshplan.memory.log.events import Term
-from meshplan.memory.log.microbatch import Work
-from meshplan.memory.repeat.repeat_blocks import Run, stretch
+from meshplan.memory.log.microbatch import MicrobatchTrace
+from meshplan.memory.repeat.repeat_blocks import RepeatedBlocks, repeat_blocks
 from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.chunked_loss import apply_chunked_loss
 from meshplan.runtime.apply.loss_mode import loss_mode
@@ -30,9 +30,9 @@ from meshplan.runtime.base.batch import as_arguments, mapped
 from meshplan.runtime.base.phases import begin, heard_by
 from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.fake_step.equal_blocks import Edges, runs_of, short_plan, shortened, shown_of
-from meshplan.runtime.fake_step.kernels import CountingLedger, Done, Where
-from meshplan.runtime.fake_step.microbatch import marking_of, note_held, without_data, work_of
-from meshplan.runtime.fake_step.step import imagining_alone, names_of
+from meshplan.runtime.fake_step.kernels import KernelCounter, OperatorWork, Where
+from meshplan.runtime.fake_step.microbatch import hook_points_of, note_held, without_data, work_of
+from meshplan.runtime.fake_step.step import fake_single_rank, names_of
 from meshplan.spec.spec import ActivationCheckpointing, Precision
 
 LossFn = Callable[[Any, Any], torch.Tensor]
@@ -40,7 +40,7 @@ FULL = ActivationCheckpointing(mode="full")
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class MicrobatchCosts:
     """One microbatch.
 
     Args:
@@ -53,8 +53,8 @@ class Seen:
         has_cast: Whether units changed the dtype of anything that they took or gave.
     """
 
-    work: Work
-    done: Mapping[Where, Done]
+    work: MicrobatchTrace
+    done: Mapping[Where, OperatorWork]
     shown: Mapping[str, str]
     unknown: frozenset[str]
     convolved: float
@@ -92,7 +92,7 @@ def watch(
     asked: Sequence[Ask],
     *,
     is_steady: bool = False,
-) -> list[Seen]:
+) -> list[MicrobatchCosts]:
     """Microbatches of a model, one after the other.
 
     Args:
@@ -100,7 +100,7 @@ def watch(
         plan: Without tp, cp or pp, and nothing run again; its units are marked.
         inputs: At least as many samples as any microbatch takes, along the first dim.
         targets: Likewise.
-        device: As for `imagine_step`.
+        device: As for `fake_step`.
         asked: Those of equal `again` follow each other at least cost.
         is_steady: What was seen of the same model before.
 
@@ -117,21 +117,21 @@ def watch(
         try:
             with shortened(model, runs) as used:
                 short = [short_plan(each, runs) for each in plans]
-                seen = _Watch(model, short, batches, loss_fn, device, runs).all(
+                seen = _CostWatch(model, short, batches, loss_fn, device, runs).all(
                     asked, is_steady=is_steady
                 )
             if not used:
                 return seen
         except Exception:  # The model's code may count on all its blocks, and raise anything:
             seen = []  # all are run then, and what is really wrong is raised again.
-    return _Watch(model, plans, batches, loss_fn, device, ()).all(asked, is_steady=is_steady)
+    return _CostWatch(model, plans, batches, loss_fn, device, ()).all(asked, is_steady=is_steady)
 
 
 def _first(samples: int, batch: Any) -> Any:
     return mapped(batch, lambda tensor: tensor[:samples])
 
 
-class _Watch:
+class _CostWatch:
     """One copy of a model, run several times."""
 
     def __init__(
@@ -141,16 +141,16 @@ class _Watch:
         batches: Mapping[int, Any],
         loss_fn: LossFn,
         device: str,
-        runs: Sequence[Run],
+        runs: Sequence[RepeatedBlocks],
     ) -> None:
         self._model, self._plans, self._batches = model, plans, batches
         self._loss_fn, self._device, self._runs = loss_fn, device, runs
         self._blocks = plans[0].graph.blocks()
 
-    def all(self, asked: Sequence[Ask], *, is_steady: bool) -> list[Seen]:
+    def all(self, asked: Sequence[Ask], *, is_steady: bool) -> list[MicrobatchCosts]:
         """All microbatches, as they are from the second one on."""
         plain = without_data(with_again(self._plans[0], frozenset()))
-        with warnings.catch_warnings(), imagining_alone(self._model, self._device) as (
+        with warnings.catch_warnings(), fake_single_rank(self._model, self._device) as (
             twin, fake, behaviour,
         ):  # fmt: skip
             warnings.simplefilter("ignore")
@@ -158,9 +158,9 @@ class _Watch:
             cast_parameters(twin.train(), plain)
             apply_chunked_loss(twin, plain)()
             names = names_of(self._wrapped)
-            self._ledger = CountingLedger(names, behaviour, self._shown().values())
+            self._ledger = KernelCounter(names, behaviour, self._shown().values())
             self._held = note_held(self._ledger, self._wrapped, ())
-            self._marking = marking_of(self._wrapped, self._plans[0], self._ledger)
+            self._marking = hook_points_of(self._wrapped, self._plans[0], self._ledger)
             self._watch_other_blocks()
             self._taken: dict[str, tuple[int, ...]] = {}
             for block in set(self._shown().values()):
@@ -188,7 +188,9 @@ class _Watch:
             # It owns nothing; who owns something is told when its backward ends.
             self._marking.watch(self._wrapped.get_submodule(block), alone, ("",))
 
-    def _each(self, asked: Sequence[Ask], *, twice: bool) -> list[tuple[Seen, tuple[int, ...]]]:
+    def _each(
+        self, asked: Sequence[Ask], *, twice: bool
+    ) -> list[tuple[MicrobatchCosts, tuple[int, ...]]]:
         """(what was seen, sizes of what the model had kept before) of each."""
         out = []
         for ask, plan in zip(asked, self._plans, strict=True):
@@ -198,7 +200,7 @@ class _Watch:
             out.append(found)
         return out
 
-    def _once(self, ask: Ask) -> tuple[Seen, tuple[int, ...]]:
+    def _once(self, ask: Ask) -> tuple[MicrobatchCosts, tuple[int, ...]]:
         ledger, marking = self._ledger, self._marking
         inputs, targets = mapped(self._batches[ask.samples], self._fake)
         marking.clear()
@@ -222,13 +224,13 @@ class _Watch:
         num_left_out = sum(event.storage in self._held for event in log.events)
         work = replace(work_of(ledger, [marking], self._held, loss), taken=dict(self._taken))
         if self._runs:
-            work = stretch(work, [edge.found(num_left_out) for edge in self._edges])
+            work = repeat_blocks(work, [edge.found(num_left_out) for edge in self._edges])
         before = tuple(
             event.delta for event in log.events
             if not event.phase and event.storage not in self._held
             and log.storages[event.storage].term not in (Term.INPUTS, Term.BUFFERS)
         )  # fmt: skip
-        seen = Seen(
+        seen = MicrobatchCosts(
             work=work,
             done=MappingProxyType(dict(ledger.done)),
             shown=MappingProxyType(self._shown()),

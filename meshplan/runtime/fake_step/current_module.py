@@ -14,7 +14,7 @@ from torch.nn.modules import module as of_all
 from meshplan.runtime.torch_private.private import autograd_sequence, running_node
 
 
-class Place:
+class CurrentModule:
     """Open it while the model runs.
 
     What runs in backward is told by the numbers that autograd gives its nodes as forward makes
@@ -51,7 +51,7 @@ class Place:
             return self._running[-1], self._is_loss
         return self._owners[bisect.bisect_right(self._numbers, number) - 1]
 
-    def __enter__(self) -> Place:
+    def __enter__(self) -> CurrentModule:
         self._open = ExitStack()
         enter = of_all.register_module_forward_pre_hook(self._enter)
         leave = of_all.register_module_forward_hook(self._leave, always_call=True)

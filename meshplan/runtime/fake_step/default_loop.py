@@ -21,13 +21,13 @@ from meshplan.memory.replay.optimizer import OPTIMIZERS as RULES
 from meshplan.plan.plan import Plan, unstated
 from meshplan.runtime.apply.context.batch import has_sequence, sequence_length
 from meshplan.runtime.base.batch import mapped
-from meshplan.runtime.base.fake_mode import pretending
+from meshplan.runtime.base.fake_mode import fake_execution
 from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.fake_step.equal_blocks import runs_of, shortened
 from meshplan.runtime.fake_step.optimizers import OPTIMIZERS
 from meshplan.runtime.torch_private.fakes import fake_mode, quiet_fakes
-from meshplan.runtime.trace.constants import MOST_NUMBERS, Shadows
-from meshplan.runtime.trace.ops import stand_in, twin_of
+from meshplan.runtime.trace.constants import MOST_NUMBERS, ConstantPropagation
+from meshplan.runtime.trace.ops import copy_to_run, stand_in
 from meshplan.runtime.trace.sample import call, is_tokens, results, sample_inputs, with_dtype
 from meshplan.spec.spec import Spec
 
@@ -39,7 +39,7 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loop:
+class DefaultLoop:
     """What one rank trains with.
 
     Args:
@@ -90,7 +90,7 @@ def _check_in_parts(plan: Plan) -> None:
         raise PlanError(Problem(what, plan.spec.origin("optimizer"), fix))
 
 
-def loop_of(model: nn.Module, plan: Plan, returned: Returned | None = None) -> Loop:
+def loop_of(model: nn.Module, plan: Plan, returned: Returned | None = None) -> DefaultLoop:
     """The loop of one rank under a plan.
 
     Args:
@@ -131,7 +131,7 @@ def loop_of(model: nn.Module, plan: Plan, returned: Returned | None = None) -> L
             else f"the {ep} ranks of ep are sent as many tokens each"
         )
         assumed.append(("routing", much))
-    return Loop(
+    return DefaultLoop(
         inputs=inputs,
         targets=targets,
         loss_fn=loss_fn,
@@ -188,15 +188,15 @@ def _returned_by(model: nn.Module, plan: Plan, inputs: Any) -> Returned:
 def _returned(model: nn.Module, inputs: Any) -> Returned:
     """(under which name the model returns what a loss is made of, the shapes of its results)."""
     mode = fake_mode()
-    shadows = Shadows(mode)
-    twin, _, _ = twin_of(model, (), mode)
+    shadows = ConstantPropagation(mode)
+    twin, _, _ = copy_to_run(model, (), mode)
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         out = stand_in(tensor)
         shadows.know(out, tensor)
         return out
 
-    with torch.no_grad(), quiet_fakes(), mode, shadows, pretending():
+    with torch.no_grad(), quiet_fakes(), mode, shadows, fake_execution():
         output = call(twin, mapped(inputs, fake))
     name, tensor = _made_of(output)
     shapes = [tuple(t.shape) for t in ([tensor] if tensor is not None else [])]

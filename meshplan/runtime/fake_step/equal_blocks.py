@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from meshplan.assign import Assignment
-from meshplan.memory.repeat.repeat_blocks import KEPT, NotAlikeError, Run
+from meshplan.memory.repeat.repeat_blocks import KEPT, BlocksDifferError, RepeatedBlocks
 from meshplan.model.graph import is_inside
 from meshplan.plan.plan import Plan
-from meshplan.runtime.fake_step.memory_tracker import Ledger
+from meshplan.runtime.fake_step.memory_tracker import MemoryTracker
 from meshplan.runtime.torch_private.values import tensors_with_gradient
 
 _LEAST: Final = KEPT + 2
@@ -31,9 +31,9 @@ _DEPTH: Final = 3
 """How deep attributes that are no modules are compared."""
 
 
-def runs_of(model: nn.Module, plan: Plan) -> list[Run]:
+def runs_of(model: nn.Module, plan: Plan) -> list[RepeatedBlocks]:
     """The longest run of every list, but for lists inside a block of another run."""
-    out: list[Run] = []
+    out: list[RepeatedBlocks] = []
     for fqn, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
@@ -76,7 +76,7 @@ _Number.__hash__ = int.__hash__  # type: ignore[method-assign]
 
 
 @contextmanager
-def shortened(model: nn.Module, runs: Sequence[Run]) -> Iterator[list[int]]:
+def shortened(model: nn.Module, runs: Sequence[RepeatedBlocks]) -> Iterator[list[int]]:
     """Inside, the model has `KEPT` periods of each run. It is put back as it was.
 
     Returns:
@@ -107,7 +107,7 @@ def shortened(model: nn.Module, runs: Sequence[Run]) -> Iterator[list[int]]:
             model.get_submodule(fqn)._modules = modules
 
 
-def shown_of(blocks: Sequence[str], runs: Sequence[Run]) -> dict[str, str]:
+def shown_of(blocks: Sequence[str], runs: Sequence[RepeatedBlocks]) -> dict[str, str]:
     """Map each block of the whole model to the one of the short model that runs in its place."""
     out = {}
     for block in blocks:
@@ -120,7 +120,7 @@ def shown_of(blocks: Sequence[str], runs: Sequence[Run]) -> dict[str, str]:
     return out
 
 
-def short_plan(plan: Plan, runs: Sequence[Run]) -> Plan:
+def short_plan(plan: Plan, runs: Sequence[RepeatedBlocks]) -> Plan:
     """The plan with the names of the short model."""
 
     def name(fqn: str) -> str | None:
@@ -166,7 +166,7 @@ def short_plan(plan: Plan, runs: Sequence[Run]) -> Plan:
 class Edges:
     """The events at which the blocks of a short model's run begin, in forward and in backward."""
 
-    def __init__(self, model: nn.Module, run: Run, ledger: Ledger) -> None:
+    def __init__(self, model: nn.Module, run: RepeatedBlocks, ledger: MemoryTracker) -> None:
         self._run, self._ledger = run, ledger
         self.clear()
         for period in range(KEPT):
@@ -185,7 +185,7 @@ class Edges:
         self._back: dict[int, int] = {}
         self._end: int | None = None
 
-    def found(self, num_left_out: int) -> Run:
+    def found(self, num_left_out: int) -> RepeatedBlocks:
         """The run, with what was seen.
 
         Args:
@@ -196,7 +196,9 @@ class Edges:
         """
         order = sorted(self._back, key=lambda period: self._back[period])
         if [p for p, _ in self._entered] != list(range(KEPT)) or order[::-1] != list(range(KEPT)):
-            raise NotAlikeError(f"{self._run.container}: its blocks do not run one after the other")
+            raise BlocksDifferError(
+                f"{self._run.container}: its blocks do not run one after the other"
+            )
         forward = (*(event for _, event in self._entered), self._left)
         backward = tuple(self._back[period] for period in order)
         backward += (self._end if self._end is not None else backward[-1],)
@@ -224,7 +226,9 @@ class Edges:
         self._end = self._ledger.num_events if self._end is None else self._end
 
 
-def _labels(blocks: Sequence[nn.Module], run: Run) -> Iterator[tuple[dict[str, Any], str, int]]:
+def _labels(
+    blocks: Sequence[nn.Module], run: RepeatedBlocks
+) -> Iterator[tuple[dict[str, Any], str, int]]:
     """(attributes of a module, the name of one, its value) for each that numbers its block."""
     first, other = blocks[run.first], blocks[run.first + run.period]
     for (name, one), next_one in zip(first.named_modules(), other.modules(), strict=True):
@@ -240,12 +244,12 @@ def _has(block: nn.Module, name: str) -> bool:
     return any(name == inner for inner, _ in block.named_modules())
 
 
-def _renumbered(run: Run, fqn: str, place: int, kept: int) -> str:
+def _renumbered(run: RepeatedBlocks, fqn: str, place: int, kept: int) -> str:
     prefix = f"{run.container}." if run.container else ""
     return f"{prefix}{kept}{fqn[len(prefix) + len(str(place)) :]}"
 
 
-def _run(container: str, blocks: list[nn.Module], plan: Plan) -> Run | None:
+def _run(container: str, blocks: list[nn.Module], plan: Plan) -> RepeatedBlocks | None:
     if len(blocks) < _LEAST or len(set(map(id, blocks))) < len(blocks):
         return None
     known: dict[int, Any] = {}
@@ -261,14 +265,14 @@ def _run(container: str, blocks: list[nn.Module], plan: Plan) -> Run | None:
             return True
         return said(at) is None or bool(said(at) != said(before))
 
-    best: Run | None = None
+    best: RepeatedBlocks | None = None
     for period in range(1, min(_LONGEST_PERIOD, len(blocks) // _LEAST) + 1):
         first = 0
         for at in range(period, len(blocks) + 1):
             if is_over(at, at - period):
                 count = (at - first) // period
                 if count >= _LEAST and (best is None or count * period > best.count * best.period):
-                    best = Run(container, first, period, count)
+                    best = RepeatedBlocks(container, first, period, count)
                 first = at - period + 1
         if best is not None:
             return best

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from meshplan.assign import Unit
 from meshplan.memory.log.events import Term
-from meshplan.memory.log.microbatch import Mark, Moment
+from meshplan.memory.log.microbatch import HookKind, HookPoint
 from meshplan.runtime.base.pytree import tensors_in
-from meshplan.runtime.fake_step.memory_tracker import Ledger
+from meshplan.runtime.fake_step.memory_tracker import MemoryTracker
 from meshplan.runtime.torch_private.private import at_end_of_backward
 from meshplan.runtime.torch_private.values import (
     tensors_with_gradient,
@@ -27,7 +27,7 @@ from meshplan.runtime.torch_private.values import (
 )
 
 
-class Marking:
+class HookPointRecorder:
     """The marks of one microbatch, and the gradients that came with it.
 
     Args:
@@ -46,15 +46,15 @@ class Marking:
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: MemoryTracker,
         params: Mapping[str, nn.Parameter],
         at: str = "",
-        marks: list[Mark] | None = None,
+        marks: list[HookPoint] | None = None,
     ) -> None:
         self._ledger, self._params, self._at = ledger, params, at
         self._there: dict[str, int] = {}
         self._is_ending = False
-        self._units: list[_Unit] = []
+        self._units: list[_HookedUnit] = []
         self.marks = [] if marks is None else marks
         self.again: list[tuple[int, str, int]] = []
         self.gradients: dict[str, int] = {}
@@ -71,7 +71,7 @@ class Marking:
         Args:
             owned: The parameters that it would gather and reduce.
         """
-        self._units.append(_Unit(module, unit, tuple(owned), self))
+        self._units.append(_HookedUnit(module, unit, tuple(owned), self))
 
     def clear(self) -> None:
         """Forget what was noted, before another microbatch."""
@@ -81,9 +81,9 @@ class Marking:
         for param in self._params.values():
             param.grad = None
 
-    def note(self, moment: Moment, unit: str) -> None:
+    def note(self, moment: HookKind, unit: str) -> None:
         """A wrapper acts now."""
-        self.marks.append(Mark(self._ledger.num_events, moment, unit + self._at))
+        self.marks.append(HookPoint(self._ledger.num_events, moment, unit + self._at))
 
     def take(self, fqns: tuple[str, ...]) -> None:
         """The gradients of these parameters, as whoever reduces them takes them away."""
@@ -130,13 +130,13 @@ class Marking:
 
     def _end(self) -> None:
         self._is_ending = False
-        self.note(Moment.END_OF_BACKWARD, "")
+        self.note(HookKind.END_OF_BACKWARD, "")
         self.take(tuple(self._params))
         for unit in self._units:
             unit.is_in_backward = False
 
 
-class _Unit:
+class _HookedUnit:
     """The hooks of one unit.
 
     Attributes:
@@ -144,7 +144,7 @@ class _Unit:
     """
 
     def __init__(
-        self, module: nn.Module, unit: Unit, owned: tuple[str, ...], marking: Marking
+        self, module: nn.Module, unit: Unit, owned: tuple[str, ...], marking: HookPointRecorder
     ) -> None:
         self.is_in_backward = False
         self._fqn, self._owned, self._marking = unit.fqn, owned, marking
@@ -158,10 +158,10 @@ class _Unit:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.is_in_backward:  # Its forward runs again: gathered first, cast then.
-            self._marking.note(Moment.BEFORE_FORWARD, self._fqn)
+            self._marking.note(HookKind.BEFORE_FORWARD, self._fqn)
             return self._cast(args, kwargs)
         args, kwargs = self._cast(args, kwargs)
-        self._marking.note(Moment.BEFORE_FORWARD, self._fqn)
+        self._marking.note(HookKind.BEFORE_FORWARD, self._fqn)
         taken = tensors_with_gradient((args, kwargs)) if torch.is_grad_enabled() else ()
         if not taken or not self._owned:
             return args, kwargs
@@ -171,7 +171,7 @@ class _Unit:
         return out
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        self._marking.note(Moment.AFTER_FORWARD, self._fqn)
+        self._marking.note(HookKind.AFTER_FORWARD, self._fqn)
         if not self.is_in_backward and torch.is_grad_enabled():
             for tensor in tensors_with_gradient(output):
                 tensor.register_hook(self._begin_backward)
@@ -193,11 +193,11 @@ class _Unit:
     def _begin_backward(self, gradient: torch.Tensor) -> torch.Tensor:
         self.is_in_backward = True
         self._marking.begin_backward()
-        self._marking.note(Moment.BEFORE_BACKWARD, self._fqn)
+        self._marking.note(HookKind.BEFORE_BACKWARD, self._fqn)
         return gradient
 
     def _end_backward(self) -> None:
-        self._marking.note(Moment.AFTER_BACKWARD, self._fqn)
+        self._marking.note(HookKind.AFTER_BACKWARD, self._fqn)
         self._marking.take(self._owned)
 
 

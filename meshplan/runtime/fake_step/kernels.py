@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from meshplan.layout.mesh import Mesh
 from meshplan.runtime.base.pytree import given_to
 from meshplan.runtime.fake_step.cuda_mode import Behaviour
-from meshplan.runtime.fake_step.memory_tracker import Ledger
+from meshplan.runtime.fake_step.memory_tracker import MemoryTracker
 from meshplan.runtime.torch_private.modes import device_told
 from meshplan.runtime.trace.collectives import sent_by
 
@@ -49,7 +49,7 @@ _TOLD: Final[dict[tuple[Any, ...], float]] = {}
 _MOST: Final = 1 << 14
 
 
-class Done(NamedTuple):
+class OperatorWork(NamedTuple):
     """The work of some operators.
 
     Attributes:
@@ -71,13 +71,13 @@ class Done(NamedTuple):
     gathers: float = 0.0
     gather_bytes: float = 0.0
 
-    def plus(self, other: Done) -> Done:
+    def plus(self, other: OperatorWork) -> OperatorWork:
         """Both."""
-        return Done(*(a + b for a, b in zip(self, other, strict=True)))
+        return OperatorWork(*(a + b for a, b in zip(self, other, strict=True)))
 
-    def less(self, other: Done) -> Done:
+    def less(self, other: OperatorWork) -> OperatorWork:
         """This without that."""
-        return Done(*(a - b for a, b in zip(self, other, strict=True)))
+        return OperatorWork(*(a - b for a, b in zip(self, other, strict=True)))
 
 
 class Where(NamedTuple):
@@ -107,7 +107,7 @@ class Counted:
         unknown: Operators of whose flops nobody knows.
     """
 
-    done: Mapping[Where, Done]
+    done: Mapping[Where, OperatorWork]
     shown: Mapping[str, str]
     trained: Collection[str]
     handed_bytes: int
@@ -121,7 +121,7 @@ class Counted:
         return sum(done.flops * times.get(at.block, 1) for at, done in self.done.items())
 
 
-class CountingLedger(Ledger):
+class KernelCounter(MemoryTracker):
     """A ledger that also counts.
 
     Args:
@@ -145,7 +145,7 @@ class CountingLedger(Ledger):
         self._mesh = mesh
         self._blocks = frozenset(blocks)
         self._block_of: dict[str, str] = {}
-        self.done: dict[Where, Done] = defaultdict(Done)
+        self.done: dict[Where, OperatorWork] = defaultdict(OperatorWork)
         self.unknown: set[str] = set()
         self.convolved = 0.0
         self._last = ""
@@ -153,7 +153,7 @@ class CountingLedger(Ledger):
     def forget(self) -> None:
         """Begin anew, and to count anew."""
         super().forget()
-        self.done = defaultdict(Done)
+        self.done = defaultdict(OperatorWork)
         self.convolved = 0.0
         self._last = ""
 
@@ -186,14 +186,14 @@ class CountingLedger(Ledger):
             self.convolved += done.flops if func.overloadpacket in _CONVOLVES else 0.0
         return out
 
-    def _sent_along_tp(self, func: Any, args: Any, kwargs: Any, out: Any) -> Done | None:
+    def _sent_along_tp(self, func: Any, args: Any, kwargs: Any, out: Any) -> OperatorWork | None:
         """The amounts that a collective of tp sends; None for any other operator."""
         route = sent_by(func, args, kwargs, out, self._mesh) if self._mesh is not None else None
         if route is None or route.axes != ("tp",):
             return None
         if route.kind == "all_reduce":
-            return Done(all_reduces=1, all_reduce_bytes=route.num_bytes)
-        return Done(gathers=1, gather_bytes=route.num_bytes)
+            return OperatorWork(all_reduces=1, all_reduce_bytes=route.num_bytes)
+        return OperatorWork(gathers=1, gather_bytes=route.num_bytes)
 
     def _where(self) -> Where:
         is_backward = self.phases[-1] == "backward"
@@ -214,7 +214,7 @@ class CountingLedger(Ledger):
         return found
 
 
-def _done(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Done | None:
+def _done(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> OperatorWork | None:
     packet = func.overloadpacket
     if packet in _MAKES_NOTHING:
         return None
@@ -226,7 +226,7 @@ def _done(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Done | N
     if func._schema.name in _ATTENTION:
         named = _named(func, args, kwargs)
         flops = _attention_flops(func, named)
-        done = Done(1, flops, flops, given_bytes + made_bytes)
+        done = OperatorWork(1, flops, flops, given_bytes + made_bytes)
         if func._schema.name.endswith("_backward"):
             return done
         keys = float(_bytes_of(named["key"]) + _bytes_of(named["value"]))
@@ -236,10 +236,10 @@ def _done(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Done | N
     if rule is not None:
         flops = _told(packet, rule, args, kwargs, out)
         attention = flops if packet in _BETWEEN_ACTIVATIONS else 0.0
-        return Done(_kernels(packet, made), flops, attention, given_bytes + made_bytes)
+        return OperatorWork(_kernels(packet, made), flops, attention, given_bytes + made_bytes)
     if packet in _LOOKS_UP:
         given_bytes = made_bytes + sum(map(_bytes_of, given[1:]))
-    return Done(kernels=1, moved_bytes=given_bytes + made_bytes)
+    return OperatorWork(kernels=1, moved_bytes=given_bytes + made_bytes)
 
 
 def _told(packet: Any, rule: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> float:

@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from meshplan.memory.log.categories import settle
 from meshplan.memory.log.events import Event, EventLog, Storage, Term
-from meshplan.runtime.base.fake_mode import is_pretending
-from meshplan.runtime.base.host_copies import CROSSING, Side
+from meshplan.runtime.base.fake_mode import is_fake_execution
+from meshplan.runtime.base.host_copies import CROSSING, MemorySide
 from meshplan.runtime.base.pytree import given_to
 from meshplan.runtime.fake_step.cuda_mode import AS_IT_IS, Behaviour
-from meshplan.runtime.fake_step.current_module import Place
+from meshplan.runtime.fake_step.current_module import CurrentModule
 from meshplan.runtime.torch_private.modes import Watching, device_told
 from meshplan.runtime.torch_private.ops import around_propagation
 from meshplan.runtime.torch_private.private import on_resize
@@ -35,7 +35,7 @@ _ADD: Final = torch.ops.aten.add_.Tensor
 _WAIT: Final = torch.ops._c10d_functional.wait_tensor.default
 
 
-class Ledger(Watching):
+class MemoryTracker(Watching):
     """Open it around the code to be watched.
 
     Args:
@@ -49,7 +49,7 @@ class Ledger(Watching):
     def __init__(self, names: Mapping[nn.Module, str], behaviour: Behaviour = AS_IT_IS) -> None:
         super().__init__()
         self._behaviour = behaviour
-        self._place = Place(names)
+        self._place = CurrentModule(names)
         self.phases: list[str] = ["before"]
         self._storages: list[Storage] = []
         self._events: list[Event] = []
@@ -147,7 +147,7 @@ class Ledger(Watching):
         if self._muted.depth:
             return func(*args, **(kwargs or {}))
         # Waiting gives back what was waited for; only the rule for fake tensors makes a new one.
-        is_wait = func is _WAIT and is_pretending()
+        is_wait = func is _WAIT and is_fake_execution()
         out = args[0] if is_wait else func(*args, **(kwargs or {}))
         on_host = self._is_on_host(func, (args, kwargs))
         # A view of what nobody saw being made is a glance into a backend's own buffers.
@@ -165,7 +165,7 @@ class Ledger(Watching):
                     self._sent |= {known[0]} if known else set()
         return out
 
-    def __enter__(self) -> Ledger:
+    def __enter__(self) -> MemoryTracker:
         self._open = ExitStack()
         self._open.enter_context(on_resize(self._resized))
         self._open.enter_context(around_propagation(self._muted))
@@ -186,7 +186,7 @@ class Ledger(Watching):
             return False
         crossing = CROSSING.get()
         if crossing is not None:
-            return crossing is Side.HOST
+            return crossing is MemorySide.HOST
         if not self._hosted:
             return False
         tensors = given_to(given)

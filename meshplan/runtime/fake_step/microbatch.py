@@ -1,4 +1,4 @@
-"""One microbatch of one rank as its `Work`: the model as this rank computes it, without wrappers.
+"""The `MicrobatchTrace` of one rank: the model as this rank computes it, without wrappers.
 
 Tensor and context parallelism, compute dtypes and recomputation are in it; what gathers, reduces,
 accumulates and updates is not, and is composed by `memory.replay`.
@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_map_only
 from meshplan.assign import Assignment
 from meshplan.layout.mesh import UNIT_AXES
 from meshplan.memory.log.events import Term
-from meshplan.memory.log.microbatch import AT_STAGE, Mark, Work
-from meshplan.memory.repeat.repeat_blocks import Run, stretch
+from meshplan.memory.log.microbatch import AT_STAGE, HookPoint, MicrobatchTrace
+from meshplan.memory.repeat.repeat_blocks import RepeatedBlocks, repeat_blocks
 from meshplan.memory.replay.buckets import Options
 from meshplan.plan.plan import Plan
 from meshplan.plan.restrict import restrict
 from meshplan.runtime.apply.loss_mode import loss_mode
-from meshplan.runtime.apply.materialize import Values
+from meshplan.runtime.apply.materialize import InitialValues
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.vocab_parallel_loss import take_loss
 from meshplan.runtime.apply.wrap import applied, apply_plan, cast_parameters
@@ -36,12 +36,12 @@ from meshplan.runtime.base.phases import begin, heard_by
 from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.fake_step.cuda_mode import CPU, Behaviour
 from meshplan.runtime.fake_step.equal_blocks import Edges, runs_of, short_plan, shortened
-from meshplan.runtime.fake_step.hook_points import Marking
-from meshplan.runtime.fake_step.memory_tracker import Ledger
-from meshplan.runtime.fake_step.step import imagining, names_of
+from meshplan.runtime.fake_step.hook_points import HookPointRecorder
+from meshplan.runtime.fake_step.memory_tracker import MemoryTracker
+from meshplan.runtime.fake_step.step import fake_rank, names_of
 
 LossFn = Callable[[Any, Any], torch.Tensor]
-MakeLedger = Callable[[Mapping[nn.Module, str], Behaviour], Ledger]
+MakeLedger = Callable[[Mapping[nn.Module, str], Behaviour], MemoryTracker]
 
 
 def trace_work(
@@ -52,8 +52,8 @@ def trace_work(
     loss_fn: LossFn,
     rank: int = 0,
     device: str = CPU,
-    ledger: MakeLedger = Ledger,
-) -> Work:
+    ledger: MakeLedger = MemoryTracker,
+) -> MicrobatchTrace:
     """What one microbatch allocates and frees on one rank, from the second one on.
 
     Args:
@@ -62,7 +62,7 @@ def trace_work(
         targets: The same microbatch's targets.
         loss_fn: As `train_step` takes it.
         rank: Which rank to be.
-        device: As for `imagine_step`.
+        device: As for `fake_step`.
         ledger: Makes what watches a plan without stages, from the names of the modules that run.
 
     Blocks that are alike are traced a few times, however many there are. Of a pipeline, which does
@@ -79,7 +79,7 @@ def trace_work(
                     model, short, inputs, targets, loss_fn, rank, device, runs, ledger
                 )
             if not used:
-                return stretch(work, found)
+                return repeat_blocks(work, found)
         except Exception:  # The model's code may count on all its blocks, and raise anything.
             if dist.is_initialized():
                 raise
@@ -94,14 +94,14 @@ def _traced(
     loss_fn: LossFn,
     rank: int,
     device: str,
-    runs: Sequence[Run],
+    runs: Sequence[RepeatedBlocks],
     ledger: MakeLedger,
-) -> tuple[Work, list[Run]]:
+) -> tuple[MicrobatchTrace, list[RepeatedBlocks]]:
     """(the work, the runs with the events at which their blocks begin)."""
     bare = without_data(plan)
-    with imagining(model, bare, rank, device) as (twin, mesh, fake, behaviour):
+    with fake_rank(model, bare, rank, device) as (twin, mesh, fake, behaviour):
         batch, goals = mapped(inputs, fake), mapped(targets, fake)
-        wrapped = apply_plan(twin, bare, mesh, Values())
+        wrapped = apply_plan(twin, bare, mesh, InitialValues())
         applied(wrapped).is_tested = True
         watching = ledger(names_of(wrapped), behaviour)
         is_plain = _is_plain(model, plan)
@@ -116,26 +116,26 @@ def _traced_pass(
     loss_fn: LossFn,
     rank: int,
     device: str,
-) -> Work:
+) -> MicrobatchTrace:
     """The second pass of all microbatches through the stages of this rank."""
     bare, stages = without_data(plan), plan.assignment.stages
     assert stages is not None
     names: dict[nn.Module, str] = {}
-    marks: list[Mark] = []
-    markings: list[Marking] = []
+    marks: list[HookPoint] = []
+    markings: list[HookPointRecorder] = []
     coming = iter(stages.of_rank(plan.mesh.index(rank, ("pp",))))
 
     def mark(module: nn.Module) -> None:
         stage = next(coming)
         at = f"{AT_STAGE}{stage}"
-        markings.append(marking_of(module, restrict(plan, stage), ledger, at, marks))
+        markings.append(hook_points_of(module, restrict(plan, stage), ledger, at, marks))
 
-    with imagining(model, bare, rank, device) as (twin, mesh, fake, behaviour):
-        ledger = Ledger(names, behaviour)
+    with fake_rank(model, bare, rank, device) as (twin, mesh, fake, behaviour):
+        ledger = MemoryTracker(names, behaviour)
         batch, goals = mapped(inputs, fake), mapped(targets, fake)
         token = INSTEAD_OF_WRAPPING.set(mark)
         try:
-            wrapped = apply_plan(twin, bare, mesh, Values())
+            wrapped = apply_plan(twin, bare, mesh, InitialValues())
         finally:
             INSTEAD_OF_WRAPPING.reset(token)
         assert isinstance(wrapped, PipelinedModule)
@@ -197,18 +197,18 @@ def _watched(
     inputs: Any,
     targets: Any,
     loss_fn: LossFn,
-    ledger: Ledger,
-    runs: Sequence[Run],
+    ledger: MemoryTracker,
+    runs: Sequence[RepeatedBlocks],
     *,
     is_plain: bool,
-) -> tuple[Work, list[Run]]:
+) -> tuple[MicrobatchTrace, list[RepeatedBlocks]]:
     """The second of two microbatches: what a model keeps from one to the next is there by then.
 
     Where nothing but the model itself could do otherwise the second time (`is_plain`), and the
     first one leaves nothing in it or of it behind, the second would do the same, and is not run.
     """
     held = note_held(ledger, model, (inputs, targets))
-    marking = marking_of(model, plan, ledger)
+    marking = hook_points_of(model, plan, ledger)
     edges = [Edges(model, run, ledger) for run in runs]
     args, kwargs = as_arguments(inputs)
 
@@ -269,7 +269,7 @@ def _known_by(model: nn.Module) -> Any:
     return buffers, contents(model)
 
 
-def note_held(ledger: Ledger, model: nn.Module, batch: Any) -> set[int]:
+def note_held(ledger: MemoryTracker, model: nn.Module, batch: Any) -> set[int]:
     """Say what is there already; returns the storages of the parameters."""
     ledger.note(model.parameters(), Term.PARAMETERS)
     ledger.note(model.buffers(), Term.BUFFERS)
@@ -279,12 +279,16 @@ def note_held(ledger: Ledger, model: nn.Module, batch: Any) -> set[int]:
     return {number for param in model.parameters() for number in ledger.numbers_of(param)}
 
 
-def marking_of(
-    model: nn.Module, plan: Plan, ledger: Ledger, at: str = "", marks: list[Mark] | None = None
-) -> Marking:
+def hook_points_of(
+    model: nn.Module,
+    plan: Plan,
+    ledger: MemoryTracker,
+    at: str = "",
+    marks: list[HookPoint] | None = None,
+) -> HookPointRecorder:
     """Hooks where the plan has units."""
     params = {fqn: param for fqn, param in model.named_parameters() if param.requires_grad}
-    marking = Marking(ledger, params, at, marks)
+    marking = HookPointRecorder(ledger, params, at, marks)
     owned: dict[str | None, list[str]] = {}
     for fqn, placed in plan.assignment.tensors.items():
         owned.setdefault(placed.unit, []).append(fqn)
@@ -296,13 +300,13 @@ def marking_of(
 
 
 def work_of(
-    ledger: Ledger, markings: Sequence[Marking], held: set[int], loss: torch.Tensor
-) -> Work:
+    ledger: MemoryTracker, markings: Sequence[HookPointRecorder], held: set[int], loss: torch.Tensor
+) -> MicrobatchTrace:
     """What was noted, without the parameters, whose memory is the wrappers' affair."""
     log = ledger.log()
     num_left_out = sum(event.storage in held for event in log.events)
     assert not any(event.storage in held for event in log.events if event.phase)
-    return Work(
+    return MicrobatchTrace(
         log=replace(log, changes=tuple(e for e in log.events if e.storage not in held)),
         marks=tuple(m._replace(event=m.event - num_left_out) for m in markings[0].marks),
         gradients={name: n for m in markings for name, n in m.gradients.items()},

@@ -25,17 +25,17 @@ from meshplan.memory.replay.shards import offloads_params
 from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.data import params_on_host
 from meshplan.runtime.apply.expert_protocol import find_for_twin
-from meshplan.runtime.apply.materialize import Values
+from meshplan.runtime.apply.materialize import InitialValues
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.wrap import applied, apply_plan, cast_parameters
 from meshplan.runtime.base.batch import mapped
 from meshplan.runtime.base.batch_agreement import open_groups
-from meshplan.runtime.base.fake_mode import pretending
-from meshplan.runtime.base.mesh import device_mesh, on_imagined_devices
+from meshplan.runtime.base.fake_mode import fake_execution
+from meshplan.runtime.base.mesh import device_mesh, on_fake_devices
 from meshplan.runtime.base.phases import heard_by
 from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.fake_step.cuda_mode import AS_IT_IS, CPU, Behaviour, behaving_as
-from meshplan.runtime.fake_step.memory_tracker import Ledger
+from meshplan.runtime.fake_step.memory_tracker import MemoryTracker
 from meshplan.runtime.torch_private.fakes import (
     fake_mode,
     fakes_unnoticed,
@@ -43,15 +43,15 @@ from meshplan.runtime.torch_private.fakes import (
     meshes_outside_fakes,
 )
 from meshplan.runtime.torch_private.private import gathered_parameters
-from meshplan.runtime.trace.constants import Shadows
-from meshplan.runtime.trace.ops import stand_in, twin_of
+from meshplan.runtime.trace.constants import ConstantPropagation
+from meshplan.runtime.trace.ops import copy_to_run, stand_in
 from meshplan.runtime.train.step import train_step
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-def imagine_step(
+def fake_step(
     model: nn.Module,
     plan: Plan,
     inputs: Any,
@@ -78,22 +78,22 @@ def imagine_step(
         ApplyError: This process is in a process group already, or the device runs an operator
             that nothing is known of.
     """
-    with imagining(model, plan, rank, device) as (twin, mesh, fake, behaviour):
+    with fake_rank(model, plan, rank, device) as (twin, mesh, fake, behaviour):
         batch, goals = mapped(inputs, fake), mapped(targets, fake)
-        wrapped = apply_plan(twin, plan, mesh, Values())
+        wrapped = apply_plan(twin, plan, mesh, InitialValues())
         applied(wrapped).is_tested = True
         optimizer = make_optimizer(wrapped)
         return watch_steps(wrapped, optimizer, batch, goals, loss_fn, behaviour=behaviour)[0]
 
 
 @contextmanager
-def imagining(
+def fake_rank(
     model: nn.Module, plan: Plan, rank: int, device: str = CPU
 ) -> Iterator[tuple[nn.Module, DeviceMesh, Callable[[torch.Tensor], torch.Tensor], Behaviour]]:
     """Be one rank of a job, on tensors without numbers.
 
     Args:
-        device: As for `imagine_step`.
+        device: As for `fake_step`.
 
     Returns:
         A copy of the model, the mesh of the plan, what makes a tensor such a one, and how the
@@ -109,16 +109,16 @@ def imagining(
                 fix="estimate before init_process_group, or in a process of its own",
             )
         )
-    with group_of_fakes(rank, plan.mesh.world_size), on_imagined_devices():
+    with group_of_fakes(rank, plan.mesh.world_size), on_fake_devices():
         mesh = device_mesh(plan.mesh)
         open_groups(plan, mesh)
-        with meshes_outside_fakes(), imagining_alone(model, device, plan) as found:
+        with meshes_outside_fakes(), fake_single_rank(model, device, plan) as found:
             twin, fake, behaviour = found
             yield twin, mesh, fake, behaviour
 
 
 @contextmanager
-def imagining_alone(
+def fake_single_rank(
     model: nn.Module, device: str = CPU, plan: Plan | None = None
 ) -> Iterator[tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor], Behaviour]]:
     """The same, of what needs no other rank: in whatever group this process is, or in none.
@@ -131,12 +131,12 @@ def imagining_alone(
     """
     with no_collection():
         mode = fake_mode()
-        twin, _, _ = twin_of(model, (), mode)
+        twin, _, _ = copy_to_run(model, (), mode)
         if plan is not None:
             with mode:  # What is found of experts is known again by their dtype.
                 cast_parameters(twin, plan)
             find_for_twin(model, twin, plan)
-        shadows = Shadows(mode)
+        shadows = ConstantPropagation(mode)
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             out = stand_in(tensor)
@@ -144,7 +144,7 @@ def imagining_alone(
             return out
 
         with ExitStack() as stack:
-            for world in (on_imagined_devices(), fakes_unnoticed(), mode, shadows, pretending()):
+            for world in (on_fake_devices(), fakes_unnoticed(), mode, shadows, fake_execution()):
                 stack.enter_context(world)
             offloads = plan is not None and offloads_params(plan.assignment)
             behaviour = stack.enter_context(behaving_as(device, offloads=offloads))
@@ -168,7 +168,7 @@ def watch_steps(
         around: Gets the number of each step, from 0, and is opened around it.
         behaviour: Of the device that the tensors stand for.
     """
-    ledger = Ledger(names_of(model), behaviour)
+    ledger = MemoryTracker(names_of(model), behaviour)
     ledger.note(model.parameters(), Term.PARAMETERS)
     ledger.note(model.buffers(), Term.BUFFERS)
     if behaviour.has_host:
@@ -207,7 +207,7 @@ def watch_steps(
     return logs[1:]
 
 
-def _note_gradients(model: nn.Module, ledger: Ledger) -> None:
+def _note_gradients(model: nn.Module, ledger: MemoryTracker) -> None:
     """Say of each gradient what it is, as soon as autograd has it.
 
     Assumes: a step was done, so that units have gathered what they compute with.
@@ -224,7 +224,7 @@ def _note_gradients(model: nn.Module, ledger: Ledger) -> None:
             param.register_post_accumulate_grad_hook(note)
 
 
-def _tell_handed_on(model: nn.Module, ledger: Ledger) -> None:
+def _tell_handed_on(model: nn.Module, ledger: MemoryTracker) -> None:
     """What a compiled module hands on is not of its inside: no compiler can spare it."""
     compiled = frozenset(applied(model).plan.assignment.compiled)
     for module, fqn in names_of(model).items():

@@ -16,10 +16,10 @@ from torch import nn
 
 from meshplan.errors import ApplyError, MeshplanError, Problem
 from meshplan.planner.lock.lock import chosen_spec, has_lock, spec_hash
-from meshplan.planner.objectives.complete import whole_statements
-from meshplan.planner.problem.decision import Question
+from meshplan.planner.objectives.complete import complete_statements
+from meshplan.planner.problem.decision import PlanRequest
 from meshplan.planner.problem.request import Load, question_of, with_made
-from meshplan.runtime.apply.wrap import exchange, raise_told
+from meshplan.runtime.apply.wrap import exchange, raise_remote
 from meshplan.runtime.estimate.request import built_without_memory
 from meshplan.runtime.estimate.scale_down import Source, source_of
 from meshplan.runtime.live.certify import Certifier
@@ -43,7 +43,7 @@ def question_of_model(
     example_inputs: Any = None,
     source: Source | None = None,
     told: Callable[[str], None] = lambda text: None,
-) -> Question:
+) -> PlanRequest:
     """What a plan file asks of the planner about a live model.
 
     Args:
@@ -98,7 +98,7 @@ def question_of_entry(
     memory: str | int | None = None,
     profile: Path | None = None,
     told: Callable[[str], None] = lambda text: None,
-) -> Question:
+) -> PlanRequest:
     """The same of the model that a flag or else the plan names as "pkg.mod:function".
 
     Args:
@@ -155,7 +155,7 @@ def closed_together(model: nn.Module, plan: Any, example_inputs: Any) -> Any:
     outcomes = exchange(outcome)
     if error is not None:
         raise error
-    raise_told(outcomes)
+    raise_remote(outcomes)
     (kind, own), *_ = outcomes
     other = next((rank for rank, each in enumerate(outcomes) if each[1] != own), None)
     if other is not None and any(each == "open" for each, _ in outcomes):
@@ -181,7 +181,7 @@ def _stated(model: nn.Module, plan: Any, example_inputs: Any) -> tuple[Mapping[s
     outcomes = exchange(outcome)
     if error is not None:
         raise error
-    raise_told(outcomes)
+    raise_remote(outcomes)
     found, source = json.loads(outcomes[0][1])
     return found, source
 
@@ -190,8 +190,10 @@ def _choose(model: nn.Module, plan: Any, example_inputs: Any) -> tuple[dict[str,
     def load(more: Sequence[str]) -> Spec:
         return load_spec(plan, more)
 
-    def ask(profile: Path | None) -> Question:
+    def ask(profile: Path | None) -> PlanRequest:
         return question_of_model(model, load, example_inputs=example_inputs, profile=profile)
 
-    stated, source = whole_statements(plan, load, graph_of(model), ask=ask, noted=_logger.warning)
+    stated, source = complete_statements(
+        plan, load, graph_of(model), ask=ask, noted=_logger.warning
+    )
     return dict(stated), source

@@ -1,8 +1,8 @@
 """A live model under a plan that the search has no pieces of: its bytes and its blocks, as run.
 
 The search composes microbatches that were traced without tp, cp and pp. What these change is priced
-here as the plan states it: `foretell` traces the step of every rank that differs, and one rank's
-microbatch is counted, with what tp sends and what recomputation runs again in it.
+here as the plan states it: `estimate_by_trace` traces the step of every rank that differs, and one
+rank's microbatch is counted, with what tp sends and what recomputation runs again in it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from meshplan.planner.problem.live_model import Priced
 from meshplan.planner.space.trials import with_axes
 from meshplan.runtime.base.batch import mapped
 from meshplan.runtime.base.pytree import tensors_in
-from meshplan.runtime.base.subprocess_pool import run_apart
-from meshplan.runtime.estimate.estimate import foretell
-from meshplan.runtime.estimate.request import Question, decided, decided_of
+from meshplan.runtime.base.subprocess_pool import run_in_subprocesses
+from meshplan.runtime.estimate.estimate import estimate_by_trace
+from meshplan.runtime.estimate.request import EstimateRequest, decided, decided_of
 from meshplan.runtime.fake_step.chain import chain_as_run, check_speed
 from meshplan.runtime.fake_step.costs import with_again
 from meshplan.runtime.fake_step.cuda_mode import Behaviour
 from meshplan.runtime.fake_step.default_loop import loop_of
 from meshplan.runtime.fake_step.equal_blocks import runs_of, shown_of
-from meshplan.runtime.fake_step.kernels import Counted, CountingLedger
+from meshplan.runtime.fake_step.kernels import Counted, KernelCounter
 from meshplan.runtime.fake_step.microbatch import trace_work
 from meshplan.runtime.trace.trace_errors import refused
 from meshplan.spec.spec import Spec
@@ -40,7 +40,7 @@ _FEW: Final = 2
 """Samples that flops are counted with: one alone is more than some norms take."""
 
 
-def priced(question: Question, told: Callable[[str], None]) -> Priced:
+def priced(question: EstimateRequest, told: Callable[[str], None]) -> Priced:
     """Price a plan as it is stated.
 
     Args:
@@ -52,9 +52,9 @@ def priced(question: Question, told: Callable[[str], None]) -> Priced:
             something in it runs is not known.
     """
     model, plan = decided(question.spec, question.source)
-    memory = foretell(question, told)
+    memory = estimate_by_trace(question, told)
     told(f"counting what a rank does in a microbatch of {type(model).__name__}")
-    (found,) = run_apart(_ran, [(question, _micro(plan))])
+    (found,) = run_in_subprocesses(_ran, [(question, _micro(plan))])
     check_speed(
         model, plan, flops=found.flops, convolved=found.convolved, unknown=found.unknown,
         origin=question.source.origin, told=told,
@@ -83,7 +83,7 @@ class _Ran(NamedTuple):
     unknown: frozenset[str]
 
 
-def _ran(question: Question, micro: int) -> _Ran:
+def _ran(question: EstimateRequest, micro: int) -> _Ran:
     """Count in a process of its own."""
     model, plan = decided(question.spec, question.source)
     origin = question.source.origin
@@ -128,22 +128,22 @@ def count(model: nn.Module, plan: Plan, device: str) -> Counted:
     Args:
         model: As one process has it, on any device; it is copied, and only shapes count.
         plan: Without pp and cp.
-        device: As for `imagine_step`.
+        device: As for `fake_step`.
     """
     blocks = plan.graph.blocks()
     shown = shown_of(blocks, runs_of(model, plan))
-    ledgers: list[CountingLedger] = []
+    ledgers: list[KernelCounter] = []
     handed: dict[str, int] = {}
     is_whole = True
 
-    def ledger(names: Mapping[nn.Module, str], behaviour: Behaviour) -> CountingLedger:
+    def ledger(names: Mapping[nn.Module, str], behaviour: Behaviour) -> KernelCounter:
         nonlocal is_whole
         is_whole = set(blocks) <= set(names.values())
         every = blocks if is_whole else shown.values()
         for module, fqn in names.items():
             if fqn in every:
                 _note_handed(module, fqn, handed)
-        ledgers.append(CountingLedger(names, behaviour, every, plan.mesh))
+        ledgers.append(KernelCounter(names, behaviour, every, plan.mesh))
         return ledgers[-1]
 
     with warnings.catch_warnings():

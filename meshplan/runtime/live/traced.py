@@ -21,9 +21,9 @@ from meshplan.memory.analytic.ranks import ERROR, OverError
 from meshplan.memory.answer.assemble import assemble
 from meshplan.memory.answer.estimate import MemoryEstimate, Tier
 from meshplan.memory.answer.rank_classes import equal_ranks
-from meshplan.memory.answer.reserved import Held, Holding
+from meshplan.memory.answer.reserved import ReplayCache, ReservedLog
 from meshplan.memory.log.events import EventLog
-from meshplan.memory.log.microbatch import Work
+from meshplan.memory.log.microbatch import MicrobatchTrace
 from meshplan.memory.repeat.compose import Composer
 from meshplan.memory.repeat.scale import scaled
 from meshplan.memory.repeat.segments import NotComposableError
@@ -35,12 +35,12 @@ from meshplan.plan.plan import Plan, make_plan
 from meshplan.planner.problem.live_model import Priced
 from meshplan.planner.space.trials import with_axes
 from meshplan.runtime.base.pytree import tensors_in
-from meshplan.runtime.estimate.estimate import foretell
-from meshplan.runtime.estimate.request import Question
+from meshplan.runtime.estimate.estimate import estimate_by_trace
+from meshplan.runtime.estimate.request import EstimateRequest
 from meshplan.runtime.estimate.scale_down import Source
 from meshplan.runtime.fake_step.chain import Kept, Traces, chain_of, check_speed
-from meshplan.runtime.fake_step.costs import Ask, Seen, watch
-from meshplan.runtime.fake_step.default_loop import Loop, loop_of
+from meshplan.runtime.fake_step.costs import Ask, MicrobatchCosts, watch
+from meshplan.runtime.fake_step.default_loop import DefaultLoop, loop_of
 from meshplan.runtime.live.priced import priced
 from meshplan.runtime.trace.trace_errors import problem_of
 from meshplan.spec.spec import Spec
@@ -103,9 +103,9 @@ class TracedModel:
         """Price a plan with nothing left open, as it is stated."""
         return priced(self._asked(spec), self._told)
 
-    def _asked(self, spec: Spec) -> Question:
+    def _asked(self, spec: Spec) -> EstimateRequest:
         assert self._source is not None
-        return Question(
+        return EstimateRequest(
             spec=spec, source=self._source, device=self._device, limit_bytes=self._limit_bytes
         )
 
@@ -132,7 +132,7 @@ class TracedModel:
         """
         self._trace_as_is(plan)
         if self._source is not None:
-            return foretell(self._asked(plan.spec), self._told)
+            return estimate_by_trace(self._asked(plan.spec), self._told)
         return self._estimate(plan, self._exact[_key(plan)], most_bytes)
 
     def _trace_as_is(self, plan: Plan) -> None:
@@ -146,7 +146,7 @@ class TracedModel:
 
     # Traces
 
-    def _traced_already(self, key: tuple[int, frozenset[str]]) -> Work | None:
+    def _traced_already(self, key: tuple[int, frozenset[str]]) -> MicrobatchTrace | None:
         """What was traced for the search, where a plan does just that."""
         samples, again = key
         found = self._traces[0].get(samples)
@@ -154,7 +154,7 @@ class TracedModel:
             return None
         return found.again.work if again else found.plain.work
 
-    def _traced(self, plan: Plan, key: tuple[int, frozenset[str]]) -> Work:
+    def _traced(self, plan: Plan, key: tuple[int, frozenset[str]]) -> MicrobatchTrace:
         (seen,) = self._watched(self._loop(plan), [Ask(*key)])
         return seen.work
 
@@ -167,17 +167,17 @@ class TracedModel:
         return make_plan(trial, self._graph)
 
     @cached_property
-    def _few(self) -> Loop:
+    def _few(self) -> DefaultLoop:
         return self._in_words(lambda: loop_of(self._model, self._plan))
 
-    def _loop(self, plan: Plan) -> Loop:
+    def _loop(self, plan: Plan) -> DefaultLoop:
         """Of one microbatch of a plan."""
         if plan.micro is not None and plan.micro <= _MOST:
             return self._few
         one = replace(plan, accumulate=1)
         return self._in_words(lambda: loop_of(self._model, one, self._few.returned))
 
-    def _watched(self, loop: Loop, asked: list[Ask]) -> list[Seen]:
+    def _watched(self, loop: DefaultLoop, asked: list[Ask]) -> list[MicrobatchCosts]:
         words = "microbatches" if len(asked) > 1 else "a microbatch of the plan"
         self._told(f"tracing {words} of {type(self._model).__name__}")
         return self._in_words(
@@ -220,7 +220,7 @@ class TracedModel:
             out[samples] = Traces(samples, plain, again, kept, turns)
         return out
 
-    def _kept(self, plain: Work, again: Work) -> tuple[Kept, Kept]:
+    def _kept(self, plain: MicrobatchTrace, again: MicrobatchTrace) -> tuple[Kept, Kept]:
         try:
             composer = Composer(plain, again, self._blocks)
         except NotComposableError:
@@ -296,8 +296,8 @@ class TracedModel:
     def _estimate(self, plan: Plan, work: Prepared, most_bytes: float) -> MemoryEstimate:
         groups = equal_ranks(plan.assignment)
         logs: list[EventLog] = []
-        held: dict[int, Held] = {}
-        holding = Holding(self._device, plan.spec)
+        held: dict[int, ReservedLog] = {}
+        holding = ReplayCache(self._device, plan.spec)
         for number, ranks in enumerate(groups):
             logs.append(composed_log(work, plan, ranks[0]))
             if logs[-1].pooled_bytes > most_bytes:

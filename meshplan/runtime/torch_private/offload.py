@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from meshplan.runtime.base.host_copies import Side, crossing_to
+from meshplan.runtime.base.host_copies import MemorySide, crossing_to
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def units_cross() -> Iterator[None]:
         if not param.offload_to_cpu or param.sharded_state.name != "SHARDED" or data is None:
             given: list[torch.Tensor] = inputs.fget(param)
             return given
-        with crossing_to(Side.DEVICE):
+        with crossing_to(MemorySide.DEVICE):
             param._sharded_param_data = data.clone()
         try:
             given = inputs.fget(param)
@@ -42,7 +42,7 @@ def units_cross() -> Iterator[None]:
 
     def copied_gradient(param: Any, tensor: torch.Tensor) -> Any:
         if is_reducing and param.offload_to_cpu:
-            with crossing_to(Side.HOST):
+            with crossing_to(MemorySide.HOST):
                 tensor = tensor.clone()
         return make(param, tensor)
 

@@ -86,11 +86,11 @@ def as_dtensor(
     """
     if "grad_placements" in signature(DTensor.from_local).parameters:
         return DTensor.from_local(local, mesh, [lies], run_check=False, grad_placements=[gradient])
-    laid: DTensor = _Laid.apply(local, mesh, lies, gradient)
+    laid: DTensor = _FromLocal.apply(local, mesh, lies, gradient)
     return laid
 
 
-class _Laid(torch.autograd.Function):
+class _FromLocal(torch.autograd.Function):
     """`DTensor.from_local` with the layout of the gradient."""
 
     @staticmethod

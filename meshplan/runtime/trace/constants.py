@@ -37,7 +37,7 @@ _MAKERS: Final = tuple(getattr(torch.ops.aten, name) for name in _NAMES)
 """Operators that make numbers out of nothing but their arguments."""
 
 
-class Shadows(Watching):
+class ConstantPropagation(Watching):
     """Open it inside a mode of fake tensors.
 
     Args:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshplan.errors import ApplyError, Problem
 from meshplan.model.flow import UPDATE, Call, Flow, Op, Ref, Value
 from meshplan.runtime.base.batch import as_arguments, mapped
-from meshplan.runtime.base.module_state import changes, remembered
+from meshplan.runtime.base.module_state import changes, module_state_of
 from meshplan.runtime.base.pytree import shape_of, tensors_in
 from meshplan.runtime.torch_private.fakes import fake_like, fake_mode, untraceable
 from meshplan.runtime.torch_private.private import bytes_of
@@ -125,8 +125,8 @@ def _run_copy(
     is_fake: bool,
 ) -> Flow:
     with torch.no_grad():
-        twin, args, kwargs = twin_of(model, inputs, mode, is_fake=is_fake)
-        recorder = Recorder(twin, trace)
+        twin, args, kwargs = copy_to_run(model, inputs, mode, is_fake=is_fake)
+        recorder = OpRecorder(twin, trace)
         with mode, recorder:
             recorder.begin(args, kwargs)
             twin(*args, **kwargs)
@@ -135,7 +135,7 @@ def _run_copy(
         return recorder.flow()
 
 
-def twin_of(
+def copy_to_run(
     model: nn.Module, inputs: Any, mode: AbstractContextManager[object], *, is_fake: bool = True
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """A copy of the model, and of its inputs as arguments, to be run and thrown away.
@@ -183,7 +183,7 @@ def _arguments(inputs: Any, *, is_fake: bool) -> tuple[tuple[Any, ...], dict[str
     return mapped(args, copied), mapped(kwargs, copied)
 
 
-class Recorder(TorchDispatchMode):
+class OpRecorder(TorchDispatchMode):
     """Writes down operations as they are dispatched and module calls as hooks see them."""
 
     def __init__(self, model: nn.Module, trace: Trace) -> None:
@@ -206,7 +206,7 @@ class Recorder(TorchDispatchMode):
         for fqn, module in model.named_modules():
             self._watch(fqn, module)
         # The model's hooks hold the recorder: neither may outlive the run through the other.
-        self._model, self._remembered = weakref.ref(model), remembered(model)
+        self._model, self._remembered = weakref.ref(model), module_state_of(model)
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Name the model's inputs."""
@@ -229,7 +229,7 @@ class Recorder(TorchDispatchMode):
         """What was recorded."""
         model = self._model()
         assert model is not None
-        changed = tuple(changes(self._remembered, remembered(model), self._value))
+        changed = tuple(changes(self._remembered, module_state_of(model), self._value))
         return Flow(
             values=tuple(self._values),
             ops=tuple(self._ops),

@@ -14,7 +14,7 @@ from torch import nn
 from meshplan.model.flow import Flow
 from meshplan.model.rehearsal import Rehearsal, Rehearse, Stopped
 from meshplan.runtime.torch_private.fakes import fake_mode, quiet_fakes
-from meshplan.runtime.trace.ops import Recorder, twin_of
+from meshplan.runtime.trace.ops import OpRecorder, copy_to_run
 from meshplan.runtime.trace.side_effects import Trace, nothing_left
 from meshplan.runtime.trace.sp_boundary import with_argument
 
@@ -36,10 +36,10 @@ def _rehearse(model: nn.Module, inputs: Any, what: Rehearsal) -> Flow | Stopped:
 def _run_copy(model: nn.Module, inputs: Any, what: Rehearsal, trace: Trace) -> Flow | Stopped:
     mode = fake_mode()
     with torch.no_grad():
-        twin, args, kwargs = twin_of(model, inputs, mode)
+        twin, args, kwargs = copy_to_run(model, inputs, mode)
         for (fqn, name), value in what.attributes.items():
             setattr(twin.get_submodule(fqn), name, value)
-        recorder = Recorder(twin, trace)
+        recorder = OpRecorder(twin, trace)
         for fqn, module in twin.named_modules():
             _at_the_border(recorder, module, fqn, what)
             _along_the_sequence(recorder, module, fqn, what)
@@ -56,7 +56,7 @@ def _run_copy(model: nn.Module, inputs: Any, what: Rehearsal, trace: Trace) -> F
         return recorder.flow()
 
 
-def _at_the_border(recorder: Recorder, module: nn.Module, fqn: str, what: Rehearsal) -> None:
+def _at_the_border(recorder: OpRecorder, module: nn.Module, fqn: str, what: Rehearsal) -> None:
     """Whole shapes inside, parts outside."""
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -77,7 +77,7 @@ def _at_the_border(recorder: Recorder, module: nn.Module, fqn: str, what: Rehear
         module.register_forward_hook(leave)
 
 
-def _along_the_sequence(recorder: Recorder, module: nn.Module, fqn: str, what: Rehearsal) -> None:
+def _along_the_sequence(recorder: OpRecorder, module: nn.Module, fqn: str, what: Rehearsal) -> None:
     """A part of the sequence in place of all of it, or the other way round."""
 
     def turned(x: torch.Tensor, is_cut: bool) -> torch.Tensor:
@@ -99,7 +99,7 @@ def _along_the_sequence(recorder: Recorder, module: nn.Module, fqn: str, what: R
             module.register_forward_hook(lambda m, args, out, is_cut=is_cut: turned(out, is_cut))
 
 
-def _part_inside(recorder: Recorder, twin: nn.Module, fqn: str, dim: int, size: int) -> None:
+def _part_inside(recorder: OpRecorder, twin: nn.Module, fqn: str, dim: int, size: int) -> None:
     """A parameter of which the rank holds a part, while its module runs."""
     owner_name, _, leaf = fqn.rpartition(".")
     owner = twin.get_submodule(owner_name)

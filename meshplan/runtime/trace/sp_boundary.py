@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from meshplan.assign import Crossing
+from meshplan.assign import SequenceBoundary
 from meshplan.errors import ApplyError, Problem
 
 
-def cross(module: nn.Module, crossing: Crossing, tp: DeviceMesh) -> None:
+def cross(module: nn.Module, crossing: SequenceBoundary, tp: DeviceMesh) -> None:
     """Hooks that turn one argument, or what the module leaves, before anyone sees it.
 
     Hooks, and not part of the forward: what is recomputed starts from what they made.

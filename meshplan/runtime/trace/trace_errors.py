@@ -77,7 +77,7 @@ def problem_of(error: Exception, model: nn.Module, origin: Origin | None) -> Pro
 
 
 @dataclass(frozen=True, slots=True)
-class Widths:
+class StyledWidths:
     """How wide what styled modules gave was: on one rank, and in one process.
 
     Args:
@@ -118,7 +118,7 @@ def alone_problem(
 
 
 def sharded_problem(
-    error: Exception, model: nn.Module, plan: Plan, widths: Widths, origin: Origin | None
+    error: Exception, model: nn.Module, plan: Plan, widths: StyledWidths, origin: Origin | None
 ) -> Problem:
     """A forward that one process runs, and a rank of the plan does not.
 

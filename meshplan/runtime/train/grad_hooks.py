@@ -29,7 +29,7 @@ GradHook = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 @dataclass(slots=True)
-class _Hooks:
+class _GradHooks:
     """The hooks of one model, and whose have been called since the last optimizer step."""
 
     plan: Plan
@@ -40,7 +40,7 @@ class _Hooks:
     steps: int = 0
 
 
-_by_model: weakref.WeakKeyDictionary[nn.Module, _Hooks] = weakref.WeakKeyDictionary()
+_by_model: weakref.WeakKeyDictionary[nn.Module, _GradHooks] = weakref.WeakKeyDictionary()
 
 
 def register_grad_hook(model: nn.Module, name: str, hook: GradHook) -> RemovableHandle:
@@ -103,7 +103,7 @@ def watch_torch_hooks(model: nn.Module, plan: Plan) -> None:
     params: dict[str, list[nn.Parameter]] = {}
     for name, param in own_module(model).named_parameters():
         params.setdefault(name.partition("@")[0], []).append(param)
-    hooks = _by_model[model] = _Hooks(plan, params)
+    hooks = _by_model[model] = _GradHooks(plan, params)
     weak = weakref.ref(model)
 
     def look(optimizer: torch.optim.Optimizer) -> None:
@@ -133,7 +133,7 @@ def watch_torch_hooks(model: nn.Module, plan: Plan) -> None:
     model.register_forward_pre_hook(forget_calls)
 
 
-def _take_over(name: str, hooks: _Hooks) -> None:
+def _take_over(name: str, hooks: _GradHooks) -> None:
     """Make a hook that torch would never call on a sharded parameter one of ours.
 
     Raises:
@@ -156,7 +156,7 @@ def _is_of_fsdp(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
 
 
-def _hooks_of(model: nn.Module) -> _Hooks:
+def _hooks_of(model: nn.Module) -> _GradHooks:
     applied(model)
     return _by_model[model]
 

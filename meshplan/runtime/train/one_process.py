@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshplan.layout.mesh import DATA_AXES
 from meshplan.plan.plan import Plan
-from meshplan.plan.verdict import Training
+from meshplan.plan.verdict import TrainingRun
 from meshplan.runtime.base.batch import mapped, part_of, taken_together
 from meshplan.runtime.trace.sample import call, results, sample_inputs, sample_loss, sample_targets
 from meshplan.spec.spec import Spec
@@ -61,7 +61,7 @@ class Batches:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alone:
+class OneProcess:
     """Training in one process, and what the plan's precision moves of it.
 
     Args:
@@ -74,8 +74,8 @@ class Alone:
 
     rate: float
     model: nn.Module
-    training: Training
-    rounded: tuple[Training, ...]
+    training: TrainingRun
+    rounded: tuple[TrainingRun, ...]
     rounded_models: tuple[nn.Module, ...]
 
 
@@ -111,7 +111,7 @@ def prepare(model: nn.Module, spec: Spec) -> tuple[list[tuple[int, ...]], float]
     return shapes, float(_RELATIVE_UPDATE * weights / gradients)
 
 
-def train_alone(batches: Batches, rate: float) -> Alone:
+def train_alone(batches: Batches, rate: float) -> OneProcess:
     """Train copies of the model, slower until their losses stay where they are.
 
     Args:
@@ -129,7 +129,7 @@ def train_alone(batches: Batches, rate: float) -> Alone:
                 trainings.append(_train(models[-1], batches, rate, round_stored))
         if all(_is_stable(training, still) for training in trainings):
             break
-    return Alone(
+    return OneProcess(
         rate=rate,
         model=model,
         training=trainings[0],
@@ -138,7 +138,7 @@ def train_alone(batches: Batches, rate: float) -> Alone:
     )
 
 
-def _is_stable(training: Training, still: Training) -> bool:
+def _is_stable(training: TrainingRun, still: TrainingRun) -> bool:
     """Return whether no loss is far above that of the untrained model; what is no number is."""
     pairs = zip(training.losses, still.losses, strict=True)
     return all(loss <= _MOST_GROWTH * before for loss, before in pairs)
@@ -149,7 +149,7 @@ def _train(
     batches: Batches,
     rate: float,
     after_step: Callable[[], None] = lambda: None,
-) -> Training:
+) -> TrainingRun:
     """Train in plain PyTorch: one process, and one batch wherever that is the same."""
     plan, optimizer = batches.plan, sgd(model, rate)
     losses, norms = [], []
@@ -175,7 +175,7 @@ def _train(
         after_step()
         optimizer.zero_grad()
         losses.append(loss)
-    return Training(losses=tuple(losses), norms=tuple(norms))
+    return TrainingRun(losses=tuple(losses), norms=tuple(norms))
 
 
 def _parts(

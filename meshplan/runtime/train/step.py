@@ -21,9 +21,9 @@ from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.vocab_parallel_loss import take_loss
 from meshplan.runtime.apply.wrap import applied, own_module
 from meshplan.runtime.base.batch import as_arguments, chunked, mapped, part_of
-from meshplan.runtime.base.batch_agreement import check_peers, mean_over_ranks
+from meshplan.runtime.base.batch_agreement import check_batches_agree, mean_over_ranks
 from meshplan.runtime.base.digest import digest, mark
-from meshplan.runtime.base.fake_mode import is_pretending, numbers
+from meshplan.runtime.base.fake_mode import is_fake_execution, numbers
 from meshplan.runtime.base.mesh import device
 from meshplan.runtime.base.phases import begin
 from meshplan.runtime.checks.forward_writes import begin_microbatch
@@ -100,7 +100,7 @@ def train_step(
     if not state.is_tested:
         _check_optimizer(model, state.plan, optimizer)
         guard = guard_loss(model, state.plan)
-    check_peers((inputs, targets), state.plan, state.mesh, state.history.steps + 1)
+    check_batches_agree((inputs, targets), state.plan, state.mesh, state.history.steps + 1)
     weights = Weights(state.plan, state.mesh, state.history, (inputs, targets))
     count = state.plan.accumulate
     parts = zip(chunked(inputs, count), chunked(weights.marked(targets), count), strict=True)
@@ -145,7 +145,7 @@ def train_step(
         total / count, (inputs, targets), state.plan, state.mesh, weights.count
     )
     check.settle()
-    if is_first and not is_pretending():
+    if is_first and not is_fake_execution():
         note_size((inputs, targets), state.plan)
     begin("step")
     factor = weights.factor(counted)

@@ -20,7 +20,7 @@ from meshplan.runtime.apply.context.batch import sequence_length
 from meshplan.runtime.base.batch import as_arguments, chunked, mapped
 from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.trace.ops import record
-from meshplan.traffic import Attention, Forward, Seen, TokenLosses, Visit
+from meshplan.traffic import AttentionCall, Forward, ModuleVisit, TensorUse, TokenLosses
 
 _HARMLESS: Final = frozenset(
     getattr(torch.Tensor, name)
@@ -50,7 +50,7 @@ def record_forward(
         inputs, targets = chunked(inputs, count)[0], chunked(targets, count)[0]
     training = {fqn for fqn, module in model.named_modules() if module.training}
     heads = {f for f, use in plan.assignment.styles.items() if use.style.name == LOGITS.name}
-    recorder = _Recorder(heads, training)
+    recorder = _CallRecorder(heads, training)
     with ExitStack() as stack:
         for fqn in plan.assignment.synchronized:
             # Alone, one sample of a rank may be too few for statistics.
@@ -134,7 +134,7 @@ def _output_cast(dtype: torch.dtype) -> Callable[..., Any]:
     return cast
 
 
-class _Recorder(TorchFunctionMode):
+class _CallRecorder(TorchFunctionMode):
     """Notes module calls, what autograd keeps, attention, and what becomes of a head's output.
 
     Args:
@@ -146,9 +146,9 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self._heads, self._training = heads, training
         self._event = 0
-        self._calls: list[Visit] = []
+        self._calls: list[ModuleVisit] = []
         self._saves: list[int] = []
-        self._attentions: list[Attention] = []
+        self._attentions: list[AttentionCall] = []
         self._losses: list[TokenLosses] = []
         self._strays: dict[str, None] = {}
         self._running: list[str] = []
@@ -207,7 +207,7 @@ class _Recorder(TorchFunctionMode):
             if fqn in self._heads:
                 self._logits |= {id(tensor): tensor for tensor in made}
             self._calls.append(
-                Visit(
+                ModuleVisit(
                     fqn=fqn,
                     sources=tuple(map(self._source, given)),
                     inputs=tuple(map(_seen, given)),
@@ -239,7 +239,9 @@ class _Recorder(TorchFunctionMode):
         given = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs)
         tensors = tuple(_seen(given[name]) for name in ("query", "key", "value"))
         fqn = self._running[-1] if self._running else ""
-        self._attentions.append(Attention(fqn=fqn, tensors=tensors, begin=begin, end=self._now()))
+        self._attentions.append(
+            AttentionCall(fqn=fqn, tensors=tensors, begin=begin, end=self._now())
+        )
 
     def _follow(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
@@ -257,8 +259,8 @@ class _Recorder(TorchFunctionMode):
             self._strays[getattr(func, "__name__", str(func))] = None
 
 
-def _seen(tensor: torch.Tensor) -> Seen:
-    return Seen(tuple(tensor.shape), _word(tensor.dtype), tensor.requires_grad)
+def _seen(tensor: torch.Tensor) -> TensorUse:
+    return TensorUse(tuple(tensor.shape), _word(tensor.dtype), tensor.requires_grad)
 
 
 def _word(dtype: torch.dtype) -> str:

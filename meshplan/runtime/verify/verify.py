@@ -25,11 +25,11 @@ from meshplan.plan.verdict import (
     HALF,
     ROUNDINGS,
     SINGLE,
-    Moved,
     RankReport,
     Shift,
+    StateComparison,
     Tolerance,
-    Training,
+    TrainingRun,
     Verdict,
 )
 from meshplan.runtime.apply.initial_values import initialise
@@ -45,8 +45,8 @@ from meshplan.runtime.train.gradient_scale import clip_grad_norm_
 from meshplan.runtime.train.one_process import (
     SAFE_SCALE,
     STEPS,
-    Alone,
     Batches,
+    OneProcess,
     is_half,
     microbatches_alone,
     own_statistics,
@@ -197,7 +197,7 @@ def _without_dropout(model: nn.Module) -> None:
 
 def _train_together(
     model: nn.Module, plan: Plan, told: Forecast, batches: Batches, rate: float
-) -> tuple[Training, RankReport]:
+) -> tuple[TrainingRun, RankReport]:
     """Train under the plan; the last step is counted."""
     optimizer = sgd(model, rate)
     losses: list[float] = []
@@ -227,16 +227,16 @@ def _train_together(
         unknown=told.unknown,
         num_routed=sum(each.count for each in told.traffic if each.routed),
     )
-    return Training(losses=tuple(losses), norms=tuple(norms)), report
+    return TrainingRun(losses=tuple(losses), norms=tuple(norms)), report
 
 
 def _compare(
     before: dict[str, torch.Tensor],
-    single: Alone,
+    single: OneProcess,
     live: dict[str, torch.Tensor],
     tolerance: Tolerance,
     plan: Plan,
-) -> Moved:
+) -> StateComparison:
     """Compare where each parameter and each buffer is with where one process moved it."""
     after = dict(_state_of(single.model))
     rounded = [dict(_state_of(model)) for model in single.rounded_models]
@@ -267,4 +267,4 @@ def _compare(
                 allowed=allowed,
             )
         )
-    return Moved(shifts=tuple(found))
+    return StateComparison(shifts=tuple(found))

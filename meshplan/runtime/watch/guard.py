@@ -28,7 +28,7 @@ from torch import nn
 from meshplan.errors import ApplyError, MeshplanError, Problem
 from meshplan.layout.mesh import DATA_AXES
 from meshplan.plan.plan import Plan
-from meshplan.runtime.base.fake_mode import is_pretending
+from meshplan.runtime.base.fake_mode import is_fake_execution
 from meshplan.runtime.torch_private.private import group_sequences
 from meshplan.runtime.watch import watchdog
 from meshplan.runtime.watch.job import (
@@ -131,7 +131,7 @@ def _failed(cause: str) -> Problem:
 def _current() -> Job | None:
     """The job of the present process group; None where there is nobody else."""
     global _job, _dog
-    if is_pretending() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if is_fake_execution() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     world = dist.group.WORLD
     if _job is not None and _job.process != os.getpid():  # A fork is none of the ranks.

@@ -138,7 +138,7 @@ def is_cut_off(own: str, other: str, spared_port: int | None = None) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class Connections:
     """The connections of this process to other ranks.
 
     Attributes:
@@ -152,7 +152,7 @@ class Traffic:
     num: int
 
 
-def traffic(tables: Iterable[str], spared_port: int | None = None) -> Traffic | None:
+def traffic(tables: Iterable[str], spared_port: int | None = None) -> Connections | None:
     """Count what goes between the ranks; None where the kernel does not tell.
 
     Args:
@@ -171,7 +171,7 @@ def traffic(tables: Iterable[str], spared_port: int | None = None) -> Traffic | 
         except (OSError, struct.error):
             return None
         num += 1
-    return Traffic(moved, waiting, num) if num else None
+    return Connections(moved, waiting, num) if num else None
 
 
 _TCP_INFO: Final = getattr(socket, "TCP_INFO", 11)

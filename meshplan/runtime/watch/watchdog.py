@@ -43,7 +43,7 @@ from meshplan.runtime.watch.job import (
 from meshplan.runtime.watch.meeting import missed, says_of_meeting, will_not_come
 from meshplan.runtime.watch.notices import Notices
 from meshplan.runtime.watch.server import Server, stopped
-from meshplan.runtime.watch.sockets import Traffic, close_between_ranks, is_cut_off, traffic
+from meshplan.runtime.watch.sockets import Connections, close_between_ranks, is_cut_off, traffic
 from meshplan.runtime.watch.stack import Look, look_at
 from meshplan.runtime.watch.verdict import verdict
 
@@ -89,7 +89,7 @@ class Watchdog(threading.Thread):
         self._look: tuple[Look, Any] | None = None
         self._looked = self._still_since = self._steady_since = time.monotonic()
         self._is_counted = self._is_shared = False
-        self._quiet: tuple[int, Traffic, int] | None = None
+        self._quiet: tuple[int, Connections, int] | None = None
         self._voted = -1
         self._beside = Beside(job, self._store)
         self._store_watch = threading.Thread(

@@ -17,7 +17,7 @@ from typing import Final
 
 from meshplan.memory.decoder.sizes import Shape
 from meshplan.memory.log.events import Term
-from meshplan.memory.tape.ops import Writer
+from meshplan.memory.tape.ops import TapeBuilder
 from meshplan.memory.tape.tape import Grad, Tape
 
 _BF16: Final = 2
@@ -77,7 +77,7 @@ def stages(shape: Shape, pp: int, *, is_past: bool = False) -> tuple[Stage, ...]
 def tape_of(shape: Shape, stage: Stage, batch: int, seq_len: int, tp: int) -> Tape:
     """One microbatch of a stage."""
     tape = Tape()
-    w = Writer(tape, _BF16, _BF16, is_cuda=True)
+    w = TapeBuilder(tape, _BF16, _BF16, is_cuda=True)
     tokens, hidden = batch * seq_len, shape.hidden
     ids = tape.value(tokens * _ID)
     tape.before[ids] = Term.INPUTS
@@ -106,12 +106,12 @@ def tape_of(shape: Shape, stage: Stage, batch: int, seq_len: int, tp: int) -> Ta
     return tape
 
 
-def _embedding(w: Writer, shape: Shape, ids: int, tp: int) -> int:
+def _embedding(w: TapeBuilder, shape: Shape, ids: int, tp: int) -> int:
     x = w.embedding(ids, shape.vocab // tp, shape.hidden, "token_embedding")
     return w.reduce_scatter(x, tp)
 
 
-def _column(w: Writer, x: int, into: int, out: int, name: str, tp: int) -> int:
+def _column(w: TapeBuilder, x: int, into: int, out: int, name: str, tp: int) -> int:
     """Keeps its part of the input; the whole is gathered into a buffer that is always there."""
     at = w.at(f"{w.module}.{name}" if w.module else name)
     tokens = w.size(x) * tp // (into * _BF16)
@@ -122,7 +122,7 @@ def _column(w: Writer, x: int, into: int, out: int, name: str, tp: int) -> int:
     )  # fmt: skip
 
 
-def _row(w: Writer, x: int, into: int, out: int, name: str, tp: int) -> int:
+def _row(w: TapeBuilder, x: int, into: int, out: int, name: str, tp: int) -> int:
     at = w.at(f"{w.module}.{name}")
     tokens = w.size(x) // (into * _BF16)
     whole = tokens * out * _BF16
@@ -132,7 +132,7 @@ def _row(w: Writer, x: int, into: int, out: int, name: str, tp: int) -> int:
     )  # fmt: skip
 
 
-def _block(w: Writer, shape: Shape, x: int, batch: int, tp: int) -> int:
+def _block(w: TapeBuilder, shape: Shape, x: int, batch: int, tp: int) -> int:
     hidden = shape.hidden
     first = x
     normed = w.rms_norm(x, hidden, "input_layernorm")
@@ -154,7 +154,7 @@ def _block(w: Writer, shape: Shape, x: int, batch: int, tp: int) -> int:
     return x
 
 
-def _attention(w: Writer, shape: Shape, x: int, batch: int, tp: int) -> int:
+def _attention(w: TapeBuilder, shape: Shape, x: int, batch: int, tp: int) -> int:
     q_size, kv_size = shape.q_width // tp, shape.kv_width // tp
     fused = _column(w, x, shape.hidden, q_size + 2 * kv_size, "qkv_proj", tp)
     tokens = w.size(fused) // ((q_size + 2 * kv_size) * _BF16)

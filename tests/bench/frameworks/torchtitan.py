@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from meshplan.memory.decoder.blocks import enter, leave
-from meshplan.memory.decoder.common import Part
+from meshplan.memory.decoder.common import BlockContext
 from meshplan.memory.decoder.sizes import Shape
 from meshplan.memory.log.events import Term
-from meshplan.memory.tape.ops import Writer
-from meshplan.memory.tape.tape import Grad, Row, Tape
+from meshplan.memory.tape.ops import TapeBuilder
+from meshplan.memory.tape.tape import Grad, Tape, TapeOp
 
 _BF16: Final = 2
 _FP32: Final = 4
@@ -60,12 +60,12 @@ class Training:
 def tape_of(shape: Shape, how: Training) -> Tape:
     """One microbatch."""
     tape = Tape()
-    w = Writer(tape, _BF16, _BF16, is_cuda=True)
+    w = TapeBuilder(tape, _BF16, _BF16, is_cuda=True)
     tokens, hidden, tp = how.batch * how.tokens, shape.hidden, how.tp
     ids, targets = tape.value(tokens * _ID), tape.value(tokens * _ID)
     angles = tape.value(how.tokens * shape.head_dim * _FP32)
     tape.before |= {ids: Term.INPUTS, targets: Term.INPUTS, angles: Term.BUFFERS}
-    part = Part(tp=tp, is_sequence=True, cos=angles)
+    part = BlockContext(tp=tp, is_sequence=True, cos=angles)
     x = w.at("model").embedding(ids, shape.vocab // tp, hidden, "embed_tokens")
     x = w.reduce_scatter(x, tp)
     for number in range(shape.layers):
@@ -80,13 +80,13 @@ def tape_of(shape: Shape, how: Training) -> Tape:
     return tape
 
 
-def _head(w: Writer, shape: Shape, how: Training, x: int, targets: int) -> None:
+def _head(w: TapeBuilder, shape: Shape, how: Training, x: int, targets: int) -> None:
     """Logits and loss, chunk by chunk."""
     tape, size = w.tape, w.size(x) // how.chunks
     name = "model.embed_tokens" if shape.tied else "lm_head"
     pieces = [x] if how.chunks == 1 else [tape.value(size, of=x) for _ in range(how.chunks)]
     if how.chunks > 1:
-        tape.add(Row("chunk", w.module, (x,), tuple(pieces), grads=(Grad(x, w.size(x)),)))
+        tape.add(TapeOp("chunk", w.module, (x,), tuple(pieces), grads=(Grad(x, w.size(x)),)))
     logits = []
     for piece in pieces:
         out = w.linear(piece, shape.hidden, shape.vocab // how.tp, name)
@@ -98,7 +98,7 @@ def _head(w: Writer, shape: Shape, how: Training, x: int, targets: int) -> None:
     w.touch(*logits)
 
 
-def _loss(w: Writer, logits: int, targets: int, how: Training) -> int:
+def _loss(w: TapeBuilder, logits: int, targets: int, how: Training) -> int:
     if not how.fuses_loss:
         return w.cross_entropy(
             logits, targets, _BF16, holds=how.holds_logits, casts=how.casts_logits
@@ -107,7 +107,7 @@ def _loss(w: Writer, logits: int, targets: int, how: Training) -> int:
     return w.row("cross_entropy", (logits, targets), _FP32, keeps=(logits, targets), grads=grads)
 
 
-def _norm(w: Writer, x: int, width: int, name: str, how: Training) -> int:
+def _norm(w: TapeBuilder, x: int, width: int, name: str, how: Training) -> int:
     """Written out it keeps the input in fp32 and what is scaled, and not the input."""
     if not how.norms_in_fp32:
         return w.rms_norm(x, width, name)
@@ -120,7 +120,7 @@ def _norm(w: Writer, x: int, width: int, name: str, how: Training) -> int:
                   parameters=((f"{at.module}.weight", width * _BF16),))  # fmt: skip
 
 
-def _block(w: Writer, shape: Shape, x: int, part: Part, how: Training) -> int:
+def _block(w: TapeBuilder, shape: Shape, x: int, part: BlockContext, how: Training) -> int:
     first = x
     normed = enter(w, _norm(w, x, shape.hidden, "input_layernorm", how), part)
     out = leave(w, _attention(w.at(f"{w.module}.self_attn"), shape, normed, part, how), part)
@@ -135,7 +135,7 @@ def _block(w: Writer, shape: Shape, x: int, part: Part, how: Training) -> int:
     return y
 
 
-def _attention(w: Writer, shape: Shape, x: int, part: Part, how: Training) -> int:
+def _attention(w: TapeBuilder, shape: Shape, x: int, part: BlockContext, how: Training) -> int:
     q_width, kv_width = shape.q_width // part.tp, shape.kv_width // part.tp
     q = w.linear(x, shape.hidden, q_width, "q_proj", is_kept=True, bias=shape.qkv_bias)
     k = w.linear(x, shape.hidden, kv_width, "k_proj", bias=shape.qkv_bias)
@@ -154,7 +154,7 @@ def _attention(w: Writer, shape: Shape, x: int, part: Part, how: Training) -> in
     return out
 
 
-def _rotate(w: Writer, x: int, part: Part, how: Training) -> int:
+def _rotate(w: TapeBuilder, x: int, part: BlockContext, how: Training) -> int:
     if how.is_compiled:
         return w.times(x, part.cos)
     wide = w.cast(x, _FP32 / _BF16)
@@ -164,13 +164,13 @@ def _rotate(w: Writer, x: int, part: Part, how: Training) -> int:
     return out
 
 
-def _repeat(w: Writer, x: int, group: int) -> int:
+def _repeat(w: TapeBuilder, x: int, group: int) -> int:
     if group == 1:
         return x
     return w.row("repeat_kv", (x,), w.size(x) * group, grads=(Grad(x, w.size(x)),))
 
 
-def _feed_forward(w: Writer, shape: Shape, x: int, part: Part, how: Training) -> int:
+def _feed_forward(w: TapeBuilder, shape: Shape, x: int, part: BlockContext, how: Training) -> int:
     mlp = shape.mlp // part.tp
     gate = w.linear(x, shape.hidden, mlp, "gate_proj", is_kept=True)
     if how.is_compiled:

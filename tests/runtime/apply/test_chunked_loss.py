@@ -21,11 +21,11 @@ from meshplan.plan.plan import make_plan
 from meshplan.planner.answers.module import explain_module
 from meshplan.render.show import plan_to_json, plan_to_text
 from meshplan.runtime.apply.chunked_loss import (
-    ChunkedLoss,
+    ChunkedLossMode,
     apply_chunked_loss,
     chunked_loss_problems,
 )
-from meshplan.runtime.fake_step.memory_tracker import Ledger
+from meshplan.runtime.fake_step.memory_tracker import MemoryTracker
 from meshplan.runtime.trace.structure import graph_of
 from meshplan.spec.reader import load_spec
 from tests.helpers import models, parity
@@ -90,7 +90,7 @@ def pair(chunks: int, **how: Any) -> tuple[nn.Module, nn.Module, Any]:
     plan = make_plan(load_spec(stated), graph_of(model), world_size=1)
     assert not list(chunked_loss_problems(model, plan))
     apply_chunked_loss(model, plan)()
-    return alone, model, lambda: ChunkedLoss(plan)
+    return alone, model, lambda: ChunkedLossMode(plan)
 
 
 TOKENS = torch.arange(24).reshape(4, 6).mul(7).remainder(31)
@@ -199,7 +199,7 @@ def test_no_more_than_a_chunk_of_logits_is_there_and_without_gradients_less():
     _, model, mode = pair(6)
     whole = 24 * 31 * 8
     for training in (True, False):
-        ledger = Ledger({})
+        ledger = MemoryTracker({})
         with torch.set_grad_enabled(training), ledger, mode():
             loss = _rows(model(TOKENS))
         made = [event.delta for event in ledger.log().events]

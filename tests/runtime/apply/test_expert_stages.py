@@ -21,7 +21,7 @@ from meshplan.model.blueprint import from_mapping
 from meshplan.plan.plan import make_plan
 from meshplan.plan.restrict import restrict
 from meshplan.runtime.base.held_bytes import live_bytes
-from meshplan.runtime.fake_step.step import imagine_step
+from meshplan.runtime.fake_step.step import fake_step
 from meshplan.spec.reader import load_spec
 from tests.helpers import exact, models, moe, replayed
 from tests.helpers.parity import TOLERANCE
@@ -150,7 +150,7 @@ def imagined_failing(plan: dict[str, Any]) -> str:
 
     model, found, batch = replayed.decided("experts: even", plan, 4)
     try:
-        imagine_step(model, found, *batch, fails, models.optimizer, 3)
+        fake_step(model, found, *batch, fails, models.optimizer, 3)
     except ValueError as error:
         return str(error)
     return ""

@@ -10,7 +10,7 @@ from torch import nn
 
 import meshplan
 from meshplan.plan.plan import make_plan
-from meshplan.runtime.apply.materialize import Values, _part
+from meshplan.runtime.apply.materialize import InitialValues, _part
 from meshplan.runtime.trace.structure import graph_of
 from meshplan.spec.reader import load_spec
 from tests.helpers import models, parity
@@ -171,6 +171,6 @@ def test_a_model_on_meta_is_given_memory_where_the_plan_keeps_each_part(monkeypa
     rules = [{"match": "1", "offload": "params"}]
     spec = load_spec({"version": 1, "strategy": "full_shard", "rules": rules})
     plan = make_plan(spec, graph_of(model), world_size=2)
-    Values({"1.weight": torch.ones(4, 4)}).fill(model, plan)
+    InitialValues({"1.weight": torch.ones(4, 4)}).fill(model, plan)
     assert [param.device.type for param in model.parameters()] == ["meta", "meta", "cpu", "cpu"]
     assert model[1].weight.equal(torch.ones(4, 4))

@@ -14,7 +14,7 @@ import torch
 
 from meshplan.assign import assign
 from meshplan.errors import PlanError
-from meshplan.memory.analytic.estimate import told_estimate
+from meshplan.memory.analytic.estimate import estimate_analytic
 from meshplan.memory.answer.states import state_bytes
 from meshplan.model.blueprint import from_mapping
 from meshplan.plan.plan import Plan, make_plan
@@ -120,7 +120,7 @@ def plan_of(**more: Any) -> Plan:
 
 
 def told(plan: Plan) -> Any:
-    return told_estimate(plan, device="a100-sxm-80gb", limit_bytes=2**34)
+    return estimate_analytic(plan, device="a100-sxm-80gb", limit_bytes=2**34)
 
 
 def test_a_step_told_without_torch_tells_both_sides() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshplan.errors import ApplyError, PlanError, Problem
-from meshplan.runtime.base.subprocess_pool import run_apart
+from meshplan.runtime.base.subprocess_pool import run_in_subprocesses
 
 
 def lingering(number: int) -> tuple[int, int]:
@@ -42,7 +42,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_no_process_outlives_its_task() -> None:
-    told = run_apart(lingering, [(number,) for number in range(3)], most=2)
+    told = run_in_subprocesses(lingering, [(number,) for number in range(3)], most=2)
     assert [number for number, _ in told] == [0, 1, 2]
     assert not any(is_running(pid) for _, pid in told)
 
@@ -65,6 +65,6 @@ def test_a_task_that_fails_ends_them_all(
     monkeypatch.setattr(os, "cpu_count", lambda: 2)  # Both run at once on any machine.
     noted = tmp_path / "pid"
     with pytest.raises(error) as caught:
-        run_apart(failing, [("wait", str(noted)), (how, str(noted))], most=2)
+        run_in_subprocesses(failing, [("wait", str(noted)), (how, str(noted))], most=2)
     assert words in str(caught.value)
     assert not is_running(int(noted.read_text()))

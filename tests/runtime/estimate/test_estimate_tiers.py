@@ -12,9 +12,9 @@ from meshplan.memory import EventLog, Term, reserve
 from meshplan.memory.log.events import Event, Storage
 from meshplan.memory.repeat.extrapolate import Blocks, NotRepeatingError, extrapolate, is_same
 from meshplan.plan.plan import make_plan
-from meshplan.runtime.base.subprocess_pool import run_apart
-from meshplan.runtime.estimate.estimate import _imagine, _worth_cutting
-from meshplan.runtime.estimate.request import Question, decided
+from meshplan.runtime.base.subprocess_pool import run_in_subprocesses
+from meshplan.runtime.estimate.estimate import _fake_step, _worth_cutting
+from meshplan.runtime.estimate.request import EstimateRequest, decided
 from meshplan.runtime.estimate.scale_down import Source
 from meshplan.runtime.fake_step.equal_lists import Repeats, is_alike
 from meshplan.runtime.trace.structure import graph_of
@@ -27,7 +27,9 @@ __all__ = ["run"]
 def whole_log(plan: dict[str, Any], entry: str) -> EventLog:
     """Of rank 0, with all blocks."""
     source = Source(entry=f"tests.helpers.estimated:{entry}", origin=Origin("<test>"))
-    (imagined,) = run_apart(_imagine, [(Question(spec=load_spec(plan), source=source), 0)])
+    (imagined,) = run_in_subprocesses(
+        _fake_step, [(EstimateRequest(spec=load_spec(plan), source=source), 0)]
+    )
     return imagined.log
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from meshplan.api import checking as api
+from meshplan.api import checking
 from meshplan.cli.app import main
 from meshplan.errors import PlanError
 from meshplan.runtime.estimate import tried
@@ -44,8 +44,8 @@ def no_group():
         dist.destroy_process_group()
 
 
-def checked(stated: dict[str, Any]) -> api.CheckResult:
-    return api.check_plan(stated, model=stated["model"]["entry"])
+def checked(stated: dict[str, Any]) -> checking.CheckResult:
+    return checking.check_plan(stated, model=stated["model"]["entry"])
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,9 @@ def test_a_forward_that_runs_is_ok_without_a_word(mesh):
 def test_deciding_for_another_verb_runs_no_forward(monkeypatch):
     monkeypatch.setattr(tried, "try_entry", lambda *_: pytest.fail("it ran"))
     stated = plan("fused", rules=FUSED)
-    assert api.decide(stated, model=stated["model"]["entry"]).mesh.size("tp") == 2
+    assert checking.decide(stated, model=stated["model"]["entry"]).mesh.size("tp") == 2
     with pytest.raises(PlanError):
-        api.decide(stated | {"mesh": {"tp": 5}}, model=stated["model"]["entry"])
+        checking.decide(stated | {"mesh": {"tp": 5}}, model=stated["model"]["entry"])
 
 
 def test_it_costs_little():

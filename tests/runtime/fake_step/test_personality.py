@@ -23,7 +23,7 @@ from meshplan.runtime.base.mesh import device_type
 from meshplan.runtime.fake_step.cuda_kernels import Kernels, attention_kind
 from meshplan.runtime.fake_step.cuda_mode import behaving_as
 from meshplan.runtime.fake_step.cuda_workspace import taken_inside
-from meshplan.runtime.fake_step.step import imagining, imagining_alone
+from meshplan.runtime.fake_step.step import fake_rank, fake_single_rank
 from meshplan.runtime.torch_private.fakes import fake_mode
 from meshplan.runtime.trace.structure import graph_of
 from meshplan.spec.reader import load_spec
@@ -278,12 +278,12 @@ def devices_with_a_gpu() -> list[str]:
         patch.setattr(torch.accelerator, "is_available", lambda: True)
         patch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
         found.append(device_type())
-        with imagining_alone(torch.nn.Linear(2, 2)):
+        with fake_single_rank(torch.nn.Linear(2, 2)):
             found.append(device_type())
         plan = make_plan(
             load_spec({"version": 1, "mesh": {"dp_shard": 2}}), graph_of(torch.nn.Linear(2, 2))
         )
-        with imagining(torch.nn.Linear(2, 2), plan, 0) as (_, mesh, _, _):
+        with fake_rank(torch.nn.Linear(2, 2), plan, 0) as (_, mesh, _, _):
             found += [mesh.device_type, device_type()]
         found.append(device_type())
     return found

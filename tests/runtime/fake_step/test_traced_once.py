@@ -22,9 +22,9 @@ from torch.utils.flop_counter import flop_registry
 
 from meshplan.garbage import collecting_rarely
 from meshplan.memory.log.events import Term
-from meshplan.memory.log.microbatch import Work
+from meshplan.memory.log.microbatch import MicrobatchTrace
 from meshplan.plan.plan import make_plan
-from meshplan.runtime.fake_step import kernels as counting
+from meshplan.runtime.fake_step import kernels
 from meshplan.runtime.fake_step.microbatch import trace_work
 from meshplan.runtime.trace.structure import graph_of
 from meshplan.spec.reader import load_spec
@@ -82,7 +82,7 @@ def traced(how: str, plan: dict[str, Any]) -> tuple[int, int, int]:
     counts.clear()
     _TABLES.clear()
     batch = torch.zeros(2, 8), torch.zeros(2, 8)
-    work: Work = trace_work(model, found, *batch, nn.functional.mse_loss)
+    work: MicrobatchTrace = trace_work(model, found, *batch, nn.functional.mse_loss)
     live, most = 0, 0
     for event in work.log.events:
         live += event.delta
@@ -124,15 +124,15 @@ def _products() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
 
 
 def test_flops_are_of_the_product_that_is_asked_for() -> None:
-    counting._TOLD.clear()
+    kernels._TOLD.clear()
     for _ in range(2):
         for func, args in _products():
             out = func(*args)
-            told = counting._done(func, args, {}, out)
+            told = kernels._done(func, args, {}, out)
             rule: Any = flop_registry[func.overloadpacket]  # type: ignore[attr-defined]
             assert told is not None
             assert told.flops == rule(*args, out_val=out)
-    assert len(counting._TOLD) == len(_products())
+    assert len(kernels._TOLD) == len(_products())
 
 
 def test_cycles_are_looked_for_as_before() -> None:

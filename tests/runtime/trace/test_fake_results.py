@@ -12,12 +12,11 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.nn import functional
 
 from meshplan.memory.log.events import EventLog
-from meshplan.runtime.fake_step.memory_tracker import Ledger
-from meshplan.runtime.torch_private import fake_dispatch as private_legs
-from meshplan.runtime.torch_private import fake_results as private_results
+from meshplan.runtime.fake_step.memory_tracker import MemoryTracker
+from meshplan.runtime.torch_private import fake_dispatch, fake_results
 from meshplan.runtime.torch_private.fakes import fake_like, fake_mode
 from meshplan.runtime.trace.bounds import everything, half, picking
-from meshplan.runtime.trace.constants import Shadows
+from meshplan.runtime.trace.constants import ConstantPropagation
 
 
 class _Many(nn.Module):
@@ -40,13 +39,13 @@ class _Many(nn.Module):
         return out.unfold(0, 3, 2).sum((0, 2)) / out.var(0).sqrt().clamp_min(1e-6)
 
 
-def _log(shape: tuple[int, ...], mode: Any, shadows: Shadows) -> EventLog:
+def _log(shape: tuple[int, ...], mode: Any, shadows: ConstantPropagation) -> EventLog:
     model = _Many()
     with mode, shadows:
         for name, parameter in list(model.named_parameters()):
             owner, _, last = name.rpartition(".")
             setattr(model.get_submodule(owner), last, fake_like(mode, parameter))
-        ledger = Ledger({module: name for name, module in model.named_modules()})
+        ledger = MemoryTracker({module: name for name, module in model.named_modules()})
         x = torch.empty(shape)
         with ledger:
             model(x).square().sum().backward()
@@ -56,15 +55,15 @@ def _log(shape: tuple[int, ...], mode: Any, shadows: Shadows) -> EventLog:
 def _both(shape: tuple[int, ...]) -> tuple[EventLog, EventLog]:
     """(remembered, as torch says)."""
     mode, other = fake_mode(), fake_mode()
-    return _log(shape, mode, Shadows(mode)), _log(shape, other, Shadows())
+    return _log(shape, mode, ConstantPropagation(mode)), _log(shape, other, ConstantPropagation())
 
 
 def test_same_log() -> None:
-    private_results._KNOWN.clear()
+    fake_results._KNOWN.clear()
     for shape in ((2, 4, 9, 9), (3, 4, 9, 9), (2, 4, 9, 9)):
         remembered, told = _both(shape)
         assert remembered == told
-    assert sum(recipe is not None for recipe in private_results._KNOWN.values()) > 50
+    assert sum(recipe is not None for recipe in fake_results._KNOWN.values()) > 50
 
 
 def _pairs() -> list[tuple[str, Callable[[torch.Tensor], Any]]]:
@@ -84,7 +83,11 @@ def _pairs() -> list[tuple[str, Callable[[torch.Tensor], Any]]]:
 def test_told_apart(what: str, run: Callable[[torch.Tensor], Any]) -> None:
     mode, other = fake_mode(), fake_mode()
     found = []
-    for each, shadows in ((mode, Shadows(mode)), (mode, Shadows(mode)), (other, Shadows())):
+    for each, shadows in (
+        (mode, ConstantPropagation(mode)),
+        (mode, ConstantPropagation(mode)),
+        (other, ConstantPropagation()),
+    ):
         with each, shadows:
             x = torch.empty(4, 6)
             made = run(x)
@@ -98,7 +101,7 @@ def test_told_apart(what: str, run: Callable[[torch.Tensor], Any]) -> None:
 
 def test_default_dtype() -> None:
     mode = fake_mode()
-    with mode, Shadows(mode):
+    with mode, ConstantPropagation(mode):
         whole = torch.empty(3, dtype=torch.int64)
         assert (whole / 2).dtype == torch.float32
         torch.set_default_dtype(torch.float64)
@@ -110,7 +113,7 @@ def test_default_dtype() -> None:
 
 def test_other_modes_are_left_alone() -> None:
     mode, inner = fake_mode(), fake_mode()
-    with mode, Shadows(mode):
+    with mode, ConstantPropagation(mode):
         (torch.empty(2, 3) + 1).relu()
         with inner:
             made = (torch.empty(2, 3) + 1).relu()
@@ -119,7 +122,7 @@ def test_other_modes_are_left_alone() -> None:
 
 def test_written_numbers_are_forgotten() -> None:
     mode = fake_mode()
-    with mode, Shadows(mode):
+    with mode, ConstantPropagation(mode):
         known = torch.arange(3)
         assert known.max().item() == 2
         unknown = torch.empty(3, dtype=torch.int64) + 1
@@ -142,7 +145,7 @@ def test_fake_like(trains: bool) -> None:
 
 def test_modes_are_called_as_they_are() -> None:
     """Torch's wrapper costs as much as an operator; its compiler would hear of nothing."""
-    for kind in (Ledger, Shadows):
+    for kind in (MemoryTracker, ConstantPropagation):
         assert not hasattr(kind.__torch_dispatch__, "__wrapped__")
 
 
@@ -178,13 +181,17 @@ def test_shorter_ways_lead_to_the_same(
     what: str, run: Callable[..., Any], dtype: torch.dtype
 ) -> None:
     """Forward and backward, for the first time and then remembered, against torch's own way."""
-    private_results._KNOWN.clear()
+    fake_results._KNOWN.clear()
     mode, other, found = fake_mode(), fake_mode(), []
-    for each, shadows in ((mode, Shadows(mode)), (mode, Shadows(mode)), (other, Shadows())):
+    for each, shadows in (
+        (mode, ConstantPropagation(mode)),
+        (mode, ConstantPropagation(mode)),
+        (other, ConstantPropagation()),
+    ):
         for shape in ((2, 6, 4, 8), (1, 6, 4, 4)):
             with each, shadows:
                 x = torch.empty(shape, dtype=dtype, requires_grad=True)
-                ledger = Ledger({})
+                ledger = MemoryTracker({})
                 with ledger:
                     made = run(x)
                     made.float().square().sum().backward()
@@ -203,15 +210,15 @@ def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def test_most_operators_take_a_shorter_way() -> None:
-    private_results._KNOWN.clear()
+    fake_results._KNOWN.clear()
     mode = fake_mode()
-    with mode, Shadows(mode):
+    with mode, ConstantPropagation(mode):
         for _, run in _operators():
             x = torch.empty((2, 6, 4, 8), requires_grad=True)
             run(x).float().square().sum().backward()
-    legs = list(private_legs._LEGS.values())
+    legs = list(fake_dispatch._LEGS.values())
     assert len(legs) > 80
-    assert legs.count(private_legs._Leg.LONG) < len(legs) / 10
+    assert legs.count(fake_dispatch._Leg.LONG) < len(legs) / 10
 
 
 def test_a_size_that_depends_on_numbers_is_left_open_where_that_is_asked_for():
@@ -227,7 +234,7 @@ def test_a_mask_beside_other_indices_picks_as_much_as_it_could():
     mask = torch.tensor([True, False] * 3)
     for share, count in ((everything, 6), (half, 3)):
         mode = fake_mode()
-        with mode, Shadows(mode), picking(share):
+        with mode, ConstantPropagation(mode), picking(share):
             rows, where, column = (fake_like(mode, each) for each in (x, mask, place))
             assert rows[where].shape == (count, 4, 3)
             assert rows[where, column].shape == (count, 3)

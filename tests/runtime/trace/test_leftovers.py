@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import meshplan
 from meshplan.errors import ApplyError
-from meshplan.runtime.trace import side_effects as leftovers
+from meshplan.runtime.trace import side_effects
 from meshplan.runtime.trace.ops import record
 
 DIM = 4
@@ -272,7 +272,7 @@ def test_a_run_without_caches_collects_no_garbage(monkeypatch: pytest.MonkeyPatc
         def table(self, x: Tensor) -> Tensor:
             return x
 
-    monkeypatch.setattr(leftovers.gc, "collect", collect)
+    monkeypatch.setattr(side_effects.gc, "collect", collect)
     record(Plain(), torch.randn(2, DIM))
 
 

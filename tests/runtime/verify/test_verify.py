@@ -16,11 +16,11 @@ import meshplan
 from meshplan.cli.app import main
 from meshplan.errors import Origin
 from meshplan.memory import StateBytes
-from meshplan.plan.verdict import Moved, RankReport, Shift, Training, Verdict
+from meshplan.plan.verdict import RankReport, Shift, StateComparison, TrainingRun, Verdict
 from meshplan.render.verify import verdict_to_text
 from meshplan.runtime.estimate.scale_down import Source, model_of_source, shrink, source_of_config
 from meshplan.runtime.estimate.tiny_config import shrink_layers, shrink_sizes
-from meshplan.traffic import Difference, Route
+from meshplan.traffic import Route, RouteDifference
 from tests.helpers import models
 
 HERE = Origin("<test>")
@@ -297,13 +297,13 @@ BYTES = StateBytes(1, 1, 1, 1)
 RANK = RankReport(
     held=BYTES, predicted=BYTES, sent=(), num_collectives=1, collective_bytes=8, unknown=()
 )
-TRAINED = Training(losses=(1.0, 0.9, 0.8), norms=(1.0, 1.0))
+TRAINED = TrainingRun(losses=(1.0, 0.9, 0.8), norms=(1.0, 1.0))
 SHIFT = Shift(name="w", is_buffer=False, is_visible=True, moved=1.0, apart=0.005, allowed=0.01)
 RIGHT = Verdict(
     world=1, notes=(), unmatched=(), together=TRAINED, alone=TRAINED, ranks=(RANK,),
-    moved=Moved(shifts=(SHIFT,)),
+    moved=StateComparison(shifts=(SHIFT,)),
 )  # fmt: skip
-SENT = (Difference(Route("all_reduce", ("tp",), 8), 1, 2),)
+SENT = (RouteDifference(Route("all_reduce", ("tp",), 8), 1, 2),)
 
 
 @pytest.mark.parametrize(
@@ -313,10 +313,19 @@ SENT = (Difference(Route("all_reduce", ("tp",), 8), 1, 2),)
         ({"together": replace(TRAINED, losses=(1.0, 0.9, 0.82))}, ["loss"]),
         ({"together": replace(TRAINED, losses=(1.0, 0.9, float("nan")))}, ["loss"]),
         ({"together": replace(TRAINED, norms=(1.0, 2.0))}, ["gradient norm"]),
-        ({"moved": Moved(shifts=(SHIFT, replace(SHIFT, apart=0.5)))}, ["parameters"]),
-        ({"moved": Moved(shifts=(SHIFT, replace(SHIFT, apart=float("nan"))))}, ["parameters"]),
-        ({"moved": Moved(shifts=(replace(SHIFT, apart=0.5, is_buffer=True),))}, ["buffers"]),
-        ({"moved": Moved(shifts=(replace(SHIFT, moved=0.0, apart=1, allowed=0),))}, ["parameters"]),
+        ({"moved": StateComparison(shifts=(SHIFT, replace(SHIFT, apart=0.5)))}, ["parameters"]),
+        (
+            {"moved": StateComparison(shifts=(SHIFT, replace(SHIFT, apart=float("nan"))))},
+            ["parameters"],
+        ),
+        (
+            {"moved": StateComparison(shifts=(replace(SHIFT, apart=0.5, is_buffer=True),))},
+            ["buffers"],
+        ),
+        (
+            {"moved": StateComparison(shifts=(replace(SHIFT, moved=0.0, apart=1, allowed=0),))},
+            ["parameters"],
+        ),
         ({"ranks": (replace(RANK, held=StateBytes(1, 1, 1, 2)),)}, ["bytes held"]),
         ({"ranks": (replace(RANK, sent=SENT),)}, ["collectives"]),
         ({"ranks": (replace(RANK, sent=SENT, unknown=("axis pp",)),)}, []),

@@ -350,8 +350,8 @@ def waiting_while_bytes_move() -> tuple[str, float]:
         dist.barrier()
     began = time.monotonic()
 
-    def moving(*unused: Any) -> sockets.Traffic:
-        return sockets.Traffic(int(1000 * min(time.monotonic() - began, SLOW_S)), 0, 1)
+    def moving(*unused: Any) -> sockets.Connections:
+        return sockets.Connections(int(1000 * min(time.monotonic() - began, SLOW_S)), 0, 1)
 
     watchdog.traffic = moving
     try:

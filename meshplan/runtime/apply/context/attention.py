@@ -41,7 +41,7 @@ MASKED: Final = Problem(
 """Masks of parts do not add up to that of the whole."""
 
 
-class Trial:
+class AttentionTrial:
     """One run of the proof, which sees every call; `proof` says what it makes of them.
 
     Attributes:
@@ -87,7 +87,7 @@ class SequenceMode(TorchFunctionMode):
         self.known: dict[tuple[int, ...], bool] = {}
         self.shapes: dict[Site, set[tuple[torch.Size, ...]]] = {}
         self._kept: dict[int, CodeType] = {}
-        self.trial: Trial | None = None
+        self.trial: AttentionTrial | None = None
         self.is_fed = False
         self.refused: Problem | None = None
         self.is_on = False

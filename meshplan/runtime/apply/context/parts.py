@@ -73,7 +73,7 @@ class Parts:
         return self.join(every.unbind(0), dim)
 
 
-class _Gather(torch.autograd.Function):
+class _GatherSequence(torch.autograd.Function):
     """Parts along dim -2 to the whole on every rank; the gradients of the whole are added up."""
 
     @staticmethod
@@ -137,7 +137,7 @@ def _exchange(pieces: torch.Tensor, parts: Parts) -> torch.Tensor:
 
 def gather_sequence(part: torch.Tensor, parts: Parts) -> torch.Tensor:
     """The whole sequence (dim -2) on every rank, with gradient."""
-    whole: torch.Tensor = _Gather.apply(part, parts)
+    whole: torch.Tensor = _GatherSequence.apply(part, parts)
     return whole
 
 

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import nn
 
 from meshplan.errors import ApplyError, MeshplanError, Problem
-from meshplan.runtime.apply.context.attention import SequenceMode, Site, Trial
+from meshplan.runtime.apply.context.attention import AttentionTrial, SequenceMode, Site
 from meshplan.runtime.base.batch import mapped
-from meshplan.runtime.base.fake_mode import is_pretending, numbers
+from meshplan.runtime.base.fake_mode import is_fake_execution, numbers
 from meshplan.runtime.base.mesh import local_of
-from meshplan.runtime.checks.dry_run import aside, noise
+from meshplan.runtime.checks.dry_run import dry_run, noise
 
 _TOLERANCE: Final = (1e-3, 1e-1)
 """Relative difference of a token in single and in half precision that another order of addition
@@ -44,7 +44,7 @@ _UNSEEN: Final = Problem(
 )
 
 
-class _Whole(Trial):
+class _Whole(AttentionTrial):
     """The run on the whole sequence: calls are noted, attention is sampled."""
 
     is_whole = True
@@ -63,7 +63,7 @@ class _Whole(Trial):
         self.attentions.append((form, kept))
 
 
-class _Part(Trial):
+class _PartRun(AttentionTrial):
     """The run on parts: calls are told apart, attention is compared."""
 
     is_whole = False
@@ -164,17 +164,17 @@ def prove(
         whole_args, whole_kwargs = mapped((args, kwargs), whole)
         mode.trial = in_whole
         try:
-            with aside(model):
+            with dry_run(model):
                 expected = model(*whole_args, **whole_kwargs)
-            raise_told(None if in_whole.attentions else _UNSEEN)
-            in_part = mode.trial = _Part(in_whole, length, local)
-            with aside(model):
+            raise_remote(None if in_whole.attentions else _UNSEEN)
+            in_part = mode.trial = _PartRun(in_whole, length, local)
+            with dry_run(model):
                 found = _run_part(model, *mapped((args, local_kwargs), one))
         finally:
             mode.trial = None
         problems = [*in_part.problems, *_call_problems(in_whole, in_part)]
         problems += _output_problems(expected, found, in_whole, in_part, parts.group)
-    raise_told(next(iter(problems), None))
+    raise_remote(next(iter(problems), None))
     mode.known |= in_part.known
     mode.lengths.add(length)
 
@@ -193,17 +193,17 @@ def _run_part(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         raise ApplyError(problem) from error
 
 
-def raise_told(problem: Problem | None) -> None:
+def raise_remote(problem: Problem | None) -> None:
     """Raise on every rank what the first of them has to say, if any has."""
     told: list[Problem | None] = [problem] * dist.get_world_size()
-    if not is_pretending():
+    if not is_fake_execution():
         dist.all_gather_object(told, problem)
     for each in told:
         if each is not None:
             raise ApplyError(each)
 
 
-def _call_problems(whole: _Whole, part: _Part) -> Iterator[Problem]:
+def _call_problems(whole: _Whole, part: _PartRun) -> Iterator[Problem]:
     if len(whole.attentions) != part.count:
         yield Problem(
             f"{_CANNOT}: it attends {part.count} times to a part, but {len(whole.attentions)} "
@@ -213,7 +213,7 @@ def _call_problems(whole: _Whole, part: _Part) -> Iterator[Problem]:
 
 
 def _output_problems(
-    expected: Any, found: Any, whole: _Whole, part: _Part, group: dist.ProcessGroup
+    expected: Any, found: Any, whole: _Whole, part: _PartRun, group: dist.ProcessGroup
 ) -> Iterator[Problem]:
     """Every output has the sequence along a dim, and the same numbers there."""
     own = dict(_named(found))

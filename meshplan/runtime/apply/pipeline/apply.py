@@ -11,19 +11,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshplan.plan.plan import Plan
 from meshplan.plan.restrict import restrict
 from meshplan.runtime.apply.expert_protocol import find_for_twin
-from meshplan.runtime.apply.materialize import Values
+from meshplan.runtime.apply.materialize import InitialValues
 from meshplan.runtime.apply.pipeline.hooks import hooks_of
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
-from meshplan.runtime.apply.pipeline.run import Part
+from meshplan.runtime.apply.pipeline.run import StageRuntime
 from meshplan.runtime.apply.pipeline.stage import Replay, make_stage, watch_calls
 from meshplan.runtime.base.mesh import submesh
 from meshplan.runtime.checks.outside import watch_first_forward
 
-Wrap = Callable[[nn.Module, Plan, DeviceMesh, Values], nn.Module]
+Wrap = Callable[[nn.Module, Plan, DeviceMesh, InitialValues], nn.Module]
 
 
 def apply_pipeline(
-    model: nn.Module, plan: Plan, mesh: DeviceMesh, values: Values, wrap: Wrap
+    model: nn.Module, plan: Plan, mesh: DeviceMesh, values: InitialValues, wrap: Wrap
 ) -> PipelinedModule:
     """This rank's stages; the model itself is left without numbers.
 
@@ -34,7 +34,7 @@ def apply_pipeline(
     stages = plan.assignment.stages
     assert stages is not None
     place = dist.get_rank(submesh(mesh, ("pp",)).get_group())
-    parts: dict[int, Part] = {}
+    parts: dict[int, StageRuntime] = {}
     names = tuple(model.state_dict())
     for stage in stages.of_rank(place):
         module = make_stage(model, plan.graph, stages, stage)
@@ -42,11 +42,13 @@ def apply_pipeline(
         part = restrict(plan, stage)
         held = part.assignment.tensors
         find_for_twin(model, module, part)
-        wrap(module, part, mesh, Values({f: v for f, v in values.local.items() if f in held}))
+        wrap(
+            module, part, mesh, InitialValues({f: v for f, v in values.local.items() if f in held})
+        )
         replay = Replay(stage)  # Its early end is inside of no unit: `restrict` leaves none there.
         watch_calls(module, hooks, replay)
         watch_first_forward(module, part)
-        parts[stage] = Part(module, part, replay)
+        parts[stage] = StageRuntime(module, part, replay)
     _empty(model)
     return PipelinedModule(model, parts, plan=plan, mesh=mesh, names=names)
 

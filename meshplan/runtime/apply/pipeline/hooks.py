@@ -16,7 +16,7 @@ from meshplan.errors import ApplyError, Problem
 
 
 @dataclass(frozen=True, slots=True)
-class Hooks:
+class UnitHooks:
     """The hooks of one unit in one stage.
 
     Attributes:

@@ -18,7 +18,13 @@ from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.data import set_gradient_sync
 from meshplan.runtime.apply.pipeline.answer import as_inputs, told_to_all
 from meshplan.runtime.apply.pipeline.program import make_program
-from meshplan.runtime.apply.pipeline.run import Form, Part, Run, Told, end_split_backward
+from meshplan.runtime.apply.pipeline.run import (
+    InputForm,
+    PipelineStep,
+    RemoteFailure,
+    StageRuntime,
+    end_split_backward,
+)
 from meshplan.runtime.apply.pipeline.shared import SharedTensors
 from meshplan.runtime.base.batch import as_arguments, chunked
 from meshplan.runtime.base.fake_mode import numbers
@@ -46,7 +52,7 @@ class PipelinedModule(nn.Module):
     def __init__(
         self,
         skeleton: nn.Module,
-        parts: dict[int, Part],
+        parts: dict[int, StageRuntime],
         *,
         plan: Plan,
         mesh: DeviceMesh,
@@ -70,7 +76,7 @@ class PipelinedModule(nn.Module):
         self._train, self._released = orders[self._place], released(orders, self._place)
         self._eval = forward_only(self._schedule, ranks, virtual)[self._place]
         self._mates = ranks_of_forward(plan)
-        self._forms: dict[Any, Form] = {}
+        self._forms: dict[Any, InputForm] = {}
         self.shared = SharedTensors(plan, mesh, {s: p.module for s, p in parts.items()})
 
     @property
@@ -176,7 +182,7 @@ class PipelinedModule(nn.Module):
             total += loss.detach().double()
             return loss * (scale / count)
 
-        run = Run(
+        run = PipelineStep(
             self._parts,
             schedule=self._schedule,
             group=self.group,
@@ -214,7 +220,7 @@ class PipelinedModule(nn.Module):
 
         with torch.no_grad():
             form = self._form(inputs)
-            run = Run(
+            run = PipelineStep(
                 self._parts,
                 schedule=self._schedule,
                 group=self.group,
@@ -227,7 +233,7 @@ class PipelinedModule(nn.Module):
             self._agree(run, form)
         return outputs[0] if outputs else None
 
-    def _sync(self, part: Part, is_last: bool) -> None:
+    def _sync(self, part: StageRuntime, is_last: bool) -> None:
         if not self._schedule.splits_backward:
             set_gradient_sync(part.module, part.plan, is_last)
         elif isinstance(part.module, FSDPModule):
@@ -236,15 +242,15 @@ class PipelinedModule(nn.Module):
             part.module.set_reshard_after_backward(False)
             part.module.set_requires_gradient_sync(False)
 
-    def _form(self, inputs: Any) -> Form:
+    def _form(self, inputs: Any) -> InputForm:
         """What is known of such inputs; recorded when they are met first."""
         key = (self.training, torch.is_grad_enabled(), _form_of(inputs))
         if key not in self._forms:
             program = make_program(self._hidden[0], self._stages, inputs)
-            self._forms[key] = Form(program, SequenceCuts(self.plan, program.flow))
+            self._forms[key] = InputForm(program, SequenceCuts(self.plan, program.flow))
         return self._forms[key]
 
-    def _agree(self, run: Run, form: Form) -> None:
+    def _agree(self, run: PipelineStep, form: InputForm) -> None:
         """Raise on every rank what went wrong on one.
 
         Later than the first time with such inputs, only the ranks along pp are told: what one
@@ -257,7 +263,7 @@ class PipelinedModule(nn.Module):
         failed, has_poison = numbers(flags, [False, False])
         if failed:
             self._forms.clear()  # What was exchanged may be half of it.
-            is_own = run.failure is not None and not isinstance(run.failure, Told)
+            is_own = run.failure is not None and not isinstance(run.failure, RemoteFailure)
             told: list[Any] = [None] * dist.get_world_size(group)
             own = f"{type(run.failure).__name__}: {run.failure}" if is_own else ""
             dist.all_gather_object(told, (dist.get_rank(), own), group=group)

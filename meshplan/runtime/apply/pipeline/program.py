@@ -10,7 +10,7 @@ from torch import nn
 from meshplan.assign.types import Stages
 from meshplan.errors import ApplyError, Problem
 from meshplan.model.flow import Call
-from meshplan.model.stage_boundary import Cut, stages_of, unit_calls
+from meshplan.model.stage_boundary import UnitFlow, stages_of, unit_calls
 from meshplan.runtime.apply.pipeline.stage import Program
 from meshplan.runtime.base.pytree import opaque_in
 from meshplan.runtime.trace.ops import record
@@ -30,7 +30,7 @@ def make_program(skeleton: nn.Module, stages: Stages, inputs: Any) -> Program:
     flow = record(skeleton, inputs, forms)
     calls = unit_calls(flow, stages.opened, stages.free)
     places = _stages_of(calls, stages)
-    cut = Cut(flow, calls)
+    cut = UnitFlow(flow, calls)
     problems = list(_problems(cut, places, stages, forms))
     if problems:
         raise ApplyError(problems)
@@ -63,7 +63,7 @@ def _stages_of(calls: tuple[Call, ...], stages: Stages) -> list[int]:
 
 
 def _problems(
-    cut: Cut, places: list[int], stages: Stages, forms: dict[int, Any]
+    cut: UnitFlow, places: list[int], stages: Stages, forms: dict[int, Any]
 ) -> Iterator[Problem]:
     origin = stages.reason.origin
     for bond in cut.bonds():

@@ -24,13 +24,13 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.layout.schedules import Action, Schedule
 from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.pipeline.split_backward import (
-    Halves,
+    PendingWeightGrads,
     check_weights,
     first_half,
     second_half,
 )
 from meshplan.runtime.apply.pipeline.stage import Program, Replay
-from meshplan.runtime.base.fake_mode import is_pretending
+from meshplan.runtime.base.fake_mode import is_fake_execution
 from meshplan.runtime.base.mesh import device
 from meshplan.runtime.base.phases import begin
 from meshplan.runtime.checks.forward_writes import before_backward, begin_microbatch
@@ -43,7 +43,7 @@ Meta = tuple[tuple[int, ...], torch.dtype, bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StageRuntime:
     """A stage of this rank: its module, its part of the plan, and its replay."""
 
     module: nn.Module
@@ -52,7 +52,7 @@ class Part:
 
 
 @dataclass(slots=True)
-class Form:
+class InputForm:
     """What is known of inputs of one form.
 
     Attributes:
@@ -69,20 +69,20 @@ class Form:
 
 
 @dataclass(slots=True)
-class _Flight:
+class _InFlight:
     """One microbatch in one stage, between forward and backward."""
 
     received: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: list[torch.Tensor] = field(default_factory=list)
     gradients: list[torch.Tensor] = field(default_factory=list)
-    halves: Halves = field(default_factory=Halves)
+    halves: PendingWeightGrads = field(default_factory=PendingWeightGrads)
 
 
-class Told(Exception):
+class RemoteFailure(Exception):
     """Another rank failed."""
 
 
-class Run:
+class PipelineStep:
     """One pass of all microbatches through this rank's stages.
 
     Args:
@@ -100,15 +100,15 @@ class Run:
 
     def __init__(
         self,
-        parts: dict[int, Part],
+        parts: dict[int, StageRuntime],
         *,
         schedule: Schedule,
         group: ProcessGroup,
         peers: Sequence[int],
-        form: Form,
+        form: InputForm,
         microbatches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
         finish: Callable[[Any, int], torch.Tensor | None],
-        sync: Callable[[Part, bool], None] = lambda part, is_last: None,
+        sync: Callable[[StageRuntime, bool], None] = lambda part, is_last: None,
         before: int = 0,
         released: Mapping[Action, tuple[Action, ...]] = MappingProxyType({}),
     ) -> None:
@@ -119,7 +119,7 @@ class Run:
         self.has_poison = False
         self.failure: Exception | None = None
         self._size = dist.get_world_size(group)
-        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._flights: dict[tuple[int, int], _InFlight] = {}
         self._arriving: dict[tuple[str, int, int], list[dist.Work]] = {}
         self._leaving: dict[Action, tuple[list[dist.Work], list[torch.Tensor]]] = {}
         self._released = released
@@ -155,13 +155,13 @@ class Run:
         Or where there are none: what is left of the step would be taken for all of it.
         """
         if self.failure is None:
-            is_alone = is_pretending() or is_lost_connection(error)
+            is_alone = is_fake_execution() or is_lost_connection(error)
             if is_alone or not fails_together(error, self.peers):
                 raise error
             self.failure = error
 
-    def _flight(self, stage: int, microbatch: int) -> _Flight:
-        return self._flights.setdefault((stage, microbatch), _Flight())
+    def _flight(self, stage: int, microbatch: int) -> _InFlight:
+        return self._flights.setdefault((stage, microbatch), _InFlight())
 
     def _forward(self, stage: int, m: int) -> None:
         part, flight, program = self.parts[stage], self._flight(stage, m), self.form.program
@@ -186,7 +186,7 @@ class Run:
             flight.outputs = [] if loss is None else [loss]
         else:
             flight.outputs = list(output)
-        if self.form.is_new and not is_pretending():
+        if self.form.is_new and not is_fake_execution():
             self.has_poison |= any(
                 t.is_floating_point() and bool(t.detach().isnan().any()) for t in flight.outputs
             )
@@ -213,9 +213,9 @@ class Run:
     def _backward_weights(self, stage: int, m: int) -> None:
         flight = self._flight(stage, m)
         second_half(flight.halves, self.parts[stage].module.parameters())
-        flight.halves = Halves()
+        flight.halves = PendingWeightGrads()
 
-    def _before_backward(self, kind: Literal["B", "I"], stage: int, m: int) -> _Flight:
+    def _before_backward(self, kind: Literal["B", "I"], stage: int, m: int) -> _InFlight:
         flight = self._flight(stage, m)
         if stage < self.last and self._peer(stage + 1) is None:
             flight.gradients = self._gradients(self._flight(stage + 1, m))
@@ -228,15 +228,15 @@ class Run:
         return flight
 
     def _roots(
-        self, stage: int, flight: _Flight
+        self, stage: int, flight: _InFlight
     ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
         outputs = [tensor for tensor in flight.outputs if tensor.requires_grad]
         return outputs, None if stage == self.last else flight.gradients
 
-    def _leaves(self, flight: _Flight) -> list[torch.Tensor]:
+    def _leaves(self, flight: _InFlight) -> list[torch.Tensor]:
         return [leaf for leaf in flight.received.values() if leaf.requires_grad]
 
-    def _gradients(self, flight: _Flight) -> list[torch.Tensor]:
+    def _gradients(self, flight: _InFlight) -> list[torch.Tensor]:
         """Of what was received, zero where nothing came back."""
         out = []
         for leaf in self._leaves(flight):
@@ -264,7 +264,7 @@ class Run:
         if known is None:
             known = self.form.metas[key] = found
             header = None if self.failure else found
-            if not is_pretending():
+            if not is_fake_execution():
                 dist.send_object_list([header], dst=peer, group=self.group)
         if known != found:
             changed = _changed(stage, known, found)
@@ -278,13 +278,13 @@ class Run:
         key = (stage - 1, torch.is_grad_enabled())
         if key not in self.form.metas:
             box: list[Any] = [None]
-            if is_pretending():
+            if is_fake_execution():
                 box = [self._expected(stage - 1)]
             else:
                 dist.recv_object_list(box, src=peer, group=self.group)
             self.form.metas[key] = box[0] or []
             if box[0] is None:
-                self._fail(Told())
+                self._fail(RemoteFailure())
         metas = self.form.metas[key]
         tensors = [torch.empty(shape, dtype=dtype, device=device()) for shape, dtype, _ in metas]
         self._arriving["F", stage, m] = self._receive(tensors, peer)
@@ -365,6 +365,6 @@ def _changed(stage: int, known: list[Meta], found: list[Meta]) -> Problem:
     )
 
 
-def end_split_backward(part: Part) -> None:
+def end_split_backward(part: StageRuntime) -> None:
     """Reduce what a backward in two halves left unreduced."""
     reduce_units(part.module)

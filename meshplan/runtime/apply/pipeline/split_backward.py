@@ -15,7 +15,7 @@ from meshplan.runtime.torch_private.private import backward_of_inputs, backward_
 
 
 @dataclass(slots=True)
-class Halves:
+class PendingWeightGrads:
     """What the first half leaves to the second.
 
     Attributes:
@@ -32,14 +32,14 @@ def first_half(
     gradients: list[torch.Tensor] | None,
     leaves: list[torch.Tensor],
     weights: Iterable[nn.Parameter],
-) -> Halves:
+) -> PendingWeightGrads:
     """Give `leaves` their gradients.
 
     Args:
         outputs: What backward starts from.
         gradients: Of the outputs; None for a loss.
     """
-    out = Halves()
+    out = PendingWeightGrads()
     ids = {id(leaf) for leaf in leaves}
     joined: list[tuple[torch.Tensor, torch.Tensor | None]] = []
     pairs = zip(outputs, gradients or [None] * len(outputs), strict=True)
@@ -56,7 +56,7 @@ def first_half(
     return out
 
 
-def second_half(halves: Halves, weights: Iterable[nn.Parameter]) -> None:
+def second_half(halves: PendingWeightGrads, weights: Iterable[nn.Parameter]) -> None:
     """Give the weights their gradients."""
     if halves.roots:
         tensors, gradients = zip(*halves.roots, strict=True)

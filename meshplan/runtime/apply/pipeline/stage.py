@@ -27,12 +27,12 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.model.flow import Call, Flow
 from meshplan.model.graph import ModelGraph
 from meshplan.model.stage_boundary import Relay
-from meshplan.runtime.apply.pipeline.hooks import Hooks, numbers_of
+from meshplan.runtime.apply.pipeline.hooks import UnitHooks, numbers_of
 from meshplan.runtime.base.mesh import device
 from meshplan.runtime.base.pytree import fill, tensors_in
 from meshplan.runtime.torch_private.private import intercept_calls
 
-_HooksOf = tuple[nn.Module, Hooks]
+_HooksOf = tuple[nn.Module, UnitHooks]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class Program:
         return self.relay.crossing[stage] if stage < len(self.relay.crossing) else ()
 
 
-class _Done(BaseException):
+class _StageDone(BaseException):
     """Everything that leaves the stage is there; not an Exception, which the model may catch."""
 
 
@@ -100,7 +100,7 @@ class Replay:
         output = None
         try:
             output = model(*args, **kwargs)
-        except _Done:
+        except _StageDone:
             pass
         except ApplyError:
             raise
@@ -154,7 +154,7 @@ class Replay:
         self._is_inside = False
         self._keep(call, output)
         if not program.keeps_state and self.stage < program.last and not self._has_more():
-            raise _Done
+            raise _StageDone
         return output
 
     def _has_more(self) -> bool:
@@ -291,6 +291,6 @@ def watch_calls(part: nn.Module, own: Mapping[str, frozenset[int]], replay: Repl
     """
     for fqn, numbers in own.items():
         module = part.get_submodule(fqn)
-        hooks = Hooks(numbers_of(module) - numbers)
+        hooks = UnitHooks(numbers_of(module) - numbers)
         intercept_calls(module, partial(replay.call, fqn, (module, hooks)))
     part.forward = partial(replay.forward, part.forward)
