@@ -210,3 +210,23 @@ def refresh(word: str = "") -> None:
 
 if __name__ == "__main__":
     refresh(*sys.argv[1:])
+
+
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+
+
+def test_the_map_of_the_architecture_is_the_tree():
+    """Every room has a row, and every folder, file and function that the page names is there."""
+    package = ROOT / "meshplan"
+    rooms = re.findall(r"^\| ((?:`[a-z]+/?` ?)+)\| (.+) \|$", ARCHITECTURE, re.MULTILINE)
+    named = {name: says for names, says in rooms for name in re.findall(r"`([a-z]+/)`", names)}
+    folders = {f"{path.name}/" for path in package.iterdir() if (path / "__init__.py").exists()}
+    assert named.keys() == folders - {"api/", "cli/"}
+    for room, says in named.items():
+        inner = set(re.findall(r"`([a-z_]+/)`", says))
+        missing = {name for name in inner if not (package / room / name).is_dir()}
+        assert not missing, (room, missing)
+    for file, name in re.findall(r"`([a-z_/]+\.py)(?:::([\w.]+))?`", ARCHITECTURE):
+        path = next(root / file for root in (package, ROOT) if (root / file).exists())
+        if last := name.rpartition(".")[2]:
+            assert re.search(rf"(def|class) {last}\b", path.read_text()), (file, name)

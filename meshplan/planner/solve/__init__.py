@@ -1,1 +1,41 @@
-"""Best-first search over the configurations, each solved exactly."""
+"""Best-first branch and bound over all configurations, each of them solved exactly.
+
+**Objective.** A configuration c (a row of the grid: mesh, batch, schedule, offload) leaves two
+things open: the option o of each block i (recomputation x reshard), and where the chain of blocks
+is cut into pipeline stages s. With m microbatches, and β the share of the other ranks' time that a
+rank waits for (`cost.pipeline.waiting_share`), a step takes
+
+    T = (m - β) * max_s t_s + β * sum_s t_s + once[c]                                (1)
+    t_s = sum of seconds[c, kind(i), o(i)] over the blocks i of stage s
+
+and every rank r, which keeps f_r microbatches for their backward, must stay within M bytes:
+
+    sum over its blocks of (resident + f_r * saved)[c, kind(i), o(i)] + top_r + excess_r <= M   (2)
+
+`tables.cost_table.CostTable` holds the arrays, `cost_table.weights` the factors of (1), and
+`tables.stage_layout` f_r and top_r. Only `excess_r`, what the memory package's event-by-event
+replay reports above these linear figures, is unknown until a candidate has been replayed.
+
+**Lower bounds.** Each drops or relaxes something, so none exceeds the optimum of c:
+
+    time_bounds     drops (2): every block takes its fastest option, and
+                    max_s t_s >= max(sum_s t_s / pp, the slowest block)
+    memory_bounds   drops (1): every block takes its smallest option; above M, c is out
+    priced_bounds   weak duality: for any price λ >= 0 of a byte,
+                    sum_s t_s >= sum_i min_o (seconds + λ bytes) - λ (pp M - sum_r top_r)
+    config_bound    lets blocks split: the LP relaxation of every possible stage's knapsack
+                    (`knapsack.solve_relaxations`), and the best cut of these (`least_cut_cost`)
+
+**Exact answer of one configuration** (`config.solve_config`). For a fixed stage the options are a
+multiple-choice knapsack (`knapsack.solve`: LP bound, greedy filling, reduced-cost fixing, label
+setting with dominance). `stage_cuts.cut_into_stages` finds the best cut under the LP bounds and
+replaces the bounds on its path by exact values until the whole path is exact.
+
+**Proof** (`search.search`). A queue holds every configuration under the highest bound it has so
+far. The lowest is taken out and its bound raised, in the order above; once it is exact, its plan is
+replayed. If the plan fits, T is the new incumbent T*. If not, M is lowered by the excess for this
+configuration, which goes back into the queue. As long as no configuration in the queue is below
+T* (1 - `TOLERANCE`), no plan of the space is faster than T* by more than the tolerance, under the
+cost and memory models that are printed with the answer. A search that is stopped early reports the
+lowest bound in the queue instead (`SearchResult.lower_s`), and so the gap that is left.
+"""
