@@ -1,7 +1,7 @@
-"""Declare how a PyTorch model is parallelised, know its memory beforehand, run it.
+"""Declare how a PyTorch model is parallelised, estimate its memory before it runs, and run it.
 
-The public names on one page. Importing meshplan imports nothing: each name is found in its room
-when it is first used, so that the command line starts without torch.
+This module lists the public names. Importing meshplan imports nothing else: each name is looked up
+in its module on first use, so that the command line starts without torch.
 """
 
 import importlib
@@ -56,7 +56,7 @@ _ROOMS = {
     "global_mean": "meshplan.runtime.apply.gather",
     "full_state_dict": "meshplan.runtime.train.state",
     "guarded": "meshplan.runtime.watch.guard",
-    # know it beforehand
+    # check, estimate and search before running
     "estimate_states": "meshplan.api.checking",
     "estimate_memory": "meshplan.api.checking",
     "check_plan": "meshplan.api.checking",
@@ -71,12 +71,12 @@ _ROOMS = {
     "make_plan": "meshplan.plan.plan",
     "make_report": "meshplan.api.reporting",
     "explore": "meshplan.api.exploring",
-    # the values that pass between them
+    # the values that these functions take and return
     "Spec": "meshplan.spec.spec",
     "Plan": "meshplan.plan.plan",
     "Mesh": "meshplan.layout.mesh",
     "Layout": "meshplan.layout.layout",
-    # what can go wrong
+    # errors
     "MeshplanError": "meshplan.errors",
     "SpecError": "meshplan.errors",
     "PlanError": "meshplan.errors",
@@ -88,7 +88,7 @@ __all__ = list(_ROOMS)
 
 
 def __getattr__(name: str) -> Any:
-    """Find a public name in its room, once."""
+    """Import a public name from its module on first use, and cache it."""
     if name not in _ROOMS:
         raise AttributeError(f"module 'meshplan' has no attribute {name!r}")
     value = getattr(importlib.import_module(_ROOMS[name]), name)

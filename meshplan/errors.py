@@ -1,7 +1,7 @@
-"""What can be wrong with a user's input, where it stands, and how to mend it.
+"""Errors in a user's input: what is wrong, where it is written, and how to fix it.
 
-Knows how a problem is written down and printed. Refuses to know what the rules are: the
-rooms that check things build `Problem`s and raise them all at once.
+This module defines how a problem is stored and printed. The rules themselves are elsewhere: the
+packages that check things build `Problem`s and raise all of them at once.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a value was stated.
+    """The place where a value was stated.
 
     Args:
         file: The plan file as the user named it, or a word such as "<mapping>" or "--set".
-        path: The dotted path inside it, such as "rules[0].place.tp"; "" for the whole file.
+        path: The dotted path inside the file, such as "rules[0].place.tp"; "" for the whole file.
         line: 1-based line, 0 when the source has no lines.
         column: 1-based column, 0 when the source has no columns.
-        digest: SHA-256 of the text that was parsed, "" for what came from no file.
+        digest: SHA-256 of the text that was parsed, "" if the value was not read from a file.
     """
 
     file: str
@@ -30,7 +30,7 @@ class Origin:
 
     @property
     def place(self) -> str:
-        """`file:line:column` as compilers print it, or only the file."""
+        """`file:line:column` as compilers print it, or only the file if there is no line."""
         return f"{self.file}:{self.line}:{self.column}" if self.line else self.file
 
     def __str__(self) -> str:
@@ -39,12 +39,12 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake: what it is, where it stands, how to fix it.
+    """One mistake: what is wrong, where it is written, how to fix it.
 
     Args:
         what: One sentence without a full stop.
-        origin: Where the user wrote it; None when it stands nowhere in a file.
-        fix: What to do, as one sentence; "" when there is no single answer.
+        origin: The place where the user wrote it; None if it is not written in any file.
+        fix: One sentence that says what to do; "" when there is no single answer.
     """
 
     what: str
@@ -57,7 +57,7 @@ class Problem:
 
 
 class MeshplanError(Exception):
-    """Base of everything meshplan raises on purpose; carries every `Problem` found."""
+    """Base class of everything that meshplan raises on purpose; carries every `Problem` found."""
 
     def __init__(self, problems: Problem | str | Iterable[Problem]) -> None:
         if isinstance(problems, str):
@@ -68,14 +68,14 @@ class MeshplanError(Exception):
         super().__init__(self.render())
 
     def render(self) -> str:
-        """The message as the command line prints it: a count, then each problem."""
+        """Return the message as the command line prints it: a count, then each problem."""
         count = len(self.problems)
         head = f"meshplan: {count} problem{'' if count == 1 else 's'}"
         return "\n".join([head, *map(str, self.problems)])
 
 
 class SpecError(MeshplanError, ValueError):
-    """The plan file or the command line says something that cannot be read."""
+    """The plan file or the command line cannot be read."""
 
 
 class PlanError(MeshplanError, ValueError):
@@ -83,7 +83,7 @@ class PlanError(MeshplanError, ValueError):
 
 
 class UnstatedError(PlanError):
-    """The plan leaves out what the answer depends on, and nothing but its author knows."""
+    """The plan leaves out a value that the answer depends on; only its author can supply it."""
 
 
 class ApplyError(MeshplanError, RuntimeError):

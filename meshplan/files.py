@@ -1,8 +1,8 @@
-"""Reading and writing the files of people and other programs.
+"""Read files written by people and other programs, and write files atomically.
 
-What is read is a regular file of a bounded size: a device or a pipe may never end. What is written
-is there whole or not at all, whatever happens meanwhile: a full disk, a killed process, another
-process that writes the same file, a link that somebody else put there.
+Only a regular file of a bounded size is read: a device or a pipe may never end. A written file
+appears completely or not at all, whatever happens meanwhile: a full disk, a killed process,
+another process that writes the same file, a link that somebody else created under its name.
 """
 
 from __future__ import annotations
@@ -16,31 +16,32 @@ from typing import Final
 from meshplan.errors import Origin, Problem, SpecError
 
 ELSEWHERE: Final = "name a file in a folder that exists and may be written"
-"""The fix of a file that cannot be written."""
+"""The fix that is suggested when a file cannot be written."""
 
 
 def read_bytes(path: str | os.PathLike[str], most: int, what: str) -> bytes:
     """Return the content of a regular file.
 
     Args:
-        most: Bytes that it may have.
-        what: What is expected of it, with an article: "a plan".
+        path: The file.
+        most: Maximum size in bytes.
+        what: The expected content, with an article, for messages: "a plan".
 
     Raises:
-        FileNotFoundError: There is no such file.
-        SpecError: It is no regular file, too large, or cannot be read.
+        FileNotFoundError: The file does not exist.
+        SpecError: The file is not a regular file, is too large, or cannot be read.
     """
     origin = Origin(os.fspath(path))
     try:
         _check_regular(os.stat(path), what, origin)  # Opening a device may be an order to it.
-        # What was a file a moment ago may be a pipe now, and would block here for good.
+        # Between `stat` and `open` the file may have become a pipe, and opening one would block.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())
             _check_regular(status, what, origin)
             data = file.read(most + 1) if status.st_size <= most else b""
     except (FileNotFoundError, SpecError):
         raise
-    except (OSError, ValueError) as error:  # ValueError: a name that holds a null byte.
+    except (OSError, ValueError) as error:  # ValueError: a name with a null byte.
         reason = getattr(error, "strerror", None) or "its name is not valid"
         raise SpecError(Problem(f"the file cannot be read: {reason}", origin)) from None
     size = max(status.st_size, len(data))
@@ -58,17 +59,19 @@ def _check_regular(status: os.stat_result, what: str, origin: Origin) -> None:
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes, what: str, fix: str = ELSEWHERE) -> None:
-    """Write a file so that every reader, at any time, finds the old content or all of the new.
+    """Write a file so that a reader at any time finds either the old content or all of the new.
 
-    The content goes into a new file beside it, reaches the disk, and then takes the name. A link
-    of that name is replaced, not followed.
+    The content goes into a new file in the same folder, is flushed to disk, and is then renamed. A
+    link of that name is replaced, not followed.
 
     Args:
-        what: What is written, with an article, for the message: "the lock".
-        fix: What to do where it cannot be written.
+        path: The file to write.
+        data: The whole content.
+        what: The content, with an article, for messages: "the lock".
+        fix: The fix that the error suggests.
 
     Raises:
-        SpecError: It cannot be written; what was there is as it was.
+        SpecError: The file cannot be written; what was there before is unchanged.
     """
     target = Path(path)
     try:
@@ -81,10 +84,10 @@ def write_bytes(path: str | os.PathLike[str], data: bytes, what: str, fix: str =
                 _write_all(handle, data)
                 os.fsync(handle)
             finally:
-                os.close(handle)  # Some file systems tell only here that the disk is full.
+                os.close(handle)  # Some file systems report a full disk only here.
             os.replace(beside, target)
         except BaseException:
-            with suppress(OSError):  # What went wrong before is what is told.
+            with suppress(OSError):  # The earlier error is the one to report.
                 os.unlink(beside)
             raise
         _sync_folder(target.parent)
@@ -95,17 +98,22 @@ def write_bytes(path: str | os.PathLike[str], data: bytes, what: str, fix: str =
 
 
 def _write_all(handle: int, data: bytes) -> None:
-    """Write everything: the operating system may take a part at a time."""
+    """Write everything: the operating system may accept a part at a time."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(handle, rest) :]
 
 
 def check_writable(path: str | os.PathLike[str], what: str, fix: str = ELSEWHERE) -> None:
-    """Refuse a place where `write_bytes` could not put a file, before the work that fills it.
+    """Refuse a path to which `write_bytes` could not write, before the work that fills it.
+
+    Args:
+        path: The file to write later.
+        what: The content, with an article, for messages: "the picture".
+        fix: The fix that the error suggests.
 
     Raises:
-        SpecError: There is no such folder, or something that is no file has the name.
+        SpecError: The folder does not exist, or the path is a folder or a device.
     """
     problem = ""
     if not os.path.isdir(os.path.dirname(path) or os.curdir):
@@ -127,7 +135,7 @@ def _keep_permissions(target: Path, handle: int) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Let the new name reach the disk, where the file system can do that for folders."""
+    """Flush a rename to disk, on file systems that support this for folders."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

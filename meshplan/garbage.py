@@ -1,4 +1,4 @@
-"""When Python looks for garbage in cycles."""
+"""Control of when Python's garbage collector searches for reference cycles."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from contextlib import contextmanager
 from typing import Final
 
 _MOST_NEW: Final = 1 << 20
-"""Objects that may be there beyond those of before until cycles among them are looked for."""
+"""New objects that may be allocated before the collector searches them for cycles."""
 
 
 @contextmanager
 def collecting_rarely() -> Iterator[None]:
-    """Inside, cycles are looked for once in a million objects.
+    """Let the garbage collector run once per million new objects inside the context.
 
-    A search makes millions and next to no cycles; to look for those takes a tenth of its time.
-    What is there afterwards is old, and looked through with all that is, and not at once.
+    A search of the planner makes millions of objects and next to no cycles; looking for cycles
+    takes a tenth of its time. At the end the new objects are moved to the oldest generation, so
+    that they are searched with all other old objects instead of immediately.
     """
     before = gc.get_threshold()
     gc.set_threshold(_MOST_NEW, *before[1:])
     try:
         yield
     finally:
-        if not gc.get_freeze_count():  # What somebody else froze stays so.
+        if not gc.get_freeze_count():  # Leave frozen what other code has frozen.
             gc.freeze()
             gc.unfreeze()
         gc.set_threshold(*before)
@@ -32,11 +33,12 @@ def collecting_rarely() -> Iterator[None]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Inside, cycles are not looked for.
+    """Turn the garbage collector off inside the context.
 
-    To look for them among tens of thousands of tuples takes a third of the time; what a step on
-    fake tensors leaves would be freed at any moment, and is none that counts. Of a whole function,
-    so that they are gone when it is looked for again.
+    Searching tens of thousands of tuples for cycles takes a third of the time. A collection could
+    also free what a step on fake tensors left behind at any moment, although none of those moments
+    means anything. Decorate a whole function with this, so that its objects are gone when the
+    collector is turned on again.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -48,9 +50,9 @@ def no_collection() -> Iterator[None]:
 
 
 def leave_at_once() -> None:
-    """Let a process that ends give all it holds to the system, and look for no cycles in it.
+    """Let a process exit without searching its objects for cycles.
 
-    With torch loaded there are half a million objects to look through, several times.
+    With torch loaded the interpreter would look through half a million objects, several times.
     """
     atexit.unregister(gc.freeze)
     atexit.register(gc.freeze)

@@ -1,8 +1,9 @@
-"""One piece of work after another, at both ends at once where there are two cores.
+"""Map a function over a sequence on two cores.
 
-Python itself computes on one. So a copy of this process, which knows all that was read so far and
-loads nothing, begins with the last piece. What its pieces come to is sent back, so let that be
-small; what it learns beside it is lost.
+One Python process computes on one core. Where a second core is available, the process forks; the
+copy has everything that was loaded so far, and works from the end of the sequence while the
+original works from the beginning. The copy's results are pickled and sent back, so they should be
+small. Side effects in the copy, such as filled caches, are lost.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 _SECOND: Final = threading.Lock()
-"""Held while a copy is at work, and inside of it: two processes are enough for two cores."""
+"""Locked while a copy is at work, also inside the copy: two processes are enough for two cores."""
 _MOST: Final = 4096
-"""Pieces, for each of which a byte lies in a pipe that nobody reads yet."""
+"""Maximum number of items: one byte for each is written to a pipe before anybody reads from it."""
 
 
 def has_another() -> bool:
-    """Whether a second core may be used now.
+    """Return True if a second core may be used now.
 
-    A process with other threads is not copied: locks that they hold would never be given back. Nor
-    is one with torch, whose own threads do not know what to do in a copy; numpy's do.
+    A process with other threads is not forked, because locks that they hold would never be released
+    in the copy. A process that has imported torch is not forked either: torch's own threads do not
+    work in a copy; numpy's do.
     """
     return (
         sys.platform == "linux"
@@ -43,13 +45,14 @@ def has_another() -> bool:
 
 
 def each(work: Callable[[A], B], pieces: Sequence[A]) -> list[B]:
-    """What pieces of work come to, as if one was done after the other.
+    """Return `work(piece)` for each piece, in order, as a serial loop would.
 
     Args:
-        work: Asks no other piece for anything, and comes to something that can be pickled.
+        work: A function whose calls do not depend on each other and whose results can be pickled.
+        pieces: The items to work on.
 
     Raises:
-        Exception: What the first piece raises that raises anything.
+        Exception: The error of the first piece, in order, that raises one.
     """
     if not 2 <= len(pieces) <= _MOST or not has_another():
         return [work(piece) for piece in pieces]
@@ -58,10 +61,13 @@ def each(work: Callable[[A], B], pieces: Sequence[A]) -> list[B]:
 
 
 def _from_both_ends(work: Callable[[A], B], pieces: Sequence[A]) -> list[B]:
-    """A token for each piece lies in a pipe: whoever takes one does the next at its own end."""
+    """Work from both ends of `pieces`, in two processes.
+
+    A pipe contains one token per piece. Whoever takes a token does the next piece at its own end.
+    """
     with _pipe() as (tokens, filler), _pipe() as (here, there):
         filler.write(bytes(len(pieces)))
-        filler.close()  # So that it is read to its end.
+        filler.close()  # So that readers see the end of the pipe.
         own, copy = os.getpid(), 0
         done: list[B] = []
         try:
@@ -76,16 +82,16 @@ def _from_both_ends(work: Callable[[A], B], pieces: Sequence[A]) -> list[B]:
         finally:
             if copy > 0:
                 os.kill(copy, signal.SIGKILL)
-                with suppress(ChildProcessError):  # Somebody else waits for all children.
+                with suppress(ChildProcessError):  # Other code may wait for all children.
                     os.waitpid(copy, 0)
-    # What the copy could not do is done here, and raises here.
+    # Pieces on which the copy failed are done again here, so that errors are raised here.
     done += [work(piece) for piece in pieces[len(done) : len(pieces) - len(found)]]
     return done + found
 
 
 @contextmanager
 def _pipe() -> Iterator[tuple[io.FileIO, io.FileIO]]:
-    """Its two ends, (to read from, to write to)."""
+    """Open a pipe, and yield its (read end, write end)."""
     ends = [io.FileIO(end, mode) for end, mode in zip(os.pipe(), "rw", strict=True)]
     try:
         yield ends[0], ends[1]
@@ -95,14 +101,14 @@ def _pipe() -> Iterator[tuple[io.FileIO, io.FileIO]]:
 
 
 def _fork() -> int:
-    """As `os.fork`; negative where the system has no room for another process.
+    """Return what `os.fork` returns, or a negative number if the system cannot start a process.
 
-    Ctrl-C does not reach the copy: whoever waits for it hears it too, and ends it.
+    SIGINT is blocked in the copy: Ctrl-C reaches the parent too, and the parent ends the copy.
     """
     copy, before = -1, signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         with suppress(OSError), warnings.catch_warnings():
-            # Since 3.12 Python warns of threads, those of BLAS too, which it stops for a fork.
+            # Python 3.12 and later warn of threads, even those of BLAS, which it stops for a fork.
             warnings.simplefilter("ignore", DeprecationWarning)
             copy = os.fork()
     finally:
@@ -118,20 +124,20 @@ def _takes(tokens: io.FileIO) -> bool:
 def _do_the_last(
     work: Callable[[A], B], pieces: Sequence[A], takes: Callable[[], bool], there: io.FileIO
 ) -> NoReturn:
-    """Do pieces in a copy, the last one first, until one raises; send what they came to."""
+    """Do pieces in the copy, last one first, until one raises; send the results and exit."""
     done: list[B] = []
     try:
-        with suppress(Exception):  # It is raised where the piece is done again.
+        with suppress(Exception):  # The parent does the piece again, and raises there.
             while takes():
                 done.insert(0, work(pieces[-1 - len(done)]))
         with open(there.fileno(), "wb", closefd=False) as file:
             pickle.dump(done, file)
     finally:
-        os._exit(0)  # Nothing of the process that was copied is to be tidied up here.
+        os._exit(0)  # Skip the cleanup of the process that was copied.
 
 
 def _received(here: io.FileIO) -> list[Any]:
-    """What a copy sent; nothing if it was ended before, as the system does if memory is short."""
+    """Return what the copy sent; [] if it was killed before, for example for lack of memory."""
     with suppress(EOFError, pickle.UnpicklingError):
         found: list[Any] = pickle.loads(here.readall())
         return found

@@ -1,8 +1,8 @@
-"""Counts, bytes, bandwidths and seconds: read from a user's text and written for a reader.
+"""Counts, bytes, bandwidths and seconds: parsed from a user's text and formatted for a reader.
 
-The only room that divides by 2**30. Everything else of the house computes in bytes, seconds
-and plain counts. Refuses to know where a text stood: bad text is a ValueError that says what
-is accepted, and the caller adds the place.
+This is the only module that divides by 2**30. All others compute in bytes, seconds and plain
+counts. Text that cannot be parsed is a ValueError that names what is accepted; the caller adds
+where the text was written.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BIT_UNITS: Final[Mapping[str, int]] = {
 }  # fmt: skip
 
 _MAX: Final = 10**18
-"""Far above any model, memory or bandwidth; beyond it a number is a slip of the pen."""
+"""A bound far above any model, memory or bandwidth; a larger number is a typing error."""
 
 _COUNT: Final = "a count such as 8, 350M or 3e9"
 _SIZE: Final = "a size such as 80GiB, 80GB or 512MiB"
@@ -42,10 +42,10 @@ _BANDWIDTH: Final = "a bandwidth such as 400Gb/s (bits) or 50GB/s (bytes)"
 
 
 def parse_count(text: str | int | float) -> int:
-    """A positive whole number such as a parameter count.
+    """Parse a positive whole number such as a parameter count.
 
     Raises:
-        ValueError: Not a number, not positive, not whole, or beyond 1e18.
+        ValueError: The text is not a number, not positive, not whole, or beyond 1e18.
 
     >>> parse_count("3e9"), parse_count("350M"), parse_count("1.5B"), parse_count(8)
     (3000000000, 350000000, 1500000000, 8)
@@ -59,14 +59,14 @@ def parse_count(text: str | int | float) -> int:
 
 
 _LEAST_BANDWIDTH = 1e6
-"""A number without a unit that is less is one of another unit."""
+"""Bytes per second below which a number without a unit is refused: another unit was meant."""
 
 
 def parse_bytes(text: str | int | float) -> int:
-    """A size in bytes; GiB is 2**30, GB is 10**9, a bare number is bytes.
+    """Parse a size into bytes; GiB is 2**30, GB is 10**9, a bare number is bytes.
 
     Raises:
-        ValueError: Not a size, not positive, or beyond 1e18 bytes.
+        ValueError: The text is not a size, not positive, or beyond 1e18 bytes.
 
     >>> parse_bytes("80GiB"), parse_bytes("80 GB"), parse_bytes(512)
     (85899345920, 80000000000, 512)
@@ -78,10 +78,11 @@ def parse_bytes(text: str | int | float) -> int:
 
 
 def parse_memory(text: str | int | float) -> int:
-    """The memory of a device or a host: a size, but a bare number is one in bytes or a slip.
+    """Parse the memory of a device or a host into bytes; a bare number below 1 MiB is refused.
 
     Raises:
-        ValueError: As of `parse_bytes`, or a number without a unit that no memory is as small as.
+        ValueError: The text is not a size that `parse_bytes` accepts, or it has no unit and is
+            smaller than any memory.
 
     >>> parse_memory("24GB"), parse_memory(80 * 2**30)
     (24000000000, 85899345920)
@@ -93,10 +94,10 @@ def parse_memory(text: str | int | float) -> int:
 
 
 def parse_bandwidth(text: str | int | float) -> float:
-    """A bandwidth in bytes per second; Gb/s and Gbit/s are bits, GB/s and GiB/s are bytes.
+    """Parse a bandwidth into bytes per second; Gb/s and Gbit/s are bits, GB/s and GiB/s are bytes.
 
     Raises:
-        ValueError: Not a bandwidth, not positive, or beyond 1e18 bytes per second.
+        ValueError: The text is not a bandwidth, not positive, or beyond 1e18 bytes per second.
 
     >>> parse_bandwidth("400Gb/s"), parse_bandwidth("50GB/s"), parse_bandwidth("100Gbps")
     (50000000000.0, 50000000000.0, 12500000000.0)
@@ -108,7 +109,7 @@ def parse_bandwidth(text: str | int | float) -> float:
             raise ValueError(f"{text!r} has no unit, and is bytes a second; write {text}GB/s")
         return value
     bare = re.sub(r"(/s|ps)$", "", unit)
-    # The case of the last letter is the only sign of bits or bytes, as on datasheets.
+    # As on datasheets, only the case of the last letter distinguishes bits from bytes.
     is_bits = bare.endswith(("b", "bit"))
     units = _BIT_UNITS if is_bits else _BYTE_UNITS
     if bare == unit or bare.lower() not in units:
@@ -117,7 +118,7 @@ def parse_bandwidth(text: str | int | float) -> float:
 
 
 def format_bytes(num_bytes: int | float) -> str:
-    """One decimal and the largest binary unit up to GiB.
+    """Format a size with one decimal and the largest binary unit up to GiB.
 
     >>> format_bytes(17287343309), format_bytes(3 * 2**20), format_bytes(2048), format_bytes(12)
     ('16.1 GiB', '3.0 MiB', '2.0 KiB', '12 B')
@@ -129,7 +130,7 @@ def format_bytes(num_bytes: int | float) -> str:
 
 
 def format_gib(num_bytes: int | float) -> str:
-    """GiB with one decimal whatever the size, for columns.
+    """Format a size in GiB with one decimal, however small, for columns.
 
     >>> format_gib(60_000_000_000)
     '55.9 GiB'
@@ -138,7 +139,7 @@ def format_gib(num_bytes: int | float) -> str:
 
 
 def format_count(count: int) -> str:
-    """Three figures and a suffix; small counts in full.
+    """Format a count with three figures and a suffix; counts below a million in full.
 
     >>> format_count(3_000_000_000), format_count(124_439_808), format_count(512)
     ('3.00 B', '124 M', '512')
@@ -152,7 +153,7 @@ def format_count(count: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Two to four figures in the unit that suits.
+    """Format a duration with two to four figures in the unit that suits it.
 
     >>> format_seconds(0.0123), format_seconds(2.5), format_seconds(90), format_seconds(5e-6)
     ('12.3 ms', '2.50 s', '1 min 30 s', '5.0 us')
@@ -169,7 +170,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_step(seconds: float) -> str:
-    """Seconds of a step: to the millisecond, and in a smaller unit where these are less than one.
+    """Format the seconds of a step to the millisecond; below one second, in a smaller unit.
 
     >>> format_step(4.3431), format_step(3272.87), format_step(0.0926), format_step(7.3e-5)
     ('4.343 s', '3,272.9 s', '92.6 ms', '73.0 us')
@@ -180,7 +181,7 @@ def format_step(seconds: float) -> str:
 
 
 def _split(text: str | int | float, what: str) -> tuple[str, str]:
-    """The number and the unit behind it."""
+    """Return the number in a text and the unit after it."""
     found = None if isinstance(text, bool) else _NUMBER.match(str(text).strip())
     if not found:
         raise ValueError(f"{text!r} is not {what}")
@@ -197,7 +198,7 @@ def _positive(text: str | int | float, number: str, scale: int, what: str) -> fl
 
 
 def _whole(text: str | int | float, number: str, scale: int) -> int:
-    """`number * scale` without a float's rounding; a fraction left over is refused."""
+    """Return `number * scale` without a float's rounding; refuse a result that is not whole."""
     mantissa, _, exponent = number.lower().partition("e")
     digits, _, decimals = mantissa.partition(".")
     shift = int(exponent or 0) - len(decimals)
@@ -211,7 +212,7 @@ def _whole(text: str | int | float, number: str, scale: int) -> int:
 
 
 def spans_of(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(first, last) of each run of neighbours, in increasing numbers.
+    """Yield (first, last) of each run of consecutive numbers, given in increasing order.
 
     >>> list(spans_of([0, 1, 2, 4]))
     [(0, 2), (4, 4)]

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "meshplan"
 LEVELS = [
     line.split()
     for line in """
-        version errors units garbage two_cores
+        version errors units garbage two_cores shown
         files layout
         spec
         model
@@ -32,14 +32,15 @@ LEVELS = [
         memory.repeat
         memory.analytic
         memory traffic
-        cost
+        plan.verdict cost
         planner.space planner.knapsack
         planner.tables planner.lock
         planner.solve
         planner.problem
         planner.objectives
         planner.answers
-        planner pictures
+        planner
+        pictures
         render runtime.base runtime.demo_model
         runtime.torch_private runtime.calibrate runtime.demo_moe
         runtime.trace runtime.watch runtime.checks
@@ -74,12 +75,8 @@ LATE = {"torch", "sympy", "networkx", "matplotlib", "rich", "yaml", "re2"}
 
 LATE_BETWEEN = {
     ("__init__", "importlib"),  # it resolves the public names when they are asked for
-    ("layout", "pictures"),  # upward: values show themselves
-    ("spec", "pictures"),
-    ("memory", "pictures"),
-    ("plan", "pictures"),
-    ("plan", "memory"),  # upward: the bytes and the traffic of a decided plan
-    ("plan", "traffic"),
+    ("shown", "importlib"),  # as `__init__`, of the views that values have of themselves
+    ("plan", "pictures"),  # upward, for a type alone
     ("api", "spec"),  # yaml
     ("api", "memory"),  # what answers one question only
     ("api", "plan"),
@@ -88,7 +85,6 @@ LATE_BETWEEN = {
     ("api", "runtime"),
     ("api", "interop"),
     ("api", "ipywidgets"),  # an extra
-    ("pictures", "planner"),
     ("runtime", "planner"),
     ("cli", "api"),  # numpy
     ("cli", "memory"),  # what one verb needs only
@@ -101,7 +97,7 @@ LATE_BETWEEN = {
     ("cli", "spec"),
 }
 """What functions of one room may import besides: rooms that need something of LATE themselves.
-Here alone an import may go upward: what a notebook shows of a value is drawn far above it."""
+What a notebook shows of a value is drawn far above it, and found by `shown`."""
 
 MAX_LINES = 500
 """A file is a topic of about 400 lines."""

@@ -1,7 +1,7 @@
-"""A profile from what was measured on a machine: `meshplan calibrate`.
+"""Fit a profile to timings of one machine (`meshplan calibrate`), and read and write profile files.
 
-Knows how times follow from sizes, and refuses what does not follow. Measuring is
-`runtime.calibrate`'s, which needs torch.
+The fit assumes that a time is a latency plus an amount over a rate, and rejects timings that do not
+follow this. The timings themselves are taken by `runtime.calibrate`, which needs torch.
 """
 
 from __future__ import annotations
@@ -29,25 +29,28 @@ LINKS_ARE_A_GUESS: Final = (
     "between devices nothing was measured, and the figure is a guess: torchrun --nproc-per-node 2 "
     "-m meshplan calibrate times what ranks send"
 )
-"""The source of a link's figures where one rank was alone."""
+"""The source recorded for the links' figures when only one rank was measured."""
 _WORST_SPREAD: Final = 0.10
-"""Times that differ more from round to round, as a root mean square, tell of something else."""
+"""Highest accepted spread of the times between rounds, as a root mean square. A larger spread means
+that something else was running on the machine."""
 _WORST_LAW: Final = 0.30
-"""Times that lie further off latency and bandwidth, as a root mean square, follow neither. A CPU is
-faster at what fits a cache: gloo's collectives lie up to 21 % off on a quiet machine."""
+"""Highest accepted error of the fit, as a root mean square: times further off do not follow a
+latency and a bandwidth. A CPU is faster on data that fits a cache: on a quiet machine, gloo's
+collectives lie up to 21 % off."""
 _MOST_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Something timed.
+    """One timed operation.
 
     Args:
-        amount: Operations of a product or of attention; bytes of anything else, as they count for
-            a bandwidth: of a ring those that pass through one rank.
-        seconds: Of one of it.
-        hops: Ranks that a collective passes on the way; 0 for what is no collective.
-        spread: By which share the least time of one half of the rounds exceeds that of the other.
+        amount: Floating-point operations of a matrix product or of attention; otherwise the bytes
+            that count towards a bandwidth (of a ring, those that pass through one rank).
+        seconds: Seconds of one execution.
+        hops: Ranks that a collective passes on the way; 0 for anything but a collective.
+        spread: The share by which the shortest time of one half of the rounds exceeds that of the
+            other half.
     """
 
     amount: float
@@ -58,15 +61,17 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """All that was timed on one machine.
+    """All timings of one machine.
 
     Args:
-        device: The table's, or what torch calls a device that is not in it.
-        launch_s: To start a kernel that does nothing.
-        products, attention: By size.
-        moves: Elementwise, bytes read and written.
-        copies: From host to device; () where there is no host apart.
-        collectives: all_gather between ranks of one node; () where there is one rank.
+        device: The device from the hardware table, or one named as torch names it if it is not in
+            the table.
+        dtype: Dtype of the matrix products and of attention.
+        launch_s: Seconds to launch a kernel that does nothing.
+        products, attention: Matrix products and attention, in several sizes.
+        moves: Elementwise kernels; the amount is bytes read and written.
+        copies: Copies from host to device; () if the device has no separate host memory.
+        collectives: all_gather between ranks of one node; () if there is one rank.
     """
 
     device: Device
@@ -80,16 +85,18 @@ class Timings:
 
 
 def profile_from(measured: Timings, origin: Origin | None = None) -> Profile:
-    """Constants of this machine; what it cannot show is generic, and the sources say so.
+    """Fit a profile to the timings of this machine.
+
+    Constants that the timings cannot show are taken from `GENERIC`, and `Profile.sources` says so.
 
     Raises:
-        PlanError: Times differ between rounds, or follow from no constants.
+        PlanError: Times differ too much between rounds, or do not follow a latency and a rate.
     """
     errors: dict[str, Array] = {}
     spreads: dict[str, Array] = {}
 
     def affine(name: str, samples: Sequence[Sample]) -> tuple[float, float]:
-        """(seconds of nothing, amount per second)."""
+        """Return (seconds of latency, amount per second)."""
         columns = np.array([[s.hops or 1.0, s.amount] for s in samples])
         seconds = np.array([s.seconds for s in samples])
         least, slope = _non_negative(columns, seconds)
@@ -156,7 +163,7 @@ def _root_mean_square(numbers: Array) -> float:
 
 
 def _non_negative(columns: Array, seconds: Array) -> tuple[float, float]:
-    """Least squares of relative errors, no coefficient below zero."""
+    """Fit two coefficients by least squares of the relative errors, neither below zero."""
     scaled, ones = columns / seconds[:, None], np.ones(len(seconds))
     best, least = (0.0, 0.0), float("inf")
     for chosen in itertools.chain([(0, 1)], [(1,), (0,)]):
@@ -170,16 +177,17 @@ def _non_negative(columns: Array, seconds: Array) -> tuple[float, float]:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """As JSON, every figure in its unit."""
+    """Write a profile as JSON, every figure in its unit."""
     facts = {"schema": SCHEMA, "profile": dataclasses.asdict(profile)}
     write_bytes(path, (json.dumps(facts, indent=1) + "\n").encode(), "the profile")
 
 
 def read_profile(path: Path, origin: Origin | None = None) -> Profile:
-    """What `write_profile` wrote.
+    """Read a profile that `write_profile` wrote.
 
     Raises:
-        PlanError: The file is not there, is something else, or says what no machine does.
+        PlanError: The file does not exist, is not a profile of this version, or has a figure
+            outside the bounds of `_FIGURES`.
     """
     fix = "write one with: meshplan calibrate --out profile.json"
     try:
@@ -217,7 +225,7 @@ _Figure = tuple[Callable[[Any], bool], str]
 
 
 def _between(low: float, high: float, unit: str, *, or_none: bool = False) -> _Figure:
-    """A number in a range, both ends included."""
+    """Accept a number within a range, both ends included."""
 
     def accepts(value: Any) -> bool:
         if value is None:
@@ -256,4 +264,5 @@ _FIGURES: Final[Mapping[str, _Figure]] = {
     "residual": _between(0, 1e6, "an error", or_none=True),
     "num_runs": _between(0, 1e9, "a number of runs"),
 }  # fmt: skip
-"""Bounds of each constant of a profile, on any machine there is."""
+"""For each constant of a profile, a test of the value and a description of what is accepted. The
+bounds are wide enough for any machine."""

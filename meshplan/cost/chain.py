@@ -1,7 +1,8 @@
-"""A model as a chain of blocks, and what each kind of block costs: read off the rows of a tape.
+"""Read a model as a chain of blocks, and the cost of each kind of block, from the ops of a tape.
 
-Rows say what an operation reads, makes, keeps and sends (`memory.tape.ops`); flops and bytes moved
-follow from the same sizes, what is saved from playing them. Alike blocks are one kind with a count.
+An op says what it reads, makes, saves and sends (`memory.tape.ops`). FLOPs and bytes moved follow
+from the same sizes; the saved bytes follow from playing the tape. Equal blocks are one kind with a
+count.
 """
 
 from __future__ import annotations
@@ -40,18 +41,20 @@ def chain_of(
     loss_chunks: int = 1,
     styled: TpPlanOnTape | None = None,
 ) -> Chain:
-    """A decoder of a known family, as one rank of tp and ep computes it.
+    """Read the chain of a decoder of a known family, as one rank of tp and ep computes it.
 
     Args:
-        graph: Of `blueprint`.
-        seq_len: Tokens of one sample, before cp cuts them.
-        element_bytes: Of the dtype that is computed in.
-        ep: Ranks that the experts of a block are spread over, which are sent as many tokens each.
-        is_sequence: Whether activations between blocks are cut along the sequence over tp.
-        is_cuda: Whether CUDA's kernels run.
-        cuts_loss: Whether the loss is computed on logits that stay cut.
-        loss_chunks: Parts of the tokens over which head and loss are computed one by one.
-        styled: Which modules tp cuts, as a plan has it; None cuts all that can be cut.
+        graph: The model, as `blueprint` returns it.
+        seq_len: Tokens of one sample, before cp splits them.
+        element_bytes: Bytes per element of the compute dtype.
+        tp: Ranks along tp.
+        ep: Ranks over which the experts of a block are spread; each is sent equally many tokens.
+        is_sequence: If True, activations between blocks are sharded along the sequence over tp.
+        is_cuda: If True, CUDA kernels run.
+        cuts_loss: If True, the loss is computed on logits that stay sharded over the vocabulary.
+        loss_chunks: Number of token chunks for which head and loss are computed one after the
+            other.
+        styled: The plan's tensor-parallel styles by module; None shards whatever can be sharded.
 
     Raises:
         PlanError: The model's operations are not known, or tp does not divide its sizes.
@@ -104,16 +107,19 @@ def chain_of_tapes(
     keeps: Callable[[TapeOp], bool] = is_chosen,
     looks: Sequence[Hashable] = (),
 ) -> Chain:
-    """The chain of a model of few kinds of blocks whose tapes somebody writes.
+    """Read the chain of a model with few kinds of blocks from tapes that `write` makes.
 
     Args:
-        write: (blocks, samples) -> the tape of a microbatch, its blocks in `units`; those that
-            `shown_of` names.
-        num_blocks: Of the model.
-        keeps: As in `reading.Reading`.
-        looks: Of each block, what it has in common with those of its kind; () where all are alike.
+        write: Maps (blocks, samples) to the tape of a microbatch. Its `units` are the blocks that
+            `shown_of` selects.
+        num_blocks: Blocks of the whole model.
+        seq_len: Tokens of one sample.
+        element_bytes: Bytes per element of the compute dtype.
+        keeps: Returns True if selective recomputation keeps what an op makes (see
+            `reading.Reading`).
+        looks: For each block, a key that the blocks of one kind share; () if all blocks are equal.
 
-    Assumes: blocks between the first and the last one that look alike are alike.
+    Assumes: blocks between the first and the last one that have the same key are equal.
     """
     looks = looks or (None,) * num_blocks
     shown = shown_of(looks)
@@ -138,7 +144,7 @@ def chain_of_tapes(
 
 
 def _kind(one: TapeSection, two: TapeSection) -> Kind:
-    """From a batch of one and one of two."""
+    """Build a kind from one section of a tape, read at a batch of one and at a batch of two."""
     return Kind(
         name=one.name,
         has_options=one.is_block,
@@ -151,7 +157,8 @@ def _kind(one: TapeSection, two: TapeSection) -> Kind:
         sent_again=tuple(map(sent, one.again, two.again)),  # type: ignore[arg-type]
         saved_bytes=_fewest(one.saved_bytes, two.saved_bytes),
         transient_bytes=_fewest(one.transient_bytes, two.transient_bytes),
-        # Floats: a column of ints times an int of Python's wraps where the product is too large.
+        # Floats, because an integer column times a Python int wraps around if the product is too
+        # large.
         boundary_bytes=float(one.boundary_bytes),
         context_bytes=float(one.context_bytes),
         exchanged_bytes=float(one.exchanged_bytes),
@@ -162,17 +169,17 @@ def _kind(one: TapeSection, two: TapeSection) -> Kind:
 
 
 def _fewest(one: Sequence[int], two: Sequence[int]) -> Triple:
-    """No number of samples takes less than so much for each.
+    """Return a lower bound of the bytes per sample, valid for any number of samples.
 
-    Angles are of no sample, and one sample is gathered without a copy: whether the first takes
-    more or one more does depends on the place.
+    Some tensors (the rotary angles) belong to no sample, and a batch of one is gathered without a
+    copy. Whether the first sample or a further one takes more therefore depends on the section.
     """
     a, b, c = (float(min(x, y - x)) for x, y in zip(one, two, strict=True))
     return a, b, c
 
 
 def shown_of(looks: Sequence[Hashable]) -> tuple[int, ...]:
-    """Blocks that show all others: the first, the last, and one of each kind between them."""
+    """Select blocks that stand for all: the first, the last, and one of each kind between them."""
     last, between = len(looks) - 1, dict[Hashable, int]()
     for number in range(1, last):
         between.setdefault(looks[number], number)
@@ -180,14 +187,15 @@ def shown_of(looks: Sequence[Hashable]) -> tuple[int, ...]:
 
 
 def _fold(kinds: Sequence[Kind], looks: Sequence[Hashable]) -> list[Kind]:
-    """Blocks that work alike are one kind; what the ends hold otherwise is charged beside them.
+    """Make blocks that do the same work one kind, and charge the differences at the ends elsewhere.
 
-    Nobody keeps what the last block makes for it to be run again, and whoever reads it may keep
-    another copy: what every option of an end keeps more than between, or less, is charged there. A
-    search over kinds gains more from one kind than it loses by that.
+    The output of the last block is not saved for a recomputation, and its reader may save another
+    copy. What every option of an end block saves more, or less, than an inner one is charged to the
+    section next to it. A search over kinds gains more from one kind fewer than it loses by that.
 
     Args:
-        looks: Of each block that is shown.
+        kinds: The kind of each section of the tape, in order.
+        looks: The key of each block on the tape.
     """
     out = list(kinds)
     blocks = [n for n, kind in enumerate(kinds) if kind.has_options]

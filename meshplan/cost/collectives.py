@@ -1,8 +1,8 @@
-"""How long collectives take by topology, for many groups of ranks at once.
+"""Estimate the time of collectives from the topology, for many groups of ranks at once.
 
-A group has some ranks on each node. What it sends between nodes leaves by the links of all its
-ranks of a node, so the bandwidth of a ring is the smaller one of the link within a node and that of
-those together; each rank more is a hop more. Sums may go along a tree instead, gathers may not.
+A group has some ranks on each node. Its traffic between nodes uses the links of all its ranks on a
+node, so the bandwidth of a ring is the lower of the link within a node and the sum of those links.
+Each further rank is a further hop. An all-reduce may use a tree instead; an all-gather may not.
 
 Source: Thakur et al. 2005 (collective communication in MPICH), sections 4.1 and 4.5; nccl-tests,
 doc/PERFORMANCE.md, for bus bandwidth; NCCL 2.27, tuning.cc: 51, 99, 195 and 387 GB/s for 1, 2, 4
@@ -26,12 +26,12 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class CollectiveGroup:
-    """Ranks that send to one another, one for each row.
+    """The shape of a group of communicating ranks, one group per configuration.
 
     Args:
-        ranks: How many.
-        per_node: Of them on one node.
-        nodes: That they are spread over.
+        ranks: Number of ranks in the group.
+        per_node: Ranks of the group on one node.
+        nodes: Nodes over which the group is spread.
     """
 
     ranks: Array
@@ -40,11 +40,12 @@ class CollectiveGroup:
 
 
 def group(ranks: Array, stride: Array, gpus_per_node: int) -> CollectiveGroup:
-    """Ranks that lie `stride` apart.
+    """Build the groups whose ranks lie `stride` apart.
 
     Args:
-        ranks: Along the axes of the group.
-        stride: Product of the axes further in.
+        ranks: Ranks along the axes of the group.
+        stride: Product of the sizes of the inner axes.
+        gpus_per_node: Devices of one node.
     """
     room = np.maximum(1.0, np.floor(gpus_per_node / np.minimum(stride, gpus_per_node)))
     per_node = np.minimum(ranks, room)
@@ -58,7 +59,7 @@ def _bandwidth(of: CollectiveGroup, profile: Profile) -> Array:
 
 
 def _hops(of: CollectiveGroup, profile: Profile) -> Array:
-    """Once around."""
+    """Seconds of latency of one pass around the ring."""
     within = (of.ranks - of.nodes) * profile.intra_latency_s
     return within + (of.nodes - 1) * profile.inter_latency_s
 
@@ -66,10 +67,11 @@ def _hops(of: CollectiveGroup, profile: Profile) -> Array:
 def all_gather(
     num_bytes: Array, of: CollectiveGroup, profile: Profile, count: Array | int = 1
 ) -> Array:
-    """Also reduce_scatter, which goes the same way.
+    """Seconds of `count` all-gathers or reduce-scatters, which take equally long.
 
     Args:
-        num_bytes: Of `count` collectives together.
+        num_bytes: Bytes of all `count` collectives together.
+        of: The groups, one per configuration.
     """
     wire = num_bytes * (of.ranks - 1) / of.ranks / _bandwidth(of, profile)
     return np.where(of.ranks > 1, count * _hops(of, profile) + wire, 0.0)
@@ -78,7 +80,7 @@ def all_gather(
 def all_reduce(
     num_bytes: Array, of: CollectiveGroup, profile: Profile, count: Array | int = 1
 ) -> Array:
-    """Twice around, or up and down a tree where that has fewer hops."""
+    """Seconds of `count` all-reduces: two passes of a ring, or a tree where that has fewer hops."""
     wire = 2 * num_bytes * (of.ranks - 1) / of.ranks / _bandwidth(of, profile)
     across = np.ceil(np.log2(of.nodes)) * profile.inter_latency_s
     within = np.ceil(np.log2(of.per_node)) * profile.intra_latency_s
@@ -89,10 +91,11 @@ def all_reduce(
 def all_to_all(
     num_bytes: Array, of: CollectiveGroup, profile: Profile, count: Array | int = 1
 ) -> Array:
-    """Each rank sends to every other one; links within a node and out of it work at once.
+    """Seconds of `count` all-to-alls; links within a node and between nodes are used at once.
 
     Args:
-        num_bytes: What one rank sends, its own part included.
+        num_bytes: Bytes that one rank sends, its own part included, of all `count` together.
+        of: The groups, one per configuration.
     """
     within = num_bytes * (of.per_node - 1) / of.ranks / profile.intra_bytes_per_s
     out = num_bytes * (of.ranks - of.per_node) / of.ranks / profile.inter_bytes_per_s
@@ -103,10 +106,11 @@ def all_to_all(
 def send(
     num_bytes: Array, crosses: Array | bool, profile: Profile, count: Array | int = 1
 ) -> Array:
-    """From one rank to another.
+    """Seconds of `count` sends from one rank to another.
 
     Args:
-        crosses: Whether they are on different nodes.
+        num_bytes: Bytes of all `count` sends together.
+        crosses: True where the two ranks are on different nodes.
     """
     inside = count * profile.intra_latency_s + num_bytes / profile.intra_bytes_per_s
     out = count * profile.inter_latency_s + num_bytes / profile.inter_bytes_per_s

@@ -1,4 +1,4 @@
-"""A table of global configurations: one row is one way to spread a model over a machine."""
+"""Define the grid of global configurations: each entry is one layout of a model on a machine."""
 
 from __future__ import annotations
 
@@ -16,31 +16,33 @@ GRID: Final = np.dtype(
         )
     ]
 )  # fmt: skip
-"""`micro`: samples of one microbatch of one data rank. `microbatches`: of one step of one data
-rank, whether a pipeline runs them or the loop accumulates. `mode`, `schedule`: places in MODES and
-SCHEDULE_WORDS. `virtual`: stages of one pipeline rank. `offload`: of the whole model, what lies on
-the host, as bits. `loss_chunks`: parts of the tokens of a microbatch over which head and loss are
-computed one by one."""
+"""Fields of a configuration. `micro`: samples of one microbatch of one data rank. `microbatches`:
+microbatches in one step of one data rank, run by a pipeline or accumulated by the loop. `mode`,
+`schedule`: indices into MODES and SCHEDULE_WORDS. `virtual`: stages of one pipeline rank.
+`offload`: bits for what the whole model keeps on the host. `loss_chunks`: number of token chunks
+of a microbatch for which head and loss are computed one after the other."""
 
 PARAMS_THERE: Final = 1
-"""Of `offload`: parameters, their gradients and the optimizer's states."""
+"""Bit of `offload`: parameters, their gradients and the optimizer states are on the host."""
 ACTIVATIONS_THERE: Final = 2
-"""Of `offload`: what blocks keep for backward, all of them recomputed in full."""
+"""Bit of `offload`: what blocks save for backward is on the host, and all blocks are recomputed in
+full."""
 
 MODES: Final = ("ddp", "zero1", "shard")
-"""How data ranks hold a model. "shard" covers full_shard, zero2 and their hybrids: they differ in
-`dp_replicate` and in the reshard of the options below. ddp uses dp_replicate alone."""
+"""Layouts of a model over data ranks. "shard" covers full_shard, zero2 and their hybrids, which
+differ in `dp_replicate` and in the reshard of the options below. ddp uses dp_replicate alone."""
 
 SCHEDULE_WORDS: Final = ("", "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
-"""The schedules offered; "" where there is no pipeline."""
+"""The supported schedules; "" if there is no pipeline."""
 
 _IN_HALVES: Final = SCHEDULE_WORDS.index("InterleavedZeroBubble")
 
 
 def in_halves(grid: NDArray[Any] | np.void) -> NDArray[np.bool_]:
-    """By row, whether backwards are run in two halves.
+    """Return, for each configuration, True if each backward is split into two halves (zero bubble).
 
-    Then parameters stay gathered, nothing runs again, and gradients are reduced once, at the end.
+    If so, parameters stay gathered, nothing is recomputed, and gradients are reduced once, at the
+    end.
     """
     return np.asarray(grid["schedule"] == _IN_HALVES)
 
@@ -48,22 +50,22 @@ def in_halves(grid: NDArray[Any] | np.void) -> NDArray[np.bool_]:
 RECOMPUTE: Final = ("none", "selective", "full")
 
 OPTIONS: Final = tuple((again, reshard) for again in range(len(RECOMPUTE)) for reshard in (0, 1))
-"""What each block chooses for itself: (place in RECOMPUTE, whether parameters are given back after
-forward). Where data ranks do not shard parameters, only reshard 0 exists."""
+"""The options of a block: (index into RECOMPUTE, 1 if its parameters are resharded after forward).
+If data ranks do not shard parameters, only reshard 0 exists."""
 
 OPTION_RECOMPUTE: Final = np.array([again for again, _ in OPTIONS])
 OPTION_RESHARD: Final = np.array([reshard for _, reshard in OPTIONS], dtype=bool)
 
 
 class ProgramKey(NamedTuple):
-    """The part of a row that a rank's program depends on: equal cuts compute the same chain."""
+    """The fields of a configuration that a rank's program depends on: equal keys, equal chains."""
 
     tp: int
     ep: int
     loss_chunks: int
 
     def rows(self, grid: NDArray[Any]) -> NDArray[np.int64]:
-        """Rows of a grid that have it."""
+        """Indices of the configurations of a grid that have this key."""
         return np.flatnonzero(np.all([grid[name] == self[at] for at, name in _FIELDS], axis=0))
 
 
@@ -71,6 +73,6 @@ _FIELDS: Final = tuple(enumerate(ProgramKey._fields))
 
 
 def cuts_of(grid: NDArray[Any]) -> list[ProgramKey]:
-    """The cuts that there are, in order."""
+    """The distinct program keys of a grid, sorted."""
     columns = [grid[name].tolist() for _, name in _FIELDS]
     return [ProgramKey(*each) for each in sorted(set(zip(*columns, strict=True)))]

@@ -1,12 +1,12 @@
-"""What offloading costs: what crosses to the host's memory and back, and an optimizer there.
+"""Estimate the cost of CPU offload: copies to and from host memory, and an optimizer on the host.
 
-Parameters: every gather begins with a copy of the rank's shard to the device, every reduction ends
-with one of its gradient back; both lie in the streams that gather and reduce, so computation hides
-them as it hides those. But a gradient that is added to one already there is waited for, and added
-by the host. The optimizer steps where its parameters are, with nothing beside it.
+Parameters: every all-gather begins with a copy of the rank's shard to the device, every reduction
+ends with a copy of the gradient shard back. Both run on the streams of these collectives, so
+computation hides them in the same measure. A gradient that is added to an earlier one, however, is
+waited for, and the host adds it. The optimizer steps on the host, and nothing overlaps with it.
 
-Activations: what a fully recomputed block is called with is copied while everything waits, and
-comes back in the stream that computes.
+Activations: the inputs of a fully recomputed block are copied to the host while everything waits,
+and come back on the compute stream.
 
 Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py, `all_gather_inputs`, and
 _fsdp_collectives.py, `foreach_reduce`; `runtime.apply.offload`, `runtime.base.host_copies`.
@@ -28,16 +28,17 @@ Array = NDArray[Any]
 
 _SHARD: Final = MODES.index("shard")
 _ADDING: Final = 3
-"""To add one tensor to another reads both and writes one."""
+"""Passes over memory to add one tensor to another: two reads and a write."""
 
 
 class OffloadSeconds(NamedTuple):
-    """Seconds of one block by row; zero where nothing is offloaded.
+    """Seconds of offload of one block, per configuration; zero where nothing is offloaded.
 
     Attributes:
-        there: To copy the shards of its parameters to the device.
-        back: To copy the shards of their gradients to the host.
-        waited: Of every microbatch, to add these up, and of what its activations take.
+        there: Seconds to copy the shards of its parameters to the device.
+        back: Seconds to copy the shards of their gradients to the host.
+        waited: Seconds per microbatch that nothing hides: to add up gradients on the host, and to
+            copy the block's inputs.
     """
 
     there: Array
@@ -46,19 +47,19 @@ class OffloadSeconds(NamedTuple):
 
 
 def is_there(grid: Array) -> NDArray[np.bool_]:
-    """By row, whether parameters, gradients and states lie on the host."""
+    """Return, for each configuration, True if parameters, gradients and states are on the host."""
     return np.asarray((grid["offload"] & PARAMS_THERE) > 0)
 
 
 def host_rate(grid: Array, profile: Profile, gpus_per_node: int) -> Array:
-    """Bytes a second of the host's memory that a rank reaches while all of its node step."""
+    """Bytes per second of host memory that a rank gets while all ranks of its node step."""
     names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     world = np.prod([grid[name].astype(np.float64) for name in names], axis=0)
     return np.asarray(profile.host_bytes_per_s / np.minimum(world, gpus_per_node))
 
 
 def entered_s(grid: Array, kind: BlockKind, profile: Profile) -> Array:
-    """What a block is called with, there and back: as much as what it hands on."""
+    """Seconds to copy a block's inputs, assumed as large as its outputs, to the host and back."""
     entered = grid["micro"] / grid["cp"] * kind.boundary_bytes
     return np.asarray(2 * entered / profile.pcie_bytes_per_s)
 
@@ -66,7 +67,7 @@ def entered_s(grid: Array, kind: BlockKind, profile: Profile) -> Array:
 def updates_more_s(
     grid: Array, kind: BlockKind, profile: Profile, gpus_per_node: int, widths: ElementBytes
 ) -> Array:
-    """Once a step, how much longer the host takes to update a block than its device would."""
+    """Seconds per step by which the host updates a block more slowly than the device would."""
     passes = widths.stored * profile.optimizer_bytes + widths.unscaling
     moved = share(grid, trained(kind)) * passes
     there = moved / host_rate(grid, profile, gpus_per_node)
@@ -76,10 +77,10 @@ def updates_more_s(
 def crossing(
     grid: Array, kind: BlockKind, profile: Profile, gpus_per_node: int, stored: int
 ) -> OffloadSeconds:
-    """What one block takes.
+    """Estimate the offload times of one block.
 
     Args:
-        stored: Bytes of an element of a parameter as it is updated; its gradient's has as many.
+        stored: Bytes per element of a parameter as it is updated; its gradient has as many.
     """
     on_host = is_there(grid)
     pcie = profile.pcie_bytes_per_s

@@ -1,4 +1,4 @@
-"""Seconds of a pipeline: its stages, their bubble, and what crosses between them."""
+"""Estimate the seconds of a pipeline: its stages, their bubble, and sends between them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ _INTERLEAVED: Final = SCHEDULE_WORDS.index("Interleaved1F1B")
 
 
 def crossing_seconds(grid: Array, num_bytes: float, profile: Profile, gpus_per_node: int) -> Array:
-    """To hand one microbatch, or its gradient, to the next stage: the mean over all cuts.
+    """Seconds to send one microbatch, or its gradient, to the next stage: mean over all boundaries.
 
     Args:
-        num_bytes: `Kind.boundary_bytes` of what lies before the cut.
+        grid: Configurations of `grid.GRID`.
+        num_bytes: Bytes per sample that cross the boundary (`BlockKind.boundary_bytes` of the block
+            before it).
     """
     pp = grid["pp"].astype(np.float64)
     inner = (grid["dp_replicate"] * grid["dp_shard"] * grid["cp"] * grid["tp"]).astype(np.float64)
@@ -37,37 +39,38 @@ def crossing_seconds(grid: Array, num_bytes: float, profile: Profile, gpus_per_n
 def pipeline_seconds(
     grid: Array, most: Array, total: Array, crossing: Array | float = 0.0
 ) -> Array:
-    """All microbatches through all stages.
+    """Seconds of all microbatches through all stages.
 
     Args:
-        most: Seconds of a microbatch on the pipeline rank that takes longest, forward and
-            backward, all of its stages together.
-        total: On all pipeline ranks together.
-        crossing: Seconds to hand a microbatch to the next stage, once.
+        grid: Configurations of `grid.GRID`.
+        most: Seconds of a microbatch on the slowest pipeline rank, forward and backward, all of its
+            stages together.
+        total: Seconds of a microbatch on all pipeline ranks together.
+        crossing: Seconds to send a microbatch to the next stage once.
 
-    Assumes: stages are about equal; 1F1B then is never told too short, and Interleaved1F1B within
-    the spread of its stages (`tests/cost/test_pipeline.py` plays both).
+    Assumes: stages are about equal; 1F1B is then never estimated too short, and Interleaved1F1B
+    within the spread of its stages (`tests/cost/test_pipeline.py` simulates both).
 
     Source: Narayanan et al. 2021 (Megatron-LM), section 2.2: a bubble of (p - 1) / v turns, the
-    same for GPipe and 1F1B. What crosses delays GPipe and Interleaved1F1B on the way of one
-    microbatch, and 1F1B on the way of each.
+    same for GPipe and 1F1B. Sends delay GPipe and Interleaved1F1B along the path of one microbatch,
+    and 1F1B along the path of each.
     """
     pp, count = grid["pp"].astype(np.float64), grid["microbatches"].astype(np.float64)
     virtual, halved = grid["virtual"].astype(np.float64), in_halves(grid)
     once = 2 * (pp * virtual - 1)
     rounds = np.maximum(1, grid["microbatches"] // np.maximum(1, grid["pp"]))
     once = np.where(halved, pp * (virtual + 3) - np.where(rounds > 1, 4, 6), once)
-    # Of p microbatches under way each waits for one more way there and back.
+    # 1F1B has pp microbatches in flight, and each waits for one more crossing in either direction.
     every = 2 * (pp - 1) / pp * count + 2 * (pp - 2)
     ways = np.where(grid["schedule"] == _1F1B, np.maximum(once, every), once)
     return np.asarray(count * most + (total - most) * waiting_share(grid) + ways * crossing)
 
 
 def waiting_share(grid: Array) -> Array:
-    """Of what a microbatch takes on the other ranks, how much a rank waits in a step.
+    """The fraction of the other ranks' time per microbatch that a rank waits in a step.
 
-    Of a backward in two halves no other rank waits for the second, and none waits while its own
-    second halves last: a forward is left of a forward and a backward.
+    With a split backward, no other rank waits for the second half, and none waits while it computes
+    second halves of its own: of a forward and a backward, only a forward is left.
 
     Source: Narayanan et al. 2021 (Megatron-LM), section 2.2; Qi et al. 2023 (zero bubble), table 1,
     ZB-H1, with a backward of two forwards.

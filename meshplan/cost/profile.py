@@ -1,8 +1,8 @@
-"""What a device reaches of its datasheet, per framework and dtype: the constants of the cost model.
+"""Constants of the cost model: the share of its datasheet a device reaches, by framework and dtype.
 
-`profiles.json` holds what was fitted to published runs; a device that is not in it gets its
-datasheet's figures times shares that are [Empirical]. Constants of different frameworks, devices or
-dtypes are never mixed.
+`profiles.json` contains constants fitted to published runs. A device that is not in it gets the
+figures of its datasheet times shares that are [Empirical]. Constants of different frameworks,
+devices or dtypes are never mixed.
 """
 
 from __future__ import annotations
@@ -21,45 +21,52 @@ from meshplan.layout.hardware import Cluster, devices
 _FILE: Final = Path(__file__).with_name("profiles.json")
 
 WORST_RESIDUAL: Final = 0.10
-"""A fit that is further off, as a root mean square, is no profile."""
+"""Highest accepted residual of a fit, as a root mean square; a fit that is further off is not used.
+"""
 
 
 HOST_BYTES_PER_S: Final = 60e9
-"""Source: Ren et al. 2021 (ZeRO-Offload), table 4: PyTorch's Adam takes 1.39 s for 1e9 parameters
-on two Xeon Platinum 8168; at 84 bytes a parameter (21 passes in float32, as `optimizer_bytes`)."""
+"""Memory bandwidth of a node's processors. Source: Ren et al. 2021 (ZeRO-Offload), table 4:
+PyTorch's Adam takes 1.39 s for 1e9 parameters on two Xeon Platinum 8168; at 84 bytes a parameter
+(21 passes in float32, as `optimizer_bytes`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What a step's time follows from, beside the model and the plan.
+    """Constants from which the time of a step follows, in addition to the model and the plan.
 
     Args:
-        device, framework, dtype: Whose constants these are.
-        peak_flops: Of the datasheet.
-        efficiency: Share of it that large products reach.
-        attention_efficiency: Share of it that attention reaches.
-        kernel_s: Of every kernel on the device, whatever its size.
-        launch_s: Of every kernel in the process, which runs ahead of the device if it can.
-        collective_s: Likewise, of every collective of tp.
-        collective_rank_s: And of it for each rank where a pipeline crosses nodes beside it.
-        collective_node_s: On the device, of every collective of tp for each node but the first.
-        memory_bytes_per_s: What elementwise kernels reach.
-        intra_bytes_per_s, inter_bytes_per_s: What collectives reach between devices of a node, and
-            between nodes for each device.
-        intra_latency_s, inter_latency_s: Of one hop.
-        contention: Share of hidden communication by which it slows what hides it.
-        contention_alone: Likewise, where DDP's ranks are alone on their nodes: a ring that only
-            leaves them takes little of the device. None for no difference.
-        pcie_bytes_per_s: Between the device and its host.
-        optimizer_bytes: That an update reads and writes, for each byte of a parameter.
-        tp_exposed: Share of what tp sends that nothing hides.
-        crossing_s: To hand anything to the next stage, however little.
-        host_bytes_per_s: What elementwise kernels of a node's processors reach of its memory, all
-            together.
-        gathers_once: Whether ZeRO-1 gathers parameters after each update, and not in each forward.
-        sources: Where the constants come from.
-        residual: Root mean square of the fit's relative errors; None where nothing was fitted.
-        num_runs: That the fit was made with.
+        device, framework, dtype: The device, framework and compute dtype that the constants belong
+            to.
+        peak_flops: Peak FLOP/s of the datasheet.
+        efficiency: Share of the peak that large matrix products reach.
+        attention_efficiency: Share of the peak that attention reaches.
+        kernel_s: Seconds of every kernel on the device, whatever its size.
+        launch_s: Seconds of every kernel in the host process, which runs ahead of the device if it
+            can.
+        collective_s: Seconds of every tp collective in the host process.
+        collective_rank_s: Further seconds in the host process of every tp collective, for each rank
+            of tp, where the plan has a pipeline that crosses nodes.
+        collective_node_s: Seconds on the device of every tp collective, for each node but the
+            first.
+        memory_bytes_per_s: Memory bandwidth that elementwise kernels reach.
+        intra_bytes_per_s, inter_bytes_per_s: Bandwidth that collectives reach between devices of a
+            node, and between nodes for each device.
+        intra_latency_s, inter_latency_s: Seconds of one hop within a node, and between nodes.
+        contention: Share of the time of hidden communication by which it slows the computation that
+            hides it.
+        contention_alone: The contention where each of DDP's ranks is alone on its node: a ring that
+            only leaves nodes takes little of the device. None uses `contention`.
+        pcie_bytes_per_s: Bandwidth between the device and its host.
+        optimizer_bytes: Bytes that an update reads and writes, for each byte of a parameter.
+        tp_exposed: Share of tp communication that nothing hides.
+        crossing_s: Seconds to send anything to the next stage, however small.
+        host_bytes_per_s: Memory bandwidth that elementwise kernels of a node's processors reach,
+            all together.
+        gathers_once: If True, ZeRO-1 gathers parameters after each update, and not in each forward.
+        sources: Origins of the constants.
+        residual: Root mean square of the fit's relative errors; None if nothing was fitted.
+        num_runs: Number of runs used for the fit.
     """
 
     device: str
@@ -116,11 +123,11 @@ GENERIC: Final[Mapping[str, float]] = MappingProxyType(
         "crossing_s": 0.0,
     }
 )
-"""Shares of the datasheet, and what it does not say. [Empirical]: about what the fitted profiles
-reach (products 0.49 to 0.78 where they are well determined, attention 0.2 to 0.8, memory 0.36 to
-0.95, contention 0.2 to 1). Links: nccl-tests reach 361 of 450 GB/s on eight H200, 235 of 300 on
-eight A100, and 45 to 48 of 50 between nodes. `optimizer_bytes`: AdamW of torch with foreach, 21
-passes over what it updates."""
+"""Shares of the datasheet, and constants that it does not state. [Empirical]: about what the fitted
+profiles reach (products 0.49 to 0.78 where they are well determined, attention 0.2 to 0.8, memory
+0.36 to 0.95, contention 0.2 to 1). Links: nccl-tests reach 361 of 450 GB/s on eight H200, 235 of
+300 on eight A100, and 45 to 48 of 50 between nodes. `optimizer_bytes`: AdamW of torch with foreach,
+21 passes over what it updates."""
 
 
 @cache
@@ -131,14 +138,14 @@ def fitted() -> Mapping[tuple[str, str, str], Mapping[str, Any]]:
 
 
 def profile_of(cluster: Cluster, framework: str = "native", dtype: str = "bfloat16") -> Profile:
-    """The constants for a step on this cluster.
+    """Look up the constants for a step on this cluster.
 
     Args:
-        framework: Whose code runs; "native" is meshplan's own runtime, eager.
-        dtype: That products are computed in.
+        framework: The framework whose code runs; "native" is meshplan's own runtime, eager.
+        dtype: The dtype in which matrix products are computed.
 
     Raises:
-        PlanError: A figure that the time follows from is not known; says what to add.
+        PlanError: A figure that the time depends on is not known; the message says what to add.
     """
     if problems := list(_unknown(cluster, dtype)):
         raise PlanError(problems)
@@ -147,10 +154,10 @@ def profile_of(cluster: Cluster, framework: str = "native", dtype: str = "bfloat
 
 
 def resolve(cluster: Cluster, framework: str, dtype: str, facts: Mapping[str, Any]) -> Profile:
-    """Shares of a datasheet as figures.
+    """Turn shares of a datasheet into figures.
 
     Args:
-        facts: As a row of `profiles.json`; what it leaves out is `GENERIC`.
+        facts: An entry of `profiles.json`; constants that it leaves out are taken from `GENERIC`.
     """
     device = cluster.device
     constants = {**GENERIC, **facts.get("constants", {})}
@@ -175,7 +182,7 @@ def resolve(cluster: Cluster, framework: str, dtype: str, facts: Mapping[str, An
         collective_rank_s=constants["collective_rank_s"],
         collective_node_s=constants["collective_node_s"],
         memory_bytes_per_s=memory * constants["memory_share"],
-        # Where nothing is sent, a link is never asked for.
+        # A link that is never used still needs a finite figure.
         intra_bytes_per_s=(intra or inter or memory) * constants["intra_share"],
         inter_bytes_per_s=(inter or intra or memory) * constants["inter_share"],
         intra_latency_s=constants["intra_latency_s"],
@@ -194,7 +201,7 @@ def resolve(cluster: Cluster, framework: str, dtype: str, facts: Mapping[str, An
 
 
 def _unknown(cluster: Cluster, dtype: str) -> list[Problem]:
-    """What has to be known first."""
+    """List the figures that are missing."""
     device, out = cluster.device, []
     if dtype not in device.peak_flops:
         known = ", ".join(device.peak_flops)
@@ -219,10 +226,10 @@ def _unknown_network(cluster: Cluster) -> list[Problem]:
 
 
 def on_cluster(profile: Profile, cluster: Cluster) -> Profile:
-    """A profile that was measured on one machine, for a cluster of such machines.
+    """Adapt a profile measured on one machine to a cluster of such machines.
 
     Raises:
-        PlanError: It is of another device, or nothing says how fast the nodes are connected.
+        PlanError: The profile is of another device, or the speed of the network is not known.
     """
     problems = _unknown_network(cluster)
     if profile.device != cluster.device.name:
@@ -237,10 +244,11 @@ def on_cluster(profile: Profile, cluster: Cluster) -> Profile:
 
 
 def measured_for(profile: Profile, cluster: Cluster, dtype: str) -> Profile:
-    """A profile that was measured on one machine, for a plan on a cluster of such machines.
+    """Adapt a profile measured on one machine to a plan on a cluster of such machines.
 
     Raises:
-        PlanError: It is of another device or dtype, or nothing says how nodes are connected.
+        PlanError: The profile is of another device or dtype, or the speed of the network is not
+            known.
     """
     if profile.dtype != dtype:
         what = f"the profile is of {profile.dtype}, and the plan computes in {dtype}"
@@ -250,10 +258,10 @@ def measured_for(profile: Profile, cluster: Cluster, dtype: str) -> Profile:
 
 
 def without(profile: Profile, *, network: bool) -> Profile:
-    """The same device on relaxed hardware: what bounds a plan from below.
+    """Return the same device with idealised hardware, to bound a plan's time from below.
 
     Args:
-        network: Whether links take no time.
+        network: If True, links take no time.
     """
     if not network:
         return profile

@@ -1,10 +1,11 @@
-"""Rows of a tape, read for work: kernels, flops, bytes moved and sent, forward and backward.
+"""Read the work of tape ops: kernels, FLOPs, bytes moved and sent, forward and backward.
 
-A product of m x k by k x n takes 2mnk operations, and its backward two of them; attention is
-causal, and its backward takes five products where forward takes two. Everything else moves what it
+A product of m x k by k x n takes 2mnk operations, and its backward two such products. Attention is
+causal, and its backward takes five products where forward takes two. Every other op moves what it
 reads and makes through the device's memory.
 
-Source: Dao 2023 (FlashAttention-2), section 3.1, for attention; `memory.tape.ops` for what is kept.
+Source: Dao 2023 (FlashAttention-2), section 3.1, for attention; `memory.tape.ops` for what is
+saved.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from meshplan.memory.log.microbatch import HookKind
 from meshplan.memory.tape.tape import RecomputeSpan, Tape, TapeOp, play
 
 _PRODUCTS: Final = frozenset({"mm", "grouped_mm", "bmm", "column", "row"})
-"""Products: with a parameter, with one for each group of rows, of two activations, and nanotron's
-with a collective in them."""
+"""Names of ops that are matrix products: with a parameter, with one parameter per group of rows, of
+two activations, and nanotron's with a collective inside."""
 _FOUR: Final = 4  # Bytes of an int32, and of a float32.
 _ATTENTION: Final = frozenset({"attention", "bmm"})
 _ATTENTION_BACK: Final = 2.5
@@ -37,26 +38,37 @@ _SENT: Final = {
     "cut_sequence": ("", "gather"),
     "end_sequence": ("gather", ""),
 }
-"""By operation, the collective of its forward and of its backward."""
+"""For each op, the collectives of its forward and of its backward; "" for none."""
 _SUMMED: Final = frozenset({"amax", "stack"})
-"""What ranks sum of a loss over parts of the vocabulary.
+"""Ops of a vocabulary-parallel loss whose results are summed over ranks.
 
-Source: `runtime.apply.vocab_parallel_loss`.
-"""
+Source: `runtime.apply.vocab_parallel_loss`."""
 
 
 def is_chosen(row: TapeOp) -> bool:
-    """Whether meshplan's selective recomputation keeps what a row makes."""
+    """Return True if meshplan's selective recomputation keeps what an op makes."""
     return row.is_kept
 
 
 @dataclass(frozen=True, slots=True)
 class TapeSection:
-    """What lies between two rows of a tape, at one batch.
+    """The work and memory of the ops between two places of a tape, at one batch.
 
     Args:
-        again: By place in `grid.RECOMPUTE`.
-        saved_bytes, transient_bytes: Likewise.
+        name: The fqn of the block; otherwise the module with the largest parameter.
+        is_block: True for a block, False for what lies before or after the blocks.
+        numels: Elements of each parameter on this rank, where it is read first.
+        forward, backward: Work without anything recomputed.
+        again: Work that backward recomputes, by index into `grid.RECOMPUTE`.
+        saved_bytes: Bytes saved from forward to backward, by index into `grid.RECOMPUTE`.
+        transient_bytes: Highest number of bytes that forward or backward needs beyond
+            `saved_bytes`, by index into `grid.RECOMPUTE`.
+        boundary_bytes: Bytes that later ops read and send a gradient to.
+        context_bytes: Bytes of the keys and values that attention reads.
+        exchanged_bytes: Bytes of queries, keys, values and the attention output.
+        scores_flops: FLOPs of attention.
+        expert_numel: Elements of the experts' parameters.
+        num_experts: Experts on this rank; 0 if there are none.
     """
 
     name: str
@@ -76,11 +88,13 @@ class TapeSection:
 
 
 class Reading:
-    """One tape, place by place.
+    """Read a tape section by section: what precedes the blocks, each block, what follows them.
 
     Args:
-        seq_len: Keys that the last token attends to.
-        keeps: Whether selective recomputation keeps what a row makes.
+        tape: The tape of one microbatch.
+        seq_len: Number of keys that the last token attends to.
+        element_bytes: Bytes per element of the compute dtype.
+        keeps: Returns True if selective recomputation keeps what an op makes.
     """
 
     def __init__(
@@ -96,14 +110,14 @@ class Reading:
         first, last = tape.units[0][1], tape.units[-1][2]
         units = [("", 0, first), *tape.units, ("", last, len(rows))]
         self._units = [unit for unit in units if unit[1] < unit[2]]
-        # The names of what is in no block only have to be apart.
+        # Sections outside the blocks need names, too; these only have to be distinct.
         marked = [(f"@{n}", start, end) for n, (_, start, end) in enumerate(self._units)]
         self._marked = replace(tape, rows=rows, units=marked, spans=[])
         self._readers = Counter(grad.value for row in rows for grad in row.grads)
         self.tied_numel = self._tied()
 
     def places(self) -> list[TapeSection]:
-        """Before the blocks, each block, after them."""
+        """Return the sections in order: before the blocks, each block, after them."""
         held = [self._held(again) for again in range(3)]
         seen: set[str] = set()
         out = []
@@ -139,7 +153,7 @@ class Reading:
         return out
 
     def _parameters(self, start: int, end: int) -> dict[str, int]:
-        """Bytes of each, as this rank of tp holds it."""
+        """Bytes of each parameter read by these ops, as this rank of tp holds it."""
         tape = self._tape
         return {
             fqn: tape.laid.get((n, fqn), nbytes)
@@ -148,7 +162,7 @@ class Reading:
         }
 
     def _owner(self, start: int, end: int) -> str:
-        """The module with the most parameters among what is in no block."""
+        """The module with the largest parameter among ops outside the blocks."""
         rows = [row for row in self._tape.rows[start:end] if row.parameters]
         return max(rows, key=lambda row: row.parameters[0][1]).module if rows else ""
 
@@ -170,43 +184,45 @@ class Reading:
         size = _FOUR if self._tape.in_float32 & {*row.makes} else self._element_bytes
         if row.op == "attention":
             both = self._size(row.reads[0]) + self._size(row.makes[0])
-            return 1.0 * (both // size) * self._seq_len  # Half of what both take is masked.
+            return (
+                1.0 * (both // size) * self._seq_len
+            )  # Causal: half of the two products is masked.
         if row.op not in _PRODUCTS:
             return 0.0
-        # (mk)(kn)(mn) is the square of mnk.
+        # The product of the three sizes (mk)(kn)(mn) is the square of mnk.
         if row.op == "bmm":
             sizes = (*map(self._size, row.reads[:2]), self._size(row.makes[0]))
             count = max(sizes) // size // self._seq_len**2
         else:
             sizes, count = (self._given(row), self._weight(row), self._made(row)), 1
-            if row.op == "grouped_mm":  # A row meets the weights of one group.
+            if row.op == "grouped_mm":  # A row of the input meets the weights of one group.
                 count = self._num_groups(row)
         return 2.0 * math.sqrt(math.prod(each // size for each in sizes) / count)
 
     def _num_groups(self, row: TapeOp) -> int:
-        """Of a grouped product, which reads where each one ends."""
+        """Groups of a grouped product, which reads an int32 with the end of each."""
         return self._size(row.reads[1]) // _FOUR
 
     def _weight(self, row: TapeOp) -> int:
-        """Of the weight of a product: a parameter, unless it reads something made of one."""
+        """Bytes of the weight of a product: a parameter, or a value made from one, if it reads one."""
         is_made = row.op == "mm" and len(row.reads) > 1
         return self._size(row.reads[1]) if is_made else row.parameters[0][1]
 
     def _given(self, row: TapeOp) -> int:
-        """Of what a product reads, whole where it gathers first."""
+        """Bytes of the input of a product, whole if it is gathered first."""
         return max(self._size(row.reads[0]), row.takes_back if row.op == "column" else 0)
 
     def _made(self, row: TapeOp) -> int:
-        """Of what a product makes, whole where it scatters that."""
+        """Bytes of the output of a product, whole if it is scattered afterwards."""
         return max(self._size(row.makes[0]), row.takes if row.op == "row" else 0)
 
     def _is_view(self, row: TapeOp) -> bool:
         return all(self._tape.base[value] != value for value in row.makes)
 
     def _fused(self, row: TapeOp, direction: int) -> WorkCounts:
-        """What a product gathers before it, or scatters after it; its backward, the other way.
+        """Count what a product gathers before it or scatters after it; backward does the converse.
 
-        A column gathers once more in backward what it did not keep.
+        In backward, a column gathers its input again, since it did not save it.
         """
         if row.op == "column" and row.takes_back:
             times, size = 1 + direction, self._given(row)
@@ -217,7 +233,9 @@ class Reading:
         return WorkCounts(gathers=times, gather_bytes=float(times * size))
 
     def _exchanged(self, row: TapeOp, direction: int) -> WorkCounts:
-        """What a rank sends along ep; gradients are multiplied by a number before."""
+        """Count what a rank sends along ep; in backward, gradients are multiplied by a number
+        first.
+        """
         values = row.makes if direction else row.reads
         count, size = len(values), float(self._sizes(values))
         if direction:
@@ -229,16 +247,18 @@ class Reading:
             return self._exchanged(row, direction)
         kind = _SENT[row.op][direction]
         if row.op == "all_gather" and row.takes and direction:
-            kind = ""  # Laid anew after it: ranks go on with the same, so the gradient is cut.
+            kind = ""  # After the relayout all ranks go on with the same, so backward only slices the gradient.
         size = float(self._size(row.makes[0]))
-        if kind == "gather":  # What is whole: made, or given.
+        if (
+            kind == "gather"
+        ):  # Count the whole tensor: the output of a gather, or the input of a scatter.
             size = max(size, float(self._size(row.reads[0])))
         if kind == "gather":
             return WorkCounts(gathers=1, gather_bytes=size)
         return WorkCounts(all_reduces=1, all_reduce_bytes=size) if kind else WorkCounts()
 
     def _is_made(self, number: int) -> bool:
-        """Whether rows before this one made the gradients that it gives."""
+        """Return True if earlier ops already made the gradients that this op returns."""
         return any(row == number for row, _ in self._tape.handed)
 
     def _forward(self, number: int) -> WorkCounts:
@@ -250,9 +270,9 @@ class Reading:
             return self._work(row, 1, moved, row.weight_bytes)
         if (row.makes and self._is_view(row)) or self._is_made(number):
             return WorkCounts()
-        # What makes nothing writes into the first that it reads.
+        # An op without outputs writes into its first input.
         made = self._sizes(row.makes or row.reads[:1]) + 2 * row.takes
-        if row.op == "embedding":  # Of the table only the rows that are looked up are read.
+        if row.op == "embedding":  # Only the rows of the table that are looked up are read.
             return WorkCounts(kernels=1, moved_bytes=self._sizes(row.reads) + 2 * made)
         weights = sum(nbytes for _, nbytes in row.parameters)
         if row.op in _PRODUCTS and row.parameters:
@@ -278,14 +298,16 @@ class Reading:
         if not row.grads and not row.parameters:
             return WorkCounts()
         added = self._added(row)
-        if self._is_made(number):  # Each is multiplied by a number, in place.
+        if self._is_made(number):  # Every gradient is multiplied by a number, in place.
             new, weights = self._size(row.keeps[0]), self._size(row.keeps[1])
             return WorkCounts(2, moved_bytes=2 * new, weight_bytes=2 * weights).plus(added)
         if row.is_sent or row.op in _SENT:
             return self._sent(row, 1).plus(added)
         given, new = self._size(row.makes[-1]), sum(grad.nbytes for grad in row.grads)
         weights = sum(nbytes for _, nbytes in row.parameters)
-        if row.op == "embedding":  # A dense gradient of zeros, to which tokens are added.
+        if (
+            row.op == "embedding"
+        ):  # The gradient is dense: zeros, to which the tokens' gradients are added.
             return WorkCounts(2, moved_bytes=3 * given, weight_bytes=weights).plus(added)
         if row.op in _PRODUCTS:
             kernels, whole = 2 + (len(row.parameters) > 1), self._given(row)
@@ -302,7 +324,9 @@ class Reading:
         return self._work(row, kernels, moved, 2 * weights, _ATTENTION_BACK).plus(added)
 
     def _added(self, row: TapeOp) -> WorkCounts:
-        """Gradients that meet are added up where the first reader in forward is."""
+        """Count the sums of gradients that meet, charged to the first op in forward that reads the
+        value.
+        """
         out = WorkCounts()
         for grad in row.grads:
             times = self._readers.pop(grad.value, 0) - 1
@@ -312,7 +336,10 @@ class Reading:
         return out
 
     def _again(self, start: int, end: int) -> tuple[WorkCounts, WorkCounts, WorkCounts]:
-        """Up to the last tensor that something keeps."""
+        """Work of recomputing a section, by index into `grid.RECOMPUTE`.
+
+        Recomputation stops at the last tensor that is saved for backward.
+        """
         rows = self._marked.rows
         last = max((n for n in range(start, end) if rows[n].keeps), default=start)
         runs = [n for n in range(start, last) if rows[n].makes]
@@ -326,7 +353,7 @@ class Reading:
         )
 
     def _boundary(self, start: int, end: int) -> int:
-        """Of what later rows read and send a gradient to."""
+        """Bytes that later ops read and send a gradient to."""
         tape = self._tape
         made = {v for row in tape.rows[start:end] for v in row.makes}
         read = {g.value for row in tape.rows[end:] for g in row.grads}
@@ -341,7 +368,7 @@ class Reading:
     # Memory
 
     def _held(self, again: int) -> list[tuple[int, int]]:
-        """(saved, transient) of each place, as playing the tape shows it."""
+        """Return (saved, transient) bytes of each section, from playing the tape."""
         spans = [
             RecomputeSpan(start, end, recompute=True, keeps_chosen=again == 1)
             for name, start, end in self._units
@@ -363,7 +390,8 @@ class Reading:
                 born.setdefault(storage, number)
                 kept[storage] = kept.get(storage, 0) + delta
         begins = [at[name, HookKind.BEFORE_FORWARD] for name in names]
-        # What a frame of the model holds until its forward returns is kept for no backward.
+        # Values that a frame of the model only holds until its forward returns are not saved for
+        # backward.
         saved = [0] * len(names)
         for storage, number in born.items():
             if number >= begins[0]:

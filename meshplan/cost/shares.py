@@ -1,8 +1,8 @@
-"""Which part of a block each data rank keeps, where blocks hold experts too.
+"""Compute the share of a block that each data rank keeps, with or without experts.
 
-Ranks share out what is no expert's finely enough to call it evenly. Experts that stay in the unit
-of their block are cut between experts, so of 8 experts 16 ranks hold one or none; spread ones are a
-unit of their own, which is cut where it divides.
+Parameters other than experts are sharded finely enough to count as even. Experts that stay in the
+unit of their block are sharded between experts, so of 8 experts 16 ranks have one or none.
+Experts spread over ep are a unit of their own, sharded along a dim that divides.
 
 Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py, for padding; `assign.pieces`.
 """
@@ -21,10 +21,11 @@ Array = NDArray[Any]
 
 
 def expert_share(grid: Array, kind: BlockKind) -> Array:
-    """Elements of experts that the fullest data rank keeps, where ranks share them out.
+    """Elements of experts on the data rank that has most of them, where data ranks shard
+    parameters.
 
     Args:
-        kind: As one rank of the grid's tp and ep computes it.
+        kind: The block as one rank of the grid's tp and ep computes it.
     """
     if not kind.num_experts:
         return np.zeros(len(grid))
@@ -34,13 +35,13 @@ def expert_share(grid: Array, kind: BlockKind) -> Array:
 
 
 def share(grid: Array, kind: BlockKind) -> Array:
-    """Elements of all parameters that it keeps."""
+    """Elements of all parameters on the data rank that has most of them."""
     ranks = grid["dp_shard"].astype(np.float64) * grid["cp"]
     return np.asarray((sum(kind.numels) - kind.expert_numel) / ranks + expert_share(grid, kind))
 
 
 def trained(kind: BlockKind) -> BlockKind:
-    """The same with those of its parameters alone that get a gradient."""
+    """Return the kind reduced to those of its parameters that get a gradient."""
     if not kind.frozen:
         return kind
     return replace(kind, numels=(sum(kind.numels) - kind.frozen,), frozen=0)

@@ -1,8 +1,8 @@
-"""A pipeline step, action by action: what the closed forms of `cost.pipeline` are checked against.
+"""Simulate a pipeline step action by action, to check the closed forms of `cost.pipeline`.
 
-Ranks do the compute steps of their schedule in order, each as soon as what it needs is there;
-sends and receives run beside them and take the same time each. Refuses to know what a stage
-computes.
+Ranks run the compute actions of their schedule in order, each as soon as its inputs have arrived.
+Sends and receives run at the same time and take equally long each. What a stage computes plays no
+part here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from meshplan.layout.schedules import Action, Schedule, actions
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """One compute step of a rank, from when to when."""
+    """The time one compute action of a rank takes, from begin to end."""
 
     rank: int
     action: Action
@@ -25,12 +25,12 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """One step.
+    """The result of simulating one step.
 
     Args:
-        seconds: Until the last rank is done.
-        busy_s: By rank, how long it computed.
-        spans: All compute steps; those of a rank in order.
+        seconds: Seconds until the last rank is done.
+        busy_s: Seconds that each rank computed.
+        spans: All compute actions; those of a rank in order.
     """
 
     seconds: float
@@ -39,7 +39,7 @@ class SimulatedStep:
 
     @property
     def idle_share(self) -> float:
-        """Of the time of all ranks."""
+        """The fraction of the time of all ranks in which they do not compute."""
         return 1 - sum(self.busy_s) / (len(self.busy_s) * self.seconds)
 
 
@@ -52,13 +52,15 @@ def simulate(
     microbatches: int,
     crossing_s: float = 0.0,
 ) -> SimulatedStep:
-    """How long a schedule takes.
+    """Simulate a step of a schedule.
 
     Args:
-        forward_s, backward_s: Of each stage, in the order of the model; a backward that is split
-            takes half for each part.
-        ranks: Along pp; stages are a multiple of it.
-        crossing_s: From the end of a step to its result being on another rank.
+        schedule: The pipeline schedule.
+        forward_s, backward_s: Seconds of one microbatch of each stage, in the order of the model; a
+            split backward takes half for each of its two parts.
+        ranks: Ranks along pp; the number of stages is a multiple of it.
+        microbatches: Microbatches of the step.
+        crossing_s: Seconds from the end of an action until its result is on another rank.
     """
     virtual = len(forward_s) // ranks
     orders = [

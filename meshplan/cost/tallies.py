@@ -1,4 +1,4 @@
-"""What some rows do at one batch, and what of it grows with the batch."""
+"""Count the work of tape ops at one batch, and separate what grows with the batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from meshplan.cost.types import Sent, Tally
 
 
 class WorkCounts(NamedTuple):
-    """Of some rows at one batch, forward or backward."""
+    """Work of some ops at one batch, forward or backward."""
 
     kernels: float = 0.0
     flops: float = 0.0
@@ -28,7 +28,7 @@ class WorkCounts(NamedTuple):
 
 
 def tally(one: WorkCounts, two: WorkCounts) -> Tally:
-    """What grows with samples and what does not, from a batch of one and one of two."""
+    """Separate what grows with the samples from what does not, given a batch of one and one of two."""
     return Tally(
         kernels=one.kernels,
         flops=two.flops - one.flops,
@@ -40,7 +40,9 @@ def tally(one: WorkCounts, two: WorkCounts) -> Tally:
 
 
 def sent(one: WorkCounts, two: WorkCounts) -> Sent:
-    """As `tally`, of what tp and ep send."""
+    """Separate what tp and ep send for each sample from what they send once, as `tally` does for
+    work.
+    """
     return Sent(
         all_reduces=int(one.all_reduces),
         all_reduce_bytes=two.all_reduce_bytes - one.all_reduce_bytes,

@@ -1,7 +1,8 @@
-"""Tapes of a decoder that is cut over tp, for what a step of it costs: memory's own.
+"""Build the tapes of a decoder sharded over tp, for the cost model; the memory estimate uses the
+same.
 
-Where nobody says which modules tp cuts, it cuts what `tp_plan: auto` would: heads, feed-forward
-and, where its rows divide, the vocabulary.
+If no plan says which modules tp shards, it shards what `tp_plan: auto` would: heads, feed-forward
+and, if its rows divide, the vocabulary.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ _VOCAB: Final = "vocab"
 
 
 def decoder_tape(shape: Shape, run: MicrobatchSpec, *, cuts_loss: bool = False) -> Tape:
-    """A microbatch of one rank of tp.
+    """Build the tape of a microbatch on one rank of tp.
 
     Args:
-        run: Its `seq_len` is that of whole sequences.
-        cuts_loss: Whether logits stay cut over the vocabulary (`loss_parallel`).
+        shape: Sizes of the decoder.
+        run: Settings of the microbatch; its `seq_len` is that of whole sequences.
+        cuts_loss: If True, logits stay sharded over the vocabulary (`loss_parallel`).
 
     Raises:
-        PlanError: Activations would be cut along the sequence.
+        PlanError: Activations would be sharded along the sequence.
     """
     if run.tp == 1:
         return tape_of(shape, run)

@@ -1,4 +1,4 @@
-"""What the blocks of a model cost, as plain numbers."""
+"""Numbers that describe the cost of the blocks of a model."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """What a device does: everything but `weight_bytes` grows with the samples.
+    """Work of a device: everything but `kernels` and `weight_bytes` grows with the samples.
 
     Args:
-        kernels: Launched, whatever the size.
-        flops: Of matrix products and attention, for one sample.
-        attention_flops: Those of attention.
-        product_bytes: Activations that these read and write, for one sample.
-        moved_bytes: Read and written by everything else, for one sample.
-        weight_bytes: Read of parameters and written of their gradients, once a microbatch.
+        kernels: Number of kernels launched, whatever their size.
+        flops: FLOPs of matrix products and attention, for one sample.
+        attention_flops: The part of `flops` that is attention.
+        product_bytes: Bytes of activations that products and attention read and write, for one
+            sample.
+        moved_bytes: Bytes that everything else reads and writes, for one sample.
+        weight_bytes: Bytes read of parameters and written of their gradients, once per microbatch.
     """
 
     kernels: float = 0.0
@@ -28,19 +29,20 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """What tp and ep send: collectives of each kind, and bytes for one sample.
+    """Communication of tp and ep: number of collectives of each kind, and bytes for one sample.
 
     Args:
-        all_reduce_bytes, gather_bytes: Of the whole tensors.
-        all_to_all_bytes: What one rank sends along ep, its own part included.
-        all_to_all_once_bytes: Likewise, whatever the number of samples.
+        all_reduces, gathers, all_to_alls: Number of collectives.
+        all_reduce_bytes, gather_bytes: Bytes of the whole tensors, for one sample.
+        all_to_all_bytes: Bytes that one rank sends along ep, its own part included, for one sample.
+        all_to_all_once_bytes: Bytes that one rank sends along ep whatever the number of samples.
     """
 
     all_reduces: int = 0
     all_reduce_bytes: float = 0.0
     gathers: int = 0
     gather_bytes: float = 0.0
-    """all_gather and reduce_scatter together: they cost the same."""
+    """Bytes of all_gather and reduce_scatter together, which cost equally much."""
     all_to_alls: int = 0
     all_to_all_bytes: float = 0.0
     all_to_all_once_bytes: float = 0.0
@@ -48,13 +50,13 @@ class Sent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElementBytes:
-    """Bytes of one element of a parameter or gradient, by role.
+    """Bytes per element of a parameter or gradient, by role.
 
     Args:
-        compute: A parameter as it is gathered and computed with.
-        reduce: A gradient as it is summed over ranks.
-        stored: A parameter as the optimizer updates it.
-        unscaling: Bytes read and written of each gradient to undo the scale of the loss.
+        compute: Bytes of a parameter as it is gathered and computed with.
+        reduce: Bytes of a gradient as it is summed over ranks.
+        stored: Bytes of a parameter as the optimizer updates it.
+        unscaling: Bytes read and written per element of a gradient to undo the scale of the loss.
     """
 
     compute: int
@@ -68,22 +70,25 @@ class BlockKind:
     """One kind of block, as one rank of tp computes it.
 
     Args:
-        name: fqn of the first block of the kind.
-        has_options: Whether it may be recomputed; what lies before and after the blocks may not.
-        numels: Elements of each parameter that this rank of tp, and of ep, holds.
-        expert_numel: Of all of them that are experts'.
-        num_experts: That they are of.
-        forward, backward: Backward without what is recomputed.
-        again: By place in `grid.RECOMPUTE`, what backward runs once more.
-        sent_forward, sent_backward: By tp and ep.
-        sent_again: By place in `grid.RECOMPUTE`.
-        saved_bytes: By place in `grid.RECOMPUTE`, kept from forward to backward for one sample.
-        transient_bytes: Likewise, the most that its forward or backward holds beside what it
-            saved. Gradients of parameters are in neither.
-        boundary_bytes: Of what it hands to the next block, for one sample.
-        context_bytes: Of the keys and values that its attention reads, for one sample.
-        exchanged_bytes: Of these, of its queries and of what it makes.
-        scores_flops: The part of `forward.flops` that grows with the square of the length.
+        name: The fqn of the first block of the kind.
+        has_options: If True, the block may be recomputed; False for what lies before and after the
+            blocks.
+        numels: Elements of each parameter on this rank of tp and ep.
+        expert_numel: Elements of all experts' parameters among them.
+        num_experts: Number of these experts.
+        forward, backward: Work for one microbatch; backward without recomputation.
+        again: Work that backward recomputes, by index into `grid.RECOMPUTE`.
+        sent_forward, sent_backward: Communication of tp and ep.
+        sent_again: Communication of tp and ep that is recomputed, by index into `grid.RECOMPUTE`.
+        saved_bytes: Bytes saved from forward to backward for one sample, by index into
+            `grid.RECOMPUTE`.
+        transient_bytes: Highest number of bytes that forward or backward needs for one sample
+            beyond what the block saved, by index into `grid.RECOMPUTE`. Neither this nor
+            `saved_bytes` includes gradients of parameters.
+        boundary_bytes: Bytes that the block passes to the next block, for one sample.
+        context_bytes: Bytes of the keys and values that its attention reads, for one sample.
+        exchanged_bytes: Bytes of these, the queries and the attention output, for one sample.
+        scores_flops: The part of `forward.flops` that grows with the square of the sequence length.
         frozen: Elements of `numels` that get no gradient.
     """
 
@@ -113,13 +118,14 @@ class Chain:
 
     Args:
         kinds: Each kind once.
-        order: The kind of each place.
+        order: Index into `kinds` of each place.
         names: The fqn of each place; "" for what is in no block.
-        tied_numel: Elements of the table that the last place reads too. Only the first has it in
-            its `numels`; where a pipeline parts them, each stage holds one.
-        turns: Of each place, by place in `grid.RECOMPUTE`, the most bytes that its backward holds
-            for one sample beside what blocks before it keep; () for what is in no block, or where
-            nobody told.
+        tied_numel: Elements of the embedding table that the last place reads too. Only the first
+            place has it in its `numels`; if a pipeline separates them, each of the two stages holds
+            one.
+        turns: For each place, by index into `grid.RECOMPUTE`, the most bytes that its backward
+            needs for one sample in addition to what the blocks before it save; () for what is in no
+            block, or if this is not known.
     """
 
     kinds: tuple[BlockKind, ...]

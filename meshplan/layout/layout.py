@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from meshplan.layout.mesh import SHARD_AXES, Mesh
+from meshplan.shown import view
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +192,8 @@ class Layout:
         return " ".join(words) or "R"
 
     def _repr_html_(self) -> str:
-        from meshplan.pictures.notebook import layout_html  # what only notebooks ask for
-
-        return layout_html(self)
+        html: str = view("layout_html")(self)
+        return html
 
     def __str__(self) -> str:
         return self.spell()

@@ -17,6 +17,7 @@ from meshplan.errors import PlanError, Problem, UnstatedError
 from meshplan.layout.mesh import DATA_AXES, GRADIENT_AXES, Mesh
 from meshplan.model.graph import ModelGraph
 from meshplan.model.rehearsal import Rehearse
+from meshplan.shown import view
 from meshplan.spec.compatibility import clashes
 from meshplan.spec.contradictions import split_batch
 from meshplan.spec.spec import Spec
@@ -109,14 +110,12 @@ class Plan:
 
     def draw(self, what: str, **options: Any) -> Picture:
         """A picture that answers one question; arguments as of `pictures.main.draw`."""
-        from meshplan.pictures.main import draw  # matplotlib, in the end
-
-        return draw(self, what, **options)
+        picture: Picture = view("draw")(self, what, **options)
+        return picture
 
     def _repr_html_(self) -> str:
-        from meshplan.pictures.notebook import plan_html  # what only notebooks ask for
-
-        return plan_html(self)
+        html: str = view("plan_html")(self)
+        return html
 
     def digest(self) -> str:
         """A hash of every decision: equal on two ranks exactly when they would do the same."""

@@ -1,1 +1,1 @@
-"""The rooms that import torch: they read a Plan and apply it, and decide nothing."""
+"""The modules that import torch: they read a Plan and apply it, and make no planning decision."""

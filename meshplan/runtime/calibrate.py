@@ -1,4 +1,4 @@
-"""Times of this machine: products, attention, elementwise operations, copies and collectives."""
+"""Time this machine: matrix products, attention, elementwise kernels, copies and collectives."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LAUNCHES: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class _TimedWork:
-    """Something to time; `amount` and `hops` as in `Sample`."""
+    """An operation to time; `amount` and `hops` as in `Sample`."""
 
     amount: float
     run: Callable[[], object]
@@ -35,13 +35,18 @@ class _TimedWork:
 
 
 def measure(*, large: bool | None = None) -> Timings:
-    """Time this machine; with a process group of several ranks, what these send as well.
+    """Time this machine and, in a process group of several ranks, its collectives.
 
-    Everything is run in turn, round by round, and the least time of each counts: what disturbs a
-    run makes it longer, and lasts longer than a run.
+    All operations are run in turn, for `ROUNDS` rounds, and the shortest time of each counts. A
+    disturbance can only lengthen a run, and usually lasts longer than one run; taking turns keeps
+    it from hitting all runs of one operation.
 
     Args:
-        large: Whether sizes are those of training; None where there is an accelerator.
+        large: If True, use sizes typical of training; if False, smaller ones. None means True on
+            an accelerator and False on a CPU.
+
+    Returns:
+        The timings, one `Sample` per operation and size.
 
     Assumes: in a process group, every rank calls it.
     """
@@ -74,7 +79,7 @@ def measure(*, large: bool | None = None) -> Timings:
 
 @contextmanager
 def together() -> Iterator[bool]:
-    """Join the ranks that a launcher started, if it started several; whether this is the first."""
+    """Join the ranks of a launcher, if it started several; yield True on rank 0."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         yield not dist.is_initialized() or dist.get_rank() == 0
         return
@@ -93,7 +98,7 @@ def _sample(work: _TimedWork, halves: list[float]) -> Sample:
 
 
 def _least(device: torch.device, works: list[_TimedWork]) -> dict[int, list[float]]:
-    """Return the least seconds of even rounds and of odd ones, by the `id` of the work."""
+    """Return the shortest seconds of even and of odd rounds, by the `id` of the operation."""
     least = {id(work): [math.inf, math.inf] for work in works}
     for number in range(ROUNDS + 1):
         for work in works:
@@ -101,7 +106,7 @@ def _least(device: torch.device, works: list[_TimedWork]) -> dict[int, list[floa
             begin = time.perf_counter()
             work.run()
             _settle(device)
-            if number:  # The first round loads libraries and makes plans.
+            if number:  # The first round loads libraries and creates plans.
                 seconds = time.perf_counter() - begin
                 halves = least[id(work)]
                 halves[number % 2] = min(seconds, halves[number % 2])
@@ -119,7 +124,7 @@ def _device() -> torch.device:
 
 
 def _facts(device: torch.device) -> Device:
-    """The table's device of this name; else one of which only the name and memory are known."""
+    """Return the hardware table's device of this name, or one with only a name and its memory."""
     if device.type != "cuda":
         return Device(name=device.type, memory_bytes=0)
     properties = torch.cuda.get_device_properties(device)
@@ -135,7 +140,7 @@ def _world() -> int:
 
 
 def _launches(device: torch.device) -> Iterator[_TimedWork]:
-    """Many small kernels, one after the other."""
+    """Launch a tiny kernel many times in a row."""
     x = torch.zeros(1, device=device)
 
     def run() -> None:
@@ -163,7 +168,7 @@ def _attention(device: torch.device, dtype: torch.dtype, is_large: bool) -> Iter
 
 
 def _moves(device: torch.device, is_large: bool) -> Iterator[_TimedWork]:
-    """Of more than any cache holds."""
+    """Multiply tensors that are larger than any cache."""
     for power in (27, 28, 29, 30) if is_large else (25, 26, 27):
         x = torch.zeros(2**power // 4, device=device)
         yield _TimedWork(2.0 * 2**power, partial(torch.mul, x, 1.5, out=torch.empty_like(x)))

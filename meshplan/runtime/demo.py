@@ -1,7 +1,7 @@
-"""The demo: train the byte model on real text under a plan, and once more without any plan.
+"""The demo: train the byte model on real text under a plan, then again without any plan.
 
-The text is Python's own language reference, which every Python carries. Both runs begin with the
-same numbers and see the same batches, so their losses must agree.
+The text is Python's own language reference, which ships with every Python. Both runs start from
+the same initial values and see the same batches, so their losses must agree.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from meshplan.spec.trust import check_code
 _MODELS: Final[Mapping[str, Callable[[], nn.Module]]] = MappingProxyType(
     dict(zip(OWN_MODELS, (demo_model.build, demo_moe.build), strict=True))
 )
-"""The models that read and write bytes, by the entry under which a plan names them."""
+"""The builders of the byte models, by the entry under which a plan names them."""
 
 SEED: Final = 0
 MAX_RANKS: Final = 16
 _MICRO, _SEQ_LEN = 4, 128
-"""Samples per rank and bytes per sample where the plan does not say."""
+"""Samples per microbatch and bytes per sample, used where the plan does not state them."""
 
 _OPTIMIZERS: Final[Mapping[str, Callable[..., torch.optim.Optimizer]]] = MappingProxyType(
     {
@@ -53,20 +53,20 @@ _OPTIMIZERS: Final[Mapping[str, Callable[..., torch.optim.Optimizer]]] = Mapping
 )
 
 Told = Callable[[int, float], None]
-"""Is told each step's number, counted from 1, and its loss."""
+"""A callback that gets each step's number, counted from 1, and its loss."""
 
 
 def entry_of(spec: Spec) -> str:
-    """The model that the demo trains: the plan's own if it is one for bytes, else the first."""
+    """Return the entry of the model to train: the plan's if it is a byte model, else the first one."""
     stated = spec.model.entry if spec.model is not None else None
     return stated if stated is not None and stated in _MODELS else next(iter(_MODELS))
 
 
 def check_demo(plan: Plan, steps: int) -> None:
-    """Refuse what the demo cannot run on one machine.
+    """Reject a plan that the demo cannot run on one machine.
 
     Raises:
-        SpecError: With every reason.
+        SpecError: The demo cannot run the plan; the error lists every reason.
     """
     for code, origin in plan.spec.applied_code:
         check_code(code, origin)
@@ -87,7 +87,10 @@ def check_demo(plan: Plan, steps: int) -> None:
 
 
 def tolerance(plan: Plan) -> float:
-    """How far losses may differ: sums in another order, or another precision altogether."""
+    """Return how far the losses of both runs may differ, by the dtypes of the plan.
+
+    In float32 only the order of sums differs; other dtypes compute in another precision.
+    """
     dtypes = {d for p in plan.assignment.tensors.values() for d in (p.dtype, p.compute_dtype)}
     return 1e-4 if dtypes == {"float32"} else 5e-2
 
@@ -95,11 +98,15 @@ def tolerance(plan: Plan) -> float:
 def train_under_plan(plan: Plan, steps: int, told: Told) -> tuple[list[float], list[StateBytes]]:
     """Train in as many processes as the plan has ranks.
 
+    Args:
+        told: Called on this process with each step's number and loss.
+
     Returns:
-        The loss of every step, and what each rank really held before the last optimizer step.
+        The loss of every step, and the bytes of state that each rank measured right before the
+        last optimizer step.
 
     Raises:
-        ApplyError: A rank raised, died or fell silent.
+        ApplyError: A rank raised, died or sent nothing for `local_ranks.SILENCE_S` seconds.
     """
     losses: list[float] = []
     held: dict[int, StateBytes] = {}
@@ -116,7 +123,7 @@ def train_under_plan(plan: Plan, steps: int, told: Told) -> tuple[list[float], l
 
 
 def train_alone(plan: Plan, steps: int, told: Told) -> list[float]:
-    """The same training in this process, in plain PyTorch that knows of no plan."""
+    """Run the same training in this process, in plain PyTorch without a plan; return the losses."""
     torch.manual_seed(SEED)
     model = _MODELS[entry_of(plan.spec)]()
     optimizer = _OPTIMIZERS[plan.spec.optimizer](model.parameters())
@@ -134,8 +141,8 @@ def train_alone(plan: Plan, steps: int, told: Told) -> list[float]:
 
 
 def _train_rank(send: Send, spec: Spec, steps: int) -> None:
-    """One rank's part; rank 0 sends the losses, every rank sends what it held."""
-    # FSDP2's advice on modules that hand out views concerns edits in place, which no style makes.
+    """Train on one rank. Rank 0 sends the losses; every rank sends its bytes of state."""
+    # FSDP2 warns about modules that return views; that matters for in-place edits, which no style does.
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
     torch.manual_seed(SEED)
     model = parallelize(_MODELS[entry_of(spec)](), spec)
@@ -157,7 +164,7 @@ def _train_rank(send: Send, spec: Spec, steps: int) -> None:
 
 
 def _batches(plan: Plan, steps: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """The global batches of all steps: windows of the text, and the same one byte later."""
+    """Yield each step's global batch: windows of the text, and the same windows one byte later."""
     text = torch.frombuffer(bytearray("".join(topics.values()).encode()), dtype=torch.uint8).long()
     samples = (plan.micro or _MICRO) * plan.accumulate * plan.num_data_ranks
     seq_len = plan.spec.batch.seq_len or _SEQ_LEN

@@ -1,6 +1,6 @@
 """A small Llama-style language model over bytes: the model of the demo and of the recipes.
 
-Ordinary PyTorch that knows nothing of meshplan, with the names that `plans/` refer to.
+Ordinary PyTorch that does not import meshplan. The plans in `plans/` refer to its module names.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByteLlamaConfig:
-    """Sizes; the defaults make 0.8 M parameters, enough to learn English spelling in a minute."""
+    """Sizes of the model; the defaults make 0.8 M parameters, which learn English spelling in a minute."""
 
     vocab_size: int = 256
     dim: int = 128
@@ -40,7 +40,7 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
         """Shape: x (batch, seq, dim), rope (2, seq, head_dim / 2) -> (batch, seq, dim)."""
-        # The number of heads is read off the tensors: under tensor parallelism it is a part.
+        # The number of heads comes from the tensors: under tensor parallelism a rank has only some.
         q, k, v = (
             w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for w in (self.wq, self.wk, self.wv)
@@ -52,7 +52,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """A SwiGLU feed-forward layer."""
 
     def __init__(self, config: ByteLlamaConfig) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each behind a norm and around a residual."""
+    """Attention and feed-forward, each after a norm and with a residual connection."""
 
     def __init__(self, config: ByteLlamaConfig) -> None:
         super().__init__()
@@ -76,13 +76,13 @@ class Block(nn.Module):
         self.ffn = FeedForward(config)
 
     def forward(self, x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-        """Shape: x (batch, seq, dim) -> the same."""
+        """Shape: x (batch, seq, dim) -> (batch, seq, dim)."""
         x = x + self.attn(self.norm1(x), rope)
         return x + self.ffn(self.norm2(x))
 
 
 class ByteLlama(nn.Module):
-    """Bytes in, logits of the next byte out."""
+    """A decoder that maps bytes to the logits of the next byte."""
 
     def __init__(self, config: ByteLlamaConfig | None = None) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class ByteLlama(nn.Module):
 
 
 def rope_table(seq: int, config: ByteLlamaConfig, like: torch.Tensor) -> torch.Tensor:
-    """Cosines and sines of the rotary angles.
+    """Return the cosines and sines of the rotary angles.
 
     Shape: (2, seq, head_dim / 2).
     Source: Su et al. 2021, RoFormer, section 3.2.2.
@@ -114,19 +114,19 @@ def rope_table(seq: int, config: ByteLlamaConfig, like: torch.Tensor) -> torch.T
 
 
 def rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """Turn pairs of channels by the angles. Shape: (batch, heads, seq, head_dim)."""
+    """Rotate pairs of channels by the angles. Shape: x (batch, heads, seq, head_dim)."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = rope
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 def build() -> ByteLlama:
-    """The model of the recipes in `plans/`."""
+    """Build the model of the recipes in `plans/`."""
     return ByteLlama()
 
 
 def next_byte_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats per byte.
+    """Return the mean cross-entropy in nats per byte.
 
     Shape: logits (batch, seq, vocab), targets (batch, seq).
     """

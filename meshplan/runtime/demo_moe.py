@@ -1,6 +1,6 @@
 """The demo's language model with a mixture of experts in every block: the model of `moe_ep`.
 
-Ordinary PyTorch that knows nothing of meshplan.
+Ordinary PyTorch that needs nothing of meshplan but the modules of `demo_model`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform within 1 / sqrt(inputs), as nn.Linear's."""
+        """Draw uniformly within 1 / sqrt(in_features), as nn.Linear does."""
         for weight in (self.w13, self.w2):
             bound = weight.shape[-1] ** -0.5
             nn.init.uniform_(weight, -bound, bound)
@@ -42,7 +42,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A router, the experts that it chooses from, and one that every token passes."""
+    """A router, the experts it chooses from, and a shared expert for every token."""
 
     def __init__(self, config: ByteLlamaConfig) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Mixture(nn.Module):
 
 
 class ByteMixture(ByteLlama):
-    """Bytes in, logits of the next byte out."""
+    """A decoder with experts that maps bytes to the logits of the next byte."""
 
     def __init__(self, config: ByteLlamaConfig | None = None) -> None:
         super().__init__(config)
@@ -67,5 +67,5 @@ class ByteMixture(ByteLlama):
 
 
 def build() -> ByteMixture:
-    """The model of the recipe `moe_ep`."""
+    """Build the model of the recipe `moe_ep`."""
     return ByteMixture()

@@ -1,7 +1,7 @@
-"""`parallelize`: read the plan, decide, agree with the other ranks, apply, prove.
+"""`parallelize`: read the plan, resolve it, agree with the other ranks, apply it, check the result.
 
-Everything that can fail is done before the model is touched; what still fails afterwards puts
-the model back as it was.
+All checks that need no change of the model run first. If a later step fails, the model is put
+back as it was.
 """
 
 from __future__ import annotations
@@ -57,30 +57,30 @@ def parallelize(
     example_inputs: Any = None,
     allow_code: bool = True,
 ) -> nn.Module:
-    """Apply a plan to a model on this rank; every rank calls it alike.
+    """Apply a plan to a model on this rank. Every rank must call it with the same arguments.
 
     Args:
         model: Any module, on meta, on the CPU or on this rank's device. Real values are taken
             from rank 0; a model on meta is initialised with the numbers one process would draw.
         plan: A path to a plan.yaml, a mapping of the same form, a Spec or a Plan.
         example_inputs: Inputs to trace the model with: a tensor, a tuple of arguments or a
-            mapping of keyword arguments; only shapes and dtypes count. For plans that read the
-            model's data flow (`tp_plan: auto`, `pp`). Without them `input:` of the plan is
-            taken, or what a transformers model says of itself.
-        allow_code: Whether `apply: "pkg.mod:function"` in the plan may run.
+            mapping of keyword arguments; only shapes and dtypes count. Plans that read the
+            model's data flow (`tp_plan: auto`, `pp`) need them. If None, `input:` of the plan is
+            used, or the inputs that a transformers model declares.
+        allow_code: If False, a plan with `apply: "pkg.mod:function"` is rejected.
 
     Returns:
-        The module to train: the same object, or DistributedDataParallel around it, or with a
-        pp axis a `PipelinedModule` of this rank's stages, and the object left without numbers.
-        Its attribute `meshplan` holds the plan and the mesh.
+        The module to train: the model itself, or a DistributedDataParallel around it. With a pp
+        axis it is a `PipelinedModule` of this rank's stages, and `model` is left without values.
+        The attribute `meshplan` of the module holds the plan and the mesh.
 
     Raises:
         SpecError: The plan cannot be read.
         PlanError: The plan does not fit this model or this job.
-        ApplyError: The ranks disagree, or the live model is not what the plan says.
+        ApplyError: The ranks disagree, or the live model does not match the plan.
 
-    The process group is the caller's if there is one, else torchrun's, else a group of one.
-    Whatever raises, the model is as it was before.
+    The process group is the caller's if there is one, else torchrun's, else a group of one rank.
+    On any error, the model is left unchanged.
     """
     ensure_process_group()
     with guarded("parallelize"):
@@ -116,7 +116,7 @@ def _parallelize(
 
 
 def _decide(model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: bool) -> Plan:
-    """Read and decide, without touching the model or talking to another rank."""
+    """Read and resolve the plan without touching the model or communicating with other ranks."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"parallelize needs an nn.Module, not {type(model).__name__}")
     _check_kind(model)
@@ -160,7 +160,7 @@ def _decide(model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: b
 
 
 def _check_kind(model: nn.Module) -> None:
-    """Refuse models that cannot be wrapped whatever the plan says."""
+    """Reject models that cannot be wrapped, whatever the plan contains."""
     what, fix = "", ""
     if hasattr(model, "meshplan"):
         what, fix = "this model is parallelized already", "build it anew, then parallelize it"
@@ -178,7 +178,7 @@ def _check_kind(model: nn.Module) -> None:
 
 
 def _state_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
-    """What a live model brings along that wrapping would lose without a word."""
+    """Yield a problem for each state of a live model that wrapping would silently lose."""
     by_storage: dict[int, str] = {}
     keeps_parameters = plan.assignment.wrapper == "ddp"
     for name, parameter in model.named_parameters():
@@ -213,7 +213,7 @@ def _state_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
 
 
 def _sparse_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
-    """Embeddings whose gradients are sparse, which units of sharding cannot reduce."""
+    """Yield a problem for each trained embedding with sparse gradients in a unit of sharding."""
     for fqn, module in model.named_modules():
         placed = plan.assignment.tensors.get(f"{fqn}.weight" if fqn else "weight")
         is_reduced = placed is not None and placed.unit in plan.assignment.units
@@ -228,16 +228,16 @@ def _sparse_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
 
 
 def _alias_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
-    """Parameters that the model's code reaches by another way than their name.
+    """Yield a problem for each parameter that is also kept in an attribute of a module.
 
-    Wrapping puts other objects in their place; the old ones would never be updated.
+    Wrapping replaces the parameter objects; the ones in attributes would never be updated.
     """
     if plan.assignment.wrapper != "units" and plan.mesh.size("tp", "ep") == 1:
         return
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for fqn, module in model.named_modules():
         if type(module).__setattr__ is not nn.Module.__setattr__:
-            continue  # As nn.LSTM, it keeps its lists up to date itself.
+            continue  # Modules such as nn.LSTM keep their own lists of parameters up to date.
         for attribute, value in own_attributes(module).items():
             for _, tensor in tensors_in(value):
                 if id(tensor) in names:
@@ -250,7 +250,7 @@ def _alias_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
 
 
 def _code_problem(code: str, origin: Origin | None, allow_code: bool) -> Problem | None:
-    """Why this code of the plan may not or cannot run."""
+    """Return the reason why this code of the plan may not or cannot run, or None."""
     if not allow_code:
         what = f"the plan runs code ('{code}'), and allow_code is False"
         return Problem(what, origin, "remove 'apply', or pass allow_code=True")
@@ -263,9 +263,9 @@ def _code_problem(code: str, origin: Origin | None, allow_code: bool) -> Problem
 
 
 def _agree(decide: Callable[[], Plan]) -> Plan:
-    """Decide on every rank, then make sure that all decided, and alike.
+    """Resolve the plan on every rank, then check that all ranks succeeded with an equal plan.
 
-    An error on one rank is raised on every rank: nobody is left waiting in a collective.
+    An error on one rank is raised on every rank, so that no rank waits in a collective.
     """
     error: MeshplanError | None = None
     decided: Plan | None = None
@@ -275,7 +275,7 @@ def _agree(decide: Callable[[], Plan]) -> Plan:
         outcome = ("plan", decided.digest())
     except MeshplanError as caught:
         error, outcome = caught, ("error", caught.render())
-    except Exception as caught:  # Told to the others, then raised as it is.
+    except Exception as caught:  # Reported to the other ranks, then raised unchanged.
         exchange(("error", f"{type(caught).__name__}: {caught}"))
         raise
     outcomes = exchange(outcome)
@@ -297,9 +297,9 @@ def _agree(decide: Callable[[], Plan]) -> Plan:
 
 @contextmanager
 def _untouched_on_error(model: nn.Module) -> Iterator[None]:
-    """Put the whole module tree back when anything inside raises.
+    """Restore the whole module tree if anything inside the `with` block raises.
 
-    Wrapping changes classes, hooks and parameter tables in place, so these are what is kept.
+    Wrapping changes classes, hooks and parameter tables in place, so these are saved.
     """
     modules = [
         (m, type(m), {k: dict(v) if type(v) is dict else v for k, v in vars(m).items()},
@@ -312,7 +312,7 @@ def _untouched_on_error(model: nn.Module) -> Iterator[None]:
     except BaseException:
         forget_units(module for module, _, _, _ in modules)
         for module, cls, plain, others in modules:
-            object.__setattr__(module, "__class__", cls)  # Past a user's own __setattr__.
+            object.__setattr__(module, "__class__", cls)  # Bypasses a user's own __setattr__.
             vars(module).clear()
             vars(module).update(plain | others)
         for tensor, value in data:

@@ -1,1 +1,1 @@
-"""plan.yaml and the files beside it: text becomes a `Spec`, or problems by line."""
+"""Read plan.yaml and its companion files: text becomes a `Spec`, or problems by line."""

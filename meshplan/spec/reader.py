@@ -1,9 +1,9 @@
-"""plan.yaml -> `Spec`: the only importer of yaml.
+"""Read plan.yaml into a `Spec`; the only module that imports yaml.
 
-Reads YAML 1.2's core scalars with the place of every value: `3e9` is a number, `no` and `1:30`
-are texts, a key given twice is an error. Anchors, aliases and tags are refused: a plan says
-each thing where it holds. Built on yaml's events, so that nothing recurses and a file cannot
-grow while it is read. Refuses to know what the keys mean (`schema`).
+Scalars follow YAML 1.2's core schema, and every value keeps its place: `3e9` is a number, `no` and
+`1:30` are texts, a key given twice is an error. Anchors, aliases and tags are refused: a plan
+states each value where it applies. The reader is built on yaml's events, so that nothing recurses
+and a file cannot expand while it is read. The meaning of the keys is defined in `schema`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from meshplan.spec.values import Findings, PlanValue, quote, show
 
 _BEGIN: Final = "begin with version: 1"
 _MOST_PARSED, _LONG = 128, 1 << 14
-"""Texts whose events are kept, and the characters from which none is."""
+"""Number of texts whose events are cached, and the length in characters from which none is."""
 _INT: Final = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT: Final = re.compile(
     r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
@@ -56,15 +56,15 @@ _WORDS: Final[Mapping[str, bool | None]] = {
 def load_spec(
     source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()
 ) -> Spec:
-    """The Spec of a plan file or of the same thing as a Python mapping.
+    """Read a plan file, or the same content as a Python mapping, into a `Spec`.
 
     Args:
         source: A path, or a mapping with the keys of the file.
         overrides: Statements such as "mesh.tp=2" or "rules[0].place.tp=colwise", applied last;
-            an empty value takes a statement back.
+            an empty value removes a statement.
 
     Raises:
-        SpecError: With every problem found.
+        SpecError: The plan has problems; the error carries all of them.
     """
     found = Findings()
     plan: PlanValue | None
@@ -73,7 +73,7 @@ def load_spec(
         plan = from_python(source, name, found)
     elif isinstance(source, (str, os.PathLike)):
         name = str(source)
-        if name in PERSONS_WORDS:  # Else what such a file says would pass for a person's word.
+        if name in PERSONS_WORDS:  # Otherwise such a file would be trusted as typed.
             name = os.path.join(os.curdir, name)
         text = read_text(name)
         plan = _YamlComposer(name, found, digest=digest_of(text)).compose(text)
@@ -95,15 +95,19 @@ def load_spec(
 
 
 def read_yaml(path: str | os.PathLike[str], most: int, what: str) -> PlanValue:
-    """Read a file of another kind than a plan, under the same bounds.
+    """Read a YAML file that is not a plan, under the same bounds.
 
     Args:
-        most: Bytes that it may have.
-        what: What it is, with an article: "a lock".
+        path: The file.
+        most: Maximum size in bytes.
+        what: The kind of file, with an article: "a lock".
+
+    Returns:
+        The root value; its `data` is None if the file is empty.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        SpecError: It cannot be read, with every problem found.
+        FileNotFoundError: The file does not exist.
+        SpecError: The file cannot be read; the error carries every problem found.
     """
     found = Findings()
     name = os.fspath(path)
@@ -116,11 +120,11 @@ _KINDS: Final = (
     ("model_type", "a model's config", "name it in a plan, as model: {{config: {name}}}"),
     ("lock", "a lock", "name the plan file that it is beside"),
 )
-"""What is no plan, by a key that none has, and what to do with it."""
+"""Kinds of file that are not plans: a key that no plan has, the kind, and what to do with it."""
 
 
 def _check_kind(keys: Mapping[str, PlanValue], name: str) -> None:
-    """Refuse a whole file of another kind, and not each of its keys."""
+    """Refuse a file of another kind as a whole, instead of each of its keys."""
     for key, kind, fix in _KINDS:
         if key in keys and "version" not in keys:
             what = f"this is {kind}, not a plan"
@@ -134,7 +138,7 @@ def _override(plan: PlanValue, override: str, found: Findings) -> None:
         return
     path, text = parts
     origin, num_before = Origin("--set", path), len(found.problems)
-    # A shell has no anchors: a pattern such as *.norm needs no second pair of quotes.
+    # A command line has no anchors: a pattern such as *.norm needs no second pair of quotes.
     if text.startswith("*") or UNPRINTABLE.search(text):
         value: PlanValue | None = PlanValue(data=text, origin=origin, text=text)
     else:
@@ -145,7 +149,7 @@ def _override(plan: PlanValue, override: str, found: Findings) -> None:
 
 @dataclass(slots=True)
 class _Open:
-    """A list or mapping of which the end was not seen yet."""
+    """A list or mapping whose end has not been read yet."""
 
     value: PlanValue
     mark: Any
@@ -154,10 +158,10 @@ class _Open:
 
 @lru_cache(maxsize=_MOST_PARSED)
 def _parsed(text: str) -> tuple[yaml.Event, ...] | None:
-    """The events of a text: a planner reads one file with few words changed again and again.
+    """Return the events of a text, cached: a planner reads one file many times with few changes.
 
-    None where it is broken, long or deep: what comes before the break is of interest too, and
-    yaml takes the longer for each bracket the more of them are open.
+    Return None if the text is broken, long or deep. What comes before an error is of interest too,
+    and yaml slows down with the number of open brackets.
     """
     if len(text) > _LONG:
         return None
@@ -175,14 +179,15 @@ def _parsed(text: str) -> tuple[yaml.Event, ...] | None:
 
 
 class _YamlComposer:
-    """Yaml events -> Values.
+    """Compose `PlanValue`s from yaml events.
 
     Args:
         file: The name for messages.
-        found: Takes the problems.
-        base: The path at which the text stands.
+        found: The findings that problems are added to.
+        base: The path at which the text is placed.
         has_lines: False for a text from the command line.
-        digest: Of a plan file's text; every origin carries it to the check of code that may run.
+        digest: Hash of a plan file's text; every origin carries it to the check of code that may
+            run.
     """
 
     def __init__(
@@ -201,7 +206,7 @@ class _YamlComposer:
         self._num_values = 0
 
     def compose(self, text: str) -> PlanValue | None:
-        """The value of the text; None when it is empty or reading had to stop at a problem."""
+        """Return the value of the text; None if it is empty or a problem stopped the reading."""
         try:
             for event in _parsed(text) or yaml.parse(text, yaml.SafeLoader):
                 if not self._take(event, text):
@@ -211,7 +216,7 @@ class _YamlComposer:
             what, fix, mark = _syntax(error, text, brackets[-1] if brackets else None)
             self._found.add(self._at(mark, ""), what, fix)
             return None
-        except SpecError:  # is a ValueError too
+        except SpecError:  # also a ValueError
             raise
         except (yaml.YAMLError, ValueError, OverflowError) as error:
             self._found.add(Origin(self._file, self._base), f"yaml cannot read this: {error}")
@@ -219,7 +224,7 @@ class _YamlComposer:
         return self._root
 
     def _take(self, event: Any, text: str) -> bool:
-        """Whether reading can go on after this event."""
+        """Process one event; return True if reading can continue."""
         if isinstance(event, yaml.DocumentStartEvent) and self._root is not None:
             where = self._at(event.start_mark, "")
             self._found.add(where, "a second document begins here", "keep one plan per file")
@@ -259,7 +264,7 @@ class _YamlComposer:
         return True
 
     def _value(self, event: Any, text: str) -> PlanValue:
-        """The value of an event, empty yet for a list or mapping."""
+        """Return the value of an event; a list or mapping is still empty."""
         parent = self._open[-1] if self._open else None
         key = parent.pending[1] if parent and parent.pending else None
         if parent is None:
@@ -296,7 +301,7 @@ class _YamlComposer:
         return PlanValue(data=data, origin=origin, key=key, is_broken=is_broken)
 
     def _attach(self, value: PlanValue) -> None:
-        """Put a finished value where it belongs."""
+        """Put a finished value into its parent, or make it the root."""
         if not self._open:
             self._root = value
             return
@@ -325,7 +330,7 @@ class _YamlComposer:
 
 
 def _scalar(text: str) -> Any:
-    """What a plain scalar means in YAML 1.2's core schema."""
+    """Return the meaning of a plain scalar in YAML 1.2's core schema."""
     if text in _WORDS:
         return _WORDS[text]
     if len(text) <= MAX_DIGITS and _INT.fullmatch(text):
@@ -338,18 +343,18 @@ def _is_float(text: str) -> bool:
 
 
 def _star(text: str, index: int) -> tuple[str, str]:
-    """The problem with an unquoted pattern that begins with `*`."""
+    """Return the problem and fix for an unquoted pattern that begins with `*`."""
     found = re.compile(r"[^\s,\[\]#:]{1,60}").match(text, index)
     word = found.group() if found else "*"
     return "a text that begins with '*' must be in quotes", f'write "{word}"'
 
 
 def _syntax(error: yaml.MarkedYAMLError, text: str, bracket: Any) -> tuple[str, str, Any]:
-    """What, fix and place of a text that is no yaml, in our words.
+    """Return (what, fix, mark) for a text that is not valid yaml, in our own words.
 
     Args:
-        error: What yaml says.
-        text: All of it.
+        error: The error that yaml raised.
+        text: The whole text.
         bracket: The mark of the innermost '[' or '{' that is still open, None without one.
     """
     problem, context = error.problem or "", error.context or ""
@@ -384,7 +389,7 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, bracket: Any) -> tuple[str, 
 
 
 def _origins(plan: PlanValue) -> dict[str, Origin]:
-    """Where each value stands, by dotted path; a key without a value states nothing."""
+    """Return the place of each value, by dotted path; a key without a value states nothing."""
     out: dict[str, Origin] = {}
     todo = [plan]
     while todo:

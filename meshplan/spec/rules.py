@@ -1,7 +1,7 @@
-"""One entry of `rules`, and the settings that a rule and the whole plan share.
+"""Read one entry of `rules`, and the settings that a rule and the whole plan share.
 
-Knows the form of patterns, placements and settings. Refuses to know which modules exist
-(`assign`).
+This module checks the form of patterns, placements and settings. Whether a module exists is
+checked in `assign`.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ axis_list: Final = f"the axes are {', '.join(AXES)}"
 
 
 def boolean_or_auto(value: PlanValue, found: Findings) -> bool | str | None:
-    """`true`, `false` or `auto`."""
+    """Decode `true`, `false` or `auto`."""
     return AUTO if value.data == AUTO else boolean(value, found)
 
 
 def _dtype(value: PlanValue, found: Findings) -> str | None:
-    """A floating-point dtype by any of its names, as torch calls it."""
+    """Decode a floating-point dtype by any of its names; return torch's name."""
     word = value.text.lower().removeprefix("torch.")
     if not isinstance(value.data, (list, dict)) and word in DTYPE_WORDS:
         return DTYPE_WORDS[word]
@@ -86,7 +86,7 @@ def _dtype(value: PlanValue, found: Findings) -> str | None:
 
 
 def precision(value: PlanValue, found: Findings) -> Precision | None:
-    """A precision word, or dtypes by role."""
+    """Decode a precision word, or dtypes by role."""
     if isinstance(value.data, (list, dict)):
         roles = section(
             value,
@@ -108,7 +108,7 @@ def precision(value: PlanValue, found: Findings) -> Precision | None:
 
 
 def _budget(value: PlanValue, found: Findings) -> float | int | None:
-    """A fraction of the activations, or bytes."""
+    """Decode a fraction of the activations, or bytes."""
     if isinstance(value.data, (int, float)) and not isinstance(value.data, bool):
         if 0 <= value.data <= 1:
             return float(value.data)
@@ -129,11 +129,11 @@ _CHECKPOINTING_READS: Final = {
     "save": ("selective",),
     "budget": ("selective", AUTO),
 }
-"""Which modes read a key; in any other mode it would be ignored."""
+"""The modes that read a key; in any other mode it would be ignored."""
 
 
 def activation_checkpointing(value: PlanValue, found: Findings) -> ActivationCheckpointing | None:
-    """A mode, or a mode with its details."""
+    """Decode a mode, or a mode with its details."""
     mode = choice(_MODES, "a mode of activation checkpointing")
     if not isinstance(value.data, (list, dict)):
         word = mode(value, found)
@@ -157,7 +157,7 @@ def activation_checkpointing(value: PlanValue, found: Findings) -> ActivationChe
 
 
 def offload(value: PlanValue, found: Findings) -> Offload | None:
-    """A word, or what is offloaded one by one."""
+    """Decode one word, or a mapping of what is offloaded."""
     if not isinstance(value.data, (list, dict)):
         word: Offload | None = choice(_OFFLOAD_WORDS, "a word of offload")(value, found)
         return word
@@ -167,7 +167,7 @@ def offload(value: PlanValue, found: Findings) -> Offload | None:
 
 
 def axis_ok(name: str, value: PlanValue, found: Findings) -> bool:
-    """Whether this key is a mesh axis; otherwise a problem is noted."""
+    """Return True if this key is a mesh axis; otherwise record a problem."""
     if name in AXES:
         return True
     what = f"{quote(name)} is not a mesh axis"
@@ -183,7 +183,7 @@ _MATCH_KINDS: Final[Mapping[str, Decoder]] = {
 
 
 def _selector(value: PlanValue, found: Findings) -> Selector | None:
-    """A glob, `/regex/`, `{type: CLASS}` or `{param: GLOB}`."""
+    """Decode a glob, `/regex/`, `{type: CLASS}` or `{param: GLOB}`."""
     if isinstance(value.data, dict):
         got = section(value, found, _MATCH_KINDS, _MATCH_EXAMPLE) or {}
         if len(got) == 2 or not value.data:
@@ -214,7 +214,7 @@ def _match(value: PlanValue, found: Findings) -> tuple[Selector, ...] | None:
 
 
 def _placement(axis: str, value: PlanValue, found: Findings) -> str | None:
-    """The canonical word: `S(0)`, `R`, `auto` or a style."""
+    """Return the canonical word: `S(0)`, `R`, `auto` or a style."""
     word = value.text.strip()
     lower = word.lower()
     dim = parse_placement(word)
@@ -252,7 +252,7 @@ _DATA_WORDS: Final = ("replicate", "shard", "hybrid_shard")
 
 
 def _place(value: PlanValue, found: Findings) -> str | dict[str, str] | None:
-    """A word for the data axes, or a placement by axis."""
+    """Decode a word for the data axes, or a placement by axis."""
     example = "place: shard, or place: {tp: colwise}"
     if not isinstance(value.data, (list, dict)):
         word = value.text
@@ -303,13 +303,13 @@ _STATES: Final = tuple(key for key in _FIELDS if key not in ("match", "why", "op
 
 
 def rule(index: int, value: PlanValue, found: Findings, homes: Mapping[str, str]) -> Rule | None:
-    """One entry of `rules`.
+    """Read one entry of `rules`; return None if it cannot be used.
 
     Args:
-        index: Its position.
-        value: What stands in the file.
-        found: Takes the problems.
-        homes: Fixes for keys that belong elsewhere in the plan.
+        index: The entry's position in the list.
+        value: The value from the file.
+        found: The findings that problems are added to.
+        homes: The fix for each key that belongs elsewhere in the plan.
     """
     num_before = len(found.problems)
     got = section(
@@ -323,7 +323,7 @@ def rule(index: int, value: PlanValue, found: Findings, homes: Mapping[str, str]
     if len(found.problems) == num_before and not any(key in (got or {}) for key in _STATES):
         fix = f"add {join(_STATES)}, or remove the rule"
         found.add(value, "the rule states nothing about what it matches", fix)
-    # A match that yaml could not read was noted before: its rule is lost without a word here.
+    # A match that yaml could not read is already recorded; its rule is dropped silently.
     if got is None or "match" not in got or len(found.problems) > num_before:
         return None
     if isinstance(got.get("place"), str):

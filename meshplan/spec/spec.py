@@ -1,7 +1,7 @@
-"""What was declared: plan.yaml as values, each with the place where it was stated.
+"""plan.yaml as Python values, each with the place where it was stated.
 
-Knows the words of the format. Refuses to know the file syntax (`reader`), the model
-(`assign`) and what an `auto` becomes (`planner`).
+This module defines the vocabulary of the format. The file syntax is read in `reader`, the model is
+taken into account in `assign`, and `auto` is decided in `planner`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from meshplan.errors import Origin
+from meshplan.shown import view
 
 AUTO: Final = "auto"
-"""The word for "free": the planner decides."""
+"""The word that leaves a value to the planner."""
 MOST_MICROBATCHES: Final = 2**16
-"""Of one step; more are a typing error."""
+"""Maximum number of microbatches of one step; a larger number is a typing error."""
 
 Auto = Literal["auto"]
 Allocator = Literal["default", "expandable"]
@@ -32,7 +33,7 @@ STRATEGY_WORDS: Mapping[str, str] = MappingProxyType(
         "hybrid_shard_zero2": "hybrid_shard_zero2", "_hybrid_shard_zero2": "hybrid_shard_zero2",
     }
 )  # fmt: skip
-"""Every spelling of a strategy (lower case) and its canonical word."""
+"""The canonical word of a strategy, by each of its spellings in lower case."""
 
 PRECISION_WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -43,7 +44,7 @@ PRECISION_WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "16-mixed": {"param": "float16", "reduce": "float32", "master": "float32"},
     }
 )
-"""The precision words (Lightning's names) and the dtypes they stand for."""
+"""The dtypes of each role, by precision word (Lightning's names)."""
 
 DTYPE_WORDS: Mapping[str, str] = MappingProxyType(
     {
@@ -67,12 +68,12 @@ OPTIMIZER_STATES: Mapping[str, int] = MappingProxyType(
         "rmsprop": 1,
     }
 )
-"""Per optimizer, how many tensors of the parameter's size and dtype it keeps."""
+"""The number of tensors of the parameter's size and dtype that an optimizer keeps, by its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Borrow:
-    """`"4 in dp_shard"`: an axis of this size that reuses the ranks of another axis."""
+    """An axis of this size that reuses the ranks of another axis, as in `"4 in dp_shard"`."""
 
     size: int
     within: str
@@ -80,7 +81,7 @@ class Borrow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """Where the command line finds the model; exactly one is set."""
+    """The model for the command line: a config, an entry point or a count; exactly one is set."""
 
     config: str | None = None
     entry: str | None = None
@@ -89,7 +90,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareSpec:
-    """The machines. Bandwidths in bytes per second, memory in bytes; a node has the host's."""
+    """The machines. Bandwidths in bytes per second, memory in bytes; host memory is per node."""
 
     nodes: int = 1
     gpus_per_node: int
@@ -107,14 +108,14 @@ class HardwareSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Dtypes by role; None leaves what the model has.
+    """Dtypes by role; None keeps the model's own dtype.
 
     Args:
-        param: What forward and backward compute with.
-        reduce: What gradients are summed in.
-        output: What the module returns.
-        master: What the optimizer updates.
-        word: The precision word it came from, "" if none.
+        param: The dtype in which forward and backward compute.
+        reduce: The dtype in which gradients are reduced.
+        output: The dtype that the module returns.
+        master: The dtype of the parameters that the optimizer updates.
+        word: The precision word that the dtypes came from, "" if none.
     """
 
     param: str | None = None
@@ -125,25 +126,29 @@ class Precision:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether compute or reduction happens in another dtype than the stored one."""
+        """True if compute or reduction uses another dtype than the stored one."""
         roles = {r for r in (self.param, self.reduce, self.master) if r}
         return len(roles) > 1 or self.output is not None
 
     @property
     def scales_loss(self) -> bool:
-        """Whether the loss is scaled, so that small gradients in float16 do not vanish."""
+        """True if the loss is scaled, so that small gradients in float16 do not underflow."""
         return self.param == "float16" and self.is_mixed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Sizes in samples; any two of micro, accumulate and global imply the third.
+    """Batch sizes in samples; any two of micro, accumulate and global imply the third.
 
     Args:
-        of_data_rank: Of a step of each rank that reads samples of its own, where nothing else says
-            it; not of the file.
-        per_rank: Whether what samples make of one another may end at each rank and microbatch:
-            statistics of a batch, negatives of a contrastive loss.
+        micro: Samples of one microbatch on one rank.
+        accumulate: Microbatches of one step, or that number by the epoch from which it applies.
+        global_: Samples of one step on all ranks.
+        seq_len: Tokens of one sample.
+        of_data_rank: Samples of one step on each rank that reads its own samples, used if nothing
+            else determines it; never read from the file.
+        per_rank: If True, computations across samples, such as batch statistics or the negatives of
+            a contrastive loss, may be limited to one rank and one microbatch.
     """
 
     micro: int | Auto | None = None
@@ -159,7 +164,8 @@ class InputSpec:
     """The model's input, for models whose input cannot be derived.
 
     Args:
-        dtype: None takes what the model's first layer reads.
+        shape: Shape of the input of one sample.
+        dtype: Dtype of the input; None uses the dtype that the model's first layer reads.
     """
 
     shape: tuple[int, ...]
@@ -167,7 +173,7 @@ class InputSpec:
 
 
 PRODUCTS: Final = ("mm", "bmm", "conv", "sdpa")
-"""What `selective` keeps if it says no words: what costs most to compute per byte.
+"""Operations that `selective` saves if it lists none: those that cost most to compute per byte.
 
 Source: Korthikanti et al. 2022, section 5, turned round: keep the products, redo the rest.
 """
@@ -175,14 +181,14 @@ Source: Korthikanti et al. 2022, section 5, turned round: keep the products, red
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointing:
-    """What is recomputed in backward instead of kept.
+    """The activations that are recomputed in backward instead of saved.
 
     Args:
         mode: none, full, selective or auto.
         every: Apply to every n-th block only.
-        save: For selective: op names whose outputs are kept ("mm", "sdpa", ...); () for
+        save: For selective: names of the ops whose outputs are saved ("mm", "sdpa", ...); () means
             `PRODUCTS`.
-        budget: Bytes, or a fraction of the activations, that the planner may keep.
+        budget: Bytes, or a fraction of the activations, that the planner may save.
     """
 
     mode: Literal["none", "full", "selective", "auto"] = "none"
@@ -192,21 +198,22 @@ class ActivationCheckpointing:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Words of the operations that backward is spared when it runs the rest again."""
+        """Names of the ops whose outputs are saved, so that the recompute skips them."""
         return (self.save or PRODUCTS) if self.mode == "selective" else ()
 
     @property
     def keeps_sums(self) -> bool:
-        """Whether it is spared what ranks of tp add up, rather than the product of each.
+        """True if the sum over tp ranks is saved instead of each rank's own product.
 
-        Under `sequence_parallel` each rank has a part of a sum, and nothing is sent again for it.
+        Under `sequence_parallel` each rank has a part of the sum, and no communication is repeated
+        for it.
         """
         return "mm" in self.kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """What lives in host memory; None is not stated."""
+    """The tensors that live in host memory; None if not stated."""
 
     params: bool | Auto | None = None
     optimizer: bool | Auto | None = None
@@ -215,7 +222,7 @@ class Offload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """The pipeline: schedule, virtual stages per rank, microbatches and the cut."""
+    """The pipeline: schedule, virtual stages per rank, microbatches, and the split into stages."""
 
     schedule: str = "1F1B"
     virtual: int = 1
@@ -225,12 +232,12 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """How attention over parts of the sequence is computed.
+    """The computation of attention over sequence shards.
 
     Args:
         attention: all_gather (of keys and values) or all_to_all (of heads).
-        balance: Whether each rank holds a chunk near the head and one near the tail of the
-            sequence, so that causal attention is the same work for all; None lets the kind of
+        balance: If True, each rank holds a chunk near the head and one near the tail of the
+            sequence, so that causal attention is equal work for all; None lets the kind of
             attention decide.
     """
 
@@ -240,11 +247,12 @@ class Context:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSettings:
-    """What is said of mixtures of experts as a whole.
+    """Settings that apply to all mixtures of experts.
 
     Args:
-        capacity: The most tokens that a rank of ep is sent, as a multiple of an even share: what
-            memory is told for. Nothing is dropped: where more come, the step goes on and says so.
+        capacity: Maximum number of tokens that an ep rank receives, as a multiple of an even share;
+            memory is estimated for that many. No token is dropped: if more arrive, the step goes on
+            and reports it. None if not stated.
     """
 
     capacity: float | None = None
@@ -252,7 +260,7 @@ class ExpertSettings:
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """What a rule matches.
+    """A pattern that selects the modules or parameters of a rule.
 
     Args:
         kind: glob or regex (module fqns), type (module classes), param (parameter fqn glob).
@@ -268,13 +276,13 @@ class Selector:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One entry of `rules`; None is not stated.
+    """One entry of `rules`; None means not stated.
 
     Args:
         index: Position in the file; later rules win.
-        match: Any of these selectors.
-        data: How the data axes place it: replicate, shard or hybrid_shard.
-        place: By axis, a placement word ("R", "S(0)"), a style name or "auto".
+        match: The selectors; a module that matches any of them is selected.
+        data: Placement along the data axes: replicate, shard or hybrid_shard.
+        place: A placement word ("R", "S(0)"), a style name or "auto", by axis.
     """
 
     index: int
@@ -300,17 +308,17 @@ class Spec:
     """A whole plan file.
 
     Args:
-        mesh: Axis sizes outermost first; None is not stated, "auto" is free, a tuple of ints
-            is a bare list such as `[2, 4]` whose names the strategy decides.
+        mesh: Axis sizes, outermost first. None is not stated, "auto" is left to the planner, a
+            tuple of ints is a bare list such as `[2, 4]` whose names the strategy decides.
         strategy: A canonical strategy word, None when not stated.
-        loss: What the loss function returns for the samples that it is given: their mean, their
+        loss: The reduction of the loss function over the samples it is given: their mean, their
             sum, or the mean over the tokens whose target is not -100.
-        loss_chunks: Parts of the tokens over which head and loss are computed one by one; 1 for all
-            at once.
-        allocator: "expandable" where the segments of CUDA's allocator grow (`expandable_segments`),
-            so that what is freed is joined again.
-        ddp: Keyword arguments for DistributedDataParallel that the format knows.
-        origins: Where each value was stated, by dotted path ("rules[0].place.tp").
+        loss_chunks: Number of token chunks over which head and loss are computed one by one; 1
+            computes all tokens at once.
+        allocator: "expandable" if the CUDA allocator uses expandable segments
+            (`expandable_segments`), so that freed memory is merged again.
+        ddp: Keyword arguments for DistributedDataParallel that the format supports.
+        origins: The place where each value was stated, by dotted path ("rules[0].place.tp").
         source: The file's name for messages.
     """
 
@@ -345,7 +353,8 @@ class Spec:
 
     @property
     def reads_flow(self) -> bool:
-        """Whether deciding it takes a recorded forward pass: derived styles, pipeline stages."""
+        """True if deciding the plan needs a recorded forward pass (derived styles, pipeline stages).
+        """
         axes = self.mesh if isinstance(self.mesh, Mapping) else {}
         return (
             self.tp_plan == AUTO
@@ -355,13 +364,13 @@ class Spec:
 
     @property
     def free_fields(self) -> tuple[str, ...]:
-        """The paths of what is left to the planner, where nothing else decides it."""
+        """The paths that are left to the planner and that nothing else determines."""
         out = []
         if self.mesh == AUTO:
             out.append("mesh")
         elif isinstance(self.mesh, Mapping):
             axes = [f"mesh.{axis}" for axis, size in self.mesh.items() if size == AUTO]
-            out += axes if len(axes) > 1 else []  # A single one is what the others leave.
+            out += axes if len(axes) > 1 else []  # A single `auto` follows from the other axes.
         offload = (self.offload.params, self.offload.optimizer, self.offload.activations)
         for path, value in (
             ("offload", AUTO if AUTO in offload else None),
@@ -379,17 +388,16 @@ class Spec:
 
     @property
     def applied_code(self) -> tuple[tuple[str, Origin], ...]:
-        """The functions that rules call, and where each is named."""
+        """The functions that rules call, each with the place where it is named."""
         named = ((rule.apply, self.origin(f"rules[{rule.index}].apply")) for rule in self.rules)
         return tuple((code, origin) for code, origin in named if code is not None)
 
     def _repr_html_(self) -> str:
-        from meshplan.pictures.notebook import spec_html  # what only notebooks ask for
-
-        return spec_html(self)
+        html: str = view("spec_html")(self)
+        return html
 
     def origin(self, path: str) -> Origin:
-        """Where `path` was stated, or the nearest statement around it, or the file."""
+        """Return where `path` was stated, or the nearest enclosing statement, or the file."""
         parent = path
         while parent:
             if parent in self.origins:

@@ -1,8 +1,8 @@
-"""A plan file's values with the place of each, and the small decoders that read them.
+"""The values of a plan file with their places, and the small decoders that read them.
 
-A decoder takes a `PlanValue` and returns what it means; when it cannot, it notes a `Problem` and
-returns None, and reading goes on, so that one run finds every mistake of a file. Refuses to
-know the file syntax (`reader`) and the words of the format (`schema`).
+A decoder takes a `PlanValue` and returns its meaning. If it cannot, it records a `Problem` and
+returns None, and reading continues, so that one run finds every mistake of a file. The file
+syntax is read in `reader`; the keys of the format are in `schema`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from meshplan.errors import Origin, Problem, SpecError
 from meshplan.spec.match import near
 
 _MAX_PROBLEMS: Final = 100
-"""Nobody reads on; a file of junk must not cost a minute of suggestions either."""
+"""Limit after which reading stops, so that a file of junk does not cost a minute of suggestions."""
 
 _MAX_SHOWN: Final = 60
-"""Characters of a user's text that a message repeats."""
+"""Maximum number of characters of a user's text that a message repeats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +28,12 @@ class PlanValue:
     """One value of a plan.
 
     Args:
-        data: None, bool, int, float or str; or a list or a dict of Values.
-        origin: Where it stands.
+        data: None, bool, int, float or str; or a list or a dict of `PlanValue`s.
+        origin: The place of the value.
         text: A scalar as it was written.
-        key: Where its key stands; None in a list.
-        is_quoted: A text in quotes, which is never a number.
-        is_broken: Its problem is already noted; data means nothing.
+        key: The place of its key; None in a list.
+        is_quoted: True for a text in quotes, which is never a number.
+        is_broken: True if its problem is already recorded; `data` then means nothing.
     """
 
     data: Any
@@ -51,10 +51,10 @@ class Findings:
         self.problems: list[Problem] = []
 
     def add(self, where: PlanValue | Origin, what: str, fix: str = "") -> None:
-        """Note a problem.
+        """Record a problem.
 
         Raises:
-            SpecError: The file has so many that more would help nobody.
+            SpecError: The file has too many problems for a longer list to help.
         """
         self.problems.append(
             Problem(what, where.origin if isinstance(where, PlanValue) else where, fix)
@@ -64,7 +64,11 @@ class Findings:
         self.raise_if(len(self.problems) >= _MAX_PROBLEMS)
 
     def raise_if(self, condition: object) -> None:
-        """Raise everything noted when the condition holds and there is something."""
+        """Raise everything recorded if the condition holds and there is something.
+
+        Raises:
+            SpecError: The condition holds and problems were recorded.
+        """
         if condition and self.problems:
             raise SpecError(self.problems)
 
@@ -73,7 +77,7 @@ Decoder = Callable[[PlanValue, Findings], Any]
 
 
 def plain(value: PlanValue) -> Any:
-    """The value as Python has it, without places; values are never nested deeply."""
+    """Convert a value to plain Python data without places; values are never nested deeply."""
     if isinstance(value.data, dict):
         return {key: plain(inner) for key, inner in value.data.items()}
     if isinstance(value.data, list):
@@ -82,7 +86,7 @@ def plain(value: PlanValue) -> Any:
 
 
 def show(value: PlanValue) -> str:
-    """The value as a message names it."""
+    """Return the value as a message names it."""
     if isinstance(value.data, (list, dict)):
         return "a list" if isinstance(value.data, list) else "a mapping"
     if isinstance(value.data, str):
@@ -91,18 +95,18 @@ def show(value: PlanValue) -> str:
 
 
 def quote(text: str) -> str:
-    """The text in quotes, on one line and not too long."""
+    """Return the text in quotes, on one line and not too long."""
     return repr(text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 1] + "…")
 
 
 def join(words: Iterable[str], last: str = "or") -> str:
-    """`a, b or c`."""
+    """Join words as in `a, b or c`."""
     *first, end = words
     return f"{', '.join(first)} {last} {end}" if first else end
 
 
 def did_you_mean(word: str, words: Iterable[str], otherwise: str = "") -> str:
-    """A fix that names the most similar word, else `otherwise`."""
+    """Return a fix that names the most similar word, else `otherwise`."""
     close = near(word, words)
     return f"did you mean '{close}'?" if close else otherwise
 
@@ -116,18 +120,18 @@ def section(
     required: Mapping[str, str] | None = None,
     homes: Mapping[str, str] | None = None,
 ) -> dict[str, Any] | None:
-    """A mapping with known keys; a key without a value is not stated.
+    """Decode a mapping with known keys; a key without a value is not stated.
 
     Args:
-        value: What stands in the file.
-        found: Takes the problems.
+        value: The value from the file.
+        found: The findings that problems are added to.
         fields: A decoder per key.
-        example: A correct mapping, for the fix of another type.
-        required: For keys that must be there, the fix.
-        homes: For keys that belong elsewhere, the fix.
+        example: A correct mapping, for the fix if the value has another type.
+        required: The fix for each required key that is missing.
+        homes: The fix for each key that belongs elsewhere.
 
     Returns:
-        The decoded values that could be read, None if it is no mapping.
+        The decoded values that could be read, None if the value is not a mapping.
     """
     if not is_mapping(value, found, example):
         return None
@@ -156,12 +160,12 @@ def section(
 
 
 def is_stated(value: PlanValue) -> bool:
-    """Whether there is a value that can be read."""
+    """Return True if the value is neither empty nor broken."""
     return value.data is not None and not value.is_broken
 
 
 def is_mapping(value: PlanValue, found: Findings, example: str) -> bool:
-    """Whether the value is a mapping; otherwise a problem is noted."""
+    """Return True if the value is a mapping; otherwise record a problem."""
     if not isinstance(value.data, dict):
         found.add(value, f"{show(value)} is not a mapping", f"write {example}")
         return False
@@ -169,7 +173,7 @@ def is_mapping(value: PlanValue, found: Findings, example: str) -> bool:
 
 
 def items(value: PlanValue, found: Findings, example: str) -> list[PlanValue]:
-    """The readable entries of a list that must not be empty."""
+    """Return the readable entries of a list that must not be empty."""
     if not isinstance(value.data, list):
         found.add(value, f"{show(value)} is not a list", f"write {example}")
         return []
@@ -182,7 +186,7 @@ def items(value: PlanValue, found: Findings, example: str) -> list[PlanValue]:
 
 
 def integer(low: int = 1, *words: str, high: int = 10**9) -> Decoder:
-    """A whole number, or one of a few words."""
+    """Return a decoder for a whole number, or one of a few words."""
     wanted = f"a whole number of at least {low}"
     wanted += f", {'or ' if len(words) == 1 else ''}{join(words)}" if words else ""
 
@@ -204,7 +208,7 @@ def integer(low: int = 1, *words: str, high: int = 10**9) -> Decoder:
 
 
 def number(accepts: Callable[[float], bool], wanted: str) -> Decoder:
-    """A finite number that `accepts` takes."""
+    """Return a decoder for a finite number for which `accepts` is true."""
 
     def decode(value: PlanValue, found: Findings) -> float | None:
         if _is_number(value.data) and accepts(value.data):
@@ -216,7 +220,7 @@ def number(accepts: Callable[[float], bool], wanted: str) -> Decoder:
 
 
 def measured(parse: Callable[[str], Any]) -> Decoder:
-    """A number with a unit, read by one of the parsers of `units`."""
+    """Return a decoder for a number with a unit, read by one of the parsers of `units`."""
 
     def decode(value: PlanValue, found: Findings) -> Any:
         if isinstance(value.data, (bool, list, dict)):
@@ -232,7 +236,7 @@ def measured(parse: Callable[[str], Any]) -> Decoder:
 
 
 def choice(words: Mapping[str, Any] | Iterable[str], noun: str) -> Decoder:
-    """One of some words in any case; a mapping also says what each stands for."""
+    """Return a decoder for one of some words in any case; a mapping gives the meaning of each."""
     meaning = dict(words) if isinstance(words, Mapping) else {word: word for word in words}
     by_lower = {word.lower(): what for word, what in meaning.items()}
 
@@ -247,7 +251,7 @@ def choice(words: Mapping[str, Any] | Iterable[str], noun: str) -> Decoder:
 
 
 def boolean(value: PlanValue, found: Findings) -> bool | None:
-    """`true` or `false`; `yes`, `on` and their like are texts."""
+    """Decode `true` or `false`; `yes`, `on` and similar words are texts."""
     if isinstance(value.data, bool):
         return value.data
     meant = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
@@ -258,7 +262,7 @@ def boolean(value: PlanValue, found: Findings) -> bool | None:
 
 
 def text(wanted: str) -> Decoder:
-    """A text that is not empty."""
+    """Return a decoder for a text that is not empty."""
 
     def decode(value: PlanValue, found: Findings) -> str | None:
         if isinstance(value.data, str) and value.data.strip():
@@ -271,7 +275,7 @@ def text(wanted: str) -> Decoder:
 
 
 def pattern(regex: str, wanted: str, example: str) -> Decoder:
-    """A text of a given form."""
+    """Return a decoder for a text that matches a regular expression."""
     form = re.compile(regex)
 
     def decode(value: PlanValue, found: Findings) -> str | None:
@@ -294,7 +298,7 @@ def _is_flat(meaning: Mapping[str, Any]) -> bool:
 
 
 def _unquote(value: PlanValue, words: Iterable[str] = ()) -> str:
-    """The fix for a number in quotes, or for a word that is nearly right."""
+    """Return the fix for a number in quotes, or for a misspelled word."""
     if value.is_quoted and re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", value.text):
         return f"write {value.text} without quotes"
     return did_you_mean(value.text, words) if isinstance(value.data, str) else ""

@@ -16,6 +16,7 @@ from meshplan.memory.answer.hosts import Host
 from meshplan.memory.answer.reserved import PeakLocation, RankSummary
 from meshplan.memory.log.device_overheads import Band
 from meshplan.memory.log.events import Term
+from meshplan.shown import view
 from meshplan.units import format_bytes, format_gib
 
 RESERVED_ERROR: Final = 0.02
@@ -166,9 +167,8 @@ class MemoryEstimate:
     host: Host | None = None
 
     def _repr_html_(self) -> str:
-        from meshplan.pictures.notebook import memory_html  # what only notebooks ask for
-
-        return memory_html(self)
+        html: str = view("memory_html")(self)
+        return html
 
     @property
     def worst(self) -> RankGroup:

@@ -15,7 +15,7 @@ from meshplan.memory.replay.writer import LogWriter
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class DdpOptions:
     """What a plan's `ddp:` says, as `runtime.apply.data` passes it on."""
 
     is_view: bool = True
@@ -24,7 +24,7 @@ class Options:
     is_static: bool = False
 
     @classmethod
-    def of(cls, words: Mapping[str, object]) -> Options:
+    def of(cls, words: Mapping[str, object]) -> DdpOptions:
         """Of the words of a plan."""
         return cls(
             is_view=bool(words.get("gradient_as_bucket_view", True)),
@@ -55,7 +55,7 @@ class Buckets:
         writer: LogWriter,
         params: Iterable[Updated],
         buffers: Iterable[tuple[str, int]],
-        options: Options,
+        options: DdpOptions,
     ) -> None:
         self._writer, self._options = writer, options
         self._sizes = Counter[str]()

@@ -10,7 +10,7 @@ from meshplan.errors import PlanError, Problem
 from meshplan.layout.mesh import DATA_AXES, GRADIENT_AXES
 from meshplan.memory.log.events import EventLog, Term
 from meshplan.memory.log.microbatch import AT_STAGE, HookKind, MicrobatchTrace
-from meshplan.memory.replay.buckets import Options
+from meshplan.memory.replay.buckets import DdpOptions
 from meshplan.memory.replay.clip import clip
 from meshplan.memory.replay.optimizer import Updated, check_optimizer, step
 from meshplan.memory.replay.part import Wrapped, splits_backward
@@ -97,7 +97,7 @@ def _unknown(plan: Plan, work: Prepared | None) -> Iterator[Problem]:
             "offloaded activations",
         ),
         (
-            a.wrapper == "ddp" and Options.of(spec.ddp).clones_output and plan.accumulate > 1,
+            a.wrapper == "ddp" and DdpOptions.of(spec.ddp).clones_output and plan.accumulate > 1,
             "find_unused_parameters with accumulation",
         ),
     ):

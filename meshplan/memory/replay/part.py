@@ -11,7 +11,7 @@ from meshplan.layout.schedules import SCHEDULES
 from meshplan.memory.log.events import Term
 from meshplan.memory.log.microbatch import HookKind
 from meshplan.memory.replay.alone import UnwrappedParameters
-from meshplan.memory.replay.buckets import Buckets, Options
+from meshplan.memory.replay.buckets import Buckets, DdpOptions
 from meshplan.memory.replay.optimizer import Updated, states_of
 from meshplan.memory.replay.shards import Numels, numels_of, unit_shards
 from meshplan.memory.replay.units import ReplayUnits
@@ -51,7 +51,7 @@ class Wrapped:
         self._params = list(self._updated())
         self._alone: UnwrappedParameters | Buckets
         if a.wrapper == "ddp":
-            options = Options.of(plan.spec.ddp)
+            options = DdpOptions.of(plan.spec.ddp)
             self._alone = Buckets(writer, self._params, self._buffers(), options)
         else:
             alone = (p for p in self._params if p.fqn not in self._unit_of)

@@ -1,4 +1,4 @@
-"""Decide a trial of a plan and tell its step, or say why the model does not allow it."""
+"""Decide a trial of a plan and estimate its step, or say why the model does not allow it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ _NOT_COMPOSED: Final = "what a live model offloads is not composed of traced pie
 
 
 def why_not_allowed(trial: Spec, question: PlanRequest, chains: Chains) -> str:
-    """Return why a trial cannot be, "" if it can be."""
+    """Return why the planner cannot use a trial spec; "" if it can.
+
+    Args:
+        trial: A spec that changes one choice, to find out if the model allows it.
+        question: The request that the trial belongs to.
+        chains: The chains of that request. A trial with tp is refused if its chain cannot be read.
+    """
     few, traced = question.few or question.graph, question.traced
     if any(rule.offload for rule in trial.rules):
         return _OF_MODULES

@@ -1,4 +1,4 @@
-"""What was chosen, as its model does it and not as it was told or put together."""
+"""The chosen plan's memory from a trace of its model, in place of an estimate from parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ OVER: Final = "a trace of the model with this plan holds more than its config te
 
 
 def certify_plan(question: PlanRequest, way: Evaluated) -> Evaluated | None:
-    """The same with what a trace says of its memory, where there is a model; None if it is over."""
+    """Return the plan with its memory as a trace of the model gives it; None if it does not fit.
+
+    Without a model to trace, the estimate stays as it is and reports the worst expert routing too.
+    If the model cannot be traced, the reason is added to the notes.
+
+    Args:
+        question: The request that the plan answers.
+        way: The plan that was chosen.
+    """
     if question.traced is not None:
         memory = question.traced.certify(way.plan)
     elif question.certify is not None:
@@ -30,12 +38,12 @@ def certify_plan(question: PlanRequest, way: Evaluated) -> Evaluated | None:
 
 
 def words_of(way: Evaluated) -> str:
-    """What it states, to be known again by."""
+    """Return the statements of a plan as JSON, which identifies it."""
     return json.dumps(dict(way.stated), sort_keys=True)
 
 
 def _at_worst(way: Evaluated) -> Evaluated:
-    """The same, saying what the worst routing would need."""
+    """Return the plan with the memory of the worst expert routing reported too, if ep is used."""
     if way.plan.mesh.size("ep") == 1:
         return way
     return replace(way, memory=estimate_worst_routing(way.memory, way.plan))

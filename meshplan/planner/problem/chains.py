@@ -1,4 +1,4 @@
-"""The chain of blocks as ranks of tp, and of ep, compute it: each is read off once."""
+"""Chains of block costs by size of tp and ep, each read off the model once."""
 
 from __future__ import annotations
 
@@ -17,11 +17,19 @@ from meshplan.spec.spec import Spec
 from meshplan.two_cores import each
 
 _MANY: Final = 8
-"""Chains that are worth a second core: to begin on one takes as long as to read one off."""
+"""Number of chains from which a second core pays: starting it takes as long as reading one."""
 
 
 class _ChainKey(NamedTuple):
-    """The kinds that a chain is of, cut activations and a cut loss beside tp among them."""
+    """The choices that a chain of costs depends on.
+
+    Attributes:
+        tp: Size of tp.
+        ep: Size of ep.
+        cuts: If True, tp shards activations along the sequence.
+        cuts_loss: If True, tp shards the loss along the vocabulary.
+        loss_chunks: Number of parts in which the loss is computed.
+    """
 
     tp: int
     ep: int
@@ -31,13 +39,15 @@ class _ChainKey(NamedTuple):
 
 
 class Chains:
-    """The chains of one question.
+    """The chains of one request, computed on first use.
 
     Args:
-        spec: As the plan file says it.
-        element_bytes: Asked for what is computed in, once there is something to compute.
-        cuts: Whether ranks of so many along tp cut activations along the sequence, and the loss
-            along the vocabulary.
+        question: The request.
+        spec: The spec of the plan file.
+        element_bytes: Returns the bytes of one element of the dtype that is computed in. Called
+            when the first chain is read.
+        cuts: Maps a size of tp to (if activations are sharded along the sequence, if the loss is
+            sharded along the vocabulary).
     """
 
     def __init__(
@@ -55,10 +65,14 @@ class Chains:
         self._read_before = question.chains
 
     def at(self, tp: int, ep: int, loss_chunks: int | None = None) -> Chain:
-        """As one rank of so many along tp, and of ep, has it.
+        """Return the chain as one rank of `tp` and `ep` computes it.
+
+        A live model has one chain, whatever the arguments.
 
         Args:
-            loss_chunks: Parts of the loss; None for as many as the plan states.
+            tp: Size of tp.
+            ep: Size of ep.
+            loss_chunks: Number of parts of the loss; None for the number that the plan states.
         """
         if self._traced is not None:
             return self._traced.chain()
@@ -70,7 +84,7 @@ class Chains:
         return self._known[key]
 
     def of(self, plan: Plan, ep: int = 1) -> Chain:
-        """As one rank of the plan's tp, and of ep, has it."""
+        """Return the chain as one rank of a plan's tp, and of `ep`, computes it."""
         tp = plan.mesh.size("tp")
         cuts, cuts_loss = plan.spec.sequence_parallel, plan.spec.loss_parallel
         key = _ChainKey(tp, ep, tp > 1 and cuts, tp > 1 and cuts_loss, loss_chunks_of(plan))
@@ -79,7 +93,7 @@ class Chains:
         return self._known[key]
 
     def read(self, cuts: Iterable[ProgramKey]) -> None:
-        """Those of many cuts that are going to be asked for."""
+        """Compute the chains of many keys ahead of their use, on two cores if there are enough."""
         keys = [self._key(cut) for cut in cuts]
         new = [key for key in keys if key not in self._known]
         if self._traced is None and len(new) >= _MANY:
@@ -102,7 +116,7 @@ class Chains:
     def _read_off(self, plan: Plan, ep: int) -> Chain:
         length, tp = self._spec.batch.seq_len, plan.mesh.size("tp")
         assert length is not None
-        # What else is asked of the same plan needs the same chains.
+        # Shared by all searches of a request: each later one needs the same chains.
         key = id(self._graph), repr(plan.spec), ep
         if key not in self._read_before:
             self._read_before[key] = self._chain_of(plan, ep, length, tp)

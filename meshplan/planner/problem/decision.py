@@ -1,4 +1,4 @@
-"""What is asked of the planner, and what it answers."""
+"""The planner's request (`PlanRequest`) and its answer (`Decision`)."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from meshplan.spec.spec import Spec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What is to be planned.
+    """A model, a machine and a plan file whose open choices are to be planned.
 
     Args:
-        read: The spec of the plan file with more statements.
+        read: Reads the spec of the plan file with these statements on top.
         graph: The model.
-        few: The same with few blocks, for trials of what it allows; None takes the model itself.
-        shorter: The same with so many blocks, or with these of its own; None where nobody can
-            make it.
-        objective: By which one plan is better: time, memory, balanced or cost.
-        is_stopped: Whether somebody wants the best so far now.
-        profile: What the machine was measured to reach; None takes what is known of such devices.
-        profile_path: The file that it is from.
-        device: A name of `hardware`, or "cuda".
-        limit_bytes: What one may hold.
+        few: The model with few blocks, for trials of what it allows; None takes `graph`.
+        shorter: Makes the model with this many blocks, or with these of its own blocks; None if
+            that is not possible.
+        objective: The measure by which plans are compared: "time", "memory", "balanced" or "cost".
+        is_stopped: Returns True once the user wants the best plan found so far.
+        profile: Measured speeds of the machine; None takes the known figures of its devices.
+        profile_path: The file that `profile` was read from; None without a file.
+        device: A device name of `layout.hardware`, or "cuda".
+        limit_bytes: Bytes of memory that one device may use.
         cluster: The machine.
-        time_limit_s: After which the best so far is the answer; None for no limit.
-        traced: What a live model tells; None where its config tells all.
-        chains: What was read off for the planner before, by what it was read off of.
-        certify: What a trace says of a plan with nothing left open, or why none tells; None where
-            there is no model to trace, or `traced` does.
+        time_limit_s: Seconds after which the best plan so far is the answer; None for no limit.
+        traced: Costs and memory of a live model; None if the model's config gives them.
+        chains: Cache of the chains read so far, by (id of the graph, spec of the trial, ep).
+        certify: Estimates a plan with nothing left open from a trace of the model, or returns why
+            it cannot be traced; None if there is no model to trace, or if `traced` does this.
     """
 
     read: Callable[[Sequence[str]], Spec]
@@ -62,12 +62,15 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """One way to train the model that fits: as words, decided, and with its memory.
+    """A complete plan with its step time and its memory estimate.
 
     Args:
-        stated: What the plan file would have to say, by path.
-        seconds: Of a step.
-        candidate: Of the search that it is from; None where it is from none.
+        stated: Statements that the plan file needs to become this plan, by path.
+        seconds: Seconds of one step.
+        plan: The decided plan.
+        memory: Its memory estimate.
+        candidate: The candidate of the search that the plan was made from; None if the plan was
+            not searched.
     """
 
     stated: Mapping[str, Any]
@@ -79,7 +82,14 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ladder:
-    """The same search on better and better machines, in seconds of a step."""
+    """Seconds of a step of the plan, and of the best plan on an idealised machine.
+
+    Args:
+        roofline_s: Every flop of the model at the device's peak.
+        no_network_s: The best plan if communication took no time.
+        no_memory_limit_s: The best plan if devices had unlimited memory.
+        plan_s: The fastest plan that fits.
+    """
 
     roofline_s: float
     no_network_s: float
@@ -88,11 +98,11 @@ class Ladder:
 
 
 class Bound(NamedTuple):
-    """One configuration from below: nothing with it takes less time, and nothing less memory.
+    """Lower bounds on the step time and on the memory of one configuration.
 
     Attributes:
-        seconds: Of a step, whatever memory it takes.
-        num_bytes: Of the rank that holds most, whatever time that takes.
+        seconds: Seconds of a step, with unlimited memory.
+        num_bytes: Bytes of the fullest rank, with unlimited time.
     """
 
     seconds: float
@@ -101,27 +111,35 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What the planner came to.
+    """The chosen plan, the alternatives, and how far the search got.
 
     Args:
-        spec: As the plan file says it.
-        chosen: The simplest of those within SLACK of the best; None where nothing fits.
-        best_s: Seconds of the fastest.
-        gap: How much faster something in the space may be than the fastest; by another objective,
-            how much better by that.
-        alternatives: Others that fit, fastest first.
-        rejected: What is not in the space, or not the answer, and why.
-        num_configs: Rows of the space.
-        num_options: Choices of each block.
-        samples: Of a step.
-        flops: Of a step, without recomputation.
-        is_whole: Whether the search came to its end.
-        is_interrupted: Whether somebody ended it; else the time was up.
-        profile_path: The file that the profile is from; None for one of meshplan's own.
-        bounds: Of all configurations.
-        measured: What the memory room was asked for, and told, fitting or not.
-        unoffloaded_s: As of `Found`; None where nobody looked.
-        objective: By which it is the best.
+        spec: The spec of the plan file.
+        chosen: The simplest plan within `SLACK` of the best one; None if nothing fits.
+        best_s: Seconds of a step of the fastest plan that fits; infinite if nothing fits.
+        gap: Share by which some plan of the space may be faster than the fastest one found; with
+            another objective, share by which it may be better.
+        alternatives: Other plans that fit, fastest first.
+        rejected: Values left out of the space, and configurations that were refused, with reasons.
+        ladder: The best step times on idealised machines; None if they were not searched.
+        num_configs: Number of configurations in the space.
+        num_options: Number of options that each block chooses from.
+        num_measured: Number of candidates whose memory was estimated.
+        search_s: Seconds that planning took.
+        samples: Samples of a step, of all ranks.
+        tokens: Tokens of a step, of all ranks.
+        flops: Flops of a step, of all ranks, without recomputation.
+        profile: Speeds of the machine that the search went by.
+        limit_bytes: Bytes of memory that one device may use.
+        is_whole: If True, the search ended by itself.
+        is_interrupted: If True, the user ended the search; if not, and the search is not whole,
+            its time limit was reached.
+        objective: The objective that the plan was chosen by.
+        profile_path: The file that the profile was read from; None for meshplan's own figures.
+        bounds: Lower bounds of all configurations.
+        measured: Plans with complete memory estimates, whether they fit or not.
+        unoffloaded_s: Seconds of the fastest plan without offload beyond what is stated, as in
+            `SearchResult`; None if no search ran.
     """
 
     spec: Spec
@@ -150,17 +168,20 @@ class Decision:
 
     @property
     def ways(self) -> tuple[Evaluated, ...]:
-        """All that are told: each fits."""
+        """The chosen plan and its alternatives. All of them fit."""
         return (*((self.chosen,) if self.chosen else ()), *self.alternatives)
 
     def tokens_per_s(self, way: Evaluated) -> float:
-        """Of one device."""
+        """Return the tokens per second of one device."""
         return self.tokens / way.seconds / way.plan.mesh.world_size
 
     def samples_per_s(self, way: Evaluated) -> float:
-        """Of one device."""
+        """Return the samples per second of one device."""
         return self.samples / way.seconds / way.plan.mesh.world_size
 
     def mfu(self, way: Evaluated) -> float:
-        """Share of the peak that the model's own flops are: what is recomputed does not count."""
+        """Return the model flops utilisation: the model's own flops as a share of the peak.
+
+        Recomputed flops do not count.
+        """
         return self.flops / way.seconds / self.profile.peak_flops / way.plan.mesh.world_size

@@ -1,4 +1,4 @@
-"""What a live model tells the planner: `runtime.live.planned` traces it; no torch here."""
+"""Interface of a live model to the planner, without torch; `runtime.live.traced` implements it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from meshplan.spec.spec import Spec
 
 
 class Priced(NamedTuple):
-    """A plan of a live model, as it is stated.
+    """A plan of a live model with nothing left open, with its memory and its costs.
 
     Attributes:
-        plan: Decided for the model.
-        memory: As `estimate` tells it.
-        chain: The model as one rank of tp runs it, what runs again in backward included.
-        flops: Of one sample, forward and backward, of all ranks of tp and without what runs again.
+        plan: The plan, decided for the model.
+        memory: The memory estimate, as `estimate` reports it.
+        chain: Block costs as one rank of tp runs them under this plan, recompute included.
+        flops: Flops of one sample, forward and backward, of all ranks of tp, without recompute.
     """
 
     plan: Plan
@@ -27,13 +27,13 @@ class Priced(NamedTuple):
 
 
 class Traced(Protocol):
-    """A model that was run on tensors without numbers."""
+    """Costs and memory of a live model that ran on fake tensors."""
 
     def refuses(self, spec: Spec) -> str:
-        """Why something in a spec has no figures, "" if all has."""
+        """Return why a spec cannot be searched; "" if it can."""
 
     def is_priced(self, spec: Spec) -> bool:
-        """Tell whether a spec with nothing left open has figures, searched or not."""
+        """Return True if a spec with nothing left open can be priced, searched or not."""
 
     def priced(self, spec: Spec) -> Priced:
         """Price a plan that leaves nothing open.
@@ -43,22 +43,26 @@ class Traced(Protocol):
         """
 
     def chain(self) -> Chain:
-        """What its blocks cost, and what lies before and after them.
+        """Return the costs of the blocks, and of the modules before and after them.
 
         Raises:
             PlanError: The model cannot be traced.
         """
 
     def memory(self, plan: Plan, most_bytes: float = float("inf")) -> MemoryEstimate:
-        """What every rank needs, never less than it is.
+        """Estimate the memory of every rank, never below what the plan needs.
 
         Args:
-            most_bytes: What the tensors of a rank may be at the most for the rest to matter.
+            plan: A plan of this model.
+            most_bytes: Bytes that a rank may reserve before the estimate is abandoned.
 
         Raises:
             PlanError: Something in the plan has no rule.
-            OverError: Some rank's tensors are more than `most_bytes`.
+            OverError: Some rank reserves more than `most_bytes`.
         """
 
     def certify(self, plan: Plan) -> MemoryEstimate:
-        """The same from a microbatch traced as the plan has it; `memory` knows it from now on."""
+        """Estimate the memory of every rank from a microbatch traced under this very plan.
+
+        `memory` uses the trace from now on.
+        """

@@ -1,7 +1,7 @@
-"""From a candidate of the search to a plan: the words that it would have in a file.
+"""Turn a candidate of the search into statements of plan.yaml.
 
-What a candidate leaves to say is said as statements of plan.yaml, path by path, so that a settled
-plan is the user's own file with them added, and nothing else.
+Every choice of a candidate becomes a statement, path by path. A finished plan is the user's own
+file with these statements added, and nothing else.
 """
 
 from __future__ import annotations
@@ -26,12 +26,18 @@ from meshplan.spec.spec import AUTO, Allocator, Spec
 from meshplan.units import spans_of
 
 _UNIFORM: Final = {0: ("zero2", "hybrid_shard_zero2"), 1: ("full_shard", "hybrid_shard")}
-"""By reshard, the strategy of one data axis and of two."""
+"""The strategies for one and for two data axes, by `reshard` of the blocks (0 or 1)."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockChoice:
-    """What one block does."""
+    """The options chosen for one block.
+
+    Attributes:
+        name: fqn of the block.
+        recompute: Place in `cost.grid.RECOMPUTE`.
+        reshard: 1 if parameters are freed after forward, 0 if they stay gathered.
+    """
 
     name: str
     recompute: int
@@ -41,13 +47,15 @@ class BlockChoice:
 def blocks_of(
     candidate: Candidate, order: Sequence[int], names: Sequence[str]
 ) -> tuple[tuple[BlockChoice, ...], ...]:
-    """By stage, what each block that has a choice does.
+    """Return the choices of the blocks that have any, by stage.
 
-    Those that recompute the most come first, those that give their parameters back likewise: at
-    the backward of the first blocks, what later ones kept is gone already.
+    Among equal blocks of a stage, those that recompute the most come first, and then those that
+    reshard: in the backward of the first blocks, what later ones saved is freed already.
 
     Args:
-        order, names: As of `Numbers`.
+        candidate: The candidate, which counts blocks by kind and option.
+        order: Kind of each place of the chain, as in `CostTable`.
+        names: fqn of each place, as in `CostTable`; "" for modules that are not in a block.
     """
     out = []
     for stage, (begin, end) in enumerate(itertools.pairwise(candidate.ends)):
@@ -74,13 +82,17 @@ def statements(
     pins: Pins,
     allocator: Allocator,
 ) -> dict[str, Any]:
-    """What the plan file would have to say, by path.
+    """Return the statements that make the plan file the given plan, by path.
+
+    The value None takes a statement of the file back.
 
     Args:
-        row: Of the grid.
-        stages: As of `blocks_of`.
-        pins: What rules say already.
-        allocator: That memory is told with.
+        spec: The spec of the plan file.
+        free: The choices that it leaves open.
+        row: One configuration of the grid.
+        stages: Choices of the blocks by stage, as `blocks_of` returns them.
+        pins: Choices of single blocks that the file's rules fix already.
+        allocator: The CUDA allocator setting that the memory was estimated with.
     """
     sizes = {axis: int(row[axis]) for axis in AXES}
     mesh = {axis: size for axis, size in sizes.items() if size > 1}
@@ -90,17 +102,17 @@ def statements(
     if ep > 1:
         out["mesh"] = {**mesh, "ep": f"{ep} in {LENDER}"}
     elif spec.experts.capacity is not None:
-        out["experts.capacity"] = None  # No tokens are sent to ranks.
+        out["experts.capacity"] = None  # Without ep no tokens are sent to other ranks.
     blocks = [block for stage in stages for block in stage]
     usual = max((block.reshard for block in blocks), default=0)
     mode = MODES[int(row["mode"])]
-    if mode != "ddp" and not data:  # Sharded over one rank: what it offloads, or as is stated.
+    if mode != "ddp" and not data:  # FSDP over one rank, for offload or because it is stated.
         out["mesh"] = {"dp_shard": 1, **mesh}
         data = ["dp_shard"]
     if mode == "shard":
         out["strategy"] = _UNIFORM[usual][len(data) - 1]
     else:
-        out["strategy"] = mode if data else None  # Nothing is left for it to say.
+        out["strategy"] = mode if data else None  # A mesh without a data axis needs no strategy.
     pp, micro, count = sizes["pp"], int(row["micro"]), int(row["microbatches"])
     out["batch.micro"] = micro * count if pp > 1 else micro
     out["batch.accumulate"] = 1 if pp > 1 else count
@@ -112,7 +124,7 @@ def statements(
         if free.loss_parallel.get(sizes["tp"]) and not spec.loss_parallel:
             out["loss_parallel"] = True
     else:
-        # What is about tp alone has nothing to be about.
+        # Settings that concern tp alone are taken back.
         out |= {"tp_plan": "none"} if spec.tp_plan != "none" else {}
         for switch in ("sequence_parallel", "loss_parallel"):
             out |= {switch: False} if getattr(spec, switch) else {}
@@ -121,14 +133,14 @@ def statements(
         if int(row["virtual"]) > 1:
             out["pipeline.virtual"] = int(row["virtual"])
         out["pipeline.microbatches"] = count
-        # What follows a named module is of its stage, up to the next that is named.
+        # A stage reaches from its named module to the next named one, so its first block suffices.
         if spec.pipeline is None or spec.pipeline.split == AUTO:
             out["pipeline.split"] = [[stage[0].name] for stage in stages]
     out |= offload_words(spec, int(row["offload"]))
     out |= memory_setting_words(spec, int(row["loss_chunks"]), allocator)
     open_ = [b for b in blocks if not (b.name in pins and pins[b.name].recompute)]
     word = _usual_recompute(open_)
-    if spec.activation_checkpointing.every == 1:  # Else it says it of all blocks already.
+    if spec.activation_checkpointing.every == 1:  # Any other `every` decides all blocks already.
         out["activation_checkpointing"] = word
     rules = list(_recompute_rules(open_, word))
     open_ = [b for b in blocks if not (b.name in pins and pins[b.name].reshard)]
@@ -143,13 +155,13 @@ def statements(
 
 
 def _usual_recompute(blocks: Sequence[BlockChoice]) -> str:
-    """What the plan says of all."""
+    """Return the plan-wide recompute setting: that of all blocks, or "none" if they differ."""
     modes = {block.recompute for block in blocks}
     return RECOMPUTE[modes.pop()] if len(modes) == 1 else RECOMPUTE[0]
 
 
 def _recompute_rules(blocks: Sequence[BlockChoice], usual: str) -> Iterator[dict[str, Any]]:
-    """What single blocks do otherwise than the plan says of all."""
+    """Yield the rules of blocks whose recompute setting differs from the plan's own."""
     for place, word in enumerate(RECOMPUTE):
         names = [block.name for block in blocks if block.recompute == place]
         if names and word != usual:
@@ -163,7 +175,11 @@ def _reshard_rules(blocks: Sequence[BlockChoice], usual: int) -> Iterator[dict[s
 
 
 def patterns(names: Sequence[str]) -> str | list[str]:
-    """Globs that match these modules and no others: runs of numbers are folded."""
+    """Return globs that match these modules and no others. Runs of block numbers are folded.
+
+    Returns:
+        One glob, or a list of several.
+    """
     out: list[str] = []
     by_container: dict[str, list[int]] = {}
     for name in names:

@@ -1,4 +1,4 @@
-"""One question made concrete: its space, the figures of every row, and the memory room's word."""
+"""One planning problem: its space of configurations, its cost tables and its memory estimates."""
 
 from __future__ import annotations
 
@@ -45,16 +45,27 @@ from meshplan.planner.tables.stage_layout import NOT_ALIKE, are_alike
 from meshplan.spec.spec import Allocator, Spec
 
 _SHARES: Final = (1 + RESERVED_ERROR) * (1 + ERROR)
-"""By how much the memory room widens what it reserves."""
+"""Factor by which memory estimates widen the reserved bytes to their upper end."""
 
 
 class PlanningProblem:
-    """One question.
+    """One request with its space of configurations, its cost tables and its memory estimates.
+
+    "Linear bytes" are the lower bounds of `CostTable`, sums over the blocks of a rank. "Excess
+    bytes" are what an estimate of the memory package has above them.
+
+    Args:
+        question: The request.
+        free: The choices that are open; None derives them from the plan file and the model.
 
     Attributes:
-        spec: As the plan file says it.
-        capacity: Bytes that a rank may hold by the linear figures.
-        measured: What the memory room told to its end.
+        spec: The spec of the plan file.
+        capacity: Linear bytes that a rank may use.
+        measured: Plans with complete memory estimates, whether they fit or not.
+        is_widened: If True, configurations with offload were added to the grid.
+
+    Raises:
+        PlanError: The batch or the fixed choices of the plan file cannot be planned.
     """
 
     def __init__(self, question: PlanRequest, free: Freedom | None = None) -> None:
@@ -81,17 +92,17 @@ class PlanningProblem:
             self.free = free
 
     def widened(self, linear_bytes: float) -> int:
-        """What the memory room would say at the least of so many bytes by the linear figures."""
+        """Return the least total bytes that an estimate reports for this many linear bytes."""
         return int(linear_bytes * _SHARES) + self._driver
 
-    # What there is
+    # The space of configurations
 
     @cached_property
     def free(self) -> Freedom:
-        """What the plan leaves open, and the model allows.
+        """The choices that the plan leaves open and the model allows.
 
         Raises:
-            PlanError: Something in the plan, whatever it leaves open, cannot be certified.
+            PlanError: Something that the plan states cannot be planned, whatever else is chosen.
         """
         cluster = self.question.cluster
         why = self.refuses(with_axes(self.spec, {"dp_shard": 2}))
@@ -112,14 +123,14 @@ class PlanningProblem:
         )
 
     def _heads(self) -> tuple[int, ...]:
-        """Of one attention, and of its keys and values."""
+        """Return the heads of an attention and its key/value heads; () for a live model."""
         if self._traced is not None:
             return ()
         shape = shape_of(self._graph)
         return shape.heads, shape.kv_heads
 
     def _keeps_from_rounds(self) -> str:
-        """Why no rank of a pipeline may have several stages; "" if it may."""
+        """Return why pipeline ranks may not have several stages each; "" if they may."""
         if self._traced is not None:
             return "what a live model's stages hold is composed for one stage a rank"
         chain, pins = self.chain_at(1), self._pins
@@ -131,32 +142,39 @@ class PlanningProblem:
         return ""
 
     def refuses(self, trial: Spec) -> str:
-        """Why a trial cannot be, "" if it can be."""
+        """Return why the planner cannot use a trial spec; "" if it can."""
         return why_not_allowed(trial, self.question, self._chains)
 
     @cached_property
     def trial(self) -> Plan:
-        """Of few blocks, on one device."""
+        """A plan of the model with few blocks on one device."""
         return make_plan(with_axes(self.spec, {"dp_shard": 1}), self._few)
 
     @cached_property
     def dtype(self) -> str:
-        """Of the model's parameters."""
+        """The dtype of the model's parameters."""
         tensors = self.trial.assignment.tensors.values()
         return next(p.info.dtype for p in tensors if not p.info.is_buffer)
 
     def chain_at(self, tp: int, ep: int = 1, loss_chunks: int | None = None) -> Chain:
-        """The model as one rank of tp, and of ep, has it, its loss in so many parts.
+        """Return the chain of block costs as one rank of `tp` and `ep` computes it.
 
         Args:
-            loss_chunks: None for as many as the plan states.
+            tp: Size of tp.
+            ep: Size of ep.
+            loss_chunks: Number of parts of the loss; None for the number that the plan states.
         """
         return self._chains.at(tp, ep, loss_chunks)
 
     @cached_property
     def grid(self) -> NDArray[np.void]:
-        """Every configuration."""
-        assert self.profile.device  # What nobody says of the machine is asked for first.
+        """All configurations, one record each (`cost.grid.GRID`).
+
+        Raises:
+            EmptySpaceError: There is no configuration.
+        """
+        # Read the profile first: a missing figure of the machine is reported before an empty space.
+        assert self.profile.device
         grid = enumerate_grid(self.free)
         if not len(grid):
             raise nothing_to_choose(self.free, self.spec)
@@ -164,23 +182,32 @@ class PlanningProblem:
 
     @property
     def num_configs(self) -> int:
-        """Rows of the space, those ruled out by a bound before they were written included."""
+        """Number of configurations, including those that a bound kept out of the grid."""
         return max(self._num_configs, len(self.grid))
 
     def extend(self, rows: NDArray[np.void], num_configs: int) -> None:
-        """More configurations, behind those that there are."""
+        """Append configurations to the grid and rebuild the cost table.
+
+        Args:
+            rows: The new configurations; may be empty.
+            num_configs: Number of configurations in the whole space from now on.
+        """
         self.is_widened, self._num_configs = True, num_configs
         if len(rows):
             self.grid = np.concatenate([self.grid, rows])
             self.usual = self.numbers(self.profile)
 
     def reject(self, what: Rejected) -> None:
-        """Say that something is not in the space after all."""
+        """Add a rejected value to `free.rejected`, once."""
         if what not in self.free.rejected:
             self.free = replace(self.free, rejected=(*self.free.rejected, what))
 
     def numbers(self, profile: Profile) -> CostTable:
-        """What the search reads, at the speeds of a profile."""
+        """Return the cost table of the grid at the speeds of a profile.
+
+        Raises:
+            PlanError: Ranks may have several stages, but blocks differ once tp shards them.
+        """
         self._chains.read(cuts_of(self.grid))
         found = cost_table_of(
             self.grid,
@@ -208,7 +235,7 @@ class PlanningProblem:
 
     @cached_property
     def usual(self) -> CostTable:
-        """The same at the speed that the machine has."""
+        """The cost table at the machine's own speeds (`profile`)."""
         return self.numbers(self.profile)
 
     @cached_property
@@ -217,7 +244,7 @@ class PlanningProblem:
 
     @cached_property
     def profile(self) -> Profile:
-        """How fast the machine is."""
+        """Speeds of the machine, measured or from the tables of known devices."""
         measured, dtype = self.question.profile, self._compute_dtype
         try:
             if measured is None:
@@ -232,42 +259,49 @@ class PlanningProblem:
         return self.spec.precision.param or self.dtype
 
     def samples(self, row: int) -> int:
-        """Of a step of all ranks."""
+        """Return the samples of a step, of all ranks, in the configuration with this index."""
         r = self.grid[row]
         return int(r["dp_replicate"] * r["dp_shard"] * r["micro"] * r["microbatches"])
 
     def flops(self, row: int) -> float:
-        """Of one step of all ranks, nothing counted twice."""
+        """Return the flops of a step, of all ranks, without recompute, in this configuration."""
         return self.flops_of_sample * self.samples(row)
 
     @property
     def flops_of_sample(self) -> float:
-        """Forward and backward."""
+        """Flops of one sample, forward and backward."""
         chain = self.chain_at(1)
         return sum(
             chain.kinds[k].forward.flops + chain.kinds[k].backward.flops for k in chain.order
         )
 
     def allow(self, limit_bytes: float) -> None:
-        """Ranks may hold no more than this."""
+        """Set the total bytes that a rank may use, and forget the estimates made so far."""
+        # The inverse of `widened`: linear bytes compare with the limit less driver and margins.
         self.capacity = (limit_bytes - self._driver) / _SHARES
         self._known.clear()
 
     @property
     def chain(self) -> Chain:
-        """The model as it is without tp."""
+        """The chain of block costs without tp."""
         return self.chain_at(1)
 
     def blocks(
         self, numbers: CostTable, candidate: Candidate
     ) -> tuple[tuple[BlockChoice, ...], ...]:
-        """By stage, what each block does."""
+        """Return the choices of the blocks by stage."""
         return blocks_of(candidate, numbers.order, numbers.names)
 
     def stated(
         self, numbers: CostTable, candidate: Candidate, allocator: Allocator | None = None
     ) -> dict[str, Any]:
-        """What the plan file would have to say."""
+        """Return the statements that make the plan file this candidate, by path.
+
+        Args:
+            numbers: The cost table that the candidate is from.
+            candidate: A solved configuration.
+            allocator: The allocator setting; None for the first one that is open.
+        """
         row, stages = self.grid[candidate.row], self.blocks(numbers, candidate)
         return self._stated(row, stages, allocator)
 
@@ -279,15 +313,20 @@ class PlanningProblem:
         to_the_end: bool = False,
         allocators: tuple[Allocator, ...] = (),
     ) -> ReplayedMemory:
-        """What the memory room says of a candidate.
+        """Estimate a candidate's memory with the memory package's replay.
 
         Args:
-            to_the_end: Whether what does not fit is of interest too.
-            allocators: Of which the first that it fits with is taken, or the one that reserves the
-                least; () for all that the plan leaves open.
+            numbers: The cost table that the candidate is from.
+            candidate: A solved configuration.
+            to_the_end: If True, complete the estimate even if a rank is known not to fit.
+            allocators: Allocator settings to try in order; () for all that the plan leaves open.
+
+        Returns:
+            The estimate with the first allocator that fits, or else with the one that reserves
+            the least.
         """
         glance = self._glance(numbers, candidate, guesses=False)
-        if not to_the_end and glance is not None and glance.is_over:  # Whatever the allocator.
+        if not to_the_end and glance is not None and glance.is_over:  # True of every allocator.
             return ReplayedMemory(fits=False, excess_bytes=glance.least_bytes)
         found: list[ReplayedMemory] = []
         for allocator in allocators or self.free.allocators:
@@ -317,6 +356,7 @@ class PlanningProblem:
         if (why := over_host(self.spec, plan, memory)) is not None:
             return ReplayedMemory(fits=False, why=why, is_of_row=False)
         excess = 0.0
+        # Undo the estimate's margins, so that its reserved bytes compare with linear bytes.
         for group in memory.groups:
             held = (group.band[1] - self._driver) / _SHARES
             place = plan.mesh.index(group.ranks[0], ("pp",))
@@ -333,7 +373,7 @@ class PlanningProblem:
 
     @cached_property
     def _is_of_row(self) -> bool:
-        """Whether blocks that may choose are all alike, so that only their number counts."""
+        """True if all blocks with options are of one kind, so that only their number matters."""
         kinds = self.chain_at(1).kinds
         return self._traced is None or sum(kind.has_options for kind in kinds) < 2
 
@@ -351,9 +391,13 @@ class PlanningProblem:
         )
 
     def certified(self, way: Evaluated) -> Evaluated | None:
-        """What was chosen, as its model does it and not as it was composed; None if it is over."""
+        """Return the chosen plan with the memory of a trace of its model; None if it is over.
+
+        A plan that is over is never returned as fitting again.
+        """
         if (found := certify_plan(self.question, way)) is None:
             self._over.add(words_of(way))
+            # The cache may still say that this plan fits.
             self._known.clear()
             self.measured.remove(way)
         return found
@@ -361,10 +405,13 @@ class PlanningProblem:
     def guess(
         self, numbers: CostTable, candidate: Candidate, allocators: tuple[Allocator, ...] = ()
     ) -> Guess | None:
-        """What some rank may hold above its linear figure, if a short model tells so.
+        """Guess a candidate's excess bytes from a truncated model; None if there is no guess.
 
         Args:
-            allocators: As for `measure`.
+            numbers: The cost table that the candidate is from.
+            candidate: A solved configuration.
+            allocators: Allocator settings, of which the best guess counts; () for all that are
+                open.
         """
         glance = self._glance(numbers, candidate, guesses=True)
         if glance is None or not glance.likely_bytes:
@@ -373,12 +420,15 @@ class PlanningProblem:
         return Guess(min(glance.likely_bytes[each] for each in some), glance.is_over)
 
     def is_over(self, numbers: CostTable, candidate: Candidate) -> bool:
-        """Whether a short model is sure that a candidate holds too much."""
+        """Return True if a truncated model proves that a candidate does not fit."""
         told = self._glance(numbers, candidate, guesses=True, spares=True)
         return told is not None and told.is_over
 
     def taken(self, row: int) -> float:
-        """What a row's communicators take of the capacity, whatever its blocks do."""
+        """Return the part of `capacity` that a configuration's communicators use, in bytes.
+
+        It does not depend on what the blocks choose.
+        """
         return self._brief.taken(self.grid, row)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What a plan file asks of the planner: the model, the machine, the limit, the objective."""
+"""Build the planner's request from a plan file: model, machine, memory limit and objective."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from meshplan.spec.spec import HardwareSpec, Spec
 from meshplan.textbook.inputs import read_limit
 
 _FEW: Final = 4
-"""Blocks that show what a model allows: the first, the last, and some between."""
+"""Number of first blocks that a trial model has; one block of every other kind is added."""
 Load = Callable[[Sequence[str]], Spec]
-"""The plan file with more statements on top."""
+"""Read the plan file with these statements on top."""
 
 
 def loading(source: Any, overrides: Sequence[str]) -> Load:
-    """Reads a plan file, or a mapping, with these statements and more on top."""
+    """Return a function that reads a plan file, or a mapping, with overrides and more on top."""
     return lambda more: load_spec(source, [*overrides, *more])
 
 
@@ -39,12 +39,19 @@ def question_of_file(
     memory: str | int | None = None,
     profile: str | Path | None = None,
 ) -> PlanRequest:
-    """What a plan file, or a mapping, asks of the planner.
+    """Build the request of a plan file, or of a mapping.
 
     Args:
-        config: A Hugging Face config, which goes before the plan's own `model`.
-        gpu: Name of the device whose memory is the limit, or `memory`, the limit itself.
-        profile: What `meshplan calibrate` wrote.
+        source: Path of the plan file, or its content as a mapping.
+        overrides: Statements on top of it.
+        config: A Hugging Face config, which takes precedence over the plan's own `model`.
+        gpu: Name of the device whose memory is the limit; None for the one of the plan.
+        memory: The memory limit itself; None for that of the device.
+        profile: Path of a file that `meshplan calibrate` wrote; None for known figures.
+
+    Raises:
+        SpecError: The device cannot be found, or is stated twice and differs.
+        PlanError: There is no config, the plan says too little, or the file is not a profile.
     """
     load = loading(source, overrides)
     spec = load(())
@@ -60,10 +67,14 @@ def question_of_file(
 
 
 def config_of(spec: Spec, config: str | Path | None = None) -> tuple[str | Path | None, Origin]:
-    """(the config that a plan's model is from, who named it); None where it is from none.
+    """Return the config of a plan's model and where it was named.
 
     Args:
-        config: Goes before the plan's own.
+        spec: The spec of the plan file.
+        config: A config that takes precedence over the plan's own; None for none.
+
+    Returns:
+        The path of the config and its origin. The path is None if neither names a config.
     """
     if config is None and spec.model is not None and spec.model.config is not None:
         return Path(spec.source).parent / spec.model.config, spec.origin("model.config")
@@ -71,14 +82,21 @@ def config_of(spec: Spec, config: str | Path | None = None) -> tuple[str | Path 
 
 
 def with_shorter(question: PlanRequest, config: str | Path, origin: Origin) -> PlanRequest:
-    """Beside the model, the same with fewer blocks."""
+    """Return the request with its model also available with fewer blocks, from its config."""
     return with_made(question, lambda blocks: from_config(config, origin, blocks=blocks))
 
 
 def with_made(
     question: PlanRequest, make: Callable[[int | tuple[int, ...]], ModelGraph]
 ) -> PlanRequest:
-    """The same, made by whoever can; a model of which nothing repeats has nothing to leave out."""
+    """Return the request with its model also available with fewer blocks.
+
+    A model without repeated blocks leaves the request as it is.
+
+    Args:
+        question: The request.
+        make: Makes the model with this many blocks, or with these of its own blocks.
+    """
     if not (shown := _shown(question.graph)):
         return question
     shorter = cache(make)
@@ -86,7 +104,7 @@ def with_made(
 
 
 def _shown(graph: ModelGraph) -> tuple[int, ...]:
-    """Blocks that a trial has: the first ones, and one of every other kind."""
+    """Return the indices of a trial model's blocks: the first ones, and one of every other kind."""
     first: dict[object, int] = {}
     blocks = graph.blocks()
     for number, fqn in enumerate(blocks):
@@ -102,14 +120,18 @@ def question_of(
     memory: str | int | None = None,
     profile: Path | None = None,
 ) -> PlanRequest:
-    """What a plan file asks of the planner.
+    """Build the request of a plan file for a given model.
 
     Args:
-        profile: What `meshplan calibrate` wrote of the machine.
+        load: Reads the plan file with more statements on top.
+        graph: The model.
+        gpu: Name of the device whose memory is the limit; None for the one of the plan.
+        memory: The memory limit itself; None for that of the device.
+        profile: Path of a file that `meshplan calibrate` wrote; None for known figures.
 
     Raises:
         SpecError: The device cannot be found, or is stated twice and differs.
-        PlanError: It says too little, or the file is no profile.
+        PlanError: The plan says too little, or the file is not a profile.
     """
     measured = read_profile(profile, Origin("--profile")) if profile is not None else None
     spec = load(())
@@ -133,13 +155,15 @@ def question_of(
 
 
 def cluster_of(spec: Spec, device: str, profile: Profile | None = None) -> Cluster:
-    """The machine that a plan names, or that was measured.
+    """Return the machine that a plan names, or that was measured.
 
     Args:
-        profile: Of its devices, where the plan names none.
+        spec: The spec of the plan file.
+        device: A device name of `layout.hardware`, or `SOME_GPU` if the plan names none.
+        profile: Measured speeds of the devices, used if the plan names no device.
 
     Raises:
-        PlanError: It names none, or one whose speed is not known.
+        PlanError: The plan has no hardware, or its devices' speed is not known.
     """
     stated = spec.hardware
     if stated is None:
@@ -168,7 +192,7 @@ def cluster_of(spec: Spec, device: str, profile: Profile | None = None) -> Clust
 
 
 def _measured_device(profile: Profile, stated: HardwareSpec) -> Device:
-    """The device of a profile, with the memory that the plan states."""
+    """Return the device of a profile, with the memory that the plan states."""
     return Device(
         name=profile.device,
         memory_bytes=stated.memory_bytes or 0,

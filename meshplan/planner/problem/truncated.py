@@ -1,11 +1,12 @@
-"""What a rank holds at the least, from a model with few of the blocks: seconds become a blink.
+"""A lower bound on a rank's reserved memory, from a model with most of its blocks left out.
 
-Alike blocks that do the same hold the same. So of many in a row five are replayed, and what the one
-in the middle holds beyond its own time counts for all that were left out; of a pipeline's other
-stages, one block each. The figure is what the streams' pools would hold of what the whole replay
-requests, and never more: moments in which blocks that were left out would run are left out too. So
-it may rule out, and nothing else. Beside it stands a guess of what is really reserved, which tells
-where to look first.
+Identical blocks with identical choices save the same activations. Of a run of identical blocks five
+are therefore replayed, and what the middle one keeps beyond its own forward and backward counts for
+all that were left out. Of each other stage of the pipeline one block is replayed. The bound is what
+the streams' memory pools need for the storages that the full replay would request, and never more:
+moments in which the blocks left out would run are not counted. So the bound can exclude a plan, but
+never accept one. In addition there is a guess of what is really reserved, which says which plans to
+look at first.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ from meshplan.spec.spec import Spec
 
 Numbers = NDArray[np.int64]
 Blocks = int | tuple[int, ...]
-"""How many there are, or which of a model's own."""
+"""A number of blocks, or the indices of the model's own blocks to keep."""
 
 _KEPT: Final = 5
-"""Of a row of alike blocks: those at its ends have other neighbours, and those beside them touch
-what they hold."""
+"""Number of blocks kept of a run of identical ones. The two at its ends have other neighbours, and
+the two next to those share storages with them."""
 _FEW: Final = 0.8
-"""Share of the blocks above which a model is hardly shorter: what is measured tells more, and ends
+"""Share of the blocks above which truncation does not pay: the full estimate says more, and it ends
 as soon as a rank is over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Short:
-    """A model with few blocks that stands for one with many.
+    """A truncated model that stands for one with more blocks.
 
     Args:
-        graph: With as many blocks as `stages` have.
-        stages: What each does.
-        times: By the fqn of a block, how many blocks it stands for.
+        graph: The truncated model, with as many blocks as `stages` have together.
+        stages: Choices of its blocks, by stage.
+        times: Number of blocks that a block stands for, by its fqn; only those above 1.
     """
 
     graph: ModelGraph
@@ -61,14 +62,18 @@ def shorten(
     num_ranks: int | None = None,
     looks: Mapping[str, int] = MappingProxyType({}),
 ) -> Short | None:
-    """What one rank along the pipeline does, with few blocks; None where that is hardly shorter.
+    """Truncate the model for one rank of the pipeline.
 
     Args:
-        stages: What each block does.
-        place: Of the rank.
-        graph_of: The model with so many blocks, or with these of its own.
-        num_ranks: Of the pipeline, which stages go around; None for one stage each.
-        looks: By the fqn of a block, its kind; empty where all are alike.
+        stages: Choices of the blocks, by stage.
+        place: Index of the rank along pp.
+        graph_of: Makes the model with this many blocks, or with these of its own blocks.
+        num_ranks: Number of pipeline ranks, over which the stages go round; None for one stage
+            each.
+        looks: Kind of each block by its fqn; empty if all blocks are identical.
+
+    Returns:
+        The truncated model; None if it would hardly have fewer blocks.
     """
     num_ranks = len(stages) if num_ranks is None else num_ranks
     kept: list[list[tuple[BlockChoice, int]]] = []
@@ -81,6 +86,7 @@ def shorten(
             blocks, key=lambda b: (b.recompute, b.reshard, looks.get(b.name))
         ):
             run = list(same)
+            # The middle block stands for itself and for all that are left out.
             left_out = max(0, len(run) - _KEPT)
             middle = _KEPT // 2
             few = run[: middle + 1] + run[middle + 1 + left_out :]
@@ -104,16 +110,17 @@ def shorten(
 
 
 class TruncatedBound:
-    """What a short model's log tells of the rank of the whole one.
+    """Bounds on a rank's reserved memory, from the log of the same rank of a truncated model.
 
     Args:
-        log: Of a rank of the short model.
+        log: Memory events of the rank in the truncated model.
+        short: The truncated model.
     """
 
     def __init__(self, log: EventLog, short: Short) -> None:
         self._log, self._times = log, short.times
         order = [block.name for stage in short.stages for block in stage]
-        # Whatever is of no block has the number 0.
+        # Blocks are numbered from 1; 0 stands for everything outside of blocks.
         self._numbers = {name: number for number, name in enumerate(("", *order))}
         self._near = {
             self._numbers[name]: tuple(
@@ -125,9 +132,11 @@ class TruncatedBound:
 
     @cached_property
     def least_bytes(self) -> int:
-        """What is reserved at the least."""
+        """Lower bound on the bytes reserved by the rank of the full model."""
         if not self._times:
             return self._log.pooled_bytes
+        # Not counted are moments in which a block that stands for several runs: what the blocks
+        # left out hold at that time is not known.
         is_near = np.zeros(len(self._numbers), bool)
         is_near[list(self._near)] = True
         before, after = self._running
@@ -135,16 +144,21 @@ class TruncatedBound:
         deltas = self._delta * (1 + self._left_out)[self._storage]
         streams = [each.stream for each in self._log.storages]
         stream = np.array(streams, np.int64)[self._storage]
+        # Each stream has a pool of its own, which never shrinks: their maxima add up.
         most = 0
         for own in (stream == number for number in set(streams)):
             most += int(np.cumsum(deltas[own])[counts[own]].max(initial=0))
         return most
 
     def likely_bytes(self, device: str, spec: Spec) -> int:
-        """What may be reserved: a guess, above the truth or below it.
+        """Guess the reserved bytes; the guess may be too high or too low.
 
-        What blocks that were left out hold when the most is there, beside what the allocator makes
-        of the short log. How memory falls to pieces over many blocks, few do not tell.
+        The guess is what the allocator reserves for the truncated log, and what the blocks left
+        out hold at the peak. Few blocks do not show how memory fragments over many.
+
+        Args:
+            device: A device name of `layout.hardware`, or "cuda".
+            spec: The spec, which states the allocator.
         """
         reserved = ReplayCache(device, spec).of(self._log).reserve.reserved_bytes
         if not self._times:
@@ -157,7 +171,7 @@ class TruncatedBound:
 
     @cached_property
     def _columns(self) -> tuple[Numbers, Numbers, Numbers]:
-        """Of each event its delta, its storage and its phase."""
+        """Arrays over the events: change in bytes, number of the storage, number of the phase."""
         columns = np.array([*zip(*self._log.changes, strict=True)], np.int64).reshape(3, -1)
         return columns[0], columns[1], columns[2]
 
@@ -171,7 +185,7 @@ class TruncatedBound:
 
     @cached_property
     def _left_out(self) -> Numbers:
-        """By storage, how many more blocks hold one like it while it lasts."""
+        """[storages] number of blocks left out that hold an equal storage at the same time."""
         many = np.ones(len(self._numbers), np.int64)
         for name, times in self._times.items():
             many[self._numbers[name]] = times
@@ -179,15 +193,15 @@ class TruncatedBound:
 
     @cached_property
     def _lasting(self) -> NDArray[np.bool_]:
-        """By storage, whether it is of a block that stands for many, and there when none near runs.
+        """[storages] True for those of a repeated block that live while no block near it runs.
 
-        What a unit gathers before its turn, or reduces after it, is there once, however many there
-        are.
+        Other storages exist once, however many blocks there are: parameters that a unit gathers
+        just before its turn, gradients that it reduces just after.
         """
         out = np.zeros(len(self._log.storages), bool)
         if not self._near:
             return out
-        # By storage, and of each in order: from one event to the next it is there, or not.
+        # Sort events by storage, in order of time: between two events a storage is live or freed.
         order = np.argsort(self._storage, kind="stable")
         storage, total = self._storage[order], np.cumsum(self._delta[order])
         is_last = np.append(storage[1:] != storage[:-1], True)
@@ -204,7 +218,7 @@ class TruncatedBound:
 
     @cached_property
     def _block(self) -> Numbers:
-        """By storage, the number of the block that it is of."""
+        """[storages] number of the block that the storage belongs to; 0 for none."""
         modules = [each.module for each in self._log.storages]
         known = {
             module: next((self._numbers[m] for m in around(module) if m in self._numbers), 0)
@@ -214,7 +228,10 @@ class TruncatedBound:
 
     @cached_property
     def _running(self) -> tuple[Numbers, Numbers]:
-        """By event, the blocks whose operators made something last, and will next; 0 for none."""
+        """[events] each: the block whose operator last made a storage, and the one that will next.
+
+        0 stands for none.
+        """
         has_op = np.array([bool(each.op) for each in self._log.storages], bool)
         makes = (self._delta > 0) & has_op[self._storage]
         block, phase = self._block[self._storage], self._columns[2]
@@ -223,7 +240,13 @@ class TruncatedBound:
 
 
 def _last(makes: NDArray[np.bool_], block: Numbers, phase: Numbers) -> Numbers:
-    """By event, the block whose operator was the last of its phase to make something."""
+    """Return by event the block whose operator was the last of the phase to make a storage.
+
+    Args:
+        makes: [events] True if an operator makes a storage.
+        block: [events] number of the block that the event's storage belongs to.
+        phase: [events] number of the phase.
+    """
     if not block.size:
         return block
     places = np.arange(len(block))

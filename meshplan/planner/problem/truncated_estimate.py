@@ -1,8 +1,8 @@
-"""What short models tell of long ones, before anything is measured: cheap, and most of the answer.
+"""Bounds and guesses of a candidate's memory from truncated models, before it is fully estimated.
 
-A rank that is over already with what a few blocks show is over. What its communicators take is
-known from the mesh alone. And what is likely reserved says where to look first, which is all that
-it says.
+A rank whose lower bound from a few blocks exceeds the limit does not fit. The memory of its
+communicators follows from the mesh alone. A guess of the reserved bytes says which candidates to
+look at first, and decides nothing.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Stages = Sequence[Sequence[BlockChoice]]
 
 @dataclass(frozen=True, slots=True)
 class TruncatedFigures:
-    """What a short model tells of a candidate.
+    """Bound and guess of a candidate's excess bytes, which come on top of its linear bytes.
 
     Attributes:
-        least_bytes: Above the linear figure, where a rank is surely over.
-        likely_bytes: By allocator, the same by a guess, of the rank that is worst off; {} if nobody
-            asked.
-        is_over: Whether a rank surely holds more than it may.
+        least_bytes: Lower bound on the excess bytes of the rank that does not fit; 0 if none is
+            known not to fit.
+        likely_bytes: Guessed excess bytes of the worst rank, by allocator; {} if not requested.
+        is_over: If True, a rank is proved not to fit.
     """
 
     least_bytes: float
@@ -50,16 +50,18 @@ class TruncatedFigures:
 
 
 class TruncatedEstimate:
-    """Short models of one question.
+    """Truncated models of one request.
 
     Args:
-        stated: What the plan file would have to say, of a row of the grid and what blocks do.
-        widening: By how much the memory room widens what it reserves.
-        looks: As for `shorten`.
-        allocators: That the plan leaves open.
+        question: The request.
+        stated: Returns the statements of a plan, from a configuration of the grid and the choices
+            of its blocks by stage.
+        widening: Factor by which memory estimates widen the reserved bytes to their upper end.
+        looks: Kind of each block by its fqn; empty if all blocks are identical.
+        allocators: Allocator settings that the plan leaves open.
 
     Attributes:
-        played: Stages that were played, of whole models too.
+        played: Cache of the stages played so far, shared with estimates of full models.
     """
 
     def __init__(
@@ -79,11 +81,11 @@ class TruncatedEstimate:
         self._kinds: dict[tuple[object, ...], Assignment] = {}
         self._seen: dict[tuple[object, ...], TruncatedFigures | None] = {}
         self._under: dict[tuple[int, float], list[tuple[float, ...]]] = {}
-        """By row and capacity, linear figures of answers that were not over."""
+        """Linear bytes by rank of candidates that were not over, by (configuration, capacity)."""
         self.played = Played()
 
     def links(self, plan: Plan) -> float:
-        """What a plan's communicators take of the capacity."""
+        """Return the linear bytes that a plan's communicators use."""
         return self._links(plan.assignment)
 
     def _links(self, assignment: Assignment) -> float:
@@ -92,7 +94,12 @@ class TruncatedEstimate:
         return (driver_bytes(self._question.device, opened).high - self._alone) / self._widening
 
     def taken(self, grid: NDArray[np.void], number: int) -> float:
-        """The same of a row of the grid, whatever its blocks do; 0 where nothing tells."""
+        """Return the linear bytes that a configuration's communicators use; 0 if not known.
+
+        Args:
+            grid: All configurations.
+            number: Index of the configuration.
+        """
         row = grid[number]
         key = tuple(int(row[name]) for name in (*AXES, "mode", "offload"))
         if key not in self._taken:
@@ -100,7 +107,11 @@ class TruncatedEstimate:
         return self._taken[key]
 
     def _least(self, grid: NDArray[np.void], row: np.void) -> float:
-        """What is opened follows from the axes that are spread; how much that is, from the mesh."""
+        """Return the communicators' bytes of a configuration from a plan with the same axes.
+
+        Which communicators are opened follows from the axes larger than 1; their size follows from
+        the mesh. One truncated plan per set of such axes is therefore enough.
+        """
         shorter = self._question.shorter
         kind = tuple(bool(row[axis] > 1) for axis in AXES), int(row["mode"]), int(row["offload"])
         if shorter is None:
@@ -109,19 +120,22 @@ class TruncatedEstimate:
             if kind not in self._kinds:
                 self._kinds[kind] = self._like(_shortest(grid, row), shorter)
         except MeshplanError:
-            return 0.0  # What is measured tells why.
+            return 0.0  # The full estimate reports the error.
         found = self._kinds[kind]
         axes = tuple(Axis(axis.name, int(row[axis.name])) for axis in found.mesh.axes)
         loans = tuple(replace(loan, size=int(row[loan.name])) for loan in found.mesh.loans)
         return self._links(replace(found, mesh=Mesh(axes, loans)))
 
     def _like(self, row: np.void, shorter: Callable[[Blocks], ModelGraph]) -> Assignment:
-        """A row's for a model with one block a stage, and one stage a rank, or two."""
+        """Return the assignment of a configuration for a model with one block per stage.
+
+        Each rank has one stage. Without pp the one stage has two blocks.
+        """
         pp, row = int(row["pp"]), row.copy()
         if row["virtual"] > 1:
             row["virtual"], row["schedule"] = 1, SCHEDULE_WORDS.index("1F1B")
         every = len(self._question.graph.blocks())
-        # The last ones: where only some blocks have experts, those do.
+        # Take the last blocks: if only some blocks have experts, these do.
         graph = shorter(tuple(range(every))[-max(2, pp) :])
         blocks = [BlockChoice(name, 0, 0) for name in graph.blocks()]
         stages = [blocks] if pp == 1 else [[block] for block in blocks]
@@ -137,13 +151,19 @@ class TruncatedEstimate:
         guesses: bool,
         spares: bool = False,
     ) -> TruncatedFigures | None:
-        """What a short model tells of a candidate; None where none does, or is likely to.
+        """Bound a candidate's excess bytes with truncated models.
 
         Args:
-            row, stages: The candidate's.
-            capacity: Bytes that a rank may hold by the linear figures.
-            guesses: Whether what is likely is of interest.
-            spares: Whether it is of none where the candidate is over.
+            row: The candidate's configuration.
+            stages: The choices of its blocks, by stage.
+            candidate: The candidate.
+            capacity: Linear bytes that a rank may use.
+            guesses: If True, guess the excess bytes too.
+            spares: If True, do not guess if the candidate is proved not to fit.
+
+        Returns:
+            The figures; None if the model cannot be truncated, or if no guess was requested and a
+            candidate that uses as much memory on every rank was not over.
         """
         key = candidate.row, candidate.ends, candidate.takes, capacity
         if not guesses and key not in self._seen and self._holds_less(candidate, capacity):
@@ -160,7 +180,7 @@ class TruncatedEstimate:
         return self._seen[key]
 
     def _holds_less(self, candidate: Candidate, capacity: float) -> bool:
-        """Whether an answer of the row that holds as much everywhere was not over either."""
+        """Return True if a candidate with no fewer linear bytes on any rank was not over."""
         return any(
             all(own <= other for own, other in zip(candidate.linear_bytes, linear, strict=True))
             for linear in self._under.get((candidate.row, capacity), ())
@@ -182,6 +202,7 @@ class TruncatedEstimate:
         fullest = max(range(num_ranks), key=linear.__getitem__)
         likely: dict[Allocator, float] = {}
         is_known = False
+        # Besides the fullest rank look at the ends: only they have what lies around the blocks.
         for place in dict.fromkeys((fullest, 0, num_ranks - 1)):
             short = shorten(stages, place, shorter, num_ranks=num_ranks, looks=self._looks)
             if short is None:
@@ -193,7 +214,7 @@ class TruncatedEstimate:
                     analytic_log_of_rank(plan, rank, device=device, played=self.played), short
                 )
             except MeshplanError:
-                return None  # The model itself tells why.
+                return None  # The full estimate reports the error.
             on_top = self.links(plan) - linear[place]
             least = gauge.least_bytes + on_top
             is_over = least + linear[place] > capacity
@@ -213,7 +234,10 @@ class TruncatedEstimate:
 
 
 def _shortest(grid: NDArray[np.void], row: np.void) -> np.void:
-    """Of the rows that spread the same axes in the same mode, one with the fewest stages."""
+    """Return a configuration with the fewest stages that opens the same communicators.
+
+    It has the same axes larger than 1, the same mode and the same offload.
+    """
     if row["pp"] * row["virtual"] <= 2:
         return row
     alike = (grid["mode"] == row["mode"]) & (grid["offload"] == row["offload"])

@@ -1,10 +1,10 @@
-"""Can a module's own forward compute on a part of its experts and tokens? Tried, not assumed.
+"""Test whether a module's own forward can compute on a subset of its experts and tokens.
 
 Dispatch calls the forward of a module that holds experts with the tokens that arrived, one slot
-each, and with the experts that are here. That is right if the output for a token is the sum over
+each, and with the rank's local experts. That is right if the output for a token is the sum over
 its slots of a function of token, weight and the chosen expert's parameters, and of nothing else.
-The forward is tried with made-up parameters of one or two experts and a few tokens, before
-anything is wrapped: it takes no memory to speak of, and works for a model on meta.
+We run the forward with random parameters of one or two experts and a few tokens, before anything
+is wrapped. The test needs next to no memory and works for a model on meta.
 """
 
 from __future__ import annotations
@@ -26,25 +26,28 @@ from meshplan.plan.plan import Plan
 from meshplan.runtime.base.mesh import device
 
 _TOLERANCE: Final = 1e-2
-"""Of the largest output: far above rounding in any dtype that a module may compute in, far below
-what another expert, another weight or a missing token makes of it [Empirical]."""
+"""Tolerance relative to the largest output: far above rounding in any dtype that a module may compute
+in, far below the effect of another expert, another weight or a missing token [Empirical].
+"""
 
 _PLAIN: Final = (int, float, str, type(None))
 
 _tried: WeakKeyDictionary[nn.Module, tuple[object, Protocol | str]] = WeakKeyDictionary()
-"""What was found of a module, and of what it was found: deciding and applying ask alike."""
+"""Results by module, each with the key of the module's state when it was tested. Deciding on a plan and
+applying it both look here, so that a module is tested once.
+"""
 
 _CHUNK: Final = 4
-"""Tokens at a time: some implementations copy an expert's parameters for every slot."""
+"""Tokens per call: some implementations copy an expert's parameters for every slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """How to call a module that holds experts.
+    """The calling convention of a module that holds experts.
 
     Args:
-        names: Its arguments for tokens, expert indices and weights, in that order.
-        order: The same three, as the forward takes them.
+        names: Names of the forward's arguments for tokens, expert indices and weights, in that order.
+        order: The same three names, in the order of the forward's signature.
         counters: Attributes of the module that hold the number of experts.
     """
 
@@ -53,10 +56,10 @@ class Protocol:
     counters: tuple[str, ...]
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Tokens, indices and weights of a call.
+        """Return tokens, expert indices and weights of a call.
 
         Raises:
-            ApplyError: It was called with more than these.
+            ApplyError: The call has other arguments than these three.
         """
         given = {**dict(zip(self.order, args, strict=False)), **kwargs}
         if len(args) > len(self.order) or set(given) != set(self.order):
@@ -65,13 +68,18 @@ class Protocol:
         return [given[name] for name in self.names]
 
     def ordered(self, *values: torch.Tensor) -> list[torch.Tensor]:
-        """Tokens, indices and weights in the order that the forward takes them."""
+        """Reorder (tokens, indices, weights) to the order of the forward's signature."""
         by_name = dict(zip(self.names, values, strict=True))
         return [by_name[name] for name in self.order]
 
 
 def expert_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
-    """Why modules of a live model cannot compute on a part of their experts; each kind once."""
+    """Yield a problem for each kind of module that cannot compute on a subset of its experts.
+
+    Args:
+        model: The live model, before anything is wrapped.
+        plan: The plan whose expert-parallel modules are tested.
+    """
     if plan.mesh.size("ep") == 1:
         return
     told: set[str] = set()
@@ -88,7 +96,7 @@ def expert_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
 
 
 def find_protocols(model: nn.Module, plan: Plan) -> dict[str, Protocol | str]:
-    """`find_protocol` for every module whose experts are spread; like modules are tried once."""
+    """Return `find_protocol` of every expert-parallel module, by fqn; equal modules are tested once."""
     known: dict[object, Protocol | str] = {}
     out = {}
     for fqn, use in plan.assignment.experts.items():
@@ -105,20 +113,22 @@ def find_protocols(model: nn.Module, plan: Plan) -> dict[str, Protocol | str]:
 
 
 def find_for_twin(model: nn.Module, twin: nn.Module, plan: Plan) -> None:
-    """Know of a copy what is found of the model: one without numbers could not be tried."""
+    """Copy the results for `model` to its copy `twin`, which may have no values to be tested with."""
     for fqn, found in (find_protocols(model, plan) if plan.mesh.size("ep") > 1 else {}).items():
         module = twin.get_submodule(fqn)
         _tried[module] = (plan.assignment.experts[fqn].num_experts, _likeness(module)), found
 
 
 def _likeness(module: nn.Module) -> object:
-    """What two modules have in common that compute alike."""
+    """Return a key that is equal for modules that compute the same function."""
 
     def plain(part: nn.Module) -> Iterator[object]:
         for leaf, tensor in part._parameters.items():
             yield leaf, tensor if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
         for name, value in vars(part).items():
-            if not isinstance(value, dict | set):  # Of every module, and its tables.
+            if not isinstance(
+                value, dict | set
+            ):  # nn.Module's own tables of parameters, hooks, ...
                 yield name, value if isinstance(value, _PLAIN) else id(value)
 
     return tuple((name, type(part), *plain(part)) for name, part in module.named_modules())
@@ -131,10 +141,16 @@ def with_experts(
     counters: tuple[str, ...],
     num_experts: int,
 ) -> Iterator[None]:
-    """Let a module compute with other parameters, and another number of experts, for a while.
+    """Make a module compute with other parameters and another number of experts inside the context.
 
-    An attribute of the instance hides the parameter of the same name, so autograd sees the ones
-    given and the module keeps its own.
+    An attribute of the instance hides the parameter of the same name, so autograd records the given
+    tensors and the module keeps its own parameters.
+
+    Args:
+        module: The module that holds the experts.
+        parameters: Tensors to compute with, by the parameter's name in `module`.
+        counters: Attributes of the module that hold the number of experts.
+        num_experts: Value of those attributes inside the context.
     """
     kept = {name: vars(module)[name] for name in counters}
     hidden = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], value)
@@ -151,10 +167,14 @@ def with_experts(
 
 
 def find_protocol(module: nn.Module, num_experts: int) -> Protocol | str:
-    """How to call the module with a part of its experts, or why that cannot be.
+    """Find out how to call a module with a subset of its experts.
+
+    Args:
+        module: The module that holds the experts.
+        num_experts: Number of its experts.
 
     Returns:
-        The first way of calling it that behaves as dispatch needs.
+        The first calling convention that passes the test, or the reason why none does.
     """
     names = _arguments(module.forward)
     if isinstance(names, str):
@@ -171,19 +191,19 @@ def find_protocol(module: nn.Module, num_experts: int) -> Protocol | str:
                 trial = _ProtocolTrial(module, protocol, num_experts, width, dtype)
                 try:
                     complaint = trial.complaint()
-                except Exception as error:  # What was not written for such a call may raise all.
+                except Exception as error:  # A wrong call may raise anything.
                     first_line = str(error).partition("\n")[0]
                     raised = raised or f"it raised {type(error).__name__}: {first_line}"
                     continue
                 if complaint is None:
                     return protocol
                 wrong = wrong or complaint
-    # What can be called but is wrong tells more than what cannot be called in that way.
+    # A call that ran but gave a wrong result explains more than one that raised.
     return wrong or raised
 
 
 def _arguments(forward: Callable[..., Any]) -> tuple[str, str, str] | str:
-    """The names of the three tensors that the forward takes."""
+    """Return the names of the three tensor arguments of the forward, or why there are not three."""
     parameters = inspect.signature(forward).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [p.name for p in parameters if p.kind in kinds]
@@ -195,7 +215,7 @@ def _arguments(forward: Callable[..., Any]) -> tuple[str, str, str] | str:
 
 
 def _counters(module: nn.Module, num_experts: int) -> list[tuple[str, ...]]:
-    """Which attributes may hold the number of experts, likely ones first."""
+    """List candidate sets of attributes that hold the number of experts, most likely first."""
     equal = tuple(
         name for name, value in vars(module).items() if type(value) is int and value == num_experts
     )
@@ -204,13 +224,13 @@ def _counters(module: nn.Module, num_experts: int) -> list[tuple[str, ...]]:
 
 
 def _widths(module: nn.Module) -> list[int]:
-    """The sizes that a token may have: those of the parameters, frequent ones first."""
+    """List candidate widths of a token: the sizes of parameter dims, most frequent first."""
     sizes = [size for p in module.parameters() for size in p.shape[1:]]
     return sorted(dict.fromkeys(sizes), key=lambda size: -sizes.count(size))
 
 
 class _NoDropout(TorchFunctionMode):
-    """Keeps all that dropout would drop: two calls in training could not be compared."""
+    """Turn dropout off: with it, two calls in training mode could not be compared."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -221,14 +241,14 @@ class _NoDropout(TorchFunctionMode):
 
 
 class _ProtocolTrial:
-    """One way of calling a module, on made-up experts."""
+    """A test of one calling convention, on two random experts and three tokens."""
 
     def __init__(
         self, module: nn.Module, protocol: Protocol, num_experts: int, width: int,
         dtype: torch.dtype,
     ) -> None:  # fmt: skip
         self.module, self.protocol, self.num_experts = module, protocol, num_experts
-        self.device = device()  # Where it is to run: the CPU may not have its kernels.
+        self.device = device()  # The training device: the CPU may lack its kernels.
         self.generator = torch.Generator().manual_seed(0)
         self.two = {
             name: self._random(2, *p.shape[1:], dtype=dtype) / max(p.shape[1:]) ** 0.5
@@ -241,7 +261,10 @@ class _ProtocolTrial:
         return torch.randn(*shape, generator=self.generator).to(self.device, dtype)
 
     def complaint(self) -> str | None:
-        """What is wrong with the module, None if it computes as dispatch needs."""
+        """Return why the module does not compute as dispatch needs; None if it does.
+
+        The module is tested in evaluation and in training mode.
+        """
         modes = [(m, m.training) for m in self.module.modules()]
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]), _NoDropout():
@@ -259,7 +282,7 @@ class _ProtocolTrial:
         tokens, weights = self.tokens, self.weights
         num = tokens.shape[0]
         first = torch.zeros(num, 1, dtype=torch.int64, device=self.device)
-        # of[expert][slot]: what each expert alone makes of all tokens with the slot's weights.
+        # of[expert][slot]: output of each expert alone for all tokens with the slot's weights.
         of = [
             [self._call(self._only(e), 1, tokens, first, weights[:, slot : slot + 1])
              for slot in (0, 1)]
@@ -282,7 +305,7 @@ class _ProtocolTrial:
             single = self._call(self._only(0), 1, tokens[at], first[at], weights[at, :1])
             if not _same(single, shown[at]):
                 return "its output for a token depends on the other tokens"
-        # Every expert is the same one, without copies, so only its number can make a difference.
+        # All experts share the first one's parameters, so only the expert's index can differ.
         alike = {n: p[:1].expand(self.num_experts, *p.shape[1:]) for n, p in self.two.items()}
         for begin in range(0, self.num_experts, _CHUNK):
             ids = torch.arange(begin, min(begin + _CHUNK, self.num_experts), device=self.device)
@@ -303,7 +326,7 @@ class _ProtocolTrial:
 
 
 def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Equal but for rounding; NaN is equal to nothing."""
+    """Return True if two tensors are equal but for rounding; NaN equals nothing."""
     if left.shape != right.shape:
         return False
     return bool((left - right).abs().max() <= _TOLERANCE * right.abs().max())

@@ -1,11 +1,11 @@
-"""Expert parallelism: tokens travel to the rank that holds their expert, and results back.
+"""Expert parallelism: tokens are sent to the rank that stores their expert, and results sent back.
 
-Every rank of ep holds an equal share of the experts of each module that the plan spreads. The
-module's own forward computes, on the tokens that arrive and with the experts that are here, so
-its activation, biases and limits are its own (`runtime.apply.expert_protocol` proves that it can).
+Every rank of ep stores an equal share of the experts of each expert-parallel module. The module's
+own forward computes on the tokens that arrive with the rank's local experts, so the model's
+activation, biases and clamps are kept (`runtime.apply.expert_protocol` tests that this is valid).
 
-Source: Lepikhin et al. 2020 (GShard), section 3.1; here nothing is dropped or padded: the parts
-that ranks exchange are as uneven as the routing is.
+Source: Lepikhin et al. 2020 (GShard), section 3.1; here no token is dropped and nothing is padded:
+the splits that ranks exchange are as uneven as the routing is.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from meshplan.runtime.base.mesh import local_of, submesh
 
 
 def apply_expert_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Cut the experts and let every forward of their module dispatch, in place.
+    """Shard the experts over ep and make their module's forward dispatch tokens, in place.
 
     Assumes: `expert_problems` found none; values are the same on all ranks, or on meta.
     """
@@ -58,10 +58,14 @@ def _bound(forward: Callable[..., Any], dispatch: _Dispatch) -> Callable[..., An
 
 
 class _Dispatch:
-    """The forward of a module whose experts are spread.
+    """The forward of an expert-parallel module: dispatch, local experts, combine.
 
     Attributes:
-        forward: What the module computed before.
+        capacity: Tokens per rank that memory was estimated for, as a multiple of an even share;
+            None if the plan states none, or after the warning was given.
+        forward: The module's original forward.
+        num_local: Experts on this rank.
+        ranks: Size of ep.
     """
 
     def __init__(
@@ -80,12 +84,12 @@ class _Dispatch:
         self.group, self.ranks = ep.get_group(), ep.size()
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Send each token to the experts it is routed to, compute there, bring back, add up.
+        """Send each token to its experts, compute there, send the results back and sum over slots.
 
-        Every rank of ep must call it alike, with or without gradients.
+        Every rank of ep must call it at the same point, all of them with gradients or all without.
 
         Raises:
-            ApplyError: On every rank of ep: a routing that is not one expert per slot.
+            ApplyError: On every rank of ep, if a routing is not one valid expert per slot.
         """
         hidden, index, weights = self.protocol.arguments(args, kwargs)
         tokens, slots = hidden.reshape(-1, hidden.shape[-1]), index.reshape(-1)
@@ -93,7 +97,7 @@ class _Dispatch:
         counts = self._counts(hidden, index, weights)
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=self.group)
-        # The one wait for the device: splits must be known to the host.
+        # The only device-to-host synchronization: all_to_all needs its splits on the host.
         both = torch.stack((counts, theirs)).view(2, self.ranks, self.num_local)
         even = [slots.shape[0] // self.ranks] * self.ranks
         splits: list[list[int]] = numbers(both.sum(2), [even, self._expected(slots, top_k)])
@@ -101,8 +105,9 @@ class _Dispatch:
         sent, received = splits
         self._warn(sum(received), slots.shape[0])
         order = slots.argsort(stable=True)
-        # Whoever computes adds up the gradients of all ranks of ep, each of a mean over its own
-        # samples, while the reduction over the other ranks counts one of them: divide by ep.
+        # An expert's gradient is summed over all ranks of ep, each of which has the mean over its
+        # own samples, while the reduction over the other axes averages as if they were one rank.
+        # Dividing by the size of ep restores the mean.
         rows, scores = _Exchange.apply(
             self.group, sent, received, float(self.ranks),
             tokens.repeat_interleave(top_k, 0).index_select(0, order),
@@ -114,11 +119,16 @@ class _Dispatch:
         (back,) = _Exchange.apply(self.group, received, sent, 1.0 / self.ranks, computed)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.shape[0], device=order.device)
-        # Not a view: in-place additions to it would drop FSDP2's hooks.
+        # The sum makes a new tensor: in-place additions to a view would drop FSDP2's hooks.
         return back.index_select(0, inverse).view(*hidden.shape[:-1], top_k, back.shape[-1]).sum(-2)
 
     def _expected(self, slots: torch.Tensor, top_k: int) -> list[int]:
-        """Slots that each rank sends here where nobody counts them: as many as the plan states."""
+        """Estimate the slots that each rank sends to this one, for fake tensors that cannot be counted.
+
+        The sum is an even share times the plan's `capacity`.
+
+        Shape: slots (tokens * top_k) -> a list of `ranks` counts.
+        """
         sent, most = slots.shape[0], self.ranks * min(top_k, self.num_local) / top_k
         if self.capacity is None:
             return [sent // self.ranks] * self.ranks
@@ -127,7 +137,7 @@ class _Dispatch:
         return [each + (rank < more) for rank in range(self.ranks)]
 
     def _warn(self, arrived: int, even: int) -> None:
-        """Once, where more came than memory was told for."""
+        """Warn once if more tokens arrived than the memory estimate covers."""
         if self.capacity is None or is_fake_execution() or arrived <= self.capacity * even:
             return
         warnings.warn(
@@ -140,7 +150,10 @@ class _Dispatch:
     def _counts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Slots per expert; all -1, for every rank of ep to see, where the routing is no good."""
+        """Count the slots per expert; all -1 if the routing is invalid, so that every rank of ep learns it.
+
+        Shape: hidden (..., width), index and weights (..., top_k) -> (num_experts).
+        """
         slots = index.reshape(-1)
         is_like = weights.shape == index.shape and index.ndim > 0
         if is_like and hidden.shape[:-1].numel() * index.shape[-1] == slots.shape[0]:
@@ -165,11 +178,15 @@ class _Dispatch:
             )  # fmt: skip
 
     def _compute(self, rows: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """The module's own forward on what arrived, one slot per row."""
+        """Run the module's own forward on the received tokens, one slot per row.
+
+        Shape: rows (slots, width), ids and scores (slots) -> (slots, width).
+        """
         num_rows = rows.shape[0]
         if not num_rows:
-            # Still computed, so that its parameters get gradients, of zero: others wait for them.
-            # The sums of nothing keep what arrived in the graph: its backward is a collective.
+            # Compute one dummy row, so that the experts get zero gradients: other ranks wait for
+            # them in a reduction. Adding the empty sums keeps `rows` and `scores` in the graph,
+            # since the backward of their exchange is a collective.
             rows = rows.new_zeros(1, rows.shape[1]) + rows.sum()
             scores = scores.new_zeros(1) + scores.sum()
             ids = ids.new_zeros(1)
@@ -182,10 +199,10 @@ class _Dispatch:
 
 
 class _Exchange(torch.autograd.Function):
-    """all_to_all of rows with uneven splits; gradients go the way back, times `scale`.
+    """all_to_all of rows with uneven splits; backward sends gradients back, multiplied by `scale`.
 
-    Several tensors travel in one function, so that all ranks do their collectives in one order
-    in backward too.
+    Several tensors share one function, so that all ranks issue their collectives in the same order in
+    backward too.
     """
 
     @staticmethod

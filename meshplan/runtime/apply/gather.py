@@ -1,4 +1,4 @@
-"""`gather_batch` and `global_mean`: what looks at more than the samples of one data rank."""
+"""`gather_batch` and `global_mean`: values that depend on the samples of more than one data rank."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from meshplan.runtime.base.parallel_models import ParallelModel, known_models
 from meshplan.runtime.torch_private.fakes import is_fake
 
 num_gathered = 0
-"""Calls that have gathered something."""
+"""Number of `gather_batch` calls so far that communicated."""
 
 
 def gather_batch(tensor: torch.Tensor, model: nn.Module | None = None) -> torch.Tensor:
-    """The samples that all data ranks hold, in their order, differentiable.
+    """Gather the samples of all data ranks, in rank order, differentiably.
 
-    For what compares samples with one another: in-batch negatives, statistics of a batch. Call it
-    in the model's forward or in the loss function, and compute the rest on every rank alike. With
-    the averages that the wrappers take, gradients are those of one process.
+    For code that compares samples with one another: in-batch negatives, statistics of a batch. Call
+    it in the model's forward or in the loss function, and compute the rest identically on every
+    rank. Since the wrappers average gradients over ranks, the gradients equal those of one process.
 
     Args:
-        tensor: This rank's samples, along dim 0; of one shape and dtype on all data ranks.
-        model: What `parallelize` returned; the one that ran last by default.
+        tensor: This rank's samples along dim 0, of one shape and dtype on all data ranks.
+        model: The module that `parallelize` returned; None for the one that ran last.
 
     Returns:
-        The samples of all data ranks along dim 0. Without other ranks the tensor itself.
+        The samples of all data ranks along dim 0; `tensor` itself if there is only one.
 
     Raises:
         ApplyError: No plan was applied to a model, samples differ in shape, a step has several
@@ -64,28 +64,30 @@ def gather_batch(tensor: torch.Tensor, model: nn.Module | None = None) -> torch.
 def global_mean(
     total: torch.Tensor, count: float | torch.Tensor, model: nn.Module | None = None
 ) -> torch.Tensor:
-    """The mean over the global batch of what every rank has added up, for a loop of one's own.
+    """Return the mean over the global batch of a sum that every rank holds a part of.
 
-    For losses over unequal numbers of tokens, of which the mean of the ranks' means is not the
-    mean. Its backward gives the gradients of one process: wrappers average gradients over the
-    ranks of dp_replicate, dp_shard and cp, so `total` gets that number of ranks over the sum of
-    all counts. In `train_step` a loss function returns (sum, count) instead.
+    For training loops written by hand whose losses cover unequal numbers of tokens, where the mean
+    of the ranks' means is not the global mean. The backward gives the gradients of one process:
+    wrappers average gradients over the ranks of dp_replicate, dp_shard and cp, so `total` is
+    multiplied by that number of ranks and divided by the sum of all counts. In `train_step` a loss
+    function returns (sum, count) instead.
 
     Args:
         total: The sum over this rank's tokens or samples: one element.
-        count: How many those were: a number or a tensor of one element. It cannot be known here
-            whether a step has more than one backward: where microbatches are accumulated, give
-            the count over all microbatches of the step with each of them, and add the results up.
-        model: What `parallelize` returned; the one that ran last by default.
+        count: The number of tokens or samples in `total`: a number or a tensor of one element.
+            This function cannot know whether a step has more than one backward: if microbatches
+            are accumulated, pass the count over all microbatches of the step with each of them,
+            and add the results up.
+        model: The module that `parallelize` returned; None for the one that ran last.
 
     Returns:
         The mean, shape (), in float32 at least, the same number on every rank; 0 with gradients of
-        zero where nothing was counted. Every rank must call it equally often.
+        zero if nothing was counted. Every rank must call it equally often.
 
     Raises:
-        ApplyError: It was called inside `train_step` or for a model in pipeline stages, no plan
-            was applied to a model, `total` or `count` is more than one number, or the counts add
-            up to a negative number.
+        ApplyError: The call is inside `train_step` or for a model in pipeline stages, no plan was
+            applied to a model, `total` or `count` is more than one number, or the counts add up to
+            a negative number.
 
     Example:
         >>> logits = model(tokens).flatten(0, 1)
@@ -124,9 +126,10 @@ def global_mean(
 
 
 class _Mean(torch.autograd.Function):
-    """The mean over all ranks of a sum of which this rank has a part; 0 where it is over nothing.
+    """The mean over all ranks of a sum that this rank holds a part of; 0 if nothing was counted.
 
-    What the wrappers average over the ranks is then the derivative of the mean.
+    Backward scales by the number of ranks, so that the wrappers' average over ranks is the derivative
+    of the mean.
     """
 
     @staticmethod
@@ -145,7 +148,7 @@ class _Mean(torch.autograd.Function):
 
 
 def _check_terms(total: Any, count: Any) -> None:
-    """Refuse what is not a sum and a count."""
+    """Raise an ApplyError unless the arguments are a scalar sum and a scalar count."""
     is_number = isinstance(count, Real) and not isinstance(count, bool)
     is_scalar = isinstance(count, torch.Tensor) and count.numel() == 1
     what = fix = ""
@@ -206,9 +209,13 @@ def _check_place(tensor: torch.Tensor, found: ParallelModel) -> None:
 
 
 def _check_shape(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Refuse what a gather would mix up; every rank of the group comes to the same answer."""
+    """Raise an ApplyError if shapes or dtypes differ between ranks of the group.
+
+    The result is all-reduced, so that either every rank of the group raises or none does.
+    """
     words = f"{tuple(tensor.shape)} {tensor.dtype}"
     number = zlib.crc32(words.encode())
+    # One MAX finds both the largest and the smallest checksum, the latter negated.
     both = torch.tensor([number, -number], device=tensor.device)
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     high, low = both.tolist()
@@ -227,11 +234,11 @@ def _check_shape(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 class _GatherBatch(torch.autograd.Function):
-    """All ranks' parts along dim 0.
+    """The samples of all ranks of a group, concatenated along dim 0.
 
-    Each rank's loss depends on every part, and what the wrappers average is the derivative of the
-    sum of all losses divided by the number of ranks: so a part's gradient is the sum of what all
-    ranks have for it.
+    Each rank's loss depends on the samples of every rank, and the wrappers compute the derivative of
+    the sum of all losses divided by the number of ranks. The gradient of a rank's own samples is
+    therefore the sum of the gradients that all ranks have for them.
     """
 
     @staticmethod

@@ -1,6 +1,7 @@
-"""A decided plan becomes a wrapped module: everything that `parallelize` does after deciding.
+"""Apply a decided plan to a live model: every wrapper, in the order that they depend on each other.
 
-Also run where nothing is decided or sent: by a trace of memory, on tensors without numbers.
+`parallelize` runs this after all ranks have agreed on the plan. Memory estimates run the same code
+on fake tensors, where no rank decides or sends anything.
 """
 
 from __future__ import annotations
@@ -50,15 +51,15 @@ from meshplan.spec.trust import check_code
 
 @dataclass(slots=True)
 class Applied:
-    """What `model.meshplan` is.
+    """The state behind `model.meshplan`: the applied plan and what training has seen so far.
 
     Attributes:
-        plan: The decision that was applied.
+        plan: The plan that was applied.
         mesh: The live DeviceMesh, with the plan's axis names.
-        loss_scale: Present scale of the loss under fp16, 1.0 otherwise.
+        loss_scale: Current scale of the loss under fp16, 1.0 otherwise.
         steps_without_overflow: Steps since the scale last changed.
-        is_tested: Whether the first loss was compared along tp.
-        history: What `train_step` has seen of the loss so far.
+        is_tested: True once the first loss has been compared along tp.
+        history: What `train_step` has observed about the loss so far.
     """
 
     plan: Plan
@@ -70,10 +71,10 @@ class Applied:
 
 
 def applied(model: nn.Module) -> Applied:
-    """The `Applied` of a parallelized model.
+    """Return the `Applied` of a parallelized model.
 
     Raises:
-        ApplyError: It was never parallelized.
+        ApplyError: The model was not parallelized by meshplan.
     """
     found = getattr(model, "meshplan", None)
     if not isinstance(found, Applied):
@@ -87,25 +88,29 @@ def applied(model: nn.Module) -> Applied:
 
 
 def own_module(model: nn.Module) -> nn.Module:
-    """The user's module inside of what `parallelize` returned."""
+    """Return the user's module, unwrapped from DistributedDataParallel if need be."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: InitialValues) -> nn.Module:
-    """What `parallelize` does once everything is decided and agreed upon, in place.
+    """Wrap a model, in place, as a plan says that every rank has agreed upon.
 
     Args:
-        values: Of a model on meta, for all that this rank holds.
+        model: The user's module, on meta or with the same values on every rank.
+        plan: The plan, already checked against this model.
+        mesh: The live DeviceMesh, with the plan's axis names.
+        values: Initial values of all tensors that this rank stores, if the model is on meta;
+            empty otherwise.
 
     Returns:
-        The module to train, with its `Applied`.
+        The module to train, whose attribute `meshplan` is its `Applied`.
     """
     cast_parameters(model, plan)
     _apply_code(model, plan)
     if plan.assignment.stages is None:
         is_compiled = compiles(model, plan)
         wrapped = _wrap(model, plan, mesh, values)
-        if not is_compiled:  # A mode that is active would be compiled into the blocks.
+        if not is_compiled:  # An active torch function mode would be compiled in.
             watch_first_forward(wrapped, plan)
         refuse_second_derivatives(wrapped, plan)
     else:
@@ -116,12 +121,14 @@ def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: InitialVa
 
 
 def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: InitialValues) -> nn.Module:
-    """Everything but the pipeline, in place; returns the module to call."""
+    """Apply everything except the pipeline, in place, and return the module to call."""
     routable, is_compiled = routable_units(model, plan), compiles(model, plan)
     apply_tensor_parallel(model, plan, mesh)
     apply_expert_parallel(model, plan, mesh)
     apply_sync_batchnorm(model, plan, mesh)
     context = ContextParallelism(model, plan, mesh)
+    # From here on `module.forward` is wrapped from the inside out: recomputed blocks first, so that
+    # offload moves only the inputs of such a block to the host.
     apply_recompute(model, plan)
     apply_host_activations(model, plan)
     apply_compile(model, plan)
@@ -130,7 +137,7 @@ def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: InitialValues)
     if plan.assignment.wrapper != "units" and is_elsewhere:
         model.to(device())
     if plan.assignment.wrapper == "ddp":
-        values.fill(model, plan)  # DistributedDataParallel refuses to wrap without memory.
+        values.fill(model, plan)  # DistributedDataParallel refuses to wrap meta tensors.
     if not is_fake_execution():
         share_looked_up_rows(model, plan, mesh)
         watch_forward_writes(model, plan, mesh)
@@ -147,7 +154,7 @@ def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: InitialValues)
             refuse_calls_of_parts(model, wrapped, plan)
     keep_evaluation_apart(model, plan)
     take_mixed_one_by_one()
-    if not is_fake_execution():  # These compare numbers.
+    if not is_fake_execution():  # These checks compare values, which fake tensors lack.
         watch_first_step(wrapped, plan, mesh)
         watch_replicas(model, plan, mesh)
         prove_first_forward(wrapped, plan, mesh)
@@ -157,7 +164,7 @@ def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: InitialValues)
 
 
 def cast_parameters(model: nn.Module, plan: Plan) -> None:
-    """Give every parameter the dtype that the optimizer updates."""
+    """Cast every parameter, in place, to the dtype that the optimizer updates."""
     for fqn, placed in plan.assignment.tensors.items():
         dtype = getattr(torch, placed.dtype)
         if not placed.info.is_buffer:
@@ -167,10 +174,10 @@ def cast_parameters(model: nn.Module, plan: Plan) -> None:
 
 
 def _apply_code(model: nn.Module, plan: Plan) -> None:
-    """Run the functions that the plan names; what raises on one rank raises on all."""
+    """Run the functions listed under `apply:` in the plan; a failure on one rank raises on all."""
     if not plan.assignment.apply:
         return
-    if is_fake_execution():  # An estimate, which nobody asked to run what the plan names.
+    if is_fake_execution():  # An estimate runs only code that the caller has allowed.
         for _, code, reason in plan.assignment.apply:
             check_code(code, reason.origin)
     failure: Exception | None = None
@@ -178,7 +185,7 @@ def _apply_code(model: nn.Module, plan: Plan) -> None:
     for fqn, code, reason in plan.assignment.apply:
         try:
             function_of(code)(model.get_submodule(fqn))
-        except Exception as error:  # The user's code may raise anything.
+        except Exception as error:  # User code may raise anything.
             what = f"'{code}' failed on '{fqn}': {type(error).__name__}: {error}"
             failure, problem = error, Problem(what, reason.origin, "mend the function")
             break
@@ -189,12 +196,12 @@ def _apply_code(model: nn.Module, plan: Plan) -> None:
 
 
 def function_of(code: str) -> Callable[[nn.Module], object]:
-    """The function that "pkg.mod:name" names.
+    """Import and return the function that "pkg.mod:name" refers to.
 
     Raises:
-        ImportError: There is no such module.
-        AttributeError: There is nothing of that name.
-        ValueError: It is no function.
+        ImportError: The module does not exist.
+        AttributeError: The module has no attribute of that name.
+        ValueError: The attribute is not callable.
     """
     module, _, name = code.partition(":")
     found = getattr(importlib.import_module(module), name)
@@ -204,7 +211,7 @@ def function_of(code: str) -> Callable[[nn.Module], object]:
 
 
 def exchange(outcome: tuple[str, str]) -> list[tuple[str, str]]:
-    """(kind, text) of every rank."""
+    """Gather one (kind, text) outcome from every rank, by rank."""
     outcomes: list[Any] = [outcome] * dist.get_world_size()
     if not is_fake_execution():
         dist.all_gather_object(outcomes, outcome)
@@ -212,7 +219,14 @@ def exchange(outcome: tuple[str, str]) -> list[tuple[str, str]]:
 
 
 def raise_remote(outcomes: list[tuple[str, str]]) -> None:
-    """Raise here what another rank could not do."""
+    """Raise an ApplyError on this rank if any rank reported an error.
+
+    Args:
+        outcomes: (kind, text) by rank, as `exchange` returns them; kind "error" means a failure.
+
+    Raises:
+        ApplyError: Some rank failed; the message names the first such rank.
+    """
     failed = [rank for rank, (kind, _) in enumerate(outcomes) if kind == "error"]
     if failed:
         text = outcomes[failed[0]][1].replace("\n", "\n    ")

@@ -21,7 +21,7 @@ from meshplan.layout.mesh import UNIT_AXES
 from meshplan.memory.log.events import Term
 from meshplan.memory.log.microbatch import AT_STAGE, HookPoint, MicrobatchTrace
 from meshplan.memory.repeat.repeat_blocks import RepeatedBlocks, repeat_blocks
-from meshplan.memory.replay.buckets import Options
+from meshplan.memory.replay.buckets import DdpOptions
 from meshplan.plan.plan import Plan
 from meshplan.plan.restrict import restrict
 from meshplan.runtime.apply.loss_mode import loss_mode
@@ -294,7 +294,7 @@ def hook_points_of(
         owned.setdefault(placed.unit, []).append(fqn)
     for fqn, unit in plan.assignment.units.items():
         marking.watch(model.get_submodule(fqn), unit, owned.get(fqn, ()))
-    if plan.assignment.wrapper == "ddp" and Options.of(plan.spec.ddp).clones_output:
+    if plan.assignment.wrapper == "ddp" and DdpOptions.of(plan.spec.ddp).clones_output:
         model.register_forward_hook(lambda *call: tree_map_only(torch.Tensor, torch.clone, call[2]))
     return marking
 
