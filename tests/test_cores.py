@@ -250,13 +250,13 @@ def test_ranks_told_by_two_processes_are_those_of_one() -> None:
     script = """
         from meshplan import two_cores as cores
         from meshplan.model.blueprint import from_mapping
-        from meshplan.memory import told_stages
+        from meshplan.memory.analytic import stages
         from meshplan.memory.analytic.estimate import estimate_analytic
         from meshplan.memory.analytic.ranks import OverError
         from meshplan.plan.plan import make_plan
         from meshplan.spec.reader import load_spec
 
-        told_stages._MOST = 0  # In brief, however little there is to do.
+        stages._MOST = 0  # In brief, however little there is to do.
         graph = from_mapping({
             "model_type": "llama", "num_hidden_layers": 8, "hidden_size": 1024,
             "intermediate_size": 4096, "num_attention_heads": 8, "vocab_size": 3200,
@@ -300,9 +300,9 @@ def test_a_rank_whose_turn_never_comes_is_not_over() -> None:
     """It is told beside the highest one, which then turns out to be higher still."""
     script = """
         from meshplan import two_cores as cores
-        from meshplan.memory.answer.reserved import Holding
-        from meshplan.memory.log import EventLog, Storage, Term
-        from meshplan.memory.analytic.ranks import Ranks
+        from meshplan.memory.answer.reserved import ReplayCache
+        from meshplan.memory.log.events import EventLog, Storage, Term
+        from meshplan.memory.analytic.ranks import AnalyticRanks
         from meshplan.spec.reader import load_spec
 
         in_brief, in_full, wrote = [1000, 990], [1040, 1200], []  # Beside workspaces.
@@ -314,8 +314,8 @@ def test_a_rank_whose_turn_never_comes_is_not_over() -> None:
 
         def told():
             wrote.clear()
-            ranks = Ranks(
-                [0, 1], write, Holding("", load_spec({"version": 1})), in_brief=True,
+            ranks = AnalyticRanks(
+                [0, 1], write, ReplayCache("", load_spec({"version": 1})), in_brief=True,
                 only_in_brief=False, most_bytes=1164 << 20, keeps_logs=False,
             )
             return [each.figures.reserve.reserved_bytes >> 20 for each in ranks.tell([0, 1])]

@@ -388,7 +388,7 @@ def _bare(span: str) -> str:
 def span_in_words(piece: DimSlice | None, noun: str) -> str:
     """Where a part is.
 
-    >>> span_in_words(Piece(0, 0, 512, 0), "rows"), span_in_words(Piece(3, 7, 7, 0), "rows")
+    >>> span_in_words(DimSlice(0, 0, 512, 0), "rows"), span_in_words(DimSlice(3, 7, 7, 0), "rows")
     ('rows 0–511', 'no rows')
     """
     if piece is None or piece.number < 0:

@@ -384,12 +384,12 @@ def test_a_pipeline_is_told_without_torch() -> None:
     script = (
         "import sys\n"
         "from meshplan.model.blueprint import from_mapping\n"
-        "from meshplan.memory.analytic.estimate import told_log\n"
+        "from meshplan.memory.analytic.estimate import analytic_log\n"
         "from meshplan.plan.plan import make_plan\n"
         "from meshplan.spec.reader import load_spec\n"
         "graph = from_mapping({'model_type': 'llama', 'num_hidden_layers': 8})\n"
         "spec = load_spec({'version': 1, 'mesh': {'pp': 4, 'dp_shard': 2}})\n"
-        "log = told_log(make_plan(spec, graph), batch=4, seq_len=128)\n"
+        "log = analytic_log(make_plan(spec, graph), batch=4, seq_len=128)\n"
         "sys.exit('torch' in sys.modules or not log.peak.live_bytes)\n"
     )
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0

@@ -282,12 +282,12 @@ def test_a_step_is_told_without_torch() -> None:
     script = (
         "import sys\n"
         "from meshplan.model.blueprint import from_mapping\n"
-        "from meshplan.memory.analytic.estimate import told_log\n"
+        "from meshplan.memory.analytic.estimate import analytic_log\n"
         "from meshplan.plan.plan import make_plan\n"
         "from meshplan.spec.reader import load_spec\n"
         "graph = from_mapping({'model_type': 'llama', 'num_hidden_layers': 4})\n"
         "spec = load_spec({'version': 1, 'mesh': {'dp_shard': 64}})\n"
-        "log = told_log(make_plan(spec, graph, world_size=64), batch=1, seq_len=128)\n"
+        "log = analytic_log(make_plan(spec, graph, world_size=64), batch=1, seq_len=128)\n"
         "sys.exit('torch' in sys.modules or not log.peak.live_bytes)\n"
     )
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0

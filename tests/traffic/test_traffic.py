@@ -15,7 +15,7 @@ from meshplan.plan.plan import make_plan
 from meshplan.runtime.trace.structure import graph_of
 from meshplan.spec.reader import load_spec
 from meshplan.traffic import (
-    Difference,
+    RouteDifference,
     Forecast,
     Forward,
     Route,
@@ -132,9 +132,9 @@ def test_the_comparison_can_fail(pool):
     route = Route("all_reduce", ("tp",), 16384)
     assert counted[route] == 18  # Four a block, the embedding and the head.
     for wrong in (counted + Counter([route]), counted - Counter([route])):
-        assert differences(told, wrong) == (Difference(route, 18, wrong[route]),)
+        assert differences(told, wrong) == (RouteDifference(route, 18, wrong[route]),)
     other = Route("all_reduce", ("dp_shard",), 16384)
-    assert differences(told, counted + Counter([other])) == (Difference(other, 0, 1),)
+    assert differences(told, counted + Counter([other])) == (RouteDifference(other, 0, 1),)
 
 
 def test_what_torch_cuts_into_pieces_is_compared_by_its_sum():

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import pytest
 
-from meshplan.traffic import Difference, Forecast, Route, Routed, Traffic, differences
+from meshplan.traffic import RouteDifference, Forecast, Route, Routed, Traffic, differences
 from tests.helpers import models, moe
 from tests.helpers.counted import told_and_counted, told_twice_and_counted
 from tests.helpers.wide import leaving
@@ -177,4 +177,4 @@ def test_what_a_router_decides_is_compared_with_its_bounds():
         assert differences(told, counted - Counter([sent("ep", 32 * wide)]))
     too_much = sent("ep", 32 * (2 * 16 + 1))
     counted = Counter([sent("ep", 64), sent("ep", 64), sent("ep", 64), too_much])
-    assert Difference(too_much, 0, 1) in differences(told, counted)
+    assert RouteDifference(too_much, 0, 1) in differences(told, counted)
