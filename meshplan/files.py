@@ -2,7 +2,7 @@
 
 Only a regular file of a bounded size is read: a device or a pipe may never end. A written file
 appears completely or not at all, whatever happens meanwhile: a full disk, a killed process,
-another process that writes the same file, a link that somebody else created under its name.
+another process that writes the same file, a link that another user created under its name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def read_bytes(path: str | os.PathLike[str], most: int, what: str) -> bytes:
     """
     origin = Origin(os.fspath(path))
     try:
-        _check_regular(os.stat(path), what, origin)  # Opening a device may be an order to it.
+        _check_regular(os.stat(path), what, origin)  # Opening a device may have effects.
         # Between `stat` and `open` the file may have become a pipe, and opening one would block.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())

@@ -35,10 +35,9 @@ def collecting_rarely() -> Iterator[None]:
 def no_collection() -> Iterator[None]:
     """Turn the garbage collector off inside the context.
 
-    Searching tens of thousands of tuples for cycles takes a third of the time. A collection could
-    also free what a step on fake tensors left behind at any moment, although none of those moments
-    means anything. Decorate a whole function with this, so that its objects are gone when the
-    collector is turned on again.
+    Searching tens of thousands of tuples for cycles takes a third of the time. It would also free
+    the leftovers of a step on fake tensors at arbitrary moments. Decorate a whole function with
+    this, so that the function's objects are gone when the collector is turned on again.
     """
     was_enabled = gc.isenabled()
     gc.disable()

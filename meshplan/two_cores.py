@@ -63,7 +63,8 @@ def each(work: Callable[[A], B], pieces: Sequence[A]) -> list[B]:
 def _from_both_ends(work: Callable[[A], B], pieces: Sequence[A]) -> list[B]:
     """Work from both ends of `pieces`, in two processes.
 
-    A pipe contains one token per piece. Whoever takes a token does the next piece at its own end.
+    A pipe contains one token per piece. The process that takes a token does the next piece at its
+    own end.
     """
     with _pipe() as (tokens, filler), _pipe() as (here, there):
         filler.write(bytes(len(pieces)))
@@ -82,7 +83,7 @@ def _from_both_ends(work: Callable[[A], B], pieces: Sequence[A]) -> list[B]:
         finally:
             if copy > 0:
                 os.kill(copy, signal.SIGKILL)
-                with suppress(ChildProcessError):  # Other code may wait for all children.
+                with suppress(ChildProcessError):  # Other code may have reaped it.
                     os.waitpid(copy, 0)
     # Pieces on which the copy failed are done again here, so that errors are raised here.
     done += [work(piece) for piece in pieces[len(done) : len(pieces) - len(found)]]

@@ -43,7 +43,7 @@ def read_by_code() -> set[str]:
 
 def test_every_file_that_code_reads_is_part_of_the_package():
     read = read_by_code()
-    assert {"layout/hardware.json", "report/page.css", "report/page.js", "pictures/views.js",
+    assert {"layout/hardware.json", "report/page.css", "report/page.js", "pictures/base/views.js",
             "cost/profiles.json"} <= read  # fmt: skip
     assert read | {"py.typed"} == set(data_files())
 
@@ -99,6 +99,6 @@ def test_a_wheel_draws_and_reports_without_its_checkout(tmp_path):
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
     page = (tmp_path / "r.html").read_text()
-    for name in ("report/page.css", "report/page.js", "pictures/views.js"):
+    for name in ("report/page.css", "report/page.js", "pictures/base/views.js"):
         first = data_files()[name].read_text().splitlines()[0]
         assert first in page

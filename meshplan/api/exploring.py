@@ -15,9 +15,9 @@ from meshplan.api.in_force import PlanSource, find_model, spec_in_force
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.model.blueprint import from_config
 from meshplan.model.rehearsal import Rehearse
-from meshplan.pictures.counted import counted_plan
+from meshplan.pictures.base.palette import theme_of
 from meshplan.pictures.explored import Knobs, Scene, knobs_of, png_of, scene_of
-from meshplan.pictures.palette import theme_of
+from meshplan.pictures.mesh.counted import counted_plan
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.spec.reader import load_spec
 from meshplan.spec.spec import Spec

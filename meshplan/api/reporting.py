@@ -11,7 +11,7 @@ from typing import Any, Final
 from meshplan.api import checking, planning
 from meshplan.api.in_force import PlanSource
 from meshplan.errors import MeshplanError, PlanError, SpecError
-from meshplan.pictures.counted import counted_plan
+from meshplan.pictures.mesh.counted import counted_plan
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.planner.lock.lock import chosen_spec, lock_in_words, locked
 from meshplan.planner.problem.decision import Decision, Evaluated

@@ -1,11 +1,12 @@
-"""From words to layouts: what every tensor, unit and module of this model gets, and why.
+"""Turn a plan's words into layouts: what each tensor, unit and module of a model gets, and why.
 
-The only place where a plan meets a model. Everything downstream (memory, pictures, runtime)
-reads the `Assignment` and decides nothing. Refuses to know torch.
+A plan meets a model only here. Everything downstream (memory, pictures, runtime) reads the
+`Assignment` and decides nothing. This package does not import torch.
 
-One parameter walking through, `layers.0.attn.wq.weight` (out, in), mesh {dp_shard: 4, tp: 2}:
-its rule says `tp: colwise`, the style cuts `out` by tp; the strategy full_shard cuts dim 0 by
-dp_shard after that. Stored as `S(0)@tp,dp_shard`, computed with as `S(0)@tp`.
+The decisions for one parameter, `layers.0.attn.wq.weight` (out, in), on mesh {dp_shard: 4, tp: 2}:
+its rule says `tp: colwise`, and this style shards `out` over tp; after that, the strategy
+full_shard shards dim 0 over dp_shard. It is stored as `S(0)@tp,dp_shard` and computed with as
+`S(0)@tp`.
 """
 
 from meshplan.assign.main import assign

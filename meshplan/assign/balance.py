@@ -1,4 +1,4 @@
-"""Cut a row of weights into contiguous parts whose heaviest is as light as possible."""
+"""Split a list of weights into contiguous parts whose heaviest is as light as possible."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from itertools import accumulate
 
 
 def balance(weights: Sequence[int], allowed: Sequence[bool], parts: int) -> list[int] | None:
-    """The part of each weight, none of them empty; None where there is no way.
+    """Assign each weight to a part, none of them empty; return None if that is impossible.
+
+    Ties are broken by the sum of the squares of the parts' weights.
 
     Args:
-        allowed: For each place between two weights, whether it may be cut there.
+        weights: The weights, in order.
+        allowed: For each place between two weights, True if a split is allowed there.
+        parts: Number of parts.
 
     >>> balance([1, 1, 1, 3], [True, True, True], 2)
     [0, 0, 0, 1]
@@ -18,7 +22,7 @@ def balance(weights: Sequence[int], allowed: Sequence[bool], parts: int) -> list
     count = len(weights)
     sums = [0, *accumulate(weights)]
     ends = [end for end in range(1, count) if allowed[end - 1]] + [count]
-    # best[end] of the present number of parts: (heaviest part, sum of squares, last cut).
+    # best[end], for the present number of parts: (weight of the heaviest part, sum of squares).
     best: dict[int, tuple[int, int]] = {end: (sums[end], sums[end] ** 2) for end in ends}
     choices: list[dict[int, int]] = []
     for _ in range(parts - 1):

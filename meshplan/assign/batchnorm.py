@@ -1,4 +1,4 @@
-"""Whose samples the statistics of norms are of; BatchNorm is the one layer that mixes samples."""
+"""Decide over which samples norms take statistics: BatchNorm is the layer that mixes samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshplan.spec.spec import Spec
 
 @dataclass(slots=True)
 class BatchNorm:
-    """The BatchNorm side of an assignment: which modules take statistics over all data ranks."""
+    """The BatchNorm side of an assignment: modules whose statistics are over all data ranks."""
 
     synchronized: tuple[str, ...] = ()
     problems: list[Problem] = field(default_factory=list)
@@ -21,7 +21,7 @@ class BatchNorm:
 
 
 def assign_batchnorm(spec: Spec, graph: ModelGraph, mesh: Mesh, stages: Stages | None) -> BatchNorm:
-    """Synchronize statistics where the plan says so; tell what differs from one process."""
+    """Synchronize statistics if the plan says so; warn about differences from one process."""
     out = BatchNorm()
     found = [info for info in graph.modules.values() if _is_batchnorm(info)]
     splits_samples = mesh.size(*GRADIENT_AXES) > 1
@@ -65,7 +65,7 @@ def _is_batchnorm(info: ModuleInfo) -> bool:
 
 
 def _tracks_alone(info: ModuleInfo, graph: ModelGraph) -> bool:
-    """Whether it is InstanceNorm that evaluates with what training has seen."""
+    """Return True for an InstanceNorm that evaluates with running statistics."""
     return "InstanceNorm" in info.type and graph.tracks_statistics(info.fqn)
 
 

@@ -1,8 +1,8 @@
-"""The cascade: which rule decides each field of each module.
+"""The cascade: find the rule that decides each field of each module.
 
 Precedence: a rule on a deeper module beats one on a module around it; among rules that match
 the same module the later one wins, field by field; a rule on a parameter beats every rule on
-modules. Knows selectors and order. Refuses to know what the fields mean (`assign`).
+modules. Only selectors and their order matter here; `assign` interprets the fields.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _FIELDS = (
     "stage", "unit", "apply",
 )  # fmt: skip
 _MOST_GUESSED = 100
-"""Rules that match nothing and are told what they may mean: to find it takes milliseconds each."""
+"""Unmatched rules for which a suggestion is searched: each search takes milliseconds."""
 _PARTS = {"offload": ("params", "optimizer", "activations")}
-"""Fields that are stated part by part, each of which a later rule may state otherwise."""
+"""Fields that consist of parts; a later rule may override each part by itself."""
 
 _DATA_WORDS = {"replicate": "R", "shard": "S(0)", "hybrid_shard": "S(0)"}
-"""`place: WORD` is short for a placement on dp_shard."""
+"""Short forms: `place: WORD` is a placement on dp_shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stated:
-    """A value, the rule that stated it, where ("rules[0].place.tp") and in which words."""
+    """A value, the rule that states it, its path ("rules[0].place.tp") and its text in the plan."""
 
     value: Any
     rule: Rule
@@ -40,7 +40,7 @@ class Stated:
 
 
 def fields_of(rule: Rule) -> dict[str, Stated]:
-    """What a rule states, by field; `place` is one field per axis ("place.tp")."""
+    """Collect what a rule states, by field; `place` is one field per axis ("place.tp")."""
     at = f"rules[{rule.index}]"
     out = {
         name: Stated(value, rule, f"{at}.{name}", f"{name}: {value}")
@@ -66,7 +66,8 @@ class Cascade:
     """The rules of a spec, matched against a model once.
 
     Attributes:
-        problems: Rules that match nothing.
+        problems: Problems of rules that match nothing.
+        hits: The fqns that each rule matches, by index of the rule.
     """
 
     def __init__(self, spec: Spec, graph: ModelGraph) -> None:
@@ -107,7 +108,7 @@ class Cascade:
         self.hits[rule.index] = tuple(dict.fromkeys(hits))
 
     def _only_places(self, stated: dict[str, Stated]) -> None:
-        """A parameter can be placed; everything else is a matter of modules."""
+        """Report fields other than placements: a rule on a parameter can only place it."""
         for field, statement in stated.items():
             if not field.startswith("place."):
                 self.problems.append(
@@ -135,7 +136,7 @@ class Cascade:
         )
 
     def _ancestors(self, fqn: str) -> Iterator[str]:
-        """The module itself, then outwards to the root; through first names of shared ones."""
+        """Yield the module itself, then outwards to the root, by first names of shared modules."""
         while True:
             fqn = self._graph.first_name(fqn)
             yield fqn
@@ -144,11 +145,11 @@ class Cascade:
             fqn = fqn.rpartition(".")[0]
 
     def own(self, module: str, field: str) -> Stated | None:
-        """The statement of a rule that matches exactly this module."""
+        """Return the statement of a rule that matches exactly this module."""
         return self._take(self._modules.get(module, {}).get(field))
 
     def inherited(self, module: str, field: str) -> Stated | None:
-        """The statement that reaches this module from itself or around it, deepest first."""
+        """Return the statement for this module or the closest module around it."""
         if field not in self._fields:
             return None
         for fqn in self._ancestors(module):
@@ -158,11 +159,11 @@ class Cascade:
         return None
 
     def param(self, tensor: TensorInfo, field: str) -> Stated | None:
-        """The statement of a rule that selects this very parameter."""
+        """Return the statement of a rule that selects this very parameter."""
         return self._take(self._params.get(tensor.fqn, {}).get(field))
 
     def modules_with(self, field: str) -> Iterator[tuple[str, Stated]]:
-        """Every module that a rule states this field for, directly."""
+        """Yield every module for which a rule states this field directly."""
         for fqn, stated in self._modules.items():
             found = self._take(stated.get(field))
             if found:
@@ -174,7 +175,7 @@ class Cascade:
         return stated
 
     def shadowed(self) -> list[Problem]:
-        """Warnings for rules none of whose statements decided anything.
+        """List warnings for rules none of whose statements decided anything.
 
         Assumes: called after every field was asked for.
         """

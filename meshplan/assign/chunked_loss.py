@@ -1,4 +1,4 @@
-"""Loss in chunks: which module gives the logits, and whether its loss can be computed with it."""
+"""Loss in chunks: find the module that gives the logits, and check if its loss can be chunked."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ def assign_chunked_loss(
     units: Mapping[str, Unit],
     tensors: Mapping[str, Placed],
 ) -> tuple[ChunkedLoss | None, list[Problem]]:
-    """The head and its chunks, and what is wrong with that.
+    """Find the head and its chunks, and the problems with that.
 
     Args:
+        styles: Tensor-parallel styles by module.
         packed: Modules that are recomputed, or whose activations wait on the host.
+        units: Sharding units by fqn.
+        tensors: Layouts by fqn.
     """
     chunks = spec.loss_chunks
     if not isinstance(chunks, int) or chunks == 1:
@@ -51,7 +54,7 @@ def assign_chunked_loss(
 
 
 def heads_of(graph: ModelGraph) -> list[str]:
-    """Linear modules outside of the repeated blocks with a row for each row of an embedding."""
+    """List linear modules outside the repeated blocks with as many rows as an embedding has."""
     blocks = graph.blocks()
     rows = {
         tensor.shape[0]
@@ -67,7 +70,7 @@ def heads_of(graph: ModelGraph) -> list[str]:
         and any(len(t.shape) == 2 and t.shape[0] in rows for t in graph.owned(fqn))
         and not any(is_inside(fqn, block) for block in blocks)
     ]
-    # Of several the one that shares an embedding's weight: others are as wide by chance.
+    # Prefer one that shares an embedding's weight: others have this width by chance.
     tied = [fqn for fqn in found if any(len(t.names) > 1 for t in graph.owned(fqn))]
     return tied or found
 
@@ -81,7 +84,7 @@ def _trouble(
     units: Mapping[str, Unit],
     tensors: Mapping[str, Placed],
 ) -> tuple[str, str]:
-    """(why its loss cannot be computed with it, what to do)."""
+    """Return (why the head cannot be computed with its loss, what to do); empty texts if it can."""
     own = [tensors[tensor.fqn] for tensor in graph.owned(head)]
     around = next((fqn for fqn in packed if is_inside(head, fqn)), None)
     if head in styles or any("tp" in placed.stored.axes for placed in own):

@@ -1,4 +1,4 @@
-"""The cp axis: which kind of attention over sequence parts, and whether the sizes allow it."""
+"""The cp axis: choose the kind of attention over sequence shards, and check the sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from meshplan.model.graph import ModelGraph
 from meshplan.spec.spec import Context, Spec
 
 _HIDDEN_ATTENTION: Final = "MultiheadAttention"
-"""torch's own attention module computes inside one call, where nothing can be exchanged."""
+"""Class name of torch's own attention module, which computes inside one call, where nothing can be
+exchanged."""
 
 _HEADS: Final = (
     ("num_attention_heads", "heads"),
@@ -23,7 +24,7 @@ _HEADS: Final = (
 def assign_context(
     spec: Spec, graph: ModelGraph, mesh: Mesh
 ) -> tuple[ContextParallel | None, list[Problem]]:
-    """The attention of this plan, None without cp, and what forbids it."""
+    """Choose the attention of a plan (None without cp), and list the problems with it."""
     if mesh.size("cp") == 1:
         return None, list(_no_effect(spec, mesh))
     stated = spec.context or Context()
@@ -53,7 +54,7 @@ def _no_effect(spec: Spec, mesh: Mesh) -> Iterator[Problem]:
 
 
 def _sequence(spec: Spec, mesh: Mesh, context: ContextParallel) -> Iterator[Problem]:
-    """All ranks of cp must hold chunks of one length."""
+    """Check that all ranks of cp get chunks of equal length."""
     chunks, length = context.num_chunks(mesh.size("cp")), spec.batch.seq_len
     if length is None or not length % chunks:
         return
@@ -71,7 +72,10 @@ def _sequence(spec: Spec, mesh: Mesh, context: ContextParallel) -> Iterator[Prob
 def _heads(
     spec: Spec, graph: ModelGraph, mesh: Mesh, context: ContextParallel
 ) -> Iterator[Problem]:
-    """all_to_all gives each rank whole heads; a live model is asked on its first forward."""
+    """Check that heads divide: all_to_all gives each rank whole heads.
+
+    The heads of a live model are checked on its first forward.
+    """
     if context.attention != "all_to_all":
         return
     for key, noun in _HEADS:

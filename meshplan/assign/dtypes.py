@@ -1,4 +1,4 @@
-"""Dtypes side by side in one model: which modules stand out, and which parameters of a unit."""
+"""Models of several dtypes: find the modules, and the parameters of a unit, that differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshplan.spec.spec import Precision
 FLOATS: Final = frozenset(("float32", "bfloat16", "float16", "float64"))
 """The dtypes that a precision of the plan replaces."""
 UNIFIED: Final = frozenset(("float32", "bfloat16", "float16"))
-"""Dtypes that a precision with a master makes one."""
+"""The dtypes that a precision with a master dtype replaces by one."""
 
 
 class Dtypes:
@@ -27,9 +27,9 @@ class Dtypes:
         self._main = main if main in FLOATS else ""
 
     def other(self, fqn: str) -> str:
-        """Return the one dtype inside a module that no precision is about there, else "".
+        """Return the one dtype inside a module if no precision applies to it, else "".
 
-        It is another one than the model's main one, or complex.
+        That dtype is complex, or another one than the model's main dtype.
         """
         found = self._of(fqn) if self.is_mixed or self._is_complex else {}
         return next(iter(found)) if len(found) == 1 and self._main not in found else ""

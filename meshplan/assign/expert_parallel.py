@@ -1,7 +1,7 @@
-"""The ep axis: which modules hold experts, and whether their experts can be spread.
+"""The ep axis: find the modules that have experts, and check if these can be spread.
 
-What a graph can tell is checked here: parameters of one expert each, in equal shares. Whether
-the module computes with them as dispatch needs it is the live module's to prove
+A graph shows if there are parameters of one expert each, in equal shares; that is checked here.
+Whether the module computes with them as dispatch needs it can only be shown on the live module
 (`runtime.apply.expert_protocol`).
 """
 
@@ -26,25 +26,25 @@ _FIELD = "place.ep"
 
 @dataclass(slots=True)
 class ExpertParallel:
-    """The ep side of an assignment: modules that hold experts, and their parameters' cuts."""
+    """The ep side of an assignment: modules that have experts, and their parameters' layouts."""
 
     uses: dict[str, ExpertUse] = field(default_factory=dict)
     layouts: dict[str, Layout] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
     def around(self, name: str) -> ExpertUse | None:
-        """The experts that a module or tensor belongs to."""
+        """Return the experts that a module or tensor belongs to."""
         if not self.uses:
             return None
         return next((self.uses[m] for m in around(name) if m in self.uses), None)
 
     def reason(self, fqn: str) -> Reason | None:
-        """Why ep cuts this parameter."""
+        """Return the reason why ep shards this parameter; None if it does not."""
         use = self.around(fqn) if fqn in self.layouts else None
         return use.reason if use else None
 
     def report(self, problem: Problem) -> None:
-        """One mistake, one message: a rule that hits 32 layers reports the first."""
+        """Add a problem once per origin: a rule that matches 32 layers reports the first."""
         if not any(known.origin == problem.origin for known in self.problems):
             self.problems.append(problem)
 
@@ -52,7 +52,7 @@ class ExpertParallel:
 def assign_ep(
     spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh, tp: TensorParallel
 ) -> ExpertParallel:
-    """Experts from the rules, checked against the modules they land on."""
+    """Collect experts from the rules, and check them against their modules."""
     out = ExpertParallel()
     stated = dict(cascade.modules_with(_FIELD))
     for tensor in graph.parameters:
@@ -89,7 +89,7 @@ def assign_ep(
 
 
 def _beside(spec: Spec, mesh: Mesh, out: ExpertParallel, cuts_nothing: bool) -> list[Problem]:
-    """What does not go with ep in the rest of the plan."""
+    """List settings in the rest of the plan that conflict with ep."""
     problems = []
     if cuts_nothing:
         what = f"the axis ep of size {mesh.size('ep')} cuts nothing: no rule places a module on it"
@@ -104,7 +104,7 @@ def _beside(spec: Spec, mesh: Mesh, out: ExpertParallel, cuts_nothing: bool) -> 
 
 
 def _inside(graph: ModelGraph, modules: Collection[str]) -> dict[str, list[TensorInfo]]:
-    """The tensors in each of these modules, by whatever name they are in it."""
+    """Collect the tensors in each of these modules, under any of their names."""
     out: dict[str, list[TensorInfo]] = {fqn: [] for fqn in modules}
     for tensor in graph.tensors.values() if out else ():
         for fqn in {m for name in tensor.names for m in around(name) if m in out}:
@@ -116,7 +116,7 @@ def _problem(
     graph: ModelGraph, mesh: Mesh, tp: TensorParallel, fqn: str, statement: Stated,
     tensors: Sequence[TensorInfo], is_borrowed: bool,
 ) -> tuple[str, str] | None:  # fmt: skip
-    """Why the experts of this module cannot be spread, and what to do; None when they can."""
+    """Return (why the experts of this module cannot be spread, what to do); None if they can."""
     word = str(statement.value)
     if not is_borrowed:
         lacks = no_axis("ep", mesh, None)
@@ -138,7 +138,7 @@ def _problem(
         if tensor.is_buffer:
             what = f"{name} holds the buffer {tensor.fqn}, which may be one value per expert"
             return what, "keep it outside the module, or leave these experts out of ep"
-        beside = [t for t in tensors if t.module == tensor.module]  # A router has none of 3 dims.
+        beside = [t for t in tensors if t.module == tensor.module]  # Routers have at most 2 dims.
         if not tensor.shape or len(sizes) > 1 or not any(len(t.shape) > 2 for t in beside):
             shapes = ", ".join(f"{t.fqn.removeprefix(fqn + '.')} {list(t.shape)}" for t in tensors)
             what = f"{name} does not stack experts: not all parameters have one entry per expert"
@@ -164,7 +164,7 @@ def _short(text: str) -> str:
 
 
 def _nearer(graph: ModelGraph, fqn: str, otherwise: str) -> str:
-    """A module below that stacks experts, when the rule took too much."""
+    """Suggest a module below that stacks experts, if the rule matched too much."""
     for below in graph.modules:
         tensors = [t for t in graph.owned(below) if not t.is_buffer]
         is_stack = any(len(t.shape) > 2 for t in tensors) and all(t.shape for t in tensors)

@@ -1,8 +1,8 @@
-"""Attributes that count heads: which of them the code of an attention module must see cut.
+"""Attributes that count heads: find those that an attention module's code must see per rank.
 
-`view(b, s, self.num_heads, self.head_dim)` runs on this rank's heads once its projections are cut,
-so `num_heads` must be this rank's number. An attribute counts if its name has the role and its
-value is what the cut projections say (`heads.ROLES`); every other one stays.
+`view(b, s, self.num_heads, self.head_dim)` runs on this rank's heads once its projections are
+sharded, so `num_heads` must be this rank's number. An attribute is changed if its name has a role
+in `heads.ROLES` and its value agrees with the sharded projections; every other one stays.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshplan.model.heads import ROLES, role
 
 
 def local_attributes(graph: ModelGraph, mesh: Mesh, out: TensorParallel) -> None:
-    """Add to `out` what changes in every module some of whose projections are cut by heads."""
+    """Add to `out` the attributes of each module some of whose projections are split by heads."""
     tp = mesh.size("tp")
     by_parent: dict[str, list[tuple[int, int]]] = {}
     for fqn, use in out.styles.items():
@@ -39,10 +39,10 @@ def local_attributes(graph: ModelGraph, mesh: Mesh, out: TensorParallel) -> None
 
 
 def _heads(info: ModuleInfo, use: StyleUse, width: int, tp: int) -> Iterator[tuple[int, int]]:
-    """(heads, heads on this rank) of every projection in a weight."""
+    """Yield (heads, heads on this rank) of every projection in a weight."""
     assert info.head_dim is not None
     for piece in use.pieces or (Piece(width, tp),):
-        # Beside heads a module may fuse other things, whose parts are no heads.
+        # Besides heads, a module may fuse other features, whose parts are no heads.
         if piece.part % info.head_dim == 0 and piece.size % piece.parts == 0:
             yield piece.size // info.head_dim, piece.part // info.head_dim
 

@@ -1,4 +1,4 @@
-"""Loss parallel: which heads leave their logits cut over the vocabulary."""
+"""Loss parallel: find the heads that leave their logits sharded over the vocabulary."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from meshplan.model.graph import ModelGraph, is_inside
 from meshplan.spec.spec import Spec
 
 _HEADS: Final = ("vocab", "colwise_gather_output")
-"""Styles of a linear module that gather its output: of a head, the logits."""
+"""Styles of a linear module that gather its output, which are the logits if it is a head."""
 
 
 def assign_loss(spec: Spec, graph: ModelGraph, mesh: Mesh, tp: TensorParallel) -> list[Problem]:
-    """Give the heads among the styled modules the style that leaves logits cut.
+    """Give the heads among the styled modules the style that leaves logits sharded.
 
     Args:
-        tp: Changed in place.
+        tp: The tp side of the assignment; changed in place.
     """
     if not spec.loss_parallel:
         return []

@@ -1,4 +1,4 @@
-"""The straight line of `assign`: mesh, rules, tp, units, then a layout for every tensor."""
+"""Run the steps of `assign` in order: mesh, rules, tp, units, then a layout for every tensor."""
 
 from __future__ import annotations
 
@@ -49,12 +49,14 @@ def assign(
     """Decide every layout of `graph` under `spec`.
 
     Args:
+        spec: The plan.
+        graph: The model.
         world_size: Ranks of the running job; None on the command line.
-        gpus_per_node: Ranks on one machine of the running job; None as above.
+        gpus_per_node: Ranks on one machine of the running job; None on the command line.
         rehearse: Runs a live model as one rank would (`runtime.trace.rehearse`), for `auto`.
 
     Raises:
-        PlanError: With every problem found: contradictions, rules that match nothing, modules
+        PlanError: Every problem that was found: contradictions, rules that match nothing, modules
             that cannot take their placement, features that this version does not have.
     """
     problems = [*not_yet(spec), *clashes(spec)]
@@ -66,7 +68,7 @@ def assign(
         raise PlanError([*error.problems, *problems]) from None
     precisions = (spec.precision, *(rule.precision for rule in spec.rules if rule.precision))
     if any(p.is_mixed for p in precisions) and not mesh.present(GRADIENT_AXES):
-        # FSDP2 does the casting; along an axis of one rank it does nothing else.
+        # FSDP2 casts to the compute dtype; on an axis of one rank it does nothing else.
         mesh = replace(mesh, axes=(Axis("dp_replicate", 1), *mesh.axes))
 
     presets = presets_of(spec, graph, cascade, mesh)
@@ -152,7 +154,7 @@ def assign(
 
 
 def _compiled(spec: Spec, graph: ModelGraph) -> tuple[tuple[str, ...], list[Problem]]:
-    """The repeated blocks: one compiled graph serves them all, and what wraps them stays outside.
+    """List the repeated blocks: one compiled graph serves them all, and wrappers stay outside.
 
     Source: torchtitan compiles block by block for the same two reasons.
     """
@@ -171,11 +173,11 @@ def _compiled(spec: Spec, graph: ModelGraph) -> tuple[tuple[str, ...], list[Prob
 def _wrapper(
     graph: ModelGraph, mesh: Mesh, units: UnitDecision, tp: TensorParallel, strategy: Strategy
 ) -> Literal["none", "ddp", "units"]:
-    """DDP proper where the whole model is plain replicas; FSDP2's units for everything else.
+    """Choose DDP if the whole model is plain replicas, and FSDP2's units for everything else.
 
     DistributedDataParallel does not keep DTensor parameters in its state dict and cannot mix
-    precisions, and it counts on one backward per forward, so tp, mixed precision and pp go
-    through units even where nothing is sharded.
+    precisions, and it counts on one backward per forward. Therefore tp, mixed precision and pp use
+    units even if nothing is sharded.
     """
     mixed = any(unit.precision.is_mixed for unit in units.by_fqn.values())
     if not mesh.present(GRADIENT_AXES):
@@ -244,7 +246,7 @@ def _data_cut(
     unit: Unit,
     units: UnitDecision,
 ) -> tuple[bool, int | None, Reason]:
-    """(reduced alone, dim that the unit's axes cut or None, why) of one parameter."""
+    """Return (reduced alone, the dim the unit's axes shard or None, the reason) of a tensor."""
     own = cascade.param(tensor, PLACE)
     around = cascade.inherited(tensor.module, PLACE)
     reason = unit.reason
@@ -282,10 +284,10 @@ def _data_cut(
     if not -len(tensor.shape) <= dim < len(tensor.shape):
         if own is not None:
             units.report(no_dim(tensor, dim, reason.origin))
-        dim = 0  # A module's S(1) is about its weight; its bias has only one dim.
+        dim = 0  # S(1) on a module means its weight; its bias has one dim.
     dim %= len(tensor.shape)
     if used.pieces(dim) > 1:
-        # Two cuts of one dim in pieces are no placement: the whole tensor would come out permuted.
+        # Two shardings of one dim in pieces are no placement: gathering would permute it.
         if stated is not None and stated.text.startswith("dp_shard:"):
             units.report(pieces_cut_twice(tensor, dim, spec.origin(stated.path)))
         dim = 1 - dim
@@ -304,12 +306,12 @@ def _data_cut(
 
 
 def _first_even(sizes: tuple[int, ...], ranks: int) -> int:
-    """The dim that cuts into equal pieces: few experts are left to a rank, often too few."""
+    """Find the first dim that divides evenly: dim 0 often has fewer experts than ranks."""
     return next((dim for dim, size in enumerate(sizes) if size % ranks == 0), 0)
 
 
 def _not_alone(tensor: TensorInfo, origin: Origin | None) -> Problem:
-    # What is reduced by itself is averaged over ranks that hold other experts.
+    # A parameter reduced by itself is averaged over ranks, and these have different experts.
     return Problem(
         f"{tensor.fqn} holds experts that ep spreads: it cannot be replicated by itself",
         origin,
@@ -318,7 +320,7 @@ def _not_alone(tensor: TensorInfo, origin: Origin | None) -> Problem:
 
 
 def _other_size(spec: Spec, world_size: int | None) -> list[Problem]:
-    """A plan without a mesh runs on any number of devices, but not silently."""
+    """Warn about another number of devices: a plan without a mesh runs on any number."""
     if spec.hardware is None or world_size in (None, spec.hardware.world_size):
         return []
     return [
@@ -332,7 +334,7 @@ def _other_size(spec: Spec, world_size: int | None) -> list[Problem]:
 
 
 def _one_dtype(units: UnitDecision, tensors: Mapping[str, Placed]) -> Iterator[Problem]:
-    """FSDP2 reduces the gradients of a unit as one tensor, so they must be of one dtype."""
+    """Check dtypes: FSDP2 reduces a unit's gradients as one tensor, so they need one dtype."""
     first: dict[str, Placed] = {}
     told: set[str] = set()
     for fqn, placed in tensors.items():
@@ -350,7 +352,7 @@ def _one_dtype(units: UnitDecision, tensors: Mapping[str, Placed]) -> Iterator[P
 
 
 def _no_units(spec: Spec, cascade: Cascade) -> Iterator[Problem]:
-    """`unit: true` where nothing is applied unit by unit."""
+    """Report `unit: true` if nothing is applied unit by unit."""
     for _, stated in cascade.modules_with("unit"):
         yield Problem(
             "'unit' has no effect: this plan does not shard, so it has no units",
@@ -361,7 +363,7 @@ def _no_units(spec: Spec, cascade: Cascade) -> Iterator[Problem]:
 
 
 def _no_empty_parts(mesh: Mesh, tensors: Mapping[str, Placed]) -> Iterator[Problem]:
-    """FSDP2 cannot reduce a gradient of which a rank of tp holds nothing."""
+    """Report parameters that leave a rank of tp nothing: FSDP2 cannot reduce their gradients."""
     tp = mesh.size("tp")
     for fqn, placed in tensors.items():
         dim = placed.stored.dim_of("tp")
@@ -377,7 +379,7 @@ def _no_empty_parts(mesh: Mesh, tensors: Mapping[str, Placed]) -> Iterator[Probl
 
 
 def _no_such_dim(spec: Spec, graph: ModelGraph, cascade: Cascade) -> Iterator[Problem]:
-    """`dp_shard: S(d)` on a module none of whose parameters has a dim d."""
+    """Report `dp_shard: S(d)` on a module none of whose parameters has a dim d."""
     told: set[str] = set()
     for fqn, stated in cascade.modules_with(PLACE):
         dim = parse_placement(str(stated.value))

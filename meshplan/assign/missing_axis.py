@@ -1,4 +1,4 @@
-"""Rules that place on an axis which the mesh does not have: wrong whatever the model is."""
+"""Find rules that place on an axis that the mesh does not have: wrong for any model."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _ADD: Final = {
     "ep": "ep: 2 in dp_shard",
     "dp_shard": "mesh: {dp_shard: 8}",
 }
-"""Sizes of a mesh by axis, as the plan file has them."""
+"""Examples of a mesh with each axis, as written in a plan."""
 
 
 def no_axis(axis: str, mesh: Mesh, origin: Origin | None) -> Problem:
-    """The problem of a placement along an axis that the mesh lacks."""
+    """Build the problem of a placement along an axis that the mesh lacks."""
     fix = f"add it to the mesh, such as {_ADD[axis]}, or remove the placement"
     return Problem(f"the mesh has no axis {axis} (it has {mesh})", origin, fix)
 
 
 def rules_without_axis(spec: Spec, mesh: Mesh) -> Iterator[Problem]:
-    """Describe such rules where no model says which modules they match.
+    """Yield the problems of such rules if there is no model to match them against.
 
-    A rule that is optional may match nothing, and `R` cuts nothing.
+    An optional rule may match nothing, and `R` shards nothing.
     """
     there = {*mesh.names, *(loan.name for loan in mesh.loans)}
-    if mesh.present(SHARD_AXES):  # Ranks of cp are cut over like those of dp_shard.
+    if mesh.present(SHARD_AXES):  # Ranks of cp share shards with those of dp_shard.
         there.add("dp_shard")
     for rule in spec.rules:
         for axis, word in rule.place.items():

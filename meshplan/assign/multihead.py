@@ -1,8 +1,9 @@
-"""nn.MultiheadAttention cut by heads, as one module.
+"""nn.MultiheadAttention sharded by heads, as one module.
 
-It reads the weights of its projections itself, `out_proj` included, and calls none of them: a style
-on them would do nothing. So its style is one for the whole: q, k and v are cut along the output
-dim, piece by piece where one weight holds all three, and `out_proj` along its input dim.
+It reads the weights of its projections itself, `out_proj` included, and calls none of them, so that
+a style on them would do nothing. One style therefore covers the whole module: q, k and v are
+sharded along the output dim, each by itself if one weight contains all three, and `out_proj` along
+its input dim.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from meshplan.model.heads import role
 def multihead_pieces(
     graph: ModelGraph, info: ModuleInfo, said: Preset, tp: int, *, sequence_parallel: bool
 ) -> tuple[Piece, ...] | Problem:
-    """Queries, keys and values, each of all heads."""
+    """Return the pieces of queries, keys and values, each of all heads."""
     origin = said.reason.origin
     heads, head_dim = role(info.sizes, "heads") or 0, role(info.sizes, "head_dim") or 0
     if any(t.fqn.endswith(".bias_k") or t.fqn == "bias_k" for t in graph.owned(info.fqn)):
@@ -41,7 +42,10 @@ def multihead_pieces(
 def multihead_cuts(
     graph: ModelGraph, info: ModuleInfo, dp_shard: int
 ) -> Iterator[tuple[TensorInfo, Layout]]:
-    """The layout of each parameter; biases stay whole, and so does what dp_shard could not cut."""
+    """Yield the layout of each parameter.
+
+    Biases stay whole, and so does a fused weight whose other dim dp_shard could not shard.
+    """
     for tensor in graph.owned(info.fqn):
         layout = Layout.whole(len(tensor.shape))
         if tensor.fqn.endswith("in_proj_weight") and tensor.shape[1] % dp_shard == 0:

@@ -1,4 +1,4 @@
-"""What the format can say and this version cannot do: refused by name, never ignored."""
+"""Refuse settings that the format has and this version lacks, instead of ignoring them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshplan.spec.spec import AUTO, ActivationCheckpointing, Spec
 
 
 def not_yet(spec: Spec) -> list[Problem]:
-    """One problem per setting that this version would have to ignore."""
+    """List one problem per setting that this version would have to ignore."""
     asked: list[tuple[str, str, str]] = []
     open_: list[tuple[str, str, str]] = []
 

@@ -1,4 +1,4 @@
-"""Offloading: which units lie in the host's memory, and whose activations wait there."""
+"""CPU offload: choose the units in host memory, and the modules whose activations wait there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ACTIVATIONS = "offload.activations"
 
 
 def _stated(spec: Spec, cascade: Cascade, fqn: str, part: str) -> tuple[bool | None, str]:
-    """(what is said of one part of `offload` for a module, where)."""
+    """Return (the setting of one part of `offload` for a module, its path in the plan)."""
     found = cascade.inherited(fqn, f"{_FIELD}.{part}")
     if found is not None:
         return bool(found.value), found.path
@@ -30,10 +30,10 @@ def _place(path: str) -> str:
 def params_on_host(
     spec: Spec, cascade: Cascade, fqn: str, *, is_sharded: bool
 ) -> tuple[bool, Problem | None]:
-    """Whether the parameters of a module lie on the host, and what is wrong with that.
+    """Return (True if a module's parameters are on the host, the problem with that or None).
 
-    FSDP2's policy takes parameters, gradients and the optimizer's states together: the optimizer
-    keeps its states where the parameters are, and torch has nothing that moves them for a step.
+    FSDP2's policy offloads parameters, gradients and the optimizer states together: the optimizer
+    keeps its states where the parameters are, and torch cannot move them for a step.
     """
     params, where = _stated(spec, cascade, fqn, "params")
     optimizer, of_optimizer = _stated(spec, cascade, fqn, "optimizer")
@@ -68,7 +68,7 @@ def shared_on_host(
     units: Mapping[str, Unit],
     blocks: Sequence[str],
 ) -> Iterator[Problem]:
-    """Weights that several stages hold, and that are to lie on the host."""
+    """Report weights that several stages share and that would be on the host."""
     for fqn, holders in stages.tensors.items() if stages is not None else ():
         placed = tensors[fqn]
         unit = units.get(placed.unit) if placed.unit is not None else None
@@ -90,10 +90,10 @@ def _beside(blocks: Sequence[str]) -> str:
 def assign_host_activations(
     spec: Spec, graph: ModelGraph, cascade: Cascade, units: Mapping[str, Unit]
 ) -> tuple[dict[str, Reason], list[Problem]]:
-    """Modules whose kept activations wait on the host, by fqn.
+    """Find the modules whose saved activations wait on the host, by fqn.
 
-    As with recomputation, it reaches the repeated blocks below where it is stated; on a module
-    inside a block, or around no block at all, it is that module's own.
+    As for recomputation, the setting applies to the repeated blocks below the module where it is
+    stated. On a module inside a block, or around no block at all, it applies to that module itself.
     """
     out: dict[str, Reason] = {}
     problems: list[Problem] = []
@@ -128,7 +128,7 @@ def assign_host_activations(
     for fqn, reason in out.items():
         inner = next((u for u in units if u != fqn and is_inside(u, fqn)), None)
         if inner is not None and fqn:
-            # What is gathered inside is not known when the forward around it begins.
+            # When the forward around it begins, it is not known yet what will be gathered inside.
             problems.append(
                 Problem(
                     f"'{inner}' is a unit of its own inside '{fqn}', whose activations are to be "

@@ -1,4 +1,4 @@
-"""Whether styles that belong together stand together: pairs of projections, tied weights."""
+"""Check that styles which belong together occur together: pairs of projections, tied weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshplan.model.graph import ModelGraph, TensorInfo, is_inside
 
 @dataclass(frozen=True, slots=True)
 class _Partner:
-    """The style that must stand near another, and what is amiss without it."""
+    """The styles of which one must be near another style, and the message if none is."""
 
     styles: tuple[str, ...]
     what: str
@@ -39,7 +39,7 @@ _PARTNERS: Final[Mapping[str, _Partner]] = {
         "expects its input cut, but no colwise module near it leaves one",
         "make the projections that feed it colwise, or use rowwise_split_input",
     ),
-    # Without parts the sum would count every gradient once per rank, silently.
+    # Without sharded values the sum would count every gradient once per rank, silently.
     "replicated_with_grad_allreduce": _Partner(
         _LEAVE_CUT,
         "adds up gradients of parts, but no colwise module near it leaves parts",
@@ -52,7 +52,7 @@ _PARTNERS: Final[Mapping[str, _Partner]] = {
 def check_tied(
     graph: ModelGraph, mesh: Mesh, out: TensorParallel, proved: Collection[str] = ()
 ) -> None:
-    """A tied weight that one of its modules computes on in shards must suit the other too."""
+    """Check tied weights: if one module computes on shards of it, the other must be styled too."""
     for fqn, cut in out.cuts.items():
         tensor = graph.tensors[fqn]
         if cut.gathered or not cut.layout.axes or mesh.size("tp") == 1 or not tensor.aliases:
@@ -76,7 +76,7 @@ def _styled(tensor: TensorInfo, out: TensorParallel) -> str:
 
 
 def check_pairs(mesh: Mesh, out: TensorParallel, proved: Collection[str] = ()) -> None:
-    """What one module leaves cut, another near it must take up, and the other way round."""
+    """Check pairs: a sharded output must be used by a module near it, and the converse."""
     if mesh.size("tp") == 1:
         return
     inside = _styles_inside(out)
@@ -95,7 +95,7 @@ def check_pairs(mesh: Mesh, out: TensorParallel, proved: Collection[str] = ()) -
         partner = _PARTNERS.get(name) if fqn not in proved else None
         if partner is None or use.style.kind in ("embedding", "mha") or use.reason in seen:
             continue
-        # Attention blocks such as BERT's keep q, k, v one level below their output projection.
+        # Attention blocks such as BERT's have q, k, v one level below their output projection.
         around = fqn.rpartition(".")[0]
         levels = (around, around.rpartition(".")[0])
         if any(inside.get(level, set()).intersection(partner.styles) for level in levels):
@@ -109,20 +109,20 @@ def check_pairs(mesh: Mesh, out: TensorParallel, proved: Collection[str] = ()) -
 
 
 def leaves_cut(use: StyleUse) -> bool:
-    """Whether code after the module sees a part of its output features, as if they were all."""
+    """Return True if code after the module sees a shard of its output features, taken for all."""
     return use.style.output[1] == "S(-1)" and use.style is not LOGITS
 
 
 def around_pair(fqn: str, styles: Mapping[str, StyleUse]) -> str | None:
-    """The smallest module that holds this projection and one that takes up what it leaves cut.
+    """Find the smallest module around this projection and one that takes its sharded output.
 
     Args:
         fqn: The projection.
-        styles: By module, in the order of definition.
+        styles: Uses of styles by module, in the order of definition.
 
     Returns:
-        None where nothing takes it up. All blocks lie inside the root: what takes up the output
-        of a projection there stands beside it or is defined after it.
+        The fqn; None if no module takes the output. All blocks are inside the root: there, a module
+        that takes the output must be a child of the root or be defined later.
     """
     takers = [other for other, use in styles.items() if use.style.input[0] == "S(-1)"]
     around = fqn
@@ -137,7 +137,7 @@ def around_pair(fqn: str, styles: Mapping[str, StyleUse]) -> str | None:
 def check_shared(
     graph: ModelGraph, mesh: Mesh, out: TensorParallel, proved: Collection[str] = ()
 ) -> None:
-    """Whether kv heads that ranks share are those of queries that are cut beside them."""
+    """Check shared kv heads: the queries next to them must be sharded."""
     tp = mesh.size("tp")
     for fqn, use in out.styles.items():
         if len(use.pieces) != 1 or use.pieces[0].parts == tp or fqn in proved:
@@ -158,7 +158,7 @@ def check_shared(
 
 
 def _styles_inside(out: TensorParallel) -> dict[str, set[str]]:
-    """By module: the styles of everything below it; the root knows its children's only."""
+    """Collect by module the styles of everything below it; for the root, of its children only."""
     inside: dict[str, set[str]] = {}
     for fqn, use in out.styles.items():
         parent = fqn.rpartition(".")[0]

@@ -1,7 +1,8 @@
-"""How tp shares out one dim of a module: plainly, piece by piece, or kv heads by neighbours.
+"""Divide one dim of a module over tp: plainly, piece by piece, or kv heads shared by neighbours.
 
-A cut that the code around a module sees must keep heads whole. Projections fused in one weight are
-cut one by one; kv heads fewer than ranks are computed by every rank whose queries need them.
+A sharding that the surrounding code sees must keep heads whole. Projections fused in one weight are
+sharded one by one. If there are fewer kv heads than ranks, every rank whose queries need a kv head
+computes it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from meshplan.model.graph import ModelGraph, ModuleInfo, TensorInfo
 def share_out(
     graph: ModelGraph, info: ModuleInfo, style: Style, said: Preset, size: int, tp: int
 ) -> tuple[Piece, ...] | Problem:
-    """The pieces of the dim of this size that `style` cuts; () for a plain cut.
+    """Return the pieces of the dim of this size that `style` shards; () for a plain sharding.
 
-    A gathered output may be uneven and may cut heads: nobody sees the parts.
+    A gathered output may be uneven and may split heads: no code sees its shards.
     """
     if "S(-1)" not in (style.input[0], style.output[1]):
         return ()
@@ -37,7 +38,7 @@ def share_out(
     if heads and size % heads == 0 and tp % heads == 0 and heads < tp and style.cut_dim == "out":
         shared = any(n % tp == 0 for n in _heads_beside(graph, info))
         alike = sum(n == heads for n in _heads_beside(graph, info))
-        if shared and alike == 1:  # One key and one value projection beside the queries.
+        if shared and alike == 1:  # One key and one value projection.
             return (Piece(size, heads),)
     if heads and heads % tp:
         return Problem(
@@ -55,7 +56,7 @@ def share_out(
 
 
 def _heads_beside(graph: ModelGraph, info: ModuleInfo) -> Iterator[int]:
-    """The numbers of heads of the other projections of the same attention module."""
+    """Yield the number of heads of each other projection of the same attention module."""
     for other in graph.children(info.fqn.rpartition(".")[0]):
         if other.fqn != info.fqn and other.head_dim == info.head_dim:
             width = out_width(graph, other)
@@ -64,13 +65,13 @@ def _heads_beside(graph: ModelGraph, info: ModuleInfo) -> Iterator[int]:
 
 
 def out_width(graph: ModelGraph, info: ModuleInfo) -> int | None:
-    """The size of the output dim of a projection; None for anything else."""
+    """Size of the output dim of a projection; None for other modules."""
     weight = next((t for t in graph.owned(info.fqn) if "out" in t.dims), None)
     return weight.shape[weight.dims.index("out")] if weight is not None else None
 
 
 def _packed(info: ModuleInfo, said: Preset, size: int, tp: int) -> tuple[Piece, ...] | Problem:
-    """The pieces of a fused weight, each cut by itself."""
+    """Return the pieces of a fused weight, each sharded by itself."""
     origin = said.reason.origin
     _, stated = parse_packed(said.word)
     sizes = stated or info.pieces
@@ -94,7 +95,7 @@ def _packed(info: ModuleInfo, said: Preset, size: int, tp: int) -> tuple[Piece, 
     for number, piece in enumerate(sizes):
         unit = info.head_dim if info.head_dim and piece % info.head_dim == 0 else 1
         count = piece // unit
-        # Keys and values are the two last pieces, alike and smaller than the queries.
+        # Keys and values are the last two pieces, equal in size and smaller than the queries.
         is_kv = len(sizes) == 3 and number and sizes[1] == sizes[2] < sizes[0] and unit > 1
         if count % tp and not (is_kv and tp % count == 0):
             noun = f"{count} heads of {unit}" if unit > 1 else f"a piece of size {piece}"
@@ -108,18 +109,21 @@ def _packed(info: ModuleInfo, said: Preset, size: int, tp: int) -> tuple[Piece, 
 
 
 def are_equal(pieces: tuple[Piece, ...], tp: int) -> bool:
-    """Whether one placement can say the cut: equal pieces, of which no two ranks share a part."""
+    """Return True if one placement can express the sharding.
+
+    That needs equal pieces, and no two ranks may share a part of them.
+    """
     return len(set(pieces)) == 1 and pieces[0].parts == tp and len(pieces) > 1
 
 
 def divisor_fix(size: int, tp: int, whole: str) -> str:
-    """A smaller tp that divides, or none at all."""
+    """Suggest a smaller tp that divides, or none at all."""
     divisor = max((d for d in range(1, tp) if size % d == 0), default=1)
     return f"use tp: {divisor}" if divisor > 1 else f"leave {whole} out of tp together"
 
 
 def pieces_cut_twice(tensor: TensorInfo, dim: int, origin: Origin | None) -> Problem:
-    """The data axes are to cut the dim of which tp cuts the pieces."""
+    """Build the problem of data axes that would shard the dim whose pieces tp shards."""
     return Problem(
         f"{tensor.fqn}: tp cuts the pieces of dim {dim}, which dp_shard cannot cut as well",
         origin,

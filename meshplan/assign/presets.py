@@ -1,7 +1,7 @@
-"""`tp_plan`: what stands under the rules of tp, module by module.
+"""`tp_plan`: styles under the rules of tp, module by module.
 
-Knows the words of transformers' tp plans and which of them this version does exactly. A word that
-it cannot do is refused, unless a rule says something else about that module.
+This module maps the words of transformers' tp plans to the styles that do exactly the same. A word
+that is not supported is refused, unless a rule states something else for that module.
 """
 
 from __future__ import annotations
@@ -34,24 +34,23 @@ _HF_WORDS: Final[Mapping[str, str]] = MappingProxyType(
         "replicate": "R",
     }
 )
-"""transformers' words for a module and ours.
+"""transformers' words for a module, and meshplan's.
 
-Source: transformers 5.23, `distributed/tensor_parallel.py`, ALL_PARALLEL_STYLES.
-"""
+Source: transformers 5.23, `distributed/tensor_parallel.py`, ALL_PARALLEL_STYLES."""
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
 @dataclass(slots=True)
 class Presets:
-    """What `tp_plan` says, by module fqn, and what is wrong with it."""
+    """Styles from `tp_plan` by module fqn, and the problems with it."""
 
     by_module: dict[str, Preset] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
 
 def presets_of(spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh) -> Presets:
-    """The preset that `tp_plan` asks for."""
+    """Return the preset that `tp_plan` asks for."""
     out = Presets()
     if spec.tp_plan != "hf":
         return out
@@ -83,7 +82,7 @@ def presets_of(spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh) -> P
 
 
 def _applied(graph: ModelGraph) -> Iterator[tuple[str, str]]:
-    """Modules and parameters that the plan names, with its word; layers' numbers are `*` there."""
+    """Yield (module or parameter, word of the plan); the plan writes `*` for layer numbers."""
     for fqn in (*graph.modules, *(t.fqn for t in graph.parameters)):
         word = graph.tp_preset.get(_NUMBER.sub(".*", fqn))
         if word is not None:
@@ -91,7 +90,7 @@ def _applied(graph: ModelGraph) -> Iterator[tuple[str, str]]:
 
 
 def _is_overridden(fqn: str, graph: ModelGraph, cascade: Cascade) -> bool:
-    """Whether a rule decides the tp axis of this module or parameter."""
+    """Return True if a rule decides the tp axis of this module or parameter."""
     if fqn not in graph.modules:
         if cascade.param(graph.tensors[fqn], "place.tp") is not None:
             return True

@@ -1,4 +1,4 @@
-"""Activation checkpointing: which modules recompute, and how."""
+"""Activation checkpointing: choose the modules that recompute, and their policies."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _FIELD = "activation_checkpointing"
 def assign_recompute(
     spec: Spec, graph: ModelGraph, cascade: Cascade
 ) -> tuple[dict[str, Recompute], list[Problem]]:
-    """The policy of every module that recomputes, by fqn.
+    """Find the policy of every module that recomputes, by fqn.
 
-    A policy reaches the repeated blocks below where it is stated; of a model without any, its
-    largest modules. Stated on a module inside a block, or around no block at all, it is that
-    module's own.
+    A policy applies to the repeated blocks below the module where it is stated, or to the largest
+    modules of a model without blocks. Stated on a module inside a block, or around no block at all,
+    it applies to that module itself.
     """
     out: dict[str, Recompute] = {}
     problems: list[Problem] = []
@@ -81,11 +81,11 @@ def assign_recompute(
 
 
 def largest_modules(graph: ModelGraph) -> tuple[str, ...]:
-    """The modules that a model without repeated blocks recomputes, in definition order.
+    """Find the modules that a model without repeated blocks recomputes, in definition order.
 
-    They are the outermost ones that are called and hold between a twentieth and a half of the
-    parameters: recomputing one that holds more would keep nearly everything at once after all.
-    Single layers are among them only where there is nothing else, since recomputing them keeps
+    These are the outermost ones that are called and have between a twentieth and a half of the
+    parameters: recomputing a larger one would keep nearly everything at once after all.
+    Single layers are included only if there is nothing else, since recomputing them saves
     their inputs and so hardly less.
     """
     total = sum(t.numel for t in graph.parameters)
@@ -99,7 +99,7 @@ def largest_modules(graph: ModelGraph) -> tuple[str, ...]:
         for child in graph.children(fqn):
             if child.fqn not in with_params:
                 continue
-            # The only one of a list is a block, whatever it holds.
+            # The only child of a list is a block, however large it is.
             is_large = 2 * size(child.fqn) > total and graph.modules[fqn].has_forward
             if not child.has_forward or (is_large and _is_divided(graph, child.fqn)):
                 visit(child.fqn)
@@ -112,7 +112,7 @@ def largest_modules(graph: ModelGraph) -> tuple[str, ...]:
 
 
 def _is_divided(graph: ModelGraph, fqn: str) -> bool:
-    """Return whether a module is made of others that hold parameters and are called."""
+    """Return True if a module contains others that have parameters and are called."""
     with_params = graph.with_params()
     inside = [m for f, m in graph.modules.items() if f != fqn and is_inside(f, fqn)]
     return any(m.has_forward and m.fqn in with_params for m in inside)

@@ -1,4 +1,4 @@
-"""Rounding that a plan adds to what the model has: told where it shows beside one process."""
+"""Warn about rounding that a plan adds to a model, compared with one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshplan.spec.spec import Spec
 
 
 def rounding_warnings(spec: Spec, graph: ModelGraph, mesh: Mesh) -> Iterator[Problem]:
-    """Say whose rounding it is where one part of a model is in half precision."""
+    """Warn if only a part of a model is in half precision: sums over ranks are rounded to it."""
     half = {"bfloat16": "0.4%", "float16": "0.05%"}
     trained = [t for t in graph.parameters if t.trainable]
     found = next((t for t in trained if t.dtype in half), None)

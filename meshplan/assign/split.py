@@ -1,7 +1,7 @@
-"""What a schedule that splits the backward asks of the rest of a plan.
+"""Requirements of a schedule that splits the backward (zero bubble) on the rest of a plan.
 
-Its weights get their gradients later than its inputs, from a graph that was walked once: the
-weights must be the very tensors that forward used, and nothing may run in between.
+Weights get their gradients later than inputs do, from a graph that was walked once. The weights
+must therefore be the very tensors that forward used, and nothing may run in between.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _splits(stages: Stages | None) -> bool:
 
 
 def gathered_throughout(units: Mapping[str, Unit], stages: Stages | None) -> dict[str, Unit]:
-    """The units, each keeping its gathered parameters for the whole step where it must."""
+    """Return the units; with a split backward, they keep gathered parameters for the whole step."""
     if not _splits(stages):
         return dict(units)
     return {fqn: replace(unit, reshard_after_forward=False) for fqn, unit in units.items()}
@@ -33,7 +33,7 @@ def split_problems(
     stages: Stages | None,
     tensors: Mapping[str, Placed],
 ) -> Iterator[Problem]:
-    """What cannot be had together with a backward in two halves."""
+    """Yield the settings that cannot be combined with a split backward."""
     if stages is None or not _splits(stages):
         return
     fix = "use 1F1B or Interleaved1F1B"

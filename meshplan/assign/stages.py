@@ -1,6 +1,6 @@
-"""Pipeline stages: which module runs where, and which tensors each stage holds.
+"""Pipeline stages: assign each module to a stage, and find the tensors that each stage holds.
 
-The model is cut between units: the repeated blocks and what stands beside them, in the order in
+The model is split between units: the repeated blocks and the modules next to them, in the order in
 which they run (with a recorded forward, or an outline of one) or are defined (without either).
 """
 
@@ -25,7 +25,7 @@ from meshplan.spec.spec import AUTO, Pipeline, Spec
 
 @dataclass(frozen=True, slots=True)
 class _StageMark:
-    """A stage that a module was given."""
+    """A stage that the plan gives to a module."""
 
     stage: int
     reason: Reason
@@ -38,7 +38,7 @@ def assign_stages(
     mesh: Mesh,
     recompute: Mapping[str, Recompute],
 ) -> tuple[Stages | None, list[Problem]]:
-    """The stages of a mesh with a pp axis; None without one."""
+    """Assign the stages of a mesh with a pp axis; None without one."""
     ranks = mesh.size("pp")
     if ranks == 1:
         return None, list(_without_axis(spec, cascade))
@@ -88,7 +88,7 @@ def assign_stages(
 
 
 def idle_warnings(spec: Spec, graph: ModelGraph, stages: Stages | None) -> list[Problem]:
-    """That a rank has nothing to train, which torch's optimizers refuse to be given."""
+    """Warn if a rank has nothing to train: torch's optimizers refuse an empty parameter list."""
     if stages is None:
         return []
     trained = [fqn for fqn in stages.tensors if graph.tensors[fqn].trainable]
@@ -110,7 +110,7 @@ def idle_warnings(spec: Spec, graph: ModelGraph, stages: Stages | None) -> list[
 
 
 def order_warnings(spec: Spec, graph: ModelGraph, stages: Stages | None) -> list[Problem]:
-    """That `parallelize`, which records the forward, may cut elsewhere than this."""
+    """Warn that `parallelize`, which records the forward, may split the model differently."""
     if stages is None or _flow_of(graph, stages.opened) is not None:
         return []
     return [
@@ -134,7 +134,7 @@ def _without_axis(spec: Spec, cascade: Cascade) -> list[Problem]:
 
 
 def _flow_of(graph: ModelGraph, opened: Iterable[str]) -> Flow | None:
-    """The recorded forward, or the outline of one if it shows the inside of all that is opened."""
+    """The recorded forward, or the outline of one if it shows the inside of every opened module."""
     if graph.flow is not None or graph.outline is None:
         return graph.flow
     calls = graph.outline.calls
@@ -144,7 +144,7 @@ def _flow_of(graph: ModelGraph, opened: Iterable[str]) -> Flow | None:
 
 
 _Units = list[tuple[str, Call | None]]
-"""(module, its call) in order; no call where nothing was recorded."""
+"""(module, its call) in order; None for the call if nothing was recorded."""
 
 
 class _StageCutter:
@@ -205,7 +205,7 @@ class _StageCutter:
         return out
 
     def units(self) -> _Units:
-        """Units of cutting, opening the largest until there are as many as stages."""
+        """List the units to split between, opening the largest until there are enough of them."""
         if self.problems:
             return []
         for fqn in sorted(self.opened & set(self.recompute)):
@@ -218,7 +218,7 @@ class _StageCutter:
             if len(units) >= self.count:
                 return units
             if self.flow is not self.graph.flow:
-                self.flow = None  # An outline does not show what is inside of its units.
+                self.flow = None  # An outline does not show the inside of its units.
                 continue
             closed = [m for m, call in units if m not in self.recompute and self._opens(m, call)]
             if not closed:
@@ -258,7 +258,7 @@ class _StageCutter:
         return out
 
     def _bytes(self, module: str, counted: set[str]) -> int:
-        """Of the parameters below a module that were not counted before."""
+        """Bytes of the parameters below a module that are not in `counted` yet; adds them to it."""
         total = 0
         for tensor in self.graph.parameters:
             below = any(is_inside(name, module) for name in tensor.names)
@@ -268,7 +268,7 @@ class _StageCutter:
         return total
 
     def stages(self, units: _Units) -> list[int] | None:
-        """The stage of each unit, or None after a problem."""
+        """Return the stage of each unit, or None after a problem."""
         flow = self.flow
         calls = [call for _, call in units if call is not None]
         bonds = tuple(self._cut(flow, calls).bonds()) if flow is not None else ()
@@ -331,7 +331,7 @@ class _StageCutter:
                 )
 
     def tensors(self, units: _Units, stages: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """The stages that hold each tensor; one that nothing uses goes with what stands before."""
+        """Find the stages that hold each tensor; an unused tensor goes with the one before it."""
         holders: dict[str, set[int]] = {fqn: set() for fqn in self.graph.tensors}
         first = {name: t.fqn for t in self.graph.tensors.values() for name in t.names}
         held: dict[str, list[int]] = {}
@@ -359,7 +359,7 @@ class _StageCutter:
         return {fqn: tuple(sorted(found)) for fqn, found in holders.items()}
 
     def _cut(self, flow: Flow, calls: Sequence[Call]) -> UnitFlow:
-        """Where it is cut tells who holds what."""
+        """Return the `UnitFlow` of these calls; the last one is cached."""
         if self._known is None or self._known[:2] != (flow, tuple(calls)):
             self._known = flow, tuple(calls), UnitFlow(flow, calls)
         return self._known[2]

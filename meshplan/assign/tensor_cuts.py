@@ -1,4 +1,4 @@
-"""What the rooms of the tp axis fill in together: styles, cuts, attributes and problems."""
+"""Results that the modules for the tp axis fill in together: styles, cuts, attributes, problems."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshplan.layout.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class TensorCut:
-    """How tp lays out one parameter, and why."""
+    """The layout that tp gives to one parameter, and the reason."""
 
     layout: Layout
     gathered: bool
@@ -31,6 +31,6 @@ class TensorParallel:
 
 
 def report(out: TensorParallel, problem: Problem) -> None:
-    """One mistake, one message: a rule that hits 32 layers reports the first."""
+    """Add a problem once per origin: a rule that matches 32 layers reports the first."""
     if not any(p.origin == problem.origin for p in out.problems):
         out.problems.append(problem)

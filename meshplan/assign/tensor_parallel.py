@@ -1,4 +1,4 @@
-"""The tp axis: which style each module gets, and whether the module can take it."""
+"""The tp axis: choose the style of each module, and check if the module can take it."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def assign_tp(
     mesh: Mesh,
     preset: Mapping[str, Preset] = MappingProxyType({}),
 ) -> TensorParallel:
-    """Styles from the rules and from the preset under them, checked against their modules.
+    """Collect styles from the rules and the preset, and check them against their modules.
 
     Args:
-        preset: By module fqn, what `tp_plan` says. A rule on the same module overrides it, and
+        preset: Styles from `tp_plan`, by module fqn. A rule on the same module overrides them, and
             so does an `R` on a module around it.
     """
     out = TensorParallel()
@@ -89,7 +89,7 @@ def assign_tp(
 
 
 def _said(spec: Spec, statement: Stated) -> Preset:
-    """What a rule states, in the form in which a preset states it."""
+    """Convert the statement of a rule to a preset."""
     return Preset(str(statement.value), Reason(statement.text, spec.origin(statement.path)))
 
 
@@ -103,7 +103,7 @@ def _assign_module(
 ) -> None:
     word, reason = said.word, said.reason
     if word in PLANNED_STYLES:
-        return  # Refused by `not_yet`.
+        return  # Reported by `not_yet`.
     owned = [t for t in graph.owned(info.fqn) if not t.is_buffer]
     if word == "R":
         for tensor in owned:
@@ -134,7 +134,7 @@ def _assign_module(
 
 
 def _dims(tensor: TensorInfo, owner: ModuleInfo) -> tuple[str, ...]:
-    """The dims of a tensor as this owner names them: a tied one has a name per owner."""
+    """The dims of a tensor as this owner names them; a tied tensor has a name per owner."""
     names = {n.rpartition(".")[0]: n.rpartition(".")[2] for n in tensor.names}
     leaf = next(names[m] for m in (owner.fqn, *owner.aliases) if m in names)
     return dims_of(owner.kind, leaf, len(tensor.shape))
@@ -178,7 +178,7 @@ def _share_out(
     said: Preset,
     sequence_parallel: bool,
 ) -> tuple[Piece, ...] | Problem:
-    """What each rank computes of the dim that the style cuts; () for a plain cut."""
+    """The pieces of the dim that the style shards; () for a plain sharding."""
     if info.kind == "mha":
         tp = mesh.size("tp")
         return multihead_pieces(graph, info, said, tp, sequence_parallel=sequence_parallel)
@@ -200,9 +200,9 @@ def _cut(
 ) -> None:
     """Lay out the parameters of a module under its style.
 
-    A weight in equal pieces is cut in each of them, which one placement can say as long as the
-    data axes cut another dim. Every other weight in pieces stays whole, and so do biases: each
-    rank computes with its own rows, and gradients are added up.
+    A weight in equal pieces is sharded in each of them, which one placement can express as long as
+    the data axes shard another dim. Every other weight in pieces stays whole, and so do biases:
+    each rank computes with its own rows, and gradients are added up.
     """
     tp, dim, reason = mesh.size("tp"), use.style.cut_dim, use.reason
     for tensor in graph.owned(info.fqn):
@@ -242,7 +242,7 @@ def _assign_param(graph: ModelGraph, tensor: TensorInfo, said: Preset, out: Tens
 def _cut_param(
     graph: ModelGraph, tensor: TensorInfo, dim: int, reason: Reason, out: TensorParallel
 ) -> None:
-    """S(d) on a parameter: stored cut, gathered each time its module runs."""
+    """Apply S(d) to a parameter: stored sharded, gathered each time its module runs."""
     owner = graph.modules[graph.first_name(tensor.module)]
     if not owner.has_forward:
         report(out, Problem(
@@ -260,7 +260,7 @@ def _cut_param(
 
 
 def no_dim(tensor: TensorInfo, dim: int, origin: Origin | None) -> Problem:
-    """A parameter is to be cut along a dim that it does not have."""
+    """Build the problem of a parameter that is to be sharded along a dim that it does not have."""
     ndim = len(tensor.shape)
     fix = "use S(0)" if ndim == 1 else f"use S(0) to S({ndim - 1})"
     return Problem(
@@ -271,7 +271,7 @@ def no_dim(tensor: TensorInfo, dim: int, origin: Origin | None) -> Problem:
 
 
 def _record(out: TensorParallel, tensor: TensorInfo, cut: TensorCut) -> None:
-    """Note a cut; a tied tensor that is cut twice must be cut alike."""
+    """Record a sharding; a tied tensor with two of them must have equal ones."""
     before = out.cuts.get(tensor.fqn)
     if before is not None and before.layout != cut.layout:
         report(out, Problem(
@@ -285,7 +285,7 @@ def _record(out: TensorParallel, tensor: TensorInfo, cut: TensorCut) -> None:
 
 
 def sequence_problems(spec: Spec, mesh: Mesh) -> Iterator[Problem]:
-    """Why the sequence cannot be cut along this mesh."""
+    """Yield the reasons why the sequence cannot be sharded over this mesh."""
     if not spec.sequence_parallel:
         return
     parts = mesh.size("cp", "tp")

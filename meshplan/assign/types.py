@@ -1,4 +1,4 @@
-"""What `assign` decides: a layout for every tensor, units of sharding, styles, recomputation."""
+"""Decisions of `assign`: a layout for every tensor, sharding units, styles, recomputation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshplan.spec.strategies import Strategy
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why something is as it is: the words that decided, and where they stand."""
+    """The reason for a decision: the text that decided, and its place in the plan."""
 
     text: str
     origin: Origin | None = None
@@ -29,13 +29,15 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """What is said about the tp axis of one module, and why: below the rules, by `tp_plan`.
+    """A style or placement of one module on the tp axis, from `tp_plan`; rules override it.
 
     Args:
         word: A style name or a placement, as a rule would state it.
-        reason: Shown for every tensor that it places.
-        is_proved: The data flow says that it is right, whatever names and neighbours suggest.
-        pieces: Then what each rank computes of the output dim, () for a plain cut.
+        reason: Reason shown for every tensor that it places.
+        is_proved: If True, the data flow shows that it is right, whatever names and neighbours
+            suggest.
+        pieces: If proved, the pieces of the output dim that each rank computes a part of; () for a
+            plain sharding.
     """
 
     word: str
@@ -46,12 +48,12 @@ class Preset:
 
 @dataclass(frozen=True, slots=True)
 class LocalUse:
-    """A parameter that plain code computes with beside cut values, as each rank holds it.
+    """A parameter that plain code uses together with sharded values, as each rank holds it.
 
     Args:
-        dim: The dim of which each rank holds a part; None where it is whole, and each rank has
-            an addend of its gradient.
-        reason: Why.
+        dim: The dim that is sharded; None if the parameter is whole and each rank has a partial
+            gradient.
+        reason: The reason for this layout.
     """
 
     dim: int | None
@@ -60,20 +62,19 @@ class LocalUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Modules' parameters that are gathered, freed and reduced together.
+    """Parameters of modules that are gathered, freed and reduced together.
 
     Args:
-        fqn: The module that is the unit; it owns every parameter below it that no deeper
-            unit owns.
-        shard_axes: Data axes that cut its parameters; () for replicas.
+        fqn: The module that is the unit; it owns every parameter below it that no deeper unit owns.
+        shard_axes: Data axes that shard its parameters; () for replicas.
         replicate_axes: Data axes along which it is replicated, its gradients all-reduced.
-        reshard_after_forward: True frees the gathered parameters after forward, False keeps
-            them until backward is done, an int reshards to that many ranks.
+        reshard_after_forward: True frees the gathered parameters after forward, False keeps them
+            until backward is done, an int reshards to that many ranks.
         precision: Dtypes by role; None in a role leaves the model's own.
-        reason: What made it so.
-        casts_inputs: What its module is called with becomes `precision.param`.
-        on_host: Its parameters, their gradients and the optimizer's states lie in the host's
-            memory, and are copied to the device for each gather.
+        reason: The reason why it is a unit.
+        casts_inputs: If True, the inputs of its module are cast to `precision.param`.
+        on_host: If True, its parameters, their gradients and the optimizer states are in host
+            memory, and parameters are copied to the device for each gather.
     """
 
     fqn: str
@@ -96,21 +97,21 @@ class Placed:
 
     Args:
         info: The tensor.
-        unit: The fqn of the unit that owns it; None when no data axis concerns it, or when
-            its gradient is reduced by itself (`reduced_alone`).
-        stored: At rest, and what the optimizer state looks like.
-        computed: During forward and backward.
-        gradient: Between backward and the optimizer step.
-        dtype: Of the stored tensor.
-        compute_dtype: Of the tensor during forward and backward.
-        gathered_axes: Axes that cut it at rest and are gathered each time its module runs.
-        reduced_alone: Its gradient is averaged over the data axes by itself: it is too small
-            or too special for its unit.
-        data_reason: Why the data axes place it so.
-        tp_reason: Why tp places it so; None when tp does not concern it.
-        is_local: Its module's code computes with the rank's own part of it, or with all of it
-            and an addend of its gradient.
-        ep_reason: Why ep places it so; None when ep does not concern it.
+        unit: The fqn of the unit that owns it; None if no data axis concerns it, or if its gradient
+            is reduced by itself (`reduced_alone`).
+        stored: Layout at rest, and of the optimizer state.
+        computed: Layout during forward and backward.
+        gradient: Layout of the gradient between backward and the optimizer step.
+        dtype: Dtype of the stored tensor.
+        compute_dtype: Dtype of the tensor during forward and backward.
+        gathered_axes: Axes that shard it at rest and are gathered each time its module runs.
+        reduced_alone: If True, its gradient is averaged over the data axes by itself, since it is
+            too small or too special for its unit.
+        data_reason: The reason for its layout on the data axes.
+        tp_reason: The reason for its layout on tp; None if tp does not concern it.
+        is_local: If True, its module's code computes with the rank's own shard of it, or with all
+            of it and a partial gradient.
+        ep_reason: The reason for its layout on ep; None if ep does not concern it.
     """
 
     info: TensorInfo
@@ -128,7 +129,7 @@ class Placed:
     ep_reason: Reason | None = None
 
     def local_shape(self, mesh: Mesh, rank: int = 0) -> tuple[int, ...]:
-        """What `rank` holds at rest."""
+        """Shape of the tensor that `rank` holds at rest."""
         return self.stored.local_shape(self.info.shape, mesh, rank)
 
 
@@ -137,10 +138,15 @@ class StyleUse:
     """A style on a module, along one axis.
 
     Args:
-        pieces: What a rank computes of the output dim where that is no plain cut: a part of
-            each of these. The module then computes on local tensors.
-        is_written: The code around writes into the module's output, so it must be a copy.
-        is_proved: The data flow says that it is right, so the first forward need not show it.
+        style: The style.
+        axis: The mesh axis.
+        reason: The reason for the style.
+        pieces: Pieces of the output dim, of each of which a rank computes a part; the module then
+            computes on local tensors. () for a plain sharding.
+        is_written: If True, the surrounding code writes into the module's output, which must be a
+            copy.
+        is_proved: If True, the data flow shows that it is right, and the first forward need not
+            check it.
     """
 
     style: Style
@@ -153,13 +159,13 @@ class StyleUse:
 
 @dataclass(frozen=True, slots=True)
 class LocalAttribute:
-    """An attribute that counts what tp cuts: the module's code must see this rank's number.
+    """An attribute that counts what tp shards; the module's code must see this rank's number.
 
     Args:
-        module: The fqn of the module that holds it.
-        name: Of the attribute.
-        whole: Its value on one process.
-        local: Its value on each rank.
+        module: The fqn of the module that has it.
+        name: Name of the attribute.
+        whole: The value on one process.
+        local: The value on each rank.
     """
 
     module: str
@@ -170,13 +176,13 @@ class LocalAttribute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceBoundary:
-    """A place where activations are cut along the sequence over tp, or put together again.
+    """A place where activations are sharded along the sequence over tp, or gathered again.
 
     Args:
         module: The fqn of the module that is entered or left.
-        path: The argument that is changed, by place ("0") or name; None: what the module leaves.
+        path: The argument that is changed, by position ("0") or name; None for the module's output.
         change: "cut" or "gather".
-        reason: Why here.
+        reason: The reason for a boundary here.
     """
 
     module: str
@@ -190,9 +196,10 @@ class ExpertUse:
     """A module whose experts are spread over ep, and to which tokens are sent.
 
     Args:
-        num_experts: On all ranks together; each rank of ep holds an equal share, in order.
-        capacity: The most slots that a rank is expected to be sent, as a multiple of what it would
-            get if all got as many; None where the plan does not say.
+        num_experts: Experts on all ranks together; each rank of ep has an equal share, in order.
+        reason: The reason why they are spread.
+        capacity: The most slots that a rank is expected to be sent, as a multiple of an even share;
+            None if the plan does not say.
     """
 
     num_experts: int
@@ -210,12 +217,12 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True)
 class ChunkedLoss:
-    """The loss is computed together with the head, over one part of the tokens after the other.
+    """A loss computed together with the head, one chunk of the tokens after the other.
 
     Args:
         head: The fqn of the module that gives the logits.
-        chunks: How many parts.
-        reason: The words that decided.
+        chunks: Number of chunks.
+        reason: The reason for chunking.
     """
 
     head: str
@@ -225,12 +232,12 @@ class ChunkedLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextParallel:
-    """Attention over parts of the sequence, one part per rank of cp.
+    """Attention over shards of the sequence, one shard per rank of cp.
 
     Args:
         attention: "all_gather" of keys and values, or "all_to_all" of heads.
-        balance: Whether rank i of n holds chunks i and 2n-1-i of 2n, else chunk i of n.
-        reason: The words that decided.
+        balance: If True, rank i of n has chunks i and 2n-1-i of 2n, otherwise chunk i of n.
+        reason: The reason for this kind of attention.
     """
 
     attention: str
@@ -238,34 +245,35 @@ class ContextParallel:
     reason: Reason
 
     def chunks(self, size: int, rank: int) -> tuple[int, ...]:
-        """Which chunks of the sequence `rank` of `size` ranks holds, in order.
+        """The chunks of the sequence that `rank` of `size` ranks holds, in order.
 
         Source: Llama 3 (Dubey et al. 2024), section 3.3.2: each rank gets chunks i and 2n-1-i.
         """
         return (rank, 2 * size - 1 - rank) if self.balance else (rank,)
 
     def num_chunks(self, size: int) -> int:
-        """Into how many chunks the sequence is cut for `size` ranks."""
+        """Number of chunks into which the sequence is split for `size` ranks."""
         return 2 * size if self.balance else size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """The pipeline: what runs where, and in which order microbatches go through.
+    """The pipeline: the stage of each module, and the order of the microbatches.
 
     Args:
         schedule: A name of `schedules.SCHEDULES`.
-        num_ranks: Along pp.
+        num_ranks: Ranks along pp.
         virtual: Stages per rank.
-        microbatches: Parts into which a rank's batch is cut.
-        opened: Modules that are cut inside: they run in every stage, but for what is below.
-        free: Modules without weights that every stage runs for itself: what they give follows
-            from the model's inputs, and need not be sent.
-        units: (module, stage) for each module that runs as a whole, in execution order; a
-            module that runs twice stands there twice.
-        tensors: By fqn, the stages that hold it; more than one for a tensor that several use,
-            whose gradients are added.
-        reason: What cut it so.
+        microbatches: Number of microbatches into which a rank's batch is split.
+        opened: Modules that are split inside: they run in every stage, except for what is below
+            them.
+        free: Modules without weights that every stage runs for itself: their outputs follow from
+            the model's inputs and need not be sent.
+        units: (module, stage) for each module that runs as a whole, in execution order; a module
+            that runs twice is listed twice.
+        tensors: The stages that hold each tensor, by fqn; more than one for a tensor that several
+            use, whose gradients are added.
+        reason: The reason for this split.
     """
 
     schedule: str
@@ -280,19 +288,19 @@ class Stages:
 
     @property
     def num(self) -> int:
-        """How many there are."""
+        """Number of stages."""
         return self.num_ranks * self.virtual
 
     def rank_of(self, stage: int) -> int:
-        """The place along pp of the rank that holds a stage."""
+        """The index along pp of the rank that holds a stage."""
         return SCHEDULES[self.schedule].rank_of(stage, self.num_ranks)
 
     def of_rank(self, place: int) -> tuple[int, ...]:
-        """The stages of the rank at this place along pp."""
+        """The stages of the rank at this index along pp."""
         return tuple(stage for stage in range(self.num) if self.rank_of(stage) == place)
 
     def holds(self, fqn: str, place: int) -> bool:
-        """Whether the rank at this place along pp holds a tensor."""
+        """Return True if the rank at this index along pp holds a tensor."""
         return any(self.rank_of(stage) == place for stage in self.tensors[fqn])
 
 
@@ -303,26 +311,26 @@ class Assignment:
     Args:
         mesh: The concrete mesh.
         strategy: The base strategy.
-        wrapper: How the data axes are applied: "none" (no data axis), "ddp"
+        wrapper: The implementation of the data axes: "none" (no data axis), "ddp"
             (DistributedDataParallel around the whole model) or "units" (FSDP2, unit by unit).
-        tensors: By fqn.
-        units: By fqn, inner ones before the ones around them.
-        styles: By module fqn.
-        experts: By module fqn.
-        recompute: By module fqn.
+        tensors: Layouts of the tensors, by fqn.
+        units: Units by fqn, inner ones before the ones around them.
+        styles: Tensor-parallel styles, by module fqn.
+        experts: Modules whose experts are spread over ep, by fqn.
+        recompute: Modules that are recomputed, by fqn.
         attributes: Numbers of heads and the like that modules must see as this rank has them.
-        host_activations: By fqn, modules whose backward finds in the host's memory what their
-            forward kept for it.
-        apply: (module fqn, "pkg.mod:function", reason): code the plan names.
-        compiled: Fqns of the modules that `torch.compile` gets, one by one.
+        host_activations: Modules whose tensors saved for backward wait in host memory, by fqn.
+        apply: (module fqn, "pkg.mod:function", reason): code that the plan names.
+        compiled: Fqns of the modules that `torch.compile` compiles, one by one.
         synchronized: Fqns of the BatchNorms whose statistics are over all data ranks.
-        sequence_parallel: Activations between styled modules are cut along the sequence.
-        crossings: Where that cut begins and ends, if not at the styled modules alone.
-        loss_parallel: Logits stay cut over the vocabulary while the loss is computed.
-        chunked_loss: How head and loss are computed in parts; None where they are as one.
-        context: How attention over parts of the sequence is computed; None without cp.
+        sequence_parallel: If True, activations between styled modules are sharded along the
+            sequence.
+        crossings: Boundaries of that sharding other than the styled modules themselves.
+        loss_parallel: If True, logits stay sharded over the vocabulary while the loss is computed.
+        chunked_loss: Head and loss computed in chunks; None if they are computed at once.
+        context: The kind of attention over sequence shards; None without cp.
         stages: The pipeline; None without a pp axis.
-        warnings: Things that work but are probably not meant.
+        warnings: Settings that work but are probably not meant.
     """
 
     mesh: Mesh
@@ -348,7 +356,7 @@ class Assignment:
 
     @property
     def shared(self) -> dict[str, tuple[int, ...]]:
-        """The stages of each trained parameter that several hold: their gradients are added up."""
+        """The stages of each trained parameter that several hold and whose gradients are added."""
         return {
             fqn: holders
             for fqn, holders in (self.stages.tensors.items() if self.stages is not None else ())
@@ -359,10 +367,10 @@ class Assignment:
 
     @property
     def compute_dtypes(self) -> set[str]:
-        """What parameters are computed with in."""
+        """The dtypes in which parameters are computed with."""
         return {p.compute_dtype for p in self.tensors.values() if not p.info.is_buffer}
 
     def is_on_host(self, placed: Placed) -> bool:
-        """Whether a tensor lies in the host's memory."""
+        """Return True if a tensor is in host memory."""
         unit = None if placed.unit is None else self.units.get(placed.unit)
         return unit is not None and unit.on_host

@@ -1,8 +1,8 @@
-"""The data axes: which modules are units of sharding, and how each unit is laid out.
+"""The data axes: choose the modules that are sharding units, and the layout of each unit.
 
 A unit is a module whose parameters are gathered, freed and reduced together. The repeated
 blocks are units, the root takes the rest, and a rule whose placement, precision or resharding
-differs from what is around it makes a unit of its own.
+differs from that of the surrounding module makes a unit of its own.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ PLACE = "place.dp_shard"
 _RESHARD = "reshard_after_forward"
 _DEFAULT_BLOCK = "repeated block"
 _STATED = (PLACE, _RESHARD, "precision", "offload.params", "offload.optimizer")
-"""Fields that decide how a module lies."""
+"""Fields that decide the layout of a module's parameters."""
 
 
 @dataclass(slots=True)
 class UnitDecision:
-    """The units by fqn, inner ones first, and what went wrong on the way.
+    """The units by fqn, inner ones first, and the problems that were found.
 
     `dtypes` has the dtype of most elements of each unit at rest, for units of several dtypes.
     """
@@ -41,7 +41,7 @@ class UnitDecision:
     notes: list[Problem] = field(default_factory=list)
 
     def report(self, problem: Problem) -> None:
-        """One mistake, one message: a rule that hits 32 layers reports the first."""
+        """Add a problem once per origin: a rule that matches 32 layers reports the first."""
         if not any(known.origin == problem.origin for known in self.problems):
             self.problems.append(problem)
 
@@ -64,7 +64,7 @@ def assign_units(
     strategy: Strategy,
     experts: ExpertParallel,
 ) -> UnitDecision:
-    """Every unit of this model, each with its axes, resharding and precision."""
+    """Choose every unit of a model, each with its axes, resharding and precision."""
     out = UnitDecision()
     builder = _UnitBuilder(spec, graph, cascade, mesh, strategy, experts, out)
     builder.visit("", None)
@@ -88,14 +88,14 @@ def assign_units(
 
 
 def _depth(graph: ModelGraph, fqn: str) -> int:
-    """Of the deepest name: a shared module lies inside every module that it has a name in."""
+    """Depth of the deepest name: a shared module is inside every module in which it has a name."""
     names = (fqn, *graph.modules[fqn].aliases)
     return max(name.count(".") + 1 if name else 0 for name in names)
 
 
 @dataclass(frozen=True, slots=True)
 class _Mode:
-    """What decides whether a module can live in the unit around it."""
+    """Settings that decide if a module can be part of the unit around it."""
 
     is_sharded: bool
     axes: tuple[str, ...]
@@ -133,7 +133,7 @@ class _UnitBuilder:
                 self.children.setdefault(fqn.rpartition(".")[0], []).append(fqn)
 
     def visit(self, fqn: str, around: _Mode | None) -> None:
-        """Make `fqn` a unit where it must be one, then go inwards."""
+        """Make `fqn` a unit if it must be one, then visit its children."""
         if fqn and fqn not in self.with_params:
             self._wants_unit(fqn)
             return
@@ -166,7 +166,7 @@ class _UnitBuilder:
         return stated.rule.index if stated else 0
 
     def _wants_unit(self, fqn: str) -> Reason | bool | None:
-        """A reason when it is to be a unit, False when a rule forbids it, None otherwise."""
+        """Return a reason if it is to be a unit, False if a rule forbids it, None otherwise."""
         stated = self.cascade.own(fqn, "unit")
         if stated is not None:
             origin = self.spec.origin(stated.path)
@@ -184,20 +184,20 @@ class _UnitBuilder:
         return Reason(_DEFAULT_BLOCK) if fqn in self.blocks else None
 
     def _mode(self, fqn: str) -> tuple[_Mode, Reason]:
-        """What is stated for a module, and whether experts are in it, tell all."""
+        """Return the mode of a module, cached by what is stated for it and if it has experts."""
         holds_experts = self.experts.around(fqn) is not None
         stated = (id(self.cascade.inherited(fqn, field)) for field in _STATED)
         computes_as_stored, dtype = self.graph.tracks_statistics(fqn), self.dtypes.other(fqn)
         key = (holds_experts, computes_as_stored, hash(dtype), *stated)
         if key not in self._modes:
             mode, reason = self._find_mode(fqn, holds_experts)
-            # FSDP2 reduces the gradients of a unit as one tensor, and a model that says float64 or
-            # complex of a module means it, whatever the precision of the others is.
+            # FSDP2 reduces the gradients of a unit as one tensor. A model that sets float64 or
+            # complex on a module means it, whatever the precision of the others is.
             if dtype and not (mode.precision.master and dtype in UNIFIED):
                 reason = replace(reason, text=f"{reason.text}, {dtype} by itself")
                 mode = replace(mode, precision=Precision(), dtype=dtype)
-            # Kernels of such norms take parameters and statistics in one dtype, and statistics in
-            # half precision would stop moving. FSDP's first version left these modules out too.
+            # Kernels of such norms need parameters and statistics in one dtype, and statistics in
+            # half precision would stop moving. FSDP1 left these modules out, too.
             if computes_as_stored and mode.precision.is_mixed:
                 reason = replace(reason, text=f"{reason.text}, norm with running statistics")
                 mode = replace(mode, precision=replace(mode.precision, param=None, output=None))
@@ -218,7 +218,7 @@ class _UnitBuilder:
             where = "strategy" if stated else "mesh"
             text = f"strategy: {self.strategy.name}" if stated else f"mesh ({self.strategy.name})"
             reason = Reason(text, self.spec.origin(where))
-        # Experts are different ones along ep, so only the rest of the axis can share them.
+        # Experts differ along ep, so only the rest of the axis can shard them.
         axes = (EXPERT_SHARD,) if holds_experts else self.mesh.present(SHARD_AXES)
         if reshard is not None:
             self._check_reshard(reshard, is_sharded, axes)
@@ -292,9 +292,9 @@ class _UnitBuilder:
         precision = mode.precision
         same = around is not None and precision == around.precision
         if same:
-            precision = replace(precision, output=None)  # That is said of the model's output.
+            precision = replace(precision, output=None)  # This is about the model's output.
         elif around is not None and precision.output is None:
-            # What comes after the module expects the dtype of the unit around it.
+            # The code after the module expects the dtype of the unit around it.
             precision = replace(precision, output=around.precision.param)
         self.out.by_fqn[fqn] = Unit(
             fqn=fqn,
@@ -303,7 +303,7 @@ class _UnitBuilder:
             reshard_after_forward=reshard if shard_axes else False,
             precision=precision,
             reason=reason,
-            # Where ep alone makes a unit, routing weights keep the precision they come in.
+            # If ep alone makes a unit, routing weights keep the dtype they come in.
             casts_inputs=not (same and mode.holds_experts),
             on_host=mode.on_host,
         )
@@ -312,7 +312,10 @@ class _UnitBuilder:
 def check_reshards(
     spec: Spec, cascade: Cascade, mesh: Mesh, units: UnitDecision, tensors: Mapping[str, Placed]
 ) -> None:
-    """FSDP2 reshards to fewer ranks only what no other axis cuts; it would raise in forward."""
+    """Report reshards to fewer ranks where another axis shards a parameter.
+
+    FSDP2 does not support this and would raise in forward.
+    """
     for fqn, placed in tensors.items():
         unit = units.by_fqn.get(placed.unit) if placed.unit is not None else None
         stated = cascade.inherited(unit.fqn, _RESHARD) if unit is not None else None
@@ -331,7 +334,7 @@ def check_reshards(
 
 
 def _merge_tied(spec: Spec, graph: ModelGraph, out: UnitDecision) -> None:
-    """Tied tensors must be of one unit: give up the default blocks that would split them."""
+    """Drop the default block units that would split tied tensors: these must be in one unit."""
     for tensor in _split(graph, out):
         owners = {out.of(name, graph) for name in tensor.names}
         common = _common(owners)
@@ -367,7 +370,7 @@ def _split(graph: ModelGraph, out: UnitDecision) -> Iterator[TensorInfo]:
 
 
 def _common(fqns: set[str]) -> str:
-    """The innermost module name around all of these."""
+    """Name of the innermost module around all of these."""
     parts = [fqn.split(".") if fqn else [] for fqn in fqns]
     common: list[str] = []
     for names in zip(*parts, strict=False):

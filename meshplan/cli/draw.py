@@ -25,7 +25,7 @@ from meshplan.textbook.inputs import read_limit
 
 if TYPE_CHECKING:
     from meshplan.memory import MemoryEstimate
-    from meshplan.pictures.types import Picture
+    from meshplan.pictures.base.types import Picture
     from meshplan.plan.plan import Plan
 
 _OF_MEMORY = ("memory", "waterfall")
@@ -69,9 +69,9 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 
 def _draw(args: argparse.Namespace) -> int:
     from meshplan.api.planning import overrides_of_free
+    from meshplan.pictures.base.palette import theme_of
+    from meshplan.pictures.base.types import check_target, import_matplotlib
     from meshplan.pictures.main import check_what
-    from meshplan.pictures.palette import theme_of
-    from meshplan.pictures.types import check_target, import_matplotlib
 
     path = plan_file(args)
     args.set = [*args.set, *overrides_of_free(args.free)]
@@ -151,7 +151,7 @@ def _check_profile(args: argparse.Namespace) -> None:
 
 def _decided(path: str, args: argparse.Namespace, notes: list[str]) -> Plan:
     """The plan, and notes about it; of a model that is a number of parameters too."""
-    from meshplan.pictures.counted import counted_plan
+    from meshplan.pictures.mesh.counted import counted_plan
     from meshplan.spec.reader import load_spec
 
     plan = None
@@ -186,7 +186,7 @@ def _given(path: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
         raise SpecError(Problem(f"'{args.rank}' is no rank", Origin("--rank"), "such as --rank 0"))
     if args.rank is not None:
         check_rank(plan, int(args.rank))
-    from meshplan.pictures.counted import is_counted
+    from meshplan.pictures.mesh.counted import is_counted
 
     given: dict[str, Any] = {
         "name": args.module, "rank": None if args.rank is None else int(args.rank),

@@ -28,7 +28,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 
 def _report(args: argparse.Namespace) -> int:
     from meshplan.api.reporting import make_report
-    from meshplan.pictures.types import import_matplotlib
+    from meshplan.pictures.base.types import import_matplotlib
     from meshplan.report.main import check_target
 
     path = plan_file(args)

@@ -97,6 +97,7 @@ def profile_from(measured: Timings, origin: Origin | None = None) -> Profile:
 
     def affine(name: str, samples: Sequence[Sample]) -> tuple[float, float]:
         """Return (seconds of latency, amount per second)."""
+        # A ring pays the latency once per hop, every other operation once.
         columns = np.array([[s.hops or 1.0, s.amount] for s in samples])
         seconds = np.array([s.seconds for s in samples])
         least, slope = _non_negative(columns, seconds)
@@ -164,8 +165,10 @@ def _root_mean_square(numbers: Array) -> float:
 
 def _non_negative(columns: Array, seconds: Array) -> tuple[float, float]:
     """Fit two coefficients by least squares of the relative errors, neither below zero."""
+    # Dividing each equation by its time makes the errors relative.
     scaled, ones = columns / seconds[:, None], np.ones(len(seconds))
     best, least = (0.0, 0.0), float("inf")
+    # With two coefficients, the best non-negative fit is among both together and each alone.
     for chosen in itertools.chain([(0, 1)], [(1,), (0,)]):
         found = np.linalg.lstsq(scaled[:, chosen], ones, rcond=None)[0]
         error = float(((scaled[:, chosen] @ found - 1) ** 2).sum())

@@ -123,6 +123,7 @@ def chain_of_tapes(
     """
     looks = looks or (None,) * num_blocks
     shown = shown_of(looks)
+    # A batch of two minus a batch of one gives the cost per sample; the rest is paid once.
     one, two = (
         Reading(write(len(shown), batch), seq_len, element_bytes, keeps=keeps) for batch in (1, 2)
     )
@@ -130,6 +131,7 @@ def chain_of_tapes(
     found = _fold([_kind(*pair) for pair in places], [looks[n] for n in shown])
     blocks = [n for n, kind in enumerate(found) if kind.has_options]
     before, after = found[: blocks[0]], found[blocks[-1] + 1 :]
+    # A block between the ends represents its kind if there is one: the ends save other tensors.
     standing = {looks[n]: blocks[place] for place, n in enumerate(shown)}
     standing |= {looks[n]: blocks[place] for place, n in [*enumerate(shown)][1:-1]}
     inner = [found[standing[look]] for look in looks]
@@ -157,8 +159,7 @@ def _kind(one: TapeSection, two: TapeSection) -> Kind:
         sent_again=tuple(map(sent, one.again, two.again)),  # type: ignore[arg-type]
         saved_bytes=_fewest(one.saved_bytes, two.saved_bytes),
         transient_bytes=_fewest(one.transient_bytes, two.transient_bytes),
-        # Floats, because an integer column times a Python int wraps around if the product is too
-        # large.
+        # Floats: an integer column times a Python int wraps around if the product is large.
         boundary_bytes=float(one.boundary_bytes),
         context_bytes=float(one.context_bytes),
         exchanged_bytes=float(one.exchanged_bytes),

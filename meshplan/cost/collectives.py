@@ -47,6 +47,7 @@ def group(ranks: Array, stride: Array, gpus_per_node: int) -> CollectiveGroup:
         stride: Product of the sizes of the inner axes.
         gpus_per_node: Devices of one node.
     """
+    # Ranks `stride` apart that fit on one node.
     room = np.maximum(1.0, np.floor(gpus_per_node / np.minimum(stride, gpus_per_node)))
     per_node = np.minimum(ranks, room)
     return CollectiveGroup(ranks, per_node, np.ceil(ranks / per_node))

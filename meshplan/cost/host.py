@@ -36,9 +36,9 @@ class OffloadSeconds(NamedTuple):
 
     Attributes:
         there: Seconds to copy the shards of its parameters to the device.
-        back: Seconds to copy the shards of their gradients to the host.
-        waited: Seconds per microbatch that nothing hides: to add up gradients on the host, and to
-            copy the block's inputs.
+        back: Seconds to copy the shards of their gradients to the host, where none are added up.
+        waited: Seconds per microbatch that nothing hides: to copy gradients to the host and add
+            them up, and to copy the block's inputs.
     """
 
     there: Array
@@ -86,6 +86,7 @@ def crossing(
     pcie = profile.pcie_bytes_per_s
     held = np.where(on_host, share(grid, kind) * stored, 0.0)
     grown = np.where(on_host, share(grid, trained(kind)) * stored, 0.0)
+    # Gradients of several microbatches are added up on the host if each backward reduces them.
     adds = (grid["microbatches"] > 1) & (grid["mode"] == _SHARD)
     rate = host_rate(grid, profile, gpus_per_node)
     waited = np.where(adds, grown / pcie + _ADDING * grown / rate, 0.0)

@@ -30,6 +30,7 @@ def crossing_seconds(grid: Array, num_bytes: float, profile: Profile, gpus_per_n
     samples = grid["micro"] / grid["cp"]
     cuts = np.maximum(1.0, pp - 1)
     nodes = np.ceil(pp * inner / gpus_per_node)
+    # Share of the boundaries between stages at which microbatches leave the node.
     far = np.where(inner < gpus_per_node, np.minimum(nodes - 1, cuts), cuts) / cuts
     outside, inside = (send(samples * num_bytes, crosses, profile) for crosses in (True, False))
     each = far * outside + (1 - far) * inside + profile.crossing_s
@@ -57,6 +58,7 @@ def pipeline_seconds(
     """
     pp, count = grid["pp"].astype(np.float64), grid["microbatches"].astype(np.float64)
     virtual, halved = grid["virtual"].astype(np.float64), in_halves(grid)
+    # One microbatch crosses every boundary, forward and back.
     once = 2 * (pp * virtual - 1)
     rounds = np.maximum(1, grid["microbatches"] // np.maximum(1, grid["pp"]))
     once = np.where(halved, pp * (virtual + 3) - np.where(rounds > 1, 4, 6), once)

@@ -21,14 +21,14 @@ from meshplan.layout.hardware import Cluster, devices
 _FILE: Final = Path(__file__).with_name("profiles.json")
 
 WORST_RESIDUAL: Final = 0.10
-"""Highest accepted residual of a fit, as a root mean square; a fit that is further off is not used.
-"""
+"""Highest accepted residual of a fit, as a root mean square; a worse fit is not used."""
 
 
 HOST_BYTES_PER_S: Final = 60e9
-"""Memory bandwidth of a node's processors. Source: Ren et al. 2021 (ZeRO-Offload), table 4:
-PyTorch's Adam takes 1.39 s for 1e9 parameters on two Xeon Platinum 8168; at 84 bytes a parameter
-(21 passes in float32, as `optimizer_bytes`)."""
+"""Memory bandwidth that the processors of a node reach.
+
+Source: Ren et al. 2021 (ZeRO-Offload), table 4: PyTorch's Adam takes 1.39 s for 1e9 parameters
+on two Xeon Platinum 8168; at 84 bytes a parameter (21 passes in float32, as `optimizer_bytes`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,7 @@ A product of m x k by k x n takes 2mnk operations, and its backward two such pro
 causal, and its backward takes five products where forward takes two. Every other op moves what it
 reads and makes through the device's memory.
 
-Source: Dao 2023 (FlashAttention-2), section 3.1, for attention; `memory.tape.ops` for what is
-saved.
+Source: Dao 2023 (FlashAttention-2), section 3.1, for attention; `memory.tape.ops` for what is kept.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class TapeSection:
 
     Args:
         name: The fqn of the block; otherwise the module with the largest parameter.
-        is_block: True for a block, False for what lies before or after the blocks.
+        is_block: True for a block, False for a section before or after the blocks.
         numels: Elements of each parameter on this rank, where it is read first.
         forward, backward: Work without anything recomputed.
         again: Work that backward recomputes, by index into `grid.RECOMPUTE`.
@@ -68,7 +67,7 @@ class TapeSection:
         exchanged_bytes: Bytes of queries, keys, values and the attention output.
         scores_flops: FLOPs of attention.
         expert_numel: Elements of the experts' parameters.
-        num_experts: Experts on this rank; 0 if there are none.
+        num_experts: Experts on this rank; 0 without experts.
     """
 
     name: str
@@ -184,9 +183,7 @@ class Reading:
         size = _FOUR if self._tape.in_float32 & {*row.makes} else self._element_bytes
         if row.op == "attention":
             both = self._size(row.reads[0]) + self._size(row.makes[0])
-            return (
-                1.0 * (both // size) * self._seq_len
-            )  # Causal: half of the two products is masked.
+            return 1.0 * (both // size) * self._seq_len  # Causal: half is masked.
         if row.op not in _PRODUCTS:
             return 0.0
         # The product of the three sizes (mk)(kn)(mn) is the square of mnk.
@@ -204,7 +201,7 @@ class Reading:
         return self._size(row.reads[1]) // _FOUR
 
     def _weight(self, row: TapeOp) -> int:
-        """Bytes of the weight of a product: a parameter, or a value made from one, if it reads one."""
+        """Bytes of a product's weight: a parameter, unless the op reads a value made from one."""
         is_made = row.op == "mm" and len(row.reads) > 1
         return self._size(row.reads[1]) if is_made else row.parameters[0][1]
 
@@ -233,9 +230,7 @@ class Reading:
         return WorkCounts(gathers=times, gather_bytes=float(times * size))
 
     def _exchanged(self, row: TapeOp, direction: int) -> WorkCounts:
-        """Count what a rank sends along ep; in backward, gradients are multiplied by a number
-        first.
-        """
+        """Count what a rank sends along ep; in backward, gradients are scaled by a number first."""
         values = row.makes if direction else row.reads
         count, size = len(values), float(self._sizes(values))
         if direction:
@@ -247,11 +242,9 @@ class Reading:
             return self._exchanged(row, direction)
         kind = _SENT[row.op][direction]
         if row.op == "all_gather" and row.takes and direction:
-            kind = ""  # After the relayout all ranks go on with the same, so backward only slices the gradient.
+            kind = ""  # Ranks go on with equal tensors: backward only slices.
         size = float(self._size(row.makes[0]))
-        if (
-            kind == "gather"
-        ):  # Count the whole tensor: the output of a gather, or the input of a scatter.
+        if kind == "gather":  # Count the whole tensor: the output, or the input.
             size = max(size, float(self._size(row.reads[0])))
         if kind == "gather":
             return WorkCounts(gathers=1, gather_bytes=size)
@@ -305,9 +298,7 @@ class Reading:
             return self._sent(row, 1).plus(added)
         given, new = self._size(row.makes[-1]), sum(grad.nbytes for grad in row.grads)
         weights = sum(nbytes for _, nbytes in row.parameters)
-        if (
-            row.op == "embedding"
-        ):  # The gradient is dense: zeros, to which the tokens' gradients are added.
+        if row.op == "embedding":  # A dense gradient: zeros, to which the tokens' are added.
             return WorkCounts(2, moved_bytes=3 * given, weight_bytes=weights).plus(added)
         if row.op in _PRODUCTS:
             kernels, whole = 2 + (len(row.parameters) > 1), self._given(row)
@@ -324,9 +315,7 @@ class Reading:
         return self._work(row, kernels, moved, 2 * weights, _ATTENTION_BACK).plus(added)
 
     def _added(self, row: TapeOp) -> WorkCounts:
-        """Count the sums of gradients that meet, charged to the first op in forward that reads the
-        value.
-        """
+        """Count the sums of gradients that meet, at the first op in forward that reads a value."""
         out = WorkCounts()
         for grad in row.grads:
             times = self._readers.pop(grad.value, 0) - 1
@@ -376,6 +365,7 @@ class Reading:
         ]
         work = play(replace(self._marked, spans=spans), sums_in_place=True)
         made = enumerate(work.log.storages)
+        # Gradients of parameters are excluded: they are neither saved nor transient activations.
         states = {*work.gradients.values(), *(n for n, s in made if s.term == Term.GRADIENTS)}
         live, lives, born = 0, [0], dict[int, int]()
         at = {(mark.unit, mark.moment): mark.event for mark in work.marks}
@@ -386,12 +376,12 @@ class Reading:
             is_state = storage in states
             live += 0 if is_state else delta
             lives.append(live)
+            # A section saves what is left of its new storages when backward begins.
             if number < end and not is_state:
                 born.setdefault(storage, number)
                 kept[storage] = kept.get(storage, 0) + delta
         begins = [at[name, HookKind.BEFORE_FORWARD] for name in names]
-        # Values that a frame of the model only holds until its forward returns are not saved for
-        # backward.
+        # Values that only frames of the forward refer to are not saved for backward.
         saved = [0] * len(names)
         for storage, number in born.items():
             if number >= begins[0]:

@@ -21,8 +21,7 @@ Array = NDArray[Any]
 
 
 def expert_share(grid: Array, kind: BlockKind) -> Array:
-    """Elements of experts on the data rank that has most of them, where data ranks shard
-    parameters.
+    """Elements of experts on the data rank that has the most, where data ranks shard parameters.
 
     Args:
         kind: The block as one rank of the grid's tp and ep computes it.

@@ -82,6 +82,7 @@ def simulate(
         for rank, order in enumerate(orders):
             while at[rank] < len(order):
                 step = order[at[rank]]
+                # "I" makes the gradient of the inputs, for which the previous stage waits.
                 kind = "F" if step.kind == "F" else "B"
                 beside = step.stage + (-1 if kind == "F" else 1)
                 begin = clock[rank]

@@ -1,4 +1,4 @@
-"""Seconds of each stage of a pipeline, for one microbatch: what `cost.simulate` plays."""
+"""Estimate the seconds of each stage of a pipeline for one microbatch, for `cost.simulate`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from meshplan.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """Of one microbatch.
+    """Seconds of one microbatch.
 
     Args:
-        forward_s, backward_s: By stage, in the order of the model; one where there is no pipeline.
-        crossing_s: To hand what one makes to the next.
+        forward_s, backward_s: Seconds of each stage, in the order of the model; one entry if there
+            is no pipeline.
+        crossing_s: Seconds to send the output of a stage to the next.
     """
 
     forward_s: tuple[float, ...]
@@ -34,11 +35,11 @@ class StageSeconds:
 
 
 def chain_of_plan(plan: Plan) -> Chain:
-    """The model as one rank of the plan's tp and ep computes it.
+    """Read the chain of a plan's model, as one rank of the plan's tp and ep computes it.
 
     Raises:
-        PlanError: It is of no known family, or the plan says too little, or does something that
-            no rule is known for.
+        PlanError: The model is of no known family, the plan is incomplete, or it does something
+            that the cost model has no rule for.
     """
     (_, seq_len), tp = plan.fed(), plan.mesh.size("tp")
     if not plan.graph.config:
@@ -59,7 +60,7 @@ def chain_of_plan(plan: Plan) -> Chain:
 
 
 def stage_of_places(plan: Plan, chain: Chain) -> tuple[int, ...]:
-    """The stage of each place of a chain: what is in no block goes with the first or the last."""
+    """Map each place of a chain to its stage; places in no block go with the first or last one."""
     stages = plan.assignment.stages
     if stages is None:
         return (0,) * len(chain.order)
@@ -72,10 +73,10 @@ def stage_of_places(plan: Plan, chain: Chain) -> tuple[int, ...]:
 
 
 def stage_seconds(plan: Plan, profile: Profile, gpus_per_node: int) -> StageSeconds:
-    """How long each stage takes on a machine.
+    """Estimate how long each stage of a plan takes on a machine.
 
     Raises:
-        PlanError: As of `chain_of_plan`.
+        PlanError: `chain_of_plan` cannot read the plan's model.
     """
     chain = chain_of_plan(plan)
     a, stages = plan.assignment, plan.assignment.stages

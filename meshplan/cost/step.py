@@ -1,16 +1,17 @@
-"""Seconds of a step of each kind of block.
+"""Estimate the seconds of a step of each kind of block.
 
-What hides what, in meshplan's own runtime:
+What overlaps with what, in meshplan's own runtime:
 
-- A unit's parameters are gathered while the unit before it computes, its gradients reduced while
-  the one behind it does; what lies in no block is of the root unit, whose parameters nobody waits
-  with. Hidden communication slows what hides it by `Profile.contention` of its time.
-- In mode "shard" gradients are reduced after every microbatch, across replicas after the last one.
-  "ddp" and "zero1" reduce after the last one only. Parameters that are given back after forward
+- A unit's parameters are gathered while the unit before it computes, and its gradients are reduced
+  while the one after it, in the order of backward, computes. What lies in no block belongs to the
+  root unit, whose communication nothing hides. Hidden communication slows the computation that
+  hides it by `Profile.contention` of the communication's time.
+- In mode "shard" gradients are reduced after every microbatch, and across replicas after the last
+  one. "ddp" and "zero1" reduce after the last one only. Parameters that are resharded after forward
   are gathered for every forward and every backward, others for the first forward of a step.
-- Where backwards are run in two halves, all of that waits until the last is done, and nothing is
-  left to hide it. Each half takes half as long.
-- What tp sends stands in the way of what is computed next; so does what cp gathers.
+- With a split backward (zero bubble), gradients are reduced after the last backward, and nothing is
+  left to hide that. Each half takes half as long.
+- Computation waits for tp's communication, and for what cp gathers: nothing hides them.
 
 Source: `runtime.apply.data.set_gradient_sync`, `traffic.units` and `traffic.data`, which count the
 same collectives; Zhao et al. 2023 (PyTorch FSDP), section 3.3, for what overlaps.
@@ -47,44 +48,49 @@ _DDP: Final = MODES.index("ddp")
 _ZERO1: Final = MODES.index("zero1")
 _SHARD: Final = MODES.index("shard")
 _CACHED_KV: Final = 2
-"""Collectives of one attention along cp: keys and values."""
+"""Collectives of one attention along cp when it gathers: keys and values."""
 _MASKED: Final = 2.0
-"""How many times as long attention takes in a kernel that takes a mask and skips nothing.
+"""Factor by which attention takes longer in a kernel that takes a mask and skips nothing.
 
 Source: Dao 2023 (FlashAttention-2), section 4.1: about twice as fast as xformers' kernel, which is
-the one that torch has for masks where cuDNN does not serve them.
-"""
+the one that torch has for masks where cuDNN does not serve them."""
 _EXCHANGED: Final = 4
-"""With queries, and what is made of them."""
+"""Collectives of one attention along cp when it exchanges heads: queries, keys, values and output.
+"""
 
 
 def widths_of(precision: Precision, dtype: str = "float32") -> ElementBytes:
-    """Args: dtype: Of the model's parameters."""
+    """Return the bytes per element, by role, for parameters of the given dtype."""
     compute = precision.param or dtype
     stored = DTYPE_BYTES[precision.master or dtype]
     return ElementBytes(
         compute=DTYPE_BYTES[compute],
         reduce=DTYPE_BYTES[precision.reduce or compute],
         stored=stored,
-        # Divided (2 passes), its absolute value taken (2), that compared (1), and itself (2); three
-        # passes over what is true of each element, one over all of them, a byte each.
+        # Division (2 passes), absolute value (2), comparison (1), and the gradient itself (2); then
+        # three passes over one boolean per element, of a byte each, and one over all of them.
         unscaling=7 * stored + 6 if precision.scales_loss else 0,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """One block of a kind, on every row of a grid.
+    """Seconds of one block of a kind, for every configuration of a grid.
 
     Args:
-        seconds: [rows, options], for each microbatch, with what comes once shared among them; inf
-            where the option does not exist.
-        forward_s, backward_s: Likewise, of a microbatch that is neither the first nor the last.
-        settle_s: What the first forward and the last backward take longer.
-        update_s: [rows], of the optimizer and of what follows it.
-        compute_s: [rows], forward and backward of a microbatch without anything sent or recomputed.
-        exposed_tp_s: [rows], of it what tp and cp send.
-        host_s: [rows], of `seconds` what an optimizer on the host takes, and what waits for copies.
+        seconds: [configurations, options], for each microbatch, with once-per-step costs divided
+            among microbatches; inf where the option does not exist.
+        forward_s, backward_s: [configurations, options], for a microbatch that is neither the first
+            nor the last.
+        settle_s: [configurations, options], the further time of the first forward and last
+            backward.
+        update_s: [configurations], for the optimizer step and what follows it.
+        compute_s: [configurations], for forward and backward of a microbatch without communication
+            and recomputation.
+        exposed_tp_s: [configurations], for the communication of tp, ep and cp in forward and
+            backward of a microbatch, without recomputation.
+        host_s: [configurations], the part of `seconds` that an optimizer on the host and waiting
+            for copies take.
     """
 
     seconds: Array
@@ -98,7 +104,7 @@ class Terms:
 
 
 def compute_seconds(tally: Tally, samples: Array | float, profile: Profile) -> Array:
-    """An affine roofline: launches, products and what memory moves, one after the other."""
+    """Seconds of computation by an affine roofline: launches, products and memory traffic."""
     others = (tally.flops - tally.attention_flops) / profile.efficiency
     attention = tally.attention_flops / profile.attention_efficiency
     flops = samples * (others + attention) / profile.peak_flops
@@ -110,10 +116,13 @@ def compute_seconds(tally: Tally, samples: Array | float, profile: Profile) -> A
 def hidden(
     work: Array, behind: Array, quiet: Array | float = 0.0, *, contention: Array | float
 ) -> Array:
-    """Two things at once, of which one slows the other.
+    """Seconds of two things at the same time, of which one slows the other.
 
     Args:
-        quiet: What follows `behind`, and slows nothing: copies, which no kernel makes.
+        work: Seconds of computation.
+        behind: Seconds of communication that it hides.
+        quiet: Seconds of copies that follow `behind`. They run no kernels and slow nothing.
+        contention: Share of the shorter of the two by which the total is longer.
     """
     return np.asarray(np.maximum(work, behind + quiet) + contention * np.minimum(work, behind))
 
@@ -134,16 +143,20 @@ def terms(
     exchanges: bool = False,
     rows: Rows | None = None,
 ) -> Terms:
-    """Seconds for each microbatch of one block.
+    """Estimate the seconds of one block, for each microbatch.
 
     Args:
-        grid: Rows of `grid.GRID`, all of the tp and ep that `kind` is of.
+        grid: Configurations of `grid.GRID`, all with the tp and ep of `kind`.
+        kind: The kind of the block.
+        profile: Constants of the device.
+        gpus_per_node: Devices of one node.
         precision: Dtypes by role.
-        dtype: Of the model's parameters.
-        is_awaited: Whether nothing hides the gathering and reducing of its unit; None for what
-            is of no block.
-        exchanges: Whether cp exchanges heads (`context.attention: all_to_all`), instead of
+        dtype: Dtype of the model's parameters.
+        is_awaited: If True, nothing hides the gathers and reductions of the block's unit; None
+            means True for what is in no block, and False for blocks.
+        exchanges: If True, cp exchanges heads (`context.attention: all_to_all`) instead of
             gathering keys and values.
+        rows: A `Rows` of the same grid, to be shared among kinds; None builds one.
     """
     rows = rows or Rows(grid, profile, gpus_per_node, widths_of(precision, dtype))
     is_awaited = not kind.has_options if is_awaited is None else is_awaited
@@ -153,6 +166,7 @@ def terms(
     forward_t, backward_t = rows.sent(kind.sent_forward), rows.sent(kind.sent_backward)
     keys = rows.exchanged(kind.exchanged_bytes) if exchanges else rows.keys(kind.context_bytes)
     host = rows.launch
+    # The host process launches ahead of the device, so the slower of the two sets the pace.
     forward = np.maximum(forward_c + forward_t + keys, host(kind.forward, kind.sent_forward))
     gathered, reduced, summed, whole = rows.data(kind)
     if kind.frozen:
@@ -161,11 +175,12 @@ def terms(
     there: Array | float
     there, back, waited_for = rows.crossing(kind) if rows.offloads else (0.0, 0.0, 0.0)
     is_whole, is_at_once = rows.mode == _DDP, (rows.mode == _SHARD) & ~halved
+    # DDP gathers nothing, and with `gathers_once` ZeRO-1 gathers after the update instead.
     gathers = gathered if whole is None else np.where(is_whole, 0.0, gathered)
     after = np.zeros_like(gathered)
     if profile.gathers_once:
         after = np.where(rows.mode == _ZERO1, gathered, 0.0)
-    # Over one rank nothing is fetched ahead, on no stream of its own.
+    # Over one rank, FSDP2 prefetches nothing and has no stream of its own.
     fetched = np.where(rows.are_alone, there, 0.0)
     alone, there = rows.cast(kind) + fetched, there - fetched
     waited = join(forward, gathers - after, there) + alone
@@ -175,6 +190,7 @@ def terms(
         device = compute(work) + rows.sent(sent) + keys * (1 + (again > 0))
         process = host(kind.backward, kind.sent_backward) + host(work, sent)
         backwards.append(np.maximum(backward_c + backward_t + device, process))
+    # Mode "shard" reduces in every backward; other modes, and replicas, after the last one.
     at_once = np.where(is_at_once, reduced, 0.0)
     later = reduced - at_once + summed
     back_at_once = np.where(is_at_once, back, 0.0)
@@ -186,7 +202,7 @@ def terms(
         end = join(backward, each + later, copied + back - back_at_once)
         if whole is not None:
             usual = np.where(is_whole, backward, usual)
-            # DDP knows no root: buckets leave whatever they are of.
+            # DDP has no root unit: a full bucket is sent whatever module its parameters are in.
             end = np.where(is_whole, hidden(backward, whole, contention=rows.slows()), end)
             later = np.where(is_whole, whole, later)
         end = np.where(halved, usual + later, end)
@@ -195,6 +211,7 @@ def terms(
         forwards.append(waited if reshard else forward)
         first.append(usual + waited_for)
         last.append(end - usual + (0.0 if reshard else waited - forward))
+    # Only mode "shard" reshards, and a split backward neither reshards nor recomputes.
     missing = OPTION_RESHARD[None] & ~is_at_once[:, None]
     missing |= (OPTION_RECOMPUTE[None] > 0) & halved[:, None]
     forward_s, backward_s, settle_s = (np.stack(each, axis=1) for each in (forwards, first, last))
@@ -214,7 +231,7 @@ def terms(
 
 
 class Rows:
-    """A grid with its groups of ranks, for all kinds of blocks of one tp."""
+    """A grid with its groups of ranks, shared by all kinds of blocks of one tp."""
 
     def __init__(
         self, grid: Array, profile: Profile, gpus_per_node: int, widths: ElementBytes
@@ -224,7 +241,7 @@ class Rows:
             grid[name].astype(np.float64) for name in ("tp", "cp", "dp_shard", "dp_replicate")
         )
         self.mode, self.microbatches = grid["mode"], grid["microbatches"]
-        # A pipeline along which something leaves its node.
+        # True where a pipeline crosses nodes.
         self.is_far = (grid["pp"] > 1) & (grid["pp"] * replicate * shard * cp * tp > gpus_per_node)
         self.micro = grid["micro"].astype(np.float64)
         self.samples = self.micro / cp
@@ -238,7 +255,7 @@ class Rows:
         self.along_ep, self.along_rest = near(ep, tp * cp), near(self.shards / ep, tp * cp * ep)
         has_whole = bool((self.mode == _DDP).any())
         self.offloads = bool(grid["offload"].any())
-        # FSDP2 over one rank, of which nothing is sent.
+        # True where FSDP2 runs over a single rank, which communicates nothing.
         self.are_alone = (self.mode == _SHARD) & (self.shards * replicate == 1)
         self._per_node = gpus_per_node
         self.along_all = near(self.shards * replicate, tp) if has_whole else None
@@ -247,12 +264,12 @@ class Rows:
         return compute_seconds(tally, self.samples, self.profile)
 
     def compute_masked(self, tally: Tally) -> Array:
-        """Where keys and values are gathered along cp, and chunks of queries have a mask.
+        """Seconds of computation if cp gathers keys and values, and chunks of queries need a mask.
 
-        A chunk meets all keys up to its own end, and no kernel skips half of its own: of 2 cp
-        chunks a rank has the nth from both ends.
+        A chunk attends to all keys up to its own end, and no kernel skips the masked half of the
+        chunk itself. Of 2 cp chunks, a rank has the nth from both ends.
 
-        Assumes: parts are balanced (`context.balance`).
+        Assumes: sequence shards are balanced (`context.balance`).
         """
         cp, profile = self.grid["cp"].astype(np.float64), self.profile
         kernels = 1.0 if takes_masks(profile.device) else _MASKED
@@ -261,7 +278,7 @@ class Rows:
         return np.asarray(self.compute(tally) + more * self.samples * attention)
 
     def launch(self, tally: Tally, sent: Sent) -> Array:
-        """What the process needs to start it all, however small the tensors are."""
+        """Seconds that the host process needs to launch kernels and collectives of any size."""
         profile, ranks = self.profile, self.along_tp.ranks
         waits = ranks * profile.collective_rank_s + self._across()
         each = profile.collective_s + np.where(self.is_far, waits, 0.0)
@@ -269,11 +286,11 @@ class Rows:
         return tally.kernels * profile.launch_s + count * each
 
     def _across(self) -> Array:
-        """Of one collective of tp that leaves its node, whatever it sends."""
+        """Seconds added to one tp collective that crosses nodes, whatever its size."""
         return np.asarray((self.along_tp.nodes - 1) * self.profile.collective_node_s)
 
     def sent(self, sent: Sent) -> Array:
-        """What tp and ep send, nothing of which is hidden."""
+        """Seconds of the communication of tp and ep, none of which is hidden."""
         out = np.zeros_like(self.samples)
         if sent.all_reduces:
             num_bytes = self.samples * sent.all_reduce_bytes
@@ -289,31 +306,35 @@ class Rows:
         return np.asarray(out)
 
     def keys(self, num_bytes: float) -> Array:
-        """Keys and values gathered along cp, or their gradients scattered."""
+        """Seconds to gather keys and values along cp, or to scatter their gradients."""
         if not num_bytes:
             return np.zeros_like(self.samples)
         return all_gather(self.micro * num_bytes, self.along_cp, self.profile, _CACHED_KV)
 
     def exchanged(self, num_bytes: float) -> Array:
-        """Queries, keys and values to ranks of cp that have the heads, and what they make back."""
+        """Seconds to exchange heads along cp: queries, keys and values, and the output back."""
         if not num_bytes:
             return np.zeros_like(self.samples)
         sent = self.samples * num_bytes
-        # Stacked before, laid after: each reads and writes it once.
+        # Copied before and after the exchange; each copy reads and writes once.
         moved = np.where(self.along_cp.ranks > 1, 4 * sent / self.profile.memory_bytes_per_s, 0.0)
         return moved + all_to_all(sent, self.along_cp, self.profile, _EXCHANGED)
 
     def data(self, kind: BlockKind) -> tuple[Array, Array, Array, Array | None]:
-        """Seconds that parameters and gradients take.
+        """Seconds of the communication of parameters and gradients.
 
         Returns:
-            To gather parameters, to scatter gradients over shards, to sum these over replicas, and
-            to sum gradients that are not cut at all; None where no row is of that mode.
+            Seconds to gather parameters, to reduce-scatter gradients over shards, to all-reduce
+            these over replicas, and to all-reduce unsharded gradients. The last is None if no
+            configuration is of mode "ddp".
         """
         profile, widths = self.profile, self.widths
         numel = np.full_like(self.samples, sum(kind.numels))
         experts = expert_share(self.grid, kind)
-        is_apart = (self.grid["ep"] > 1) & (experts > 0)  # A unit of their own.
+        is_apart = (self.grid["ep"] > 1) & (
+            experts > 0
+        )  # With ep, experts are a unit of their own.
+        # Unsharded elements of the block's own unit; experts spread over ep have another.
         one = numel - kind.expert_numel + np.where(is_apart, 0.0, experts * self.shards)
         gathered = all_gather(one * widths.compute, self.along_shards, profile)
         reduced = all_gather(one * widths.reduce, self.along_shards, profile) + self._laid(one)
@@ -329,7 +350,7 @@ class Rows:
         return gathered, reduced, summed, all_reduce(numel * widths.stored, self.along_all, profile)
 
     def cast(self, kind: BlockKind) -> Array:
-        """What FSDP2 does over one rank where it would gather: cast and copy, between kernels.
+        """Seconds of the casts and copies that FSDP2 makes, over one rank, where it would gather.
 
         Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `wait_for_unshard`.
         """
@@ -339,9 +360,9 @@ class Rows:
         return np.where(self.are_alone, moved / self.profile.memory_bytes_per_s, 0.0)
 
     def _laid(self, numel: Array) -> Array:
-        """What it does over one rank where it would reduce, beside the kernels.
+        """Seconds of the copies that FSDP2 makes, over one rank, where it would reduce.
 
-        Gradients are put side by side in their dtype, copied, and added to those before.
+        Gradients are concatenated in their dtype, copied, and added to the accumulated ones.
 
         Source: as above, _fsdp_collectives.py, `foreach_reduce`.
         """
@@ -349,7 +370,7 @@ class Rows:
         return np.where(self.are_alone, moved / self.profile.memory_bytes_per_s, 0.0)
 
     def slows(self) -> Array | float:
-        """By what share of it DDP's sum slows the backward that hides it."""
+        """The share of its time by which the all-reduce of DDP slows the backward that hides it."""
         usual, alone, group = self.profile.contention, self.profile.contention_alone, self.along_all
         if alone is None or group is None:
             return usual

@@ -28,7 +28,7 @@ class WorkCounts(NamedTuple):
 
 
 def tally(one: WorkCounts, two: WorkCounts) -> Tally:
-    """Separate what grows with the samples from what does not, given a batch of one and one of two."""
+    """Separate what grows with the samples from what does not, by batches of one and of two."""
     return Tally(
         kernels=one.kernels,
         flops=two.flops - one.flops,
@@ -40,9 +40,7 @@ def tally(one: WorkCounts, two: WorkCounts) -> Tally:
 
 
 def sent(one: WorkCounts, two: WorkCounts) -> Sent:
-    """Separate what tp and ep send for each sample from what they send once, as `tally` does for
-    work.
-    """
+    """Separate what tp and ep send per sample from what they send once, as `tally` does of work."""
     return Sent(
         all_reduces=int(one.all_reduces),
         all_reduce_bytes=two.all_reduce_bytes - one.all_reduce_bytes,

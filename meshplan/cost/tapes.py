@@ -1,5 +1,4 @@
-"""Build the tapes of a decoder sharded over tp, for the cost model; the memory estimate uses the
-same.
+"""Build the tapes of a decoder sharded over tp for the cost model, with the code that memory uses.
 
 If no plan says which modules tp shards, it shards what `tp_plan: auto` would: heads, feed-forward
 and, if its rows divide, the vocabulary.

@@ -1,4 +1,4 @@
-"""Dtypes by name, and what an element of each takes."""
+"""Dtypes by name, and the bytes of one element of each."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Devices and the links between them, each figure with its source.
 
-The table is `hardware.json` beside this file: json reads it in a millisecond, a yaml loader
-would cost a third of the whole `estimate`. Refuses to know plans and meshes.
+The table is `hardware.json` next to this file: json reads it in a millisecond, a yaml loader
+would cost a third of the whole `estimate`. Plans and meshes are not used here.
 
-`Device.usable_bytes` is the one size of a GPU that every verb goes by: what torch sees of it where
-that is known (79.1 GiB of an 80 GB H100), else the datasheet's figure with GB = 1e9 bytes. State
-`memory` in the plan, or `--memory`, to use another figure.
+`Device.usable_bytes` is the one size of a GPU that every command uses: the memory that torch sees
+where that is known (79.1 GiB of an 80 GB H100), else the datasheet's figure with GB = 1e9 bytes.
+State `memory` in the plan, or `--memory`, to use another figure.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TERA: Final = 10**12
 
 
 SOME_GPU: Final = "cuda"
-"""The device of a plan that names none: what it holds beside torch has the widest band."""
+"""The device of a plan that names none; its memory use outside torch has the widest band."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,17 +37,16 @@ class Device:
     """One accelerator as torch sees it.
 
     Args:
-        name: The key of the table, or what the user calls a device of their own.
+        name: The key of the table, or the user's name for a device of their own.
         memory_bytes: Datasheet memory, GB = 1e9 bytes.
-        visible_bytes: What torch sees of it, as in its messages when memory runs out; None where
-            not known.
-        peak_flops: Dense operations per second by dtype; a dtype not listed is not known. Those of
-            float32 are without TF32, as torch multiplies matrices unless it is told otherwise.
-        memory_bytes_per_s: Bandwidth of its own memory; None where not known.
-        intra_bytes_per_s: Bandwidth to the other devices of the node, one way; None where not
+        visible_bytes: Memory that torch sees, as in its out-of-memory messages; None if not known.
+        peak_flops: Dense operations per second by dtype; a dtype not listed is not known. The
+            figure for float32 is without TF32, which is torch's default for matrix products.
+        memory_bytes_per_s: Bandwidth of the device's own memory; None if not known.
+        intra_bytes_per_s: Bandwidth to the other devices of the node, in one direction; None if not
             known.
-        note: What the figures leave out.
-        sources: Where they come from.
+        note: Remarks on what the figures leave out.
+        sources: References for the figures.
     """
 
     name: str
@@ -61,12 +60,12 @@ class Device:
 
     @property
     def usable_bytes(self) -> int:
-        """Memory of the device, as every verb counts it."""
+        """Memory of the device in bytes, as every command counts it."""
         return self.memory_bytes if self.visible_bytes is None else self.visible_bytes
 
     @property
     def size(self) -> str:
-        """The same in words, with where it is from."""
+        """`usable_bytes` in words, with the source of the figure."""
         size = format_gib(self.usable_bytes)
         if self.visible_bytes is not None:
             return f"{self.name} has {size}, as torch sees it"
@@ -75,7 +74,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A way between devices: bytes per second in one direction, per device."""
+    """A link between devices: bytes per second in one direction, per device."""
 
     name: str
     bytes_per_s: float
@@ -86,8 +85,8 @@ class Cluster:
     """Equal nodes of equal devices.
 
     Args:
-        intra: Between devices of one node; None where not known.
-        inter: Between nodes; None where not known.
+        intra: Link between devices of one node; None if not known.
+        inter: Link between nodes; None if not known.
     """
 
     device: Device
@@ -103,20 +102,20 @@ class Cluster:
 
 @cache
 def devices() -> Mapping[str, Device]:
-    """The whole table by name."""
+    """Return the whole table by name."""
     table = json.loads(_FILE.read_text(encoding="utf-8"))["devices"]
     return MappingProxyType({name: _device(name, facts) for name, facts in table.items()})
 
 
 def find_device(name: str, origin: Origin | None = None) -> Device:
-    """The device of that name, or the only one whose name has all the words of it.
+    """Return the device of that name, or the only one whose name has all the words of it.
 
     Args:
         name: A key such as "h100-sxm-80gb", or enough of it to be unambiguous ("a100-40g").
-        origin: Where the user wrote it.
+        origin: The place where the user wrote it.
 
     Raises:
-        SpecError: No device, or more than one, goes by this name.
+        SpecError: No device, or more than one, matches the name.
 
     >>> find_device("A100 40G").name, find_device("h200").name
     ('a100-sxm-40gb', 'h200-sxm-141gb')
@@ -144,7 +143,7 @@ def find_device(name: str, origin: Origin | None = None) -> Device:
 
 
 def _words(name: str) -> list[str]:
-    """Lower-case words of a name; `80g` is spelled `80gb`."""
+    """Return the lower-case words of a name; `80g` becomes `80gb`."""
     words = [word for word in re.split(r"[\s_-]+", name.lower()) if word]
     return [re.sub(r"^(\d+)g$", r"\1gb", word) for word in words]
 

@@ -1,9 +1,8 @@
-"""Layouts: which mesh axes cut which dim of a tensor, in order.
+"""Layouts: which mesh axes shard which dim of a tensor, in order.
 
-This is the one idea of the house: data parallel, ZeRO, hybrid sharding and tensor parallel
-are all layouts, and shapes, bytes and collectives follow from them. Knows tensors only as
-shapes. Refuses to know why a layout was chosen (`assign`) and how torch spells it
-(`runtime.base.mesh`).
+This is the central idea of meshplan: data parallel, ZeRO, hybrid sharding and tensor parallel
+are all layouts, and shapes, bytes and collectives follow from them. Tensors are only shapes here.
+Layouts are chosen in `assign` and translated to torch in `runtime.base.mesh`.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from meshplan.shown import view
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Per tensor dim, the axes that cut it, first cut first.
+    """The axes that shard each tensor dim, in the order in which they are applied.
 
-    An axis that cuts no dim holds replicas, unless it is in `partial`: then every rank along
+    An axis that shards no dim holds replicas, unless it is in `partial`: then every rank along
     it holds one addend of the value.
 
     Args:
-        cuts: One tuple of axis names per tensor dim; `()` for a whole dim.
-        partial: Axes along which the true value is the sum of what the ranks hold.
-        packed: (axis, n) for an axis that cuts each of the n equal pieces of its dim, so that a
+        cuts: One tuple of axis names per tensor dim; `()` for a dim that is not sharded.
+        partial: Axes along which the true value is the sum over the ranks.
+        packed: (axis, n) for an axis that shards each of the n equal pieces of its dim, so that a
             rank holds its part of every piece, one after the other: projections fused in one
-            weight. It is the only cut of that dim.
+            weight. No other axis may shard that dim.
 
     >>> mesh = Mesh.of({"dp_shard": 4, "tp": 2})
     >>> Layout((("tp", "dp_shard"), ())).local_shape((9600, 3200), mesh)
@@ -48,46 +47,46 @@ class Layout:
 
     @classmethod
     def whole(cls, ndim: int) -> Layout:
-        """Nothing cut: every rank holds the full tensor."""
+        """Return the layout without shards: every rank holds the full tensor."""
         return _whole(ndim)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that cut something, by tensor dim and then by order of the cut."""
+        """The axes that shard something, by tensor dim and then in order of application."""
         return tuple(axis for axes in self.cuts for axis in axes)
 
     def dim_of(self, axis: str) -> int | None:
-        """The tensor dim that `axis` cuts; None where it holds replicas."""
+        """Return the tensor dim that `axis` shards; None if it holds replicas."""
         return next((dim for dim, axes in enumerate(self.cuts) if axis in axes), None)
 
     def pieces(self, dim: int) -> int:
-        """How many equal pieces of this dim are each cut; 1 for a plain cut and for none."""
+        """Return the number of equal pieces of this dim that are each sharded; 1 if not packed."""
         return next((n for axis, n in self.packed if axis in self.cuts[dim]), 1)
 
     def cut(self, axis: str, dim: int, pieces: int = 1) -> Layout:
-        """This layout with `axis` cutting `dim`, or its pieces, after every cut already there."""
+        """Return this layout with `axis` sharding `dim`, or its pieces, after its other axes."""
         return _cut(self, axis, dim, pieces)
 
     def without(self, *axes: str) -> Layout:
-        """This layout with the cuts of `axes` undone."""
+        """Return this layout without the shards of `axes`."""
         cuts = tuple(tuple(a for a in dim if a not in axes) for dim in self.cuts)
         packed = tuple((axis, n) for axis, n in self.packed if axis not in axes)
         return Layout(cuts, tuple(a for a in self.partial if a not in axes), packed)
 
     def num_shards(self, mesh: Mesh) -> int:
-        """Into how many different pieces the tensor is cut."""
+        """Return the number of different shards of the tensor."""
         return mesh.size(*self.axes)
 
     def num_replicas(self, mesh: Mesh) -> int:
-        """How many ranks hold each piece."""
+        """Return the number of ranks that hold each shard."""
         return mesh.world_size // self.num_shards(mesh)
 
     def slices(self, shape: Sequence[int], mesh: Mesh, rank: int = 0) -> tuple[slice, ...]:
-        """The part of the global tensor that `rank` holds, one slice per dim.
+        """Return the part of the global tensor that `rank` holds, one slice per dim.
 
-        A dim of size d cut n ways gives pieces of ceil(d / n), the last ones shorter or
-        empty: `torch.chunk`'s rule, which DTensor follows. Each further axis cuts the piece
-        that the one before it left; `mesh.SHARD_AXES` cut as one axis.
+        A dim of size d sharded n ways gives shards of ceil(d / n), the last ones shorter or
+        empty: `torch.chunk`'s rule, which DTensor follows. Each further axis shards what the axis
+        before it left; the axes of `mesh.SHARD_AXES` act as one axis.
         """
         assert not self.packed, "a part of every piece is no single slice: see `ranges`"
         out = []
@@ -103,7 +102,7 @@ class Layout:
     def ranges(
         self, shape: Sequence[int], mesh: Mesh, rank: int = 0
     ) -> tuple[tuple[slice, ...], ...]:
-        """The part of the global tensor that `rank` holds: per dim, its slices in order."""
+        """Return the part of the global tensor that `rank` holds: per dim, its slices in order."""
         plain = Layout(self.cuts)
         counts = [self.pieces(dim) for dim in range(len(self.cuts))]
         pieces = tuple(size // n for size, n in zip(shape, counts, strict=True))
@@ -113,14 +112,14 @@ class Layout:
         )
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh, rank: int = 0) -> tuple[int, ...]:
-        """The shape that `rank` holds of a tensor of this global shape."""
+        """Return the shape that `rank` holds of a tensor of this global shape."""
         return _local_shape(self, tuple(shape), mesh, rank)
 
     def least_local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
-        """The shape of the smallest part; with two cuts of a dim not always the last rank's.
+        """Return the shape of the smallest part; with two axes on a dim not always the last rank's.
 
-        An axis cuts one dim only, so some rank has the least of every dim. Cutting leaves at most
-        three sizes, whatever the number of ranks.
+        An axis shards one dim only, so some rank has the minimum of every dim. Sharding leaves at
+        most three sizes, whatever the number of ranks.
         """
         out = []
         for dim, (size, axes) in enumerate(zip(shape, self.cuts, strict=True)):
@@ -132,10 +131,10 @@ class Layout:
         return tuple(out)
 
     def turns(self, shape: Sequence[int], mesh: Mesh) -> dict[tuple[str, ...], tuple[int, ...]]:
-        """The positions along the axes of each cut at which the size of the part changes.
+        """Return, by the axes of each cut, the positions at which the size of the part changes.
 
-        Between two of these positions all ranks that differ in these axes alone hold as much, so
-        few of many ranks need to be looked at. A cut that leaves equal parts has no turns.
+        Between two of these positions, all ranks that differ in these axes alone hold equal sizes,
+        so few of many ranks need to be looked at. A cut into equal parts has no such positions.
 
         >>> mesh = Mesh.of({"dp_shard": 1000, "tp": 8})
         >>> Layout((("tp", "dp_shard"), ())).turns((32000, 4096), mesh)
@@ -153,16 +152,16 @@ class Layout:
         return out
 
     def local_numel(self, shape: Sequence[int], mesh: Mesh, rank: int = 0) -> int:
-        """The number of elements that `rank` holds."""
+        """Return the number of elements that `rank` holds."""
         return math.prod(self.local_shape(shape, mesh, rank))
 
     def padded_numel(
         self, shape: Sequence[int], mesh: Mesh, axes: Sequence[str], rank: int = 0
     ) -> int:
-        """Elements stored when the cut by `axes`, one after the other, is padded to equal pieces.
+        """Return the elements stored when the shards of `axes` are padded to equal sizes.
 
-        FSDP2 pads every shard of the dim it cuts to the first rank's size so that one
-        all-gather moves equal pieces.
+        FSDP2 pads every shard of the dim that it shards to the first rank's size, so that one
+        all-gather moves equal shards.
 
         Source: `torch.distributed.fsdp`, FSDPParam._init_sharded_param.
         """
@@ -176,9 +175,9 @@ class Layout:
         return math.prod(local)
 
     def spell(self, mesh: Mesh | None = None) -> str:
-        """The layout in placement words: `S(0)@tp,dp_shard`, `R`, `P@tp`, `S(0)@tp(3)` packed.
+        """Return the layout in placement words: `S(0)@tp,dp_shard`, `R`, `P@tp`, `S(0)@tp(3)`.
 
-        Axes of size 1 are left out when a mesh is given.
+        The last one is a packed dim. Axes of size 1 are left out when a mesh is given.
         """
         words = []
         for dim, axes in enumerate(self.cuts):
@@ -201,12 +200,12 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One of the projections that lie one after the other along a dim, and who computes what.
+    """One of the projections that are fused one after the other along a dim, and how it is divided.
 
     Args:
-        size: Along the dim.
-        parts: Into how many equal parts it is cut. Fewer than there are ranks when neighbours
-            compute with the same part, as query heads do that share a kv head.
+        size: Number of elements along the dim.
+        parts: Number of equal parts. Smaller than the number of ranks if neighbouring ranks compute
+            with the same part, as query heads do that share a kv head.
     """
 
     size: int
@@ -219,7 +218,7 @@ class Piece:
 
 
 def own_parts(pieces: Sequence[Piece], rank: int, num_ranks: int) -> tuple[slice, ...]:
-    """The slices of the dim that one of the ranks computes with, a part of every piece.
+    """Return the slices of the dim that one rank computes with, a part of every piece.
 
     >>> own_parts([Piece(8, 4), Piece(4, 2)], 3, 4)
     (slice(6, 8, None), slice(10, 12, None))
@@ -238,7 +237,7 @@ class Collective:
 
     Args:
         kind: all_gather, all_reduce, reduce_scatter, all_to_all or local (a slice: no bytes).
-        axis: The mesh axis whose ranks talk.
+        axis: The mesh axis whose ranks communicate.
         dim: The tensor dim that is gathered or scattered; -1 for all_reduce.
     """
 
@@ -248,7 +247,7 @@ class Collective:
 
 
 def changes(source: Layout, target: Layout) -> tuple[Collective, ...]:
-    """The collectives that turn `source` into `target`, the table every room reads.
+    """Return the collectives that turn `source` into `target`; everything else uses this table.
 
     | from | to   | collective     |
     |------|------|----------------|
@@ -258,9 +257,9 @@ def changes(source: Layout, target: Layout) -> tuple[Collective, ...]:
     | R    | S(d) | local          |
     | S(d) | S(e) | all_to_all     |
 
-    Only the innermost cut of a dim can be undone, so cuts that both layouts begin with stay,
-    and those after them go innermost first before new ones come. Additions into whole pieces
-    come last, when the pieces are smallest.
+    Only the innermost axis of a dim can be undone. So leading axes that both layouts share stay,
+    and those after them are undone, innermost first, before new ones are applied. All-reduces come
+    last, when the shards are smallest.
     """
     assert set(target.partial) <= set(source.partial), "nothing is ever made partial on purpose"
     both = set(source.axes) & set(target.axes)
@@ -272,9 +271,9 @@ def changes(source: Layout, target: Layout) -> tuple[Collective, ...]:
     moved = {
         axis: dim
         for dim, axis in made
-        if pairs[dim][0] == pairs[dim][1][: kept[dim]]  # nothing to undo where it arrives,
-        and pairs[dim][1][kept[dim]] == axis  # it arrives first,
-        and any(old[-1:] == (axis,) for old in source.cuts)  # and leaves from the inside
+        if pairs[dim][0] == pairs[dim][1][: kept[dim]]  # nothing is undone in its new dim,
+        and pairs[dim][1][kept[dim]] == axis  # it is applied first there,
+        and any(old[-1:] == (axis,) for old in source.cuts)  # and it is innermost in its old dim
     }
     moves = [Collective("all_to_all", axis, dim) for axis, dim in moved.items()]
     gathers = [Collective("all_gather", axis, dim) for dim, axis in undone if axis not in moved]
@@ -288,7 +287,7 @@ def changes(source: Layout, target: Layout) -> tuple[Collective, ...]:
     return (*moves, *gathers, *cuts, *sums)
 
 
-# The thousands of tensors of a model lie in a handful of ways.
+# The thousands of tensors of a model have a handful of different layouts, so these are cached.
 
 
 @lru_cache(maxsize=64)
@@ -313,7 +312,7 @@ def _local_shape(layout: Layout, shape: tuple[int, ...], mesh: Mesh, rank: int) 
 
 
 def _parts(size: int, count: int) -> set[int]:
-    """The sizes of parts when something is cut into so many as `torch.chunk` does."""
+    """Return the sizes of the parts when `size` is divided into `count` as `torch.chunk` does."""
     piece = -(-size // count)
     whole, rest = divmod(size, piece) if piece else (0, 0)
     parts = {piece} if whole else set()
@@ -322,14 +321,14 @@ def _parts(size: int, count: int) -> set[int]:
 
 
 def _turns(size: int, count: int) -> set[int]:
-    """Which of these parts are smaller than the part before."""
+    """Return the indices of the parts that are smaller than the part before."""
     piece = -(-size // count)
     whole, rest = divmod(size, piece) if piece else (0, 0)
     return {whole, whole + bool(rest)} - {0, *range(count, whole + 2)}
 
 
 def _joint(axes: Sequence[str]) -> list[list[str]]:
-    """The cuts of a dim in order, axes that cut in one go together."""
+    """Return the axes of a dim in order, those that shard as one axis grouped together."""
     out: list[list[str]] = []
     for axis in axes:
         if out and axis in SHARD_AXES and out[-1][-1] in SHARD_AXES:
@@ -340,6 +339,6 @@ def _joint(axes: Sequence[str]) -> list[list[str]]:
 
 
 def _common(left: Sequence[str], right: Sequence[str]) -> int:
-    """How many leading items are equal."""
+    """Return how many leading items are equal."""
     same = [a == b for a, b in zip(left, right, strict=False)]
     return (same + [False]).index(False)

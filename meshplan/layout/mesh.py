@@ -1,7 +1,7 @@
-"""The device mesh: named axes, outermost first, and where each rank stands on them.
+"""The device mesh: named axes, outermost first, and the coordinates of each rank.
 
-Knows sizes and coordinates. Refuses to know devices, links or process groups (`hardware`,
-`runtime.base.mesh`).
+This module handles sizes and coordinates. Devices and links are in `hardware`, process groups in
+`runtime.base.mesh`.
 """
 
 from __future__ import annotations
@@ -12,30 +12,31 @@ from dataclasses import dataclass
 from typing import Final
 
 AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
-"""Every axis name a plan may use, outermost first (torchtitan's and accelerate's names)."""
+"""Every axis name that a plan may use, outermost first (torchtitan's and accelerate's names)."""
 
 DATA_AXES: Final = ("dp_replicate", "dp_shard")
-"""The axes over which ranks see different samples."""
+"""The axes over which ranks read different samples."""
 
 GRADIENT_AXES: Final = (*DATA_AXES, "cp")
-"""The axes over which ranks see different tokens: losses and gradients are averaged over them.
-Ranks along cp hold other parts of the same samples."""
+"""The axes over which ranks process different tokens: losses and gradients are averaged over them.
+Ranks along cp process different parts of the same samples.
+"""
 
 SHARD_AXES: Final = ("dp_shard", "cp")
-"""The axes that cut a sharded parameter, together and in one go: into pieces of ceil(size /
-ranks), as along one axis of all their ranks."""
+"""The axes that shard a parameter together, as one axis with all their ranks would: into shards of
+ceil(size / ranks).
+"""
 
 EXPERT_SHARD: Final = "efsdp"
-"""What ep leaves of the axis whose ranks it borrows: experts are sharded over it (torchtitan's
-name)."""
+"""The rest of the axis whose ranks ep borrows: experts are sharded over it (torchtitan's name)."""
 
 UNIT_AXES: Final = (*SHARD_AXES, EXPERT_SHARD)
-"""The axes over which some unit's parameters are cut at rest and gathered for use."""
+"""The axes over which some unit's parameters are sharded at rest and gathered for use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One named direction of the mesh."""
+    """One named axis of the mesh."""
 
     name: str
     size: int
@@ -46,10 +47,10 @@ class Loan:
     """An axis that has no ranks of its own: `ep: 2 in dp_shard`.
 
     Args:
-        name: The axis that borrows; neighbours along the lender differ in it first.
-        size: Its ranks.
-        within: The axis that lends.
-        rest: What the lender is along this axis's other ranks: `within` is `rest` x `name`.
+        name: The axis that borrows; neighbouring ranks along the lender differ in it first.
+        size: Number of ranks along the borrowing axis.
+        within: The axis that lends its ranks.
+        rest: Name of the lender's other factor: `within` is `rest` x `name`.
     """
 
     name: str
@@ -60,10 +61,10 @@ class Loan:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Named axes, outermost first; ranks count through the last axis fastest.
+    """Named axes, outermost first; ranks are numbered with the last axis fastest.
 
-    A borrowed axis is none of `axes`, `names` and `sizes`: its ranks are counted there already.
-    It has a size and coordinates.
+    A borrowed axis is not in `axes`, `names` and `sizes`, because its ranks are already counted by
+    its lender. It has a size and coordinates.
 
     >>> mesh = Mesh.of({"dp_replicate": 2, "dp_shard": 4})
     >>> mesh.world_size, mesh.size("tp"), mesh.coordinates(5)
@@ -78,7 +79,7 @@ class Mesh:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> Mesh:
-        """A mesh from `{axis: size}` in the order given."""
+        """Make a mesh from `{axis: size}` in the order given."""
         return cls(tuple(Axis(name, size) for name, size in sizes.items()))
 
     @property
@@ -94,7 +95,7 @@ class Mesh:
         return math.prod(axis.size for axis in self.axes)
 
     def size(self, *names: str) -> int:
-        """Ranks along these axes together; an axis the mesh does not have counts 1."""
+        """Return the number of ranks along these axes together; a missing axis counts 1."""
         if not self.loans:
             found = (axis.size for name in names for axis in self.axes if axis.name == name)
             return math.prod(found)
@@ -104,12 +105,12 @@ class Mesh:
         return math.prod(sizes.get(name, 1) for name in names)
 
     def present(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Those of `names` that this mesh has, outermost first."""
+        """Return those of `names` that this mesh has, outermost first."""
         wanted = set(names)
         return tuple(name for name in self.names if name in wanted)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands on every axis."""
+        """Return the coordinate of `rank` on every axis, borrowed axes included."""
         out: dict[str, int] = {}
         for axis in reversed(self.axes):
             rank, out[axis.name] = divmod(rank, axis.size)
@@ -119,9 +120,9 @@ class Mesh:
         return at
 
     def index(self, rank: int, names: Iterable[str]) -> int:
-        """The position of `rank` among the ranks along `names`, outermost axis slowest.
+        """Return the position of `rank` among the ranks along `names`, outermost axis slowest.
 
-        Which part of a global batch a rank reads is `index(rank, DATA_AXES)`.
+        `index(rank, DATA_AXES)` is the part of a global batch that a rank reads.
         """
         wanted = set(names)
         position = 0
@@ -131,7 +132,7 @@ class Mesh:
         return position
 
     def indices(self, names: Iterable[str]) -> list[int]:
-        """`index` of every rank, of which there may be very many."""
+        """Return `index` of every rank at once, fast enough for very many ranks."""
         wanted, weight, weights = set(names), 1, {}
         for name in reversed(self.coordinates(0)):
             if name in wanted:
@@ -150,9 +151,9 @@ class Mesh:
         return out
 
     def spread(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The axes of more than one rank among these, borrowed ones too, outermost first.
+        """Return the axes of more than one rank among `names`, also borrowed ones, outermost first.
 
-        A lender stands for itself and for all that it lends, in whatever words it is named.
+        If a lender is named, or all axes that its ranks are divided into, the lender is returned.
 
         >>> mesh = Mesh((Axis("dp_shard", 4), Axis("tp", 1)), (Loan("ep", 2, "dp_shard"),))
         >>> mesh.spread(("tp", "ep")), mesh.spread(("ep", "efsdp"))

@@ -1,6 +1,7 @@
-"""Optimizers whose state is not so many tensors like the parameter: what they keep, in bytes.
+"""Optimizers whose state is not a number of tensors like the parameter: the bytes they keep.
 
-`spec.OPTIMIZER_STATES` counts those that are. These depend on the shape, so each is a function.
+`spec.OPTIMIZER_STATES` counts the state tensors of all others. The state of these depends on the
+parameter's shape, so each is a function.
 """
 
 from __future__ import annotations
@@ -13,19 +14,20 @@ from typing import Final
 
 _Bytes = Callable[[tuple[int, ...], int, int], int]
 _COUNTER: Final = 4
-"""The step count of one parameter, a float32 scalar."""
+"""Bytes of the step count of one parameter, a float32 scalar."""
 _BLOCK: Final = 256
 _LEAST_OF_8_BITS: Final = 4096
-"""Elements that share a scale, and from how many on a tensor is kept in 8 bits."""
+"""Elements from which on a tensor's state is in 8 bits; `_BLOCK` elements then share a scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStateBytes:
-    """Bytes of each tensor that is kept of one parameter.
+    """Bytes of each state tensor of one parameter.
 
     Args:
-        here: Of those on the device.
-        counters: Of those that torch keeps on the host, where that is another memory.
+        here: Bytes of each tensor on the device.
+        counters: Bytes of each step counter that torch keeps on the host, if that is another
+            memory.
     """
 
     here: tuple[int, ...]
@@ -33,7 +35,7 @@ class OptimizerStateBytes:
 
 
 def _adafactor(shape: tuple[int, ...], local_numel: int, element_bytes: int) -> OptimizerStateBytes:
-    """A mean for each row and each column, which no axis cuts; of a vector all squares.
+    """One mean per row and per column, which no axis shards; for a vector, all squares.
 
     Source: torch 2.13, optim/_adafactor.py; Shazeer and Stern 2018, section 3.
     """
@@ -44,7 +46,7 @@ def _adafactor(shape: tuple[int, ...], local_numel: int, element_bytes: int) -> 
 
 
 def _muon(shape: tuple[int, ...], local_numel: int, element_bytes: int) -> OptimizerStateBytes:
-    """A momentum of matrices, AdamW's state of all others. Source: torch 2.13, optim/_muon.py."""
+    """A momentum for matrices, AdamW's state for all others. Source: torch 2.13, optim/_muon.py."""
     size = local_numel * element_bytes
     return (
         OptimizerStateBytes((size,))
@@ -56,7 +58,7 @@ def _muon(shape: tuple[int, ...], local_numel: int, element_bytes: int) -> Optim
 def _adamw_8bit(
     shape: tuple[int, ...], local_numel: int, element_bytes: int
 ) -> OptimizerStateBytes:
-    """Two moments of a byte an element and a float32 scale for each block; small ones in float32.
+    """Two moments of one byte per element, and a float32 scale per block; small tensors in float32.
 
     Source: bitsandbytes 0.45, optim/optimizer.py, `Optimizer2State.init_state`.
     """
@@ -68,7 +70,7 @@ def _adamw_8bit(
 SHAPED_TENSORS: Final[Mapping[str, Callable[[tuple[int, ...], int, int], OptimizerStateBytes]]] = (
     MappingProxyType({"adafactor": _adafactor, "muon": _muon, "adamw_8bit": _adamw_8bit})
 )
-"""By the word of a plan: (shape, elements on this rank, bytes of one) -> what is kept of it."""
+"""Functions (shape, elements on this rank, bytes of one) -> state tensors, by a plan's word."""
 
 
 def _bytes_of(tensors: Callable[[tuple[int, ...], int, int], OptimizerStateBytes]) -> _Bytes:
@@ -82,7 +84,7 @@ def _bytes_of(tensors: Callable[[tuple[int, ...], int, int], OptimizerStateBytes
 SHAPED_STATES: Final[Mapping[str, _Bytes]] = MappingProxyType(
     {word: _bytes_of(tensors) for word, tensors in SHAPED_TENSORS.items()}
 )
-"""By the word of a plan: (shape, elements on this rank, bytes of one) -> bytes kept of it."""
+"""Functions (shape, elements on this rank, bytes of one) -> bytes of state, by a plan's word."""
 
 CALLED: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -93,11 +95,11 @@ CALLED: Final[Mapping[str, str]] = MappingProxyType(
         ),
     }
 )
-"""What is said of those that are not torch's."""
+"""Descriptions of the optimizers that are not torch's."""
 
 
 def called(word: str) -> str:
-    """What is taken for the optimizer of a plan.
+    """Return a description of the implementation that is assumed for an optimizer of a plan.
 
     >>> called("adamw")
     "torch's adamw with its defaults"

@@ -1,8 +1,8 @@
-"""Pipeline schedules: in which order each rank computes and sends, as plain lists.
+"""Pipeline schedules: the order in which each rank computes and sends, as plain lists.
 
-A schedule is a row: how stages lie on ranks, whether the backward is split in two, and the order
-of its compute steps. What is sent between ranks follows from the order, by playing it once.
-Refuses to know what a stage computes and how long that takes.
+A schedule says how stages are placed on ranks, whether the backward is split in two, and the order
+of its compute steps. The sends between ranks follow from the order, by playing it once. The
+computation and duration of a stage are not used here.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that a rank does.
+    """One step of a rank.
 
     Args:
-        kind: F forward, B backward, I the part of it that gives the gradients of the inputs, W
-            the part that gives those of the weights; SEND_F and SEND_B what a forward or a
-            backward of `stage` gave, RECV_F and RECV_B what a forward or a backward of `stage`
-            needs.
-        stage: The stage it belongs to.
-        microbatch: Which one, from 0.
+        kind: F is the forward, B the backward, I the part of the backward that computes gradients
+            of the inputs, W the part that computes gradients of the weights. SEND_F and SEND_B send
+            the result of a forward or backward of `stage`; RECV_F and RECV_B receive the input of a
+            forward or backward of `stage`.
+        stage: The stage that the step belongs to.
+        microbatch: Index of the microbatch, from 0.
     """
 
     kind: Kind
@@ -39,17 +39,19 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """One row.
+    """One pipeline schedule.
 
     Args:
         name: The plan's word, which is torch's.
-        is_v: Rank r holds stages r and 2P-1-r; else r, r + P, r + 2P, ...
-        virtual: Stages per rank that it needs; None for two or more.
-        splits_backward: Whether weights get their gradients in a step of their own.
-        order: (rank, ranks, stages per rank, microbatches) -> the compute steps of the rank.
-        in_turn: Whether, once it has warmed up, each forward is followed by a backward, so that
-            further microbatches hold no more than those before them.
-        problem: (ranks, microbatches) -> why this number of microbatches does not do, or "".
+        is_v: If True, rank r has stages r and 2P-1-r; else r, r + P, r + 2P, ...
+        virtual: Stages per rank that the schedule needs; None for two or more.
+        splits_backward: If True, gradients of the weights are computed in a step of their own.
+        order: Function (rank, ranks, stages per rank, microbatches) -> the compute steps of the
+            rank.
+        in_turn: If True, each forward after the warm-up is followed by a backward, so that further
+            microbatches need no more memory than those before them.
+        problem: Function (ranks, microbatches) -> why this number of microbatches is refused, or
+            "".
     """
 
     name: str
@@ -61,27 +63,33 @@ class Schedule:
     problem: Callable[[int, int], str] = lambda ranks, count: ""
 
     def rank_of(self, stage: int, ranks: int) -> int:
-        """The place along pp of the rank that holds a stage."""
+        """Return the position along pp of the rank that has a stage."""
         if self.is_v and stage >= ranks:
             return 2 * ranks - 1 - stage
         return stage % ranks
 
 
 def _gpipe(rank: int, ranks: int, virtual: int, count: int) -> Iterator[Action]:
-    """Source: Huang et al. 2019 (GPipe), section 2."""
+    """GPipe: all forwards, then all backwards.
+
+    Source: Huang et al. 2019 (GPipe), section 2.
+    """
     for kind in ("F", "B"):
         yield from (Action(kind, rank, m) for m in range(count))
 
 
 def _breadth_first(rank: int, ranks: int, virtual: int, count: int) -> Iterator[Action]:
-    """Source: Lamy-Poirier 2023 (breadth-first pipeline parallelism), section 4."""
+    """Breadth-first: all forwards stage by stage, then all backwards in reverse stage order.
+
+    Source: Lamy-Poirier 2023 (breadth-first pipeline parallelism), section 4.
+    """
     stages = [rank + ranks * chunk for chunk in range(virtual)]
     yield from (Action("F", s, m) for s in stages for m in range(count))
     yield from (Action("B", s, m) for s in reversed(stages) for m in range(count))
 
 
 def _alternating(rank: int, ranks: int, virtual: int, count: int) -> Iterator[Action]:
-    """Warm up, then one forward and one backward in turn.
+    """Warm up, then alternate one forward and one backward.
 
     Source: Narayanan et al. 2021 (Megatron-LM), section 2.2.
     """
@@ -99,7 +107,7 @@ def _alternating(rank: int, ranks: int, virtual: int, count: int) -> Iterator[Ac
 
 
 def _zero_bubble(rank: int, ranks: int, virtual: int, count: int) -> Iterator[Action]:
-    """As `_alternating`, with weights' gradients moved to where a rank would wait.
+    """Alternate like `_alternating`, with weight gradients moved to where a rank would wait.
 
     Source: Qi et al. 2023 (zero bubble), section 3 (ZB-H1), on interleaved stages.
     """
@@ -120,14 +128,14 @@ def _zero_bubble(rank: int, ranks: int, virtual: int, count: int) -> Iterator[Ac
 
 
 def _round(ranks: int, count: int) -> int:
-    """Microbatches that go through one stage of a rank before the rank turns to its next."""
+    """Return how many microbatches pass through one stage of a rank before its next stage."""
     return count // max(1, count // ranks)
 
 
 def _rounds(
     rank: int, ranks: int, virtual: int, count: int
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(stage, microbatch) of a looped rank's forwards and backwards, each in order."""
+    """Return (stage, microbatch) of a looped rank's forwards and of its backwards, in order."""
     size = _round(ranks, count)
     forwards, backwards = [], []
     for begin in range(0, count, size):
@@ -144,7 +152,7 @@ def _whole_rounds(ranks: int, count: int) -> str:
 
 
 def _zbv(rank: int, ranks: int, virtual: int, count: int) -> Iterator[Action]:
-    """Greedy on the V: gradients of inputs first, then forwards, weights in the gaps.
+    """Schedule greedily on the V: gradients of inputs first, then forwards, weights in the gaps.
 
     Holds at most 2P activations of a stage, as 1F1B does of its longer ones.
 
@@ -195,7 +203,10 @@ def _play_v(ranks: int, count: int) -> list[list[Action]]:
 
 
 def _dual_pipe_v(rank: int, ranks: int, virtual: int, count: int) -> Iterator[Action]:
-    """Source: DeepSeek-AI 2025 (DualPipe), "cut-in-half" DualPipeV, its eight steps."""
+    """Run the eight steps of DualPipeV.
+
+    Source: DeepSeek-AI 2025 (DualPipe), "cut-in-half" DualPipeV, its eight steps.
+    """
     stages = (rank, 2 * ranks - 1 - rank)
     place: dict[tuple[str, int], int] = {}
     waiting: list[tuple[int, int]] = []
@@ -266,7 +277,7 @@ SCHEDULES: Final[Mapping[str, Schedule]] = MappingProxyType(
 
 
 def forward_only(schedule: Schedule, ranks: int, virtual: int) -> tuple[tuple[Action, ...], ...]:
-    """One microbatch through all stages, per rank."""
+    """Return the actions per rank for one microbatch through all stages."""
     computes: list[list[Action]] = [[] for _ in range(ranks)]
     for stage in range(ranks * virtual):
         computes[schedule.rank_of(stage, ranks)].append(Action("F", stage, 0))
@@ -277,45 +288,48 @@ def forward_only(schedule: Schedule, ranks: int, virtual: int) -> tuple[tuple[Ac
 def actions(
     schedule: Schedule, ranks: int, virtual: int, count: int
 ) -> tuple[tuple[Action, ...], ...]:
-    """What each rank does in one step, in order.
+    """Return the actions of each rank in one step, in order.
 
     Args:
-        ranks: Along pp.
+        schedule: The schedule.
+        ranks: Number of ranks along pp.
         virtual: Stages per rank.
-        count: Microbatches.
+        count: Number of microbatches.
 
     Returns:
-        Per rank. Sends and receives stand in one global order on all ranks, so that no two can
-        wait for each other even where each blocks.
+        One tuple of actions per rank. Sends and receives are in one global order on all ranks, so
+        that no two ranks can wait for each other even if each send or receive blocks.
     """
     computes = [list(schedule.order(rank, ranks, virtual, count)) for rank in range(ranks)]
     return _play(schedule, ranks, virtual, computes)
 
 
 def telling(schedule: Schedule, ranks: int, count: int) -> int:
-    """How many microbatches show all that a rank ever holds in a step of so many.
+    """Return how many microbatches suffice to show the peak memory of a step with `count` of them.
 
-    Those between warming up and the end are like each other; a few of them are enough.
+    The microbatches between warm-up and the end are equal in memory; a few of them are enough.
     """
     if not schedule.in_turn:
         return count
     if schedule.virtual == 1:
         return min(count, 2 * ranks + 2)
-    # Interleaved ones go in rounds; one that is not full is different.
+    # Interleaved schedules run in rounds; a round that is not full differs from the others.
     return min(count, 4 * ranks) if count % ranks == 0 else count
 
 
 def released(
     orders: tuple[tuple[Action, ...], ...], rank: int
 ) -> Mapping[Action, tuple[Action, ...]]:
-    """By a compute step of a rank, those of its sends that are known to have arrived before it.
+    """Return, by compute step of a rank, those of its sends known to have arrived before it.
 
-    What a stage got it had before it sends something back: a gradient that arrives tells that the
-    forward had, a forward that its sender sent after a backward tells that the backward's gradient
-    had. So what was sent need not be kept until all is done, and nobody has to wait to know.
+    A stage that sends something back has received its input before. So a gradient that arrives
+    shows that the forward had arrived, and a forward that its sender sent after a backward shows
+    that this backward's gradient had arrived. Sent tensors can therefore be freed before the end of
+    the step, without waiting for the send.
 
     Args:
-        orders: As `actions` gives them.
+        orders: The actions of all ranks, as returned by `actions`.
+        rank: The rank, by its position along pp.
     """
     own = set(orders[rank])
     following: dict[tuple[int, int], int] = {}
@@ -355,7 +369,7 @@ def _play(
         return [("F", stage, m)] + ([("B", stage + 1, m)] if stage < last else [])
 
     while any(at[rank] < len(computes[rank]) for rank in range(ranks)):
-        # Who can go is looked at first: what is made in this round is there in the next.
+        # Find the ranks that can proceed first: results of this round count only in the next one.
         going = [
             rank
             for rank in range(ranks)

@@ -1,13 +1,14 @@
-"""Tensor-parallel styles as data: which named dim is cut, and how activations flow in and out.
+"""Tensor-parallel styles as data: the named dim that is sharded, and the layout of activations.
 
-A style says, for one kind of module, which dim of its parameters the axis cuts, what layout
-its input has outside and what it computes with, and the same for its output. `assign` reads
-the parameter side, `runtime.apply.tensor_parallel` the activation side. To add a style, add rows.
+A style says, for one kind of module, which dim of its parameters the axis shards, the layout of
+its input outside the module and inside its computation, and the same for its output. `assign` uses
+the parameter side, `runtime.apply.tensor_parallel` the activation side. To add a style, add its
+entries to `_rows`.
 
-Activation layouts are written as placements of one axis: "R" (replicas), "S(-1)" (cut along
-the last dim), "P" (addends), and "outside": what activations look like between styled modules,
-"R" usually and "S(1)" (cut along the sequence) under `sequence_parallel: true`. "gathered" is
-"R" that was put together for a module around, which adds up the addends of the gradient as well.
+Activation layouts are written as placements on one axis: "R" (replicated), "S(-1)" (sharded along
+the last dim), "P" (partial sums), and "outside": the layout of activations between styled modules,
+usually "R", and "S(1)" (sharded along the sequence) under `sequence_parallel: true`. "gathered" is
+"R" that was gathered for an enclosing module, which also sums the partial gradients.
 
 Source: Megatron-LM (Shoeybi et al. 2019, section 3) for colwise and rowwise; Korthikanti et al.
 2022, section 4.2 for sequence_parallel; the names are those of transformers' tp plans.
@@ -24,15 +25,15 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
-    """How one kind of module computes on shards.
+    """The tensor-parallel computation of one kind of module.
 
     Args:
         name: The word in plan.yaml.
-        kind: The `ModuleInfo.kind` that this row is for.
-        cut_dim: The named dim of the parameters that the axis cuts; None cuts nothing.
+        kind: The `ModuleInfo.kind` that the style applies to.
+        cut_dim: The named dim of the parameters that the axis shards; None shards nothing.
         input: (layout outside, layout computed with).
         output: (layout computed, layout outside).
-        gradient: "P" where each rank has an addend of the output's gradient, else "".
+        gradient: "P" if each rank has a partial sum of the output's gradient, else "".
     """
 
     name: str
@@ -78,7 +79,7 @@ STYLES: Final[Mapping[tuple[str, str], Style]] = MappingProxyType(_rows())
 """Every style by (name, module kind)."""
 
 GATHERED: Final = "gathered"
-"""What arrives is whole, and each rank leaves an addend of its gradient to who put it together."""
+"""Input layout that is replicated; each rank's partial gradient is summed where it was gathered."""
 
 LOGITS: Final = Style(
     name="logits",
@@ -87,8 +88,9 @@ LOGITS: Final = Style(
     input=("outside", "R"),
     output=("S(-1)", "S(-1)"),
 )
-"""What the style of a head becomes under `loss_parallel: true`: its output stays cut, known by
-its whole shape, while the loss is computed."""
+"""The style that replaces the head's own under `loss_parallel: true`. Its output stays sharded, and
+carries its global shape, while the loss is computed.
+"""
 GRADIENTS_ADDED: Final = Style(
     name="gradients_added",
     kind="linear",
@@ -97,8 +99,9 @@ GRADIENTS_ADDED: Final = Style(
     output=("R", "R"),
     gradient="P",
 )
-"""A projection left whole whose result meets cut values only. Nobody can state it: that it meets
-nothing else takes a proof."""
+"""A projection left replicated whose result meets sharded values only. A plan cannot state it: that
+the result meets nothing else has to be proved.
+"""
 
 STYLE_NAMES: Final = tuple(dict.fromkeys(name for name, _ in STYLES))
 
@@ -106,7 +109,7 @@ PLANNED_STYLES: Final = ("packed_rowwise",)
 """Words of the format that this version refuses with "not yet"."""
 
 EXPERT_STYLE: Final = "ep_dispatch_experts"
-"""The one style of ep: each rank holds some of the experts, and tokens travel to them."""
+"""The only style of ep: each rank holds some of the experts, and tokens are sent to them."""
 
 _PLACEMENTS: Final[Mapping[tuple[str, str], str]] = MappingProxyType(
     {
@@ -118,7 +121,7 @@ _PLACEMENTS: Final[Mapping[tuple[str, str], str]] = MappingProxyType(
         ("embedding", "embed"): "colwise_gather_output",
     }
 )
-"""The style that computes on a module whose weight is declared `S(d)`, by the dim cut."""
+"""The style for a module whose weight is declared `S(d)`, by (module kind, sharded dim)."""
 
 WEIGHT_DIMS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -134,7 +137,7 @@ _PLACEMENT = re.compile(r"^(?:s|shard)\(\s*(-?\d+)\s*\)$", re.IGNORECASE)
 
 
 def dims_of(kind: str, name: str, ndim: int) -> tuple[str, ...]:
-    """The named dims of the parameter `name` of a module of this kind, "" where unknown.
+    """Return the named dims of the parameter `name` of a module of this kind, "" where unknown.
 
     >>> dims_of("conv1d", "weight", 2), dims_of("linear", "bias", 1)
     (('in', 'out'), ('out',))
@@ -150,7 +153,7 @@ def dims_of(kind: str, name: str, ndim: int) -> tuple[str, ...]:
 
 
 def parse_placement(word: str) -> int | None:
-    """The dim of a `S(d)` / `Shard(d)` word, None for any other word.
+    """Return the dim of a `S(d)` / `Shard(d)` word, None for any other word.
 
     >>> parse_placement("shard(1)"), parse_placement("colwise")
     (1, None)
@@ -160,7 +163,7 @@ def parse_placement(word: str) -> int | None:
 
 
 def parse_packed(word: str) -> tuple[str, tuple[int, ...]]:
-    """A style's name and what stands in brackets: a number of equal pieces, or their sizes.
+    """Split a style into its name and the numbers in brackets: a count of pieces, or their sizes.
 
     >>> parse_packed("packed_colwise(64, 16, 16)"), parse_packed("colwise")
     (('packed_colwise', (64, 16, 16)), ('colwise', ()))
@@ -172,7 +175,7 @@ def parse_packed(word: str) -> tuple[str, tuple[int, ...]]:
 
 
 def style_for(word: str, kind: str) -> Style | None:
-    """The row for a style name or an `S(d)` on a module of this kind; None when it has none."""
+    """Return the style for a style name or an `S(d)` on a module of this kind; None without one."""
     dim = parse_placement(word)
     if dim is not None:
         dims = WEIGHT_DIMS.get(kind, ())
@@ -183,5 +186,5 @@ def style_for(word: str, kind: str) -> Style | None:
 
 
 def kinds_of(name: str) -> tuple[str, ...]:
-    """The module kinds that a style name exists for."""
+    """Return the module kinds for which a style name exists."""
     return tuple(kind for style, kind in STYLES if style == parse_packed(name)[0])

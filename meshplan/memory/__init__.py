@@ -1,8 +1,9 @@
-"""What a plan costs in bytes.
+"""Estimate the memory of a plan on every rank, in bytes.
 
-`states` sums what is resident, from the layouts alone. `log` is one step of one rank, storage by
-storage, as `runtime.fake_step.step` traces it; `allocator` plays it on torch's caching allocator,
-and `driver` knows what lies outside of that.
+`answer.states` sums what is resident between steps, from the layouts alone. An `EventLog` is one
+step of one rank, allocation by allocation; `runtime.fake_step.step` traces it, and `replay`
+composes it by rules. `log.allocator` plays a log on a model of torch's caching allocator, and
+`log.driver` adds the device memory outside of that allocator.
 """
 
 from meshplan.memory.answer.estimate import MemoryEstimate

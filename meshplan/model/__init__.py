@@ -1,1 +1,1 @@
-"""What a model is, without torch: modules, tensors, the operations of a forward, dims, stages."""
+"""A model without torch: modules, tensors, the operations of a forward, dims, stages."""

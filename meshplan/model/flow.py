@@ -1,8 +1,8 @@
 """One forward pass as data: its tensors, its operations and its module calls, in order.
 
-Recorded by `runtime.trace.ops` from a live model without running a single number. Tensor
-parallelism reads from it which dims belong together, pipelines what lives across a cut.
-Refuses to know torch: an operation is a name, such as "aten.mm.default", and its arguments.
+`runtime.trace.ops` records it from a live model without computing a number. Tensor parallelism
+reads from it which dims belong together, pipelines which values live across a stage boundary.
+torch is not needed: an operation is a name, such as "aten.mm.default", and its arguments.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Stands for a tensor inside the arguments of an operation.
+    """A tensor among the arguments of an operation.
 
     Args:
-        value: The `Value.id`.
+        value: The tensor's `Value.id`.
     """
 
     value: int
@@ -25,16 +25,16 @@ class Ref:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """One tensor of the forward pass, at one moment: writing into it makes another value.
+    """One tensor of the forward pass at one moment; an in-place write makes another value.
 
     Args:
-        id: Its place in `Flow.values`.
-        shape: What the recorded inputs made of it.
+        id: Index in `Flow.values`.
+        shape: Shape with the recorded inputs.
         dtype: Name such as "float32".
-        origin: Where it comes from. A constant is a tensor that is neither computed nor
+        origin: Source of the tensor. A constant is a tensor that is neither computed nor
             registered: an attribute, or one made outside of every recorded operation.
         name: The fqn of a parameter or buffer, the path of an input ("input_ids", "0"), else "".
-        digest: Of a constant's numbers; "" where they are not known.
+        digest: Hash of a constant's numbers; "" if they are not known.
     """
 
     id: int
@@ -50,14 +50,14 @@ class Op:
     """One operation.
 
     Args:
-        name: Operator and overload, such as "aten.add.Tensor"; `UPDATE` for what writing into
-            a tensor does to the views of it.
-        args, kwargs: As they were passed, tensors as `Ref`.
-        outputs: Value ids.
-        call: The innermost module call that ran it: a place in `Flow.calls`.
-        is_pointwise: Every element of the result depends on one element of each argument.
-        is_random: It draws random numbers.
-        mutates: Value ids that it overwrote, as they were before.
+        name: Operator and overload, such as "aten.add.Tensor"; `UPDATE` for the effect of an
+            in-place write on the views of the tensor.
+        args, kwargs: The arguments as they were passed, tensors as `Ref`.
+        outputs: Value ids of the results.
+        call: The innermost module call that ran it, as an index in `Flow.calls`.
+        is_pointwise: True if every element of the result depends on one element of each argument.
+        is_random: True if it draws random numbers.
+        mutates: Value ids of the tensors that it overwrote, as they were before.
         rewrites: Value ids of the same tensors, as they are after; among `outputs`.
     """
 
@@ -79,11 +79,11 @@ class Op:
 
 
 UPDATE = "meshplan.update"
-"""(old value, written value) -> the old tensor as it is after memory that it shares was written."""
+"""Operation (old value, written value) -> the old tensor after a write to memory it shares."""
 
 
 def refs(item: Any) -> Iterator[int]:
-    """The value ids in nested arguments."""
+    """Yield the value ids in nested arguments."""
     if isinstance(item, Ref):
         yield item.value
     elif isinstance(item, tuple | list):
@@ -99,12 +99,12 @@ class Call:
     """One call of one module.
 
     Args:
-        id: Its place in `Flow.calls`; calls stand in the order in which they began.
+        id: Index in `Flow.calls`, which is ordered by the start of the calls.
         module: The module's first fqn, "" for the root.
-        parent: The call around it; None for the root's.
-        inputs: (path in the arguments, value id), such as ("0", 3) or ("mask", 7).
-        outputs: (path in the result, value id); ("", 9) where the result is a tensor.
-        ops: The operations inside it, as (first, behind the last) in `Flow.ops`.
+        parent: The enclosing call; None for the root's.
+        inputs: Pairs (path in the arguments, value id), such as ("0", 3) or ("mask", 7).
+        outputs: Pairs (path in the result, value id); ("", 9) if the result is a tensor.
+        ops: The operations inside it, as a half-open range (first, end) in `Flow.ops`.
     """
 
     id: int
@@ -117,12 +117,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttributeWrite:
-    """An attribute or buffer that the forward set to something else, for the next one to find.
+    """An attribute or buffer that the forward replaced, and that the next forward reads.
 
     Args:
         module: The first fqn of the module that it belongs to.
-        name: Its own, with keys and places behind it for what lies in a list or a mapping.
-        old, new: Value ids before and after; None where there is no tensor.
+        name: The attribute's name, followed by keys and indices for items of a list or a mapping.
+        old, new: Value ids before and after; None if there is no tensor.
     """
 
     module: str
@@ -137,9 +137,9 @@ class Flow:
 
     Args:
         values: Every tensor, by id.
-        ops: In the order in which they ran.
+        ops: The operations in the order in which they ran.
         calls: Module calls; the first is the root's.
-        changes: What it set; writing into a tensor is an operation instead.
+        changes: Attributes that the forward set; an in-place write is an operation instead.
     """
 
     values: tuple[Value, ...]
@@ -160,11 +160,11 @@ class Flow:
         object.__setattr__(self, "_users", {v: tuple(found) for v, found in users.items()})
 
     def producer(self, value: int) -> int | None:
-        """The number of the operation that made a value; None for inputs, weights, constants."""
+        """Return the index of the op that made a value; None for inputs, weights, constants."""
         return self._producer.get(value)
 
     def users(self, value: int) -> tuple[int, ...]:
-        """The numbers of the operations that read a value."""
+        """Return the indices of the operations that read a value."""
         return self._users.get(value, ())
 
     @property
@@ -174,17 +174,17 @@ class Flow:
 
     @property
     def outputs(self) -> tuple[tuple[str, int], ...]:
-        """(path, value id) of what the model returns."""
+        """(path, value id) of the model's outputs."""
         return self.calls[0].outputs
 
     def around(self, call: int) -> Iterator[Call]:
-        """A call and those around it, innermost first."""
+        """Yield a call and its enclosing calls, innermost first."""
         at: int | None = call
         while at is not None:
             yield self.calls[at]
             at = self.calls[at].parent
 
     def parameters_of(self, op: Op) -> tuple[str, ...]:
-        """The parameters that an operation reads directly."""
+        """Return the names of the parameters that an operation reads directly."""
         values = (self.values[v] for v in op.inputs)
         return tuple(v.name for v in values if v.origin == "parameter")

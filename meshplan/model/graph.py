@@ -1,7 +1,7 @@
 """The model as data: its modules, its tensors and the names of their dims.
 
-Made by `blueprint` from a config file and by `runtime.trace.structure` from a live `nn.Module`;
-read by everybody else. Refuses to know torch.
+`blueprint` makes it from a config file and `runtime.trace.structure` from a live `nn.Module`; all
+other packages read it. torch is not needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 @cache
 def pattern_of(fqn: str) -> str:
-    """A name with `*` for the numbers in it.
+    """Return a name with `*` for the numbers in it.
 
     >>> pattern_of("model.layers.12.mlp")
     'model.layers.*.mlp'
@@ -33,12 +33,12 @@ def pattern_of(fqn: str) -> str:
 
 
 def is_inside(fqn: str, around: str) -> bool:
-    """Whether a module or tensor is `around` itself or lies below it; all lie below the root."""
+    """Return True if a module or tensor is `around` or below it; everything is below the root."""
     return not around or fqn == around or fqn.startswith(around + ".")
 
 
 def around(module: str) -> Iterator[str]:
-    """A module and those around it, innermost first, the root last."""
+    """Yield a module and its enclosing modules, innermost first, the root last."""
     while module:
         yield module
         module = module.rpartition(".")[0]
@@ -50,14 +50,14 @@ class TensorInfo:
     """One parameter or buffer.
 
     Args:
-        fqn: The first name under which `named_parameters` or `named_buffers` meets it.
+        fqn: The first name under which `named_parameters` or `named_buffers` yields it.
         shape: Global shape.
         dtype: Name such as "float32".
         dims: A name per dim ("out", "in", "vocab", "embed", "norm", ...), "" where unknown.
         aliases: Further names of the very same tensor (tied weights).
-        trainable: Whether it gets a gradient.
-        is_buffer: A buffer has neither gradient nor optimizer state and is never cut.
-        is_persistent: Whether it is part of the state dict.
+        trainable: True if it gets a gradient.
+        is_buffer: True for a buffer, which has no gradient or optimizer state and is never sharded.
+        is_persistent: True if it is part of the state dict.
     """
 
     fqn: str
@@ -79,12 +79,12 @@ class TensorInfo:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name of the tensor, its own first."""
+        """Every name of the tensor, `fqn` first."""
         return (self.fqn, *self.aliases)
 
     @property
     def module(self) -> str:
-        """The fqn of the module that holds it."""
+        """The fqn of the module that owns it."""
         return self.fqn.rpartition(".")[0]
 
 
@@ -96,20 +96,20 @@ class ModuleInfo:
         fqn: Dotted name; "" for the root.
         type: Class name such as "LlamaDecoderLayer".
         qualified_type: Class name with its module path, for `match: {type: pkg.Class}`.
-        kind: What styles may do with it: "linear", "embedding", "conv1d" (transformers'
+        kind: Category that styles depend on: "linear", "embedding", "conv1d" (transformers'
             transposed linear), "mha" (nn.MultiheadAttention), "norm", "batchnorm" ("own_batchnorm"
             with a forward of its own), "container" (ModuleList, Sequential, ModuleDict), "other".
         head_dim: For a projection inside an attention module, the elements of one head along
-            its head dim; None where the model does not say. A cut must keep heads whole.
-        packed: How many projections are fused in one weight, one after the other (3 for QKV);
+            its head dim; None if the model does not say. Shards must keep heads whole.
+        packed: Number of projections fused in one weight, one after the other (3 for QKV);
             1 if none.
-        pieces: Their sizes along the output dim, such as (4096, 1024, 1024) for q, k and v; ()
-            if it is none, or if the sizes are not known.
-        sizes: The integer attributes of an attention module that count heads or what follows
-            from their number, by name (`heads.ROLES`).
-        has_forward: Whether it is called itself; False for ModuleList and ModuleDict, which
-            only hold others and so cannot be a unit of sharding.
-        numbers: Integers above 1 that the instance holds as attributes, by name: its code may
+        pieces: Sizes of the fused projections along the output dim, such as (4096, 1024, 1024)
+            for q, k and v; () if nothing is fused, or if the sizes are not known.
+        sizes: The integer attributes of an attention module that count heads or follow from
+            their number, by name (`heads.ROLES`).
+        has_forward: True if it is called itself; False for ModuleList and ModuleDict, which
+            only contain others and so cannot be a unit of sharding.
+        numbers: Integers above 1 among the instance's attributes, by name: its code may
             build shapes from them.
         aliases: Further names of the very same module (shared submodules).
     """
@@ -132,18 +132,18 @@ class ModelGraph:
     """The module tree and its tensors, in definition order.
 
     Args:
-        name: What to call the model in a title.
-        modules: By fqn, parents before children, the root "" first.
-        tensors: By fqn; each tied or shared tensor once.
-        config: Facts a config file stated (heads, kv heads, layers, vocab), for checks.
-        flow: One recorded forward pass; None where nothing was recorded.
-        outline: In place of a recording, the order in which modules run and what goes between
-            them, each of them one operation: enough to cut stages, and nothing else.
+        name: The model's name for titles.
+        modules: Modules by fqn, parents before children, the root "" first.
+        tensors: Tensors by fqn; each tied or shared tensor once.
+        config: Facts that a config file stated (heads, kv heads, layers, vocab), for checks.
+        flow: One recorded forward pass; None if nothing was recorded.
+        outline: In place of a recording, the order in which modules run and the values that pass
+            between them, each module as one operation: enough to cut stages, and for nothing else.
         tp_preset: transformers' own tp plan of this model: its words by name of a module or a
-            parameter, with `*` for the numbers of layers. Empty where it has none.
-        tp_derived: Likewise, the styles that `tp_plan: auto` reads from the data flow of this
-            model, where that is known without one. Empty where it is not.
-        notes: What a reader has to know about where it is from.
+            parameter, with `*` for the numbers of layers. Empty if it has none.
+        tp_derived: The styles that `tp_plan: auto` derives from the data flow of this model, by the
+            same names, where they are known without a flow. Empty otherwise.
+        notes: Remarks for the reader on where the graph comes from.
     """
 
     name: str
@@ -160,17 +160,17 @@ class ModelGraph:
     _blocks: list[tuple[str, ...]] = field(
         init=False, repr=False, compare=False, default_factory=list
     )
-    """What `blocks` found, once it was asked."""
+    """Cached result of `blocks`, in a list that is empty before the first call."""
     _inside: dict[str, tuple[TensorInfo, ...]] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
-    """Likewise of `inside`, by module."""
+    """Cached result of `inside`, by module."""
     _inner_first: dict[str, int] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
-    """Likewise of `inner_first`."""
+    """Cached result of `inner_first`."""
     _order: dict[str, int] = field(init=False, repr=False, compare=False, default_factory=dict)
-    """Likewise of `order`."""
+    """Cached result of `order`."""
 
     def __post_init__(self) -> None:
         aliases = {alias: m.fqn for m in self.modules.values() for alias in m.aliases}
@@ -183,7 +183,7 @@ class ModelGraph:
         object.__setattr__(self, "_owned", by_module)
 
     def word_of(self, fqn: str, words: Mapping[str, str]) -> str | None:
-        """What `tp_preset` or `tp_derived` says of a module or a parameter."""
+        """Return the word of `tp_preset` or `tp_derived` for a module or a parameter."""
         return words.get(pattern_of(fqn)) if words else None
 
     @property
@@ -192,27 +192,27 @@ class ModelGraph:
 
     @property
     def num_params(self) -> int:
-        """Parameters, each tied one counted once."""
+        """Number of parameters, tied ones counted once."""
         return sum(t.numel for t in self.parameters)
 
     def first_name(self, module: str) -> str:
-        """The fqn of a module known by this or another name."""
+        """Return the fqn of a module, given this or another name of it."""
         return self._first_name.get(module, module)
 
     def owned(self, module: str) -> tuple[TensorInfo, ...]:
-        """The tensors held by exactly this module, tied ones included."""
+        """Return the tensors owned by exactly this module, tied ones included."""
         return self._owned.get(module, ())
 
     def inside(self, module: str) -> tuple[TensorInfo, ...]:
-        """The tensors of a module and of those below it, tied ones included."""
+        """Return the tensors of a module and of those below it, tied ones included."""
         return self._all_inside().get(module, ())
 
     def tracks_statistics(self, module: str) -> bool:
-        """Return whether a module keeps running statistics, as BatchNorm does by default."""
+        """Return True if a module keeps running statistics, as BatchNorm does by default."""
         return any(t.is_buffer and t.fqn.endswith(".running_mean") for t in self.owned(module))
 
     def with_params(self) -> set[str]:
-        """The modules that hold a parameter, or lie around one that does."""
+        """Return the modules that own a parameter or contain a module that does."""
         inside = self._all_inside().items()
         return {module for module, held in inside if not all(t.is_buffer for t in held)}
 
@@ -227,13 +227,13 @@ class ModelGraph:
         return self._inside
 
     def order(self) -> Mapping[str, int]:
-        """The place of each module in definition order."""
+        """Return the index of each module in definition order."""
         if not self._order:
             self._order.update({fqn: place for place, fqn in enumerate(self.modules)})
         return self._order
 
     def inner_first(self) -> Mapping[str, int]:
-        """The place of each module where every module comes after those inside it."""
+        """Return the index of each module in an order that lists inner modules first."""
         if not self._inner_first:
             children: dict[str, list[str]] = {}
             for fqn in self.modules:
@@ -249,14 +249,14 @@ class ModelGraph:
         return self._inner_first
 
     def children(self, module: str) -> tuple[ModuleInfo, ...]:
-        """Direct children, in definition order."""
+        """Return the direct children of a module, in definition order."""
         return tuple(m for f, m in self.modules.items() if f and f.rpartition(".")[0] == module)
 
     def blocks(self) -> tuple[str, ...]:
-        """The repeated blocks: the units of sharding and of activation checkpointing.
+        """Return the repeated blocks: the units of sharding and of activation checkpointing.
 
-        Outermost children of a container that holds at least two modules of one class with
-        parameters of their own.
+        They are the outermost children of a container that has at least two modules of one class
+        with parameters of their own.
         """
         if not self._blocks:
             self._blocks.append(self._find_blocks())
@@ -284,9 +284,9 @@ class ModelGraph:
         return tuple(out)
 
     def to_networkx(self) -> networkx.DiGraph:
-        """The module tree as a graph: an edge from each module to each child.
+        """Return the module tree as a graph, with an edge from each module to each child.
 
-        Nodes carry `info` (ModuleInfo) and `num_params` (parameters held directly).
+        Nodes carry `info` (ModuleInfo) and `num_params` (parameters owned directly).
         """
         import networkx
 

@@ -1,8 +1,8 @@
-"""What models call the numbers of their attention heads, and what those become on one rank.
+"""Names that models give to the sizes of their attention heads, and the role of each.
 
-Knows names only, as data: `runtime.trace.structure` and `blueprint` read the attributes of these
-names, `assign` decides which of them change when the heads are cut. An attribute counts only if its
-value is the one that its role says, so a name that means something else stays as it is.
+This module has names only: `runtime.trace.structure` and `blueprint` read the attributes of these
+names, `assign` decides which of them change when the heads are sharded. An attribute counts only if
+its value fits its role, so a name with another meaning stays as it is.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ ROLES: Final[Mapping[str, str]] = MappingProxyType(
         ),
     }
 )  # fmt: skip
-"""By attribute name: `heads` (of queries), `kv_heads`, `groups` (queries per kv head), `width` (of
-all heads together; names such as hidden_size mean the width of the model as well, so they are not
-here) and `head_dim` (of one head).
+"""Roles by attribute name: `heads` (of queries), `kv_heads`, `groups` (queries per kv head),
+`width` (of all heads together; names such as hidden_size mean the width of the model as well, so
+they are not here) and `head_dim` (of one head).
 
 Source: the attention modules of torch, transformers 5.23, diffusers and timm.
 """
@@ -45,22 +45,25 @@ FUSED: Final[Mapping[str, int]] = MappingProxyType(
         "gate_up_proj": 2, "gate_up": 2,
     }
 )  # fmt: skip
-"""Projections that fuse others one after the other, by the names that models give them."""
+"""Number of projections that are fused one after the other, by the name of the fused module."""
 
 HEAD_BY_HEAD: Final[Mapping[str, int]] = MappingProxyType({"query_key_value": 3})
-"""Projections that fuse others head by head (Megatron's order): a plain cut keeps heads whole."""
+"""Number of projections that are fused head by head (Megatron's order), by the name of the fused
+module. A plain shard keeps heads whole.
+"""
 
 
 def role(sizes: Mapping[str, int], wanted: str) -> int | None:
-    """The value of the first attribute of this role; None where there is none."""
+    """Return the value of the first attribute of this role; None if there is none."""
     return next((value for name, value in sizes.items() if ROLES.get(name) == wanted), None)
 
 
 def pieces_of(name: str, out: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The sizes of the pieces of a fused projection of this name; () where nothing says.
+    """Return the sizes of the pieces of a fused projection of this name; () if they are not known.
 
     Args:
-        out: The size of its output dim.
+        name: The last part of the projection's fqn.
+        out: Size of its output dim.
         sizes: The attributes of the module around it, as in `ModuleInfo.sizes`.
 
     >>> pieces_of("qkv_proj", 96, {"num_heads": 8, "num_kv_heads": 2, "head_dim": 8})

@@ -1,7 +1,8 @@
-"""What one rank of tp would run, recorded without it: the question and the answer, as data.
+"""A dry run of the model as one rank of tp: the request and its answer, as data.
 
-`assign` asks which modules take and leave parts; `runtime.trace.rehearse` runs the model once on
-shapes alone, each of those modules as one rank sees it from outside. Refuses to judge.
+`assign` decides which modules read and return shards; `runtime.trace.rehearse` runs the model once
+on shapes alone, with each of those modules as one rank sees it from outside. Nothing is judged
+here.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from meshplan.model.flow import Flow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """The model as one rank would run it.
+    """The request to run the model as one rank of tp.
 
     Args:
-        size: Ranks of tp.
-        takes_part: Modules whose input is a part, cut along its last dim.
-        leaves_part: Modules whose output is.
-        parts: Parameters of which the rank holds a part, by fqn: the dim that is cut.
-        attributes: Numbers that a module's code reads, by (module, attribute): their local value.
-        cut: (module, path of an argument) where a part of the sequence, the second dim, enters in
-            place of all of it; without a path, where what leaves is cut.
-        gathered: The same where all of it takes the place of a part.
+        size: Number of ranks of tp.
+        takes_part: Modules whose input is a shard along its last dim.
+        leaves_part: Modules whose output is a shard along its last dim.
+        parts: Sharded dim of each parameter of which the rank holds a shard, by fqn.
+        attributes: Local values of numbers that a module's code reads, by (module, attribute).
+        cut: Pairs (module, path of an argument) where a shard of the sequence, the second dim,
+            replaces the whole argument; path None shards the module's output.
+        gathered: Pairs (module, path) where the whole sequence replaces a shard.
     """
 
     size: int
@@ -38,11 +39,11 @@ class Rehearsal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped:
-    """The rehearsal raised.
+    """The error that ended a rehearsal.
 
     Args:
         module: The innermost module that was running.
-        num_ops: Operations that had run.
+        num_ops: Number of operations that had run.
         text: The error's first line.
     """
 
@@ -52,4 +53,4 @@ class Stopped:
 
 
 Rehearse = Callable[[Rehearsal], Flow | Stopped]
-"""Runs a rehearsal of the model that a flow was recorded from."""
+"""Run a rehearsal of the model from which a flow was recorded."""

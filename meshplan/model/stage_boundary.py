@@ -1,8 +1,8 @@
-"""What a pipeline must send: which values of a recorded forward live across its cuts.
+"""Find what a pipeline must send: the values of a recorded forward that live across its cuts.
 
-A stage runs the whole forward, except for the module calls that belong to other stages; what
-stands between calls (glue) runs in every stage. So a stage needs the outputs of earlier calls
-that its own calls depend on through glue, and nothing else. Refuses to know weights and ranks.
+A stage runs the whole forward, except for the module calls that belong to other stages. Code
+between calls (glue) runs in every stage. So a stage needs the outputs of earlier calls that its
+own calls depend on through glue, and nothing else. Weights and ranks are not used here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshplan.model.graph import is_inside
 
 @dataclass(frozen=True, slots=True)
 class Bond:
-    """Calls `first` to `last` (places among the units) must be in one stage."""
+    """Units `first` to `last`, by index, must be in one stage, for the reason `why`."""
 
     first: int
     last: int
@@ -27,13 +27,14 @@ class Bond:
 
 @dataclass(slots=True)
 class Need:
-    """What one consumer depends on outside of itself.
+    """The dependencies of one consumer on anything outside of itself.
 
     Attributes:
-        values: Outputs of units, by value id, with the unit that made each.
-        leaks: (value, unit) of what a unit made, did not return, and yet is used outside.
-        random: Glue operations that draw random numbers.
-        reads: Parameters and buffers that it reads, itself or through glue.
+        values: The unit that made each needed output of a unit, by value id.
+        leaks: Pairs (value, unit) of values that a unit made, did not return, and that are still
+            used outside it.
+        random: Indices of the glue operations that draw random numbers.
+        reads: Names of parameters and buffers that it reads, itself or through glue.
     """
 
     values: dict[int, int] = field(default_factory=dict)
@@ -44,11 +45,11 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relay:
-    """What crosses the cuts.
+    """The values that cross the cuts.
 
     Args:
-        crossing: Per cut, from the one behind stage 0 on: value ids, in order.
-        reads: Per stage: parameters and buffers that it reads.
+        crossing: Value ids that cross each cut, in order; the first cut follows stage 0.
+        reads: Names of parameters and buffers that each stage reads.
     """
 
     crossing: tuple[tuple[int, ...], ...]
@@ -56,12 +57,14 @@ class Relay:
 
 
 def unit_calls(flow: Flow, opened: Iterable[str], free: Iterable[str] = ()) -> tuple[Call, ...]:
-    """The outermost calls of modules that are not opened, in execution order.
+    """Return the outermost calls of modules that are not opened, in execution order.
 
-    An opened module that calls no other is a unit nevertheless.
+    An opened module that calls no other is still a unit.
 
     Args:
-        free: Modules that are no units but glue.
+        flow: The recorded forward.
+        opened: Modules that are divided into the calls inside them.
+        free: Modules that are treated as glue instead of units.
     """
     wanted, glue = set(opened), set(free)
     children: dict[int | None, list[Call]] = {}
@@ -80,13 +83,14 @@ def unit_calls(flow: Flow, opened: Iterable[str], free: Iterable[str] = ()) -> t
 
 
 def stages_of(calls: Iterable[Call], planned: Iterable[tuple[str, int]]) -> list[int | None]:
-    """The stage of each call: the planned one, by how often its module ran before.
+    """Return the stage of each call: the planned one, by how often its module ran before.
 
     Args:
+        calls: The calls of units, in execution order.
         planned: (module, stage) of each unit, in execution order.
 
     Returns:
-        Never falling; None for the call of a module that is not planned.
+        Stages that never decrease; None for the call of a module that is not planned.
     """
     waiting: dict[str, list[int]] = {}
     for module, stage in planned:
@@ -104,13 +108,14 @@ def stages_of(calls: Iterable[Call], planned: Iterable[tuple[str, int]]) -> list
 _OPEN: Final = frozenset(
     ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount")
 )
-"""Operators that give as many elements as the numbers they are given say."""
+"""Operators whose output size depends on the values of their input."""
 
 
 class UnitFlow:
-    """A flow, seen as units and the glue between them.
+    """A flow, divided into units and the glue between them.
 
     Args:
+        flow: The recorded forward.
         units: Calls that do not contain one another, in execution order.
     """
 
@@ -118,7 +123,7 @@ class UnitFlow:
         self.flow, self.units = flow, tuple(units)
         self._owner: list[int | None] = [None] * len(flow.ops)
         self._returned: list[set[int]] = []
-        # Tensors that a module returns without having computed them: its own parameter, say.
+        # Tensors that a module returns without computing them, such as its own parameter.
         self._handed: dict[int, int] = {}
         for number, call in enumerate(self.units):
             self._owner[call.ops[0] : call.ops[1]] = [number] * (call.ops[1] - call.ops[0])
@@ -136,7 +141,7 @@ class UnitFlow:
         self._left_need = self._need(left, None)
 
     def _find_writes(self) -> None:
-        """Values that were written over: by whom, and what they were at first."""
+        """Find the values that were overwritten, the unit that did so, and their first version."""
         self.written: set[int] = set()
         self._rewritten: dict[int, int] = {}
         self._first: dict[int, int] = {}
@@ -149,7 +154,7 @@ class UnitFlow:
                     self._rewritten[new] = owner
 
     def _maker(self, value: int) -> int | None:
-        """The unit that made a value; None for glue, inputs, weights and constants."""
+        """Return the unit that made a value; None for glue, inputs, weights and constants."""
         if value in self._handed:
             return self._handed[value]
         place = self.flow.producer(value)
@@ -160,7 +165,7 @@ class UnitFlow:
         return [value for op in self.flow.ops[first:behind] for value in op.inputs]
 
     def _controls(self) -> list[int]:
-        """What glue hands to Python: the path of the forward may depend on it."""
+        """Return the values that glue passes to Python; the control flow may depend on them."""
         return [
             value
             for place, op in enumerate(self.flow.ops)
@@ -199,10 +204,10 @@ class UnitFlow:
         return out
 
     def free(self) -> set[str]:
-        """Modules that every stage can run for itself from the model's inputs.
+        """Return the modules that every stage can run for itself from the model's inputs.
 
-        They read no weight and nothing that another unit made, draw nothing and write nothing,
-        as the tables of rotary embeddings.
+        Such a module, for example the tables of rotary embeddings, reads no weight and no output of
+        another unit, draws no random numbers and writes nothing.
         """
         bound: set[str] = set()
         for number, call in enumerate(self.units):
@@ -222,7 +227,7 @@ class UnitFlow:
         return {call.module for call in self.units} - bound
 
     def bonds(self) -> Iterator[Bond]:
-        """Every reason why two units cannot be in different stages."""
+        """Yield every reason why two units cannot be in different stages."""
         last = len(self.units) - 1
         consumers = [*enumerate(self.needs), (last, self.output_need)]
         for number, need in consumers:
@@ -252,7 +257,7 @@ class UnitFlow:
         yield from self._state_bonds()
 
     def _size_bonds(self, consumers: Iterable[tuple[int, Need]]) -> Iterator[Bond]:
-        """Stages agree once on the shapes of what they send one another."""
+        """Bond units across data-dependent sizes: stages agree only once on what they send."""
         open_sizes = self._open_sizes()
         for number, need in consumers:
             for value, maker in sorted(need.values.items()) if open_sizes else ():
@@ -265,9 +270,10 @@ class UnitFlow:
                     )
 
     def _open_sizes(self) -> dict[int, set[int]]:
-        """By value, the sizes in its shape that depend on numbers, and so on the batch.
+        """Return the sizes in each value's shape that depend on data, and so on the batch.
 
-        Another dim of the same size counts as well: a bond too many costs a cut, no number.
+        Another dim of the same size counts as well: an unneeded bond costs a cut, never a wrong
+        number.
         """
         out: dict[int, set[int]] = {}
         for op in self.flow.ops:
@@ -283,7 +289,7 @@ class UnitFlow:
         return out
 
     def _state_bonds(self) -> Iterator[Bond]:
-        """Buffers and attributes that a forward writes must be written where they are read."""
+        """Bond units that write buffers and attributes to the units that read them."""
         last = len(self.units) - 1
         writers, readers = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
         between: set[int] = set()
@@ -314,20 +320,20 @@ class UnitFlow:
             yield from self._change_bonds(change)
 
     def _change_bonds(self, change: AttributeWrite) -> Iterator[Bond]:
-        """What the next forward finds must be set where it is looked for."""
+        """Bond the units that compute an attribute to those where the next forward reads it."""
         if change.new is None:
             return
         need = self._need([change.new], None)
         makers = {*need.values.values(), *(maker for _, maker in need.leaks)}
         if not makers and not need.random:
-            return  # Every stage sets the same.
+            return  # Every stage sets the same value.
         owners = {n for n, call in enumerate(self.units) if is_inside(change.module, call.module)}
         users = makers | owners
         made = {value for unit in owners for value in self._returned[unit]}
         for number in owners:
             known = self.needs[number].values.keys() | made
             if {m for _, m in need.leaks} <= owners and need.values.keys() <= known:
-                users = set(owners)  # It keeps for itself what it has.
+                users = set(owners)  # The unit keeps its own value.
         users |= {n for n in range(len(self.units)) if change.old in self._reads_of(n)}
         is_between = any(
             self._owner[place] is None and change.old in op.inputs
@@ -340,7 +346,7 @@ class UnitFlow:
         yield Bond(first, last, f"{who} {what}")
 
     def keeps_state(self) -> bool:
-        """Whether what stands between units leaves something for the next forward."""
+        """Return True if code between units leaves something for the next forward."""
         return bool(self._left_by_glue())
 
     def _left_by_glue(self) -> list[int | None]:
@@ -373,11 +379,11 @@ class UnitFlow:
         return self.flow.calls[self.flow.ops[op].call].module or "the model"
 
     def relay(self, stages: Sequence[int], count: int) -> Relay:
-        """What crosses every cut.
+        """Return the values that cross every cut.
 
         Args:
-            stages: Of each unit, never falling.
-            count: How many there are.
+            stages: Stage of each unit, never decreasing.
+            count: Number of stages.
 
         Assumes: no bond is cut.
         """

@@ -19,13 +19,13 @@ import numpy as np
 from meshplan.errors import MeshplanError, Origin, Problem
 from meshplan.layout.mesh import DATA_AXES
 from meshplan.model.rehearsal import Rehearse
+from meshplan.pictures.base.page import EDGE, TEXT, WIDTH, Sheet, wrapped, write
+from meshplan.pictures.base.palette import Theme, theme_of
+from meshplan.pictures.base.types import Picture
+from meshplan.pictures.base.words import counted
 from meshplan.pictures.main import facts_of
-from meshplan.pictures.memory_bars import draw_memory
-from meshplan.pictures.mesh_map import MeshMap, draw_mesh, mesh_map
-from meshplan.pictures.palette import Theme, theme_of
-from meshplan.pictures.sheet import EDGE, TEXT, WIDTH, Sheet, wrapped, write
-from meshplan.pictures.types import Picture
-from meshplan.pictures.words import counted
+from meshplan.pictures.memory.bars import draw_memory
+from meshplan.pictures.mesh.mesh_map import MeshMap, draw_mesh, mesh_map
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.spec.spec import AUTO, Auto, Borrow, HardwareSpec, Spec
 from meshplan.spec.strategies import STRATEGIES

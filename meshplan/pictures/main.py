@@ -14,22 +14,22 @@ from meshplan.memory.analytic.estimate import estimate_analytic
 from meshplan.memory.answer.estimate import MemoryEstimate
 from meshplan.memory.log.driver import with_workspaces
 from meshplan.memory.log.events import EventLog
-from meshplan.pictures.comm import comm, draw_comm
-from meshplan.pictures.counted import ONLY_COUNT, check_counted, is_counted
-from meshplan.pictures.gantt import Gantt, draw_gantt, gantt
-from meshplan.pictures.graph_drawn import draw_graph
-from meshplan.pictures.ladder import draw_ladder, ladder
-from meshplan.pictures.memory_bars import MemoryBars, draw_memory, memory_bars, states_alone
-from meshplan.pictures.mesh_map import MeshMap, draw_mesh, mesh_map
-from meshplan.pictures.module_graph import module_graph
-from meshplan.pictures.module_tree import Tree, module_tree
-from meshplan.pictures.palette import Theme, theme_of
-from meshplan.pictures.pareto import draw_pareto, pareto
-from meshplan.pictures.tensor import TensorLayout, draw_layout, tensor_layout
-from meshplan.pictures.timeline import draw_timeline, log_of, timeline
-from meshplan.pictures.treemap import Of, draw_treemap, treemap
-from meshplan.pictures.types import Picture
-from meshplan.pictures.waterfall import draw_waterfall, waterfall, waterfall_of_states
+from meshplan.pictures.base.palette import Theme, theme_of
+from meshplan.pictures.base.types import Picture
+from meshplan.pictures.graphs.drawn import draw_graph
+from meshplan.pictures.graphs.modules import module_graph
+from meshplan.pictures.graphs.tree import Tree, module_tree
+from meshplan.pictures.memory.bars import MemoryBars, draw_memory, memory_bars, states_alone
+from meshplan.pictures.memory.timeline import draw_timeline, log_of, timeline
+from meshplan.pictures.memory.treemap import Of, draw_treemap, treemap
+from meshplan.pictures.memory.waterfall import draw_waterfall, waterfall, waterfall_of_states
+from meshplan.pictures.mesh.comm import comm, draw_comm
+from meshplan.pictures.mesh.counted import ONLY_COUNT, check_counted, is_counted
+from meshplan.pictures.mesh.mesh_map import MeshMap, draw_mesh, mesh_map
+from meshplan.pictures.mesh.tensor import TensorLayout, draw_layout, tensor_layout
+from meshplan.pictures.plans.gantt import Gantt, draw_gantt, gantt
+from meshplan.pictures.plans.ladder import draw_ladder, ladder
+from meshplan.pictures.plans.pareto import draw_pareto, pareto
 from meshplan.plan.plan import Plan
 from meshplan.planner.problem.request import cluster_of
 from meshplan.textbook.inputs import read_limit

@@ -8,9 +8,9 @@ from typing import Any
 
 from meshplan.layout.layout import Layout
 from meshplan.memory.answer.estimate import MemoryEstimate
-from meshplan.pictures.memory_bars import INKS, memory_bars
-from meshplan.pictures.mesh_map import mesh_map
-from meshplan.pictures.palette import ink_on, shard_ink
+from meshplan.pictures.base.palette import ink_on, shard_ink
+from meshplan.pictures.memory.bars import INKS, memory_bars
+from meshplan.pictures.mesh.mesh_map import mesh_map
 from meshplan.plan.plan import Plan
 from meshplan.spec.spec import Spec
 from meshplan.units import format_bytes, format_count

@@ -1,1 +1,1 @@
-"""A `Plan`: a spec assigned to a model on a mesh, and the part of it that one rank has."""
+"""The `Plan`, a spec assigned to a model on a mesh, and the part of it that one stage runs."""

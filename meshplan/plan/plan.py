@@ -1,4 +1,4 @@
-"""The Plan: one decision, whole, that every later room reads and none changes."""
+"""The Plan: one complete decision, which later packages read and never change."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from meshplan.spec.spec import Spec
 from meshplan.spec.strategies import resolve_mesh
 
 if TYPE_CHECKING:
-    from meshplan.pictures.types import Picture
+    from meshplan.pictures.base.types import Picture
 
 
 def unstated(spec: Spec, micro: int | None, *, reads_tokens: bool) -> list[Problem]:
-    """List what a plan does not say of how much a rank is fed.
+    """List what the plan does not state about the batch of a rank.
 
     Args:
-        micro: Samples that a rank takes at once, None where nothing says it.
-        reads_tokens: Whether the model takes sequences.
+        spec: The plan's declarations.
+        micro: Samples that a rank processes at once, None if not stated.
+        reads_tokens: True if the model takes sequences.
     """
     problems = []
     if micro is None:
@@ -44,7 +45,7 @@ def unstated(spec: Spec, micro: int | None, *, reads_tokens: bool) -> list[Probl
     return problems
 
 
-# Plans and specs travel between processes, and Python does not know how to send their
+# Plans and specs are sent between processes, and Python cannot pickle their
 # read-only mappings.
 def _read_only(items: dict[Any, Any]) -> MappingProxyType[Any, Any]:
     return MappingProxyType(items)
@@ -58,8 +59,8 @@ class Plan:
     """A spec decided for one model and one mesh.
 
     Args:
-        spec: What was declared.
-        graph: The model it was decided for.
+        spec: The declarations.
+        graph: The model that the spec was decided for.
         assignment: Every layout, with the line that decided it.
         accumulate: Microbatches per optimizer step.
         micro: Samples per rank and microbatch, None when the plan does not say.
@@ -71,7 +72,7 @@ class Plan:
     accumulate: int = 1
     micro: int | None = None
     by_stage: dict[int, Plan] = field(init=False, repr=False, compare=False, default_factory=dict)
-    """What `restrict` made of it, once it was asked, by stage."""
+    """Cache of the plans that `restrict` made, by stage."""
 
     @property
     def mesh(self) -> Mesh:
@@ -79,21 +80,21 @@ class Plan:
 
     @property
     def num_data_ranks(self) -> int:
-        """Ranks that read different samples."""
+        """Number of ranks that read different samples."""
         return self.mesh.size(*DATA_AXES)
 
     @property
     def num_microbatches(self) -> int:
-        """Forwards that a rank runs in one optimizer step, each on a part of its samples."""
+        """Number of forwards of a rank in one optimizer step, each on a part of its samples."""
         stages = self.assignment.stages
         return self.accumulate * (1 if stages is None else stages.microbatches)
 
     def fed(self) -> tuple[int, int]:
-        """(samples, tokens of each) that a rank takes at once.
+        """Return (samples, tokens per sample) that a rank processes at once.
 
         Raises:
-            UnstatedError: The plan does not say.
-            PlanError: It states the length of a sequence in an example of the input only.
+            UnstatedError: The plan does not state them.
+            PlanError: The plan states the length of a sequence only in an example of the input.
         """
         if problems := unstated(self.spec, self.micro, reads_tokens=True):
             raise UnstatedError(problems)
@@ -105,11 +106,11 @@ class Plan:
 
     @property
     def num_parts(self) -> int:
-        """Parts that the batch of one optimizer step is cut into: over ranks, then over time."""
+        """Number of parts of the batch of one optimizer step: over ranks, then over time."""
         return self.mesh.size(*GRADIENT_AXES) * self.num_microbatches
 
     def draw(self, what: str, **options: Any) -> Picture:
-        """A picture that answers one question; arguments as of `pictures.main.draw`."""
+        """Draw a picture that answers one question; for the arguments see `pictures.main.draw`."""
         picture: Picture = view("draw")(self, what, **options)
         return picture
 
@@ -118,7 +119,7 @@ class Plan:
         return html
 
     def digest(self) -> str:
-        """A hash of every decision: equal on two ranks exactly when they would do the same."""
+        """Return a hash of every decision, equal on two ranks exactly if they would do the same."""
         text = json.dumps(self._decisions(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -174,12 +175,15 @@ def make_plan(
     """Decide a spec for a model.
 
     Args:
-        world_size: Ranks of the running job; None takes `hardware:` or the mesh itself.
-        gpus_per_node: Ranks on one machine of the running job; None as above.
-        rehearse: Runs a live model as one rank would (`runtime.trace.rehearse`), for `auto`.
+        spec: The declarations.
+        graph: The model.
+        world_size: Number of ranks of the running job; None uses `hardware:` or the mesh itself.
+        gpus_per_node: Number of ranks on one machine of the running job; None uses `hardware:`.
+        rehearse: Function that runs a live model as one rank would (`runtime.trace.rehearse`), for
+            `auto`.
 
     Raises:
-        PlanError: With every problem found.
+        PlanError: The spec does not work; the error carries every problem found.
     """
     assignment = assign(
         spec, graph, world_size=world_size, gpus_per_node=gpus_per_node, rehearse=rehearse
@@ -196,7 +200,7 @@ def make_plan(
 
 
 def problems_without_model(spec: Spec) -> list[Problem]:
-    """What is wrong with a spec whatever the model is; rules are not matched."""
+    """Return the problems of a spec that do not depend on the model; rules are not matched."""
     problems = [*not_yet(spec), *clashes(spec)]
     try:
         mesh, _ = resolve_mesh(spec)

@@ -1,4 +1,4 @@
-"""One stage's part of a plan: what the rooms that wrap a module read for it."""
+"""Restrict a plan to one stage, for the code that wraps the stage's modules."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ _T = TypeVar("_T")
 
 
 def restrict(plan: Plan, stage: int) -> Plan:
-    """The plan of one stage, as if it were the whole model.
+    """Return the plan of one stage, as if the stage were the whole model.
 
     Returns:
-        The tensors that the stage holds, the units, styles and other decisions on modules that
+        The tensors that the stage holds, and the units, styles and other decisions on modules that
         run in it; as many microbatches as backwards per optimizer step.
     """
-    if not plan.by_stage:  # Every rank of a stage asks again, and most ask for several stages.
+    if not plan.by_stage:  # Every rank of a stage asks for it, most for several.
         plan.by_stage.update(enumerate(_restricted(plan)))
     return plan.by_stage[stage]
 
 
 def _restricted(plan: Plan) -> Iterator[Plan]:
-    """The plans of all stages, in one pass over what the whole one says."""
+    """Yield the plans of all stages, in one pass over the whole plan."""
     whole = plan.assignment
     stages = whole.stages
     assert stages is not None
     where, every = _places(stages.units), range(stages.num)
 
     def apart(items: Mapping[str, _T]) -> list[dict[str, _T]]:
-        """What is said of modules, by the stages that they run in."""
+        """Divide decisions on modules by the stages in which the modules run."""
         out: list[dict[str, _T]] = [{} for _ in every]
         for fqn, value in items.items():
             for stage in where.stages(fqn) or every:
@@ -60,9 +60,9 @@ def _restricted(plan: Plan) -> Iterator[Plan]:
             for stage in every:
                 units[stage][fqn] = unit if stage == stages.num - 1 else _without_cast(unit)
         elif fqn not in where.outer:
-            # A unit gathers for its backward when a gradient comes to its output. Where modules
-            # inside it are cut apart, or its forward is called by name so that only what it calls
-            # is known, what is sent on is not its output; that of the stage always is.
+            # A unit all-gathers for its backward when a gradient reaches its output. If modules
+            # inside it are in different stages, or its forward is called by name so that only its
+            # callees are known, its output is not what the stage sends; the root's always is.
             for stage in where.stages(fqn) or every:
                 if fqn in owning[stage]:
                     units[stage][fqn] = unit
@@ -90,12 +90,12 @@ def _restricted(plan: Plan) -> Iterator[Plan]:
 
 
 def runs(fqn: str, stages: Stages, stage: int) -> bool:
-    """Whether the forward of a module runs in a stage, rather than being stood in for."""
+    """Return True if a stage runs the forward of a module instead of replacing it by a stand-in."""
     return _places(stages.units).runs(fqn, stage)
 
 
 class _ModuleStages:
-    """Where modules run.
+    """The stages in which modules run.
 
     Attributes:
         outer: The modules around one that runs as a whole.
@@ -111,12 +111,12 @@ class _ModuleStages:
         self._known: dict[str, frozenset[int]] = {}
 
     def runs(self, fqn: str, stage: int) -> bool:
-        """Whether a module runs in a stage; one that no stage has runs in every one."""
+        """Return True if a module runs in a stage; a module without a stage runs in every one."""
         found = self.stages(fqn)
         return stage in found if found else True
 
     def stages(self, fqn: str) -> frozenset[int]:
-        """Those that have a module, or one around it."""
+        """Return the stages that run a module, or one around it."""
         found = self._known.get(fqn)
         if found is None:
             found = frozenset().union(*(self._own.get(module, ()) for module in around(fqn)))
@@ -130,7 +130,7 @@ def _places(units: tuple[tuple[str, int], ...]) -> _ModuleStages:
 
 
 def _housed(placed: Placed, units: dict[str, Unit]) -> Placed:
-    """A tensor whose unit does not run here is gathered by the one around it."""
+    """Move a tensor whose unit does not run here to the unit around it, which gathers it."""
     unit = placed.unit
     while unit and unit not in units:
         unit = unit.rpartition(".")[0]
@@ -138,5 +138,5 @@ def _housed(placed: Placed, units: dict[str, Unit]) -> Placed:
 
 
 def _without_cast(unit: Unit) -> Unit:
-    """What goes to another stage keeps its dtype; only the model's output is cast."""
+    """Return a unit without its output cast: only the model's output is cast, not a stage's."""
     return replace(unit, precision=replace(unit.precision, output=None))

@@ -1,4 +1,4 @@
-"""What `check` finds, and `verify` when it runs a plan beside one process: when the two differ."""
+"""Results of `check`, and of `verify`, which compares a run under the plan with one process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """What `check_plan` found.
+    """The result of `check_plan`.
 
     Args:
-        plan: The decision; None where problems forbid one, or where no model is known.
-        problems: What is wrong.
-        warnings: What works but is probably not meant.
-        notes: What a reader has to know about this answer.
+        plan: The decision; None if problems prevent one, or if no model is known.
+        problems: Errors that make the plan unusable.
+        warnings: Settings that work but are probably not intended.
+        notes: Remarks that the reader needs to interpret this answer.
     """
 
     plan: Plan | None = None
@@ -38,12 +38,13 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """What rounding may make.
+    """Relative differences that rounding may cause.
 
     Args:
-        loss: Of a loss.
-        relative: Of a norm or the movement of a parameter.
-        noise: Of the mean movement of all parameters: less than this moves by rounding alone.
+        loss: Limit for a loss.
+        relative: Limit for a gradient norm or for the movement of a parameter.
+        noise: Fraction of the mean movement of all parameters; a smaller movement is rounding
+            alone.
     """
 
     loss: float
@@ -54,15 +55,17 @@ class Tolerance:
 SINGLE: Final = Tolerance(loss=2e-5, relative=2e-3, noise=1e-4)
 HALF: Final = Tolerance(loss=5e-2, relative=0.25, noise=5e-2)
 """[Empirical]: recipes and models of the tests stay ten times below; a gradient that is counted
-twice, halved or left out on one rank is 0.3 and more."""
+twice, halved or left out on one rank is 0.3 and more.
+"""
 ROUNDINGS: Final = 3.0
-"""[Empirical]: how many times what the precision moves in one process a plan may be apart, which
-rounds at other places too (tests/bench/verify_verdicts.md)."""
+"""[Empirical]: a plan may differ by this many times what the precision changes in one process,
+since it also rounds at other places (tests/bench/verify_verdicts.md).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
-    """What training left: the loss and the gradient norm of each step."""
+    """The loss and the gradient norm of each training step."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
@@ -70,13 +73,15 @@ class TrainingRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shift:
-    """One parameter or buffer after the last step, beside that of one process.
+    """One parameter or buffer after the last step, compared with that of one process.
 
     Args:
-        is_visible: Whether it moved further than rounding does.
-        moved: How far one process moved it.
-        apart: How far the plan's is from there.
-        allowed: How far it may be.
+        name: Fqn of the parameter or buffer.
+        is_buffer: True for a buffer.
+        is_visible: True if it moved further than rounding does.
+        moved: Distance that one process moved it.
+        apart: Distance between its values under the plan and in one process.
+        allowed: Largest `apart` that is accepted.
     """
 
     name: str
@@ -88,7 +93,7 @@ class Shift:
 
     @property
     def is_wrong(self) -> bool:
-        return not self.apart <= self.allowed  # What is no number is near nothing.
+        return not self.apart <= self.allowed  # NaN counts as a difference.
 
     @property
     def share(self) -> float:
@@ -114,24 +119,24 @@ def _nearness(difference: float, allowed: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateComparison:
-    """The parameters and buffers after the last step, beside those of one process."""
+    """The parameters and buffers after the last step, compared with those of one process."""
 
     shifts: tuple[Shift, ...]
 
     def nearest(self, *, is_buffer: bool) -> Shift | None:
-        """The one that is nearest to what is allowed, or furthest beyond; None where none is."""
+        """Return the one closest to its limit, or furthest beyond it; None if there is none."""
         found = [shift for shift in self.shifts if shift.is_buffer == is_buffer]
-        # Of several at the same distance one that moved tells more.
+        # Among equal distances, a parameter that moved says more.
         return max(found, key=lambda shift: (shift.nearness, shift.moved), default=None)
 
     @property
     def num_judged(self) -> int:
-        """Parameters that moved far enough to tell."""
+        """Number of parameters that moved far enough to be compared."""
         return sum(shift.is_visible and not shift.is_buffer for shift in self.shifts)
 
     @property
     def num_still(self) -> int:
-        """Parameters that did not, and are equal but for rounding."""
+        """Number of parameters that did not, and are equal but for rounding."""
         return sum(not shift.is_visible and not shift.is_buffer for shift in self.shifts)
 
     @property
@@ -140,7 +145,7 @@ class StateComparison:
 
     @property
     def wrong(self) -> tuple[Shift, ...]:
-        """What is further apart than allowed, the worst first."""
+        """Shifts beyond their limit, the largest share first."""
         found = [shift for shift in self.shifts if shift.is_wrong]
         return tuple(sorted(found, key=lambda shift: -shift.share))
 
@@ -153,15 +158,15 @@ class StateComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One thing that was compared.
+    """One quantity that was compared.
 
     Args:
-        what: The thing, in words.
-        step: From 1; 0 where it is of the whole training.
-        together: Under the plan; None where no one number tells it.
-        alone: In one process.
-        difference: Between the two, in the unit of `allowed`.
-        allowed: The largest difference that is no finding.
+        what: The quantity, in words.
+        step: Step, from 1; 0 if it is of the whole training.
+        together: Value under the plan; None if no single number describes it.
+        alone: Value in one process; None if no single number describes it.
+        difference: Difference between the two, in the unit of `allowed`.
+        allowed: The largest difference that is accepted.
     """
 
     what: str
@@ -173,7 +178,7 @@ class Comparison:
 
     @property
     def is_ok(self) -> bool:
-        return self.difference <= self.allowed  # What is no number is near nothing.
+        return self.difference <= self.allowed  # NaN counts as a difference.
 
     @property
     def nearness(self) -> float:
@@ -183,13 +188,16 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """What one rank found about itself.
+    """The measurements of one rank, next to the predictions.
 
     Args:
-        held: Bytes of state; `predicted` is what the layouts say.
-        sent: Where the collectives of a step are others than predicted.
-        unknown: What no prediction was made of.
-        num_routed: Collectives whose size a router decides, compared with its bounds only.
+        held: Measured bytes of state.
+        predicted: Bytes of state according to the layouts.
+        sent: Differences between the collectives of a step and the predicted ones.
+        num_collectives: Number of collectives.
+        collective_bytes: Bytes of the collectives.
+        unknown: Descriptions of what has no prediction.
+        num_routed: Number of collectives whose size a router decides, compared with bounds only.
     """
 
     held: StateBytes
@@ -203,22 +211,27 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Everything that `verify` found.
+    """The complete result of `verify`.
 
     Args:
-        world: How many processes ran.
-        notes: What was made smaller.
-        unmatched: Rules that match the whole model and nothing of the small one.
-        refusal: Why the plan does not run; "" when it does, and the rest is set.
-        mesh: The mesh it ran on.
-        num_tensors: Parameters and buffers, each compared with the plan on every rank.
-        together: Under the plan.
-        alone: In one process.
-        rounded: In one process, rounded otherwise as the plan's precision does.
-        microbatches: Into how many it had to cut its batch, as the plan does, to compute the
-            same: BatchNorm takes its statistics over what runs together.
-        own_statistics: Norms that take or keep statistics of each data rank's own samples, as
-            the one process then did too.
+        world: Number of processes that ran.
+        notes: Remarks on what was scaled down.
+        unmatched: Rules that match the whole model but nothing of the small one.
+        refusal: The reason why the plan does not run; "" when it runs, and the rest is set.
+        mesh: The mesh on which it ran.
+        num_tensors: Number of parameters and buffers, each compared with the plan on every rank.
+        tolerance: Limits that the comparison used.
+        together: Losses and norms under the plan.
+        alone: Losses and norms in one process.
+        rounded: Losses and norms of trainings in one process that round as the plan's precision
+            does.
+        microbatches: Number of parts into which the one process had to split its batch, as the
+            plan does, to compute the same; BatchNorm's statistics are over samples that run
+            together.
+        own_statistics: Norms that use or keep statistics of each data rank's own samples; the one
+            process then did the same.
+        moved: Comparison of parameters and buffers after the last step.
+        ranks: Measurements of each rank.
     """
 
     world: int
@@ -238,15 +251,15 @@ class Verdict:
 
     @property
     def is_ok(self) -> bool:
-        """Whether nothing differs."""
+        """True if nothing differs."""
         return not self.refusal and not self.findings()
 
     def findings(self) -> list[str]:
-        """What differs, as words."""
+        """Return the names of the quantities that differ."""
         return list(dict.fromkeys(each.what for each in self.comparisons() if not each.is_ok))
 
     def comparisons(self) -> list[Comparison]:
-        """Everything that was compared, each with what is allowed."""
+        """Return everything that was compared, each with its limit."""
         assert self.together is not None
         assert self.alone is not None
         assert self.moved is not None
@@ -293,5 +306,5 @@ def _bytes_apart(rank: RankReport) -> int:
 
 
 def refused(problems: Iterable[Problem]) -> Verdict:
-    """The verdict on a plan that is wrong before a process starts."""
+    """Return the verdict on a plan that is wrong before a process starts."""
     return Verdict(world=0, notes=(), unmatched=(), refusal="\n".join(map(str, problems)))

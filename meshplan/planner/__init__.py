@@ -1,11 +1,14 @@
-"""What is free in a plan, searched whole: the fastest choice, that it is the fastest, and why.
+"""Search everything that a plan leaves open for the fastest plan that fits, and explain the answer.
 
-The space is declared and printed (`space`), costs come from `cost`, memory is pruned by figures
-that are never too high (`numbers`) and decided by the memory room's own replay (`settle`). Nothing
-here knows a formula of its own for either.
+Each package has one task:
 
-From room to room: `space` and `enumeration` say what there is, `tables` and `held` put figures
-beside every row, `search` takes the best first, `row` (`lanes`, `knapsack`, `cuts`) solves one
-exactly, `brief` and `gauge` look at it with a short model, and `job` asks the memory room, whose
-word counts.
+- `space` declares which choices are open and enumerates the grid of configurations.
+- `tables` holds the seconds (from the cost package) and lower bounds on the bytes of every
+  configuration as arrays.
+- `solve` searches the configurations best first. `knapsack` solves the options of a stage's blocks
+  and the cuts between stages.
+- `problem` joins these for one request. It excludes plans by truncated models and asks the memory
+  package for an event-by-event replay, which alone decides what fits.
+- `objectives` chooses by time, memory, balance or cost. `answers` explains the choice, and `lock`
+  writes it to plan.lock.yaml.
 """

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final, TextIO
 
-from meshplan.pictures.gantt import Gantt
-from meshplan.pictures.links import Links
-from meshplan.pictures.memory_bars import INKS, MemoryBars
-from meshplan.pictures.mesh_map import MeshMap, lane_in_words
-from meshplan.pictures.module_tree import Tree
-from meshplan.pictures.palette import PASSES, Ink, ink_on, shard_ink
-from meshplan.pictures.tensor import DimSlice, Face, TensorLayout, span_in_words
-from meshplan.pictures.words import in_short, ranks_in_words
+from meshplan.pictures.base.palette import PASSES, Ink, ink_on, shard_ink
+from meshplan.pictures.base.words import in_short, ranks_in_words
+from meshplan.pictures.graphs.tree import Tree
+from meshplan.pictures.memory.bars import INKS, MemoryBars
+from meshplan.pictures.mesh.links import Links
+from meshplan.pictures.mesh.mesh_map import MeshMap, lane_in_words
+from meshplan.pictures.mesh.tensor import DimSlice, Face, TensorLayout, span_in_words
+from meshplan.pictures.plans.gantt import Gantt
 from meshplan.units import format_count, format_gib
 
 Run = tuple[str, str]

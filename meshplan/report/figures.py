@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Final
 
-from meshplan.pictures.types import Picture
-from meshplan.pictures.views import switched
+from meshplan.pictures.base.types import Picture
+from meshplan.pictures.base.views import switched
 
 _COLOUR: Final = re.compile(r"#[0-9a-fA-F]{6}\b")
 _ID: Final = re.compile(r'\bid="([^"]*)"')

@@ -15,9 +15,9 @@ from meshplan.errors import MeshplanError, Origin, PlanError, Problem, SpecError
 from meshplan.files import check_writable, write_bytes
 from meshplan.memory.answer.estimate import MemoryEstimate
 from meshplan.memory.log.events import EventLog
+from meshplan.pictures.base.types import Picture
 from meshplan.pictures.main import OF_DECISIONS, WHATS, draw, draw_decision
-from meshplan.pictures.memory_bars import memory_bars, states_alone
-from meshplan.pictures.types import Picture
+from meshplan.pictures.memory.bars import memory_bars, states_alone
 from meshplan.plan.plan import Plan
 from meshplan.planner.answers.explain import WhyNot
 from meshplan.planner.answers.infeasible import Trouble

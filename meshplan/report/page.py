@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Final
 
-from meshplan.pictures.views import POLICY, STYLE, script
+from meshplan.pictures.base.views import POLICY, STYLE, script
 from meshplan.report.figures import Colours
 
 _PAGE: Final = """<!DOCTYPE html>

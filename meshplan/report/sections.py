@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from meshplan.memory.answer.estimate import MemoryEstimate, RankGroup, left_in_words
-from meshplan.pictures.links import links_of
-from meshplan.pictures.memory_bars import memory_bars
-from meshplan.pictures.pareto import words_of
-from meshplan.pictures.words import speed
+from meshplan.pictures.base.words import speed
+from meshplan.pictures.memory.bars import memory_bars
+from meshplan.pictures.mesh.links import links_of
+from meshplan.pictures.plans.pareto import words_of
 from meshplan.plan.plan import Plan
 from meshplan.planner.answers.explain import WhyNot
 from meshplan.planner.answers.infeasible import Trouble

@@ -57,7 +57,7 @@ Told = Callable[[int, float], None]
 
 
 def entry_of(spec: Spec) -> str:
-    """Return the entry of the model to train: the plan's if it is a byte model, else the first one."""
+    """Return the entry of the model to train: the plan's if it is a byte model, else the first."""
     stated = spec.model.entry if spec.model is not None else None
     return stated if stated is not None and stated in _MODELS else next(iter(_MODELS))
 
@@ -99,7 +99,7 @@ def train_under_plan(plan: Plan, steps: int, told: Told) -> tuple[list[float], l
     """Train in as many processes as the plan has ranks.
 
     Args:
-        told: Called on this process with each step's number and loss.
+        told: Called in this process with each step's number and loss.
 
     Returns:
         The loss of every step, and the bytes of state that each rank measured right before the
@@ -142,7 +142,7 @@ def train_alone(plan: Plan, steps: int, told: Told) -> list[float]:
 
 def _train_rank(send: Send, spec: Spec, steps: int) -> None:
     """Train on one rank. Rank 0 sends the losses; every rank sends its bytes of state."""
-    # FSDP2 warns about modules that return views; that matters for in-place edits, which no style does.
+    # FSDP2 warns of modules that return views: edits of these in place fail, and no style edits.
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
     torch.manual_seed(SEED)
     model = parallelize(_MODELS[entry_of(spec)](), spec)

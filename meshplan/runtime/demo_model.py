@@ -14,7 +14,7 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByteLlamaConfig:
-    """Sizes of the model; the defaults make 0.8 M parameters, which learn English spelling in a minute."""
+    """Sizes of the model. The default 0.8 M parameters learn English spelling in a minute."""
 
     vocab_size: int = 256
     dim: int = 128

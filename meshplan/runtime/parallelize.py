@@ -95,6 +95,8 @@ def _parallelize(
     decided = _agree(lambda: _decide(model, whole, example_inputs, allow_code))
     set_allocator(decided.spec)
     mesh = device_mesh(decided.mesh)
+    # Make the groups while no rank can have failed yet, then publish their connections: a rank that
+    # fails later closes these to make the collectives of the others raise.
     open_groups(decided, mesh)
     publish()
     with _untouched_on_error(model):

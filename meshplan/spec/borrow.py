@@ -1,8 +1,7 @@
-"""Axes that borrow the ranks of another: `ep: 2 in dp_shard`.
+"""Axes that borrow the ranks of another axis: `ep: 2 in dp_shard`.
 
 Experts are spread over ranks that read different samples, so ep takes its ranks from the axis
-over which the rest of the model is sharded. Refuses to know the model and which modules hold
-experts (`assign`).
+over which the rest of the model is sharded. Which modules have experts is found in `assign`.
 """
 
 from __future__ import annotations
@@ -18,10 +17,14 @@ _LENDER: Final = "dp_shard"
 
 
 def expert_loans(spec: Spec, sizes: Mapping[str, int]) -> tuple[Loan, ...]:
-    """What ep borrows, against the sizes of the axes that have ranks.
+    """Return the loan of ep, checked against the sizes of the mesh axes; () without ep.
+
+    Args:
+        spec: The plan.
+        sizes: The size of each axis that has ranks of its own.
 
     Raises:
-        PlanError: It borrows what nobody can lend.
+        PlanError: ep has ranks of its own, or borrows from an axis that cannot lend them.
     """
     stated = spec.mesh.get("ep") if isinstance(spec.mesh, Mapping) else None
     if stated is None:

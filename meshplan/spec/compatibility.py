@@ -1,8 +1,8 @@
-"""What does not go together, as data: pairs of features, why, and the nearest plan that works.
+"""Features that cannot be combined, as data: each pair, why, and the nearest plan that works.
 
-`check` and `parallelize` refuse a plan that holds both of a pair; a planner skips it. What is
-not listed here goes together, and a test tries it. To learn that a pair works: prove it against
-one process, then remove its row. Refuses to know the model: what depends on it is `assign`'s.
+`check` and `parallelize` refuse a plan that has both features of a pair; a planner skips it. Every
+pair that is not listed is supported and tested. To support a pair: prove it against one process,
+then remove its entry. Restrictions that depend on the model are in `assign`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from meshplan.spec.spec import AUTO, Spec
 
 @dataclass(frozen=True, slots=True)
 class Clash:
-    """One pair.
+    """One pair of features that cannot be combined.
 
     Args:
-        left, right: Names in `FEATURES`; the message stands where `left` is stated.
-        why: What would go wrong.
+        left, right: Names in `FEATURES`; the message points to where `left` is stated.
+        why: The reason, as part of a sentence.
         instead: The nearest plan that works.
     """
 
@@ -69,7 +69,7 @@ def _offload(part: str, spec: Spec) -> str | None:
 
 
 Feature = Callable[[Spec], str | None]
-"""The path at which a plan states a feature, None where it does not."""
+"""Return the path at which a plan states a feature, None if it does not."""
 
 FEATURES: Final[Mapping[str, Feature]] = MappingProxyType(
     {
@@ -121,7 +121,7 @@ CLASHES: Final = (
 
 
 def clashes(spec: Spec) -> Iterator[Problem]:
-    """One problem per pair that a plan holds."""
+    """Yield one problem per refused pair that a plan has."""
     stated = {name: path for name, feature in FEATURES.items() if (path := feature(spec))}
     for clash in CLASHES:
         if clash.left in stated and clash.right in stated:

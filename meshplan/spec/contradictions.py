@@ -1,6 +1,6 @@
-"""Two statements of one plan that contradict each other, as far as no model is needed to see it.
+"""Contradictions between two statements of one plan that can be found without the model.
 
-Refuses to know which strategy fits which mesh (`strategies`) and the model (`assign`).
+Which strategy fits which mesh is checked in `strategies`; the model is checked in `assign`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from meshplan.spec.spec import AUTO, MOST_MICROBATCHES, Spec
 
 
 def disagreements(spec: Spec) -> list[Problem]:
-    """Every pair of statements that cannot both hold."""
+    """Return a problem for every pair of statements that cannot both hold."""
     return [*_devices(spec), *_batch(spec)]
 
 
 def _devices(spec: Spec) -> Iterator[Problem]:
-    """The mesh and the hardware must speak of the same number of devices."""
+    """Yield a problem if the mesh and the hardware disagree on the number of devices."""
     if spec.hardware is None or spec.mesh is None or isinstance(spec.mesh, str):
         return
     if isinstance(spec.mesh, Mapping):
@@ -46,13 +46,14 @@ def _batch(spec: Spec) -> Iterator[Problem]:
 
 
 def split_batch(spec: Spec, num_data_ranks: int) -> tuple[int, int | None, list[Problem]]:
-    """(accumulate, micro, problems) from any two of micro, accumulate and global.
+    """Derive (accumulate, micro, problems) from any two of micro, accumulate and global.
 
     Args:
-        num_data_ranks: Ranks that read different samples.
+        spec: The plan.
+        num_data_ranks: Number of ranks that read different samples.
 
     Returns:
-        Micro is None when the plan does not say; what is `auto` counts as not stated.
+        Micro is None when the plan does not determine it; `auto` counts as not stated.
     """
     batch, ranks = spec.batch, num_data_ranks
     micro = batch.micro if isinstance(batch.micro, int) else None
@@ -84,7 +85,7 @@ def split_batch(spec: Spec, num_data_ranks: int) -> tuple[int, int | None, list[
 
 
 def _data_ranks(spec: Spec) -> int | None:
-    """Ranks that read different samples; None when the plan alone does not say."""
+    """Return the number of ranks that read different samples; None if the plan does not say."""
     if isinstance(spec.mesh, Mapping):
         sizes = [spec.mesh.get(axis, 1) for axis in DATA_AXES]
         known = [size for size in sizes if isinstance(size, int)]

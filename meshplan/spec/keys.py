@@ -1,7 +1,7 @@
-"""The keys of plan.yaml in one table: what each is where it is left out, and who may choose it.
+"""The keys of plan.yaml in one table: the default of each, and whether the planner may choose it.
 
-A key that is left out has its default, in every verb, until `meshplan plan` has chosen it in a lock
-that holds; `auto` leaves it to the planner, in every verb. docs/defaults.md is this table.
+A key that is left out has its default, in every command, until `meshplan plan` has chosen it in a
+lock that holds; `auto` leaves it to the planner, in every command. docs/defaults.md is this table.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from meshplan.spec.spec import AUTO, ActivationCheckpointing, Context, HardwareS
 
 @dataclass(frozen=True, slots=True)
 class PlanKey:
-    """One row.
+    """One key of plan.yaml.
 
     Args:
-        path: As in plan.yaml.
-        default: What it is where it is left out, in words.
-        chosen: Whether `meshplan plan` chooses it where it is left out.
+        path: Dotted path of the key, as in plan.yaml.
+        default: The value if the key is left out, in words.
+        chosen: If True, `meshplan plan` chooses the key if it is left out.
     """
 
     path: str
@@ -31,7 +31,7 @@ class PlanKey:
 
 
 def _word(value: Any) -> str:
-    """Return a value as plan.yaml has it."""
+    """Return a value as it is written in plan.yaml."""
     if value is None:
         return "none"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -42,7 +42,7 @@ _HARDWARE: Final = HardwareSpec(gpus_per_node=1)
 OBJECTIVE: Final = "time"
 TIME_LIMIT_S: Final = 30.0
 KEEP: Final = 3
-"""Defaults of `solve`."""
+"""Defaults of `solve`: the objective, the time limit in seconds, the number of other plans kept."""
 
 KEYS: Final[tuple[PlanKey, ...]] = (
     PlanKey("hardware.nodes", _word(_HARDWARE.nodes)),
@@ -88,10 +88,10 @@ FREEABLE: Final = tuple(key.path for key in KEYS if key.chosen)
 
 
 def check_free(keys: Sequence[str]) -> None:
-    """Refuse keys that nobody can leave to the planner.
+    """Refuse keys that cannot be left to the planner.
 
     Raises:
-        SpecError: There are any.
+        SpecError: Some of the keys are not chosen by the planner.
     """
     unknown = [key for key in keys if key not in FREEABLE]
     if unknown:
@@ -101,5 +101,5 @@ def check_free(keys: Sequence[str]) -> None:
 
 
 def freed(keys: Sequence[str]) -> dict[str, Any]:
-    """Return statements by path that leave keys to the planner; None takes a statement back."""
+    """Return statements by path that leave keys to the planner; None removes a statement."""
     return {key: AUTO if key.startswith("mesh") else None for key in keys}

@@ -1,4 +1,4 @@
-r"""Selectors: which names a pattern means, how many names become one pattern, and near misses.
+r"""Selectors: match names against a pattern, fold names into patterns, and suggest near misses.
 
     *           one name, or part of one       layers.*.attn    block*
     **.         any number of names, also none **.norm          layers.**.wq
@@ -8,7 +8,7 @@ r"""Selectors: which names a pattern means, how many names become one pattern, a
     {0..18}     these numbers                  layers.{0..3,7}
     /.../       a regular expression for the whole name         /layers\.\d+/
 
-Knows names only. Refuses to know rules and models (`assign`).
+This module handles names only; rules and models are handled in `assign`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import Any, Final
 from meshplan.spec.spec import Selector
 
 _MAX_RANGE: Final = 1_000
-"""More numbers in one pattern than any model has blocks or experts."""
+"""Maximum number of values of a range, more than any model has blocks or experts."""
 _MAX_LENGTH: Final = 4096
 _SIMPLE: Final = 3
-"""Wildcards and braces up to which Python's engine, which is quicker, may go back and try again."""
+"""Number of wildcards and braces up to which Python's faster, backtracking engine is used."""
 _MAX_MEMORY: Final = 1 << 24
-"""Bytes that one pattern may take."""
+"""Maximum number of bytes that one compiled pattern may use."""
 
 _TOKEN: Final = re.compile(
     r"(?P<range>(?<=[{,])[0-9]{1,30}\.\.[0-9]{1,30}(?=[,}]))"
@@ -49,17 +49,17 @@ class PatternError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Matcher:
-    """A selector ready to be asked."""
+    """A compiled selector."""
 
     selector: Selector
     pattern: Any = None
     """A compiled pattern of `re` or of RE2; None for types."""
 
     def matches(self, fqn: str, type: str = "", qualified_type: str = "") -> bool:
-        """Whether the selector means this module or, for `param`, this parameter.
+        """Return True if the selector matches this module or, for `param`, this parameter.
 
         Args:
-            fqn: Its dotted name, "" for the root module.
+            fqn: Fully qualified name, "" for the root module.
             type: Class name of a module.
             qualified_type: Class name with its module path.
         """
@@ -69,7 +69,7 @@ class Matcher:
 
 
 def compile_selector(selector: Selector) -> Matcher:
-    """The matcher of a selector.
+    """Compile a selector.
 
     Raises:
         PatternError: The pattern cannot be read.
@@ -91,7 +91,7 @@ def compile_selector(selector: Selector) -> Matcher:
 
 
 def _of_glob(glob: str) -> Any:
-    """The compiled pattern of a glob: one that could go back and try again, by RE2."""
+    """Compile a glob; use RE2 if the glob could make Python's engine backtrack."""
     text = _regex(glob)
     if sum(glob.count(sign) for sign in ("{", "*")) > _SIMPLE:
         return _linear(text, glob)
@@ -102,12 +102,12 @@ def _of_glob(glob: str) -> Any:
 
 
 def _linear(text: str, shown: str) -> Any:
-    """A pattern that takes time in proportion to the name, whatever is in it.
+    """Compile a pattern with RE2, which matches in time linear in the length of the name.
 
     Raises:
-        PatternError: It is no regular expression, or one that looks around or back.
+        PatternError: The pattern is not a regular expression, or has look-around or backreferences.
     """
-    import re2  # a few milliseconds, for few plans
+    import re2  # The import takes a few milliseconds; few plans need it.
 
     options = re2.Options()
     options.log_errors = False
@@ -127,9 +127,9 @@ def _linear(text: str, shown: str) -> Any:
 
 
 def fold(names: Iterable[str]) -> list[str]:
-    """The same names as few patterns: equal but for numbers becomes one line.
+    """Fold names into few patterns: names that differ only in numbers become one line.
 
-    Each pattern stands where the first of its names stood and matches exactly its names.
+    Each pattern takes the position of its first name and matches exactly its own names.
 
     >>> fold(f"layers.{i}.attn.{w}" for i in range(4) for w in ("wq", "wk"))
     ['layers.{0..3}.attn.wq', 'layers.{0..3}.attn.wk']
@@ -153,11 +153,11 @@ def fold(names: Iterable[str]) -> list[str]:
 
 
 def nearest(pattern: str, names: Iterable[str]) -> str | None:
-    """The pattern closest to this one that matches some of `names`; None when nothing is close.
+    """Return the pattern closest to this one that matches some of `names`; None if none is close.
 
-    First every part that fits is kept as written and the first that does not is spelled like
-    what stands there; failing that, the most similar name with `*` for numbers, rather one that
-    ends alike.
+    First every part that fits is kept as written, and a part that does not fit is replaced by
+    the most similar name at its position. If that fails, the most similar name is returned with `*`
+    for numbers, preferably one with the same last part.
 
     >>> nearest("layers.{0..3}.atn.wq", ["layers.0.attn.wq", "layers.0.attn.wk", "norm"])
     'layers.{0..3}.attn.wq'
@@ -178,14 +178,14 @@ def nearest(pattern: str, names: Iterable[str]) -> str | None:
 def _shapes(
     names: tuple[str, ...],
 ) -> tuple[Sequence[tuple[str, ...]], Mapping[str, tuple[str, ...]]]:
-    """(the parts of each name, one name for each pattern with `*` for numbers)."""
+    """Return (the parts of each name, one name for each pattern with `*` for numbers)."""
     rows = tuple(dict.fromkeys(tuple(name.split(".")) for name in names if name))
     general = {".".join("*" if _is_number(part) else part for part in row): row for row in rows}
     return rows, MappingProxyType(general)
 
 
 def near(word: str, words: Iterable[str]) -> str | None:
-    """The most similar of `words`, whatever the case; None when none is similar.
+    """Return the most similar of `words`, ignoring case; None when none is similar.
 
     >>> near("colwize", ["colwise", "rowwise"]), near("banana", ["colwise", "rowwise"])
     ('colwise', None)
@@ -196,7 +196,7 @@ def near(word: str, words: Iterable[str]) -> str | None:
 
 
 def _regex(glob: str) -> str:
-    """The regular expression that means the same as a glob."""
+    """Return the regular expression that is equivalent to a glob."""
     if glob == "**":
         return ".*"
     missing = "}" if glob.count("{") > glob.count("}") else "{"
@@ -251,7 +251,7 @@ def _regex(glob: str) -> str:
 
 
 def _alternatives(text: str) -> str:
-    """`0..18` as the numbers it means; zeros in front are kept, as a shell does."""
+    """Return a regex of the numbers in `0..18`; zeros in front are kept, as a shell does."""
     low, high = text.split("..")
     first, last = int(low), int(high)
     if first > last:
@@ -267,7 +267,7 @@ def _is_number(part: str) -> bool:
 
 
 def _numbers(numbers: Iterable[int]) -> str:
-    """`{0..3,7}`: runs of three and more as a range."""
+    """Format numbers as `{0..3,7}`, with runs of three and more as a range."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -281,7 +281,7 @@ def _numbers(numbers: Iterable[int]) -> str:
 
 
 def _parts(glob: str) -> list[str]:
-    """The names of a glob, cut at the dots outside braces."""
+    """Split a glob at the dots outside braces."""
     parts, depth = [""], 0
     for char in glob:
         depth += (char == "{") - (char == "}")
@@ -293,7 +293,7 @@ def _parts(glob: str) -> list[str]:
 
 
 def _mend(parts: Sequence[str], rows: Sequence[tuple[str, ...]]) -> str | None:
-    """The pattern with each part that matches nothing spelled like a name that stands there."""
+    """Replace each part that matches nothing by a similar name at its position; None if stuck."""
     here = {(row, 0) for row in rows}
     kept: list[str] = []
     for part in parts:

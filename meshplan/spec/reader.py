@@ -73,7 +73,7 @@ def load_spec(
         plan = from_python(source, name, found)
     elif isinstance(source, (str, os.PathLike)):
         name = str(source)
-        if name in PERSONS_WORDS:  # Otherwise such a file would be trusted as typed.
+        if name in PERSONS_WORDS:  # Otherwise this file would pass for user input.
             name = os.path.join(os.curdir, name)
         text = read_text(name)
         plan = _YamlComposer(name, found, digest=digest_of(text)).compose(text)

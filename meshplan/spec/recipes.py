@@ -1,6 +1,6 @@
-"""The recipes: the plan files that travel with meshplan, one per way to parallelise.
+"""The recipes: plan files that are shipped with meshplan, each a different kind of parallelism.
 
-Knows where they lie: inside an installed package, beside it in a checkout.
+They are inside an installed package, and next to the package in a checkout.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Final
 from meshplan.errors import Origin, Problem, SpecError
 
 OWN_MODELS: Final = ("meshplan.runtime.demo_model:build", "meshplan.runtime.demo_moe:build")
-"""The models that recipes name: code of meshplan itself."""
+"""The models that recipes name, which are code of meshplan itself."""
 
 
 def recipe_names() -> list[str]:
-    """The names of all recipes, such as "hybrid_2x4"."""
+    """Return the names of all recipes, such as "hybrid_2x4"."""
     return sorted(path.stem for path in _folder().glob("*.yaml"))
 
 
 def recipe_path(name: str) -> Path:
-    """The plan file of a recipe.
+    """Return the plan file of a recipe.
 
     Raises:
-        SpecError: There is none of this name.
+        SpecError: There is no recipe of this name.
     """
     if name not in recipe_names():
         what = f"there is no recipe '{name}'"
@@ -36,12 +36,12 @@ def recipe_path(name: str) -> Path:
 
 
 def find_plan(text: str | os.PathLike[str]) -> Path:
-    """The plan file that a path or the bare name of a recipe means.
+    """Return the plan file for a path or for the bare name of a recipe.
 
-    A file wins over a recipe of the same name; what looks like a path is taken as one.
+    A file takes precedence over a recipe of the same name; text that looks like a path is a path.
 
     Raises:
-        SpecError: It is neither.
+        SpecError: The text is neither a path nor a recipe.
     """
     path = Path(text)
     looks_like_a_path = path.suffix in (".yaml", ".yml") or len(path.parts) != 1

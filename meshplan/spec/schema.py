@@ -1,7 +1,7 @@
-"""The keys of plan.yaml: marked values -> `Spec`, with every problem that needs no model.
+"""The keys of plan.yaml: from `PlanValue`s to a `Spec`, with every problem that needs no model.
 
-Knows the form and what can contradict itself inside one file. Refuses to know yaml (`reader`),
-the model (`assign`) and which strategy fits which mesh (`strategies`).
+This module checks the form of each key and what can contradict itself inside one file. yaml is
+parsed in `reader`, the model is checked in `assign`, and strategy and mesh in `strategies`.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def _check_borrow(
 
 
 def _accumulate(value: PlanValue, found: Findings) -> Any:
-    """A number of microbatches, `auto`, or a number from each epoch on."""
+    """Decode a number of microbatches, `auto`, or a number by the epoch from which it applies."""
     if not isinstance(value.data, dict):
         return _count(value, found)
     out = dict[int, int]()
@@ -373,18 +373,18 @@ _HOMES: Final = {
     },
     **{axis: f"write mesh: {{{axis}: ...}}" for axis in AXES},
 }  # fmt: skip
-"""Where a key belongs that stands at the top level by mistake."""
+"""Fixes that say where a key belongs that is at the top level by mistake."""
 
 
 def read_spec(
     value: PlanValue, found: Findings, origins: Mapping[str, Origin], source: str
 ) -> Spec | None:
-    """The Spec that a plan's values declare, None when they are no mapping.
+    """Read the `Spec` that a plan's values declare; return None if they are not a mapping.
 
     Args:
         value: The whole plan.
-        found: Takes the problems.
-        origins: Where each value was stated, by dotted path.
+        found: The findings that problems are added to.
+        origins: The place where each value was stated, by dotted path.
         source: The plan's name for messages.
     """
     required = {"version": f"begin the file with version: {VERSION}"}
@@ -393,7 +393,7 @@ def read_spec(
     if got is None:
         return None
     spec = Spec(**got, origins=origins, source=source)
-    # Of a section with a mistake only a part was read: nothing can be held against it.
+    # A section with a mistake was read in part, so comparing it with others would mislead.
     wrong = {re.split(r"[.\[]", p.origin.path)[0] for p in found.problems if p.origin}
     if not wrong & {"hardware", "mesh", "strategy", "batch"}:
         found.problems += disagreements(spec)

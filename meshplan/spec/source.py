@@ -1,7 +1,7 @@
-"""Where a plan comes from: the text of a file, Python's own values, `--set` on the command line.
+"""The sources of a plan: the text of a file, Python's own values, `--set` on the command line.
 
-Knows what can be wrong before a key is read, and how to put one value into a plan. Refuses to
-know yaml (`reader`) and the keys (`schema`).
+This module checks what can be wrong before a key is read, and puts one value into a plan. yaml is
+parsed in `reader`; the keys are defined in `schema`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ TOO_MANY: Final = (f"the plan has more than {MAX_VALUES:,} values", "say more wi
 UNPRINTABLE: Final = re.compile(
     "[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 )
-"""What YAML does not allow in a file."""
+"""Characters that YAML does not allow in a file."""
 
 
 def read_text(name: str) -> str:
-    """The text of a plan file.
+    """Read the text of a plan file.
 
     Raises:
-        SpecError: It cannot be read, or is no text, or is far too large for a plan.
+        SpecError: The file cannot be read, is not text, or is far too large for a plan.
     """
     if os.path.isdir(name):
         plans = sorted(
@@ -50,13 +50,15 @@ def read_text(name: str) -> str:
 
 
 def decoded(data: bytes, name: str, what: str) -> str:
-    """The text of a file.
+    """Decode the bytes of a file into text.
 
     Args:
-        what: What the file is, with an article.
+        data: The content of the file.
+        name: The file's name for messages.
+        what: The kind of file, with an article.
 
     Raises:
-        SpecError: It is no text that YAML allows.
+        SpecError: The content is not text that YAML allows.
     """
     origin = Origin(name)
     if b"\0" in data:
@@ -82,7 +84,7 @@ def _place(text: str, index: int, origin: Origin) -> Origin:
 
 
 def _sibling(name: str) -> str:
-    """The fix for a missing file: one that is there and is called much the same."""
+    """Return the fix for a missing file: an existing file with a similar name."""
     path = Path(name)
     try:
         names = sorted(entry.name for entry in path.parent.iterdir() if entry.is_file())
@@ -93,16 +95,16 @@ def _sibling(name: str) -> str:
 
 
 def child_path(path: str, key: str) -> str:
-    """The dotted path of a key, fit for a message whatever the key is."""
+    """Return the dotted path of a key, fit for a message whatever the key is."""
     name = key if key.isprintable() and len(key) <= 60 else quote(key)[1:-1]
     return f"{path}.{name}" if path else name
 
 
 def from_python(data: Any, name: str, found: Findings) -> PlanValue:
-    """The Values of a Python mapping.
+    """Convert a Python mapping into `PlanValue`s.
 
     Raises:
-        SpecError: It contains itself, or is far too large for a plan.
+        SpecError: The mapping contains itself, or is far too large for a plan.
     """
     num_values = 0
 
@@ -146,7 +148,7 @@ _PATH: Final = re.compile(r"\w+(?:\.\w+|\[[0-9]{1,6}\])*")
 
 
 def split_override(override: str, found: Findings) -> tuple[str, str] | None:
-    """The path and the value's text of one `--set PATH=VALUE`."""
+    """Split one `--set PATH=VALUE` into the path and the value's text; None if it is malformed."""
     path, equals, text = (part.strip() for part in override.partition("="))
     if equals and _PATH.fullmatch(path):
         return path, text
@@ -156,7 +158,7 @@ def split_override(override: str, found: Findings) -> tuple[str, str] | None:
 
 
 def put(plan: PlanValue, value: PlanValue, found: Findings) -> None:
-    """Put a value into the plan at its own path, making the mappings that lead there."""
+    """Put a value into the plan at its own path, creating the mappings that lead to it."""
     steps = [int(index) if index else name for name, index in _STEP.findall(value.origin.path)]
     here, at = plan, ""
     for step, following in zip(steps, [*steps[1:], None], strict=True):

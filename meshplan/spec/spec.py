@@ -161,10 +161,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
-    """The model's input, for models whose input cannot be derived.
+    """An example of the model's input, for models whose input cannot be derived.
 
     Args:
-        shape: Shape of the input of one sample.
+        shape: Shape of the example, with the samples as dim 0.
         dtype: Dtype of the input; None uses the dtype that the model's first layer reads.
     """
 
@@ -353,8 +353,7 @@ class Spec:
 
     @property
     def reads_flow(self) -> bool:
-        """True if deciding the plan needs a recorded forward pass (derived styles, pipeline stages).
-        """
+        """True if deciding it needs a recorded forward pass: derived styles, pipeline stages."""
         axes = self.mesh if isinstance(self.mesh, Mapping) else {}
         return (
             self.tp_plan == AUTO

@@ -1,8 +1,8 @@
-"""Data-parallel strategies as rows, and the mesh that a plan's words add up to.
+"""Data-parallel strategies as a table, and the mesh that a plan declares.
 
-A strategy says which of a parameter's three states are cut over `dp_shard` and which data axes
-it needs. To add a strategy, add a row and its spelling in `spec.STRATEGY_WORDS`. Refuses to
-know the model: what each tensor gets is `assign`'s business.
+A strategy says which of a parameter's three states are sharded over `dp_shard` and which data axes
+it needs. To add a strategy, add an entry and its spelling in `spec.STRATEGY_WORDS`. The layout of
+each tensor is decided in `assign`.
 
 Source: Rajbhandari et al. 2020 (ZeRO), section 5, for the stages; Zhao et al. 2023 (PyTorch
 FSDP), section 3.2.2, for hybrid sharding.
@@ -24,12 +24,12 @@ from meshplan.spec.spec import Borrow, Spec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """One row.
+    """One data-parallel strategy.
 
     Args:
         name: Canonical word.
-        axes: The data axes it needs.
-        cuts: Which of optimizer, gradient and parameter live cut over `dp_shard`.
+        axes: The data axes that it needs.
+        cuts: The states that are sharded over `dp_shard`, among optimizer, gradient and parameter.
     """
 
     name: str
@@ -43,7 +43,7 @@ _STAGE: Final = (
     frozenset({"optimizer", "gradient"}),
     frozenset({"optimizer", "gradient", "parameter"}),
 )
-"""ZeRO stage -> what is cut."""
+"""The sharded states, by ZeRO stage."""
 
 STRATEGIES: Final[Mapping[str, Strategy]] = MappingProxyType(
     {
@@ -63,19 +63,20 @@ STRATEGIES: Final[Mapping[str, Strategy]] = MappingProxyType(
 def resolve_mesh(
     spec: Spec, world_size: int | None = None, gpus_per_node: int | None = None
 ) -> tuple[Mesh, Strategy]:
-    """The concrete mesh and strategy that a plan declares.
+    """Return the concrete mesh and strategy that a plan declares.
 
     Args:
-        world_size: The ranks of the running job; None on the command line, where
-            `hardware:` answers.
-        gpus_per_node: Ranks on one machine of the running job; None as above.
+        spec: The plan.
+        world_size: Number of ranks of the running job; None on the command line, where `hardware:`
+            gives it.
+        gpus_per_node: Number of ranks on one machine of the running job; None on the command line.
 
     Raises:
-        PlanError: The words contradict each other or the job, or leave a choice open.
+        PlanError: The statements contradict each other or the job, or leave a choice open.
     """
     hardware = spec.hardware
     if hardware is not None and world_size in (None, hardware.world_size):
-        # The plan's word on nodes goes before the launcher's: 2 x 4 can be tried on one machine.
+        # The plan's nodes take precedence over the launcher's: 2 x 4 can be tried on one machine.
         world_size, gpus_per_node = hardware.world_size, hardware.gpus_per_node
     _refuse_auto(spec)
     sizes = _sizes(spec, world_size, gpus_per_node)
@@ -113,7 +114,7 @@ def _refuse_auto(spec: Spec) -> None:
 
 
 def _sizes(spec: Spec, world_size: int | None, gpus_per_node: int | None) -> dict[str, int]:
-    """Axis sizes, with names given to a bare list and the one `auto` filled in."""
+    """Return axis sizes, with names given to a bare list and the one `auto` filled in."""
     if spec.mesh is None:
         return _sizes_from_strategy(spec, world_size, gpus_per_node)
     if isinstance(spec.mesh, tuple):
@@ -125,7 +126,7 @@ def _sizes(spec: Spec, world_size: int | None, gpus_per_node: int | None) -> dic
     for axis, size in spec.mesh.items():
         origin = spec.origin(f"mesh.{axis}")
         if axis == "ep":
-            continue  # Borrows its ranks.
+            continue  # ep borrows its ranks.
         if isinstance(size, int):
             sizes[axis] = size
         elif isinstance(size, Borrow):
@@ -178,7 +179,7 @@ def _sizes(spec: Spec, world_size: int | None, gpus_per_node: int | None) -> dic
 def _sizes_from_strategy(
     spec: Spec, world_size: int | None, gpus_per_node: int | None
 ) -> dict[str, int]:
-    """No mesh is stated: the strategy spreads over all devices."""
+    """Return axis sizes if no mesh is stated: the strategy spreads over all devices."""
     origin = spec.origin("strategy")
     strategy = STRATEGIES[spec.strategy or ""]
     if world_size is None:
@@ -214,7 +215,7 @@ def _not_nodes(world_size: int, per_node: int) -> str:
 
 
 def _sizes_from_list(spec: Spec, sizes: tuple[int, ...]) -> dict[str, int]:
-    """A bare list: the strategy names its entries."""
+    """Return axis sizes of a bare list, whose entries the strategy names."""
     axes = STRATEGIES[spec.strategy].axes if spec.strategy else ()
     if len(axes) != len(sizes):
         why = (
@@ -235,14 +236,14 @@ def _sizes_from_list(spec: Spec, sizes: tuple[int, ...]) -> dict[str, int]:
 
 
 def _strategy(spec: Spec, sizes: Mapping[str, int]) -> Strategy:
-    """The stated strategy if the mesh agrees with it, else the one the mesh implies."""
+    """Return the stated strategy if the mesh agrees with it, else the one the mesh implies."""
     present = tuple(axis for axis in DATA_AXES if axis in sizes)
     spread = tuple(axis for axis in present if sizes[axis] > 1)
     if spec.strategy is None:
         implied = {("dp_shard",): "full_shard", DATA_AXES: "hybrid_shard"}
         return STRATEGIES[implied.get(present, "ddp")]
     strategy = STRATEGIES[spec.strategy]
-    # Ranks along cp hold replicas like those of dp_replicate, or are cut like those of dp_shard.
+    # Ranks along cp hold replicas as dp_replicate does, or shards as dp_shard does.
     is_free = sizes.get("cp", 1) > 1
     stand_in = ("dp_shard" if strategy.cuts else "dp_replicate") if is_free else ""
     missing = [axis for axis in strategy.axes if axis not in sizes and axis != stand_in]

@@ -1,13 +1,14 @@
-"""Whether a function that a file names may be called.
+"""Decide whether code that a file names may be run.
 
-A plan may name code: what builds the model (`model: {entry: pkg.mod:function}`) and what is done to
-a module (`apply:` of a rule). A file that came by mail or with a clone must not run any because
-somebody looked at it. Code runs when the person says so: by naming it on the command line, with
-`--allow-code` or MESHPLAN_ALLOW_CODE=1, or by `meshplan trust plan.yaml`, which remembers the
-content of that file and asks again once it has changed, as direnv does, or is used elsewhere.
+A plan may name code: a function that builds the model (`model: {entry: pkg.mod:function}`) and
+functions applied to a module (`apply:` of a rule). A file that came by mail or with a clone must
+not run code merely because somebody looked at it. Code runs when the user says so: by naming it on
+the command line, with `--allow-code` or MESHPLAN_ALLOW_CODE=1, or by `meshplan trust plan.yaml`.
+That command remembers the content of the file; it asks again once the file has changed, as direnv
+does, or is used from elsewhere.
 
-The reader hashes the very text that it parses, and what is checked here is that hash: the file is
-not read a second time, so nobody can put another one in its place in between.
+The reader hashes the very text that it parses, and this module checks that hash. The file is not
+read a second time, so it cannot be replaced in between.
 """
 
 from __future__ import annotations
@@ -24,27 +25,26 @@ from meshplan.files import write_bytes
 from meshplan.spec.recipes import OWN_MODELS
 
 ALLOW_CODE: Final = "MESHPLAN_ALLOW_CODE"
-"""The environment variable that allows code of every file; processes that are started inherit it.
-"""
+"""The environment variable that allows the code of every file; child processes inherit it."""
 PERSONS_WORDS: Final = frozenset({"--set", "--model", "<mapping>", "model"})
-"""Where the person at the keyboard states something, in place of a file's name."""
+"""Origins that mean input by the user, in place of a file's name."""
 _RECORD: Final = "what is trusted"
 _ELSEWHERE: Final = "let XDG_DATA_HOME name a folder of yours"
 
 
 class UntrustedError(SpecError):
-    """A file names code, and nobody said that it may run."""
+    """A file names code that the user has not allowed to run."""
 
 
 def check_code(code: str, origin: Origin | None) -> None:
-    """Refuse code that must not run; the last thing before it does.
+    """Refuse code that must not run; call this immediately before running it.
 
     Args:
         code: "pkg.mod:function".
-        origin: Where it is named; None where only a program can have named it.
+        origin: The place where it is named; None if only a program can have named it.
 
     Raises:
-        UntrustedError: A file names it that nobody trusts.
+        UntrustedError: The code is named by a file that is not trusted.
     """
     if origin is None or origin.file in PERSONS_WORDS or code in OWN_MODELS or _is_allowed():
         return
@@ -57,25 +57,25 @@ def check_code(code: str, origin: Origin | None) -> None:
 
 
 def digest_of(text: str) -> str:
-    """Return the hash that stands for the content of a plan file."""
+    """Return the hash that identifies the content of a plan file."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def is_trusted(origin: Origin) -> bool:
-    """Return whether a file was trusted with the content from which `origin` was read."""
+    """Return True if a file was trusted with the content from which `origin` was read."""
     with suppress(OSError, ValueError):
         return _record_of(origin).is_file()
     return False
 
 
 def trust(origin: Origin) -> Path:
-    """Remember the content from which `origin` was read.
+    """Remember the content from which `origin` was read as trusted.
 
     Returns:
-        The file that remembers it.
+        The file that records it.
 
     Raises:
-        SpecError: Nothing can be remembered.
+        SpecError: The record cannot be written.
     """
     try:
         record = _record_of(origin)
@@ -89,7 +89,7 @@ def trust(origin: Origin) -> Path:
 
 
 def forget(origin: Origin) -> bool:
-    """Forget the content from which `origin` was read; return whether it was trusted."""
+    """Forget the content from which `origin` was read; return True if it was trusted."""
     with suppress(FileNotFoundError):
         _record_of(origin).unlink()
         return True
@@ -101,14 +101,14 @@ def _is_allowed() -> bool:
 
 
 def _record_of(origin: Origin) -> Path:
-    """Return the file whose presence says that a file is trusted.
+    """Return the path of the record that marks a file as trusted.
 
-    Its name is the hash of where the trusted file lies, of the working directory, and of what the
-    file says: neither another file of the same content, nor another content of the same file, nor
-    other modules that the same name would find from another folder are trusted.
+    Its name is the hash of the trusted file's path, of the working directory, and of the file's
+    content. So trust does not extend to another file of the same content, to another content of
+    the same file, or to other modules that the same name would import from another folder.
 
     Raises:
-        ValueError: The origin is of no file.
+        ValueError: The origin is not a file.
         OSError: The working directory has been removed.
     """
     if not origin.digest:

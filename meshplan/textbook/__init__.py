@@ -1,1 +1,1 @@
-"""The textbook formulas of training memory, and their inverses: parameters, GPUs."""
+"""Textbook formulas of training memory, and their inverses: most parameters, fewest GPUs."""

@@ -1,9 +1,9 @@
 """The textbook closed forms: memory of the training states, and of one layer's activations.
 
 Each formula is one Python function over plain operators. Given ints it returns bytes, given
-sympy symbols it returns expressions, given `Monomial`s it writes itself down: there is no
-second copy to keep in step. Knows nothing of layouts, meshes or real models: what a given plan
-really holds is the memory room's to say.
+sympy symbols it returns expressions, given `Monomial`s it returns text, so there is no second
+copy to keep in step. Layouts, meshes and real models are not used here: the memory of a given plan
+is estimated in `memory`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ Quantity: TypeAlias = Any
 """An int, a sympy expression or a Monomial."""
 
 Terms: TypeAlias = dict[str, Quantity]
-"""Bytes on one GPU by what they hold; the total is their sum."""
+"""Bytes on one GPU by category; the total is their sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Monomial:
-    """A coefficient and a name: an operand that remembers what was done to it.
+    """A coefficient and a name: an operand that records the operations applied to it.
 
     >>> str(8 * (Monomial(1, "a") / (Monomial(1, "n") / Monomial(1, "nodes"))))
     '8*a/(n/nodes)'
@@ -42,7 +42,7 @@ class Monomial:
 
 
 def share(total: Quantity, parts: Quantity) -> Quantity:
-    """The largest of `parts` equal pieces: whole elements for ints, the exact ratio otherwise.
+    """Return the largest of `parts` equal shares: whole elements for ints, else the exact ratio.
 
     >>> share(10, 4)
     3
@@ -85,7 +85,7 @@ def ddp_mixed(a: Quantity, n: Quantity, nodes: Quantity) -> Terms:
 
 
 def zero1(a: Quantity, n: Quantity, nodes: Quantity) -> Terms:
-    """ZeRO-1 in fp32, 8a + 8a/n: the optimizer states are cut over all GPUs.
+    """ZeRO-1 in fp32, 8a + 8a/n: the optimizer states are sharded over all GPUs.
 
     Units: bytes per GPU.
 
@@ -96,7 +96,7 @@ def zero1(a: Quantity, n: Quantity, nodes: Quantity) -> Terms:
 
 
 def zero2(a: Quantity, n: Quantity, nodes: Quantity) -> Terms:
-    """ZeRO-2 / SHARD_GRAD_OP in fp32, 4a + 12a/n: gradients are cut too.
+    """ZeRO-2 / SHARD_GRAD_OP in fp32, 4a + 12a/n: gradients are sharded too.
 
     Units: bytes per GPU.
 
@@ -106,7 +106,7 @@ def zero2(a: Quantity, n: Quantity, nodes: Quantity) -> Terms:
 
 
 def full_shard(a: Quantity, n: Quantity, nodes: Quantity) -> Terms:
-    """ZeRO-3 / FULL_SHARD in fp32, 16a/n: everything is cut over all GPUs.
+    """ZeRO-3 / FULL_SHARD in fp32, 16a/n: everything is sharded over all GPUs.
 
     Units: bytes per GPU.
 
@@ -118,7 +118,7 @@ def full_shard(a: Quantity, n: Quantity, nodes: Quantity) -> Terms:
 
 
 def hybrid_shard(a: Quantity, n: Quantity, nodes: Quantity) -> Terms:
-    """HYBRID_SHARD in fp32, 16a/(n/nodes): cut inside each node, replicated across nodes.
+    """HYBRID_SHARD in fp32, 16a/(n/nodes): sharded inside each node, replicated across nodes.
 
     Units: bytes per GPU.
 
@@ -129,12 +129,12 @@ def hybrid_shard(a: Quantity, n: Quantity, nodes: Quantity) -> Terms:
 
 @dataclass(frozen=True, slots=True)
 class FormulaRow:
-    """One line of the table of states.
+    """One row of the table of training states.
 
     Args:
         strategy: ddp, zero1, zero2, full_shard or hybrid_shard.
         precision: "fp32", or "mixed" for fp32 master weights and bf16 compute.
-        terms: The formula.
+        terms: The formula, a function of parameters, GPUs and nodes.
     """
 
     strategy: str
@@ -142,16 +142,16 @@ class FormulaRow:
     terms: Callable[[Quantity, Quantity, Quantity], Terms]
 
     def total(self, a: Quantity, n: Quantity, nodes: Quantity) -> Quantity:
-        """The terms' sum, in the operands' own kind."""
+        """Return the sum of the terms, as the same type as the operands."""
         return sum(self.terms(a, n, nodes).values())
 
     def written(self) -> Mapping[str, str]:
-        """Each term as text in a, n and nodes."""
+        """Return each term as text in a, n and nodes."""
         return {name: str(term) for name, term in self._symbolic().items()}
 
     @property
     def formula(self) -> str:
-        """The total as text, terms of one kind added up.
+        """The total as text, with terms of one kind added up.
 
         >>> [row.formula for row in ROWS[2:4]]
         ['8*a + 8*a/n', '4*a + 12*a/n']
@@ -163,7 +163,7 @@ class FormulaRow:
 
     @property
     def source(self) -> str:
-        """Where the formula comes from, as its docstring says; "" when Python dropped it."""
+        """The formula's source, from its docstring; "" if Python has removed docstrings."""
         return " ".join((self.terms.__doc__ or "").partition("Source:")[2].split())
 
     def _symbolic(self) -> dict[str, Monomial]:
@@ -191,7 +191,7 @@ def activations_per_layer(
     sequence_parallel: bool = False,
     recompute: str = "none",
 ) -> Terms:
-    """Activations that one transformer layer keeps for backward, 16-bit, on one GPU.
+    """Return the bytes that one 16-bit transformer layer saves for backward on one GPU.
 
     Args:
         s: Sequence length.
@@ -199,15 +199,15 @@ def activations_per_layer(
         h: Hidden size.
         heads: Attention heads.
         tp: Ranks of tensor parallelism.
-        sequence_parallel: Whether norms, dropouts and inputs are cut along the sequence too.
-        recompute: "none"; "selective" recomputes the attention core; "full" keeps only the
+        sequence_parallel: If True, norms, dropouts and inputs are sharded along the sequence too.
+        recompute: "none"; "selective" recomputes the attention core; "full" saves only the
             layer's input.
 
     Units: bytes per GPU, `sbh` times the paper's coefficient; exact rationals for symbols and
         whole bytes, rounded up, for ints.
 
     Raises:
-        ValueError: `recompute` is none of the three words.
+        ValueError: `recompute` is not one of the three words.
 
     Assumes: A GPT layer with a 4h MLP, GeLU, dropout with 1-byte masks, and an attention that
         stores its s x s scores. A fused attention kernel stores what "selective" does.

@@ -1,6 +1,6 @@
-"""The four numbers an estimate needs, gathered from flags, a config and a plan file.
+"""The four numbers that an estimate needs, gathered from flags, a config and a plan file.
 
-What two of them state must agree: a flag never silently replaces what a file says.
+Values stated more than once must agree: a flag never silently replaces a value of a file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PATHS: Final[Mapping[str, str]] = {
     "nodes": "hardware.nodes",
     "memory": "hardware",
 }
-"""Where a plan file states each of the four."""
+"""The path at which a plan file states each of the four numbers."""
 
 
 _BEYOND: Final[Mapping[str, tuple[int, str]]] = {
@@ -33,14 +33,14 @@ _BEYOND: Final[Mapping[str, tuple[int, str]]] = {
     "gpus": (10**6, "GPUs: more than any cluster has"),
     "memory": (10**13, "bytes in one GPU: more than any device has"),
 }
-"""What no machine and no model has yet, so that a figure is rather a typing error."""
+"""Limits beyond any existing machine or model; a larger figure is probably a typing error."""
 
 
 def questions(**facts: int | None) -> list[str]:
-    """Notes that ask about the figures that no machine has.
+    """Return notes that ask about figures that are larger than any machine or model.
 
     Args:
-        facts: Figures by the names params, gpus and memory; None where it is not stated.
+        facts: Figures by the names params, gpus and memory; None for one that is not stated.
     """
     asked = []
     for name, value in facts.items():
@@ -52,13 +52,15 @@ def questions(**facts: int | None) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizing:
-    """What is known before the first formula; None is not stated.
+    """The input of the formulas; None for a number that is not stated.
 
     Args:
-        num_gpus: All nodes together.
-        memory_bytes: What the states of one GPU may take.
+        num_params: Number of parameters.
+        num_gpus: Number of GPUs on all nodes together.
+        nodes: Number of nodes.
+        memory_bytes: Memory of one GPU that the states may use.
         plan_row: The (strategy, precision) that the plan file declares, if the table has it.
-        notes: What a reader has to know about these numbers.
+        notes: Remarks for the reader on these numbers.
     """
 
     num_params: int | None
@@ -72,10 +74,10 @@ class Sizing:
 def read_sizing(
     flags: Mapping[str, str | int | float | Path | None], spec: Spec | None = None
 ) -> Sizing:
-    """Read the flags params, config, gpus, nodes, gpu and memory beside a plan file.
+    """Read the flags params, config, gpus, nodes, gpu and memory together with a plan file.
 
     Raises:
-        SpecError: Something cannot be read, or is stated twice and differs.
+        SpecError: A value cannot be read, or is stated twice and differs.
         PlanError: The plan's mesh and strategy contradict each other.
     """
     problems: list[Problem] = []
@@ -103,7 +105,7 @@ def read_sizing(
 
 
 def graph_of(spec: Spec) -> ModelGraph | None:
-    """The model that a plan names, where that takes no torch; None where it does, or names none.
+    """Return the model that a plan names; None if it names none or one that needs torch.
 
     A relative config path starts at the plan file's folder.
     """
@@ -152,7 +154,7 @@ def _facts_of_flags(
 
 
 def _memory_of(gpu: str, origin: Origin, notes: list[str]) -> int:
-    """Return the memory of a device, and note where that is from."""
+    """Return the memory of a device, and note the source of the figure."""
     device = find_device(gpu, origin)
     if device.size not in notes:
         notes.append(device.size)
@@ -160,7 +162,7 @@ def _memory_of(gpu: str, origin: Origin, notes: list[str]) -> int:
 
 
 def _memory_of_plan(spec: Spec, notes: list[str]) -> dict[str, int]:
-    """Return the memory of a GPU that a plan states, by itself or by the name of the GPU."""
+    """Return the memory of a GPU that a plan states, directly or by the name of the GPU."""
     hardware = spec.hardware
     if hardware is not None and hardware.memory_bytes is not None:
         return {"memory": hardware.memory_bytes}
@@ -170,7 +172,7 @@ def _memory_of_plan(spec: Spec, notes: list[str]) -> dict[str, int]:
 
 
 def _without_headroom(limit_bytes: int, spec: Spec, notes: list[str]) -> int:
-    """Return what is left of a GPU's memory where the plan states a headroom."""
+    """Return the part of a GPU's memory that the plan's headroom leaves."""
     headroom = spec.hardware.headroom if spec.hardware is not None else 0.0
     if not headroom:
         return limit_bytes
@@ -191,10 +193,10 @@ def _facts_of_plan(spec: Spec, notes: list[str]) -> dict[str, int]:
 def _merge(
     stated: dict[str, int], planned: dict[str, int], spec: Spec, flags: Mapping[str, Any]
 ) -> dict[str, int]:
-    """The facts of the flags and of the plan together.
+    """Return the facts of the flags and of the plan together.
 
     Raises:
-        SpecError: They state different values.
+        SpecError: Flags and plan state different values.
     """
     problems = []
     for name in _PATHS:
@@ -220,7 +222,7 @@ def _check_nodes(facts: Mapping[str, int]) -> None:
 
 
 def _plan_row(spec: Spec, facts: dict[str, int], notes: list[str]) -> tuple[str, str] | None:
-    """The row of the table that is the plan's own; also fills in what only the mesh states."""
+    """Return the table row that the plan matches, or None; add facts that the mesh states."""
     if AUTO in (spec.mesh, spec.strategy) or (spec.mesh is None and spec.strategy is None):
         return None
     num_gpus = facts.get("gpus")
@@ -254,10 +256,12 @@ def _plan_row(spec: Spec, facts: dict[str, int], notes: list[str]) -> tuple[str,
 def read_limit(
     gpu: str | None, memory: str | int | None, spec: Spec
 ) -> tuple[str, int | None, tuple[str, ...]]:
-    """(name of the device or "cuda", what it may hold or None, notes) of two flags beside a plan.
+    """Return (name of the device or "cuda", memory limit in bytes or None, notes).
+
+    The arguments are two flags and the plan with which they must agree.
 
     Raises:
-        SpecError: Something cannot be read, or is stated twice and differs.
+        SpecError: A value cannot be read, or is stated twice and differs.
     """
     problems: list[Problem] = []
     notes: list[str] = []
@@ -274,7 +278,11 @@ def read_limit(
 
 
 def check_enough(size: Sizing, ask_max_params: bool, ask_min_gpus: bool) -> None:
-    """Refuse a question that lacks a number, all that is lacking at once."""
+    """Refuse a question that lacks numbers, and name all that are missing.
+
+    Raises:
+        SpecError: A number is missing.
+    """
     missing = []
     if size.num_params is None and (ask_min_gpus or not ask_max_params):
         missing.append(("how large the model is", "--params 3e9, --config PATH"))

@@ -1,8 +1,8 @@
-"""Questions put to the formulas: what each strategy needs, what fits, how many GPUs it takes.
+"""Evaluate the formulas: the memory of each strategy, the largest model, the fewest GPUs.
 
 The table evaluates `formulas` with ints. For the inverse questions sympy solves the very same
-functions, and because a shard holds whole elements the exact integer is then found next to the
-root. sympy is imported only when one of those is asked.
+functions; because a shard has whole elements, the exact integer is then found next to the
+root. sympy is imported only for an inverse question.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ STATES_ONLY: Final = (
     "states only: activations, buffers of communication other than DDP's, and the CUDA context "
     "come on top"
 )
-"""Said wherever these figures are shown."""
+"""The caveat that is shown with these figures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatesRow:
-    """One strategy with numbers.
+    """One row of the table, with numbers.
 
     Args:
         row: The formula.
-        terms: Bytes on the GPU that holds most, by what they hold.
-        memory_bytes: What one GPU has; None when not known.
-        is_plan: Whether this is what the user's plan file declares.
+        terms: Bytes by category on the GPU with the largest share.
+        memory_bytes: Memory of one GPU; None if not known.
+        is_plan: True if this is the strategy that the user's plan file declares.
     """
 
     row: FormulaRow
@@ -44,7 +44,7 @@ class StatesRow:
 
     @property
     def left_bytes(self) -> int | None:
-        """What is left of the memory, negative when it does not fit; None when not known."""
+        """Memory left over, negative when the states do not fit; None if memory is not known."""
         return None if self.memory_bytes is None else self.memory_bytes - self.bytes_per_gpu
 
     @property
@@ -58,10 +58,10 @@ class Answer:
 
     Args:
         row: The formula.
-        solution: What sympy found, such as "a = M*n/16", with M the memory of one GPU in
+        solution: The solution by sympy, such as "a = M*n/16", with M the memory of one GPU in
             bytes; "" when the formula does not depend on the unknown.
         value: The largest number of parameters or the smallest number of GPUs; None when no
-            number will do.
+            number is possible.
     """
 
     row: FormulaRow
@@ -71,13 +71,17 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatesEstimate:
-    """Everything that `estimate` found out; whatever was not stated or asked is None or empty.
+    """The whole result of `estimate`; a value that was not stated or asked for is None or empty.
 
     Args:
-        rows: The table, when both parameters and GPUs are known.
-        max_params: Answers in the order of the table.
-        min_gpus: Likewise.
-        notes: What a reader has to know to read the figures rightly, STATES_ONLY first.
+        num_params: Number of parameters.
+        num_gpus: Number of GPUs on all nodes together.
+        nodes: Number of nodes.
+        memory_bytes: Memory of one GPU.
+        rows: The table, if both parameters and GPUs are known.
+        max_params: Largest number of parameters per strategy, in the order of the table.
+        min_gpus: Smallest number of GPUs per strategy, in the order of the table.
+        notes: Remarks that the reader needs to interpret the figures, STATES_ONLY first.
     """
 
     num_params: int | None
@@ -91,7 +95,7 @@ class StatesEstimate:
 
     @property
     def is_possible(self) -> bool:
-        """Whether anything fits: by the inverse questions if any was asked, else by the table."""
+        """True if anything fits: by the inverse questions if any was asked, else by the table."""
         answers = (*self.max_params, *self.min_gpus)
         if answers:
             return any(answer.value is not None for answer in answers)
@@ -106,7 +110,7 @@ def tabulate(
     memory_bytes: int | None = None,
     plan: tuple[str, str] | None = None,
 ) -> tuple[StatesRow, ...]:
-    """Every row of the table; `plan` names the (strategy, precision) to be marked.
+    """Return every row of the table; `plan` names the (strategy, precision) to be marked.
 
     >>> [row.bytes_per_gpu for row in tabulate(num_params=1000, num_gpus=8, nodes=2)]
     [20000, 18000, 9000, 5500, 2000, 4000]
@@ -123,14 +127,14 @@ def tabulate(
 
 
 def max_params(row: FormulaRow, *, num_gpus: int, nodes: int, memory_bytes: int) -> Answer:
-    """The largest model whose states fit into `memory_bytes` on each GPU."""
+    """Return the largest model whose states fit into `memory_bytes` on each GPU."""
     root, solution = _solve(row, "a", {"n": num_gpus, "nodes": nodes, "M": memory_bytes})
     assert root is not None, "every formula grows with the model"
 
     def is_over(a: int) -> bool:
         return bool(row.total(a, num_gpus, nodes) > memory_bytes)
 
-    # No more than the root fits, and whole elements cost less than one more per GPU.
+    # At most the root fits, and rounding to whole elements costs less than one element per GPU.
     guess = math.floor(root)
     candidates = range(max(1, guess - 2 * num_gpus), guess + 1)
     value = candidates.start + bisect_left(candidates, True, key=is_over) - 1
@@ -138,13 +142,13 @@ def max_params(row: FormulaRow, *, num_gpus: int, nodes: int, memory_bytes: int)
 
 
 def min_gpus(row: FormulaRow, *, num_params: int, nodes: int, memory_bytes: int) -> Answer:
-    """The smallest number of GPUs, a multiple of `nodes`, on which the states fit."""
+    """Return the smallest number of GPUs, a multiple of `nodes`, on which the states fit."""
     root, solution = _solve(row, "n", {"a": num_params, "nodes": nodes, "M": memory_bytes})
 
     def fits(num_gpus: int) -> bool:
         return bool(row.total(num_params, num_gpus, nodes) <= memory_bytes)
 
-    most = num_params * nodes  # one element per GPU: more GPUs change nothing
+    most = num_params * nodes  # At one element per GPU, more GPUs change nothing.
     if not fits(most):
         return Answer(row=row, solution=solution, value=None)
     least = nodes if root is None else max(nodes, -(-math.ceil(root) // nodes) * nodes)
@@ -154,7 +158,7 @@ def min_gpus(row: FormulaRow, *, num_params: int, nodes: int, memory_bytes: int)
 
 
 def _solve(row: FormulaRow, unknown: str, known: Mapping[str, int]) -> tuple[float | None, str]:
-    """The root of `row.total = M` for one unknown: exact, and as text."""
+    """Solve `row.total = M` for one unknown; return the exact root and the solution as text."""
     import sympy
 
     names = ("a", "n", "nodes", "M")

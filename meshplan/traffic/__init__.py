@@ -1,4 +1,4 @@
-"""What one training step sends between the ranks, read off the layouts."""
+"""Predict what the ranks send to each other in one training step, from the layouts."""
 
 from meshplan.traffic.forecast import forecast as forecast
 from meshplan.traffic.forward import AttentionCall as AttentionCall

@@ -1,7 +1,7 @@
-"""The traffic of norms with statistics over samples.
+"""Predict the traffic of BatchNorms, whose statistics are over samples.
 
-Source of those over all data ranks: `runtime.apply.batchnorm`: sums and the number of values, then
-the variance; each is summed, and so are the gradients of both.
+Source of the statistics over all data ranks: `runtime.apply.batchnorm`: sums and the number of
+values, then the variance. Each of them is all-reduced, and so are the gradients of both.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from meshplan.traffic.types import Traffic, one
 
 
 def statistics(plan: Plan, forward: Forward) -> Iterator[Traffic]:
-    """What synchronized BatchNorms send, for all microbatches."""
+    """Yield what synchronized BatchNorms send, for all microbatches."""
     for fqn in plan.assignment.synchronized:
         has_statistics = f"{fqn}.running_mean" in plan.graph.tensors
         for call in forward.of(fqn):
             if has_statistics and not call.is_training:
-                continue  # Those that were kept are taken.
+                continue  # It uses its running statistics.
             given = call.inputs[0]
             channels = given.shape[1]
             times = 1 + is_repeated(plan, forward, fqn, call.begin) + given.needs_grad
@@ -36,7 +36,9 @@ def statistics(plan: Plan, forward: Forward) -> Iterator[Traffic]:
 
 
 def kept_statistics(plan: Plan, forward: Forward) -> Iterator[Traffic]:
-    """Running statistics of each rank's own samples: every forward begins with the first rank's.
+    """Yield the broadcasts of running statistics that each rank takes of its own samples.
+
+    Every forward begins with the statistics of the first rank.
 
     Source: `runtime.checks.forward_writes`. DistributedDataParallel sends all buffers itself.
     """

@@ -1,8 +1,8 @@
-"""The traffic of attention over parts of the sequence.
+"""Predict the traffic of attention over shards of the sequence.
 
 Source: `runtime.apply.context.attention` and `parts`: keys and values are gathered and their
-gradients scattered, or queries, keys and values change sequence for heads and the result changes
-back.
+gradients scattered, or queries, keys and values are exchanged from shards of the sequence to shards
+of the heads, and the result is exchanged back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PROJECTIONS = ("linear", "conv1d")
 
 
 def attention(plan: Plan, forward: Forward) -> Iterator[Traffic]:
-    """What attention sends along cp, and what every forward tells all ranks."""
+    """Yield what attention sends along cp, and the flags each forward reduces over all ranks."""
     context = plan.assignment.context
     assert context is not None
     refused = plan.accumulate * (1 + forward.has_mask)
@@ -31,7 +31,7 @@ def attention(plan: Plan, forward: Forward) -> Iterator[Traffic]:
     for call in _over_sequence(forward):
         ranks = _ranks_of_heads(plan, forward, call)
         if ranks is None:
-            continue  # Named by `unknown_heads`.
+            continue  # Reported by `unknown_heads`.
         if context.attention == "all_gather":
             yield from _gathered(plan, forward, call, ranks)
         else:
@@ -39,7 +39,7 @@ def attention(plan: Plan, forward: Forward) -> Iterator[Traffic]:
 
 
 def unknown_heads(plan: Plan, forward: Forward | None) -> Iterator[str]:
-    """Why this cannot be told."""
+    """Yield the parts of this traffic that cannot be predicted, and why."""
     if plan.mesh.size("cp") == 1:
         return
     if forward is None:
@@ -51,7 +51,7 @@ def unknown_heads(plan: Plan, forward: Forward | None) -> Iterator[str]:
 
 
 def _over_sequence(forward: Forward) -> Iterator[AttentionCall]:
-    """Self-attention of the tokens of this rank's part: any other stays on its rank."""
+    """Yield the self-attention calls over this rank's shard; others stay on their rank."""
     for call in forward.attentions:
         queries, keys, _ = (tensor.shape[-2] for tensor in call.tensors)
         if queries == keys == forward.length:
@@ -59,7 +59,7 @@ def _over_sequence(forward: Forward) -> Iterator[AttentionCall]:
 
 
 def _ranks_of_heads(plan: Plan, forward: Forward, call: AttentionCall) -> int | None:
-    """Over how many ranks of tp the heads are cut; None where not all or none of them are."""
+    """Number of tp ranks over which the heads are sharded; None if only some heads are."""
     tp = plan.mesh.size("tp")
     if tp == 1:
         return 1

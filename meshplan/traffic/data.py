@@ -1,6 +1,6 @@
-"""The traffic of parameters, gradients and buffers along the data axes.
+"""Predict the traffic of parameters, gradients and buffers along the data axes.
 
-Knows what FSDP2 and DistributedDataParallel do with a layout, call by call.
+Follows the calls that FSDP2 and DistributedDataParallel make for a layout.
 
 Source: torch 2.13: FSDPParamGroup.unshard and post_backward, foreach_all_gather, foreach_reduce;
 Reducer.
@@ -25,7 +25,7 @@ def _numel(placed: Placed, plan: Plan, rank: int) -> int:
 
 
 def agreement(plan: Plan, rank: int) -> Iterator[Traffic]:
-    """What data ranks settle after the last backward: scalars, and which gradients there are."""
+    """Yield what data ranks reduce after the last backward: scalars, and which gradients exist."""
     if plan.assignment.wrapper != "units":
         return
     trained = [placed for placed in trainable(plan) if placed.info.numel]
@@ -39,7 +39,7 @@ def agreement(plan: Plan, rank: int) -> Iterator[Traffic]:
 
 
 def ddp(plan: Plan) -> Iterator[Traffic]:
-    """Gradients in buckets once a step; buffers from rank 0, joined by dtype."""
+    """Yield DDP's traffic: gradients in buckets once a step; buffers from rank 0, by dtype."""
     mesh, options = plan.mesh, plan.spec.ddp
     total = sum(p.info.numel * DTYPE_BYTES[p.dtype] for p in trainable(plan))
     route = Route("all_reduce", along(mesh, GRADIENT_AXES), total)
@@ -57,7 +57,7 @@ def ddp(plan: Plan) -> Iterator[Traffic]:
 
 
 def unit_traffic(plan: Plan, unit: Unit, use: UnitUse, rank: int) -> Iterator[Traffic]:
-    """FSDP2: gathered for forward and again for backward, gradients reduced."""
+    """Yield FSDP2's traffic of one unit: gathers for forward and backward, and reductions."""
     mesh = plan.mesh
     managed = [p for p in plan.assignment.tensors.values() if p.unit == unit.fqn]
     trained = [p for p in managed if p.info.trainable]
@@ -66,7 +66,7 @@ def unit_traffic(plan: Plan, unit: Unit, use: UnitUse, rank: int) -> Iterator[Tr
 
     def num_bytes(placed: Placed, dtype: str) -> int:
         elements = _numel(placed, plan, rank)
-        if shards > 1:  # Every rank sends as much as the one with most.
+        if shards > 1:  # Padded: every rank sends as much as the largest shard.
             elements = shards * placed.stored.padded_numel(
                 placed.info.shape, mesh, unit.shard_axes, rank
             )
@@ -76,7 +76,7 @@ def unit_traffic(plan: Plan, unit: Unit, use: UnitUse, rank: int) -> Iterator[Tr
     parameters, gradients = f"parameters of {what}", f"gradients of {what}"
     yield one(mesh, "all_gather", unit.shard_axes, gathered, parameters, use.gathers)
     reduced = sum(num_bytes(p, unit.precision.reduce or p.compute_dtype) for p in trained)
-    # As `runtime.apply.data.set_gradient_sync` says it: shards are reduced after every microbatch.
+    # As in `runtime.apply.data.set_gradient_sync`: shards are reduced after every microbatch.
     is_at_once = "gradient" in plan.assignment.strategy.cuts
     at_last = use.reductions[-1] if use.reductions else 0
     times = sum(use.reductions) if is_at_once else at_last

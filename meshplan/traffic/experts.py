@@ -1,9 +1,9 @@
-"""The traffic of experts that are spread over ranks.
+"""Predict the traffic of experts that are spread over ranks.
 
-Each call sends how many tokens go to each expert, the tokens and their weights, and brings back
-results; gradients go the way back. What a rank sends of its own tokens does not depend on the
-routing. What it sends of the tokens that came to it does: `Routed` says within which bounds, unless
-it is given how many came.
+Each call sends the number of tokens for each expert, the tokens and their weights, and brings back
+results; gradients are sent in the opposite direction. What a rank sends of its own tokens does not
+depend on the routing. What it sends of the tokens that it received does: `Routed` gives bounds,
+unless the number of received tokens is known.
 
 Source: `runtime.apply.experts`.
 """
@@ -23,12 +23,16 @@ from meshplan.traffic.types import Routed, Traffic, one
 COUNT_BYTES = DTYPE_BYTES["int64"]
 
 Arrivals = Mapping[str, Sequence[int]]
-"""By module of experts: how many slots come to a rank in each of its calls, in order, microbatch by
-microbatch."""
+"""For each module of experts, the slots that a rank receives in each of its calls, in order,
+microbatch by microbatch."""
 
 
 def dispatch(plan: Plan, forward: Forward, arrivals: Arrivals | None) -> Iterator[Traffic]:
-    """What calls of spread experts send along ep, for all microbatches."""
+    """Yield what calls of spread experts send along ep, for all microbatches.
+
+    Raises:
+        ValueError: `arrivals` has not one entry for each call of each microbatch.
+    """
     if plan.mesh.size("ep") == 1:
         return
     for fqn, use in plan.assignment.experts.items():
@@ -39,9 +43,9 @@ def dispatch(plan: Plan, forward: Forward, arrivals: Arrivals | None) -> Iterato
         for number, call in enumerate(calls):
             arguments = _arguments(call)
             if arguments is None:
-                continue  # Named by `unknown_experts`.
-            # Whatever comes before the last thing that autograd keeps is done again, and the
-            # order in which tokens came is kept last.
+                continue  # Reported by `unknown_experts`.
+            # Recomputation stops at the last tensor that autograd saved. The order in which tokens
+            # came is saved last, so all of this is sent again.
             again = bool(call.outputs and call.outputs[0].needs_grad)
             times = 1 + (again and is_repeated(plan, forward, fqn, call.begin))
             what = f"how many tokens go to each expert of {fqn}"
@@ -52,7 +56,7 @@ def dispatch(plan: Plan, forward: Forward, arrivals: Arrivals | None) -> Iterato
 
 
 def unknown_experts(plan: Plan, forward: Forward | None) -> Iterator[str]:
-    """Why this cannot be told."""
+    """Yield the parts of this traffic that cannot be predicted, and why."""
     if plan.mesh.size("ep") == 1:
         return
     for fqn in plan.assignment.experts:
@@ -63,7 +67,7 @@ def unknown_experts(plan: Plan, forward: Forward | None) -> Iterator[str]:
 
 
 def _arguments(call: ModuleVisit) -> tuple[TensorUse, TensorUse, TensorUse] | None:
-    """Tokens, expert indices and weights among what the module was given; None if unclear."""
+    """Find tokens, expert indices and weights among a module's inputs; None if ambiguous."""
     indices = [tensor for tensor in call.inputs if tensor.dtype.startswith("int")]
     others = [tensor for tensor in call.inputs if not tensor.dtype.startswith("int")]
     if len(indices) != 1 or len(others) != 2 or not call.outputs:
@@ -82,17 +86,21 @@ def _tokens(
     times: int,
     came: Sequence[int] | None,
 ) -> Iterator[Traffic]:
-    """Args: came: Slots that come to this rank, by microbatch; None where that is not known."""
+    """Yield what one call sends, apart from the counts of tokens per expert.
+
+    Args:
+        came: Slots that come to this rank, by microbatch; None if that is not known.
+    """
     tokens, index, weights = arguments
     slots, result = math.prod(index.shape), call.outputs[0]
 
     def sent(row_bytes: int, what: str, times: int) -> Traffic:
-        """One row for each slot of this rank's own tokens, wherever they go."""
+        """One row for each slot of this rank's own tokens, wherever it is sent."""
         count = times * plan.accumulate
         return one(plan.mesh, "all_to_all", ("ep",), slots * row_bytes, what, count)
 
     def returned(row_bytes: int, what: str, times: int) -> Iterator[Traffic]:
-        """One row for each slot that came here: as many as left, if the routing is balanced."""
+        """One row for each slot that came here; as many as were sent if the routing is balanced."""
         if came is not None:
             for rows in came:
                 yield one(plan.mesh, "all_to_all", ("ep",), rows * row_bytes, what, times)

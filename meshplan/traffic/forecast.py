@@ -1,7 +1,7 @@
-"""Everything that one training step sends, put together axis by axis.
+"""Predict everything that one training step sends, axis by axis.
 
-Refuses to guess: what follows from no layout and no record is named in `Forecast.unknown`.
-`tests/traffic/test_traffic.py` counts on real runs and compares.
+Nothing is guessed: traffic that follows neither from a layout nor from a record is listed in
+`Forecast.unknown`. `tests/traffic/test_traffic.py` counts collectives of real runs and compares.
 """
 
 from __future__ import annotations
@@ -42,12 +42,15 @@ def forecast(
     *,
     arrivals: Arrivals | None = None,
 ) -> Forecast:
-    """What `rank` sends and receives in one step.
+    """Predict what `rank` sends and receives in one step.
 
     Args:
-        forward: `runtime.verify.module_calls.record_forward` of this rank; needed for what
-        activations send.
-        arrivals: How the tokens of ep are routed; None tells balanced figures and their bounds.
+        plan: The plan of the whole model.
+        forward: A forward of this rank, recorded by `runtime.verify.module_calls.record_forward`;
+            needed for the traffic of activations.
+        rank: The global rank.
+        arrivals: The slots that each rank receives along ep, call by call; None gives balanced
+            figures and their bounds.
 
     Assumes: every parameter gets a gradient.
     """
@@ -70,7 +73,7 @@ def forecast(
 
 
 def _is_sent(traffic: Traffic) -> bool:
-    """Whether it is a collective at all; an exchange of no rows is one."""
+    """Return True if a collective takes place at all; an all-to-all of no rows counts as one."""
     route = traffic.route
     has_bytes = route.num_bytes > 0 or route.kind == "all_to_all"
     return traffic.count > 0 and bool(route.axes) and has_bytes
@@ -84,16 +87,16 @@ def _computes_loss(plan: Plan, rank: int) -> bool:
 def _stages(
     plan: Plan, rank: int, cut: Sequence[StageForward] | None, arrivals: Arrivals | None
 ) -> Iterator[Traffic]:
-    """What the stages of `rank` send within themselves.
+    """Yield what the stages of `rank` send within themselves.
 
     Args:
-        cut: The forward, by stage; None takes each stage to be reached by gradients.
+        cut: The forward of each stage; None assumes that gradients reach every stage.
     """
     stages, steps = plan.assignment.stages, steps_of(plan, rank)
     assert stages is not None
     splits = SCHEDULES[stages.schedule].splits_backward
     for stage in stages.of_rank(plan.mesh.index(rank, ("pp",))):
-        # What comes from no input of the stage is left to the second half.
+        # Gradients that need no input of the stage are left to the second half of backward (W).
         has_first_half = stage > 0 and _is_learned(cut, stage - 1)
         is_reached = stage == stages.num - 1 or _is_learned(cut, stage)
         words = {"F": "F"}
@@ -108,15 +111,15 @@ def _stages(
 
 
 def _is_learned(cut: Sequence[StageForward] | None, stage: int) -> bool:
-    """Whether gradients come back for what a stage sends."""
+    """Return True if gradients come back for what a stage sends."""
     return cut is None or any(tensor.needs_grad for tensor in cut[stage].sends)
 
 
 def _compute(plan: Plan, forward: Forward | None, rank: int, passes: Passes) -> Iterator[Traffic]:
-    """What forwards and backwards send, and what follows the last one.
+    """Yield what forwards and backwards send, and what follows the last one.
 
     Args:
-        plan: Of the model, or of one stage.
+        plan: The plan of the model, or of one stage.
     """
     if passes.settles:
         yield from agreement(plan, rank)
@@ -136,7 +139,7 @@ def _compute(plan: Plan, forward: Forward | None, rank: int, passes: Passes) -> 
 
 
 def _unknown(plan: Plan, forward: Forward | None) -> list[str]:
-    """What this room has no rule for, whoever decided it."""
+    """List the traffic for which this package has no rule."""
     mesh, decided = plan.mesh, plan.assignment
     axes = [name for name in mesh.names if mesh.size(name) > 1]
     for placed in decided.tensors.values():
@@ -174,7 +177,7 @@ def _unknown(plan: Plan, forward: Forward | None) -> list[str]:
 
 
 def _step(plan: Plan) -> Iterator[Traffic]:
-    """What `train_step` itself sends."""
+    """Yield what `train_step` itself sends."""
     mesh, precision = plan.mesh, plan.spec.precision
     yield one(mesh, "all_reduce", GRADIENT_AXES, 3 * 8, "the loss and the number of samples")
     if plan.spec.loss == "tokens":
@@ -186,12 +189,12 @@ def _step(plan: Plan) -> Iterator[Traffic]:
 
 
 def _clipping(plan: Plan, rank: int) -> Iterator[Traffic]:
-    """One number per group of gradients that are cut alike, along each axis that cuts them."""
+    """Yield one number per group of gradients with equal axes, along each axis that shards them."""
     if plan.spec.clip_grad_norm is None:
         return
     mesh, a = plan.mesh, plan.assignment
     held = [a.tensors[fqn] for fqn in counted_once(plan, rank)]
-    # What lies on the host is added up there, apart.
+    # The norm of gradients on the host is computed there, separately.
     cut_alike = {(frozenset(placed.stored.axes), a.is_on_host(placed)) for placed in held}
     for axes, _ in cut_alike:
         for axis in sorted(axes):

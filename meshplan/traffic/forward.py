@@ -1,4 +1,4 @@
-"""One forward of one process, as `runtime.verify.module_calls` records it: what no layout tells."""
+"""The record of one forward of one process, as `runtime.verify.module_calls` makes it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from meshplan.model.flow import Flow
 
 @dataclass(frozen=True, slots=True)
 class TensorUse:
-    """A tensor that went by.
+    """A tensor that a forward reads or makes.
 
     Args:
-        shape: Of one microbatch of one rank, whole along tp.
-        dtype: In the precision that the plan computes in.
-        needs_grad: Whether backward goes on to what made it.
+        shape: Shape in one microbatch of one rank, unsharded along tp.
+        dtype: Dtype in the precision that the plan computes in.
+        needs_grad: True if it requires grad, so that backward continues to the op that made it.
     """
 
     shape: tuple[int, ...]
@@ -28,13 +28,13 @@ class ModuleVisit:
 
     Args:
         fqn: The module, under its first name.
-        sources: A number for each input tensor: equal where calls read the same one.
-        inputs: Every tensor it was given, in order.
-        outputs: Every tensor it gave.
-        begin: When it began, in events of the forward.
-        end: When it ended.
-        is_training: Whether the module was in training mode.
-        paths: Of each input, its place ("0") or name among the arguments.
+        sources: A number for each input tensor; equal if calls read the same tensor.
+        inputs: Every input tensor, in order.
+        outputs: Every output tensor, in order.
+        begin: Index of the event of the forward at which the call began.
+        end: Index of the event at which it ended.
+        is_training: True if the module was in training mode.
+        paths: For each input, its position ("0") or name among the arguments.
     """
 
     fqn: str
@@ -52,10 +52,10 @@ class AttentionCall:
     """One call of scaled_dot_product_attention.
 
     Args:
-        fqn: The innermost module that made it.
+        fqn: The innermost module that made the call.
         tensors: Queries, keys and values.
-        begin: When it began, in events of the forward.
-        end: When it ended.
+        begin: Index of the event of the forward at which the call began.
+        end: Index of the event at which it ended.
     """
 
     fqn: str
@@ -66,11 +66,11 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class TokenLosses:
-    """One call of cross_entropy on what a head gave.
+    """One call of cross_entropy on the output of a head.
 
     Args:
-        count: Losses that it computes, one per token.
-        dtype: Of its logits.
+        count: Number of losses that it computes, one per token.
+        dtype: Dtype of its logits.
     """
 
     count: int
@@ -82,14 +82,14 @@ class Forward:
     """One forward of one process on one microbatch of one rank.
 
     Args:
-        calls: In the order in which they began.
-        saves: The events at which autograd kept a tensor for backward.
-        attentions: In order.
-        losses: What the loss asks of the outputs of heads.
-        strays: What else the loss does with them, in torch's words.
-        has_mask: The model was given an `attention_mask`.
-        length: Of the part of the sequence that the rank holds; None without cp.
-        flow: The same forward, operation by operation; None where nothing asks for it.
+        calls: Calls of modules, in the order in which they began.
+        saves: The events at which autograd saved a tensor for backward.
+        attentions: Calls of scaled_dot_product_attention, in order.
+        losses: Calls of cross_entropy that the loss makes on the outputs of heads.
+        strays: Other operations of the loss on these outputs, by torch's names.
+        has_mask: True if the model was given an `attention_mask`.
+        length: Length of the rank's shard of the sequence; None without cp.
+        flow: The same forward, operation by operation; None if nothing asks for it.
     """
 
     calls: tuple[ModuleVisit, ...]
@@ -102,5 +102,5 @@ class Forward:
     flow: Flow | None = None
 
     def of(self, fqn: str) -> tuple[ModuleVisit, ...]:
-        """The calls of one module."""
+        """Return the calls of one module, in order."""
         return tuple(call for call in self.calls if call.fqn == fqn)

@@ -1,7 +1,7 @@
-"""The traffic of a loss over parts of the vocabulary.
+"""Predict the traffic of a vocabulary-parallel loss.
 
 Source: `runtime.apply.vocab_parallel_loss`: the highest logit of each token, then three sums per
-token; its backward needs nobody.
+token; its backward communicates nothing.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from meshplan.traffic.types import Traffic, one
 
 SUMS = 3
 SINGLE_BYTES = DTYPE_BYTES["float32"]
-"""Statistics are taken in single precision at least."""
+"""Bytes of a statistic: statistics are taken in single precision at least."""
 
 
 def token_losses(plan: Plan, forward: Forward) -> Iterator[Traffic]:
-    """What the losses of one microbatch send along tp, for all microbatches."""
+    """Yield what the losses send along tp, for all microbatches."""
     stages = plan.assignment.stages
     times = plan.accumulate * (stages.microbatches if stages else 1)
     for loss in forward.losses:
@@ -29,7 +29,7 @@ def token_losses(plan: Plan, forward: Forward) -> Iterator[Traffic]:
 
 
 def unknown_losses(plan: Plan, forward: Forward | None) -> Iterator[str]:
-    """Why this cannot be told."""
+    """Yield the parts of this traffic that cannot be predicted, and why."""
     if not plan.assignment.loss_parallel:
         return
     what = "what a loss over parts of the vocabulary sends"

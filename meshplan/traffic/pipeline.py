@@ -1,6 +1,6 @@
-"""The traffic of a pipeline: what crosses its cuts, and what its ranks tell one another.
+"""Predict the traffic of a pipeline: sends between stages, and reductions over its ranks.
 
-Source: `runtime.apply.pipeline`, which plays the actions of `schedules`; a value that skips stages
+Source: `runtime.apply.pipeline`, which runs the actions of `schedules`; a value that skips stages
 is relayed through each.
 """
 
@@ -27,7 +27,7 @@ IS_THERE_BYTES = 4
 
 
 def steps_of(plan: Plan, rank: int) -> tuple[Action, ...]:
-    """What `rank` does with one batch of microbatches."""
+    """Return the actions of `rank` for one batch of microbatches."""
     stages = plan.assignment.stages
     assert stages is not None
     rows = actions(
@@ -41,8 +41,9 @@ class StageForward:
     """One stage of a recorded forward.
 
     Args:
-        forward: What runs in it.
-        sends: What one microbatch hands to the next stage, as each rank of tp holds it.
+        forward: The part of the forward that runs in the stage.
+        sends: The tensors that one microbatch sends to the next stage, as each rank of tp holds
+            them.
     """
 
     forward: Forward
@@ -50,7 +51,7 @@ class StageForward:
 
 
 def stage_forwards(plan: Plan, forward: Forward | None) -> tuple[StageForward, ...] | str:
-    """A forward, cut into stages; or why it cannot be."""
+    """Split a forward into stages; return the reason as a string if that is not possible."""
     stages = plan.assignment.stages
     assert stages is not None
     if forward is None or forward.flow is None:
@@ -79,7 +80,7 @@ def stage_forwards(plan: Plan, forward: Forward | None) -> tuple[StageForward, .
 
 
 def _visits(flow: Flow, units: Sequence[Call], forward: Forward) -> list[ModuleVisit] | None:
-    """The visit of each unit's call; None where flow and visits are not of one run."""
+    """Find the visit of each unit's call; None if flow and visits are not of the same run."""
     visits = {fqn: iter(forward.of(fqn)) for fqn in {call.module for call in flow.calls}}
     found = {call.id: next(visits[call.module], None) for call in flow.calls}
     out = [found[call.id] for call in units]
@@ -90,7 +91,7 @@ def _visits(flow: Flow, units: Sequence[Call], forward: Forward) -> list[ModuleV
 
 
 def _without(forward: Forward, visits: Sequence[ModuleVisit]) -> Forward:
-    """A forward without some of its calls and what is in them."""
+    """Return a forward without some of its calls and what happens in them."""
 
     def is_left(begin: int, end: int) -> bool:
         return not any(visit.begin <= begin and end <= visit.end for visit in visits)
@@ -104,10 +105,10 @@ def _without(forward: Forward, visits: Sequence[ModuleVisit]) -> Forward:
 
 
 def pipeline(plan: Plan, rank: int, cut: Sequence[StageForward]) -> Iterator[Traffic]:
-    """What `rank` sends along pp in one step.
+    """Yield what `rank` sends along pp in one step.
 
     Args:
-        cut: The forward, by stage.
+        cut: The forward of each stage.
 
     Assumes: every parameter that several stages share gets a gradient in one of them.
     """
@@ -119,7 +120,7 @@ def pipeline(plan: Plan, rank: int, cut: Sequence[StageForward]) -> Iterator[Tra
         if not way:
             continue
         is_onward = way == "F"
-        # Forwards are named by the stage that computes them; gradients go over the same cut.
+        # Forwards are named by the stage that computes them; gradients cross the same boundary.
         is_from_here = (direction == "SEND") == is_onward
         stage = action.stage if is_from_here else action.stage - 1
         kind = "activations" if is_onward else "gradients"
@@ -136,7 +137,7 @@ def pipeline(plan: Plan, rank: int, cut: Sequence[StageForward]) -> Iterator[Tra
 
 
 def _shared(plan: Plan, stages: Stages, rank: int) -> Iterator[Traffic]:
-    """Gradients of what stages of several ranks hold."""
+    """Yield the reductions of gradients that stages of several ranks share."""
     place = plan.mesh.index(rank, ("pp",))
     for fqn, holders in stages.tensors.items():
         placed = plan.assignment.tensors[fqn]
@@ -149,7 +150,7 @@ def _shared(plan: Plan, stages: Stages, rank: int) -> Iterator[Traffic]:
 
 
 def counted_once(plan: Plan, rank: int) -> set[str]:
-    """Parameters of `rank` whose gradients a norm over the whole model counts there."""
+    """Return the parameters whose gradients count on `rank` in the norm of the whole model."""
     stages = plan.assignment.stages
     held = {p.info.fqn for p in plan.assignment.tensors.values() if p.info.trainable}
     if stages is None:

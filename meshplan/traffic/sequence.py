@@ -1,4 +1,4 @@
-"""Which values of a forward are cut along the sequence over tp: what stages hand on is, or not."""
+"""Find values of a forward sharded along the sequence over tp, among those sent between stages."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from meshplan.traffic.forward import TensorUse
 
 
 class SequenceCuts:
-    """Which values are cut along the sequence under `sequence_parallel`."""
+    """The values that are sharded along the sequence under `sequence_parallel`."""
 
     def __init__(self, plan: Plan, flow: Flow) -> None:
         self.flow, self.tp = flow, plan.mesh.size("tp")
         self.is_on = plan.assignment.sequence_parallel and self.tp > 1
         self._known: dict[int, bool | None] = {}
         self._whole: set[int] = set()
-        """Cut from here on, or up to here."""
+        """Whole values at a boundary: inputs to be sliced, and outputs that are gathered."""
         for call in flow.calls if self.is_on else ():
             use = plan.assignment.styles.get(call.module)
             if use is not None:
@@ -32,12 +32,12 @@ class SequenceCuts:
         self._known |= dict.fromkeys(self._whole, True)
 
     def local(self, value: int, whole: TensorUse) -> TensorUse | None:
-        """A value as each rank of tp holds it; None where that cannot be told."""
+        """Return a value as each rank of tp holds it; None if that is not known."""
         shape = self.shape(value, whole.shape)
         return None if shape is None else replace(whole, shape=shape)
 
     def shape(self, value: int, whole: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The shape of a value as each rank of tp holds it; None where that cannot be told."""
+        """Return the shape of a value as each rank of tp holds it; None if that is not known."""
         if not self.is_on or value in self._whole:
             return whole
         if self._is_cut(value) is not True:
@@ -46,7 +46,10 @@ class SequenceCuts:
         return before, -(-length // self.tp), *after
 
     def _is_cut(self, value: int) -> bool | None:
-        """Sums and products of what is cut are cut; of anything else it cannot be told."""
+        """Return True if a value is sharded; None if that is not known.
+
+        Pointwise operations on sharded values give sharded values; other operations give None.
+        """
         if value not in self._known:
             place = self.flow.producer(value)
             op = None if place is None else self.flow.ops[place]

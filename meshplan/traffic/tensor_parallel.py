@@ -1,7 +1,7 @@
-"""The traffic of tensor parallelism: activations, their gradients, and what styles leave behind.
+"""Predict the traffic of tensor parallelism: activations and gradients of styled modules.
 
-Source: torch 2.13, DTensor's Redistribute: backward takes the gradient from the layout that was
-left to the one that arrived, and leaves replicas where addends arrived.
+Source: torch 2.13, DTensor's Redistribute: backward redistributes the gradient from the layout
+after the change to the one before it, and gives replicas where the input was partial sums.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from meshplan.traffic.types import Route, Traffic, one, trainable
 from meshplan.traffic.units import Passes, UnitUse
 
 HEADS_TOGETHER = "mha"
-"""torch's own attention module, whose inputs are reduced one by one, a tensor that is several of
-them once; FSDP2 makes several of it."""
+"""Kind of torch's own attention module. Its inputs are reduced one by one, and a tensor that is
+passed as several of them once; FSDP2 turns it into several tensors."""
 
 
 def unknown_heads_together(plan: Plan, forward: Forward | None) -> Iterator[str]:
-    """What calls of `nn.MultiheadAttention` send beyond what this room can tell."""
+    """Yield the traffic of `nn.MultiheadAttention` calls that cannot be predicted."""
     for fqn, use in plan.assignment.styles.items():
         if use.style.kind != HEADS_TOGETHER or forward is None:
             continue
@@ -35,11 +35,12 @@ def unknown_heads_together(plan: Plan, forward: Forward | None) -> Iterator[str]
 
 
 def partial_gradients(plan: Plan, passes: Passes, uses: Mapping[str, UnitUse]) -> Iterator[Traffic]:
-    """Parameters that are whole and computed with on parts: each rank has an addend.
+    """Yield all-reduces of replicated parameters used on shards: each rank has a partial gradient.
 
     Args:
-        passes: Backwards, after each of which a parameter outside of every unit is added up.
-        uses: Of the units, which add up what they reduce.
+        passes: Passes of the step; a parameter in no unit is all-reduced after each backward.
+        uses: Gathers and reductions of the units, by fqn; a parameter in a unit is all-reduced when
+            its unit reduces.
     """
     cuts = "gradient" in plan.assignment.strategy.cuts and not passes.splits
     for placed in trainable(plan):
@@ -47,7 +48,7 @@ def partial_gradients(plan: Plan, passes: Passes, uses: Mapping[str, UnitUse]) -
             continue
         count = passes.order.count("B")
         if placed.unit is not None:
-            # Of several reductions in one backward, autograd has the gradient for the last.
+            # If a unit reduces repeatedly in a backward, autograd has the gradient for the last.
             ready = [times > 0 for times in uses[placed.unit].reductions]
             is_at_once = cuts and plan.assignment.units[placed.unit].is_sharded
             count = sum(ready if is_at_once else ready[-1:])
@@ -56,7 +57,7 @@ def partial_gradients(plan: Plan, passes: Passes, uses: Mapping[str, UnitUse]) -
 
 
 def _has_addends(plan: Plan, placed: Placed) -> bool:
-    """Whether a parameter's gradient is a sum over tp."""
+    """Return True if a parameter's gradient is a sum over tp."""
     if placed.stored.dim_of("tp") is not None:
         return False
     if placed.is_local:
@@ -70,14 +71,14 @@ def _has_addends(plan: Plan, placed: Placed) -> bool:
         dims = dims_of(style.kind, leaf, len(placed.info.shape))
         is_cut = style.cut_dim in dims or style.kind == HEADS_TOGETHER
         if style.gradient == "P" or (use.pieces and is_cut):
-            return True  # A part of a whole one, or a result of which each rank has an addend.
+            return True  # A part of a whole parameter, or partial results.
         if style.cut_dim is None and style.input[1] != "R":
             return True
     return False
 
 
 def gathered_at_use(plan: Plan, forward: Forward) -> Iterator[Traffic]:
-    """Parameters stored cut and computed whole: gathered at each call of their module."""
+    """Yield the gathers of parameters stored sharded and computed whole, at each module call."""
     for placed in plan.assignment.tensors.values():
         if not placed.gathered_axes:
             continue
@@ -91,16 +92,16 @@ def gathered_at_use(plan: Plan, forward: Forward) -> Iterator[Traffic]:
 
 
 def _whole_bytes(shape: Sequence[int], dim: int, ranks: int, placed: Placed) -> int:
-    """Bytes of a tensor made of equal pieces along `dim`, the last ones padded."""
+    """Bytes of a tensor of equal shards along `dim`, the last ones padded."""
     sizes = list(shape)
     sizes[dim] = -(-sizes[dim] // ranks) * ranks
     return math.prod(sizes) * DTYPE_BYTES[placed.compute_dtype]
 
 
 def is_repeated(plan: Plan, forward: Forward, fqn: str, event: int) -> bool:
-    """Whether what a module does at this event is done again in backward.
+    """Return True if what a module does at this event is done again by recomputation.
 
-    A recomputed forward stops as soon as it has made the last tensor that autograd kept.
+    A recomputed forward stops as soon as it has made the last tensor that autograd saved.
     """
     recomputed = plan.assignment.recompute
     around = next((outer for outer in recomputed if is_inside(fqn, outer)), None)
@@ -114,18 +115,18 @@ def is_repeated(plan: Plan, forward: Forward, fqn: str, event: int) -> bool:
 
 
 def _keeps_sums(plan: Plan, fqn: str) -> bool:
-    """Whether recomputation around a module keeps what ranks add up."""
+    """Return True if recomputation around a module keeps the results of all-reduces."""
     policies = plan.assignment.recompute.items()
     return any(again.policy.keeps_sums for outer, again in policies if is_inside(fqn, outer))
 
 
 def activations(plan: Plan, forward: Forward) -> Iterator[Traffic]:
-    """What the inputs and outputs of styled modules send along tp, there and back."""
+    """Yield what the inputs and outputs of styled modules send along tp, forward and backward."""
     return _Activations(plan, forward).traffic()
 
 
 class _Activations:
-    """Counts call by call."""
+    """Count the traffic of activations, call by call."""
 
     def __init__(self, plan: Plan, forward: Forward) -> None:
         self.plan, self.forward, self.tp = plan, forward, plan.mesh.size("tp")
@@ -142,7 +143,7 @@ class _Activations:
         self.units = [call for call in forward.calls if call.fqn in owners]
         around = {fqn.rpartition(".")[0] for fqn in plan.assignment.styles}
         self.forgotten = sorted(call.end for call in forward.calls if call.fqn in around)
-        """Ends of calls that forget what entered styled modules: the runtime's `forget_entered`."""
+        """Ends of calls after which the runtime's `forget_entered` clears the cached tp inputs."""
         self.counted: Counter[tuple[Route, str]] = Counter()
 
     def traffic(self) -> Iterator[Traffic]:
@@ -158,7 +159,7 @@ class _Activations:
             yield Traffic(route=route, count=count * self.plan.accumulate, what=what)
 
     def _unit(self, call: ModuleVisit) -> int:
-        """When the innermost unit around a call began."""
+        """Event at which the innermost unit around a call began."""
         around = (u.begin for u in self.units if u.begin <= call.begin and call.end <= u.end)
         return max(around, default=0)
 
@@ -168,7 +169,7 @@ class _Activations:
 
     def _input(self, call: ModuleVisit, use: StyleUse, seen: set[tuple[int, int, int]]) -> None:
         if use.style.input[0] == GATHERED:
-            return  # Whoever put it together adds up its gradient.
+            return  # The op that gathered it reduces its gradient.
         given = call.inputs[0]
         arrives, wanted = self._words(use.style.input)
         self._send(call, given.shape, arrives, wanted, call.begin)
@@ -181,12 +182,13 @@ class _Activations:
                 if tensor.needs_grad:
                     self._send(call, tensor.shape, "P", "R")
             return
-        # A module that is cut along another dim than its input leaves addends in the gradient.
+        # A module sharded along another dim than its input leaves partial sums in the gradient.
         adds_up = use.style.cut_dim is not None or use.style.gradient == "P"
         gradient = "P" if wanted == "R" and adds_up else wanted
         if arrives == wanted:
-            # The gradients of all that read a tensor are added before they are reduced, within a
-            # unit, since to each FSDP2 hands a tensor of its own, and until it is forgotten.
+            # The gradients of all readers of a tensor are added before they are reduced, within a
+            # unit, since FSDP2 hands a tensor of its own to each unit, and until the cached input
+            # is forgotten.
             times = bisect.bisect(self.forgotten, call.begin)
             source = (call.sources[0], self._unit(call), times)
             if source in seen:
@@ -202,7 +204,7 @@ class _Activations:
             self._send(call, made.shape, leaves, "R" if computed == "P" else computed)
 
     def _cross(self, call: ModuleVisit, crossing: SequenceBoundary) -> None:
-        """What putting the sequence together sends, there or back."""
+        """Count what gathering or slicing the sequence sends, forward and backward."""
         if crossing.path is None:
             self._count(call, call.outputs[0], "all_gather", call.end)
             return
@@ -228,7 +230,7 @@ class _Activations:
         target: str,
         event: int | None = None,
     ) -> None:
-        """Count a change of layout, in forward if it has an event there."""
+        """Count a change of layout: of an activation if `event` is given, else of a gradient."""
         kind, cut = _change(source, target)
         if not kind:
             return
@@ -243,7 +245,7 @@ class _Activations:
 
 
 def _change(source: str, target: str) -> tuple[str, str]:
-    """(collective, the cut it undoes or makes) of a change between placement words; "" for none."""
+    """Return (collective, the shard placement that it undoes or makes), "" for none."""
     if source == target or source == "R":
         return "", ""
     if target == "R":

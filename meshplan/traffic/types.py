@@ -1,4 +1,4 @@
-"""What is sent, what was recorded, and where two of them differ."""
+"""Types of predicted and recorded traffic, and the differences between two of them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Route:
     Args:
         kind: all_gather, all_reduce, reduce_scatter, all_to_all, broadcast, send or recv.
         axes: The mesh axes along which its ranks differ.
-        num_bytes: Of the whole tensor: what is gathered, or what is reduced or scattered. Of an
-            all_to_all what this rank sends.
+        num_bytes: Bytes of the whole tensor: what is gathered, or what is reduced or scattered. For
+            an all_to_all, the bytes that this rank sends.
     """
 
     kind: str
@@ -29,18 +29,18 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """Bounds of what a router decides.
+    """Bounds of traffic that depends on a router's decisions.
 
     Args:
-        row_bytes: Sent for each slot that came to this rank.
-        most_rows: Every slot of every rank; none may come as well.
+        row_bytes: Bytes sent for each slot that came to this rank.
+        most_rows: Highest number of rows: every slot of every rank. The lowest is 0.
     """
 
     row_bytes: int
     most_rows: int
 
     def allows(self, num_bytes: int) -> bool:
-        """Whether some routing sends this much."""
+        """Return True if some routing sends this many bytes."""
         return not num_bytes % self.row_bytes and num_bytes <= self.row_bytes * self.most_rows
 
 
@@ -49,12 +49,12 @@ class Traffic:
     """One cause of traffic in a step.
 
     Args:
-        route: What is sent where.
-        count: How often.
-        what: The cause.
-        is_split: torch cuts `num_bytes` into pieces that no layout tells.
-        routed: `num_bytes` is what a balanced routing sends, and what is really sent lies within
-            these bounds; None where it is exact.
+        route: The collective, its axes and its bytes.
+        count: Number of times per step.
+        what: The cause, in words.
+        is_split: If True, torch splits `num_bytes` into parts that do not follow from the layout.
+        routed: Bounds of the bytes that are sent; `num_bytes` is what a balanced routing sends.
+            None if `num_bytes` is exact.
     """
 
     route: Route
@@ -66,18 +66,19 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The traffic of one step of `train_step` after the self-tests of the first ones.
+    """The traffic of one step of `train_step`, once the self-tests of the first steps are over.
 
     Args:
-        traffic: Every cause.
-        unknown: What else is sent, or may be, and why no layout tells how much.
+        traffic: Traffic of every cause.
+        unknown: Further traffic, certain or possible, whose amount does not follow from the
+            layouts, with the reason.
     """
 
     traffic: tuple[Traffic, ...]
     unknown: tuple[str, ...] = ()
 
     def routes(self) -> Counter[Route]:
-        """How often each route is used; what is split counts as one piece."""
+        """Count the uses of each route; split traffic counts as one use."""
         out: Counter[Route] = Counter()
         for each in self.traffic:
             out[each.route] += each.count
@@ -94,9 +95,9 @@ class RouteDifference:
 
 
 def differences(told: Forecast, counted: Counter[Route]) -> tuple[RouteDifference, ...]:
-    """Where a forecast and a count differ; () when they are equal, byte by byte.
+    """List the differences between a forecast and a count; () if they are equal, byte by byte.
 
-    What a router decides is equal when it lies within its bounds, as often as predicted.
+    Traffic that depends on a router is equal if it lies within its bounds, as often as predicted.
     """
     predicted = told.routes()
     found = _joined(told, predicted, _balanced(told, predicted, counted))
@@ -108,14 +109,14 @@ def differences(told: Forecast, counted: Counter[Route]) -> tuple[RouteDifferenc
 
 
 def _balanced(told: Forecast, predicted: Counter[Route], counted: Counter[Route]) -> Counter[Route]:
-    """A count in which what lies within the bounds of a routing is what a balanced one sends."""
+    """Replace routes within the bounds of a routing by what a balanced routing sends."""
     routed = [(each, each.routed) for each in told.traffic if each.routed]
     exact = predicted - Counter({})
     for each, _ in routed:
         exact[each.route] -= each.count
     found, free = Counter(counted), Counter(counted)
     free.subtract(exact)
-    # Wide rows first: what they may be, narrow ones may be too, seldom the other way round.
+    # Large rows first: their bytes may also be a multiple of a small row's, seldom the converse.
     for each, bounds in sorted(routed, key=lambda pair: -pair[1].row_bytes):
         left = each.count
         for route in sorted(free, reverse=True):
@@ -130,7 +131,7 @@ def _balanced(told: Forecast, predicted: Counter[Route], counted: Counter[Route]
 
 
 def _joined(told: Forecast, predicted: Counter[Route], counted: Counter[Route]) -> Counter[Route]:
-    """A count in which the pieces of what torch splits are one."""
+    """Join the parts of traffic that torch splits into one route."""
     found = Counter(counted)
     for whole in (t.route for t in told.traffic if t.is_split):
         pieces = Counter(
@@ -147,17 +148,17 @@ def _joined(told: Forecast, predicted: Counter[Route], counted: Counter[Route]) 
 
 
 def along(mesh: Mesh, axes: Sequence[str]) -> tuple[str, ...]:
-    """These axes in mesh order, without those of one rank."""
+    """Return these axes in mesh order, without those of size 1."""
     return mesh.spread(axes)
 
 
 def one(
     mesh: Mesh, kind: str, axes: Sequence[str], num_bytes: int, what: str, count: int = 1
 ) -> Traffic:
-    """Traffic along these axes."""
+    """Build traffic along these axes."""
     return Traffic(route=Route(kind, along(mesh, axes), num_bytes), count=count, what=what)
 
 
 def trainable(plan: Plan) -> list[Placed]:
-    """Every parameter that gets a gradient."""
+    """List the parameters that get a gradient."""
     return [p for p in plan.assignment.tensors.values() if p.info.trainable]

@@ -1,7 +1,7 @@
-"""How often FSDP2 gathers and reduces each unit in one step: its rules, played on one forward.
+"""Count how often FSDP2 gathers and reduces each unit in one step, by simulating its rules.
 
-Backward goes through the calls of a forward in reverse. Before a unit's own it gathers the unit,
-and begins to gather the one that ran before it, whether or not backward comes there.
+Backward visits the calls of a forward in reverse. Before a unit's own backward it gathers the unit,
+and starts to gather the one that ran before it, whether or not backward gets there.
 
 Source: torch 2.13, FSDPParamGroup: pre_forward, post_forward, pre_backward, _backward_prefetch,
 post_backward; FSDPState._root_post_backward_final_callback. Reduction: `runtime.apply.gradients`,
@@ -22,13 +22,13 @@ from meshplan.traffic.forward import Forward
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """What is done with the microbatches of one step.
+    """The passes over the microbatches of one step.
 
     Args:
         order: "F" for a forward and "B" for a backward that needs the parameters, in order.
-        splits: Backwards come in halves: parameters stay gathered and gradients unreduced until
-            all are done.
-        settles: Something follows the last backward, or what stands in for it.
+        splits: If True, backwards are split in halves: parameters stay gathered and gradients
+            unreduced until all are done.
+        settles: If True, gradients are settled after the last backward, or after what replaces it.
     """
 
     order: tuple[str, ...]
@@ -38,11 +38,12 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class _HookEvent:
-    """One moment of a forward: a unit's call begins or ends, or a recomputed module's call ends.
+    """One hook of a forward: a unit's call begins or ends, or a recomputed module's call ends.
 
     Args:
-        units: The unit; of a recomputation all that it goes through.
-        needs_grad: Whether a gradient comes to what went in or out.
+        kind: "enter" and "leave" of a unit, or "redo" of a recomputed module.
+        units: The unit; for a recomputation, all units that it runs.
+        needs_grad: True if a gradient arrives for the inputs (enter) or outputs (leave).
     """
 
     kind: Literal["enter", "leave", "redo"]
@@ -52,16 +53,17 @@ class _HookEvent:
 
 @dataclass(slots=True)
 class _UnitParameters:
-    """The parameters of one unit, as FSDP2 keeps them.
+    """State of the parameters of one unit in FSDP2.
 
     Attributes:
-        phase: What it last did.
-        is_whole: They are gathered.
-        is_coming: They are being gathered.
-        places: Where the unit stands in the order of forwards, once for each that waits for its
-            backward.
-        gathers: How often it was gathered.
-        reductions: By microbatch of the step, how often its gradients were ready to be reduced.
+        reshards: True if the unit is resharded after forward.
+        phase: The last hook that ran.
+        is_whole: True if the parameters are gathered.
+        is_coming: True if an all-gather is in progress.
+        places: Positions of the unit in the order of forwards, one for each forward whose backward
+            is outstanding.
+        gathers: Number of all-gathers.
+        reductions: For each backward, the number of times its gradients were ready to be reduced.
     """
 
     reshards: bool
@@ -84,11 +86,11 @@ class _UnitParameters:
 
 @dataclass(frozen=True, slots=True)
 class UnitUse:
-    """What one step does with a unit.
+    """The gathers and reductions of a unit in one step.
 
     Args:
-        gathers: How often it is gathered.
-        reductions: By backward, how often its gradients are ready to be reduced.
+        gathers: Number of all-gathers.
+        reductions: For each backward, the number of times its gradients are ready to be reduced.
     """
 
     gathers: int
@@ -96,10 +98,10 @@ class UnitUse:
 
 
 def uses_of_units(plan: Plan, forward: Forward | None, passes: Passes) -> Mapping[str, UnitUse]:
-    """Every unit that has parameters.
+    """Count the gathers and reductions of every unit that has parameters.
 
     Args:
-        forward: None takes each unit to be called once, with gradients.
+        forward: A recorded forward; None assumes that each unit is called once, with gradients.
     """
     owners = {placed.unit for placed in plan.assignment.tensors.values()}
     units = {fqn: unit for fqn, unit in plan.assignment.units.items() if fqn in owners}
@@ -112,14 +114,14 @@ def uses_of_units(plan: Plan, forward: Forward | None, passes: Passes) -> Mappin
 
 
 def _roots(units: Mapping[str, Unit]) -> list[str]:
-    """Units in no other one: each orders for itself what is in it."""
+    """List the units that are in no other one; each of them orders what is inside it by itself."""
     return [u for u in units if not any(o != u and is_inside(u, o) for o in units)]
 
 
 def _once(units: Mapping[str, Unit]) -> list[_HookEvent]:
-    """A forward that calls each unit once, in the order of the plan."""
+    """Build the events of a forward that calls each unit once, in the order of the plan."""
     out: list[_HookEvent] = []
-    for fqn in units:  # Inner ones come first.
+    for fqn in units:  # Inner units come first.
         first = next((n for n, e in enumerate(out) if is_inside(e.units[0], fqn)), len(out))
         out.insert(first, _HookEvent("enter", (fqn,), fqn != ""))
         out.append(_HookEvent("leave", (fqn,), True))
@@ -136,7 +138,7 @@ def _events(plan: Plan, units: Mapping[str, Unit], forward: Forward) -> list[_Ho
             found.append((call.begin, 0, _HookEvent("enter", (call.fqn,), is_fed)))
             found.append((call.end, 1, _HookEvent("leave", (call.fqn,), has_gradient)))
         if call.fqn in recomputed and has_gradient:
-            # It runs again until the last tensor that autograd kept.
+            # Recomputation runs until the last tensor that autograd saved.
             last = max((save for save in forward.saves if save < call.end), default=0)
             again = tuple(
                 inner.fqn
@@ -148,7 +150,7 @@ def _events(plan: Plan, units: Mapping[str, Unit], forward: Forward) -> list[_Ho
 
 
 def _stretches(order: Sequence[str]) -> Iterator[tuple[Sequence[str], int]]:
-    """The order in parts: forwards that each have their backward at once, forwards, backwards.
+    """Split the order into runs: forwards each followed by its backward, forwards, backwards.
 
     >>> [(*stretch, times) for stretch, times in _stretches("FFFBFBB")]
     [('F', 2), ('F', 'B', 2), ('B', 1)]
@@ -172,7 +174,7 @@ def _stretches(order: Sequence[str]) -> Iterator[tuple[Sequence[str], int]]:
 
 
 class _Play:
-    """Plays steps until one is like the next."""
+    """Simulate steps until a step equals the next one."""
 
     def __init__(
         self, units: Mapping[str, Unit], events: Sequence[_HookEvent], passes: Passes
@@ -183,7 +185,7 @@ class _Play:
         self._gives_back = True
 
     def uses(self) -> Iterator[tuple[str, UnitUse]]:
-        """(unit, what a step does with it), once the first step has left its traces."""
+        """Yield (unit, its use in a step), after a first step that leaves the usual state."""
         self._step()
         for group in self._groups.values():
             group.gathers, group.reductions = 0, []
@@ -206,10 +208,10 @@ class _Play:
             self._forget()
 
     def _repeat(self, stretch: Sequence[str], times: int) -> None:
-        """Play these passes so often; those that begin as the ones before did, at once.
+        """Simulate these passes `times` times; once two rounds begin in the same state, multiply.
 
-        What a backward looks up of the order is what the forwards of its own stretch have left, but
-        in the first one, before which nothing ran.
+        The order that a backward looks up is what the forwards of its own run have left, except in
+        the first one, before which nothing ran.
         """
         groups = self._groups.values()
         begun: object = None
@@ -229,7 +231,7 @@ class _Play:
                     self._backward(is_last=False)
 
     def _add(self, before: Sequence[tuple[int, int, int]], times: int) -> None:
-        """Count what was done since then so many times more."""
+        """Count what was done since `before` another `times` times."""
         *each, (_, _, ran) = before
         again = self._order[ran:]
         for group, (gathers, reductions, places) in zip(self._groups.values(), each, strict=True):
@@ -253,8 +255,8 @@ class _Play:
                     group.phase = ""
 
     def _backward(self, *, is_last: bool) -> None:
-        # As `runtime.apply.data.set_gradient_sync` says it: what stays after forward stays until
-        # the end.
+        # As in `runtime.apply.data.set_gradient_sync`: what is not resharded after forward stays
+        # gathered until the last backward.
         self._gives_back = is_last
         for group in self._groups.values():
             group.reductions.append(0)

@@ -26,7 +26,7 @@ from meshplan import files
 from meshplan.cli.app import CRASHED, main
 from meshplan.cost.calibration import profile_from, read_profile, write_profile
 from meshplan.errors import MeshplanError, SpecError
-from meshplan.pictures.types import SUFFIXES, Picture
+from meshplan.pictures.base.types import SUFFIXES, Picture
 from meshplan.planner.lock.lock import lock_path, read, write
 from meshplan.report.main import Report
 from meshplan.spec.reader import load_spec
@@ -115,7 +115,7 @@ def content_of(kind, folder):
 
 WRITTEN = {
     "lock": "planner/lock/lock.py", "report": "report/main.py", "profile": "cost/calibration.py",
-    "trust": "spec/trust.py", **dict.fromkeys(SUFFIXES, "pictures/types.py"),
+    "trust": "spec/trust.py", **dict.fromkeys(SUFFIXES, "pictures/base/types.py"),
 }  # fmt: skip
 """By kind of file, where the package writes it."""
 LEAST = 76

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from meshplan.pictures.comm import comm
-from meshplan.pictures.links import links_of
 from meshplan.pictures.main import draw
+from meshplan.pictures.mesh.comm import comm
+from meshplan.pictures.mesh.links import links_of
 from tests.helpers.graphs import blocks
 from tests.helpers.pictured import PIPED, boxes, check_readable, llama, plan_of, written
 

@@ -10,9 +10,9 @@ import meshplan
 from meshplan.cli.app import main
 from meshplan.errors import PlanError
 from meshplan.memory.answer.states import state_bytes
-from meshplan.pictures.counted import OF_COUNT, ONLY_COUNT, counted_plan, is_counted
 from meshplan.pictures.main import WHATS, draw
-from meshplan.pictures.waterfall import waterfall_of_states
+from meshplan.pictures.memory.waterfall import waterfall_of_states
+from meshplan.pictures.mesh.counted import OF_COUNT, ONLY_COUNT, counted_plan, is_counted
 from meshplan.spec.reader import load_spec
 from meshplan.units import GIB
 from tests.helpers.graphs import graph

@@ -8,10 +8,11 @@ from fontTools.pens.ttGlyphPen import TTGlyphPen
 from matplotlib import font_manager
 from matplotlib.text import Text
 
-from meshplan.pictures import fonts, sheet
-from meshplan.pictures.fonts import drawable, families_of, family_of
+from meshplan.pictures.base import fonts
+from meshplan.pictures.base import page as sheet
+from meshplan.pictures.base.fonts import drawable, families_of, family_of
+from meshplan.pictures.base.page import width_of
 from meshplan.pictures.main import draw
-from meshplan.pictures.sheet import width_of
 from tests.helpers.pictured import plan_of, strange
 
 LAYER = "层"

@@ -14,11 +14,11 @@ from matplotlib.lines import Line2D
 from meshplan.cli.app import main
 from meshplan.model.blueprint import from_config
 from meshplan.model.flow import Call, Flow, Op, Ref, Value
-from meshplan.pictures.layered import lay_out
+from meshplan.pictures.base.palette import THEMES
+from meshplan.pictures.graphs.arrows import ENTRY, EXIT
+from meshplan.pictures.graphs.layered import lay_out
+from meshplan.pictures.graphs.modules import module_graph
 from meshplan.pictures.main import draw
-from meshplan.pictures.module_arrows import ENTRY, EXIT
-from meshplan.pictures.module_graph import module_graph
-from meshplan.pictures.palette import THEMES
 from meshplan.units import format_count
 from tests.helpers.graphs import graph
 from tests.helpers.pictured import (
@@ -355,7 +355,7 @@ def test_models_of_the_notebook_are_drawn_as_they_were_recorded():
         "import sys; sys.path.insert(0, 'notebooks')\n"
         "import json, meshplan\n"
         "from tests.pictures.test_graph import check_drawn, named\n"
-        "from meshplan.pictures.module_graph import module_graph\n"
+        "from meshplan.pictures.graphs.modules import module_graph\n"
         "unet = {'version': 1, 'mesh': {'pp': 2}, 'batch': {'micro': 4},\n"
         "  'pipeline': {'microbatches': 4},\n"
         "  'input': {'shape': [2, 3, 32, 32], 'dtype': 'float32'}}\n"

@@ -14,14 +14,14 @@ from meshplan.cli.app import main
 from meshplan.errors import PlanError, SpecError
 from meshplan.memory.analytic.estimate import analytic_log, estimate_analytic
 from meshplan.memory.log.events import Event, EventLog, Storage, Term
-from meshplan.pictures.ladder import ladder
+from meshplan.pictures.base.palette import THEMES, WHOLE
+from meshplan.pictures.graphs.tree import module_tree
 from meshplan.pictures.main import WHATS, draw, draw_decision
-from meshplan.pictures.module_tree import module_tree
-from meshplan.pictures.palette import THEMES, WHOLE
-from meshplan.pictures.pareto import pareto
-from meshplan.pictures.timeline import draw_timeline, timeline
-from meshplan.pictures.treemap import squarified, treemap
-from meshplan.pictures.waterfall import waterfall
+from meshplan.pictures.memory.timeline import draw_timeline, timeline
+from meshplan.pictures.memory.treemap import squarified, treemap
+from meshplan.pictures.memory.waterfall import waterfall
+from meshplan.pictures.plans.ladder import ladder
+from meshplan.pictures.plans.pareto import pareto
 from meshplan.textbook.inputs import read_limit
 from meshplan.units import GIB
 from tests.bench.gallery import FOLDER, MOST_BYTES, PAGE, SHOWN

@@ -14,15 +14,15 @@ from meshplan.layout.mesh import Mesh
 from meshplan.layout.schedules import SCHEDULES
 from meshplan.memory.analytic.estimate import estimate_analytic
 from meshplan.memory.log.events import Term
-from meshplan.pictures.gantt import gantt
-from meshplan.pictures.links import crosses_nodes, members
+from meshplan.pictures.base.page import fitted, fitted_name, width_of, wrapped
+from meshplan.pictures.base.palette import PASSES, SHARDS, TERMS, THEMES, shard_ink
+from meshplan.pictures.base.types import Picture
 from meshplan.pictures.main import WHATS, draw, facts_of
-from meshplan.pictures.memory_bars import memory_bars, states_alone
-from meshplan.pictures.mesh_map import mesh_map
-from meshplan.pictures.palette import PASSES, SHARDS, TERMS, THEMES, shard_ink
-from meshplan.pictures.sheet import fitted, fitted_name, width_of, wrapped
-from meshplan.pictures.tensor import tensor_layout
-from meshplan.pictures.types import Picture
+from meshplan.pictures.memory.bars import memory_bars, states_alone
+from meshplan.pictures.mesh.links import crosses_nodes, members
+from meshplan.pictures.mesh.mesh_map import mesh_map
+from meshplan.pictures.mesh.tensor import tensor_layout
+from meshplan.pictures.plans.gantt import gantt
 from meshplan.textbook.inputs import read_limit
 from meshplan.units import GIB, format_seconds
 from tests.helpers.graphs import blocks

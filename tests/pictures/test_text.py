@@ -16,8 +16,8 @@ from meshplan.cost.stages import stage_seconds
 from meshplan.layout.layout import Layout
 from meshplan.layout.schedules import SCHEDULES
 from meshplan.memory.analytic.estimate import estimate_analytic
-from meshplan.pictures.gantt import gantt
 from meshplan.pictures.main import facts_of
+from meshplan.pictures.plans.gantt import gantt
 from meshplan.planner.problem.request import cluster_of
 from meshplan.render.drawn import (
     gantt_lines,

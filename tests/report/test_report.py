@@ -16,8 +16,8 @@ from meshplan.api.planning import lock_plan, search_plan
 from meshplan.api.reporting import make_report
 from meshplan.cli.app import main
 from meshplan.errors import PlanError, SpecError
-from meshplan.pictures.counted import OF_COUNT, ONLY_COUNT
 from meshplan.pictures.main import OF_DECISIONS, WHATS
+from meshplan.pictures.mesh.counted import OF_COUNT, ONLY_COUNT
 from meshplan.report.figures import Colours, figure
 from meshplan.report.main import Report, ReportFacts, report_of
 from meshplan.units import format_gib, format_seconds

@@ -15,10 +15,10 @@ from meshplan.plan.plan import make_plan
 from meshplan.runtime.trace.structure import graph_of
 from meshplan.spec.reader import load_spec
 from meshplan.traffic import (
-    RouteDifference,
     Forecast,
     Forward,
     Route,
+    RouteDifference,
     Traffic,
     differences,
     forecast,

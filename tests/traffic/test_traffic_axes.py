@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import pytest
 
-from meshplan.traffic import RouteDifference, Forecast, Route, Routed, Traffic, differences
+from meshplan.traffic import Forecast, Route, Routed, RouteDifference, Traffic, differences
 from tests.helpers import models, moe
 from tests.helpers.counted import told_and_counted, told_twice_and_counted
 from tests.helpers.wide import leaving

@@ -1,8 +1,8 @@
 """`tp_plan: auto`: tensor-parallel styles derived from a recorded forward pass, and proved.
 
-`regions` says what cutting a class of dims would cut, `proof` follows values and gradients
+`regions` finds what sharding a class of dims would shard, `proof` follows values and gradients
 through it, `numbers` and `comparison` rehearse it as one rank would run it, `choose` takes what
-holds, `derive` puts it into words.
+holds, and `derive` expresses it as styles.
 """
 
 from meshplan.assign.auto.apply import apply_derived

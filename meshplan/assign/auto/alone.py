@@ -1,8 +1,8 @@
-"""Projections that are cut by themselves, where nothing pairs up: each gathers its output.
+"""Projections that are sharded by themselves, if nothing pairs up: each gathers its output.
 
-What such a module takes and leaves is whole, so the rest of the forward is that of one process,
-whatever it does: shapes that depend on numbers, operations that nobody knows, squares in a
-residual stream. It costs an all-gather where a pair would cost an all-reduce for two.
+The input and output of such a module are whole, so the rest of the forward is that of one process,
+whatever it does: shapes that depend on values, unknown operations, squares in a residual stream.
+Each costs an all-gather, where a pair would cost one all-reduce for two.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from collections.abc import Callable
 from meshplan.assign.auto.regions import FlowUses
 
 _SHARE = 2
-"""One in this many trainable elements must lie in them, or tp is not worth its ranks."""
+"""Minimum share, as 1 in this many, of the trainable elements that these projections must have for
+tp to be worth its ranks."""
 
 
 def projections(places: FlowUses, size: int, may_cut: Callable[[str], bool]) -> list[str]:
-    """The projections that can be cut by their output features; [] where they hold too little."""
+    """Find projections that can be sharded by output features; [] if they have too few elements."""
     graph = places.graph
     found = [fqn for fqn in graph.modules if _can_be_cut(places, fqn, size) and may_cut(fqn)]
     cut = sum(t.numel for fqn in found for t in graph.owned(fqn) if t.trainable)

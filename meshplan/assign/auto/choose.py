@@ -1,4 +1,4 @@
-"""Which classes are cut: every one that is proved, the largest first."""
+"""Choose the dim classes to shard: every one that is proved, the largest first."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 @dataclass(slots=True)
 class CutChoice:
-    """What is cut, and why the rest is not.
+    """The classes that are sharded, and why the rest is not.
 
     Attributes:
-        regions: Proved together.
+        regions: Regions that were proved together.
         gathered: Modules with the style vocab.
-        proof: What else they need.
-        numbers: Local values of attributes.
-        refused: By factor, why a class that nothing blocks is whole nevertheless.
-        uncut: By module, why it cannot take the style vocab.
+        proof: Further requirements of these.
+        numbers: Local values of attributes, by (module, name).
+        refused: The reason why a dim class that nothing blocks stays whole, by factor.
+        uncut: The reason why a module cannot take the style vocab, by module.
     """
 
     regions: tuple[Region, ...] = ()
@@ -41,13 +41,15 @@ def choose(
     """Find the regions of a flow and prove them.
 
     Args:
+        places: The recorded flow.
         size: Ranks of tp.
-        may_cut: Whether the plan leaves a module to the data flow.
+        may_cut: Returns True if the plan leaves a module to the data flow.
+        rehearsals: Rehearsals of the model.
     """
     out = CutChoice()
     candidates = _candidates(places, size, may_cut, out)
     while True:
-        # What is proved beside others need not hold once one of them is gone.
+        # A proof that relied on other regions need not hold once one of them is dropped.
         kept: list[Region] = []
         for kind in _kinds(candidates):
             kept += _prove_kind(places, kept, kind, out)
@@ -86,12 +88,12 @@ def _owners(parameters: Iterable[str]) -> list[str]:
 
 
 def pattern(fqn: str) -> str:
-    """A name with its layer numbers left open."""
+    """Replace the layer numbers in a name by `*`."""
     return _NUMBER.sub(".*", fqn)
 
 
 def _kinds(regions: Iterable[Region]) -> list[list[Region]]:
-    """Regions that differ in the number of their layer only, together."""
+    """Group regions that differ only in the numbers of their layers."""
     found: dict[object, list[Region]] = {}
     for region in regions:
         key = (region.size, frozenset((pattern(m), w) for m, w in region.words.items()))
@@ -102,7 +104,7 @@ def _kinds(regions: Iterable[Region]) -> list[list[Region]]:
 def _prove_kind(
     places: FlowUses, kept: list[Region], kind: list[Region], out: CutChoice
 ) -> list[Region]:
-    """Those regions of a kind that can be cut beside what is cut already."""
+    """Return the regions of a kind that can be sharded in addition to those that already are."""
     try:
         prove(places, (*kept, *kind), {})
         return kind
@@ -119,7 +121,7 @@ def _prove_kind(
 def _rehearse(
     regions: tuple[Region, ...], rehearsals: Rehearsals, out: CutChoice
 ) -> tuple[tuple[Region, ...], dict[tuple[str, str], int]]:
-    """All at once if that runs, else kind by kind, each beside those that do."""
+    """Rehearse all regions at once; if that fails, kind by kind, each with those that succeeded."""
     if not regions:
         return (), {}
     try:
@@ -141,7 +143,7 @@ def _rehearse(
 
 
 def _vocabulary(places: FlowUses, out: CutChoice, may_cut: Callable[[str], bool]) -> dict[str, str]:
-    """Embeddings of tokens by their rows, and the heads that give one number per row."""
+    """Find token embeddings to shard by rows, and the heads that give one number per row."""
     graph, flow = places.graph, places.flow
     taken = {fqn for r in out.regions for fqn in r.words}
     found: dict[str, str] = {}
@@ -199,7 +201,7 @@ def _cannot_gather(places: FlowUses, fqn: str, taken: set[str]) -> str:
 
 
 def _is_shared(places: FlowUses, tensor: str, fqn: str) -> bool:
-    """Whether a tensor of a module is used by another one as well."""
+    """Return True if a tensor of a module is used by another module as well."""
     return places.used_outside(places.graph.tensors[tensor], {fqn})
 
 
@@ -212,7 +214,7 @@ def _proves(places: FlowUses, out: CutChoice, gathered: dict[str, str]) -> bool:
 
 
 def _from_input(places: FlowUses, value: int) -> bool:
-    """Whether numbers are those of an input, looked at otherwise."""
+    """Return True if a value has the numbers of an input, viewed or reshaped."""
     flow = places.flow
     for _ in range(64):
         if flow.values[value].origin == "input":
@@ -233,10 +235,10 @@ _SAME_NUMBERS = frozenset(
         "new_zeros", "copy_",
     )
 )  # fmt: skip
-"""Only looked at otherwise, or with a few replaced: still numbers of tokens."""
+"""Operations whose results are still token numbers: views, or a few numbers replaced."""
 
 
 def _reaches_outputs(places: FlowUses, weight: str) -> bool:
-    """Whether the model returns something that lies along the rows of a weight."""
+    """Return True if an output of the model has a dim along the rows of a weight."""
     rows = places.classes.dims[places.values[weight]][0]
     return any(set(rows) & places.classes.factors_of(value) for _, value in places.flow.outputs)

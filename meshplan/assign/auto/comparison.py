@@ -1,7 +1,8 @@
-"""Whether a rehearsal ran the same program as one process, on shapes divided where a class is cut.
+"""Compare a rehearsal with one process: the same ops, on shapes divided where classes are sharded.
 
-Operation by operation: same name, same module, same wiring, same numbers; every shape the global
-one with the cut classes divided. Only numbers that spell a shape may differ, and only so.
+The comparison goes op by op: same name, module, wiring and numbers; every shape is the global
+one with the sharded classes divided. Only numbers that spell a shape may differ, and only by that
+factor.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ _SPELLS_SHAPE: Final = frozenset(
         "empty_strided", "new_empty_strided", "repeat", "view_copy",
     )
 )  # fmt: skip
-"""Its integers say nothing but the shape of the result, which is compared."""
+"""Operations whose integers only give the shape of the result, which is compared itself."""
 
 
 _SAME_NUMBERS: Final = frozenset(("clone", "alias", "detach", "contiguous", "lift_fresh"))
-"""Gives back what it is given. Whether a copy is made depends on strides, and so on sizes of 1."""
+"""Operations that return their input. Strides, and so sizes of 1, decide if they make a copy."""
 
 _VIEWS: Final = frozenset(("view", "_unsafe_view", "reshape", "_reshape_alias", "expand"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """Where a rehearsal left the program.
+    """The place where a rehearsal diverged from the program.
 
     Args:
-        call: The module call of the recorded flow in which it did.
-        at: How far it came, in operations.
-        text: What was different.
+        call: Id of the module call in the recorded flow.
+        at: Number of operations that ran before.
+        text: The difference.
     """
 
     call: int
@@ -54,11 +55,14 @@ def compare(
     twin: Flow | Stopped,
     on_parts: frozenset[int] = frozenset(),
 ) -> Divergence | None:
-    """The first difference between the recorded flow and a rehearsal of these regions.
+    """Return the first difference between the recorded flow and a rehearsal of these regions.
 
     Args:
+        places: The recorded flow.
+        regions: The sharded regions.
         size: Ranks of tp.
-        on_parts: Operations, by number, that work on a part of the sequence, the second dim.
+        twin: The rehearsal, or where it stopped.
+        on_parts: Numbers of the operations that work on a shard of the sequence, the second dim.
     """
     return _RehearsalComparison(places, regions, size, on_parts).run(twin)
 
@@ -117,16 +121,16 @@ class _RehearsalComparison:
         return None
 
     def _gives_back(self, op: Op, flow: Flow) -> bool:
-        """Note whose numbers an operation gives back, if it computes nothing."""
+        """Note whose numbers an operation returns; True if it computes nothing."""
         if base_name(op) not in _SAME_NUMBERS or len(op.outputs) != 1 or len(op.inputs) != 1:
             return False
         self.sources[id(flow)][op.outputs[0]] = self._source(op.inputs[0], flow)
         return True
 
     def _changes_nothing(self, op: Op, flow: Flow) -> bool:
-        """The same, for a view into the shape that was there, or an update that nobody reads."""
+        """Return True for a view into the same shape, or for an update that no operation reads."""
         if op.name == UPDATE:
-            return True  # Whoever reads what it makes is told that it reads another tensor.
+            return True  # An op that reads its result would be seen to read another tensor.
         if base_name(op) not in _VIEWS or len(op.inputs) != 1:
             return False
         if flow.values[op.inputs[0]].shape != flow.values[op.outputs[0]].shape:
@@ -135,7 +139,7 @@ class _RehearsalComparison:
         return True
 
     def _source(self, value: int, flow: Flow) -> int:
-        """The value whose numbers these are."""
+        """The value from which these numbers come."""
         found = self.sources[id(flow)]
         while value in found:
             value = found[value]
@@ -150,7 +154,7 @@ class _RehearsalComparison:
         return Divergence(call=found, at=twin.num_ops, text=twin.text)
 
     def _operation(self, number: int, op: Op, other: Op) -> str:
-        """How an operation differs from its counterpart; "" if it does not."""
+        """Describe how an operation differs from its counterpart; "" if it does not."""
         views = {base_name(op), base_name(other)} <= _VIEWS - {"expand"}
         if (op.name != other.name and not views) or len(op.outputs) != len(other.outputs):
             return f"{base_name(other)} runs in its place"
@@ -198,7 +202,7 @@ class _RehearsalComparison:
         return ""
 
     def _slice(self, number: int, op: Op, other: Op) -> str:
-        """Where a cut dim is sliced, both ends must be divided too."""
+        """Check that both ends of a slice of a sharded dim are divided, too."""
         value = op.inputs[0]
         shape = self.flow.values[value].shape
         dim = positions(argument(op, 1, "dim", 0), len(shape))[0]

@@ -1,4 +1,4 @@
-"""What the data flow says about the tp axis, as a preset under the rules, with its reasons."""
+"""Derive the tp axis from the data flow: a preset under the rules, with its reasons."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Derived:
     """Styles from the data flow.
 
     Args:
-        preset: By module, for `assign_tp`.
-        uses: By parameter, those that plain code computes with beside cut values.
-        added: By module, projections left whole whose gradients are added up over the ranks.
+        preset: Styles by module, for `assign_tp`.
+        uses: Parameters that plain code uses together with sharded values, by fqn.
+        added: Projections left whole whose gradients are added up over the ranks, by module.
         attributes: Local values of numbers that code builds shapes from, by (module, name).
-        problems: Why nothing could be derived.
-        notes: What stays whole, and why.
-        stream: What works on parts of the sequence; None where nothing does.
+        problems: Reasons why nothing could be derived.
+        notes: Notes on what stays whole, and why.
+        stream: The parts of the model that work on shards of the sequence; None if there are none.
     """
 
     preset: Mapping[str, Preset] = field(default_factory=dict)
@@ -54,14 +54,14 @@ class Derived:
 
     @property
     def crossings(self) -> tuple[SequenceBoundary, ...]:
-        """Where the cut of the sequence begins and ends."""
+        """The boundaries of the sequence sharding."""
         return () if self.stream is None else tuple(crossings(self.stream))
 
 
 def derive(
     spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh, rehearse: Rehearse | None
 ) -> Derived:
-    """Read the styles of every module that the plan leaves to `auto`."""
+    """Derive the styles of every module that the plan leaves to `auto`."""
     origin = _asked(spec)
     if origin is not None and "tp" not in mesh.names and spec.tp_plan == AUTO:
         what, fix = "'tp_plan' has no effect without a tp axis", "add tp to the mesh, or remove it"
@@ -77,7 +77,7 @@ def derive(
             return False
         spread = cascade.inherited(module, _EP_FIELD)
         if spread is not None and spread.value != "R":
-            return False  # Its parameters are of one expert each: ep decides about them.
+            return False  # Its parameters are of one expert each, and ep decides about them.
         return spec.tp_plan == AUTO if stated is None else stated.value == AUTO
 
     size = mesh.size("tp")
@@ -116,10 +116,10 @@ def derive(
 
 
 def _with_stream(spec: Spec, graph: ModelGraph, found: Derived, stream: Stream) -> Derived:
-    """The same, with the sequence cut between the regions.
+    """Add to `found` the sharding of the sequence between the regions.
 
     Raises:
-        Refuted: Logits are to stay cut, and parts of the sequence end before the head.
+        Refuted: Logits are to stay sharded, and sequence shards end before the head.
     """
     heads = [fqn for fqn in stream.whole if graph.modules[fqn].kind == "linear"]
     if spec.loss_parallel and heads:
@@ -129,7 +129,7 @@ def _with_stream(spec: Spec, graph: ModelGraph, found: Derived, stream: Stream) 
 
 
 def cut_inside(spec: Spec, derived: Derived, stages: Stages | None) -> list[Problem]:
-    """Why stages cannot be cut where they are: a module runs in one, or parts of it do."""
+    """Report stages that are split inside a module at which sequence shards begin or end."""
     opened = set(stages.opened) if stages is not None else set()
     found = next((c.module for c in derived.crossings if c.module in opened), None)
     if found is None:
@@ -138,7 +138,7 @@ def cut_inside(spec: Spec, derived: Derived, stages: Stages | None) -> list[Prob
 
 
 def _stated_otherwise(spec: Spec) -> str:
-    """What of the plan states styles beside auto, "" if nothing does."""
+    """Describe what in the plan states styles other than auto; "" if nothing does."""
     if spec.tp_plan != AUTO:
         return f"tp_plan is '{spec.tp_plan}', and auto for some modules only"
     words = (rule.place.get("tp") for rule in spec.rules)
@@ -155,7 +155,7 @@ def _no_stream(spec: Spec, why: str) -> Problem:
 
 
 def _from_known(graph: ModelGraph, found: KnownCuts, size: int, origin: Origin) -> Derived:
-    """What is known of a model without its code."""
+    """Derive what is known of a model without its code."""
     if found.unknown:
         what = f"auto does not know without a live model {found.unknown}"
         fix = "name it with --model pkg.mod:function, or say tp_plan: hf"
@@ -172,7 +172,7 @@ def _from_known(graph: ModelGraph, found: KnownCuts, size: int, origin: Origin) 
 
 
 def _asked(spec: Spec) -> Origin | None:
-    """Where the plan asks for it."""
+    """The place in the plan that asks for `auto`; None if nothing does."""
     if spec.tp_plan == AUTO:
         return spec.origin("tp_plan")
     at = next((r.index for r in spec.rules if r.place.get("tp") == AUTO), None)
@@ -200,7 +200,7 @@ def _nothing(whole: Mapping[str, str], size: int, origin: Origin) -> Problem:
 def _by_themselves(
     found: Sequence[str], whole: Mapping[str, str], size: int, origin: Origin
 ) -> Derived:
-    """What is left where nothing pairs up: projections that gather their output."""
+    """Shard projections that gather their output, if nothing pairs up."""
     nothing = _nothing(whole, size, origin)
     if not found:
         return Derived(problems=(nothing,))
@@ -218,7 +218,7 @@ def _by_themselves(
 
 
 def _pieces(places: FlowUses, region: Region, fqn: str, size: int) -> tuple[Piece, ...]:
-    """The equal pieces of a packed projection's output, each cut by itself."""
+    """The equal pieces of a packed projection's output, each sharded by itself."""
     count = region.pieces.get(fqn)
     if count is None:
         return ()
@@ -247,7 +247,7 @@ def _preset(places: FlowUses, choice: CutChoice, size: int) -> dict[str, Preset]
 
 
 def _why(places: FlowUses, region: Region, fqn: str) -> str:
-    """Such as "its 8 heads pair with o_proj"."""
+    """Give the reason for a style, such as "its 8 heads pair with o_proj"."""
     opens = region.words[fqn] != "rowwise"
     partners = [m for m, w in region.words.items() if (w == "rowwise") == opens]
     around = fqn.split(".")
@@ -259,12 +259,12 @@ def _why(places: FlowUses, region: Region, fqn: str) -> str:
 
 
 def _counted(places: FlowUses, region: Region, fqn: str) -> str:
-    """Such as "8 heads", or "128 features" where nothing looks into a place."""
+    """Count what is sharded, such as "8 heads", or "128 features" if there are no heads."""
     classes = places.classes
     dims = (d for t in places.graph.owned(fqn) for d in classes.dims[places.values[t.fqn]])
     dim = next(d for d in dims if region.factor in d)
     behind = dim[dim.index(region.factor) :]
-    # What is looked across lies inside a head; values' features are only carried along.
+    # Dims that an op looks across are inside a head; values' features are only carried along.
     inside = [i for i, f in enumerate(behind) if f in classes.blocked or f in places.summed]
     first = min((i for i in inside if i), default=max(len(behind) - 1, 1))
     count = classes.sizes_of(behind[:first])
@@ -288,7 +288,7 @@ def _uses(choice: CutChoice) -> dict[str, LocalUse]:
 
 
 def _whole(places: FlowUses, choice: CutChoice, may_cut: object) -> dict[str, str]:
-    """Modules with matrices that stay whole, and why."""
+    """Find the modules with matrices that stay whole, and why."""
     cut = {fqn for r in choice.regions for fqn in (*r.words, *_holders(r.parts))}
     cut |= {*choice.gathered, *choice.proof.summed_modules, *_holders(choice.proof.summed)}
     out: dict[str, str] = {}
@@ -307,7 +307,7 @@ def _holders(parameters: Iterable[str]) -> list[str]:
 
 
 def _reason(places: FlowUses, choice: CutChoice, tensors: list[str]) -> str:
-    """What is in the way of a class of its dims: of one that was tried, if there is one."""
+    """Give the reason why no class of its dims is sharded, preferably of one that was tried."""
     factors = [
         factor
         for name in tensors
@@ -329,12 +329,12 @@ def _reason(places: FlowUses, choice: CutChoice, tensors: list[str]) -> str:
 
 
 def _folded(whole: Mapping[str, str]) -> list[tuple[str, str]]:
-    """(pattern of names, reason), each once."""
+    """List (pattern of names, reason), each once."""
     return list(dict.fromkeys((pattern(fqn), why) for fqn, why in whole.items()))
 
 
 def _notes(whole: Mapping[str, str], origin: Origin) -> Iterable[Problem]:
-    """One note for all that stays whole."""
+    """Yield one note for all that stays whole."""
     folded = _folded(whole)
     if folded:
         shown = "; ".join(f"{where} ({why})" for where, why in folded[:4])

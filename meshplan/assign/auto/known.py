@@ -1,8 +1,8 @@
-"""What `auto` derives of models that are known from a config alone, without a recorded forward.
+"""Derive `auto` for models that are known from a config alone, without a recorded forward.
 
-Their code is not there to be followed, so the styles are written down family by family, and tests
-hold them against what the data flow of the live model gives. What a family's styles are, the graph
-says; this room decides which of them the sizes and the rules leave.
+Their code cannot be followed, so the styles are written down family by family, and tests compare
+them with what the data flow of the live model gives. The graph has the styles of a family; this
+module decides which of them the sizes and the rules allow.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ SUMMED = Reason("auto: whole, and it meets cut values, so its gradient is added 
 
 @dataclass(slots=True)
 class KnownCuts:
-    """What is cut of a known model, and what is whole and why.
+    """Modules of a known model that are sharded, and the reasons why others stay whole.
 
     Attributes:
-        unknown: What a live model would have to tell, "" if it is nothing.
+        preset: Styles by module.
+        uses: Parameters that plain code uses, by fqn.
+        attributes: Local values of numbers, by (module, name).
+        whole: The reason why a module stays whole, by module.
+        unknown: The fact that only a live model could show; "" if there is none.
     """
 
     preset: dict[str, Preset] = field(default_factory=dict)
@@ -34,11 +38,12 @@ class KnownCuts:
 
 
 def known(graph: ModelGraph, size: int, may_cut: Callable[[str], bool]) -> KnownCuts:
-    """The styles of a model whose graph says what `auto` derives of it.
+    """Find the styles of a model whose graph has what `auto` derives for it.
 
     Args:
+        graph: The model.
         size: Ranks of tp.
-        may_cut: Whether the plan leaves a module to the data flow.
+        may_cut: Returns True if the plan leaves a module to the data flow.
     """
     out = KnownCuts()
     regions: dict[str, dict[str, str]] = {}
@@ -54,7 +59,7 @@ def known(graph: ModelGraph, size: int, may_cut: Callable[[str], bool]) -> Known
 
 
 def _leave_experts(graph: ModelGraph, may_cut: Callable[[str], bool], out: KnownCuts) -> None:
-    """Experts, and the router that chooses among them."""
+    """Leave experts whole, and the router that chooses among them."""
     for tensor in graph.parameters:
         if tensor.dims[0] == "expert" and may_cut(tensor.module):
             is_router = len(tensor.shape) == 2
@@ -70,7 +75,7 @@ def _take_region(
     may_cut: Callable[[str], bool],
     out: KnownCuts,
 ) -> None:
-    """Projections that open and close, and what lies between them, or none of them."""
+    """Shard the projections that open and close a region and what is between them, or none."""
     opening = {m: w for m, w in words.items() if w in ("colwise", "packed_colwise")}
     closing = {m: w for m, w in words.items() if w == "rowwise"}
     counts = {m: _count(graph, graph.modules[m]) for m in opening}
@@ -98,19 +103,19 @@ def _take_region(
         reason = Reason(f"auto: its {fused}{count} {noun} pair with {names}")
         pieces = tuple(Piece(n, size) for n in info.pieces) if word == "packed_colwise" else ()
         out.preset[fqn] = Preset(word, reason, is_proved=True, pieces=pieces)
-        # Code that splits what a fused projection makes counts its features.
+        # Code that splits the output of a fused projection counts its features.
         if pieces and "split_size" in graph.modules[around].sizes:
             whole = graph.modules[around].sizes["split_size"]
             out.attributes[around, "split_size"] = whole // size
 
 
 def _count(graph: ModelGraph, info: ModuleInfo) -> int:
-    """Heads of a projection, or features where it has none."""
+    """Number of heads of a projection, or of features if it has no heads."""
     return (out_width(graph, info) or 1) // info.packed // (info.head_dim or 1)
 
 
 def _take_vocabulary(graph: ModelGraph, may_cut: Callable[[str], bool], out: KnownCuts) -> None:
-    """The table of tokens by its rows, and the head that scores them."""
+    """Shard the table of tokens by its rows, and the head that scores them."""
     tables = [m for m in graph.modules.values() if m.kind == "embedding"]
     rows: set[int] = set()
     for info in tables:
@@ -145,6 +150,6 @@ def _gather(graph: ModelGraph, fqn: str, out: KnownCuts) -> None:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Such as "q_proj, k_proj and v_proj"."""
+    """Join names, such as "q_proj, k_proj and v_proj"."""
     *first, last = names
     return f"{', '.join(first)} and {last}" if first else last

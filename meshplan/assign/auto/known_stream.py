@@ -1,6 +1,6 @@
-"""Where the sequence of a known family is cut, without its code: what `sequence` finds of it.
+"""Find where the sequence of a known family is sharded, without its code, as `sequence` would.
 
-Written down family by family, as `known` is; tests hold it against the live models.
+This is written down family by family, as in `known`; tests compare it with the live models.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ _ARGUMENTS: Final[Mapping[str, Mapping[str, str]]] = {
     "self_attn": {"self_attn": "hidden_states", "mlp": "0"},
     "attn": {"attn": "0", "mlp": "0"},
 }
-"""By how a family calls attention: what works on whole sequences, and how blocks hand it on."""
+"""Modules that work on whole sequences, by the name of a family's attention module; for each, the
+argument that receives its input."""
 
 _OPENING: Final = ("colwise", "packed_colwise")
 
 
 def known_stream(graph: ModelGraph, preset: Mapping[str, Preset]) -> Stream:
-    """What works on parts of the sequence.
+    """Find what works on shards of the sequence.
 
     Args:
-        preset: The styles that are known.
+        graph: The model.
+        preset: The known styles, by module.
 
     Raises:
-        Refuted: Something of the model does not, or is not known to.
+        Refuted: A part of the model does not work on shards, or is not known to.
     """
     cut = {fqn: said.word for fqn, said in preset.items() if said.word != "R"}
     blocks = graph.blocks()
@@ -66,7 +68,7 @@ def known_stream(graph: ModelGraph, preset: Mapping[str, Preset]) -> Stream:
         raise Refuted("dropout draws random numbers for a part of the sequence")
     heads = {fqn for fqn in around if fqn in cut and graph.modules[fqn].kind == "linear"}
     tables = {fqn for fqn in around if fqn in cut} - heads
-    # What counts the tokens lays out by that number what leaves its last norm.
+    # Code that counts the tokens reshapes the output of its last norm by that number.
     ends = counts or not heads
     if not ends:
         norms += [fqn for fqn in around if graph.modules[fqn].kind == "norm"]

@@ -1,8 +1,9 @@
-"""Numbers that code writes into shapes: `view(b, s, self.num_heads, self.head_dim)`.
+"""Find the numbers that code writes into shapes: `view(b, s, self.num_heads, self.head_dim)`.
 
-One rank must see its own count there. Which attributes these are is found by rehearsal: where it
-stops, numbers of the modules around that are sizes of the cut classes are divided, fewest first,
-until the program is the same. A number that was divided wrongly shows in the comparison.
+One rank must see its own count there. Rehearsals show which attributes these are: where a rehearsal
+diverges, numbers of the surrounding modules that are sizes of the sharded classes are divided,
+fewest first, until the program is the same. A number that was divided wrongly shows in the
+comparison.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from meshplan.model.graph import is_inside
 from meshplan.model.rehearsal import Rehearsal, Rehearse, Stopped
 
 _LEVELS: Final = 3
-"""How far outwards of the operation that went wrong its numbers may stand."""
+"""Levels outwards from the op that diverged in which its numbers may be found."""
 
 _MAX_TRIES: Final = 30
-"""Rehearsals of one set of regions."""
+"""Maximum number of rehearsals of one set of regions."""
 
 _MAX_TRIES_OF_ALL: Final = 90
-"""Rehearsals of a model: each costs what recording it costs."""
+"""Maximum number of rehearsals of a model: each takes as long as recording it."""
 
 _MAX_TOGETHER: Final = 2
 
@@ -33,10 +34,10 @@ Numbers = Mapping[tuple[str, str], int]
 
 
 class NotTheSame(Exception):
-    """A rehearsal that differs whatever is divided.
+    """A rehearsal that diverges whatever is divided.
 
     Attributes:
-        difference: The first one.
+        difference: The first divergence.
     """
 
     def __init__(self, difference: Divergence) -> None:
@@ -46,12 +47,15 @@ class NotTheSame(Exception):
 
 @dataclass(slots=True)
 class Rehearsals:
-    """Rehearsals of one model, with a limit on how many.
+    """Rehearsals of one model, with a limit on their number.
 
     Args:
         places: The recorded flow.
-        rehearse: Runs one.
+        rehearse: Runs one rehearsal.
         size: Ranks of tp.
+        tries: Rehearsals of the present set of regions.
+        before: Rehearsals before that.
+        clue: The divergence of the last rehearsal that ran to its end; None if none did.
     """
 
     places: FlowUses
@@ -62,9 +66,10 @@ class Rehearsals:
     clue: Divergence | None = None
 
     def find(self, regions: Iterable[Region], known: Numbers) -> dict[tuple[str, str], int]:
-        """The local values of numbers with which one rank runs the program of one process.
+        """Find local values of numbers with which one rank runs the program of one process.
 
         Args:
+            regions: The regions to shard.
             known: Numbers that are local already.
 
         Raises:
@@ -82,7 +87,7 @@ class Rehearsals:
         return found
 
     def run(self, regions: tuple[Region, ...], numbers: Numbers) -> Divergence | None:
-        """What one rehearsal with these local numbers differs in."""
+        """Return the divergence of a rehearsal with these local numbers; None if there is none."""
         self.tries += 1
         words = {fqn: word for r in regions for fqn, word in r.words.items()}
         twin = self.rehearse(
@@ -96,13 +101,13 @@ class Rehearsals:
         )
         found = compare(self.places, regions, self.size, twin)
         if not isinstance(twin, Stopped):
-            self.clue = found  # It ran to its end, so this says more than where another stopped.
+            self.clue = found  # It ran to its end, so it is more informative than one that stopped.
         return found
 
     def rehearse_stream(
         self, regions: tuple[Region, ...], numbers: Numbers, stream: Stream
     ) -> Divergence | None:
-        """What one rehearsal differs in whose modules see parts of the sequence, too."""
+        """Return the divergence of a rehearsal whose modules also see shards of the sequence."""
         words = {fqn: word for r in regions for fqn, word in r.words.items()}
         closing = frozenset(m for m, w in words.items() if w == "rowwise")
         opening = {m for m, w in words.items() if w != "rowwise"} | stream.taking
@@ -123,7 +128,7 @@ class Rehearsals:
     def _repair(
         self, regions: tuple[Region, ...], found: Numbers, difference: Divergence
     ) -> tuple[dict[tuple[str, str], int], Divergence | None] | None:
-        """Divide the fewest numbers around a difference that let the rehearsal come further."""
+        """Divide the fewest numbers around a divergence that let the rehearsal get further."""
         suspects = self._suspects(regions, found, difference)
         for count in range(1, _MAX_TOGETHER + 1):
             for chosen in itertools.combinations(suspects, count):
@@ -156,7 +161,7 @@ class Rehearsals:
         ]
 
     def _sizes(self, regions: Iterable[Region]) -> set[int]:
-        """What code may call the size of a cut class: alone, or with the factors beside it."""
+        """Collect sizes that code may use for a sharded class: alone, or with adjacent factors."""
         out: set[int] = set()
         for region in regions:
             for name in self.places.by_factor[region.factor]:
@@ -172,7 +177,7 @@ class Rehearsals:
         return {size for size in out if size % self.size == 0}
 
     def _alike(self, regions: tuple[Region, ...], module: str, name: str) -> list[str]:
-        """Modules of the same class with the same number, around regions of their own."""
+        """Find modules of the same type with the same number, around regions of their own."""
         info = self.places.graph.modules[module]
         value = info.numbers[name]
         touched = {fqn for r in regions for fqn in (*r.words, *r.parts)}

@@ -1,11 +1,12 @@
-"""Whether a set of regions computes what one process computes: values forward, gradients back.
+"""Prove that a set of regions computes what one process computes: values forward, gradients back.
 
-Forward: with the classes cut, every operation outside of the styled modules works place by
-place along them, and what arrives at and leaves a styled module is cut as its style says.
+Forward: with the classes sharded, every operation outside of the styled modules works position by
+position along them, and the input and output of a styled module are sharded as its style says.
 
-Backward: where an operation combines a cut value with a whole one, each rank's gradient of the
-whole one is one addend ("part"). Styled modules add up the gradient of their input; parameters
-can be told to. Anywhere else an addend would be taken for the gradient: refused.
+Backward: where an operation combines a sharded value with a whole one, each rank's gradient of the
+whole one is a partial sum ("part"). Styled modules add up the gradient of their input, and
+parameters can be set to. Anywhere else a partial gradient would be taken for the full one, so the
+regions are refuted.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ class Refuted(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionProof:
-    """What else a set of regions needs.
+    """Further requirements of a set of regions.
 
     Args:
         summed: Whole parameters whose gradient must be added up over the ranks, by fqn.
-        summed_modules: Projections left whole of which both weights' and input's gradients must.
+        summed_modules: Projections left whole, the gradients of whose weights and input must be
+            added up.
     """
 
     summed: tuple[str, ...] = ()
@@ -42,7 +44,7 @@ class RegionProof:
 
 @dataclass(slots=True)
 class _GradientStates:
-    """The walk backwards: per value, whether its gradient is whole, an addend, or both."""
+    """States of gradients, from a walk backwards: whole, partial or both, for each value."""
 
     gradient: dict[int, int] = field(default_factory=dict)
     summed_modules: dict[str, bool] = field(default_factory=dict)
@@ -55,10 +57,12 @@ def prove(places: FlowUses, regions: Iterable[Region], gathered: Mapping[str, st
     """Follow values and gradients through the flow.
 
     Args:
-        gathered: Modules with a style that takes and leaves whole tensors (vocab), by fqn.
+        places: The recorded flow.
+        regions: The regions to shard.
+        gathered: Modules with a style whose input and output are whole (vocab), by fqn.
 
     Raises:
-        Refuted: Naming the place and what is in the way.
+        Refuted: The regions would compute something else; the message names the place and reason.
     """
     regions = tuple(regions)
     cut = frozenset(r.factor for r in regions)
@@ -79,16 +83,19 @@ def summed_beside(
     parts: frozenset[int],
     entering: frozenset[int],
 ) -> tuple[str, ...]:
-    """Parameters of whose gradients each rank has an addend once these values are parts, too.
+    """Find parameters whose gradients become partial sums once these values are sequence shards.
 
     Args:
-        proof: What was proved before, which must stay as it is.
-        parts: Values that every rank has a part of.
-        entering: Whole values of which those that follow are parts: the gradients of the parts are
-            put together.
+        places: The recorded flow.
+        regions: The sharded regions.
+        gathered: Modules with the style vocab, by fqn.
+        proof: The earlier proof, which must still hold.
+        parts: Values of which every rank has a shard.
+        entering: Whole values that are sliced where they enter a module; the gradients of the
+            slices are gathered.
 
     Raises:
-        Refuted: A gradient would fall apart.
+        Refuted: A gradient would be partly whole and partly a partial sum.
     """
     regions = tuple(regions)
     cut = frozenset(r.factor for r in regions)
@@ -128,7 +135,7 @@ class _BackwardWalk:
         self.has_gradient = self._with_gradient()
 
     def _with_gradient(self) -> list[bool]:
-        """Floating values that a parameter went into."""
+        """Return True for floating-point values that depend on a parameter."""
         out = [v.origin == "parameter" and v.dtype in _FLOATS for v in self.flow.values]
         for op in self.flow.ops:
             if any(out[v] for v in op.inputs):
@@ -157,7 +164,7 @@ class _BackwardWalk:
         if summed:
             raise Refuted(f"{base_name(op)}{where} sums over it")
         if any(self.is_cut[v] for v in op.inputs):
-            # What an operation with a cut argument makes must be cut, or must not need it.
+            # An op with a sharded argument must make sharded values, or independent ones.
             makes = [v for v in op.outputs if not self.is_cut[v]]
             known = base_name(op) in UNIFORM or op.name == UPDATE
             if makes and not known and any(self.flow.values[v].shape for v in makes):
@@ -176,7 +183,7 @@ class _BackwardWalk:
             self._along_last(call, given, region.factor, outer)
 
     def _along_last(self, call: Call, value: int, factor: Factor, outer: int) -> None:
-        """The value is cut along its last dim, by this class alone."""
+        """Check that the value is sharded along its last dim, by this class alone."""
         *others, last = self.classes.dims[value]
         found = [f for dim in others for f in dim if f in self.cut]
         before = 1
@@ -226,7 +233,7 @@ class _BackwardWalk:
         return self._end(state)
 
     def _can_sum(self, call: Call) -> bool:
-        """A projection left whole that could add up its gradients."""
+        """Return True for a projection left whole that could add up its gradients."""
         info = self.places.graph.modules.get(call.module)
         return (
             info is not None
@@ -240,7 +247,7 @@ class _BackwardWalk:
         )
 
     def _leave_styled(self, call: Call, state: _GradientStates) -> None:
-        """A styled module gives its input a whole gradient, if its own output has one."""
+        """Give a styled module's input a whole gradient, if the gradient of its output is whole."""
         for _, value in call.outputs:
             if not self.is_cut[value] and state.gradient.get(value, 0) & _PART:
                 raise Refuted(

@@ -1,8 +1,8 @@
-"""Regions: for one class of dims, the modules that cutting it would cut, and how.
+"""Find regions: the modules that sharding one class of dims would shard, and how.
 
 A region opens with projections whose output features lie along the class (colwise) and closes
-with those that contract it (rowwise); between them only operations that keep its places apart.
-Says what a region is made of. Refuses to say whether it is right (`gradients`, `rehearsal`).
+with those that contract it (rowwise); operations between them must keep its positions apart.
+This module finds what a region consists of; `proof` and `comparison` check that it is right.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _PLAIN: Final[Mapping[str, frozenset[str]]] = {
         "embedding": "embedding.default detach.default alias.default",
     }.items()
 }
-"""What a module does that computes what its kind says and nothing else."""
+"""For each kind of module, the operations of one that computes what its kind says and nothing else.
+"""
 
 NO_PAIR: Final = "no pair of projections lies along it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """What cutting one class would do.
+    """The result of sharding one class of dims.
 
     Args:
         factor: The class.
-        size: Places along it.
+        size: Number of positions along it.
         words: A style per module.
-        pieces: Of packed modules, into how many pieces their output falls.
-        parts: Parameters that plain code computes with, by fqn: the dim along which each rank
-            takes its part.
-        num_elements: Of all parameters that it cuts.
+        pieces: Number of pieces of the output of each packed module.
+        parts: Parameters that plain code uses, by fqn: the dim that is sharded.
+        num_elements: Elements of all parameters that it shards.
     """
 
     factor: Factor
@@ -54,14 +54,15 @@ class Region:
 
 
 class NoRegion(Exception):
-    """A class that cannot be cut, and why."""
+    """A class that cannot be sharded, and why."""
 
 
 class FlowUses:
-    """Where a flow uses what: calls by module, values by parameter.
+    """Uses of modules and parameters in a flow: calls by module, values by parameter.
 
     Attributes:
         summed: Factors that products outside of projections sum over.
+        by_factor: Parameters that have a factor among their dims, by factor.
     """
 
     def __init__(self, graph: ModelGraph, classes: DimClasses) -> None:
@@ -88,7 +89,7 @@ class FlowUses:
                 self.by_factor.setdefault(factor, []).append(name)
 
     def used_outside(self, tensor: TensorInfo, owners: set[str]) -> bool:
-        """Whether an operation outside of the calls of these modules reads a parameter."""
+        """Return True if an operation outside of the calls of these modules reads a parameter."""
         value = self.values.get(tensor.fqn)
         return value is not None and any(
             not any(call.module in owners for call in self.flow.around(self.flow.ops[n].call))
@@ -96,12 +97,12 @@ class FlowUses:
         )
 
     def owners(self, tensor: TensorInfo) -> set[str]:
-        """The modules that hold a parameter, by first name, which are called themselves."""
+        """The modules that have a parameter, by first name: those that are called, if any is."""
         found = {self.graph.first_name(name.rpartition(".")[0]) for name in tensor.names}
         return {fqn for fqn in found if fqn in self.calls} or found
 
     def does_more(self, info: ModuleInfo) -> str:
-        """An operation of a module beyond what its kind says, "" if there is none."""
+        """Return an operation of a module beyond what its kind says; "" if there is none."""
         plain = _PLAIN[info.kind]
         for call in self.calls.get(info.fqn, ()):
             for op in self.flow.ops[slice(*call.ops)]:
@@ -111,10 +112,10 @@ class FlowUses:
 
 
 def find_region(places: FlowUses, factor: Factor) -> Region:
-    """The region of one class.
+    """Find the region of one class.
 
     Raises:
-        NoRegion: With what is in the way.
+        NoRegion: The class cannot be sharded; the message says why.
     """
     words: dict[str, str] = {}
     pieces: dict[str, int] = {}
@@ -161,7 +162,7 @@ def _is_plain(places: FlowUses, info: ModuleInfo) -> bool:
 
 
 def _word(info: ModuleInfo, tensor: TensorInfo, dim: int, outer: int) -> str | None:
-    """The style that cuts this dim of a parameter of this module; None if there is none."""
+    """Return the style that shards this dim of a module's parameter; None if there is none."""
     names = {n.rpartition(".")[0]: n.rpartition(".")[2] for n in tensor.names}
     leaf = next((names[m] for m in (info.fqn, *info.aliases) if m in names), "")
     if info.kind == "embedding":

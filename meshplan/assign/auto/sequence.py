@@ -1,10 +1,11 @@
-"""`sequence_parallel` beside `auto`: where the residual stream is cut along the sequence.
+"""`sequence_parallel` with `auto`: find where the residual stream is sharded along the sequence.
 
 Korthikanti et al. 2022, section 4.2: what lies between one row-wise product and the next
-column-wise one is worked on position by position, so each rank of tp may keep its positions only.
-Code counts positions by what it is given, so the sequence is cut and put together again where
-modules are entered: what a module counts inside is then whole or cut throughout. Which modules
-these are follows from who reads what; that nobody counts wrongly, a rehearsal shows.
+column-wise one works on each position by itself, so each rank of tp may keep its own positions
+only. Code counts positions by its inputs. The sequence is therefore sliced and gathered where
+modules are entered, so that what a module counts inside is either whole or sharded throughout. The
+modules follow from which operations read which values; a rehearsal shows that no code counts
+wrongly.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ _NORMS: Final = frozenset(("native_layer_norm", "_fused_rms_norm"))
 
 
 def find_stream(places: FlowUses, choice: CutChoice, rehearsals: Rehearsals) -> Stream:
-    """Cut the sequence between the regions that were chosen.
+    """Shard the sequence between the chosen regions.
 
     Raises:
-        Refuted: With what is in the way.
+        Refuted: The sequence cannot be sharded; the message says why.
     """
     try:
         return _shown(places, choice, rehearsals, None)
@@ -49,7 +50,7 @@ def find_stream(places: FlowUses, choice: CutChoice, rehearsals: Rehearsals) -> 
 
 
 def _shown(places: FlowUses, choice: CutChoice, rehearsals: Rehearsals, end: Call | None) -> Stream:
-    """The parts of a sequence up to the end of a call, or as far as they go."""
+    """Shard the sequence up to the end of a call, or as far as possible if `end` is None."""
     walk = _SequenceWalk(places, choice, end)
     walk.run()
     found = walk.stream()
@@ -65,7 +66,7 @@ def _shown(places: FlowUses, choice: CutChoice, rehearsals: Rehearsals, end: Cal
 
 
 def _last_block(places: FlowUses, choice: CutChoice) -> Call | None:
-    """The call around the last row-wise product, beside those around the others."""
+    """The outermost call around the last row-wise product that is not around all of them."""
     closing = [c for c, word in _styled_calls(places, choice) if word == "rowwise"]
     if not closing:
         return None
@@ -82,7 +83,7 @@ def _styled_calls(places: FlowUses, choice: CutChoice) -> list[tuple[Call, str]]
 
 
 def _common(places: FlowUses, calls: list[Call]) -> Call:
-    """The innermost call around all of these, which is none of them."""
+    """The innermost call around all of these, and none of them itself."""
     chains = [[c.id for c in places.flow.around(call.id)][1:] for call in calls]
     shared = set(chains[0]).intersection(*chains[1:])
     return places.flow.calls[max(shared, default=0)]
@@ -90,7 +91,7 @@ def _common(places: FlowUses, calls: list[Call]) -> Call:
 
 @dataclass(slots=True)
 class _SequenceWalk:
-    """Values on parts, from the row-wise products on."""
+    """The values that are sequence shards, from the row-wise products on."""
 
     places: FlowUses
     choice: CutChoice
@@ -106,7 +107,7 @@ class _SequenceWalk:
     missing: list[tuple[int, int, str]] = field(default_factory=list)
 
     def run(self) -> None:
-        """Follow them to the last one."""
+        """Follow the values to the last one."""
         self.cut = frozenset(r.factor for r in self.choice.regions)
         styled = _styled_calls(self.places, self.choice)
         self.taken = {n: call for call, _ in styled for n in range(*call.ops)}
@@ -125,7 +126,7 @@ class _SequenceWalk:
         while self.waiting or self.missing:
             while self.waiting:
                 self._follow(self.waiting.pop(0))
-            # What comes first may lead to what comes later.
+            # Earlier ones may lead to later ones.
             for number, value, what in sorted(self.missing)[:1]:
                 self.missing.remove((number, value, what))
                 if not self._is_part(value, number):
@@ -143,7 +144,7 @@ class _SequenceWalk:
                 raise Refuted(f"what {call.module} takes is not of that sequence")
 
     def stream(self) -> Stream:
-        """What was found."""
+        """Return the stream that was found."""
         calls = self.places.flow.calls
         styled = _styled_calls(self.places, self.choice)
         whole = set()
@@ -177,7 +178,7 @@ class _SequenceWalk:
         )  # fmt: skip
 
     def _gather_around(self, call: Call) -> None:
-        """Put the sequence together where the modules around are entered, if all inside want it."""
+        """Gather the sequence at the entry of surrounding modules, if every reader needs it."""
         flow, value = self.places.flow, call.inputs[0][1]
         for around in list(flow.around(call.id))[1:]:
             if around.parent is None or value not in (v for _, v in around.inputs):
@@ -196,7 +197,7 @@ class _SequenceWalk:
         return paths[0]
 
     def _is_part(self, value: int, op: int) -> bool:
-        """Whether this operation sees a part of a value."""
+        """Return True if this operation sees a shard of a value."""
         if value in self.values:
             ends = self.end is not None and value in (v for _, v in self.end.outputs)
             return not (ends and self.end is not None and op >= self.end.ops[1])
@@ -216,17 +217,17 @@ class _SequenceWalk:
                 raise Refuted(f"{call.module} reads it beside what it is given")
 
     def _work(self, number: int, op: Op) -> None:
-        """An operation on parts: what else it takes must be one, or know nothing of the sequence.
+        """Check an op on shards: its other inputs must be shards or independent of the sequence.
 
         Raises:
-            Refuted: It looks across the sequence, or may.
+            Refuted: The op looks across the sequence, or may.
         """
         self.ops.add(number)
         module = self.places.flow.calls[op.call].module
         what = base_name(op) + (f" in {module}" if module else "")
         dims, values = self.places.classes.dims, self.places.flow.values
         makers = {self.places.flow.producer(value) for value in op.mutates}
-        if not makers <= self.ops:  # What leaves a DTensor, or is whole elsewhere.
+        if not makers <= self.ops:  # The value leaves a DTensor, or is whole elsewhere.
             raise Refuted(f"{what} writes into what others made")
         if op.is_random and not _keeps_all(op):
             raise Refuted(f"{what} draws random numbers for a part of the sequence")
@@ -259,14 +260,14 @@ class _SequenceWalk:
         return op.is_pointwise or op.name == UPDATE or name in ALONG or name in _VIEWS
 
     def _lies_along(self, value: int, what: str) -> None:
-        """It has the sequence as its second dim, and nowhere else."""
+        """Check that the sequence is the value's second dim, and no other."""
         dims = self.places.classes.dims[value]
         others = [f for d, dim in enumerate(dims) if d != _DIM for f in dim]
         if len(dims) <= _DIM or dims[_DIM] != self.along or set(others) & set(self.along):
             raise Refuted(f"{what} takes or makes a sequence that is not the second dim of three")
 
     def _enter(self, value: int, number: int, what: str) -> None:
-        """A whole sequence meets parts: cut it where a module around is given it."""
+        """Slice a whole sequence that meets shards, where a module around is given it."""
         flow = self.places.flow
         around = [
             call
@@ -287,5 +288,5 @@ def _holds(call: Call, op: int) -> bool:
 
 
 def _keeps_all(op: Op) -> bool:
-    """Dropout that drops nothing."""
+    """Return True for dropout that drops nothing."""
     return base_name(op) == "native_dropout" and op.args[1] == 0

@@ -1,4 +1,4 @@
-"""What of a model works on parts of the sequence, as data."""
+"""The parts of a model that work on shards of the sequence, as data."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ PARTS: Final = Reason("auto: whole, and used on parts of the sequence, so its gr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """What works on parts of the sequence.
+    """The parts of a model that work on shards of the sequence.
 
     Args:
         cuts: (module, path of an argument) where a whole sequence enters and each rank goes on
-            with its part.
-        gathers: The same where parts enter, and the module works on all of them.
-        ends: Modules that leave parts, which are put together there.
-        inside: Styled modules that take what such a module was given.
-        taking: Styled modules that take a whole sequence and leave no features cut: heads.
+            with its shard.
+        gathers: (module, path of an argument) where shards enter and are gathered, since the module
+            works on the whole sequence.
+        ends: Modules whose outputs are shards and are gathered there.
+        inside: Styled modules that read the input of a module in `gathers`.
+        taking: Styled modules that take a whole sequence and leave no features sharded: heads.
         whole: Styled modules outside of the stream.
-        ops: Operations on parts, by number.
-        summed: Parameters used on parts, of whose gradients each rank has an addend.
+        ops: Operations on shards, by number.
+        summed: Parameters used on shards, of whose gradients each rank has a partial sum.
     """
 
     cuts: tuple[tuple[str, str], ...] = ()
@@ -38,7 +39,7 @@ class Stream:
 
 
 def crossings(stream: Stream) -> Iterator[SequenceBoundary]:
-    """Where the cut begins and ends."""
+    """Yield the boundaries of the sequence sharding."""
     for module, path in stream.cuts:
         reason = Reason("auto: what is added from here on works on each position by itself")
         yield SequenceBoundary(module=module, path=path, change="cut", reason=reason)

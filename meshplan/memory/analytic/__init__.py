@@ -1,1 +1,1 @@
-"""Steps of a model of a known family, from its config alone and without torch."""
+"""Steps of models of known families, computed from the config alone and without torch."""

@@ -1,8 +1,8 @@
-"""Tier 1 without torch: a plan for a blueprint's model, told operation by operation and replayed.
+"""Tier 1 without torch: estimate a plan's memory from the model's config.
 
-The operations come from sizes (`memory.decoder.microbatch`), the wrappers' rules from
-`memory.replay`. What neither knows is refused by name; a trace of the model, which needs torch,
-answers then.
+`memory.decoder.microbatch` computes the ops of a microbatch from sizes, and `memory.replay` adds
+what wrappers and the optimizer do. A model or plan for which there are no rules is refused by name;
+it can still be estimated from a trace of the model, which needs torch.
 """
 
 from __future__ import annotations
@@ -55,22 +55,27 @@ def estimate_analytic(
     likely: Sequence[float] = (),
     played: Played | None = None,
 ) -> MemoryEstimate:
-    """What every rank needs, without torch and in a second.
+    """Estimate every rank's peak memory from the model's config, without importing torch.
 
     Args:
-        plan: Made for a graph of `blueprint`; it states batch and length.
-        device, limit_bytes: As for `assemble`.
-        most_bytes: What a rank may reserve at the most for the rest to be of interest.
-        tells_worst: Whether to tell what a rank would need that all tokens are routed to.
-        packs: Whether to tell, where it does not fit, what expandable segments would reserve.
-        tells_modules: Whether to tell of which modules the peak is.
-        likely: By place along pp, what its ranks may need: the more, the sooner they are told.
-            Where nobody says, what is last holds the loss, and what is first most microbatches.
-        played: As for `told_stages.StageWorks`.
+        plan: A plan for a graph of `blueprint`, which states batch size and sequence length.
+        device: A device name of `hardware`; "" if unknown.
+        limit_bytes: Memory limit of one GPU in bytes; None if unknown.
+        notes: Sentences that the reader of the estimate should see.
+        most_bytes: Stop with `OverError` as soon as one rank is known to reserve more than this.
+        tells_worst: If True, also report the peak of a rank that receives every token.
+        packs: If True and the plan does not fit, also report what expandable segments would
+            reserve.
+        tells_modules: If True, also break the peak down by module.
+        likely: A guess of the bytes that ranks need, by position along pp. Ranks with larger
+            guesses are replayed first, so that a plan that does not fit is rejected early. If
+            empty, ranks at the end of the pipeline come first, which hold the loss, and then those
+            at its start, which hold most microbatches.
+        played: Cache of the stages that were played for earlier plans; None for an empty one.
 
     Raises:
-        PlanError: The model's operations, or something in the plan, are not known.
-        OverError: Some rank takes more than `most_bytes`.
+        PlanError: There are no rules for the model's ops, or for something in the plan.
+        OverError: Some rank reserves more than `most_bytes`.
     """
     spec, (micro, seq_len) = plan.spec, plan.fed()
     check_fused(plan, seq_len, device=device)
@@ -78,17 +83,18 @@ def estimate_analytic(
     shape = f"[{micro * plan.accumulate}, {seq_len // plan.mesh.size('cp')}] int64"
     certified = f"told from the config; traced models differ by at most {ERROR:.0%}"
     works = analytic_microbatches(plan, micro, seq_len, device=device, played=played)
-    # What is asked of logs beside their figures; only where somebody searches is nothing.
+    # Expandable segments, modules and compiled blocks need logs; a search needs only figures.
     keeps_logs = packs or tells_modules or bool(plan.assignment.compiled)
     ranks = AnalyticRanks(
         [each[0] for each in groups],
         lambda rank, in_brief: _log_of(works, plan, rank, in_brief=in_brief),
-        ReplayCache(device, spec),  # Places along pp may do the same with other blocks.
+        ReplayCache(device, spec),  # Ranks of different stages may have equal events.
         in_brief=works.in_brief,
         only_in_brief=works.only_in_brief,
         most_bytes=most_bytes,
         keeps_logs=keeps_logs,
     )
+    # Ranks of the last stage hold the loss, those of the first stage most microbatches.
     order = [len(groups) - 1, *range(len(groups) - 1)]
     if likely:
         places = [plan.mesh.index(ranks[0], ("pp",)) for ranks in groups]
@@ -122,10 +128,14 @@ def estimate_analytic(
 
 @no_collection()
 def check_analytic(plan: Plan, *, device: str) -> None:
-    """Refuse what `estimate_analytic` would, for a part of its time.
+    """Refuse every plan that `estimate_analytic` would refuse, in a fraction of its time.
+
+    Args:
+        plan: A plan for a graph of `blueprint`, which states batch size and sequence length.
+        device: A device name of `hardware`; "" if unknown.
 
     Raises:
-        PlanError: As `estimate_analytic`.
+        PlanError: There are no rules for the model's ops, or for something in the plan.
     """
     micro, seq_len = plan.fed()
     check_fused(plan, seq_len, device=device)
@@ -134,12 +144,13 @@ def check_analytic(plan: Plan, *, device: str) -> None:
 
 
 def estimate_worst_routing(estimate: MemoryEstimate, plan: Plan) -> MemoryEstimate:
-    """What `estimate_analytic` told of a plan, and what a rank would need that all tokens came to.
+    """Add the peak of a rank that receives every token to an estimate of `estimate_analytic`.
 
     Args:
-        estimate: Of this plan. What ranks might reserve at the most moved none of its figures:
-            one that is over it in brief seems to need more than any that is told in full and is
-            not, so it is told in full in any case.
+        estimate: The estimate of this plan. It may have been made with any `most_bytes`: a rank
+            whose summarised log exceeds that bound seems to need more than every fully expanded
+            rank within it, so it is expanded in any case.
+        plan: The plan that the estimate is of.
     """
     before = len(estimate.assumed) - len(tuple(_of_experts(plan, tells_worst=False)))
     experts = tuple(_of_experts(plan, tells_worst=True))
@@ -150,13 +161,17 @@ def estimate_worst_routing(estimate: MemoryEstimate, plan: Plan) -> MemoryEstima
 def analytic_log_of_rank(
     plan: Plan, rank: int, *, device: str, played: Played | None = None, in_brief: bool = True
 ) -> EventLog:
-    """The step of one rank as `estimate_analytic` has it.
+    """Return the step of one rank as `estimate_analytic` computes it.
 
     Args:
-        in_brief: Whether it is told in brief where there is much to do.
+        plan: A plan for a graph of `blueprint`, which states batch size and sequence length.
+        rank: The rank whose step is returned.
+        device: A device name of `hardware`; "" if unknown.
+        played: Cache of the stages that were played for earlier plans; None for an empty one.
+        in_brief: If True, summarise the microbatches that cannot make the peak of a long step.
 
     Raises:
-        PlanError: As `estimate_analytic`.
+        PlanError: There are no rules for the model's ops, or for something in the plan.
     """
     micro, seq_len = plan.fed()
     check_fused(plan, seq_len, device=device)
@@ -165,7 +180,7 @@ def analytic_log_of_rank(
 
 
 def _of_experts(plan: Plan, *, tells_worst: bool) -> Iterator[tuple[str, str]]:
-    """What is assumed of them."""
+    """Yield what is assumed of experts and routing, as (what, value) pairs."""
     shape, ep = shape_of(plan.graph), plan.mesh.size("ep")
     if not shape.experts:
         return
@@ -191,13 +206,13 @@ def _of_experts(plan: Plan, *, tells_worst: bool) -> Iterator[tuple[str, str]]:
 
 
 def in_chunks(plan: Plan) -> str:
-    """What is to be added of how a loss is computed."""
+    """Return a phrase about the chunked loss for the assumptions; "" if it is not chunked."""
     chunks = loss_chunks_of(plan)
     return f", head and loss over {chunks} parts of the tokens" if chunks > 1 else ""
 
 
 def _in_brief(num_in_full: int, num_groups: int) -> str:
-    """What is to be said of microbatches that were not written out."""
+    """Return a phrase that says which ranks had microbatches summarised; "" if none had."""
     if num_in_full == num_groups:
         return ""
     where = "" if not num_in_full else ", on ranks that need less than others"
@@ -205,7 +220,7 @@ def _in_brief(num_in_full: int, num_groups: int) -> str:
 
 
 def _log_of(works: Works, plan: Plan, rank: int, *, in_brief: bool) -> EventLog:
-    """The step of one rank."""
+    """Return the step of one rank."""
     work, foreach = works.of_rank(rank, in_brief=in_brief), is_uniform(plan.assignment)
     has_host = bool(offloads_params(plan.assignment) or plan.assignment.host_activations)
     optimizer = plan.spec.optimizer
@@ -213,9 +228,14 @@ def _log_of(works: Works, plan: Plan, rank: int, *, in_brief: bool) -> EventLog:
 
 
 def streams_of(plan: Plan, rank: int) -> dict[tuple[Term, int], int]:
-    """By term and bytes, the stream on which FSDP2 makes a buffer of its own.
+    """Return the stream on which FSDP2 makes each kind of buffer, by (category, bytes).
 
-    The allocator keeps a pool for each stream, so what is reserved depends on it.
+    The allocator keeps a pool for each stream, so what is reserved depends on the streams.
+
+    Args:
+        plan: The plan, whose units make the buffers.
+        rank: The rank whose buffers are listed.
+
     Source: torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
     """
     streams: dict[tuple[Term, int], int] = {}
@@ -254,22 +274,25 @@ def analytic_log(
     has_host: bool = False,
     device: str = "",
 ) -> EventLog:
-    """The events of a step from the second one on, of a causal language model of transformers.
+    """Return the events of a step from the second one on, of a causal LM of transformers.
 
     Args:
-        plan: Made for a graph of `blueprint`.
-        batch: Sequences of one microbatch of this rank, which a pipeline cuts into its own.
+        plan: A plan for a graph of `blueprint`.
+        batch: Sequences of one microbatch of this rank; a pipeline splits them into its own
+            microbatches.
         seq_len: Tokens of one sequence.
-        optimizer: A word of `spec.OPTIMIZER_STATES`.
-        is_cuda: Whether CUDA's kernels run; what CPUs keep is what a trace on CPUs shows.
-        in_place: Whether gradients that meet are added up in place, as torch does when nothing
-            watches it.
-        foreach, has_host: As in `replay`.
-        spread: How experts are spread, if not evenly as the plan has it.
-        device: A name of `hardware`, where kernels of CUDA run and it is known.
+        optimizer: A name of `spec.OPTIMIZER_STATES`.
+        rank: The rank whose step is returned.
+        is_cuda: If True, CUDA's kernels run. If False, the log is what a trace on CPUs shows.
+        in_place: If True, gradients of one tensor are accumulated in place, as torch does
+            unless a dispatch mode is active.
+        foreach: If True, the optimizer updates parameters together, as torch does on a GPU.
+        spread: Distribution of the experts; None for the plan's own.
+        has_host: If True, the host's memory is separate, and step counts of optimizers are in it.
+        device: A device name of `hardware`; "" if unknown.
 
     Raises:
-        PlanError: The model's operations, or something in the plan, are not known.
+        PlanError: There are no rules for the model's ops, or for something in the plan.
     """
     check_fused(plan, seq_len, is_cuda=is_cuda, device=device)
     works = analytic_microbatches(

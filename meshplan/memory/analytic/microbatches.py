@@ -1,6 +1,6 @@
-"""What the ranks of a plan do, told from its blueprint: operations by sizes, as works to replay.
+"""The microbatches of a plan's ranks, computed from the blueprint by sizes, ready to replay.
 
-What has no rule is refused by name.
+A plan or model for which there are no rules is refused by name.
 """
 
 from __future__ import annotations
@@ -27,43 +27,48 @@ from meshplan.spec.spec import PRODUCTS
 
 
 class Works(Protocol):
-    """What the ranks of a plan do."""
+    """The microbatches of all ranks of a plan."""
 
     @property
     def in_brief(self) -> bool:
-        """Whether there is so much that only the fullest ranks should be written out whole."""
+        """True if the step is so long that only the fullest ranks should be expanded in full."""
 
     @property
     def only_in_brief(self) -> bool:
-        """Whether there is so much that none should be."""
+        """True if the step is so long that no rank should be expanded in full."""
 
     def of_rank(self, rank: int, *, in_brief: bool = False) -> Prepared:
-        """Of one rank."""
+        """Return the microbatches of one rank.
+
+        Args:
+            rank: The rank.
+            in_brief: If True, summarise the microbatches that cannot make the peak.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class _Same:
-    """Without a pipeline all ranks do the same."""
+    """The microbatch that all ranks share, without a pipeline."""
 
     work: Prepared
     in_brief: bool = False
     only_in_brief: bool = False
 
     def of_rank(self, rank: int, *, in_brief: bool = False) -> Prepared:
-        """Of any rank."""
+        """Return the microbatch, which is the same for every rank."""
         return self.work
 
 
 @dataclass(frozen=True, slots=True)
 class _Each:
-    """Ranks that have other parts of a sequence do other work."""
+    """The microbatches of ranks that differ, because they have different parts of a sequence."""
 
     played: Callable[[int], Prepared]
     in_brief: bool = False
     only_in_brief: bool = False
 
     def of_rank(self, rank: int, *, in_brief: bool = False) -> Prepared:
-        """Of one rank."""
+        """Return the microbatch of one rank."""
         return self.played(rank)
 
 
@@ -79,16 +84,24 @@ def analytic_microbatches(
     rank: int | None = None,
     played: Played | None = None,
 ) -> Works:
-    """What the ranks do.
+    """Return the microbatches of all ranks of a plan.
 
     Args:
-        rank: The only one that is of interest; None for all. How much there is to do is not
-            known then.
-        played: As for `StageWorks`.
-        device: As for `fused.check_fused`.
+        plan: A plan for a graph of `blueprint`.
+        batch: Sequences of one microbatch of a rank; a pipeline splits them into its own
+            microbatches.
+        seq_len: Tokens of one sequence, before cp splits it.
+        is_cuda: If True, CUDA's kernels run; if False, a CPU's.
+        in_place: If True, gradients of one tensor are accumulated in place.
+        spread: Distribution of the experts; None for the plan's own.
+        device: A device name of `hardware`; "" if unknown.
+        rank: The only rank of interest, or None for all. In a pipeline only the blocks near that
+            rank are computed then, so `in_brief` and `only_in_brief` of the result say nothing
+            about the step.
+        played: Cache of the stages that were played for earlier plans; None for an empty one.
 
     Raises:
-        PlanError: The model's operations, or something in the plan, are not known.
+        PlanError: There are no rules for the model's ops, or for something in the plan.
     """
     if problems := list(refusals(plan)):
         raise PlanError(problems)
@@ -122,6 +135,7 @@ def analytic_microbatches(
     if gathered_of(plan, 0, is_cuda=is_cuda, device=device) is None:
         return _Same(LAST.played(shape, run, in_place=in_place))
 
+    # The work of a rank depends on its part of the sequence if it all-gathers keys and values.
     def of_rank(rank: int) -> Prepared:
         own = gathered_of(plan, rank, is_cuda=is_cuda, device=device)
         return LAST.played(shape, replace(run, gathered=own), in_place=in_place)
@@ -130,20 +144,21 @@ def analytic_microbatches(
 
 
 class LastPlayed:
-    """Plays microbatches, and keeps the last ones.
+    """Plays microbatches and caches the last ones.
 
-    Plans that differ in nodes or strategy alone do the same operations, and are told one after the
-    other. A `MicrobatchSpec` has no hash, so they are looked through.
+    Plans that differ only in the number of nodes or the strategy run the same ops, and are
+    estimated one after the other. A `MicrobatchSpec` has no hash, so the cache is searched
+    linearly.
 
     Args:
-        most: That are kept: each is tens of thousands of tuples.
+        most: Maximum number of cached microbatches, each of which is tens of thousands of tuples.
     """
 
     def __init__(self, most: int) -> None:
         self._last: deque[tuple[Shape, MicrobatchSpec, bool, Prepared]] = deque(maxlen=most)
 
     def played(self, shape: Shape, run: MicrobatchSpec, *, in_place: bool) -> Prepared:
-        """One microbatch, which nobody who replays it changes."""
+        """Return one microbatch; it is shared, so callers must not modify it."""
         for *asked, prepared in tuple(self._last):
             if asked == [shape, run, in_place]:
                 return prepared
@@ -153,13 +168,13 @@ class LastPlayed:
 
 
 LAST: Final = LastPlayed(most=8)
-"""The one of this process."""
+"""The cache of this process."""
 
 
 def spread_of(plan: Plan) -> Spread:
-    """How the plan spreads experts: all that a block has, or none.
+    """Return how the plan distributes experts over the ranks of ep.
 
-    To a rank come as many slots as the plan states at the most, else an even share.
+    A rank receives as many tokens as the plan states at most, otherwise an even share.
     """
     a, ep = plan.assignment, plan.mesh.size("ep")
     is_unit, arriving = bool(a.experts.keys() & a.units.keys()), plan.spec.experts.capacity or 1.0
@@ -169,20 +184,20 @@ def spread_of(plan: Plan) -> Spread:
 
 
 def loss_chunks_of(plan: Plan) -> int:
-    """Parts of the tokens over which head and loss are computed; 1 for all at once."""
+    """Return the number of token chunks for which head and loss are computed; 1 for all at once."""
     chunked = plan.assignment.chunked_loss
     return 1 if chunked is None else chunked.chunks
 
 
 def refusals(plan: Plan) -> Iterator[Problem]:
-    """What a step told from a config has no rules for."""
+    """Yield what in the plan or the model the analytic estimate has no rules for."""
     a = plan.assignment
     blocks = {fqn for fqn in plan.graph.modules if _is_block(plan, fqn)}
     experts = {f"{fqn}.mlp.experts" for fqn in blocks}
     others = {word for r in a.recompute.values() for word in r.policy.save}.difference(PRODUCTS)
     for is_there, what in (
         *((True, problem.what) for problem in styled_of(plan).check()),
-        # Their code takes the length of a sequence, and positions, from what it is given.
+        # transformers takes sequence length and positions from the shape of its input.
         (
             a.sequence_parallel and not a.crossings,
             "sequence_parallel by rule, with which transformers' own code does not run",
@@ -216,7 +231,7 @@ def _scores_scaled(plan: Plan) -> bool:
 
 
 def _parts_heads(plan: Plan) -> bool:
-    """Whether ranks of cp cannot share out the heads that a rank of tp may have."""
+    """Return True if a tp rank's heads cannot be divided evenly over the ranks of cp."""
     context = plan.assignment.context
     if context is None or context.attention != "all_to_all" or not plan.graph.config:
         return False
@@ -230,7 +245,7 @@ def _is_block(plan: Plan, fqn: str) -> bool:
 
 
 def styled_of(plan: Plan) -> TpPlanOnTape:
-    """Which modules tp cuts, and how."""
+    """Return which modules tp shards, and how."""
     a = plan.assignment
     pieces = {fqn: use.pieces for fqn, use in a.styles.items() if use.pieces}
     return TpPlanOnTape(
@@ -250,7 +265,7 @@ def styled_of(plan: Plan) -> TpPlanOnTape:
 
 
 def _near(plan: Plan, stages: Stages, rank: int) -> set[int]:
-    """Blocks of a rank's stages and of their neighbours, and those at the ends of the model."""
+    """Return the numbers of the blocks near a rank's stages, and of the first and last block."""
     held = stages.of_rank(plan.mesh.index(rank, ("pp",)))
     near = {each for stage in held for each in (stage - 1, stage, stage + 1)}
     blocks = plan.graph.blocks()
@@ -259,7 +274,7 @@ def _near(plan: Plan, stages: Stages, rank: int) -> set[int]:
 
 
 def _number(fqn: str) -> int:
-    """Of a block."""
+    """Return the number of a block."""
     return int(fqn.rpartition(".")[2])
 
 

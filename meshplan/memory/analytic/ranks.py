@@ -1,8 +1,9 @@
-"""Group after group of the ranks of a told plan: which are told first, and which in full.
+"""Estimate the ranks of a plan in order of interest, and expand only the decisive ones in full.
 
-Microbatches that make no peak are told in brief, which takes a fraction of the time. Where that
-seems to be over, or may be the most of all ranks, the whole is told. Ranks do not ask each other
-for anything, so where there are two cores two are told at once; what is found is the same.
+Microbatches that cannot make the peak are summarised, which takes a fraction of the time. A rank is
+expanded in full if its summarised log exceeds the limit, or if it may be the largest of all ranks.
+Ranks are independent, so two of them are computed at once where there are two cores; the results
+are the same.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from meshplan.memory.log.events import EventLog
 from meshplan.two_cores import each, has_another
 
 ERROR: Final = 0.01
-"""How far a step told from a config may be from the traced one, as a share.
+"""Possible relative error of a step computed from a config, compared with a traced one.
 Source: `tests/memory/test_memory_tape.py`."""
 
 BRIEF_ERROR: Final = 0.03
-"""How much farther what is reserved may be where microbatches are written in brief.
+"""Additional relative error of the reserved bytes where microbatches are summarised.
 [Empirical]: between 1 % less and 5 % more in 27 cases; what is requested is the same in all."""
 
 
 class OverError(Exception):
-    """Some ranks need more than the caller cares to know.
+    """Some rank reserves more than the caller's limit.
 
     Attributes:
-        rank: One of them.
-        reserved_bytes: What is reserved for it at the least.
+        rank: The rank.
+        reserved_bytes: Lower bound on its reserved bytes.
     """
 
     def __init__(self, rank: int, reserved_bytes: int) -> None:
@@ -40,11 +41,13 @@ class OverError(Exception):
 
 
 class AnalyticRank(NamedTuple):
-    """What was told of one rank.
+    """The result for one rank.
 
     Attributes:
-        is_full: Whether every microbatch was written out.
-        log, held: None where nobody asks for them.
+        figures: Peak, categories and reserved bytes.
+        is_full: True if every microbatch was expanded, False if some were summarised.
+        log: The step without workspaces; None if logs are not kept.
+        held: The log as it was played on the allocator; None if logs are not kept.
     """
 
     figures: RankSummary
@@ -54,25 +57,27 @@ class AnalyticRank(NamedTuple):
 
     @property
     def error(self) -> float:
-        """How far it may be from the truth, as a share."""
+        """Possible relative error of the figures."""
         return ERROR + BRIEF_ERROR * (not self.is_full)
 
     @property
     def high_bytes(self) -> int:
-        """Where the band of its group ends, but for what all have."""
+        """Upper end of its range, without the driver's bytes, which all ranks share."""
         return int(margin(self.figures.reserve.reserved_bytes) * (1 + self.error))
 
 
 class AnalyticRanks:
-    """The ranks to tell.
+    """Computes the results of the distinct ranks of a plan.
 
     Args:
-        ranks: One of each group.
-        write: (rank, in brief) -> the log of its step.
-        holding: Plays logs.
-        in_brief, only_in_brief: As of `microbatches.Works`.
-        most_bytes: What a rank may reserve at the most for the rest to be of interest.
-        keeps_logs: Whether logs are of interest, and not their figures alone.
+        ranks: The first rank of each group of equal ranks.
+        write: Maps (rank, in brief) to the log of its step.
+        holding: Plays logs on the allocator.
+        in_brief: If True, the step is so long that only the fullest ranks should be expanded in
+            full.
+        only_in_brief: If True, the step is so long that no rank should be expanded in full.
+        most_bytes: Stop with `OverError` as soon as one rank is known to reserve more than this.
+        keeps_logs: If True, keep the logs in addition to their figures.
     """
 
     def __init__(
@@ -91,20 +96,21 @@ class AnalyticRanks:
         self._most_bytes, self._keeps_logs = most_bytes, keeps_logs
 
     def tell(self, order: Sequence[int]) -> list[AnalyticRank]:
-        """By place in `ranks`, what was told of each.
+        """Return the result of each rank, in the order of `ranks`.
 
         Args:
-            order: Places, the sooner the more its rank may hold: the first one mostly decides.
+            order: Indices into `ranks`, with the ranks that probably need most first. The first one
+                usually decides whether the plan is over the limit.
 
         Raises:
-            OverError: A rank takes more than `most_bytes`, the first in order of those.
+            OverError: A rank reserves more than `most_bytes`; of several, the first in `order`.
         """
         first = partial(self._first, before_all=order[0])
         if self._keeps_logs:
             done = [*map(first, order)]
         elif len(order) == 2:
             done = each(first, order)
-        else:  # What is over mostly ends with the first one, and to copy a process takes time.
+        else:  # A plan over the limit usually ends with its first rank, and forking takes time.
             done = [first(order[0]), *each(first, order[1:])]
         found = dict(zip(order, done, strict=True))
         told = [found[number] for number in range(len(order))]
@@ -113,17 +119,21 @@ class AnalyticRanks:
         return told
 
     def _first(self, number: int, *, before_all: int) -> AnalyticRank:
-        """Of one rank: in full where all are, or where in brief it takes too much."""
+        """Return the result of one rank.
+
+        It is expanded in full if all ranks are, or if its summarised log exceeds the limit.
+        """
         told = self._of(number, in_brief=self._in_brief, is_first=number == before_all)
         if self._in_brief and told.figures.reserve.reserved_bytes > self._most_bytes:
-            return self._of(number, in_brief=False)  # In brief: is it so?
+            return self._of(number, in_brief=False)  # The summary may overstate it.
         return told
 
     def _of(self, number: int, *, in_brief: bool, is_first: bool = False) -> AnalyticRank:
         rank, most_bytes = self._ranks[number], self._most_bytes
         log = self._write(rank, in_brief)
         can_tell = in_brief and not self._only_in_brief and most_bytes < math.inf
-        # The first one mostly tells; of others what is reserved, which is no less, is needed.
+        # The first rank usually decides, so check its cheap lower bound before playing the log.
+        # The reserved bytes of other ranks, which are no less than this bound, are needed anyway.
         if can_tell and is_first and log.pooled_bytes > most_bytes:
             raise OverError(rank, log.pooled_bytes)
         held = self._holding.of(log)
@@ -136,10 +146,11 @@ class AnalyticRanks:
         return AnalyticRank(held.figures, not in_brief, *kept)
 
     def _tell_highest(self, told: list[AnalyticRank]) -> None:
-        """Tell in full what may reserve the most, until nothing told in brief may.
+        """Expand the rank with the highest upper end, until that rank is one expanded in full.
 
-        What is requested is the same in brief.
+        Requested bytes do not change by this, only reserved bytes.
         """
+        # With a second core, the rank that probably comes next is expanded at the same time.
         ahead: dict[int, AnalyticRank | OverError] = {}
         while not told[highest := max(range(len(told)), key=lambda n: told[n].high_bytes)].is_full:
             if highest not in ahead:
@@ -153,7 +164,11 @@ class AnalyticRanks:
             told[highest] = found
 
     def _in_full(self, number: int) -> AnalyticRank | OverError:
-        """Of a rank whose turn may never come: that it is over is told when it has."""
+        """Return the result of one rank expanded in full, or the error if it is over the limit.
+
+        The error is returned, because it counts only once it is this rank's turn, which may never
+        come.
+        """
         try:
             return self._of(number, in_brief=False)
         except OverError as error:
@@ -161,7 +176,10 @@ class AnalyticRanks:
 
 
 def _next_ones(told: Sequence[AnalyticRank], highest: int) -> list[int]:
-    """Who comes next if the highest in full reserves as much as in brief; nobody where it ends."""
+    """Return the rank to expand after `highest`, if that reserves as much in full as summarised.
+
+    The result is empty if no other rank would have to be expanded.
+    """
     others = [n for n in range(len(told)) if n != highest]
     whole = told[highest]._replace(is_full=True).high_bytes
     then = max(others, key=lambda n: told[n].high_bytes, default=highest)

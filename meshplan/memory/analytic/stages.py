@@ -1,6 +1,6 @@
-"""The work of every rank of a pipeline, told from the operations of the whole model.
+"""Microbatches of every rank of a pipeline, computed from the ops of the whole model.
 
-What has no rule is refused by name.
+A plan for which there are no rules is refused by name.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ from meshplan.model.graph import is_inside
 from meshplan.plan.plan import Plan
 
 _MOST: Final = 40_000
-"""Operations of a step up to which every microbatch is written out, on all ranks."""
+"""Number of ops of a step up to which every microbatch is expanded, on all ranks."""
 _FAR_TOO_MANY: Final = 600_000
-"""Operations from which they are on none."""
+"""Number of ops of a step above which no rank has every microbatch expanded."""
 _MOST_PLAYED: Final = 32
-"""Stages that are kept for other plans."""
+"""Maximum number of stages that are cached for other plans."""
 
 
 class Played:
-    """Stages that were played: plans that are weighed against each other have most in common."""
+    """A cache of played stages, because plans that are compared have most stages in common."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, tuple[tuple[str, ...], StageWork]] = {}
-        """By what stages do alike, the names in one of the last ones, and its work."""
+        """Stages by signature: the names in the stage that was played, and its microbatch."""
 
     def work_of(
         self, alike: Hashable, names: tuple[str, ...], play: Callable[[], StageWork]
     ) -> StageWork:
-        """The work of a stage, which is played if none like it was.
+        """Return the microbatch of a stage, which is played only if no equal stage was.
 
         Args:
-            alike: What is equal where stages do the same but for their names.
-            names: Of the stage, as of `Outline`.
+            alike: A key that is equal for stages that differ only in their names.
+            names: Names of the stage, as in `StageSignature`.
+            play: Plays the stage.
         """
         if alike not in self._known:
             while len(self._known) >= _MOST_PLAYED:
@@ -55,17 +56,17 @@ class Played:
 
 
 class StageWorks:
-    """What the ranks of a pipeline do.
+    """The microbatches of all ranks of a pipeline.
 
     Args:
         tape: One microbatch of the whole model.
-        plan: For a blueprint's model, with stages.
-        in_place: As for `tape.play`.
-        played: What was played for plans before; None to begin anew.
+        plan: A plan for a graph of `blueprint`, with stages.
+        in_place: If True, gradients of one tensor are accumulated in place.
+        played: Cache of the stages that were played for earlier plans; None for an empty one.
 
     Attributes:
-        in_brief: Whether there is so much to do that it takes seconds to write all of it out.
-        only_in_brief: Whether it takes seconds for one rank.
+        in_brief: True if it would take seconds to expand every microbatch of all ranks.
+        only_in_brief: True if it would take seconds to expand every microbatch of one rank.
 
     Raises:
         PlanError: There is no rule for something in this plan.
@@ -92,10 +93,11 @@ class StageWorks:
         self._found: dict[tuple[int, bool], Prepared] = {}
 
     def of_rank(self, rank: int, *, in_brief: bool = False) -> Prepared:
-        """Of one rank; those at the same place along pp do the same.
+        """Return the microbatches of one rank; ranks at the same position along pp share them.
 
         Args:
-            in_brief: As for `work_of_rank`.
+            rank: The rank.
+            in_brief: If True, summarise the microbatches that cannot make the peak.
         """
         place = self._plan.mesh.index(rank, ("pp",))
         if (place, in_brief) not in self._found:
@@ -133,20 +135,24 @@ class StageWorks:
         return play_stage(part, sums_in_place=self._in_place)
 
     def _order(self, module: str, fqn: str) -> tuple[int, int]:
-        """A tied weight stands where it is used: the module that it is of may be elsewhere."""
+        """Return the position in the model of an op's module and of its parameter.
+
+        A tied weight counts where it is used, because the module that owns it may be in another
+        stage.
+        """
         at = module if module in self._modules else fqn.rpartition(".")[0]
         return self._modules[at], self._tensors[fqn]
 
 
 def _widening(plan: Plan) -> int:
-    """How many times as wide as what is computed in what parameters are stored in is."""
+    """Return the largest ratio of the itemsize of a parameter as stored to that as computed."""
     tensors = plan.assignment.tensors.values()
     dtypes = {(p.dtype, p.compute_dtype) for p in tensors if not p.info.is_buffer}
     return max(DTYPE_BYTES[stored] // DTYPE_BYTES[computed] for stored, computed in dtypes)
 
 
 def _unknown(plan: Plan, tape: Tape) -> Iterator[Problem]:
-    """What the work of stages has no rules for."""
+    """Yield what in the plan the stages have no rules for."""
     a = plan.assignment
     assert a.stages is not None
     stages = a.stages

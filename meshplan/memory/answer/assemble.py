@@ -1,4 +1,4 @@
-"""The answer about a plan, from the logs of its ranks that differ."""
+"""Assemble the answer about a plan from the event logs of its distinct ranks."""
 
 from __future__ import annotations
 
@@ -35,14 +35,20 @@ def assemble(
     error: float | Sequence[float] = 0.0,
     held: Mapping[int, ReservedLog] = MappingProxyType({}),
 ) -> MemoryEstimate:
-    """What every rank needs, beside the limit, and the way there from the textbook.
+    """Return the memory of every rank, compared with the limit and with the textbook's figure.
 
     Args:
-        groups: Ranks that are alike (`groups.equal_ranks`), and `logs`, of the first of each.
-        device: A name of `hardware`, "" where nobody says.
-        limit_bytes: What it may hold; None where nobody says.
-        error: How far the logs, or each of them, may be from the truth, as a share.
-        held: By place in `logs`, what is reserved for it, where that is known.
+        plan: The plan that the logs are of.
+        groups: The classes of equal ranks, as `rank_classes.equal_ranks` returns them.
+        logs: The step of the first rank of each group, without the workspaces of libraries.
+        device: A device name of `hardware`; "" if unknown.
+        limit_bytes: Memory limit of one GPU in bytes; None if unknown.
+        tier: The tier of estimation that made the logs.
+        certified: A sentence on how far the logs are known to be right.
+        assumed: Assumptions for what the plan leaves open, as (what, value) pairs.
+        notes: Sentences that the reader of the estimate should see.
+        error: Possible relative error of the logs: one number for all, or one for each log.
+        held: Logs that were played on the allocator already, by their index in `logs`.
     """
     holding = ReplayCache(device, plan.spec)
     known = [held.get(number) or holding.of(log) for number, log in enumerate(logs)]
@@ -76,11 +82,21 @@ def assemble_figures(
     error: float | Sequence[float] = 0.0,
     least: Sequence[int | None] = (),
 ) -> MemoryEstimate:
-    """The same where the logs are gone.
+    """Return the memory of every rank, from summaries of its logs instead of the logs.
 
     Args:
-        figures: Of the first rank of each group.
-        least: As for `group_of`, of each.
+        plan: The plan that the summaries are of.
+        groups: The classes of equal ranks, as `rank_classes.equal_ranks` returns them.
+        figures: The summary of the first rank of each group.
+        device: A device name of `hardware`; "" if unknown.
+        limit_bytes: Memory limit of one GPU in bytes; None if unknown.
+        tier: The tier of estimation that made the summaries.
+        certified: A sentence on how far the summaries are known to be right.
+        assumed: Assumptions for what the plan leaves open, as (what, value) pairs.
+        notes: Sentences that the reader of the estimate should see.
+        error: Possible relative error of the summaries: one number for all, or one for each.
+        least: Lower bound on the allocated bytes of each group, None where the summary is exact; ()
+            if all are.
     """
     errors = [error] * len(groups) if isinstance(error, float) else error
     hardware = plan.spec.hardware
@@ -100,6 +116,7 @@ def assemble_figures(
             figures, groups, errors, least or [None] * len(groups), strict=True
         )
     ]
+    # The rules follow the source of known torch versions; traces run the installed one.
     why = unlike(installed()) if tier == Tier.REPLAY else ""
     estimate = MemoryEstimate(
         groups=tuple(found),
@@ -119,10 +136,14 @@ def assemble_figures(
 def with_packed(
     estimate: MemoryEstimate, plan: Plan, held: Sequence[ReservedLog]
 ) -> MemoryEstimate:
-    """The estimate, and where it does not fit, what expandable segments would reserve.
+    """Return the estimate, with what expandable segments would reserve if the plan does not fit.
+
+    Only the worst group is played again, and only if the plan uses the default allocator.
 
     Args:
-        held: For the first rank of each group.
+        estimate: The estimate to complete.
+        plan: The plan that the estimate is of.
+        held: The played log of the first rank of each group.
     """
     if estimate.worst.fits is not False or plan.spec.allocator != "default":
         return estimate
@@ -134,12 +155,14 @@ def with_packed(
 
 
 def as_bound(estimate: MemoryEstimate, logs: Sequence[EventLog], why: str) -> MemoryEstimate:
-    """The estimate, of whose figures only is known that nothing is larger.
+    """Return the estimate with its figures marked as an upper bound.
 
-    At the least there is what lives before the step begins.
+    The lower end of each range becomes the bytes that are resident before the step begins.
 
     Args:
-        logs: Of the first rank of each group.
+        estimate: The estimate whose figures may be too large.
+        logs: The step of the first rank of each group.
+        why: A sentence that says why the figures are only an upper bound.
     """
     groups = tuple(
         replace(group, band=(min(group.band[0], log.by_phase["before"][1]), group.band[1]))
@@ -149,7 +172,14 @@ def as_bound(estimate: MemoryEstimate, logs: Sequence[EventLog], why: str) -> Me
 
 
 def least_bytes(plan: Plan, log: EventLog, device: str) -> int | None:
-    """What the allocator hands out at the least where blocks are compiled."""
+    """Return a lower bound on the allocated bytes if blocks are compiled, and None if none is.
+
+    Args:
+        plan: The plan that the log is of.
+        log: The step of one rank as it runs without a compiler, without the workspaces of
+            libraries.
+        device: A device name of `hardware`; "" if unknown.
+    """
     compiled = plan.assignment.compiled
     if not compiled:
         return None

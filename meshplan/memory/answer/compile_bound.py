@@ -1,9 +1,10 @@
-"""What a compiler may spare: the least that a step with compiled blocks can hold.
+"""Lower bound on the memory of a step whose blocks are compiled.
 
-A compiled block is given its inputs and gives its outputs, as before. In between the compiler
-fuses what follows element by element, so that most of it never is a tensor, and keeps for backward
-what is cheapest. What products give it does not compute twice, and what is sent it cannot spare.
-The log of the same step without a compiler is the most; this makes the least of it.
+A compiled block receives the same inputs and returns the same outputs as before. In between, the
+compiler fuses chains of elementwise operators, most of whose results then never exist as tensors,
+and saves for backward what is cheapest to keep. It does not compute results of matrix products
+twice, and it cannot avoid the buffers of collectives. The log of the same step without a compiler
+is the upper bound; this module derives the lower bound from it.
 
 Source: torch 2.13, torch/_functorch/partitioners.py, `min_cut_rematerialization_partition`: what is
 intensive to compute is never recomputed; torch/_inductor fuses pointwise operators and reductions.
@@ -24,15 +25,19 @@ BOUND: Final = (
 )
 _PRODUCTS: Final = ("mm", "bmm", "convolution", "_grouped_mm", "_scaled_dot_product", "_flash",
                     "_efficient")  # fmt: skip
-"""What names of operators hold that are called and not fused."""
+"""Substrings in the names of operators that are called as kernels of their own, never fused."""
 _FREE: Final = frozenset({Term.TEMPORARIES, Term.ACTIVATIONS})
 
 
 def least_of(log: EventLog, compiled: Collection[str]) -> EventLog:
-    """The log without what operators inside of compiled modules make, but for products.
+    """Return the log without the tensors inside compiled modules that a compiler may fuse away.
+
+    Results of matrix products, convolutions and attention kernels stay.
 
     Args:
-        compiled: Fqns. What such a module hands on must stand under the one around it.
+        log: The step of one rank as it runs without a compiler.
+        compiled: Fqns of the compiled modules. The outputs of such a module must be logged under
+            the module around it.
     """
     kept = [not _may_go(storage, frozenset(compiled)) for storage in log.storages]
     events = tuple(event for event in log.events if kept[event.storage])

@@ -1,7 +1,7 @@
-"""What a step takes of every GPU, at its worst, and whether that fits.
+"""The estimate of a plan's memory: what a step needs on every GPU, and whether that fits.
 
-Reads event logs of the ranks that differ. Refuses to know where they come from
-(`runtime.estimate.estimate`) and what would make them smaller.
+Combines summaries of the event logs of the distinct ranks. Where the logs come from is decided
+elsewhere (`runtime.estimate.estimate`, `memory.analytic.estimate`), and so is what would need less.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ from meshplan.shown import view
 from meshplan.units import format_bytes, format_gib
 
 RESERVED_ERROR: Final = 0.02
-"""How much more than predicted the allocator may reserve, as a share. [Empirical]: of six published
+"""Fraction by which the allocator may reserve more than predicted. [Empirical]: of six published
 runs on H100 (torchtitan, FSDP2) the worst reserved 1.1 % more than predicted from a trace."""
 
 
 class Tier(StrEnum):
-    """How an answer was found."""
+    """The tier of estimation that found an answer.
+
+    REPLAY composes the step by rules, FEW_BLOCKS traces models with few of the blocks and
+    extrapolates, WHOLE traces the whole model.
+    """
 
     REPLAY = "1"
     FEW_BLOCKS = "2"
@@ -33,13 +37,15 @@ class Tier(StrEnum):
 
 
 class PeakBytes(NamedTuple):
-    """The most at once, by who counts; each is at least the one before, but for the driver's.
+    """Peak memory of one rank, as different tools count it.
 
     Attributes:
-        requested_bytes: What tensors ask for.
-        allocated_bytes: As `torch.cuda.max_memory_allocated`.
-        reserved_bytes: As `torch.cuda.max_memory_reserved`.
-        driver_bytes: What lies outside of torch's allocator, as expected.
+        requested_bytes: Bytes that tensors ask for.
+        allocated_bytes: Bytes of the allocator's blocks, `torch.cuda.max_memory_allocated`; at
+            least `requested_bytes`.
+        reserved_bytes: Bytes of the allocator's segments, `torch.cuda.max_memory_reserved`; at
+            least `allocated_bytes`.
+        driver_bytes: Expected bytes outside of torch's allocator.
     """
 
     requested_bytes: int
@@ -49,18 +55,19 @@ class PeakBytes(NamedTuple):
 
     @property
     def total_bytes(self) -> int:
-        """What `nvidia-smi` would show."""
+        """Bytes that `nvidia-smi` would show."""
         return self.reserved_bytes + self.driver_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleBytes:
-    """What is of one module at the peak, or of modules that are alike.
+    """Bytes at the peak that belong to one module, or to the same module of all repeated blocks.
 
     Args:
-        module: Its fqn, with a star for the number of a block that repeats; "" for none.
-        count: How many modules that are.
-        terms: What their bytes are; they add up.
+        module: Fqn of the module, with a star for the number of a repeated block; "" for storages
+            of no module.
+        count: Number of modules that the name stands for.
+        terms: Bytes by category; they add up to `num_bytes`.
     """
 
     module: str
@@ -69,27 +76,27 @@ class ModuleBytes:
 
     @property
     def num_bytes(self) -> int:
-        """Of all terms."""
+        """Bytes of all categories."""
         return sum(self.terms.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroup:
-    """Ranks that are alike.
+    """A class of equal ranks and the memory that each of them needs.
 
     Args:
-        ranks: In order.
-        stages: Of the pipeline, that they hold; () without one.
-        peak: What each of them needs.
-        band: The least and the most that it may really be, the driver's bytes included.
-        at: Of the requested bytes.
-        terms: What the requested bytes are at the peak; they add up.
-        fits: Whether the upper end of the band does; None without a limit.
-        host_bytes: What its tensors hold in the host's memory at the most, beside all that.
-        packed_bytes: Where it does not, of the worst group: what would be reserved with expandable
-            segments.
-        modules: The requested bytes at the peak once more, by module, those with most first; empty
-            where nobody asked. They add up to the peak too.
+        ranks: The ranks, in ascending order.
+        stages: Pipeline stages of each rank; () without a pipeline.
+        peak: Peak memory of one rank.
+        band: Lower and upper end of the range of its total bytes, driver memory included.
+        at: When and where the requested bytes peak.
+        terms: Requested bytes at the peak by category; they add up to `peak.requested_bytes`.
+        fits: True if the upper end of the range is within the limit; None without a limit.
+        host_bytes: Peak bytes of its tensors in the host's memory, in addition to the device's.
+        packed_bytes: Bytes that would be reserved with expandable segments. Only set for the worst
+            group of a plan that does not fit, else None.
+        modules: Requested bytes at the peak by module, largest first; they add up to the peak too.
+            () if they were not asked for.
     """
 
     ranks: tuple[int, ...]
@@ -106,13 +113,13 @@ class RankGroup:
 
 @dataclass(frozen=True, slots=True)
 class ReconcileStep:
-    """One step of a reconciliation.
+    """One step of a reconciliation of two figures.
 
     Args:
-        name: What changes.
-        delta_bytes: By how much.
-        total_bytes: What it has become.
-        why: The reason.
+        name: Name of what this step adds or takes away.
+        delta_bytes: Bytes by which the figure changes.
+        total_bytes: The figure after this step, in bytes.
+        why: The reason for the change; "" if none is given.
     """
 
     name: str
@@ -123,13 +130,13 @@ class ReconcileStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fix:
-    """A single change to the plan, and what became of it.
+    """A single change to the plan and its effect.
 
     Args:
-        change: As words.
-        setting: As it would stand in the plan; "" where it is none of the plan's.
-        total_bytes: The upper end of the band of the worst ranks.
-        fits: Whether that is below the limit.
+        change: The change in words.
+        setting: The change as a setting of the plan; "" if it is not a setting of the plan.
+        total_bytes: Upper end of the range of the worst ranks after the change, in bytes.
+        fits: True if `total_bytes` is within the limit.
     """
 
     change: str
@@ -143,16 +150,17 @@ class MemoryEstimate:
     """The answer to "does it fit?".
 
     Args:
-        groups: Every rank is in one.
-        tier: How it was found.
-        certified: How that is known to be right.
-        limit_bytes: What a GPU may hold; None where nothing says.
-        reconciliation: From the textbook's figure to the total of the worst group.
-        assumed: What the plan does not say, and what was taken for it: (what, value).
-        fixes: What would fit, cheapest first; empty where it fits or nobody asked.
-        bound: Why this is an upper bound and not the figure itself; "" where it is the figure.
-        notes: What a reader has to know.
-        host: The host of the node whose ranks hold most there; None where nothing lies on any.
+        groups: The classes of equal ranks; every rank is in exactly one.
+        tier: The tier of estimation that found the answer.
+        certified: A sentence on how far the figures are known to be right.
+        limit_bytes: Memory limit of one GPU in bytes; None if unknown.
+        reconciliation: Steps from the textbook's figure to the total of the worst group.
+        assumed: Assumptions for what the plan leaves open, as (what, value) pairs.
+        fixes: Changes to the plan that would fit, cheapest first; () if it fits or if no fixes were
+            requested.
+        bound: A sentence that says why the figures are an upper bound; "" if they are exact.
+        notes: Sentences that the reader should see.
+        host: Host memory of the node whose ranks use most of it; None if nothing is offloaded.
     """
 
     groups: tuple[RankGroup, ...]
@@ -172,12 +180,12 @@ class MemoryEstimate:
 
     @property
     def worst(self) -> RankGroup:
-        """The group whose band ends highest; of several, the first."""
+        """The group with the highest upper end of its range; the first one on a tie."""
         return max(self.groups, key=lambda group: group.band[1])
 
     @property
     def size(self) -> str:
-        """The need of the worst ranks, as every verb says it; see `size_in_words`."""
+        """Memory of the worst ranks in words, from `size_in_words`."""
         worst = self.worst
         return size_in_words(
             worst.band[1], self.limit_bytes, None if self.bound else worst.peak.total_bytes
@@ -185,19 +193,23 @@ class MemoryEstimate:
 
     @property
     def fits(self) -> bool | None:
-        """Whether all ranks do, and hosts whose memory the plan states; None without a limit."""
+        """True if all ranks are within the limit; None without a limit.
+
+        False also if a host needs more memory than the plan states for it. An assumed capacity of
+        the host is not checked.
+        """
         if self.host is not None and self.host.is_over and self.host.is_stated:
             return False
         return None if self.limit_bytes is None else all(group.fits for group in self.groups)
 
 
 def size_in_words(high_bytes: int, limit_bytes: int | None, expected_bytes: int | None) -> str:
-    """Say what a GPU holds of what it may: THE words for it in every verb.
+    """Return how much of a GPU's memory is needed, in the words that every command uses.
 
     Args:
-        high_bytes: The upper end of the band, by which "fits" is said.
-        limit_bytes: What the GPU may hold; None where nothing says.
-        expected_bytes: None where only an upper bound is known.
+        high_bytes: Upper end of the range in bytes, which decides whether the plan fits.
+        limit_bytes: Memory limit of the GPU in bytes; None if unknown.
+        expected_bytes: Expected bytes; None if only an upper bound is known.
 
     >>> size_in_words(84_503_000_000, 84_944_000_000, 79_994_000_000)
     'expected 74.5, at most 78.7, of 79.1 GiB'
@@ -208,7 +220,7 @@ def size_in_words(high_bytes: int, limit_bytes: int | None, expected_bytes: int 
 
 
 def left_in_words(high_bytes: int, limit_bytes: int | None) -> str:
-    """Say what is left of the limit, or how much is over it; "" where there is no limit."""
+    """Return how much of the limit is left, or by how much it is exceeded; "" without a limit."""
     if limit_bytes is None:
         return ""
     left = limit_bytes - high_bytes
@@ -216,7 +228,7 @@ def left_in_words(high_bytes: int, limit_bytes: int | None) -> str:
 
 
 def margin(reserved_bytes: int) -> int:
-    """The most that the allocator may reserve where so much is predicted."""
+    """Return the most bytes that the allocator may reserve if `reserved_bytes` are predicted."""
     return reserved_bytes + int(RESERVED_ERROR * reserved_bytes)
 
 
@@ -230,18 +242,23 @@ def group_of(
     error: float = 0.0,
     least: int | None = None,
 ) -> RankGroup:
-    """What ranks need of which this was told.
+    """Return the class of ranks whose summary is `figures`, with the range of its total bytes.
 
     Args:
-        driver: What lies outside of torch's allocator.
-        limit_bytes: What the GPU may hold; None where nothing says.
-        error: How far the log may be from the truth, as a share.
-        least: What is allocated at the least where the log is an upper bound.
+        figures: Peak, categories and reserved bytes of one rank of the class.
+        ranks: The ranks of the class, in ascending order.
+        driver: Range of the bytes outside of torch's allocator.
+        limit_bytes: Memory limit of one GPU in bytes; None if unknown.
+        stages: Pipeline stages of each rank; () without a pipeline.
+        error: Possible relative error of the log.
+        least: Lower bound on the allocated bytes where the log is an upper bound; None where it is
+            not.
     """
     found = figures.reserve
     peak = PeakBytes(
         found.requested_bytes, found.allocated_bytes, found.reserved_bytes, driver.expected
     )
+    # At least what is allocated is reserved, and at most the prediction with its margin.
     allocated = found.allocated_bytes if least is None else least
     low = int(allocated * (1 - error)) + driver.low
     high = int(margin(found.reserved_bytes) * (1 + error)) + driver.high

@@ -1,4 +1,4 @@
-"""The memory of a node's host: what its ranks hold there together, beside what there is."""
+"""Host memory of a node: the total that its ranks offload, compared with the host's capacity."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Final, Protocol
 from meshplan.spec.spec import HardwareSpec
 
 HOST_BYTES_PER_DEVICE: Final = 144 * 2**30
-"""What a node's host has for each of its devices, where the plan does not say.
+"""Assumed host memory for each GPU of a node, where the plan states none.
 Source: aws.amazon.com/ec2/instance-types/p4: 1152 GiB beside eight A100 (p4d.24xlarge)."""
 _DEVICES: Final = 8
-"""Of a node, where the plan does not say."""
+"""Assumed number of GPUs of a node, where the plan states none."""
 
 
 class HostRanks(Protocol):
-    """As `memory.answer.estimate.RankGroup`."""
+    """The fields of `memory.answer.estimate.RankGroup` that `host_of` reads."""
 
     @property
     def ranks(self) -> tuple[int, ...]: ...
@@ -27,13 +27,13 @@ class HostRanks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The fullest node's host.
+    """Host memory of the node that uses most of it.
 
     Attributes:
-        held_bytes: What tensors of its ranks hold, each at its own worst moment.
-        mean_bytes: The mean over all nodes.
-        limit_bytes: What there is.
-        is_stated: Whether the plan says so; else it is assumed.
+        held_bytes: Sum over the node's ranks of each rank's own peak of host memory.
+        mean_bytes: Mean of that sum over all nodes.
+        limit_bytes: Capacity of one host in bytes.
+        is_stated: True if the plan states the capacity, False if it is assumed.
     """
 
     held_bytes: int
@@ -43,19 +43,19 @@ class Host:
 
     @property
     def is_over(self) -> bool:
-        """Whether it holds too much."""
+        """True if the ranks need more than the capacity."""
         return self.held_bytes > self.limit_bytes
 
 
 def host_limit(hardware: HardwareSpec | None) -> int:
-    """Bytes of one node's host: as the plan says, or what is assumed."""
+    """Return the capacity of one host in bytes, as the plan states it or as it is assumed."""
     stated = hardware.host_memory_bytes if hardware is not None else None
     per_node = hardware.gpus_per_node if hardware is not None else _DEVICES
     return HOST_BYTES_PER_DEVICE * per_node if stated is None else stated
 
 
 def host_of(hardware: HardwareSpec | None, groups: Iterable[HostRanks]) -> Host | None:
-    """The fullest node's host; None where nothing lies on any."""
+    """Return the host memory of the node that uses most of it; None if no rank offloads."""
     by_rank = {rank: group.host_bytes for group in groups for rank in group.ranks}
     if not any(by_rank.values()):
         return None

@@ -1,4 +1,4 @@
-"""Of which module every byte of the peak is, blocks that repeat taken together."""
+"""Break the peak down by module, with repeated blocks taken together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshplan.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class _NamedBytes:
-    """What one name stands for."""
+    """The modules that share one folded name, and their bytes by category."""
 
     modules: set[str]
     terms: Counter[Term]
@@ -23,15 +23,16 @@ class _NamedBytes:
 def modules_at_peak(
     log: EventLog, blocks: Collection[str], workspaces_bytes: int = 0
 ) -> tuple[ModuleBytes, ...]:
-    """What lives at the peak, by module; together it is the peak, to the byte.
+    """Return the bytes alive at the peak, by module; they add up to the peak exactly.
 
     Args:
-        blocks: The fqns of blocks that repeat; "layers.0.mlp" and "layers.1.mlp" of these are both
-            told as "layers.*.mlp".
-        workspaces_bytes: What libraries keep all the time, beside the log.
+        log: The step of one rank, without the workspaces of libraries.
+        blocks: Fqns of repeated blocks. "layers.0.mlp" and "layers.1.mlp" inside of them are both
+            reported as "layers.*.mlp".
+        workspaces_bytes: Bytes that libraries keep during the whole step, which are not in the log.
 
     Returns:
-        Those with most bytes first.
+        One entry for each name, largest first.
     """
     blocks, names = frozenset(blocks), dict[str, str]()
     found: dict[str, _NamedBytes] = {}
@@ -54,10 +55,12 @@ def modules_at_peak(
 
 
 def with_modules(estimate: MemoryEstimate, plan: Plan, logs: Sequence[EventLog]) -> MemoryEstimate:
-    """The estimate with the modules of every group.
+    """Return the estimate with the breakdown by module of every group.
 
     Args:
-        logs: Of the first rank of each, without the workspaces of libraries.
+        estimate: The estimate to complete.
+        plan: The plan that the estimate is of; its graph names the repeated blocks.
+        logs: The step of the first rank of each group, without the workspaces of libraries.
     """
     blocks = plan.graph.blocks()
     groups = tuple(
@@ -72,7 +75,7 @@ def _in_order(terms: Mapping[Term, int]) -> dict[Term, int]:
 
 
 def _folded(module: str, blocks: Collection[str]) -> str:
-    """The name with a star for the number of a block that it lies in."""
+    """Return the fqn with a star for the number of the block that the module is in."""
     for outer in _outwards(module):
         if outer in blocks:
             container, _, number = outer.rpartition(".")
@@ -82,7 +85,7 @@ def _folded(module: str, blocks: Collection[str]) -> str:
 
 
 def _outwards(module: str) -> Iterator[str]:
-    """The module and all that it lies in."""
+    """Yield the fqn of the module and of every module around it, innermost first."""
     while module:
         yield module
         module = module.rpartition(".")[0]

@@ -1,6 +1,6 @@
-"""Which ranks are alike, so that whatever is found out of one is true of all.
+"""Classes of equal ranks: what is computed for one rank of a class holds for all of them.
 
-They hold parts of the same sizes and stand at the same place of the pipeline.
+Equal ranks have shards of the same sizes and the same position in the pipeline.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from meshplan.layout.mesh import UNIT_AXES, Mesh
 
 
 def equal_ranks(assignment: Assignment) -> tuple[tuple[int, ...], ...]:
-    """Every rank, in groups of equal ones; each group, and the groups, in order of rank.
+    """Return all ranks in classes of equal ones, ordered by rank within a class and by first rank.
 
-    Assumes: What a rank does depends on the sizes of its parts, on its stage and its part of a
-        sequence alone. Tokens that are routed to experts are taken to be spread evenly.
+    Assumes: The step of a rank depends only on the sizes of its shards, on its stages and on its
+    part of the sequence. Tokens that are routed to experts are taken to be spread evenly.
     """
     mesh, context = assignment.mesh, assignment.context
-    # Masks over what was gathered are of another size on each rank.
+    # Attention masks over all-gathered keys have a different size on each rank of cp.
     axes = ("cp",) if context is not None and context.attention == "all_gather" else ()
     uneven = tuple(
         (cut, tuple(sorted(places)))
@@ -36,12 +36,17 @@ def equal_ranks(assignment: Assignment) -> tuple[tuple[int, ...], ...]:
 def _grouped(
     mesh: Mesh, uneven: tuple[tuple[_ShardPattern, tuple[int, ...]], ...], axes: tuple[str, ...]
 ) -> tuple[tuple[int, ...], ...]:
-    """The groups that these cuts make; the planner asks of many plans that cut the same.
+    """Return the classes of ranks that these shard patterns make.
+
+    The result is cached, because the planner asks for many plans with the same patterns.
 
     Args:
-        uneven: Each with the places along pp at which something is cut so.
+        mesh: The mesh of all ranks.
+        uneven: Each pattern with unequal shards, with the positions along pp at which it occurs.
+        axes: Further axes along which all ranks differ.
     """
     place = mesh.indices(("pp",))
+    # Each column has a value for every rank; ranks that agree in all columns are equal.
     columns: list[Sequence[object]] = [place, *(mesh.indices((axis,)) for axis in axes)]
     turns: dict[tuple[str, ...], dict[int, set[int]]] = {}
     for cut, held in uneven:
@@ -52,6 +57,7 @@ def _grouped(
         for joint, ends in cut.turns(mesh).items():
             for at in held:
                 turns.setdefault(joint, {}).setdefault(at, set()).update(ends)
+    # Shards of ranks with the same number of size changes before them have equal sizes.
     for joint, by_place in turns.items():
         behind = [_behind(by_place.get(at, ()), mesh.size(*joint)) for at in range(mesh.size("pp"))]
         each = zip(place, mesh.indices(joint), strict=True)
@@ -63,36 +69,39 @@ def _grouped(
 
 
 def _behind(turns: Iterable[int], count: int) -> list[int]:
-    """Count, for each of so many positions, the turns that lie behind it."""
+    """Return, for each of `count` positions, how many of `turns` are at or before it."""
     ends = sorted(turns)
     return [bisect_right(ends, position) for position in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
 class _ShardPattern:
-    """One way in which a tensor of some shape lies in parts."""
+    """The shape and layout of a tensor, on which the size of its shards depends."""
 
     shape: tuple[int, ...]
     layout: Layout
 
     def is_even(self, mesh: Mesh) -> bool:
-        """Whether all ranks hold parts of the same shape."""
+        """Return True if the shards of all ranks have the same shape."""
         return all(
             size % (mesh.size(*axes) * self.layout.pieces(dim)) == 0
             for dim, (size, axes) in enumerate(zip(self.shape, self.layout.cuts, strict=True))
         )
 
     def is_nested(self, mesh: Mesh) -> bool:
-        """Tell whether an axis cuts parts that another has left of several sizes.
+        """Return True if a second axis splits shards of several sizes that a first axis has left.
 
-        Then not every turn is one of every rank.
+        The positions at which the size changes then differ between ranks.
         """
         ends = self.layout.turns(self.shape, mesh)
         last = {axes[-1] for axes in self.layout.cuts if axes}
         return any(turns and not last & {*joint} for joint, turns in ends.items())
 
     def turns(self, mesh: Mesh) -> dict[tuple[str, ...], set[int]]:
-        """The positions by axes at which a rank holds, or stores, less than the rank before."""
+        """Return, by axes, the positions at which the size of a shard changes.
+
+        Both the size of the shard and the size of its padded storage count.
+        """
         padded = self.layout.without(*UNIT_AXES)
         out: dict[tuple[str, ...], set[int]] = {}
         for layout in (self.layout, padded):
@@ -101,7 +110,7 @@ class _ShardPattern:
         return out
 
     def kinds(self, mesh: Mesh) -> list[tuple[tuple[int, ...], int]]:
-        """What each rank holds."""
+        """Return (local shape, elements of storage) of every rank."""
         columns = []
         for joint, ends in self.turns(mesh).items():
             behind = _behind(ends, mesh.size(*joint))
@@ -115,19 +124,19 @@ class _ShardPattern:
         return out
 
     def of_rank(self, mesh: Mesh, rank: int) -> tuple[tuple[int, ...], int]:
-        """(the shape that a rank holds, elements of its storage)."""
+        """Return (local shape, elements of storage) of one rank."""
         local = self.layout.local_shape(self.shape, mesh, rank)
         return local, self.layout.padded_numel(self.shape, mesh, UNIT_AXES, rank)
 
 
 def _cuts(assignment: Assignment) -> Mapping[_ShardPattern, set[int]]:
-    """Every way in which something is cut, with the places along pp of what is."""
+    """Return every shard pattern of the model, with the positions along pp at which it occurs."""
     stages = assignment.stages
     seen: dict[tuple[object, ...], tuple[_ShardPattern, ...]] = {}
     out: dict[_ShardPattern, set[int]] = {}
     for fqn, placed in assignment.tensors.items():
         layouts = placed.stored, placed.computed, placed.gradient
-        # Most are the very same as another tensor's; to tell that takes no look at what they say.
+        # Most tensors share their layout objects, and identity is cheaper to compare than content.
         key = placed.info.shape, *map(id, layouts)
         if key not in seen:
             seen[key] = tuple(_ShardPattern(placed.info.shape, layout) for layout in layouts)

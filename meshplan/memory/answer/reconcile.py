@@ -1,4 +1,4 @@
-"""From the textbook's figure to the exact one, step by step: where every byte of difference is."""
+"""Reconcile the textbook's figure with the estimate: every byte of difference gets a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _STATES: Final = {
     "gradients": Term.GRADIENTS,
     "adam": Term.OPTIMIZER,
 }
-"""The textbook's terms that a step really has; what else it counts is counted where it is made."""
+"""Textbook terms that are categories of a real step too. The other textbook terms are subtracted,
+and their bytes appear in the categories in which a step allocates them."""
 
 _WHY: Final = {
     Term.PARAMETERS: "as the layouts cut them: tp, pp, padding, what stays whole, dtypes",
@@ -33,10 +34,10 @@ _WHY: Final = {
 
 
 def textbook_row(assignment: Assignment, *, is_mixed: bool) -> FormulaRow:
-    """The row of `formulas.ROWS` that a plan's strategy stands in.
+    """Return the formula of `formulas.ROWS` that matches a plan's strategy.
 
-    Without data axes every rank holds the whole model, as under ddp; hybrid_shard_zero2 has no
-    formula of its own, and stands in that of hybrid_shard.
+    Without data axes every rank has the whole model, so the formula is that of ddp.
+    hybrid_shard_zero2 has no formula of its own and uses that of hybrid_shard.
     """
     name = assignment.strategy.name
     name = "hybrid_shard" if name == "hybrid_shard_zero2" else name
@@ -47,10 +48,12 @@ def textbook_row(assignment: Assignment, *, is_mixed: bool) -> FormulaRow:
 def reconcile(
     group: RankGroup, assignment: Assignment, *, is_mixed: bool
 ) -> tuple[ReconcileStep, ...]:
-    """The steps from the textbook's row, with all GPUs, to the group's total.
+    """Return the steps from the textbook's figure over all GPUs to the total of the group.
 
     Args:
-        is_mixed: The plan computes in another dtype than it stores.
+        group: The class of ranks whose total is explained.
+        assignment: The decisions of the plan, from which the formula and its arguments follow.
+        is_mixed: If True, the plan computes in another dtype than it stores parameters in.
     """
     row, mesh = textbook_row(assignment, is_mixed=is_mixed), assignment.mesh
     tensors = assignment.tensors.values()

@@ -1,4 +1,4 @@
-"""What is reserved for the step of a rank, workspaces included, and what its peak is made of."""
+"""Reserved memory of one rank: its log, workspaces included, played on the caching allocator."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ _STREAM = attrgetter("stream")
 
 
 class PeakLocation(NamedTuple):
-    """When and where the peak is, and what the storage is that makes it.
+    """The phase and module of the peak, and the category of the storage that makes it.
 
     Attributes:
-        module: "" outside of all: in the loss, in the optimizer's step.
+        phase: Name of the phase of the step.
+        module: Fqn of the module; "" outside of all modules, as in the loss and the optimizer step.
+        term: Category of the storage whose allocation makes the peak.
     """
 
     phase: str
@@ -29,12 +31,13 @@ class PeakLocation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankSummary:
-    """What an estimate says of a rank: of a log of tens of thousands of events, these.
+    """The figures of one rank that an estimate needs, once its log of many events is dropped.
 
     Args:
-        at: Of the requested bytes.
-        terms: What those are at the peak; they add up.
-        host_bytes: As of the log.
+        reserve: Requested, allocated and reserved bytes at their peaks.
+        at: When and where the requested bytes peak.
+        terms: Requested bytes at the peak by category; they add up to the peak.
+        host_bytes: Peak bytes of the step's tensors in the host's memory.
     """
 
     reserve: Reserve
@@ -45,14 +48,14 @@ class RankSummary:
 
 @dataclass(frozen=True, slots=True)
 class ReservedLog:
-    """The log of a rank's step, workspaces included, and what is reserved for it."""
+    """The log of a rank's step, workspaces included, and what the allocator reserves for it."""
 
     log: EventLog
     reserve: Reserve
 
     @property
     def figures(self) -> RankSummary:
-        """What is of interest once the log is not."""
+        """The summary to keep once the log itself is dropped."""
         log = self.log
         made = log.storages[log.changes[log.peak.event][1]]
         terms = {term: size for term, size in log.terms_at_peak.items() if size}
@@ -61,11 +64,11 @@ class ReservedLog:
 
 
 class ReplayCache:
-    """What is reserved for one log after another; what has the same events is played once.
+    """Plays logs on the allocator, and plays logs with equal events only once.
 
     Args:
-        device: A name of `hardware`.
-        spec: Of the plan, which says what allocator there is.
+        device: A device name of `hardware`; "" if unknown.
+        spec: The specification of the plan, which selects the allocator.
     """
 
     def __init__(self, device: str, spec: Spec) -> None:
@@ -73,7 +76,7 @@ class ReplayCache:
         self._known: list[tuple[EventLog, Reserve]] = []
 
     def of(self, log: EventLog) -> ReservedLog:
-        """Of a log without workspaces."""
+        """Return what is reserved for a log, which is given without workspaces."""
         whole = with_workspaces(log, self._device)
         found = next((held for known, held in self._known if _do_the_same(known, log)), None)
         if found is None:
@@ -83,9 +86,9 @@ class ReplayCache:
 
 
 def _do_the_same(one: EventLog, other: EventLog) -> bool:
-    """Whether an allocator sees no difference.
+    """Return True if an allocator would treat both logs identically.
 
-    Logs that differ do so soon: to compare them takes less than to hash either.
+    Different logs differ early, so comparing them is cheaper than hashing either.
     """
     if len(one.changes) != len(other.changes) or one.changes != other.changes:
         return False

@@ -1,8 +1,8 @@
-"""Resident state of one rank, exactly: parameters, gradients and optimizer state, from the layouts.
+"""Resident state of one rank: parameters, gradients and optimizer state, exact to the byte.
 
-The closed forms of `formulas` say how much an idealised model needs; this reads the layout of
-every tensor of the real one, with uneven shards, padding, frozen and tied parameters. It does
-not know activations, gathered parameters or communication buffers.
+The closed forms of `formulas` give the size of an idealised model. This module reads the layout of
+every tensor of the real one, with uneven shards, padding, frozen and tied parameters. Activations,
+gathered parameters and communication buffers are not included.
 """
 
 from __future__ import annotations
@@ -24,18 +24,22 @@ from meshplan.spec.spec import OPTIMIZER_STATES
 STEP_COUNTERS: Final[Mapping[str, int]] = MappingProxyType(
     {"adamw": 1, "adam": 1, "adamw_fused": 1, "adam_fused": 1, "adagrad": 1, "rmsprop": 1}
 )
-"""torch keeps the step count of these as one float32 scalar per parameter."""
+"""Float32 scalars per parameter in which torch keeps the step count, by optimizer."""
 
 READ_BY_KERNELS: Final = frozenset({"adamw_fused", "adam_fused"})
-"""Whose step counts lie on the device, where others keep them on the host."""
+"""Optimizers whose step counts are on the device; all others keep them on the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes that one rank holds between two steps, gradients still there.
+    """Resident bytes of one rank without activations, while gradients exist.
 
     Attributes:
-        host_bytes: Of all these, what the plan keeps in the host's memory.
+        parameters_bytes: Bytes of the stored parameters.
+        gradients_bytes: Bytes of the reduced gradients.
+        optimizer_bytes: Bytes of the optimizer's state.
+        buffers_bytes: Bytes of the model's buffers.
+        host_bytes: Bytes of the above that the plan keeps in the host's memory.
 
     Units: bytes of tensor storage, before any rounding by an allocator.
     """
@@ -54,17 +58,19 @@ class StateBytes:
 
 
 def state_bytes(assignment: Assignment, optimizer: str, rank: int = 0) -> StateBytes:
-    """What `rank` holds right after backward of the last microbatch, before the optimizer step.
+    """Return the state of `rank` after the last microbatch's backward, before the optimizer step.
 
     Args:
-        optimizer: A word of `spec.OPTIMIZER_STATES` or `optimizers.SHAPED_STATES`; its state is
+        assignment: The decisions of the plan, with the layout of every tensor.
+        optimizer: A name of `spec.OPTIMIZER_STATES` or `optimizers.SHAPED_STATES`; its state is
             counted as it is from the second step on.
+        rank: The rank to count for.
     """
     return _sum(_kinds(assignment), assignment.mesh, optimizer, rank)
 
 
 def state_bytes_by_rank(assignment: Assignment, optimizer: str) -> tuple[StateBytes, ...]:
-    """`state_bytes` of every rank of the mesh, of which there may be very many."""
+    """Return `state_bytes` of every rank, computed once for each class of equal ranks."""
     kinds, mesh = _kinds(assignment), assignment.mesh
     by_rank: dict[int, StateBytes] = {}
     for ranks in equal_ranks(assignment):
@@ -74,7 +80,7 @@ def state_bytes_by_rank(assignment: Assignment, optimizer: str) -> tuple[StateBy
 
 @dataclass(frozen=True, slots=True)
 class _TensorKind:
-    """What the bytes of a tensor depend on: the hundreds of tensors of a model are of few kinds."""
+    """The properties on which a tensor's bytes depend; a model's many tensors are of few kinds."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -94,13 +100,13 @@ def _kinds(assignment: Assignment) -> Counter[_TensorKind]:
 
 
 def _places(assignment: Assignment, fqn: str) -> tuple[int, ...]:
-    """Where along pp a tensor lies, once for each copy."""
+    """Return the position along pp of each copy of a tensor."""
     stages = assignment.stages
     if stages is None:
         return (0,)
     places = [stages.rank_of(stage) for stage in stages.tensors[fqn]]
     placed = assignment.tensors[fqn]
-    # A parameter that nothing wraps is one tensor in all stages of a rank.
+    # Without a wrapper, all stages of a rank share one tensor for a parameter.
     is_copied = placed.info.is_buffer or placed.stored.axes or assignment.wrapper != "none"
     return tuple(places if is_copied else dict.fromkeys(places))
 
@@ -120,7 +126,7 @@ def _sum(kinds: Mapping[_TensorKind, int], mesh: Mesh, optimizer: str, rank: int
 
 
 def _of_kind(kind: _TensorKind, mesh: Mesh, optimizer: str, rank: int) -> StateBytes:
-    """Of one tensor."""
+    """Return the bytes of one tensor of this kind on `rank`."""
     stored = _stored_numel(kind, mesh, rank) * DTYPE_BYTES[kind.dtype]
     if kind.is_buffer:
         return StateBytes(0, 0, 0, stored)
@@ -133,11 +139,11 @@ def _of_kind(kind: _TensorKind, mesh: Mesh, optimizer: str, rank: int) -> StateB
     else:
         kept = OPTIMIZER_STATES.get(optimizer, 0) * local * DTYPE_BYTES[kind.dtype]
         kept += 4 * STEP_COUNTERS.get(optimizer, 0)
-    # FSDP2 reduces gradients into the padded shard whatever the strategy calls itself. Where
-    # parameters lie on the host, their gradients and states do too.
+    # FSDP2 reduces gradients into padded shards under every strategy. The gradients and states
+    # of offloaded parameters are on the host too.
     return StateBytes(stored, stored, kept, 0, (2 * stored + kept) * kind.on_host)
 
 
 def _stored_numel(kind: _TensorKind, mesh: Mesh, rank: int) -> int:
-    """Elements of storage: FSDP2 pads what it cuts to equal pieces."""
+    """Return the elements of storage; FSDP2 pads shards to equal size."""
     return kind.stored.padded_numel(kind.shape, mesh, UNIT_AXES, rank)

@@ -1,1 +1,1 @@
-"""Operations of one microbatch of the decoder families that are known by their config."""
+"""The ops of one microbatch, for the decoder families that are modelled from their config."""

@@ -1,4 +1,4 @@
-"""Functions of a feed-forward, as rows.
+"""Activation functions of a feed-forward, as ops.
 
 Source: transformers 5.23, activations.py.
 """
@@ -10,7 +10,7 @@ from meshplan.memory.tape.ops import TapeBuilder
 
 
 def activate(w: TapeBuilder, x: int, name: str) -> int:
-    """One of `ACT2FN`."""
+    """Apply one of the functions of `ACT2FN`."""
     if name != "gelu_new":
         return w.unary(name, x)
     size, half = w.size(x), w.scale(x)

@@ -1,4 +1,4 @@
-"""Causal attention as torch computes it: the kernel it takes, and what that takes for itself.
+"""Causal attention as torch computes it: the kernel that is chosen, and its workspace.
 
 Source: torch 2.13, aten/native/transformers: cuda/sdp_utils.cpp, `select_sdp_backend`;
 attention.cpp, `_scaled_dot_product_attention_math`; cuda/flash_attn/flash_api.cpp, `mha_bwd`;
@@ -14,11 +14,11 @@ from meshplan.memory.tape.ops import TapeBuilder
 
 _FP32: Final = 4
 _NARROW: Final = 128
-"""Features of a head up to which gradients of keys and values stay in registers."""
+"""Features of a head up to which the gradients of keys and values stay in registers."""
 _TILE: Final = (128, 64)
 """Rows and keys of one block of the kernel for wider heads."""
 _LOCK: Final = 4
-"""Elements of a tile beside the gradient itself."""
+"""Elements of a tile in addition to the gradient itself."""
 _MOST_SPLITS: Final = 200
 
 
@@ -33,11 +33,14 @@ def attend(
     is_fused: bool = True,
     value_dim: int = 0,
 ) -> int:
-    """Of queries that share keys and values, if there are more of them.
+    """Append causal attention and return its output. If `k` is smaller than `q`, queries share it.
 
     Args:
-        is_fused: Whether one kernel does it all; see `memory.decoder.attention_kernel`.
-        value_dim: Features of one head of values, where they are others than of keys.
+        q, k, v: Queries, keys and values.
+        head_dim: Features of one head of queries and keys.
+        seq_len: Tokens of one sequence.
+        is_fused: If True, one kernel does it all; see `memory.decoder.attention_kernel`.
+        value_dim: Features of one head of values; 0 if the same as of keys.
     """
     if not is_fused:
         return _in_full(w, q, k, v, head_dim, seq_len)
@@ -53,9 +56,10 @@ def attend(
 
 
 def _flash_backward(w: TapeBuilder, q: int, k: int, head_dim: int, seq_len: int) -> int:
-    """Sums of rows, a gradient of queries in fp32, and those of keys and values for every query.
+    """Bytes of workspace of flash attention's backward.
 
-    In fp32 memory-efficient attention runs instead, which takes the sums.
+    They are sums of rows, the gradient of queries in fp32, and the gradients of keys and values for
+    every query head. In fp32 memory-efficient attention runs instead, which needs only the sums.
     """
     rows = w.size(q) // (head_dim * w.element_bytes)
     if w.element_bytes == _FP32:
@@ -69,13 +73,19 @@ def _flash_backward(w: TapeBuilder, q: int, k: int, head_dim: int, seq_len: int)
 def efficient_backward(
     num: int, rows: int, keys: int, head_dim: int, value_dim: int, element_bytes: int
 ) -> tuple[int, ...]:
-    """What memory-efficient attention takes in backward: sums of rows, and gradients in fp32.
+    """Bytes of workspace of memory-efficient attention's backward: sums of rows, gradients in fp32.
 
-    In half precision, heads of more than 128 features have those of keys and values too.
+    In half precision, heads of more than 128 features also need gradients of keys and values.
 
     Args:
-        num: Heads of all samples.
-        rows, keys: Of one sequence.
+        num: Heads of all samples together.
+        rows: Queries of one sequence.
+        keys: Keys of one sequence.
+        head_dim: Features of one head of queries and keys.
+        value_dim: Features of one head of values.
+
+    Returns:
+        Bytes of each tensor of the workspace.
 
     Source: torch 2.13, attention_backward.cu, `_efficient_attention_backward`, for how many parts
     keys are split into; mem_eff_attention/kernel_backward.h, `workspace_size`, and
@@ -98,7 +108,7 @@ def _up(size: int, multiple: int) -> int:
 
 
 def _in_full(w: TapeBuilder, q: int, k: int, v: int, head_dim: int, seq_len: int) -> int:
-    """Product by product: no fused kernel takes grouped queries in fp32."""
+    """Append attention as separate products: no fused kernel takes grouped queries in fp32."""
     size = w.size(q)
     scores = size // head_dim * seq_len
 

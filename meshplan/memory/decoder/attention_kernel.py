@@ -1,4 +1,4 @@
-"""Attention for which torch takes other kernels than those that the rows stand for.
+"""Attention for which torch chooses other kernels than those that the ops stand for.
 
 Source: torch 2.13, aten/native/transformers/cuda/sdp_utils.cpp, `select_sdp_backend`.
 """
@@ -19,13 +19,15 @@ _WITHOUT_FLASH: Final = frozenset({"v100"})
 
 
 def check_fused(plan: Plan, seq_len: int, *, is_cuda: bool = True, device: str = "") -> None:
-    """Refuse what pads heads, or looks back over a part of the tokens only.
+    """Refuse attention that pads heads, or looks back over a part of the tokens only.
 
     Args:
-        device: A name of `hardware`, if it is known.
+        seq_len: Tokens of one sequence.
+        is_cuda: If True, the step runs on CUDA; if False, on CPUs.
+        device: A name of `hardware`; "" if unknown.
 
     Raises:
-        PlanError: What would be told is not what runs.
+        PlanError: There are no rules for the kernel that would run.
     """
     problems = [
         Problem(
@@ -39,7 +41,7 @@ def check_fused(plan: Plan, seq_len: int, *, is_cuda: bool = True, device: str =
 
 
 def is_fused(plan: Plan) -> bool:
-    """Whether a kernel on CUDA takes the queries: in float32 none takes those that share keys."""
+    """Return True if a fused CUDA kernel fits: in float32 none takes queries that share keys."""
     shape = shape_of(plan.graph)
     return _is_half(plan) or shape.kv_heads == shape.heads
 
@@ -50,7 +52,7 @@ def _is_half(plan: Plan) -> bool:
 
 def _unfused(plan: Plan, seq_len: int, *, is_cuda: bool, device: str) -> Iterator[str]:
     shape = shape_of(plan.graph)
-    if 0 < shape.window <= seq_len:  # One as long is masked like a shorter one.
+    if 0 < shape.window <= seq_len:  # A window of seq_len is masked too.
         yield f"attention over a window of {shape.window} tokens of {seq_len}"
     yield from unmasked(plan, is_cuda=is_cuda, device=device)
     value_dim = shape.head_dim if shape.latent is None else shape.latent.value

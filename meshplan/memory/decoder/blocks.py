@@ -1,7 +1,8 @@
-"""Decoder blocks of transformers, operation by operation, as its modeling files write them.
+"""Decoder blocks of transformers, op by op, as its modeling files write them.
 
-A frame of Python holds what it names until it returns: `touch` says where that is. What a block is
-cut into by tp, and which block follows which, `memory.decoder.microbatch` says.
+A Python frame references what it names until it returns: `touch` marks where that is.
+`memory.decoder.tp_ops` shards a block over tp, and `memory.decoder.microbatch` puts blocks in
+order.
 
 Source: transformers 5.23, models/<family>/modeling_*.py, activations.py, cache_utils.py.
 """
@@ -24,19 +25,19 @@ from meshplan.memory.tape.ops import TapeBuilder
 
 
 def enter(w: TapeBuilder, x: int, part: BlockContext) -> int:
-    """All tokens, where parts of features begin to be computed."""
+    """Return all tokens, where a tensor-parallel region begins."""
     return w.gather(x, part.tp) if part.is_sequence else w.enter(x, part.tp)
 
 
 def leave(w: TapeBuilder, x: int, part: BlockContext) -> int:
-    """The sum over ranks, where they end."""
+    """Return the sum over ranks, where a tensor-parallel region ends."""
     return w.reduce_scatter(x, part.tp) if part.is_sequence else w.all_reduce(x, part.tp)
 
 
 def _attend(w: TapeBuilder, shape: Shape, q: int, k: int, v: int, part: BlockContext) -> int:
-    """Attention, with a copy of keys and values in a cache before it."""
+    """Append attention, after a copy of keys and values into a cache if the model uses one."""
     is_cut = w.size(q) < w.tokens * shape.q_width * w.element_bytes
-    # Ranks whose queries need the same keys and values all compute them.
+    # With more ranks than kv heads, ranks whose queries share a kv head all compute it.
     kv_width = shape.kv_width // (min(part.styled.tp, shape.kv_heads) if is_cut else 1)
     if not w.size(k) == w.size(v) == w.tokens * kv_width * w.element_bytes:
         raise cut_otherwise(w.module)
@@ -53,10 +54,10 @@ def _attend(w: TapeBuilder, shape: Shape, q: int, k: int, v: int, part: BlockCon
 def _attend_to_whole(
     w: TapeBuilder, shape: Shape, q: int, k: int, v: int, part: BlockContext
 ) -> int:
-    """Parts of the sequence are exchanged for parts of the heads, and back.
+    """Append attention under Ulysses: ranks exchange parts of the sequence for parts of the heads.
 
-    Source: `runtime.apply.context.parts`; sdpa_attention.py of transformers, which lays the result
-    anew.
+    Source: `runtime.apply.context.parts`; sdpa_attention.py of transformers, which copies the
+    result to another layout.
     """
     q, k, v = (w.exchange(each) for each in (q, k, v))
     out = attend(w, q, k, v, shape.head_dim, part.seq_len, is_fused=part.is_fused)
@@ -66,7 +67,7 @@ def _attend_to_whole(
 
 
 def llama_attention(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> int:
-    """`LlamaAttention`, with norms of queries and keys where the family has them."""
+    """Append `LlamaAttention`, with norms of queries and keys if the family has them."""
     entered, hidden = Entered(), shape.hidden
 
     def made(width: int, name: str, norm: str = "") -> int:
@@ -90,7 +91,10 @@ def llama_attention(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) ->
 
 
 def head_norm(w: TapeBuilder, part: BlockContext, x: int, width: int, name: str) -> int:
-    """Of every head. Where ranks have parts of the heads, its gradients are added up over them."""
+    """Append an RMSNorm over `width` features: of the hidden state, or of each head.
+
+    If each rank normalises a part, the gradients of the weight are summed over ranks.
+    """
     return norm_of_part(w, part, rms_norm(w, x, width, name), width, name)
 
 
@@ -102,7 +106,14 @@ def norm_of_part(
     name: str,
     leaves: tuple[str, ...] = ("weight",),
 ) -> int:
-    """What a norm made. Of its gradients every rank has an addend where it is of a part."""
+    """Return the output of a norm, and mark its gradients as partial sums if each rank has a part.
+
+    Args:
+        out: Output of the norm.
+        width: Features that the norm's parameters have.
+        name: Name of the norm inside the current module.
+        leaves: Names of the norm's parameters.
+    """
     if part.styled.adds_up(f"{w.module}.{name}"):
         for leaf in leaves:
             w.tape.lay(f"{w.module}.{name}.{leaf}", width * w.parameter_bytes)
@@ -110,7 +121,7 @@ def norm_of_part(
 
 
 def gated_mlp(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> int:
-    """`LlamaMLP`."""
+    """Append `LlamaMLP`."""
     entered, bias = Entered(), shape.mlp_bias
     gate = project(w, part.styled, entered, x, shape.hidden, shape.mlp, "gate_proj", bias=bias)
     bent = activate(w.at(f"{w.module}.act_fn"), gate, shape.activation)
@@ -124,7 +135,7 @@ def gated_mlp(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> int:
 
 
 def expert_mlp(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> int:
-    """In the place of `gated_mlp`, beside one where some experts are everyone's."""
+    """Append a mixture of experts in place of `gated_mlp`, with its shared expert if it has one."""
     if shape.gates_shared:
         return _beside_gated(w, shape, x, part)
     routed, held = sparse_mlp(w, shape, x, part.spread)
@@ -139,7 +150,7 @@ def expert_mlp(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> int:
 
 
 def _beside_gated(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> int:
-    """`Qwen2MoeSparseMoeBlock`."""
+    """Append `Qwen2MoeSparseMoeBlock`."""
     at = w.at(f"{w.module}.shared_expert")
     shared = gated_mlp(at, replace(shape, mlp=shape.shared_mlp), x, part)
     routed, held = sparse_mlp(w, shape, x, part.spread)
@@ -151,7 +162,7 @@ def _beside_gated(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> i
 
 
 def llama_block(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> int:
-    """`LlamaDecoderLayer`, and the layers of its shape."""
+    """Append `LlamaDecoderLayer`, or a layer of the same structure."""
     names = ("input_layernorm", "post_attention_layernorm")
     feed = expert_mlp if shape.is_sparse(number_of(w.module)) else gated_mlp
     attention = latent_attention if shape.latent is not None else llama_attention
@@ -176,7 +187,7 @@ def _whole_inside(
     part: BlockContext,
     half: Callable[[TapeBuilder, Shape, int, BlockContext], int],
 ) -> int:
-    """A half of a block, which works on whole sequences."""
+    """Append one half of a block, which computes on whole sequences."""
     if not part.styled.has_stream:
         return half(w, shape, x, part)
     whole = gather(w, x, part.styled.tp)
@@ -186,7 +197,7 @@ def _whole_inside(
 
 
 def gpt2_block(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> int:
-    """`GPT2Block`: one projection for queries, keys and values, LayerNorm, two dropouts."""
+    """Append `GPT2Block`: one projection for queries, keys and values, LayerNorm, two dropouts."""
     first, hidden = x, shape.hidden
 
     def conv(at: TapeBuilder, entered: Entered, x: int, into: int, out: int, name: str) -> int:
@@ -221,7 +232,7 @@ def gpt2_block(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> int:
 def _gpt2_attention(
     at: TapeBuilder, shape: Shape, x: int, part: BlockContext, conv: Callable[..., int]
 ) -> int:
-    """`GPT2Attention`."""
+    """Append `GPT2Attention`."""
     entered, hidden = Entered(), shape.hidden
     fused = conv(at, entered, x, hidden, 3 * shape.q_width, "c_attn")
     size = at.size(fused) // 3

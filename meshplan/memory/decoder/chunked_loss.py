@@ -1,6 +1,6 @@
-"""Head and cross-entropy over one part of the tokens after the other, as rows.
+"""The head and cross-entropy over one chunk of tokens after the other, as ops.
 
-Source: `runtime.apply.chunked_loss`, whose lines these are.
+Source: `runtime.apply.chunked_loss`, whose lines these follow.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ _ID: Final = 8
 def chunked_cross_entropy(
     w: TapeBuilder, x: int, targets: int, *, chunks: int, hidden: int, vocab: int, weight: str
 ) -> int:
-    """The mean over tokens of the loss of `x` times the head's weight.
+    """Append the mean loss over tokens of `x` times the head's weight, and return the loss.
 
     Args:
-        x: What the head is called with.
-        chunks: As a plan states them.
-        weight: The fqn of the head's weight.
+        x: Input of the head.
+        targets: Token ids to predict.
+        chunks: Number of chunks, as the plan states it.
+        hidden: Features of the head's input.
+        vocab: Rows of the head's weight.
+        weight: Fqn of the head's weight.
     """
     tape, tokens = w.tape, w.tokens
     size = max(1, -(-tokens // chunks))
@@ -38,6 +41,7 @@ def chunked_cross_entropy(
                     hidden, vocab, weight_bytes)  # fmt: skip
     w.touch(is_kept, scale, target)
     loss = tape.value(_FP32)
+    # Forward has computed the gradients of x and the weight already: backward returns them.
     tape.handed |= {(len(tape.rows), x): dx, (len(tape.rows), weight): dw}
     tape.add(
         TapeOp("chunked_cross_entropy", w.module, (x, total), (loss,), (dx, dw),
@@ -56,7 +60,11 @@ def _chunk(
     vocab: int,
     weight_bytes: int,
 ) -> int:
-    """Logits of some tokens, their losses and gradients; returns the weight's gradient so far."""
+    """Append the logits, losses and gradients of one chunk of tokens.
+
+    Returns:
+        The gradient of the weight, accumulated so far.
+    """
     is_kept, scale, target, dx, dw, total = held
     number, flops = tokens * _FP32, 2.0 * tokens * hidden * vocab
     tape, part = w.tape, tokens * hidden * w.element_bytes
@@ -87,5 +95,5 @@ def _chunk(
 
 
 def _as(w: TapeBuilder, x: int, nbytes: int) -> int:
-    """Another dtype, which no gradient comes to; the same tensor where it is the same dtype."""
+    """Cast a value that needs no gradient; return it as it is if the dtype is the same."""
     return x if w.size(x) == nbytes else w.row("_to_copy", (x,), nbytes)

@@ -1,4 +1,4 @@
-"""What blocks of transformers have in common: norms, rotated positions, the part that is computed.
+"""Common parts of transformer blocks: norms, rotary positions, and what one rank computes.
 
 Source: transformers 5.23, models/<family>/modeling_*.py.
 """
@@ -19,22 +19,25 @@ _FP32: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockContext:
-    """What one rank computes of a block.
+    """The share of a block that one rank computes.
 
     Args:
-        tp: Ranks that heads and feed-forward are cut over, where no style says so.
-        is_sequence: Whether the parts between them are cut over the same ranks by tokens.
-        cos, sin: Values of the rotation; -1 where positions are learned.
-        caches: Whether keys and values are copied into a cache, as transformers does
-            unless `use_cache` is off.
-        given: What every block is called with and does not read.
-        told: What the model is called with and no block is.
-        styled: Which modules tp cuts.
+        tp: Number of ranks that heads and feed-forward are sharded over, where no style says so.
+        is_sequence: If True, activations between tensor-parallel regions are sharded over the same
+            ranks along the sequence.
+        cos, sin: Values of the rotation; -1 if positions are learned.
+        caches: If True, keys and values are copied into a cache, as transformers does unless
+            `use_cache` is off.
+        given: Values that every block is called with and does not read.
+        told: Values that the model is called with and its blocks are not.
+        styled: Modules that tp shards, with their styles.
         seq_len: Tokens of a sequence that attention sees.
-        cp: Ranks that have parts of it, and in attention all of it, of parts of the heads.
-        is_fused: Whether a fused kernel computes it.
-        gathered: Which chunks of a sequence this rank has, if it gathers the keys of all.
-        spread: How experts are spread over ranks.
+        cp: Number of context-parallel ranks. Each has a part of the sequence and, unless
+            `gathered`, attends over all of it for a part of the heads.
+        is_fused: If True, a fused kernel computes attention.
+        spread: Distribution of experts over ranks.
+        gathered: Chunks of the sequence that this rank has, if it all-gathers keys and values;
+            otherwise None.
     """
 
     tp: int = 1
@@ -53,12 +56,12 @@ class BlockContext:
 
 
 def number_of(fqn: str) -> int:
-    """Of a block."""
+    """Return the number of a block."""
     return int(fqn.rpartition(".")[2])
 
 
 def rms_norm(w: TapeBuilder, x: int, width: int, name: str) -> int:
-    """Written out in fp32: `LlamaRMSNorm` and its copies."""
+    """Apply the RMSNorm that is written out in fp32: `LlamaRMSNorm` and its copies."""
     at = w.at(f"{w.module}.{name}" if w.module else name)
     ratio = _FP32 / w.element_bytes
     wide = at.cast(x, ratio)
@@ -76,12 +79,12 @@ def rms_norm(w: TapeBuilder, x: int, width: int, name: str) -> int:
         "mul", (narrow,), size, keeps=(narrow,), takes_back=size, grads=(Grad(narrow, size),),
         parameters=((f"{at.module}.weight", width * w.parameter_bytes),),
     )  # fmt: skip
-    w.touch(x, mean, product)  # Who calls it holds what it is called with.
+    w.touch(x, mean, product)  # The caller's frame references x.
     return out
 
 
 def rotate(w: TapeBuilder, x: int, part: BlockContext) -> int:
-    """`apply_rotary_pos_emb` of queries or of keys."""
+    """Append `apply_rotary_pos_emb` of queries or keys."""
     size = w.size(x)
     turned = w.times(x, part.cos)
     low, high = w.slice(x, size // 2), w.slice(x, size // 2)

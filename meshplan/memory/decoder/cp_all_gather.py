@@ -1,11 +1,11 @@
-"""Causal attention of a part of the sequence to the keys and values of all of it, as rows.
+"""Causal attention of a part of the sequence to the keys and values of all of it, as ops.
 
-Ranks of cp gather keys and values. Each chunk of queries attends to the keys up to its own end, by
-a mask, unless it is the first: so ranks hold masks of other sizes. Which kernel takes a mask, the
-device decides.
+The ranks of cp all-gather keys and values. Each chunk of queries attends to the keys up to its own
+end: under a mask, unless it is the first chunk. Ranks therefore hold masks of different sizes. The
+device decides which kernel takes a mask.
 
 Source: `runtime.apply.context.attention._causal` and `runtime.apply.context.parts`, whose lines
-these are; torch 2.13, aten/native/transformers/attention.cpp, `convert_boolean_attn_mask` and
+these follow; torch 2.13, aten/native/transformers/attention.cpp, `convert_boolean_attn_mask` and
 `preprocess_mask`, and cuda/sdp_utils.cpp, `select_sdp_backend`.
 """
 
@@ -25,7 +25,7 @@ from meshplan.plan.plan import Plan
 _ID: Final = 8
 _FP32: Final = 4
 _ROW: Final = 16
-"""Columns of a mask that memory-efficient attention takes come in multiples of so many."""
+"""Columns of a mask for memory-efficient attention are padded to a multiple of this."""
 CUDNN: Final = frozenset({"h100", "h200", "gh200", "h800", "h20", "b200", "gb200", "b300", "gb300"})
 """Devices on which attention goes to cuDNN first, which takes a mask over grouped queries."""
 _MOST_CUDNN: Final = 128
@@ -33,12 +33,12 @@ _MOST_CUDNN: Final = 128
 
 @dataclass(frozen=True, slots=True)
 class SequenceChunks:
-    """Which of a sequence's chunks a rank has.
+    """The chunks of a sequence that one rank has.
 
     Args:
-        chunks: Their numbers.
-        num: Of all of them.
-        pads: Whether masks are made with rows of a multiple of 16 columns.
+        chunks: Numbers of this rank's chunks.
+        num: Number of all chunks.
+        pads: If True, the rows of masks are padded to a multiple of 16 columns.
     """
 
     chunks: tuple[int, ...]
@@ -47,7 +47,7 @@ class SequenceChunks:
 
 
 def gathered_of(plan: Plan, rank: int, *, is_cuda: bool, device: str) -> SequenceChunks | None:
-    """Of a rank; None where keys and values are not gathered."""
+    """Return the chunks of a rank; None if keys and values are not all-gathered."""
     context, size = plan.assignment.context, plan.mesh.size("cp")
     if context is None or context.attention != "all_gather":
         return None
@@ -57,7 +57,7 @@ def gathered_of(plan: Plan, rank: int, *, is_cuda: bool, device: str) -> Sequenc
 
 
 def unmasked(plan: Plan, *, is_cuda: bool, device: str) -> Iterator[str]:
-    """What no single kernel computes under a mask."""
+    """Yield the attention of a plan that no single kernel computes under a mask."""
     context = plan.assignment.context
     if context is None or context.attention != "all_gather" or not is_cuda:
         return
@@ -67,7 +67,7 @@ def unmasked(plan: Plan, *, is_cuda: bool, device: str) -> Iterator[str]:
 
 
 def takes_masks(device: str) -> bool:
-    """Whether attention under a mask goes to a kernel that is as fast as the one without."""
+    """Return True if attention under a mask runs on a kernel as fast as the one without."""
     return not CUDNN.isdisjoint(device.lower().split("-"))
 
 
@@ -80,7 +80,7 @@ def _takes_cudnn(plan: Plan, device: str) -> bool:
 
 
 def lay(w: TapeBuilder, x: int) -> int:
-    """Heads beside each other, whose gradient comes head by head and is laid anew."""
+    """Return a view of the heads, whose gradient arrives head by head and is copied into place."""
     return w.slice(x, w.size(x))
 
 
@@ -88,11 +88,15 @@ def attend_to_gathered(
     w: TapeBuilder, q: int, k: int, v: int, head_dim: int, seq_len: int, own: SequenceChunks, ranks:
     int, *, is_fused: bool,
 ) -> int:  # fmt: skip
-    """Of a rank's queries to the keys and values of all ranks.
+    """Append attention of this rank's queries to the keys and values of all ranks.
 
     Args:
-        seq_len: Of the whole sequence.
-        ranks: Of cp.
+        q, k, v: This rank's queries, keys and values.
+        head_dim: Features of one head.
+        seq_len: Tokens of the whole sequence.
+        own: Chunks that this rank has.
+        ranks: Number of ranks of cp.
+        is_fused: If True, a fused kernel computes the first chunk, which needs no mask.
     """
     keys, values = (_gather(w, x, own, ranks) for x in (k, v))
     parts, length = len(own.chunks), seq_len // own.num
@@ -113,16 +117,16 @@ def attend_to_gathered(
 
 
 def _gather(w: TapeBuilder, x: int, own: SequenceChunks, ranks: int) -> int:
-    """Every rank's part beside each other, then joined in order; gradients go the way back."""
+    """All-gather the parts of all ranks and join them in order; backward reverses both steps."""
     size = w.size(x)
     whole = size * ranks
-    # Of several chunks a rank, each rank's are put side by side before all are stacked.
+    # With several chunks per rank, those of each rank are joined before all are stacked.
     stacked = 2 * whole - size if len(own.chunks) > 1 else whole
     return w.row("all_gather", (x,), whole, takes=whole, takes_back=stacked, grads=(Grad(x, size),))
 
 
 def _up_to(w: TapeBuilder, x: int, stop: int, num: int) -> int:
-    """The first chunks; all of them are no part."""
+    """Return the first `stop` of `num` chunks; all of them are `x` itself."""
     return x if stop == num else w.slice(x, w.size(x) // num * stop)
 
 
@@ -131,7 +135,11 @@ def _masked(
     SequenceChunks,
     before: tuple[int, ...],
 ) -> tuple[int, tuple[int, ...]]:  # fmt: skip
-    """(what it makes, the mask and what that is made of, which a frame holds on to)."""
+    """Append attention of one chunk of queries under a mask.
+
+    Returns:
+        (output, (rows, mask)): the mask and what it is made of are referenced by a Python frame.
+    """
     columns = length * stop
     rows = w.row("arange", (), length * _ID)
     w.touch(*before[:1])
@@ -154,7 +162,7 @@ def _masked(
 
 
 def _inside(w: TapeBuilder, heads: int, length: int, head_dim: int, *, pads: bool) -> int:
-    """Sums of rows, and in half precision a gradient of queries in fp32, of so many heads.
+    """Bytes of workspace of the backward: sums of rows, and in half precision dq in fp32.
 
     Source: `memory.decoder.attention`, and attention_backward.cu for the kernel that pads.
     """

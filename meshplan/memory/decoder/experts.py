@@ -1,12 +1,13 @@
-"""A mixture of experts as rows: the router, and experts by grouped products.
+"""A mixture of experts as ops: the router, and the experts as grouped matrix products.
 
-`grouped_mm` is what transformers takes where a config says nothing: every token stands once for
-each expert it is sent to, sorted by expert, and one product serves all experts. So sizes do not
-depend on the routing.
+`grouped_mm` is transformers' default: every token is repeated for each expert it is sent to, the
+copies ("slots") are sorted by expert, and one product serves all experts. So sizes do not depend on
+the routing.
 
 Source: transformers 5.23, integrations/moe.py, `grouped_mm_experts_forward`, and
 models/<family>/modeling_*.py, `<Family>TopKRouter`; torch 2.13, native/cuda/Sort.cu,
-`segmented_sort_large_segments`, and Indexing.cu, `index_put_with_sort_kernel`, for what CUDA takes.
+`segmented_sort_large_segments`, and Indexing.cu, `index_put_with_sort_kernel`, for the workspace on
+CUDA.
 """
 
 from __future__ import annotations
@@ -25,17 +26,19 @@ _ID: Final = 8
 _SORTED_IN_PLACE: Final = 4096
 _TO_SORT: Final = 3
 _TO_PUT: Final = 5
-"""Lists of indices that sorting takes, and adding up rows at indices."""
+"""Elements sorted without workspace; lists of indices needed to sort more, and to add rows at
+indices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How experts are spread over ranks.
+    """The distribution of experts over ranks (expert parallelism).
 
     Args:
-        ranks: Of ep.
-        arriving: Slots that come to a rank for each that it sends: 1 where all get as many.
-        is_unit: Whether they are a unit of their own.
+        ranks: Number of ranks of ep.
+        arriving: Slots that arrive at a rank for each slot it sends; 1 if all ranks get equally
+            many.
+        is_unit: If True, the experts are an FSDP unit of their own.
     """
 
     ranks: int = 1
@@ -44,13 +47,17 @@ class Spread:
 
 
 ONE_RANK: Final = Spread()
-"""All experts are where the tokens are."""
+"""All experts are on the rank of the tokens."""
 
 
 def sparse_mlp(
     w: TapeBuilder, shape: Shape, x: int, spread: Spread
 ) -> tuple[int, tuple[int, ...]]:  # fmt: skip
-    """(what experts make, what the frame holds), of `MixtralSparseMoeBlock` and its like."""
+    """Append the router and experts of `MixtralSparseMoeBlock` and its like.
+
+    Returns:
+        (output of the experts, values that the Python frame references).
+    """
     choose = route_by_groups if shape.groups is not None else route
     logits, weights, index = choose(w.at(f"{w.module}.gate"), shape, x)
     at, start = w.at(f"{w.module}.experts"), len(w.tape.rows)
@@ -64,16 +71,16 @@ def sparse_mlp(
 
 
 def most_arriving(shape: Shape, ranks: int) -> float:
-    """`Spread.arriving` where all tokens of all ranks go to the experts of one."""
+    """Return `Spread.arriving` if all tokens of all ranks go to the experts of one rank."""
     return ranks * min(shape.top_k, shape.experts // ranks) / shape.top_k
 
 
 def _dispatch(
     w: TapeBuilder, shape: Shape, x: int, index: int, weights: int, spread: Spread
 ) -> int:  # fmt: skip
-    """Slots travel to the rank of their expert, and what it makes of them back.
+    """Send slots to the rank of their expert, compute, and send the results back.
 
-    Source: `runtime.apply.experts._Dispatch`, whose lines these are.
+    Source: `runtime.apply.experts._Dispatch`, whose lines these follow.
     """
     tape, table = w.tape, shape.experts * _ID
     size, ids = w.size(x) * shape.top_k, w.size(index)
@@ -109,14 +116,14 @@ def _dispatch(
 
 
 def _select(w: TapeBuilder, x: int, index: int) -> int:
-    """`index_select` of all rows, in another order."""
+    """Append an `index_select` of all rows, in another order."""
     size = w.size(x)
     grads, apart = (Grad(x, size),), w.apart(size)
     return w.row("index_select", (x, index), size, keeps=(index,), grads=grads, takes_back=apart)
 
 
 def _sort(w: TapeBuilder, size: int) -> tuple[int, int]:
-    """(sorted, order) of whole numbers of so many bytes."""
+    """Sort integers of `size` bytes together; return (sorted values, order)."""
     out = w.tape.value(size), w.tape.value(size)
     is_long = w.is_cuda and size // _ID > _SORTED_IN_PLACE
     w.tape.add(TapeOp("sort", w.module, (), out, takes=_TO_SORT * size if is_long else 0))
@@ -124,18 +131,18 @@ def _sort(w: TapeBuilder, size: int) -> tuple[int, int]:
 
 
 def _sum(w: TapeBuilder, x: int, slots: int) -> int:
-    """Over the slots of each token, to each of which goes the gradient of the sum."""
+    """Sum over the slots of each token; each slot's gradient is that of the sum."""
     new = w.size(x) if slots > 1 else 0
     return w.row("sum", (x,), w.size(x) // slots, grads=(Grad(x, new),))
 
 
 def compute(w: TapeBuilder, shape: Shape, x: int, weights: int, *, slots: int) -> int:
-    """`grouped_mm_experts_forward`.
+    """Append `grouped_mm_experts_forward`.
 
     Args:
         x: Tokens.
-        weights: Of the experts that each token is sent to.
-        slots: Experts of one token.
+        weights: Router weights of the experts that each token is sent to.
+        slots: Number of experts of one token.
     """
     size = w.size(x) * slots
     number = size // (shape.hidden * w.element_bytes)
@@ -164,7 +171,7 @@ def compute(w: TapeBuilder, shape: Shape, x: int, weights: int, *, slots: int) -
 
 
 def _take(w: TapeBuilder, x: int, index: int, nbytes: int) -> int:
-    """Rows at an index; its gradient is zeros, to which rows are added."""
+    """Index rows. The gradient starts as zeros, to which the gradients of the rows are added."""
     inside = _TO_PUT * w.size(index) if w.is_cuda else 0
     return w.row(
         "index", (x, index), nbytes, keeps=(index,), grads=(Grad(x, w.size(x)),),
@@ -175,7 +182,7 @@ def _take(w: TapeBuilder, x: int, index: int, nbytes: int) -> int:
 def _grouped(
     w: TapeBuilder, shape: Shape, x: int, ends: int, into: int, out: int, name: str
 ) -> int:
-    """Rows by the weights of their expert."""
+    """Multiply each row by the weight matrix of its expert."""
     weights = shape.experts * into * out * w.parameter_bytes
     return w.row(
         "grouped_mm", (x, ends), w.size(x) // into * out, keeps=(x, ends),
@@ -185,12 +192,15 @@ def _grouped(
 
 
 def _weigh(w: TapeBuilder, shape: Shape, made: int, weights: int) -> int:
-    """In the wider dtype of the two. One weight stands for a row, so its gradient is a sum."""
+    """Multiply rows by their weights, in the wider of the two dtypes.
+
+    One weight multiplies a whole row, so its gradient is a sum.
+    """
     size, own = w.size(made), w.size(weights)
     is_wider = shape.has_wide_weights and w.element_bytes < _FP32
     wide = size * _FP32 // w.element_bytes if is_wider else size
-    # The gradient of rows is narrowed, and only then that of weights summed. What was made again
-    # goes as it is taken out, before that.
+    # Backward narrows the gradient of the rows first, and sums that of the weights afterwards. A
+    # recomputed tensor is freed when it is unpacked, which is before that.
     takes_back = 2 * wide - own - (size if w.runs_again else 0) if is_wider else size
     return w.row(
         "mul", (made, weights), wide, keeps=(made, weights), takes_back=takes_back,

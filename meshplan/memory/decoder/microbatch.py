@@ -1,6 +1,6 @@
-"""The `MicrobatchTrace` of a model that nobody has built, from its sizes alone.
+"""The `MicrobatchTrace` of a model that is never built, computed from its sizes alone.
 
-The same interface as a traced model gives, so that the wrappers' rules act on either.
+The result has the same interface as that of a traced model, so the wrappers' rules apply to both.
 """
 
 from __future__ import annotations
@@ -34,31 +34,36 @@ _CHOSEN: Final = frozenset(PRODUCTS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicrobatchSpec:
-    """How one rank computes a microbatch.
+    """Settings with which one rank computes a microbatch.
 
     Args:
-        batch: Sequences of the microbatch.
-        seq_len: Tokens of one that this rank has.
-        cp: Ranks that have the other tokens, and exchange them for heads in attention.
-        element_bytes: Of the dtype that is computed in.
-        tp: Ranks that `Shape.styles` are cut over, where `styled` is None.
-        is_sequence: Whether what lies between styled modules is cut by tokens: there are no rows
-            for that, since transformers' own code computes something else from a part.
-        caches: As in `blocks.Part`.
-        recomputed: The numbers of the blocks that backward runs again.
-        keeps_chosen: Whether those are spared the products and attention.
-        styled: Which modules tp cuts; None for those that `Shape.styles` names.
-        is_fused: As in `blocks.Part`.
+        batch: Number of sequences of the microbatch.
+        seq_len: Tokens of one sequence that this rank has.
+        cp: Number of context-parallel ranks; the other ones have the other tokens.
+        element_bytes: Bytes of one element in the compute dtype.
+        tp: Number of ranks that `Shape.styles` shard over; used only if `styled` is None.
+        is_sequence: If True, activations between styled modules are sharded along the sequence.
+            There are no rules for that, since transformers' own code computes something else from a
+            part.
+        caches: If True, keys and values are copied into a cache, as transformers does unless
+            `use_cache` is off.
+        recomputed: Numbers of the blocks that backward recomputes.
+        keeps_chosen: If True, recomputed blocks save the outputs of matrix products and attention.
+        is_cuda: If True, CUDA kernels run; otherwise CPU kernels.
+        in_place: If True, gradients of one value are added up in place; see `tape.play`.
+        styled: Modules that tp shards; None for those that `Shape.styles` names.
+        is_fused: If True, a fused kernel computes attention.
         lays_itself: Parameters whose gradients no unit reduces.
-        saves: By number of a block, the words of `save:` that it is spared instead of these.
-        is_cuda: Whether CUDA's kernels run.
-        in_place: Whether gradients that meet are added up in place; see `tape.play`.
-        spread: How experts are spread over ranks.
-        gathered: As in `blocks.Part`.
-        loss_chunks: Parts of the tokens over which head and loss are computed one by one.
-        hosted: The numbers of the blocks whose kept activations wait on the host.
-        is_chain: Whether blocks should be alike, so that where parts of the sequence begin and end
-            is beside them, although their units are gathered before.
+        spread: Distribution of experts over ranks.
+        gathered: Chunks of the sequence that this rank has, if it all-gathers keys and values;
+            otherwise None.
+        saves: For the number of a block, the words of `save:` that replace the default of
+            `keeps_chosen`.
+        loss_chunks: Number of chunks of tokens over which head and loss are computed one by one.
+        hosted: Numbers of the blocks whose saved activations are kept in host memory.
+        is_chain: If True, make blocks equal: the ops that shard the sequence before the first block
+            and gather it after the last one are outside of their units, although those units are
+            gathered earlier.
     """
 
     batch: int
@@ -83,28 +88,28 @@ class MicrobatchSpec:
     is_chain: bool = False
 
     def saved(self, number: int) -> frozenset[str]:
-        """The words of `save:` that a block is spared when it runs again."""
+        """Return the words of `save:` that a recomputed block saves."""
         return self.saves.get(number, _CHOSEN if self.keeps_chosen else frozenset())
 
 
 def work_of(graph: ModelGraph, run: MicrobatchSpec) -> MicrobatchTrace:
-    """The `MicrobatchTrace` of a decoder of a known family, as transformers computes it.
+    """Return the `MicrobatchTrace` of a decoder of a known family, as transformers computes it.
 
     Raises:
-        PlanError: The model is of no family whose blocks are known operation by operation.
+        PlanError: There are no rules for the blocks of this model.
     """
     return play(tape_of(shape_of(graph), run), sums_in_place=run.in_place)
 
 
 def tape_of(shape: Shape, run: MicrobatchSpec, *, only: Collection[int] | None = None) -> Tape:
-    """The operations of a causal language model of transformers, loss included.
+    """Return the tape of a causal language model of transformers, loss included.
 
     Args:
-        only: The numbers of the blocks that are of interest, the first and the last among them: for
-            any other stands one operation that makes what it gives. None for all.
+        only: Numbers of the blocks of interest, the first and the last among them. One op that
+            makes the output stands for each other block. None for all blocks.
 
     Raises:
-        PlanError: There are no rows for what the run does.
+        PlanError: There are no rules for what `run` asks for.
     """
     if run.is_sequence:
         what = "transformers' own code does not run with sequence_parallel"
@@ -169,14 +174,15 @@ def tape_of(shape: Shape, run: MicrobatchSpec, *, only: Collection[int] | None =
         w, part.styled, Entered(), x, shape.hidden, shape.vocab, "lm_head", weight=tied
     )
     logits = w.scale(logits, "div") if shape.scales else logits
-    w.touch(x)  # What the model's body gave back, of which the head may have gathered more.
-    if run.cp > 1:  # What is given is held as long as the call.
+    w.touch(x)  # The model's output; the head may have gathered a copy.
+    if run.cp > 1:  # The call references its inputs until it returns.
         w.touch(*part.given, *part.told)
     tape.loss_start = len(tape.rows)
     if part.styled.of("lm_head") == LOGITS:
         cross_entropy_of_parts(w, logits, targets)
     else:
         w.cross_entropy(logits, targets, run.element_bytes)
+    # The training loop references the logits until it has the loss.
     tape.hold(logits)
     tape.logits = tape.base[logits]
     tape.lays_itself |= run.lays_itself
@@ -186,7 +192,11 @@ def tape_of(shape: Shape, run: MicrobatchSpec, *, only: Collection[int] | None =
 def _rotary(
     w: TapeBuilder, shape: Shape, run: MicrobatchSpec, ids: int
 ) -> tuple[int, BlockContext, tuple[int, ...]]:
-    """Words; the angles that every block rotates by."""
+    """Append the embedding, and the angles that every block rotates by.
+
+    Returns:
+        (hidden states, context of the blocks, values that the model's frame references).
+    """
     frequencies = w.tape.value(2 * -(-shape.turned // 2) * _FP32)
     w.tape.before[frequencies] = Term.BUFFERS
     part = _part(shape, run)
@@ -207,7 +217,13 @@ def _rotary(
 def _learned(
     w: TapeBuilder, shape: Shape, run: MicrobatchSpec, ids: int
 ) -> tuple[int, BlockContext, tuple[int, ...]]:
-    """Words and their places; the gradient of places is summed over the batch."""
+    """Append the embeddings of tokens and positions.
+
+    The gradient of the positions' embedding is summed over the batch.
+
+    Returns:
+        (hidden states, context of the blocks, values that the model's frame references).
+    """
     part = _part(shape, run)
     positions, told = _given_positions(w, run)
     words = look_up(w, part.styled, ids, shape.vocab, shape.hidden, "wte")
@@ -224,10 +240,12 @@ def _learned(
 
 
 def _given_positions(w: TapeBuilder, run: MicrobatchSpec) -> tuple[int | None, tuple[int, ...]]:
-    """Under cp the model is given them: a view of those of the whole sequence, if they run on.
+    """Append the positions that the model is given under cp.
+
+    They are a view of those of the whole sequence if this rank's tokens are contiguous.
 
     Returns:
-        (positions, what it is given to say that those with a gap are of one sample).
+        (positions, or None without cp; inputs that mark positions with a gap as one sample).
     """
     if run.cp == 1:
         return None, ()

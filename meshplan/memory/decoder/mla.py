@@ -1,10 +1,10 @@
-"""Multi-head latent attention as rows: keys and values of all heads are made of one narrow vector.
+"""Multi-head latent attention as ops: keys and values of all heads come from one narrow vector.
 
-A part of each head is turned by positions; of keys that part is one for all heads, and both parts
-are copied into a tensor made for them.
+A part of each head is rotated by position. For keys this part is the same for all heads, and both
+parts are copied into a tensor allocated for them.
 
 Source: transformers 5.23, models/deepseek_v3/modeling_deepseek_v3.py, `DeepseekV3Attention`; torch
-2.13, csrc/autograd/functions/tensor.cpp, `CopySlices`, for what a copy into a part takes.
+2.13, csrc/autograd/functions/tensor.cpp, `CopySlices`, for the workspace of a copy into a part.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from meshplan.memory.tape.ops import TapeBuilder
 
 _FP32: Final = 4
 _Made = Callable[[int, int, int, str], int]
-"""Of (a tensor, features that enter, that leave, the projection)."""
+"""Map (tensor, input features, output features, name of a projection) to its output."""
 
 
 def latent_attention(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> int:
-    """`DeepseekV3Attention`."""
+    """Append `DeepseekV3Attention`."""
     latent, hidden, entered = shape.latent, shape.hidden, Entered()
     assert latent is not None
     each = w.tokens * w.element_bytes
@@ -55,7 +55,7 @@ def latent_attention(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -
         w, q, k, v, shape.head_dim, part.seq_len, is_fused=part.is_fused, value_dim=latent.value
     )
     if latent.value == shape.head_dim and (w.element_bytes < _FP32 or not w.is_cuda):
-        # Flash attention lays its result as queries lie, head by head; others do not.
+        # Flash attention's output has the layout of the queries, head by head; others do not.
         out = w.shift(out, "clone")
     out = made(out, shape.heads * latent.value, hidden, "o_proj", bias=latent.bias)
     w.touch(queries, both, narrow, turned_q, turned_k, q, k, v)
@@ -63,7 +63,7 @@ def latent_attention(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -
 
 
 def _rotate_pairs(w: TapeBuilder, x: int, part: BlockContext) -> int:
-    """`apply_rotary_pos_emb_interleave` of queries or of keys."""
+    """Append `apply_rotary_pos_emb_interleave` of queries or keys."""
     half = w.size(x) // 2
     even, odd = w.slice(x, half), w.slice(x, half)
 
@@ -80,7 +80,7 @@ def _rotate_pairs(w: TapeBuilder, x: int, part: BlockContext) -> int:
 def _expanded(
     w: TapeBuilder, shape: Shape, latent: Latent, narrow: int, turned_k: int, made: _Made
 ) -> tuple[int, int]:
-    """(keys, values) of all heads; `expand_kv`."""
+    """Append `expand_kv` and return the (keys, values) of all heads."""
     own = w.tokens * w.element_bytes * shape.heads
     width = latent.straight + latent.value
     wide = made(narrow, latent.kv_rank, shape.heads * width, "kv_b_proj")
@@ -91,13 +91,13 @@ def _expanded(
     grads = (Grad(turned_k, w.size(turned_k)),)
     w.tape.add(TapeOp("expand", w.module, (turned_k,), (for_all,), grads=grads))
     keys = w.row("new_empty", (), own * shape.head_dim)
-    # Whoever copies into a part hands on a copy of the whole's gradient, and zeros in that part.
+    # `CopySlices` passes on a copy of the whole gradient, with zeros in the part written.
     first = _copied(w, keys, (straight,), takes_back=w.size(keys))
     return _copied(w, first, (for_all, first), takes_back=w.size(for_all)), values
 
 
 def _copied(w: TapeBuilder, into: int, reads: tuple[int, ...], *, takes_back: int) -> int:
-    """A part of a tensor is written; the tensor is the same."""
+    """Write into a part of a tensor; the result is a view of the same tensor."""
     out = w.tape.value(w.size(into), of=into)
     grads = tuple(Grad(value, w.size(value)) for value in reads)
     w.tape.add(TapeOp("copy_", w.module, (into, *reads), (out,), (), grads, (), 0, takes_back))

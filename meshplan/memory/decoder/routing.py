@@ -1,8 +1,8 @@
-"""Which experts a token is sent to, as rows: two kinds of router.
+"""The two kinds of router, which choose the experts of each token, as ops.
 
 Source: transformers 5.23, models/<family>/modeling_*.py, `<Family>TopKRouter`, and
-models/deepseek_v3/modeling_deepseek_v3.py, `DeepseekV3TopkRouter`; torch 2.13,
-FunctionsManual.cpp and TensorAdvancedIndexing.cpp, `gather_backward`.
+models/deepseek_v3/modeling_deepseek_v3.py, `DeepseekV3TopkRouter`; torch 2.13, FunctionsManual.cpp
+and TensorAdvancedIndexing.cpp, `gather_backward`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from meshplan.memory.tape.ops import TapeBuilder
 _FP32: Final = 4
 _ID: Final = 8
 _BEST: Final = 2
-"""Experts of a group whose scores add up to the group's own."""
+"""Number of best experts of a group whose scores add up to the score of the group."""
 
 
 def route(w: TapeBuilder, shape: Shape, x: int) -> tuple[int, int, int]:
-    """(logits, weights, experts) of every token: those that score most of all."""
+    """Append top-k routing over all experts; return (logits, weights, experts) of every token."""
     tape, tokens = w.tape, w.tokens
     above, _, name = w.module.rpartition(".")
     logits = w.at(above).linear(x, shape.hidden, shape.experts, name)
@@ -43,10 +43,12 @@ def route(w: TapeBuilder, shape: Shape, x: int) -> tuple[int, int, int]:
 
 
 def _to_sum_one(w: TapeBuilder, weights: int, *, is_safe: bool = False) -> tuple[int, int]:
-    """(weights, their sum): divided in place, so that backward has a copy.
+    """Divide weights by their sum; return (weights, sum).
+
+    The division is in place, so backward saves a copy.
 
     Args:
-        is_safe: Whether a little is added to the sum.
+        is_safe: If True, a small number is added to the sum.
     """
     tape, size = w.tape, w.size(weights)
     total = w.row("sum", (weights,), w.tokens * _FP32, grads=(Grad(weights, 0),))
@@ -61,9 +63,13 @@ def _to_sum_one(w: TapeBuilder, weights: int, *, is_safe: bool = False) -> tuple
 
 
 def route_by_groups(w: TapeBuilder, shape: Shape, x: int) -> tuple[int, int, int]:
-    """(logits, weights, experts) of every token: of the groups whose best ones score most.
+    """Append top-k routing within the best groups of experts.
 
-    All in float32. What corrects the scores for choosing gets no gradient.
+    A group's score is that of its best experts. All is computed in float32. The correction added to
+    the scores for choosing gets no gradient.
+
+    Returns:
+        (logits, weights, experts) of every token.
     """
     assert shape.groups is not None
     tape, (count, chosen_groups) = w.tape, shape.groups
@@ -97,7 +103,7 @@ def route_by_groups(w: TapeBuilder, shape: Shape, x: int) -> tuple[int, int, int
 
 
 def _wide_linear(w: TapeBuilder, shape: Shape, x: int) -> int:
-    """A product in float32 of what may be narrower."""
+    """Append the router's linear layer in float32, with casts if `x` is narrower."""
     above, _, name = w.module.rpartition(".")
     fqn, into = f"{w.module}.weight", shape.hidden
     if w.element_bytes == _FP32:

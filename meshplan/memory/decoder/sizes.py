@@ -1,4 +1,4 @@
-"""What a transformer's sizes and switches are, and which part of it one rank computes with."""
+"""A transformer's sizes and switches, read from its config."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _KNOWN: Final = frozenset(
 )
 
 _SCALED: Final = frozenset({"GraniteForCausalLM"})
-"""Whose words, halves of blocks and logits are multiplied by numbers."""
+"""Families that multiply embeddings, the output of each half block, and logits by constants."""
 
 _MASKED: Final = frozenset({"Qwen2MoeForCausalLM"})
-"""Whose code makes the mask of a window, whether or not a block has one."""
+"""Families whose code makes the mask of a sliding window, whether or not a block has one."""
 
 _WIDE_WEIGHTS: Final = frozenset({"MixtralForCausalLM", "DeepseekV3ForCausalLM"})
 
@@ -52,7 +52,8 @@ _UNKNOWN: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         ),
     }
 )
-"""By key of `ModelGraph.config`, switches that change what blocks with experts do."""
+"""Switches of blocks with experts that have no rules: (problem, fix) by key of
+`ModelGraph.config`."""
 
 _ACTIVATIONS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -63,20 +64,22 @@ _ACTIVATIONS: Final[Mapping[str, str]] = MappingProxyType(
         "ReLU": "relu",
     }
 )
-"""By class, the operation that keeps what it keeps."""
+"""For each activation class, the op that saves the same tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
-    """Attention whose keys and values are made of one narrow vector a token.
+    """Multi-head latent attention: keys and values are made of one narrow vector per token.
 
     Args:
-        q_rank: Features of the vector that queries are made of, 0 where they are made at once.
-        kv_rank: Of that of keys and values.
-        straight, turned: Features of one head's query that positions leave alone, and turn.
+        q_rank: Features of the vector that queries are made of; 0 if one projection makes queries.
+        kv_rank: Features of the vector that keys and values are made of.
+        straight: Features of one head's query that are not rotated.
+        turned: Features of one head's query that are rotated by position.
         value: Features of one head's value.
-        bias: Whether the projections into narrow vectors, and out of heads, have one.
-        is_interleaved: Whether neighbours are turned together, rather than halves.
+        bias: If True, the projections into narrow vectors and out of the heads have a bias.
+        is_interleaved: If True, neighbouring features are rotated together; otherwise the two
+            halves.
     """
 
     q_rank: int
@@ -90,32 +93,40 @@ class Latent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A decoder of repeated blocks.
+    """The sizes and switches of a decoder of repeated blocks.
 
     Args:
-        head_dim: Features of one head.
+        layers: Number of blocks.
+        hidden: Features of the hidden states.
+        heads: Number of heads of queries.
+        kv_heads: Number of heads of keys and values.
+        head_dim: Features of one head of queries and keys.
         mlp: Features inside the feed-forward.
-        activation: As configs name it.
-        positions: Rows of the table of learned positions, 0 where positions are rotated in.
-        qkv_bias, o_bias, mlp_bias: Whether these projections have one.
-        qk_norm: Whether queries and keys are normalised per head.
-        dropout: Whether what attention and feed-forward give is dropped in part, not 0 if so.
-        embed_dropout: Likewise of the words.
-        window: How many tokens attention looks back, 0 for all.
-        scales: Whether words, what a half block adds, and logits are multiplied by numbers.
-        has_mask: Whether a mask is made that no block takes.
-        experts, top_k: Of a block, and of a token; 0 where there are none.
+        vocab: Rows of the embedding.
+        activation: Op of the activation function; see `activations.activate`.
+        positions: Rows of the table of learned positions; 0 if positions are rotary.
+        tied: If True, the head uses the embedding's weight.
+        qkv_bias, o_bias, mlp_bias: If True, these projections have a bias.
+        qk_norm: If True, queries and keys are normalised per head.
+        dropout: Dropout probability of the outputs of attention and feed-forward; 0 for no dropout.
+        embed_dropout: Dropout probability of the embeddings; 0 for no dropout.
+        window: Tokens that attention looks back; 0 for all.
+        scales: If True, embeddings, the output of each half block, and logits are multiplied by
+            constants.
+        has_mask: If True, a mask is made that no block uses.
+        experts: Number of experts of a block; 0 if there are none.
+        top_k: Number of experts of a token; 0 if there are none.
         expert_mlp: Features inside one expert.
-        dense: Numbers of the blocks that have no experts, where others have.
-        scales_weights: Whether the weights of a token's experts are made to add up to 1.
-        has_wide_weights: Whether they stay in float32.
-        groups: How many groups experts fall into, and of how many of them a token's are; None
-            where that does not matter.
-        shared_mlp: Features inside the expert of all tokens, 0 where there is none.
-        gates_shared: Whether a token weighs what that expert makes of it.
-        latent: How attention makes keys and values, where not by head.
-        styles: What `tp_plan: auto` gives the modules where all sizes divide, with `*` for the
-            numbers of blocks.
+        dense: Numbers of the blocks without experts, in a model whose other blocks have some.
+        scales_weights: If True, the weights of a token's experts are divided by their sum.
+        has_wide_weights: If True, these weights stay in float32.
+        groups: (number of groups of experts, number of groups that a token's experts come from);
+            None if the router has no groups.
+        shared_mlp: Features inside the expert that all tokens use; 0 if there is none.
+        gates_shared: If True, a gate weighs the output of the shared expert for each token.
+        latent: Sizes of multi-head latent attention; None for ordinary attention.
+        styles: Styles that `tp_plan: auto` gives the modules if all sizes divide, by fqn with `*`
+            for the numbers of blocks.
     """
 
     layers: int
@@ -150,12 +161,12 @@ class Shape:
     styles: Mapping[str, Style] = field(default_factory=dict, compare=False)
 
     def is_sparse(self, number: int) -> bool:
-        """Whether this block is a mixture of experts."""
+        """Return True if this block is a mixture of experts."""
         return self.experts > 0 and number not in self.dense
 
     @property
     def turned(self) -> int:
-        """Features of one head that positions turn."""
+        """Features of one head that are rotated by position."""
         return self.head_dim if self.latent is None else self.latent.turned
 
     @property
@@ -168,10 +179,10 @@ class Shape:
 
 
 def shape_of(graph: ModelGraph) -> Shape:
-    """Read off a blueprint's graph.
+    """Read the sizes of a model from a blueprint's graph.
 
     Raises:
-        PlanError: Its blocks are not known operation by operation.
+        PlanError: There are no rules for the blocks of this model.
     """
     sizes, tensors = graph.config, graph.tensors
     root = graph.modules[""].type if "" in graph.modules else ""
@@ -227,7 +238,7 @@ def shape_of(graph: ModelGraph) -> Shape:
 
 
 def _latent_of(graph: ModelGraph) -> Latent:
-    """What attention of one narrow vector says."""
+    """Read the sizes of multi-head latent attention."""
     sizes, first = graph.config, "model.layers.0.self_attn"
     return Latent(
         q_rank=sizes.get("q_lora_rank", 0),
@@ -241,7 +252,7 @@ def _latent_of(graph: ModelGraph) -> Latent:
 
 
 def _experts_of(graph: ModelGraph) -> dict[str, Any]:
-    """What the blocks that have experts say."""
+    """Read the sizes of blocks with experts, as arguments of `Shape`."""
     layers = range(graph.config["num_hidden_layers"])
     stacks = {n: graph.tensors.get(f"model.layers.{n}.mlp.experts.down_proj") for n in layers}
     stack = next((tensor for tensor in stacks.values() if tensor is not None), None)

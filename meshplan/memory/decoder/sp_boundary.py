@@ -1,7 +1,7 @@
-"""Where a sequence is cut over tp and put together again, as rows.
+"""The ops at which a sequence is sharded over tp, and put together again.
 
-Torch gathers and scatters along the first dim, and lays out anew what runs along the second: with
-one sample what was gathered lies right.
+Torch gathers and scatters along the first dim, and copies to a new layout what is sharded along the
+second. With one sample, what was gathered has the right layout already.
 
 Source: `runtime.trace.sp_boundary`; torch 2.13, distributed/_functional_collectives.py
 (`all_gather_single`, `reduce_scatter_single`) and distributed/tensor/placement_types.py.
@@ -14,7 +14,7 @@ from meshplan.memory.tape.ops import TapeBuilder
 
 
 def gather(w: TapeBuilder, x: int, tp: int) -> int:
-    """All positions; the gradients of the ranks are added up, and each takes its part."""
+    """All-gather the sequence; its gradient is reduce-scattered."""
     whole = w.size(x) * tp
     out = w.row(
         "gather_sequence", (x,), whole, takes_back=whole, is_sent=True,
@@ -26,7 +26,7 @@ def gather(w: TapeBuilder, x: int, tp: int) -> int:
 
 
 def scatter(w: TapeBuilder, x: int, tp: int) -> int:
-    """This rank's part of a sum; its gradient is gathered."""
+    """Reduce-scatter along the sequence; its gradient is all-gathered."""
     whole = w.size(x)
     return w.row(
         "scatter_sequence", (x,), whole // tp, takes=whole, takes_back=_laid(w, whole),
@@ -35,7 +35,7 @@ def scatter(w: TapeBuilder, x: int, tp: int) -> int:
 
 
 def cut(w: TapeBuilder, x: int, tp: int) -> int:
-    """A copy of this rank's part; its gradient is gathered."""
+    """Copy this rank's part of the sequence; its gradient is all-gathered."""
     whole = w.size(x)
     return w.row(
         "cut_sequence", (x,), whole // tp, takes_back=_laid(w, whole), grads=(Grad(x, whole),)
@@ -43,7 +43,10 @@ def cut(w: TapeBuilder, x: int, tp: int) -> int:
 
 
 def end(w: TapeBuilder, x: int, tp: int) -> int:
-    """All positions, with which every rank goes on alike; its gradient is cut."""
+    """All-gather the sequence where the sequence-parallel region ends; its gradient is sliced.
+
+    All ranks continue with the same tensor, so no gradients are summed.
+    """
     whole = w.size(x) * tp
     out = w.row("end_sequence", (x,), whole, is_sent=True, grads=(Grad(x, w.size(x)),))
     return _laid_out(w, out)
@@ -54,5 +57,5 @@ def _laid_out(w: TapeBuilder, x: int) -> int:
 
 
 def _laid(w: TapeBuilder, nbytes: int) -> int:
-    """What is made before it is laid out anew."""
+    """Bytes of the tensor before it is copied to another layout; 0 for one sample."""
     return nbytes if w.samples > 1 else 0

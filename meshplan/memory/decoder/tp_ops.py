@@ -1,9 +1,9 @@
-"""Modules that tp cuts, as rows: what enters one, the part it computes, what leaves it.
+"""Modules that tp shards, as ops: what enters a module, the part it computes, what leaves it.
 
-Two tables follow `styles.STYLES`: how a layout outside becomes the one computed with, and back.
-What is in neither is refused by name.
+Two tables follow `styles.STYLES`: how a layout outside becomes the one that is computed with, and
+back. A style that is in neither is refused by name.
 
-Source: `runtime.apply.tensor_parallel`, whose hooks these rows are; torch 2.13,
+Source: `runtime.apply.tensor_parallel`, whose hooks these ops model; torch 2.13,
 distributed/tensor/_redistribute.py and placement_types.py.
 """
 
@@ -28,23 +28,25 @@ _PARTS: Final = "S(1)"
 STREAM_NORMS: Final = (
     "input_layernorm", "post_attention_layernorm", "norm", "ln_1", "ln_2", "ln_f",
 )  # fmt: skip
-"""Of every token: parts of a sequence are normalised as the whole is."""
+"""Norms per token: a part of the sequence is normalised like the whole."""
 HEAD_NORMS: Final = ("q_norm", "k_norm")
-"""Of every head: parts of the heads are normalised as the whole is."""
+"""Norms per head: a part of the heads is normalised like the whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class TpPlanOnTape:
-    """What tp does to the modules of a model.
+    """The tensor-parallel styles of a model's modules.
 
     Args:
-        tp: Ranks that styles cut over.
-        styles: By fqn, or by fqn with `*` for the numbers of blocks.
-        pieces: Of modules whose output falls into several, by fqn.
-        whole: Parameters of these that every rank holds whole, and takes its parts of.
-        added: Parameters that plain code computes with beside parts: their gradients are addends.
-        has_stream: Whether what lies between styled modules of blocks is cut along the sequence.
-        ends: Whether that ends with the last block, rather than where the head is entered.
+        tp: Number of ranks that styles shard over.
+        styles: Style of each module, by fqn, or by fqn with `*` for the numbers of blocks.
+        pieces: Fused projections of each module that has several, by fqn.
+        whole: Parameters of such modules that every rank holds whole, and takes its parts of.
+        added: Parameters that plain code computes with next to shards: their gradients are partial
+            sums.
+        has_stream: If True, activations between the styled modules of blocks are sharded along the
+            sequence.
+        ends: If True, that sharding ends after the last block; otherwise where the head begins.
     """
 
     tp: int = 1
@@ -56,13 +58,16 @@ class TpPlanOnTape:
     ends: bool = False
 
     def of(self, fqn: str) -> Style | None:
-        """The style of a module, if it has one that cuts something."""
+        """Return the style of a module; None if tp does not shard it."""
         if self.tp == 1:
             return None
         return self.styles.get(fqn) or self.styles.get(pattern_of(fqn))
 
     def of_any_block(self) -> TpPlanOnTape:
-        """The same for blocks by any number: what is made of the same modules is styled alike."""
+        """Return the plan with every style also listed for blocks of any number.
+
+        Blocks made of the same modules have the same styles.
+        """
         return replace(
             self,
             styles={pattern_of(f): style for f, style in self.styles.items()} | {**self.styles},
@@ -72,15 +77,15 @@ class TpPlanOnTape:
         )
 
     def pieces_of(self, fqn: str) -> tuple[Piece, ...]:
-        """Of a module whose output falls into several."""
+        """Return the fused projections of a module; empty if there is only one."""
         return self.pieces.get(fqn) or self.pieces.get(pattern_of(fqn), ())
 
     def is_whole(self, parameter: str) -> bool:
-        """Whether every rank holds one of these whole."""
+        """Return True if every rank holds this parameter whole."""
         return parameter in self.whole or pattern_of(parameter) in self.whole
 
     def check(self) -> Iterator[Problem]:
-        """What no row stands for."""
+        """Yield a problem for each style or parameter that no op models."""
         told: set[str] = set()
         for fqn, style in self.styles.items() if self.tp > 1 else ():
             known = self.spelled(style.input) in _ENTERS and self.spelled(style.output) in _LEAVES
@@ -97,12 +102,12 @@ class TpPlanOnTape:
                 return
 
     def adds_up(self, fqn: str) -> bool:
-        """Whether every rank has an addend of the gradients of a norm."""
+        """Return True if each rank has a partial sum of this norm's gradients."""
         added = {f"{fqn}.weight", pattern_of(f"{fqn}.weight")}
         return self.of(fqn) is not None or not added.isdisjoint(self.added)
 
     def spelled(self, flow: tuple[str, str]) -> tuple[str, str]:
-        """With what activations look like between modules: whole, or parts of the sequence."""
+        """Replace "outside" in a flow by the layout between modules: "R", or "S(1)" in a stream."""
         outside = _PARTS if self.has_stream else _WHOLE
         first, second = (outside if word == "outside" else word for word in flow)
         return first, second
@@ -110,15 +115,15 @@ class TpPlanOnTape:
 
 @dataclass(slots=True)
 class Entered:
-    """What entered the styled modules of one module around them: each tensor enters once."""
+    """Inputs of the styled modules of one parent module: a tensor enters the region once."""
 
     known: dict[int, int] = field(default_factory=dict)
 
     def all_reduced(self, w: TapeBuilder, x: int, tp: int) -> int:
-        """Whole; its gradients are added up, then over the ranks."""
+        """Return `x` whole. Its gradients are first added up, then all-reduced."""
         if x not in self.known:
             self.known[x] = w.enter(x, tp)
-            # Torch adds up in place only what is no DTensor.
+            # Torch does not sum gradients that are DTensors in place.
             w.tape.sums_apart.add(self.known[x])
         return self.known[x]
 
@@ -128,9 +133,9 @@ def _as_it_is(w: TapeBuilder, x: int, tp: int) -> int:
 
 
 def _all_gather(w: TapeBuilder, x: int, tp: int) -> int:
-    """Parts of features put side by side: gathered along the first dim, then laid out anew.
+    """Gather features: all-gather along the first dim, then copy to the right layout.
 
-    Its gradient is this rank's part of everyone's.
+    The gradient is this rank's part of the whole one.
     """
     size = w.size(x) * tp
     return w.row("all_gather", (x,), size, takes=size, is_sent=True, grads=(Grad(x, w.size(x)),))
@@ -166,11 +171,15 @@ def project(
     bias: bool = False,
     weight: str = "",
 ) -> int:
-    """A linear module.
+    """Append a linear module, with the collectives of its style, and return its output.
 
     Args:
-        into, out: Features of the whole module.
-        weight: The fqn of its weight, if it is another module's.
+        styled: Styles of the model's modules.
+        entered: Tensors that have entered the modules of the same parent.
+        into, out: Input and output features of the whole module.
+        name: Name of the layer inside the current module.
+        bias: If True, the layer has a bias.
+        weight: Fqn of its weight, if it belongs to another module.
     """
     fqn = f"{w.module}.{name}" if w.module else name
     style, tp = styled.of(fqn), styled.tp
@@ -191,7 +200,7 @@ def project(
     for leaf, size in (("weight", into * out), ("bias", out)):
         if styled.is_whole(f"{fqn}.{leaf}"):
             parts[f"{fqn}.{leaf}"] = _own_part(w.at(fqn), leaf, size, pieces)
-    # Of a bias each rank adds its share, so that the sum has it once.
+    # Each rank adds its share of the bias, so that the sum over ranks contains it once.
     share = out * w.parameter_bytes if bias and style.output[0] == "P" else 0
     y = w.linear(
         x, into, out, name, bias=bias, weight=weight, parts=parts, takes=share,
@@ -199,14 +208,15 @@ def project(
     )  # fmt: skip
     if style != LOGITS:
         y = _LEAVES[styled.spelled(style.output)](w, y, tp)
-        w.touch(x)  # The call that made y holds it until its hooks are done.
+        w.touch(x)  # The call that made y references x until its hooks are done.
     return y
 
 
 def _own_part(w: TapeBuilder, leaf: str, numel: int, pieces: tuple[Piece, ...]) -> int:
-    """This rank's rows of every piece, side by side.
+    """Concatenate this rank's rows of every fused projection.
 
-    Their gradients, each one of the whole with zeros elsewhere, are added up, then over the ranks.
+    Each row slice has a gradient of the whole size, with zeros elsewhere. These are added up, then
+    summed over ranks.
     """
     part, fqn = numel * w.parameter_bytes, f"{w.module}.{leaf}"
     whole = part // sum(p.part for p in pieces) * sum(p.size for p in pieces)
@@ -221,7 +231,7 @@ def _own_part(w: TapeBuilder, leaf: str, numel: int, pieces: tuple[Piece, ...]) 
 def look_up(
     w: TapeBuilder, styled: TpPlanOnTape, ids: int, vocab: int, width: int, name: str
 ) -> int:
-    """An embedding: cut by rows, where other ranks' rows are zeros, or by features."""
+    """Append an embedding, sharded by rows (rows of other ranks give zeros) or by features."""
     fqn = f"{w.module}.{name}" if w.module else name
     style, tp = styled.of(fqn), styled.tp
     if style is None:
@@ -234,7 +244,7 @@ def look_up(
 
 
 def _own_rows(w: TapeBuilder, ids: int, rows: int, width: int, name: str) -> int:
-    """`runtime.apply.local_tensors.look_up_own_rows`."""
+    """Append `runtime.apply.local_tensors.look_up_own_rows`."""
     at, tokens = w.at(f"{w.module}.{name}" if w.module else name), w.size(ids) // _ID
     own = at.row("sub", (ids,), tokens * _ID)
     below, above = (at.row(op, (own,), tokens) for op in ("lt", "ge"))
@@ -249,7 +259,7 @@ def _own_rows(w: TapeBuilder, ids: int, rows: int, width: int, name: str) -> int
 
 
 def _part(size: int, tp: int, fqn: str) -> int:
-    """What each rank has of a dim, where all have as much."""
+    """Return a rank's share of a dim that all ranks share equally; otherwise raise a PlanError."""
     if size % tp:
         what = f"{fqn} is cut into parts of several sizes: {size} does not divide by tp {tp}"
         fix = "pad it to a multiple, or give the model itself (model: entry, with torch)"
@@ -258,14 +268,14 @@ def _part(size: int, tp: int, fqn: str) -> int:
 
 
 def _of_width(w: TapeBuilder, x: int, width: int, fqn: str) -> int:
-    """Refuse what the model's own code would fail on, or compute something else from."""
+    """Return `x`; refuse a width on which the model's own code fails or computes something else."""
     if w.size(x) != w.tokens * width * w.element_bytes:
         raise cut_otherwise(fqn)
     return x
 
 
 def cut_otherwise(fqn: str) -> PlanError:
-    """Styles of neighbours that do not fit."""
+    """Return the error for styles of neighbouring modules that do not fit each other."""
     return PlanError(
         Problem(
             f"what arrives at {fqn} is cut otherwise than its tp style computes with",

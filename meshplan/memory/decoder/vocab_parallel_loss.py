@@ -1,6 +1,6 @@
-"""Cross-entropy of logits that are cut over the vocabulary, as rows.
+"""Cross-entropy of logits that are sharded over the vocabulary, as ops.
 
-Source: `runtime.apply.vocab_parallel_loss`, whose lines these are.
+Source: `runtime.apply.vocab_parallel_loss`, whose lines these follow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _ID: Final = 8
 
 
 def cross_entropy_of_parts(w: TapeBuilder, logits: int, ids: int) -> int:
-    """The mean over tokens, of logits that are cast to fp32 first and stay cut."""
+    """Append the mean cross-entropy of logits that are cast to fp32 first and stay sharded."""
     tape, number = w.tape, w.tokens * _FP32
     wide = w.cast(logits, _FP32 / w.element_bytes)
     size = w.size(wide)

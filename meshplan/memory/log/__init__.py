@@ -1,1 +1,1 @@
-"""Storages of one step of one rank in order, and what the device makes of them."""
+"""The event log of one rank's training step, and the device memory that follows from it."""

@@ -1,8 +1,33 @@
-"""From bytes asked for to bytes reserved: torch's caching allocator, played on an event log.
+"""Simulate torch's caching allocator on an event log, from bytes requested to bytes reserved.
 
-The allocator asks the driver for segments, cuts blocks out of them, and gives segments back only
-when nothing fits. What it holds beyond what tensors asked for depends on the order of events, so
-nothing but playing them tells.
+Reserved bytes depend on the order in which blocks are allocated and freed, so the log is played
+event by event. The rules for a request of `delta` bytes, which gets a block of `length` bytes:
+
+    rounding   size = ceil(delta / 512) * 512                                  `_ROUND`
+    pool       small if size <= 1 MiB else large, of the storage's stream      `_SMALL`, `_Pool`
+    best fit   the free block of the pool with the least (length, address)     `_Pool.free`,
+               among those with length >= size                                 `_ADDRESS_BITS`
+    segment    where none fits, a new segment of                               `_segment`
+                   2 MiB                             in the small pool         `_SMALL_SEGMENT`
+                   20 MiB                            if size < 10 MiB          `_LARGE_SEGMENT`,
+                                                                               `_LEAST_OF_ITS_OWN`
+                   ceil(size / 2 MiB) * 2 MiB        if size >= 10 MiB         `_ROUND_SEGMENT`
+    split      the rest, length - size, stays free if                          `play`
+                   rest >= 512                       in the small pool         `_ROUND`
+                   rest > 1 MiB                      in the large pool         `_SMALL`
+               and otherwise the whole block is handed out
+    freeing    a freed block joins the free blocks that adjoin it              `play`
+    giving     if reserved + segment > limit, every segment that is free       `_give_back`
+    back       from end to end goes back to the driver
+    failure    if reserved + segment > limit even then                         `_reserve`
+
+With `expandable_segments:True` each pool has one segment, which grows by pages of 2 MiB (small) or
+20 MiB (large) and whose last free block has `tail` bytes (0 if the segment ends in use):
+
+    growth     ceil((size - tail) / page) * page, in place of a segment        `_grow`, `_missing`
+    split      rest >= 512 in both pools                                       `play`
+    giving     floor(tail / page) * page of each segment                       `_give_back`
+    back
 
 Source: torch 2.13, c10/cuda/CUDACachingAllocator.cpp (constants, `get_allocation_size`,
 `should_split`, best fit by size and then address; expandable segments map pages).
@@ -22,29 +47,33 @@ _SMALL_SEGMENT: Final = 2 << 20
 _LARGE_SEGMENT: Final = 20 << 20
 _LEAST_OF_ITS_OWN: Final = 10 << 20
 _ROUND_SEGMENT: Final = 2 << 20
-"""Sizes in bytes: of a block, of what is small, of segments that blocks share, and from which on a
-block gets a segment of its own, rounded to this."""
+"""Sizes in bytes, with torch's names: every block is a multiple of `_ROUND` (kMinBlockSize); up to
+`_SMALL` (kSmallSize) a block is small. Blocks share segments of `_SMALL_SEGMENT` (kSmallBuffer)
+or `_LARGE_SEGMENT` (the default large_segment_size). From `_LEAST_OF_ITS_OWN` (kMinLargeAlloc)
+on a block gets a segment of its own, a multiple of `_ROUND_SEGMENT` (kRoundLarge)."""
 _APART: Final = 1 << 60
-"""Bytes between expandable segments, so that each may grow for ever."""
+"""Bytes of address space between two expandable segments, so that neither grows into the other."""
 _ADDRESS_BITS: Final = 80
 _ADDRESS: Final = (1 << _ADDRESS_BITS) - 1
-"""A free block is one number, its size above its address: sorted, the smallest comes first."""
+"""A free block is one number, its size in the bits above its address. In a sorted list of such
+numbers, the first one from `size << _ADDRESS_BITS` on is the best fit."""
 
 
 class OutOfMemoryError(Exception):
-    """The device has fewer bytes than the log needs, even with everything cached given back."""
+    """The log needs more bytes than the limit, even after all cached segments are given back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """The most that one rank held at once, by who counts.
+    """The peak memory of one rank, at three levels of the allocator.
 
     Attributes:
-        requested_bytes: What tensors asked for.
-        allocated_bytes: The blocks they got, `torch.cuda.max_memory_allocated`.
-        reserved_bytes: The segments these lie in, `torch.cuda.max_memory_reserved`.
-        num_retries: How often everything cached had to be given back first.
-        left_bytes: The segments held at the end, less than the most where some were given back.
+        requested_bytes: Peak bytes that tensors asked for.
+        allocated_bytes: Peak bytes of the blocks they got, `torch.cuda.max_memory_allocated`.
+        reserved_bytes: Peak bytes of the segments around them, `torch.cuda.max_memory_reserved`.
+        num_retries: Number of times that cached segments were given back to make room.
+        left_bytes: Bytes reserved at the end; less than `reserved_bytes` if segments were given
+            back.
     """
 
     requested_bytes: int
@@ -55,12 +84,12 @@ class Reserve:
 
 
 def reserve(log: EventLog, *, limit_bytes: int | None = None, expandable: bool = False) -> Reserve:
-    """Play a log.
+    """Return the peak bytes that torch's caching allocator reserves for a log.
 
     Args:
-        limit_bytes: What the allocator may reserve; None for no end.
-        expandable: As under `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`: one segment for
-            each stream and size class grows page by page.
+        limit_bytes: Maximum bytes that the allocator may reserve; None for no limit.
+        expandable: If True, simulate `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, where one
+            segment for each stream and size class grows page by page.
 
     Raises:
         OutOfMemoryError: The log does not fit into `limit_bytes`.
@@ -70,11 +99,11 @@ def reserve(log: EventLog, *, limit_bytes: int | None = None, expandable: bool =
 
 @dataclass(slots=True, eq=False)
 class _Pool:
-    """The free blocks of a stream and a size class.
+    """The free blocks of one stream and size class.
 
     Attributes:
-        free: In order.
-        begin, end: Addresses of the expandable segment; negative where there is none.
+        free: Free blocks as numbers (size, then address), in ascending order.
+        begin, end: Addresses of the expandable segment; negative if there is none.
     """
 
     is_small: bool
@@ -84,15 +113,16 @@ class _Pool:
 
     @property
     def page(self) -> int:
-        """What an expandable segment grows by."""
+        """Bytes by which an expandable segment grows."""
         return _SMALL_SEGMENT if self.is_small else _LARGE_SEGMENT
 
 
 class _Allocator:
-    """The state of the device's memory.
+    """The segments and free blocks of one device.
 
-    Blocks are numbers. A free one is found by where it begins, and by where it ends, so that what
-    becomes free beside it joins it; no segment begins where another ends.
+    `_beginning` and `_ending` find a free block by the address where it begins and by the address
+    where it ends, so that a block that is freed joins the free ones that adjoin it. No segment
+    begins where another one ends, so blocks of different segments never join.
     """
 
     def __init__(self, limit: int | None, expandable: bool) -> None:
@@ -101,16 +131,19 @@ class _Allocator:
         self.num_retries = 0
         self._small: dict[int, _Pool] = {}
         self._large: dict[int, _Pool] = {}
-        """By stream."""
+        """Pools by stream."""
         self._beginning: dict[int, int] = {}
         self._ending: dict[int, int] = {}
-        """Sizes of free blocks."""
+        """Sizes of free blocks, by the address where they begin and where they end."""
         self._segments: dict[int, int] = {}
-        """By address, sizes of those that do not grow."""
+        """Sizes of the segments that do not grow, by address."""
         self._next_address = 0
 
     def play(self, log: EventLog) -> Reserve:
-        """All events, in one loop: whoever plans plays millions."""
+        """Play all events and return the peaks.
+
+        One loop without calls for each event, because a planner plays millions of events.
+        """
         streams = [storage.stream for storage in log.storages]
         taken: list[tuple[int, int, int, list[int]] | None] = [None] * len(log.storages)
         small, large = self._small, self._large
@@ -121,10 +154,11 @@ class _Allocator:
         find, put, most_small = bisect.bisect_left, bisect.insort, _SMALL
         allocated = most_allocated = 0
         for delta, storage, _ in log.changes:
+            # A storage that changes its size is freed and allocated anew.
             if before := taken[storage]:
                 asked, address, length, free = before
                 allocated -= length
-                # What is free beside it joins it.
+                # Join the free blocks after and before it.
                 if near := is_beginning(address + length, 0):
                     del free[find(free, near << bits | address + length)]
                     length += near
@@ -156,7 +190,7 @@ class _Allocator:
                 address, length = self._more(pool, size)
             rest = length - size
             if rest >= least:
-                # Its end is known already.
+                # Split: the rest ends where the block ended, an address that `ending` has already.
                 end, begin = address + length, address + size
                 put(free, rest << bits | begin)
                 beginning[begin] = ending[end] = rest
@@ -171,7 +205,10 @@ class _Allocator:
         return Reserve(most, most_allocated, self.most_reserved, self.num_retries, self.reserved)
 
     def _more(self, pool: _Pool, size: int) -> tuple[int, int]:
-        """(address, size) of a free block, known by its end alone, where none was large enough."""
+        """Return (address, size) of a new block, for a request that no free block fits.
+
+        Only its end is registered, as for a free block taken from the pool.
+        """
         address, length = self._grow(pool, size) if self.expandable else self._segment(pool, size)
         self._ending[address + length] = length
         return address, length
@@ -185,7 +222,7 @@ class _Allocator:
         del self._beginning[address], self._ending[address + size]
 
     def _segment(self, pool: _Pool, size: int) -> tuple[int, int]:
-        """(address, size) of a new one."""
+        """Reserve a new segment and return its (address, size)."""
         if pool.is_small:
             length = _SMALL_SEGMENT
         elif size < _LEAST_OF_ITS_OWN:
@@ -195,12 +232,13 @@ class _Allocator:
         if not self._has_room(length):
             self._give_back()
         self._reserve(length)
+        # A gap after each segment keeps its blocks from joining those of the next one.
         address, self._next_address = self._next_address, self._next_address + length + _ROUND
         self._segments[address] = length
         return address, length
 
     def _grow(self, pool: _Pool, size: int) -> tuple[int, int]:
-        """The free block at the end of the pool's segment, made long enough by further pages."""
+        """Return (address, size) of the segment's last free block, after adding pages to it."""
         if pool.begin < 0:
             pool.begin = pool.end = self._next_address
             self._next_address += _APART
@@ -215,7 +253,7 @@ class _Allocator:
         return address, there + missing
 
     def _missing(self, pool: _Pool, size: int) -> int:
-        """Bytes of the pages that a segment has to grow by."""
+        """Bytes of the pages by which the segment has to grow."""
         return -(-(size - self._ending.get(pool.end, 0)) // pool.page) * pool.page
 
     def _has_room(self, length: int) -> bool:
@@ -231,7 +269,11 @@ class _Allocator:
         self.most_reserved = max(self.most_reserved, self.reserved)
 
     def _give_back(self) -> None:
-        """Free segments go back to the driver; of an expandable one, the free pages at its end."""
+        """Return unused memory to the driver.
+
+        That is every segment that is entirely free, and the free pages at the end of each
+        expandable one.
+        """
         self.num_retries += 1
         for pool in (*self._small.values(), *self._large.values()):
             there = self._ending.get(pool.end, 0)

@@ -1,8 +1,8 @@
-"""What storages are for, told by when they live and what handles them.
+"""Assign a term (a category of bytes) to storages, from when they live and what handles them.
 
-Parameters, optimizer state and the like are known by name. Of the rest nobody says what it is, but
-a step has a plain order: what forward makes and leaves behind is kept for backward, what backward
-leaves behind is a gradient, and memory that comes back every step is that of gathered parameters.
+Parameters, optimizer state and the like are named when they are made. The rest follows from the
+order of a step: what forward makes and leaves behind is kept for backward, what backward leaves
+behind is a gradient, and memory that comes back every step is that of gathered parameters.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ def settle(
     sent: Collection[int],
     num_before: int,
 ) -> tuple[Storage, ...]:
-    """The storages with the terms of those that were `TEMPORARIES` until now.
+    """Return the storages, with a term for each one that was `TEMPORARIES` so far.
 
     Args:
-        sent: Numbers of those that a collective reads or writes.
-        num_before: How many storages there were before this step, alive or not.
+        events: All changes of the step, in order.
+        sent: Numbers of the storages that a collective reads or writes.
+        num_before: Number of storages that existed before this step, alive or not.
     """
     spans: dict[int, tuple[int, int]] = {}
     sizes: dict[int, int] = {}
@@ -49,11 +50,14 @@ def settled(
     sent: Collection[int],
     num_before: int,
 ) -> list[Term]:
-    """By storage, its term; what is left out and returned as in `settle`.
+    """Return the term of every storage, where one that was `TEMPORARIES` gets its term.
 
     Args:
-        spans: By storage, the numbers of its first phase, and of that in which it ended or of none;
-            None where nothing tells.
+        spans: For each storage, the numbers of its first phase and of the phase in which it ended
+            (`len(phases)` if it never did); None if unknown, in which case its term is left as it
+            is.
+        sent: Numbers of the storages that a collective reads or writes.
+        num_before: Number of storages that existed before this step, alive or not.
     """
     out = list(terms)
     known: dict[tuple[int, int, bool, bool], Term] = {}
@@ -69,9 +73,9 @@ def settled(
 
 
 def _term(phases: Sequence[str], first: int, last: int, *, is_sent: bool, is_known: bool) -> Term:
-    """Of a storage that lives from one phase to another, both by number."""
+    """Return the term of a storage that lives from phase `first` to phase `last`."""
     if is_known and first:
-        return Term.GATHERED  # It had shrunk to nothing, as only FSDP2's memory does.
+        return Term.GATHERED  # It had shrunk to 0 bytes, as only FSDP2's gathered parameters do.
     if is_sent:
         return Term.COMMUNICATION
     born = phases[first]

@@ -1,8 +1,8 @@
-"""Device memory that no plan tells: rows of data by generation of device, each with its source.
+"""Device memory that does not follow from a plan: a table by GPU generation, each entry sourced.
 
-What a context holds, what NCCL keeps for a group of ranks, what cuBLAS is given. They follow from
-versions, links and algorithms that are chosen as a job starts, so each is a band. `driver` adds
-them up for a plan.
+The table has the bytes of a CUDA context, of NCCL's buffers for a group of ranks and of cuBLAS's
+workspaces. They depend on versions, links and algorithms that are chosen when a job starts, so each
+is a `Band`. `driver` adds them up for a plan.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _MIB: Final = 1 << 20
 
 
 class Band(NamedTuple):
-    """Bytes that are not known exactly.
+    """A number of bytes that is not known exactly.
 
     Attributes:
-        low: The least that any source reports.
-        expected: What to add to a prediction.
-        high: What to leave room for.
+        low: The least bytes that any source reports.
+        expected: Bytes to add to an estimate.
+        high: Bytes to leave room for.
     """
 
     low: int
@@ -29,21 +29,24 @@ class Band(NamedTuple):
     high: int
 
     def plus(self, other: Band) -> Band:
-        """Both together, each end at its worst."""
+        """Return the sum, with the ends added separately: both low, both high."""
         return Band(self.low + other.low, self.expected + other.expected, self.high + other.high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """Devices that behave alike.
+    """GPUs with the same overheads.
 
     Args:
-        words: Of which a device's name has one.
-        context: CUDA context with the kernels that a training step loads.
-        pair: Of a communicator of two ranks.
-        group: Of one of more ranks in a node.
-        channels_per_peer: Over which two ranks of a node send to each other: least, usual, most.
-        workspace_bytes: cuBLAS gets as much for each thread that calls it.
+        words: Words that identify the generation; a device's name contains one of them.
+        context: Bytes of the CUDA context, with the kernels that a training step loads.
+        context_source: Source of `context`.
+        pair: Bytes of a communicator of two ranks.
+        group: Bytes of a communicator of more than two ranks in a node.
+        group_source: Source of `pair` and `group`.
+        channels_per_peer: NCCL channels over which two ranks of a node send to each other: (least,
+            usual, most).
+        workspace_bytes: Bytes that cuBLAS gets for each thread that calls it.
     """
 
     words: tuple[str, ...]
@@ -57,15 +60,15 @@ class Generation:
 
 
 CONNECTION: Final = 14 * _MIB
-"""One peer, one channel, both directions: a receive buffer of 9,633,792 bytes (LL 512 KiB, LL128
-4,800 KiB, Simple 4 MiB) and two small ones, each rounded to 2 MiB pages.
+"""Bytes of one peer on one channel, both directions: a receive buffer of 9,633,792 bytes (LL 512
+KiB, LL128 4,800 KiB, Simple 4 MiB) and two small ones, each rounded to 2 MiB pages.
 
 Source: NCCL 2.26, `computeBuffSizes` of init.cc; NVIDIA/nccl issue 1685: allocations of 10,485,760
-and 2,097,152 bytes, 3.28 GB more after an all-to-all of 8 H100, 7 peers x 32 channels x 14 MiB.
-"""
+and 2,097,152 bytes, 3.28 GB more after an all-to-all of 8 H100, 7 peers x 32 channels x 14 MiB."""
 OVER_NODES: Final = Band(64 * _MIB, 512 * _MIB, 1024 * _MIB)
-"""Buffers that all sends to other nodes share. Source: NVIDIA/nccl issue 2363 (NCCL 2.28.9 asks for
-536,870,912 bytes); the ends are [Empirical]: two channels of a peer, and twice the buffer."""
+"""Bytes of the buffers that all sends to other nodes share. Source: NVIDIA/nccl issue 2363 (NCCL
+2.28.9 asks for 536,870,912 bytes); the ends are [Empirical]: two channels of a peer, and twice
+the buffer."""
 PEERS: Final = "NVIDIA/nccl issues 1685 (14 MiB for each peer and channel) and 2363 (over nodes)"
 
 _LAZY: Final = (
@@ -151,7 +154,7 @@ _GENERATIONS: Final = (
 
 
 def _widest() -> Generation:
-    """For a device that is in no row: as usual as H100, with the ends of all rows."""
+    """Return the entry for an unknown device: expected as for H100, ends over all generations."""
 
     def ends(bands: Iterable[Band], expected: int) -> Band:
         every = tuple(bands)

@@ -1,8 +1,8 @@
-"""Device memory outside torch's allocator: the context, and what NCCL keeps per communicator.
+"""Device memory outside torch's allocator: the CUDA context, and NCCL's buffers per communicator.
 
-A plan tells which groups of ranks there are; the bytes of each are bands of `generations`. What is
-said to fit must fit with the upper end. The workspaces of cuBLAS are here too, although they lie
-inside the allocator, because no operator shows them.
+A plan determines which groups of ranks exist; the bytes of each are a `Band` of `device_overheads`.
+"Fits" uses the upper end. cuBLAS's workspaces are added here too, although they lie inside the
+allocator, because no operator shows them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshplan.memory.log.events import EventLog, Storage, Term
 
 
 class CommunicatorUse(StrEnum):
-    """What a communicator does most, which says whom it connects with whom."""
+    """The main traffic of a communicator, which determines the peers that it connects."""
 
     COLLECTIVE = "collectives"
     EXCHANGE = "all to all"
@@ -40,10 +40,10 @@ class Communicator:
     """One group of ranks for which NCCL keeps buffers on this rank.
 
     Args:
-        axes: Of the mesh, outermost first.
-        ranks: In the group.
-        ranks_in_node: How many of them share a node.
-        use: What it is for.
+        axes: Mesh axes of the group, outermost first.
+        ranks: Number of ranks in the group.
+        ranks_in_node: Number of those ranks that share a node.
+        use: Main traffic of the group.
     """
 
     axes: tuple[str, ...]
@@ -54,12 +54,12 @@ class Communicator:
 
 @dataclass(frozen=True, slots=True)
 class DriverTerm:
-    """One row of what the driver holds.
+    """One item of the memory outside torch's allocator.
 
     Args:
-        what: For a table.
-        band: Its bytes.
-        source: Where they come from.
+        what: Name of the item, for a table.
+        band: Bytes of the item.
+        source: Source of those bytes.
     """
 
     what: str
@@ -68,14 +68,14 @@ class DriverTerm:
 
 
 _THREADS: Final = 2
-"""That call cuBLAS: the one that runs forward, and autograd's for the device."""
+"""Threads that call cuBLAS: the one that runs forward, and autograd's thread for the device."""
 
 
 def driver_bytes(device: str, opened: Iterable[Communicator] = ()) -> Band:
-    """What one rank's device holds outside of torch's allocator.
+    """Estimate one rank's device memory outside of torch's allocator.
 
     Args:
-        device: A name of `hardware`; any other gets the widest band.
+        device: A name of `hardware`; any other name gets the widest band.
         opened: The rank's communicators.
     """
     total = Band(0, 0, 0)
@@ -85,7 +85,7 @@ def driver_bytes(device: str, opened: Iterable[Communicator] = ()) -> Band:
 
 
 def driver_terms(device: str, opened: Iterable[Communicator] = ()) -> tuple[DriverTerm, ...]:
-    """The rows that `driver_bytes` adds up."""
+    """The items that `driver_bytes` adds up: the context, then each communicator."""
     found = generation_of(device)
     rows = [DriverTerm("context", found.context, found.context_source)]
     for each in opened:
@@ -98,28 +98,29 @@ def _group(found: Generation, each: Communicator) -> tuple[Band, str]:
     if each.use == CommunicatorUse.COLLECTIVE:
         band = found.pair if each.ranks == 2 else found.group
         return band, found.group_source
-    if each.use == CommunicatorUse.SHARED:  # Stages between those have none.
+    if each.use == CommunicatorUse.SHARED:
+        # Ranks of the stages in between hold no copy and open no communicator.
         band = found.pair if each.ranks == 2 else found.group
         return band._replace(low=0), found.group_source
     peers = each.ranks_in_node - 1
     if each.use == CommunicatorUse.NEIGHBOURS:
         peers = min(peers, 2)
     least, usual, most = (peers * channels * CONNECTION for channels in found.channels_per_peer)
-    # Losses and checks are reduced over the same group.
+    # Losses and checks are reduced over the same group, so add those buffers.
     band = Band(least, usual, most).plus(found.pair if each.ranks == 2 else found.group)
     if each.ranks_in_node < each.ranks:
         band = band.plus(OVER_NODES)
     if each.use == CommunicatorUse.NEIGHBOURS:
-        # torch opens one more for every pair that sends outside of a batch.
+        # torch opens one more communicator for every pair that sends outside of a batched call.
         band = band._replace(high=band.high + 2 * found.pair.high)
     return band, f"{found.group_source}; {PEERS}"
 
 
 def communicators(assignment: Assignment, *, gpus_per_node: int = 8) -> tuple[Communicator, ...]:
-    """The groups in which a rank takes part, each once: those of the same ranks are one.
+    """Return the communicators of a rank; groups of the same ranks share one.
 
-    What the wrappers, the styles, the pipeline and the checks of `train_step` send in; torch opens
-    a communicator with the first message.
+    They are the groups in which the wrappers, the styles, the pipeline and the checks of
+    `train_step` communicate; torch opens a communicator with the first message.
     """
     mesh = assignment.mesh
     wanted: dict[tuple[str, ...], CommunicatorUse] = {}
@@ -158,7 +159,10 @@ def communicators(assignment: Assignment, *, gpus_per_node: int = 8) -> tuple[Co
 
 
 def _shared(assignment: Assignment) -> Iterator[Communicator]:
-    """Of some places along pp (`runtime.apply.pipeline.shared`), each that is not all of them."""
+    """Yield the communicators of stages that share a parameter, except one of all stages.
+
+    `runtime.apply.pipeline.shared` adds the gradients of the copies over them.
+    """
     stages = assignment.stages
     places = {frozenset(map(stages.rank_of, each)) for each in assignment.shared.values() if stages}
     for ranks in sorted(map(len, places)):
@@ -169,7 +173,7 @@ def _shared(assignment: Assignment) -> Iterator[Communicator]:
 
 
 def _ranks_in_node(mesh: Mesh, axes: tuple[str, ...], gpus_per_node: int) -> int:
-    """How many ranks of the first group along `axes` are on the first node."""
+    """Number of ranks of the first group along `axes` that are on the first node."""
     strides, stride = {}, 1
     for axis in reversed(mesh.axes):
         strides[axis.name], stride = stride, stride * axis.size
@@ -189,7 +193,7 @@ def _ranks_in_node(mesh: Mesh, axes: tuple[str, ...], gpus_per_node: int) -> int
 
 
 def workspace_bytes(device: str) -> int:
-    """What torch gives cuBLAS for each thread that multiplies matrices, inside its allocator.
+    """Bytes of cuBLAS's workspace, inside torch's allocator, for each thread that calls cuBLAS.
 
     Source: torch 2.13, ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`; cuBLASLt uses
     the same memory (TORCH_CUBLASLT_UNIFIED_WORKSPACE, the default).
@@ -198,7 +202,7 @@ def workspace_bytes(device: str) -> int:
 
 
 def with_workspaces(log: EventLog, device: str) -> EventLog:
-    """The log of a step on such a device: cuBLAS's workspaces are there before and after it."""
+    """Return the log with the device's cuBLAS workspaces, which exist before and after the step."""
     size, first = workspace_bytes(device), len(log.storages)
     storage = Storage(Term.WORKSPACES, "cublas")
     born = tuple((size, first + thread, 0) for thread in range(_THREADS))

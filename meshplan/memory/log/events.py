@@ -1,8 +1,8 @@
 """The event log of one training step: every storage's birth and death, in order.
 
-The one record that peak, breakdown, timeline and allocator are read from. It does not know where
-it came from: a trace of the real wrappers on tensors without numbers, a replay of blocks, or a
-real run.
+Peak, breakdown, timeline and reserved memory are all computed from this one record. It does not
+depend on where the events come from: a trace of the real wrappers on fake tensors, a replay of
+blocks, or a real run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 
 class Term(StrEnum):
-    """What the bytes of a storage are for, in the order of tables and pictures."""
+    """Categories of a storage's bytes, in the order of tables and pictures."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -33,14 +33,15 @@ class Term(StrEnum):
 
 
 class Storage(NamedTuple):
-    """One piece of memory, from its first to its last byte.
+    """One allocation, from its birth to its death.
 
     Attributes:
-        term: What it is for.
-        op: The operator that made it, as aten names it; "" for what was there before.
-        module: The fqn of the innermost module that ran, or whose backward ran.
-        phase: When it was made.
-        stream: The stream it was made on; 0 computes.
+        term: Category of its bytes.
+        op: Name of the aten operator that made it; "" if no operator did, as for storages that
+            exist before the step.
+        module: Fqn of the innermost module whose forward or backward was running.
+        phase: Name of the phase in which it was made.
+        stream: Number of the CUDA stream on which it was made; 0 is the compute stream.
     """
 
     term: Term
@@ -51,7 +52,7 @@ class Storage(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A storage grows or shrinks by `delta` bytes; made is grown from 0, freed is shrunk to 0."""
+    """A storage grows or shrinks by `delta` bytes. It is born from 0 and freed by going to 0."""
 
     delta: int
     storage: int
@@ -60,16 +61,17 @@ class Event(NamedTuple):
 
 _DELTA = itemgetter(0)
 Change = tuple[int, int, int]
-"""An event without names for what it is made of: a step has tens of thousands, and whoever plans
-plays thousands of steps."""
+"""The fields of an `Event`, as a plain tuple: a step has tens of thousands of events, and a planner
+replays thousands of steps."""
 
 
 class Peak(NamedTuple):
-    """The most bytes at once.
+    """The most bytes that are live at once.
 
     Attributes:
-        live_bytes: How many.
-        event: The event after which there were as many, for the first time; -1 before all.
+        live_bytes: Live bytes at the peak.
+        event: Number of the first event after which so many bytes are live; -1 for before all
+            events.
     """
 
     live_bytes: int
@@ -81,14 +83,14 @@ class EventLog:
     """One rank's events, phase by phase.
 
     Args:
-        storages: What each storage is, by its number.
-        changes: In order. What was there before is born in the first phase.
-        phases: Names of the phases, in order: "before", then "forward", "loss", "backward" as
-            often as they come, and "step".
-        host_bytes: The most that tensors of the step hold in the host's memory at once; those are
-            in no event.
+        storages: All storages; an event refers to one by its index.
+        changes: All events in order. Storages that exist before the step are born in the first
+            phase.
+        phases: Names of the phases in order: "before", then "forward", "loss", "backward" as often
+            as they occur, and "step".
+        host_bytes: Peak bytes of the step's tensors in host memory; no event describes those.
 
-    Units: bytes as asked for; what an allocator rounds to is `memory.log.allocator`'s.
+    All sizes are bytes as requested; `memory.log.allocator` rounds them to blocks.
     """
 
     storages: tuple[Storage, ...]
@@ -98,19 +100,22 @@ class EventLog:
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
-        """The changes, by name."""
+        """The changes, with named fields."""
         return tuple(map(Event._make, self.changes))
 
     @cached_property
     def peak(self) -> Peak:
-        """Of all phases."""
+        """The peak over all phases."""
         live = [*accumulate(map(_DELTA, self.changes))]
         most = max(live, default=0)
         return Peak(most, live.index(most)) if most > 0 else Peak(0, -1)
 
     @cached_property
     def pooled_bytes(self) -> int:
-        """What is reserved at the least: each stream has a pool of its own, which never shrinks."""
+        """A lower bound on reserved bytes: the sum of each stream's own peak.
+
+        Each stream has a pool of its own, which never shrinks.
+        """
         stream_of = [storage.stream for storage in self.storages]
         deltas: dict[int, list[int]] = {stream: [] for stream in set(stream_of)}
         for delta, storage, _ in self.changes:
@@ -119,7 +124,7 @@ class EventLog:
 
     @cached_property
     def by_phase(self) -> Mapping[str, tuple[int, int]]:
-        """(most bytes at once, bytes at its last end) of the phases of each name."""
+        """Return (peak bytes, bytes live when it last ended) for each phase name."""
         out: dict[str, tuple[int, int]] = {}
         live = most = running = 0
         for delta, _, phase in (*self.changes, (0, 0, len(self.phases))):
@@ -132,7 +137,7 @@ class EventLog:
         return out
 
     def live_after(self, event: int) -> dict[int, int]:
-        """Bytes of every storage that lives right after an event."""
+        """Return the bytes of every storage that is live right after an event."""
         live: dict[int, int] = {}
         for delta, storage, _ in self.changes[: event + 1]:
             size = live.get(storage, 0) + delta
@@ -144,12 +149,12 @@ class EventLog:
 
     @cached_property
     def live_at_peak(self) -> Mapping[int, int]:
-        """Bytes of every storage that lives at the peak."""
+        """Bytes of every storage that is live at the peak, by its number."""
         return self.live_after(self.peak.event)
 
     @cached_property
     def terms_at_peak(self) -> Mapping[Term, int]:
-        """What the peak is made of; the terms add up to it."""
+        """Bytes of each term at the peak; they add up to `peak.live_bytes`."""
         out = dict.fromkeys(Term, 0)
         for storage, size in self.live_at_peak.items():
             out[self.storages[storage].term] += size
@@ -157,17 +162,22 @@ class EventLog:
 
     @property
     def phase_at_peak(self) -> str:
-        """When the peak is."""
+        """Name of the phase in which the peak is."""
         return self.phases[self.changes[self.peak.event][2]]
 
     @property
     def module_at_peak(self) -> str:
-        """The module whose storage made the peak."""
+        """The module of the storage whose birth makes the peak."""
         return self.storages[self.changes[self.peak.event][1]].module
 
 
 def on_streams(log: EventLog, streams: Mapping[tuple[Term, int], int]) -> EventLog:
-    """The log with what no operator made on the streams that its term and bytes at birth tell."""
+    """Return the log with storages that no operator made moved to the streams given.
+
+    Args:
+        streams: The stream for each (term, bytes at birth). Storages that an operator made, that
+            are on a stream other than 0 already, or that are not listed, stay where they are.
+    """
     sizes: dict[int, int] = {}
     for delta, storage, _ in log.changes:
         sizes.setdefault(storage, delta)

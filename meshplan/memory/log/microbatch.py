@@ -1,8 +1,9 @@
-"""What one microbatch allocates and frees on one rank, apart from what wrappers and optimizer do.
+"""The storages that one microbatch allocates and frees on one rank, without the wrappers' own.
 
-The user's own code on the parts that this rank computes with, tensor parallelism and recomputation
-included: traced from the model, or told from a blueprint without torch. Gathering and reducing,
-buckets, accumulation, stages and the optimizer are `memory.replay`'s, which acts at the marks.
+That is the user's own forward and backward on this rank's shards, tensor parallelism and
+recomputation included: traced from the model, or estimated from its config without torch. Gathering
+and reducing, buckets, accumulation, stages and the optimizer are added by `memory.replay`, which
+acts at the hook points.
 """
 
 from __future__ import annotations
@@ -15,30 +16,33 @@ from typing import Final, NamedTuple
 from meshplan.memory.log.events import EventLog
 
 AT_STAGE: Final = "@stage"
-"""Between a name and the number of the stage that it is of, where a rank has several."""
+"""Separator between a name and the number of its stage, used if a rank has several stages."""
 
 
 class HookKind(StrEnum):
-    """When the wrapper of a unit acts."""
+    """Kinds of hook points: the moments at which the wrapper of a unit acts."""
 
     BEFORE_FORWARD = "before forward"
     AFTER_FORWARD = "after forward"
     BEFORE_BACKWARD = "before backward"
     AFTER_BACKWARD = "after backward"
     END_OF_BACKWARD = "end of backward"
-    """Once, when autograd has run all it had to run; of the root."""
+    """Once, when autograd has run everything; the unit is the root."""
     REDUCING = "reducing"
-    """Once, of a stage whose backwards are run in two halves, when all is played."""
+    """Once for a stage whose backwards are split in two halves, after all its actions."""
     SHARING = "sharing"
-    """Once in a pipeline, when all is played: copies of one parameter add up their gradients."""
+    """Once in a pipeline, after all actions: the gradients of copies of one parameter are added
+    up."""
 
 
 class HookPoint(NamedTuple):
-    """A wrapper acts before the event of this number.
+    """A point between two events at which a wrapper acts.
 
     Attributes:
-        event: As many events as the log has: after the last one.
-        unit: The fqn of the module whose parameters are gathered together; "" for the root.
+        event: Number of the event before which it acts; the number of events in the log if it acts
+            after the last one.
+        moment: Kind of the hook point.
+        unit: Fqn of the module whose parameters are gathered together; "" for the root.
     """
 
     event: int
@@ -48,26 +52,31 @@ class HookPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class MicrobatchTrace:
-    """One microbatch of one stage, forward, loss and backward.
+    """One microbatch of one stage: forward, loss and backward.
 
     Args:
-        log: Inputs and buffers are born in its phase "before"; it holds no parameter.
-        marks: In the order of the events.
-        gradients: By the fqn of a parameter, the storage of its gradient as backward computes it,
-            neither reduced nor cut over data ranks. Its birth is in the log, its end is not.
-        again: (event before which it is there, fqn, storage) of further gradients of the same
-            parameters, where the work is several microbatches that a pipeline runs at once. In a
+        log: Events of the microbatch, without any parameter. Inputs and buffers are born in its
+            phase "before".
+        marks: Hook points in the order of the events.
+        gradients: For each parameter's fqn, the storage of its gradient as backward computes it,
+            neither reduced nor sharded over data-parallel ranks. The log has its birth, but not its
+            end.
+        again: (event before which it exists, fqn, storage) of further gradients of the same
+            parameters, if the trace is of several microbatches that a pipeline interleaves. In a
             pipeline a parameter or unit of stage 3 is named "FQN@stage3".
-        ready: By the fqn of a parameter, the number of the event before which its gradient is
-            whole and belongs to the parameter; of others it is as soon as it is born.
-        losses: Storages of the loss, which the loop keeps until the next loss is there.
-        num_before: Events of what is there before; None for all of the phase "before".
-        settling: By the fqn of a parameter whose gradient is not laid out as the parameter is:
-            (bytes, storage) of what is made and freed to lay it so, once it is reduced; the last
-            one left is then the gradient. These storages are no storages of the log.
-        taken: By the fqn of a block, the storages that it is called with, where somebody noted it.
-        host: (event before which it is so, by how many bytes more or less) of what it keeps in the
-            host's memory; None where nobody noted it.
+        ready: For each parameter's fqn, the number of the event before which its gradient is
+            complete and assigned to the parameter. A gradient that is not listed is complete as
+            soon as it is born.
+        losses: Storages of the loss, which the training loop keeps until the next loss exists.
+        num_before: Number of events of storages that exist before the microbatch; None for all
+            events of the phase "before".
+        settling: For the fqn of each parameter whose gradient has another layout than the
+            parameter: (bytes, storage) of what is made and freed to redistribute it after it is
+            reduced. The last storage left is the gradient. These storages are not in the log.
+        taken: For each block's fqn, the storages that the block is called with, if they were
+            recorded.
+        host: (event before which it happens, change in bytes) of activations kept in host memory;
+            None if that was not recorded.
     """
 
     log: EventLog

@@ -1,9 +1,9 @@
-"""The versions of torch whose steps the rules of `replay` and of `told` follow to the byte.
+"""The versions of torch whose memory the rules of `replay` and `analytic` reproduce to the byte.
 
-`tests/bench/torch_versions.md` has what the tests say under each. torch 2.15 made FSDP2 anew:
-gradients that wait are kept in the dtype in which they are reduced, the buffer of a gather is given
-back before the next one is copied out, and gradients are freed in another order, as in 2.12 alone
-of those before.
+`tests/bench/torch_versions.md` has the test results under each version. torch 2.15 rewrote FSDP2:
+gradients that wait are kept in the dtype in which they are reduced, the buffer of an all-gather is
+freed before the next one is copied out, and gradients are freed in another order (of the earlier
+versions only 2.12 shares that order).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from importlib import metadata
 from typing import Final
 
 KNOWN: Final = ((2, 11), (2, 13), (2, 14))
-"""As `pyproject.toml` says."""
+"""Supported versions, as in `pyproject.toml`."""
 
 
 @cache
 def installed() -> str:
-    """The version of torch that is installed; "" where none is. torch itself is not loaded."""
+    """Return the installed version of torch without importing it; "" if there is none."""
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -27,7 +27,7 @@ def installed() -> str:
 
 
 def unlike(version: str) -> str:
-    """Why rules may not tell the bytes of this version of torch; "" where they do.
+    """Say why the rules do not hold for this version of torch; "" if they do.
 
     >>> unlike("2.13.0+cpu")
     ''

@@ -1,1 +1,1 @@
-"""Many equal blocks from few: found once, traced once, repeated in the log."""
+"""Infer many blocks from few: equal ones are found, traced once, and repeated in the log."""

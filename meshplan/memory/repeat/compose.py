@@ -1,9 +1,10 @@
-"""One microbatch of a model some of whose blocks run again in backward, from two that were traced.
+"""Compose a microbatch with some recomputed blocks from two traced ones: with none and with all.
 
-Of one nothing runs again, of the other every block does. The piece of either log that is a block's
-forward or backward is the block's own affair, so each block's pieces are taken from the log in
-which it does what it shall do. What several blocks hold ends with the last of them; where two logs
-do not tell when that is, both answers are given, and the truth lies between them.
+In the plain trace no block is recomputed, in the other every block is. The segment of a log that is
+a block's forward or backward depends on that block alone, so each segment is taken from the trace
+in which its block is treated as required. A storage that several blocks keep ends with the last of
+them. Where the two logs do not determine when that is, both the earliest and the latest end are
+composed, and the truth lies between them.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ _PLAIN, _AGAIN = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """When a storage ends: at the one at the earliest, at the other at the latest.
+    """The earliest and the latest possible end of a storage.
 
     Attributes:
-        low, high: (the log that tells it, where); `END` as the event is the end of the piece.
+        low: Earliest end, as (index of the log, place in it). `END` as the event means the end of
+            the segment.
+        high: Latest end, in the same form.
     """
 
     low: tuple[int, At]
@@ -32,15 +35,15 @@ class _Ends:
 
 
 class Composer:
-    """Works of a model with any of its blocks run again.
+    """Composes microbatches of a model in which any set of blocks is recomputed.
 
     Args:
-        plain: Where nothing runs again.
-        again: Where every block does.
-        blocks: Their fqns.
+        plain: The trace in which nothing is recomputed.
+        again: The trace in which every block is recomputed.
+        blocks: Fqns of the blocks.
 
     Raises:
-        NotComposableError: They are not made of pieces that go together.
+        NotComposableError: The two traces do not consist of corresponding segments.
     """
 
     def __init__(
@@ -54,21 +57,21 @@ class Composer:
             raise NotComposableError("the phases are others")
         self._keys = [piece.key for piece in one]
         self._twins: tuple[dict[int, int], dict[int, int]] = ({}, {})
-        """By log and storage, the same storage in the other log, of those that several hold."""
+        """For each log, the same storage in the other log, if a storage outlives its block."""
         for number in range(len(one)):
             self._pair(number)
         self._takers: dict[int, list[str]] = {}
-        """By storage of the log where all run again, the blocks that are called with it."""
+        """Blocks that are called with a storage of the log in which all blocks are recomputed."""
         for block, storages in again.taken.items():
             for storage in storages:
                 self._takers.setdefault(storage, []).append(block)
         self._lasts = {(key.block, key.direction): number for number, key in enumerate(self._keys)}
 
     def work(self, again: Collection[str]) -> tuple[MicrobatchTrace, MicrobatchTrace]:
-        """The least and the most that one microbatch holds; often the same object.
+        """Return the microbatch with the least and the one with the most memory; often the same.
 
         Args:
-            again: The blocks that run again.
+            again: Fqns of the blocks that are recomputed.
         """
         if not again:
             return (self._cuts[_PLAIN].work,) * 2
@@ -82,10 +85,11 @@ class Composer:
         return low, self._written(modes, {key: end.high for key, end in ends.items()})
 
     def kept_bytes(self) -> Mapping[str, tuple[int, int]]:
-        """By block, what it adds at the turn from forward to backward: plain, and run again.
+        """Return the bytes that each block saves for backward: (plain, recomputed).
 
-        Under "" what lies in no block. Together no more than what a mixed microbatch has then, but
-        where two blocks hold one tensor in two ways.
+        They are counted at the turn from forward to backward. The key "" is for storages of no
+        block. The sum over blocks is at most what a mixed microbatch has then, except where two
+        blocks keep one tensor and only one of them is recomputed.
         """
         cuts, twins = self._cuts, self._twins
         alive = [cut.alive_at_turn() for cut in cuts]
@@ -101,7 +105,7 @@ class Composer:
                     kept[mode][block] += size
                 elif mode == _AGAIN:
                     kept[mode][takers[0] if takers else block] += size
-                elif not takers:  # Or else whoever is called with it may be who holds it.
+                elif not takers:  # Otherwise a block that takes it as input may keep it.
                     kept[mode][block] += size
         blocks = {*kept[_PLAIN], *kept[_AGAIN]} - {""}
         return {
@@ -110,9 +114,9 @@ class Composer:
         }
 
     def turn_bytes(self) -> Mapping[str, tuple[int, int]]:
-        """By block, the most that its backward holds beside what blocks before it keep.
+        """Return by how much each block's backward exceeds what blocks before it save.
 
-        Plain, and run again; gradients of parameters do not count.
+        The result is (plain, recomputed) for each block. Gradients of parameters do not count.
         """
         out: dict[str, list[int]] = {}
         kept = self.kept_bytes()
@@ -125,10 +129,10 @@ class Composer:
                 before += kept.get(block, (0, 0))[mode]
         return {block: (plain, again) for block, (plain, again) in out.items()}
 
-    # Which storages are the same
+    # Pairing storages of the two logs
 
     def _pair(self, number: int) -> None:
-        """Of what is made in one piece, what others hold too, in the order in which it is made."""
+        """Pair the storages of a segment that outlive it between the logs, in order of creation."""
         block = self._keys[number].block
         made = [cut.pieces[number].made for cut in self._cuts]
         if self._keys[number].direction == "forward":
@@ -148,7 +152,10 @@ class Composer:
             self._twins[0][one], self._twins[1][other] = other, one
 
     def _aligned(self, one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Forward does the same in both, but that whoever runs it again may note things too."""
+        """Yield pairs of storages of one forward in both logs.
+
+        Both make the same storages, but the log with recomputation may have additional ones.
+        """
         logs = [cut.work.log.storages for cut in self._cuts]
         sizes = [cut.sizes for cut in self._cuts]
         left = iter(other)
@@ -162,14 +169,14 @@ class Composer:
                 raise NotComposableError("forward does something else where it runs again")
 
     def _is_own(self, cut: SegmentedTrace, storage: int, block: str) -> bool:
-        """Whether it ends where the block that made it runs."""
+        """Return True if a storage ends in a segment of the block that made it."""
         death = cut.death(storage)
         return death.piece < END and bool(block) and self._keys[death.piece].block == block
 
-    # When they end
+    # Ends of storages
 
     def _ends(self, modes: Sequence[int]) -> tuple[dict[tuple[int, int], _Ends], bool]:
-        """By log and storage, of all that the chosen pieces make; and whether all are sure."""
+        """Return the ends of all storages of the chosen segments, and True if all are certain."""
         out: dict[tuple[int, int], _Ends] = {}
         is_sure = True
         for number, mode in enumerate(modes):
@@ -194,10 +201,11 @@ class Composer:
             return _Ends(own, own)
         plain, again = (own, other) if mode == _PLAIN else (other, own)
         if own[1].piece == other[1].piece:
-            # Between blocks both logs do the same, and the plain one is taken.
+            # Between blocks both logs have the same events; those of the plain log are used.
             is_plain = not self._keys[own[1].piece].block or modes[own[1].piece] == _PLAIN
             last = plain if is_plain else again
             return _Ends(last, last)
+        # The storage ends with the last block that keeps it.
         takers = self._takers.get(storage if mode == _AGAIN else twin, ())
         holds = [*self._held_again(again, takers, modes)]
         holds += self._held_plain(plain, [*takers, *([block] if block else [])], modes)
@@ -209,7 +217,7 @@ class Composer:
     def _held_again(
         self, end: tuple[int, At], takers: Sequence[str], modes: Sequence[int]
     ) -> Iterator[_Ends]:
-        """What runs again keeps what it is called with until its backward is done."""
+        """Yield the ends set by recomputed blocks, which keep their inputs until backward ends."""
         if self._is_there(end, modes):
             yield _Ends(end, end)
         for block in takers:
@@ -220,7 +228,11 @@ class Composer:
     def _held_plain(
         self, end: tuple[int, At], holders: Sequence[str], modes: Sequence[int]
     ) -> Iterator[_Ends]:
-        """What does not keeps what its own operators want, no longer than the log says."""
+        """Yield the ends that plain blocks set.
+
+        They keep what their operators save for backward, no longer than in the log without
+        recomputation.
+        """
         if self._is_there(end, modes):
             yield _Ends(end, end)
             return
@@ -232,20 +244,20 @@ class Composer:
                 yield _Ends((_PLAIN, low), (_PLAIN, min(high, At(end[1].piece, END))))
 
     def _is_there(self, end: tuple[int, At], modes: Sequence[int]) -> bool:
-        """Whether the piece in which it ends is taken from the log that says so."""
+        """Return True if the segment in which a storage ends is taken from the log of that end."""
         mode, at = end
         if at.piece == END or not self._keys[at.piece].block:
             return True
         return modes[at.piece] == mode
 
-    # Writing
+    # Writing the composed log
 
     def _written(
         self, modes: Sequence[int], ends: Mapping[tuple[int, int], tuple[int, At]]
     ) -> MicrobatchTrace:
         numbers: dict[tuple[int, int], int] = {}
         late: dict[int, list[tuple[int, int, tuple[int, int]]]] = {}
-        """By piece, (how much is made before, how many marks are, what ends)."""
+        """(storages made before, hook points before, storage that ends), by segment."""
         for key, (mode, at) in ends.items():
             is_written = at.piece == END or (at.event != END and modes[at.piece] == mode)
             if not is_written:
@@ -254,7 +266,7 @@ class Composer:
         events: list[Event] = []
         marks: list[HookPoint] = []
         after: dict[tuple[int, int], int] = {}
-        """By log and number of an event: how many events are written when it is over."""
+        """Number of events that are written once an event is over, by log and event."""
         for number, mode in enumerate(modes):
             cut = self._cuts[mode]
             piece = cut.pieces[number]
@@ -323,7 +335,7 @@ class Composer:
         )
 
     def _moment(self, mode: int, at: At) -> tuple[int, int]:
-        """How much a piece makes, and how many marks it has, before one of its events."""
+        """Return how many storages and hook points of a segment come before one of its events."""
         if at.event == END:
             return END, END
         cut = self._cuts[mode]
@@ -334,7 +346,7 @@ class Composer:
     def _chosen(
         self, key: tuple[int, int], numbers: Mapping[tuple[int, int], int]
     ) -> tuple[int, int] | None:
-        """The name under which a storage of either log was made."""
+        """Return the key under which a storage of either log was made; None if it was not made."""
         if key in numbers:
             return key
         twin = self._twins[key[0]].get(key[1])
@@ -342,7 +354,7 @@ class Composer:
         return other if other in numbers else None
 
     def _phase_at(self, number: int, modes: Sequence[int]) -> int:
-        """The phase in which a piece ends."""
+        """Return the phase in which a segment ends."""
         for back in range(number, -1, -1):
             events = self._cuts[modes[back]].pieces[back].events
             if events:

@@ -1,6 +1,6 @@
-"""Which stages do the same but for the names of their modules, told from their rows.
+"""Find stages that are equal but for the names of their modules, by comparing their tapes.
 
-Playing sees nothing of a tape but what is compared here, and of names only which are the same.
+Playing a tape depends on nothing but what is compared here; of names, only on which are equal.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from meshplan.memory.tape.split_backward import Order
 
 @dataclass(frozen=True, slots=True)
 class StageSignature:
-    """All of a stage's tape, with its names apart.
+    """The content of a stage's tape, with the names taken out.
 
     Args:
-        shape: Where it is equal, so are the tapes, once one's names are put for the other's.
-        names: Of modules, units and parameters, each once, as they come.
+        shape: A key of the tape without names: tapes with equal keys become equal once the names of
+            one replace those of the other.
+        names: Names of modules, units and parameters, each once, in order of occurrence.
     """
 
     shape: Hashable
@@ -26,15 +27,17 @@ class StageSignature:
 
 
 def outline_of(part: StageTape, order: Order | None = None) -> StageSignature:
-    """The outline of a stage.
+    """Return the signature of a stage.
 
     Args:
-        order: Where the stage's module has its parameters, if that matters.
+        part: The stage.
+        order: Maps (module, parameter) to the position of the parameter in the stage's module; None
+            if that does not matter.
     """
     tape = part.tape
     assert not tape.handed, "what a stage of a pipeline does not do"
     names = {"": 0}
-    """The root's, which is the same in all."""
+    """Ids by name. The root has the same name in all stages."""
 
     def name(of: str) -> int:
         return names.setdefault(of, len(names))

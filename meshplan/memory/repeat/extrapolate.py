@@ -1,10 +1,10 @@
-"""A step with many equal blocks, from two steps with few: what one more block adds, added again.
+"""Extrapolate a step with many equal blocks from two steps with few.
 
-The log with one more period of blocks is the other log with pieces put in: the forward of a block,
-its backward, its share of the optimizer's step. Each piece, put in as often as blocks are missing,
-gives the log of the whole model, event by event, so that peak, terms and allocator are read from
-it as from any other. What does not repeat in this way is refused; whether it does is to be proved
-on a third log.
+The log with one more period of blocks is the other log with segments inserted: the forward of a
+block, its backward, and its share of the optimizer step. Each segment, inserted as often as blocks
+are missing, gives the log of the whole model, event by event, so peak, categories and allocator are
+evaluated as for any other log. Steps that do not repeat in this form are refused. Whether the
+extrapolation is right is to be checked against a third log.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from meshplan.memory.log.allocator import reserve
 from meshplan.memory.log.events import Event, EventLog, Storage
 
 _GROWN_COST: Final = 3
-"""How many pieces put in are worth one storage that has grown."""
+"""Number of inserted events that cost as much as one storage that has grown."""
 
 
 class NotRepeatingError(Exception):
-    """One more block adds something else than pieces of its own."""
+    """One more period of blocks changes more of the log than it inserts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Lists of equal modules, of which some were left out.
+    """Lists of equal modules from which blocks were left out.
 
     Args:
-        lists: The fqns of the lists.
-        period: After how many blocks they are alike again.
+        lists: Fqns of the lists.
+        period: Number of blocks after which equal ones repeat.
     """
 
     lists: tuple[str, ...]
     period: int = 1
 
     def split(self, module: str) -> tuple[str, int | None, str]:
-        """(list, number, rest) of a module inside of a block; (module, None, "") of any other."""
+        """Return (list, number, rest) for a module inside a block, else (module, None, "")."""
         for fqn in self.lists:
             prefix = f"{fqn}." if fqn else ""
             if module.startswith(prefix):
@@ -47,24 +47,24 @@ class Blocks:
         return module, None, ""
 
     def without_number(self, module: str) -> str:
-        """The same name for all blocks."""
+        """Return the fqn with a star for the number of the block."""
         head, number, rest = self.split(module)
         return module if number is None else f"{head}*{rest}"
 
     def moved(self, module: str, by: int) -> str:
-        """The same part of a block further on."""
+        """Return the fqn of the same module in the block that is `by` blocks further on."""
         head, number, rest = self.split(module)
         return module if number is None else f"{head}{number + by}{rest}"
 
 
 class _Token(NamedTuple):
-    """An event, as it looks from every block alike.
+    """An event in a form that is the same for every block.
 
     Attributes:
-        size: Of the storage, above 0 where it is born and below where it dies.
-        kind: The storage's term, operator, module without its number, and stream.
-        place: Of the storage among the live ones of its kind and size: from the youngest, 0 and
-            on, or from the oldest, -1 and down; 0 for a birth.
+        size: Bytes of the storage, positive where it is made and negative where it is freed.
+        kind: Category, operator, module without its number, and stream of the storage.
+        place: Position of the storage among the live ones of its kind and size: from the youngest
+            counted up from 0, or from the oldest counted down from -1; 0 where it is made.
     """
 
     size: int
@@ -73,7 +73,13 @@ class _Token(NamedTuple):
 
 
 class _TokenRun(NamedTuple):
-    """Tokens that follow each other, and the storages they are about in the log they are from."""
+    """Consecutive tokens.
+
+    Attributes:
+        tokens: The tokens.
+        storages: The storage of each token, in the log that the tokens are from.
+        is_repeated: True if the tokens are to be inserted once for each period.
+    """
 
     tokens: list[_Token]
     storages: list[Storage]
@@ -81,15 +87,16 @@ class _TokenRun(NamedTuple):
 
 
 def extrapolate(few: EventLog, more: EventLog, blocks: Blocks, times: int) -> EventLog:
-    """The log of a step with more blocks.
+    """Return the log of a step with more blocks.
 
     Args:
         few: A step with some blocks.
-        more: The same step with one period of blocks more.
-        times: How many periods to add to `more`.
+        more: The same step with one more period of blocks.
+        blocks: The lists of blocks.
+        times: Number of periods to add to `more`.
 
     Raises:
-        NotRepeatingError: The two logs do not differ by pieces put in.
+        NotRepeatingError: The two logs differ by more than inserted segments.
     """
     if few.phases != more.phases:
         raise NotRepeatingError("other phases")
@@ -100,7 +107,8 @@ def extrapolate(few: EventLog, more: EventLog, blocks: Blocks, times: int) -> Ev
         tokens = [token for token, _ in long[number]]
         storages = [storage for _, storage in long[number]]
         pieces = _pieces([token for token, _ in short[number]], tokens, storages, times)
-        is_past = name == "backward"  # It begins with the last block, whose number is the highest.
+        # Backward begins with the last block, whose number is the highest.
+        is_past = name == "backward"
         for piece in pieces:
             if piece.is_repeated:
                 named = [s._replace(module=blocks.without_number(s.module)) for s in piece.storages]
@@ -116,7 +124,7 @@ def extrapolate(few: EventLog, more: EventLog, blocks: Blocks, times: int) -> Ev
 
 
 def is_same(one: EventLog, other: EventLog) -> bool:
-    """Whether two logs ask for the same bytes in every phase, and of an allocator too."""
+    """Return True if two logs need the same bytes in every phase, and reserve the same bytes."""
     return (
         one.by_phase == other.by_phase
         and one.terms_at_peak == other.terms_at_peak
@@ -126,7 +134,7 @@ def is_same(one: EventLog, other: EventLog) -> bool:
 
 
 def _tokens(log: EventLog, blocks: Blocks) -> list[list[tuple[_Token, Storage]]]:
-    """The events of every phase."""
+    """Return the tokens of every phase, each with its storage."""
     out: list[list[tuple[_Token, Storage]]] = [[] for _ in log.phases]
     kinds: dict[int, tuple[object, ...]] = {}
     sizes: dict[int, int] = {}
@@ -157,10 +165,12 @@ def _tokens(log: EventLog, blocks: Blocks) -> list[list[tuple[_Token, Storage]]]
 def _pieces(
     few: Sequence[_Token], more: list[_Token], storages: list[Storage], times: int
 ) -> Iterator[_TokenRun]:
-    """`more` in pieces, those repeated that `few` has one less of."""
+    """Yield `more` in runs of tokens; those that `few` has one time less are repeated."""
     missing = len(more) - len(few)
     start = _common(few, more)
     end = min(_common(few[::-1], more[::-1]), len(few))
+    # If a common prefix and suffix cover `few`, there is one insertion. Where it could be
+    # shifted, the middle of its possible places is taken.
     if missing >= 0 and start + end >= len(few):
         at = (start + len(few) - end) // 2
         for first, last in ((0, at), (at, at + missing), (at + missing, len(more))):
@@ -187,15 +197,16 @@ _SAME, _GROWN, _NEW = "same", "grown", "new"
 
 
 def _aligned(few: Sequence[_Token], more: Sequence[_Token]) -> list[str]:
-    """What each token of `more` is beside those of `few`, with the fewest pieces put in.
+    """Classify each token of `more` as same, grown or new, with the fewest insertions.
 
-    Every token of `few` has its counterpart, in order; sizes may have grown.
+    Every token of `few` has a counterpart in `more`, in order; its size may have grown.
     """
     width = len(more) - len(few)
     if width < 0:
         raise NotRepeatingError("with one more block there is less to do")
-    # costs[skipped]: of the best way to have come so far with so many tokens put in, and whether
-    # the last one was put in; ways remember the choices.
+    # Dynamic programming over (tokens of `few` matched, tokens inserted). `matched` and `inserted`
+    # are the least costs by number of insertions, where the last token was matched or inserted;
+    # `choices` remembers the decisions for backtracking.
     far = len(more) * _GROWN_COST + 1
     matched = [0] + [far] * width
     inserted = [far] * (width + 1)
@@ -237,13 +248,13 @@ def _aligned(few: Sequence[_Token], more: Sequence[_Token]) -> list[str]:
 
 
 def _common(one: Sequence[_Token], other: Sequence[_Token]) -> int:
-    """How many tokens both begin with."""
+    """Return the number of tokens that both sequences begin with."""
     pairs = zip(one, other, strict=False)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _grown(few: _Token, more: _Token, times: int) -> _Token:
-    """A storage whose size grows with the number of blocks, such as of all gradients' norms."""
+    """Return a token whose size grows with the number of blocks, such as that of all norms."""
     size = more.size + times * (more.size - few.size)
     if few[1:] != more[1:] or size * more.size <= 0:
         raise NotRepeatingError("with one more block the step does something else")
@@ -251,7 +262,7 @@ def _grown(few: _Token, more: _Token, times: int) -> _Token:
 
 
 class _TokenWriter:
-    """Makes storages and events of tokens."""
+    """Turns tokens back into storages and events."""
 
     def __init__(self) -> None:
         self.storages: list[Storage] = []

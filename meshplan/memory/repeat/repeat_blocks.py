@@ -1,8 +1,9 @@
-"""Work of many alike blocks from work of a few: what one block adds is repeated.
+"""Repeat the middle of few traced blocks to obtain the trace of a model with many equal blocks.
 
-A run of blocks is traced with five of them. Those in the middle must make and free the same in the
-same order, each touching nothing but its own, its neighbours' and what both sides hand over; then
-a further block between them adds just that. Whoever cannot show it is not stretched.
+A run of equal blocks is traced with five of them. The middle ones must make and free the same
+storages in the same order, and may touch only their own, those of their neighbours, and those
+passed between them. Then one more block between them adds exactly the events of one. Blocks for
+which this cannot be shown are not repeated.
 """
 
 from __future__ import annotations
@@ -17,26 +18,28 @@ from meshplan.memory.log.microbatch import HookPoint, MicrobatchTrace
 from meshplan.model.graph import is_inside
 
 KEPT: Final = 5
-"""Periods of a run that are traced: the first and the last are special, those beside them touch
-them, and the one in the middle is repeated."""
+"""Number of periods of a run that are traced. The first and the last are special, their neighbours
+touch them, and the one in the middle is repeated."""
 _SOURCE: Final = 2
 
 
 class BlocksDifferError(Exception):
-    """The blocks of a run do not do the same."""
+    """The blocks of a run do not make and free the same storages."""
 
 
 @dataclass(frozen=True)
 class RepeatedBlocks:
-    """Blocks of one list that are alike, period by period.
+    """A run of equal blocks in one list, period by period.
 
     Args:
-        container: The fqn of the list.
-        first: The first block's place in it.
-        period: After how many blocks they are alike again.
-        count: How many periods there are.
-        forward: The event at which forward of each kept period begins, and that of the end.
-        backward: The event at which backward of each kept period begins, and that of the end.
+        container: Fqn of the list.
+        first: Index in the list of the first block.
+        period: Number of blocks after which equal ones repeat.
+        count: Number of periods in the whole model.
+        forward: Index of the event at which the forward of each traced period begins, and of the
+            end.
+        backward: Index of the event at which the backward of each traced period begins, and of the
+            end.
     """
 
     container: str
@@ -48,24 +51,24 @@ class RepeatedBlocks:
 
     @property
     def num_added(self) -> int:
-        """Periods that are not traced."""
+        """Number of periods that are not traced."""
         return self.count - KEPT
 
     def kept(self, place: int) -> int | None:
-        """The place among the kept blocks of a block of the whole list; None if it is left out."""
+        """Return the index among the traced blocks of a block of the whole list, or None."""
         if place < self.first + (_SOURCE + 1) * self.period:
             return place
         place -= self.num_added * self.period
         return place if place >= self.first + (_SOURCE + 1) * self.period else None
 
     def period_of(self, fqn: str) -> int | None:
-        """The kept period that something of the short model lies in."""
+        """Return the traced period that a module or parameter of the short model is in, or None."""
         place = self.place_of(fqn)
         period = None if place is None else (place - self.first) // self.period
         return period if period is not None and 0 <= period < KEPT else None
 
     def place_of(self, fqn: str) -> int | None:
-        """The place in the list of what something lies in."""
+        """Return the index in the list of the block that a module or parameter is in, or None."""
         inside = fqn if not self.container else fqn.removeprefix(self.container + ".")
         if not is_inside(fqn, self.container) or inside == fqn == self.container:
             return None
@@ -73,33 +76,41 @@ class RepeatedBlocks:
         return int(head) if head.isdigit() else None
 
     def shown(self, place: int) -> int:
-        """The place among the kept blocks of one that does the same as a block of the whole."""
+        """Return the index of the traced block that stands for a block of the whole list."""
         kept = self.kept(place)
         if kept is not None:
             return kept
         return self.first + _SOURCE * self.period + (place - self.first) % self.period
 
     def moved(self, fqn: str, by: int) -> str:
-        """A name with the place in the list so many periods further on."""
+        """Return the fqn with the index in the list moved by `by` periods."""
         place = self.place_of(fqn)
         assert place is not None
         return self.at(fqn, place + by * self.period)
 
     def at(self, fqn: str, place: int) -> str:
-        """A name with another place in the list."""
+        """Return the fqn with the index in the list replaced by `place`."""
         prefix = f"{self.container}." if self.container else ""
         rest = fqn[len(prefix) :].partition(".")[2]
         return f"{prefix}{place}" + (f".{rest}" if rest else "")
 
     def named(self, fqn: str) -> str:
-        """The name in the whole model of something of the short one, but for what is repeated."""
+        """Return the fqn in the whole model of something in the short one.
+
+        Copies of the repeated period are named with `moved`.
+        """
         place = self.place_of(fqn)
         is_after = place is not None and place >= self.first + (_SOURCE + 1) * self.period
         return self.moved(fqn, self.num_added) if is_after else fqn
 
 
 class _Birth(NamedTuple):
-    """Where a storage is made: the part of the log, and its place among those made there."""
+    """The origin of a storage.
+
+    Attributes:
+        part: Index of the segment that makes it.
+        order: Number of storages that the segment makes before it.
+    """
 
     part: int
     order: int
@@ -107,13 +118,15 @@ class _Birth(NamedTuple):
 
 @dataclass(slots=True)
 class _LogSegment:
-    """A piece of the log: one period's forward or backward, or what lies between such.
+    """A segment of the log: the forward or backward of one period, or what is between two of them.
 
     Attributes:
-        start: Its first event.
-        events: They.
-        made: Storages made in it.
-        run: The run it belongs to; None between.
+        start: Index in the log of its first event.
+        events: The events, in order.
+        run: The run that it belongs to; None between periods.
+        is_forward: True for a forward, False for a backward.
+        period: The period that it belongs to; -1 between periods.
+        made: Storages that are made in it.
     """
 
     start: int
@@ -125,13 +138,14 @@ class _LogSegment:
 
 
 def repeat_blocks(work: MicrobatchTrace, runs: Sequence[RepeatedBlocks]) -> MicrobatchTrace:
-    """The work of the whole model.
+    """Return the trace of the whole model.
 
     Args:
-        work: Of the model with `KEPT` periods of each run.
+        work: The trace of the model with `KEPT` periods of each run.
+        runs: The runs of repeated blocks.
 
     Raises:
-        NotAlikeError: The blocks of a run differ.
+        BlocksDifferError: The blocks of a run differ.
     """
     return _BlockRepeater(work, runs).whole() if runs else work
 
@@ -156,9 +170,9 @@ class _BlockRepeater:
         self._events: list[Event] = []
         self._marks: list[HookPoint] = []
         self._shifts: list[tuple[int, int]] = []
-        """(the event at which a part began, how many more are before it now)."""
+        """(event at which a segment began, number of events that are now before it in addition)."""
         self._copies: dict[tuple[int, int], int] = {}
-        """By part and copy: the number of the first storage that is made in it."""
+        """Number of the first storage that is made in a copy of a segment, by segment and copy."""
         self._starts_of_copies: dict[tuple[int, int], int] = {}
 
     def whole(self) -> MicrobatchTrace:
@@ -190,7 +204,7 @@ class _BlockRepeater:
         return self._by_place[run.container, is_forward, period]
 
     def _check(self, run: RepeatedBlocks) -> None:
-        """The middle periods are alike, and their storages stay among neighbours."""
+        """Check that the middle periods are equal and only neighbours touch their storages."""
         for is_forward in (True, False):
             near = [self._parts[self._part_of(run, is_forward, p)] for p in (1, 2, 3)]
             sizes = [[e.delta for e in part.events if e.delta > 0] for part in near]
@@ -213,7 +227,7 @@ class _BlockRepeater:
     def _spelled(
         self, run: RepeatedBlocks, part: _LogSegment
     ) -> list[tuple[int, int, bool, int, int]]:
-        """The events with storages named from here."""
+        """Return the events of a segment with storages named relative to it."""
         out = []
         for delta, storage, phase in part.events:
             birth = self._births[storage]
@@ -224,7 +238,7 @@ class _BlockRepeater:
         return out
 
     def _reserve(self, run: RepeatedBlocks) -> None:
-        """Numbers for what the added periods make; copy 0 is the one that was traced."""
+        """Assign numbers to the storages of the added periods; copy 0 is the traced period."""
         for is_forward in (True, False):
             number = self._part_of(run, is_forward, _SOURCE)
             made = [self._work.log.storages[s] for s in self._parts[number].made]
@@ -250,12 +264,13 @@ class _BlockRepeater:
             self._marks.append(HookPoint(start + mark.event - part.start, mark.moment, unit))
 
     def _number(self, part: _LogSegment, copy: int, storage: int) -> int:
-        """What a storage that a copy of a part touches is called."""
+        """Return the number of a storage that a copy of a segment touches."""
         birth = self._births[storage]
         home, run = self._parts[birth.part], part.run
         if run is None or home.run is not run or home.period == -1:
             return storage
-        # Places in a row: up to the source the kept ones, then its copies, then the kept ones.
+        # In the whole model the traced periods up to the source come first, then the copies of
+        # the source, then the other traced periods.
         at = part.period + copy if part.period <= _SOURCE else part.period + run.num_added
         place = at + home.period - part.period
         if place < _SOURCE:
@@ -270,7 +285,10 @@ class _BlockRepeater:
         return self._parts[number].made[birth.order]
 
     def _marks_by_part(self) -> list[list[HookPoint]]:
-        """Of each part, in order; at its edge a mark is the part's whose block it is of."""
+        """Return the hook points of each segment, in order.
+
+        A hook point between two segments belongs to the one whose block it names.
+        """
         out: list[list[HookPoint]] = [[] for _ in self._parts]
         for mark in self._work.marks:
             number = max(bisect_right(self._starts, mark.event) - 1, 0)
@@ -299,12 +317,12 @@ class _BlockRepeater:
         return None
 
     def _is_seam(self, number: int) -> bool:
-        """Whether periods are put in right before this part, or right after the one before."""
+        """Return True if copies are inserted between the previous segment and this one."""
         both = self._parts[number - 1], self._parts[number]
         return any(part.run is not None and part.period == _SOURCE for part in both)
 
     def _renamed(self, items: Mapping[str, Any], value: Callable[..., Any]) -> Iterator[Any]:
-        """(full name, value) of what the short model names, and of its copies."""
+        """Yield (full name, value) for the names of the short model, and for their copies."""
         for fqn, item in items.items():
             run = next((r for r in self._runs if r.period_of(fqn) == _SOURCE), None)
             for copy in range(run.num_added + 1 if run else 1):
@@ -332,7 +350,10 @@ class _BlockRepeater:
         return tuple(self._number(part, copy, storage) for storage in storages)
 
     def _event_of(self, event: int, fqn: str, copy: int) -> int:
-        """Of a gradient that is there: events of its own period's backward, or of what follows."""
+        """Return the event before which a copy of a gradient is complete.
+
+        It lies in the backward of its own period, or in what follows.
+        """
         run = next((r for r in self._runs if r.period_of(fqn) is not None), None)
         number = max(bisect_right(self._starts, event) - 1, 0)
         if run is not None:
@@ -346,9 +367,10 @@ class _BlockRepeater:
 
 
 def _with_ends(run: RepeatedBlocks, log: EventLog) -> RepeatedBlocks:
-    """With what ends as soon as the last block has run: whoever called it held on to that.
+    """Return the run with the storages that end right after its last block, which the caller kept.
 
-    What ends after any other block is of the next one's period, which begins later.
+    Storages that end right after any other block are in the segment of the next period, which
+    begins later.
     """
     end, forward = run.forward[-1], log.events[run.forward[-1] - 1].phase
     while log.events[end].delta < 0 and log.events[end].phase == forward:
@@ -357,7 +379,7 @@ def _with_ends(run: RepeatedBlocks, log: EventLog) -> RepeatedBlocks:
 
 
 def _parts(log: EventLog, runs: Sequence[RepeatedBlocks]) -> Iterator[_LogSegment]:
-    """The log in pieces, in order."""
+    """Yield the segments of the log, in order."""
     cuts: list[tuple[int, int, RepeatedBlocks, bool, int]] = []
     for run in runs:
         for period in range(KEPT):

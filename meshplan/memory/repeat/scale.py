@@ -1,4 +1,4 @@
-"""One microbatch of many samples, from two of few."""
+"""Extrapolate one microbatch to more samples, from two microbatches with few."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from meshplan.memory.repeat.segments import NotComposableError
 
 
 def scaled(one: MicrobatchTrace, two: MicrobatchTrace, extra: int) -> MicrobatchTrace:
-    """The work of more samples, from those of two numbers of samples that differ by one.
+    """Return the microbatch with `extra` more samples than `one`.
+
+    Each storage is taken to grow linearly with the number of samples.
 
     Args:
-        extra: How many samples more than `one` has.
+        one: A microbatch of some samples.
+        two: The same microbatch with one sample more.
+        extra: Number of samples to add to those of `one`.
 
     Raises:
-        NotComposableError: They do not do the same with tensors of other sizes.
+        NotComposableError: The two microbatches differ in more than the sizes of their tensors.
     """
     if (
         one.marks != two.marks

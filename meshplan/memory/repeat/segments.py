@@ -1,4 +1,4 @@
-"""The log of one microbatch in pieces: what each block does forward and backward, and the rest."""
+"""Split the log of a microbatch into segments: forward and backward of each block, and the rest."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from meshplan.memory.log.events import Event
 from meshplan.memory.log.microbatch import HookKind, HookPoint, MicrobatchTrace
 
 END: Final = 1 << 60
-"""Behind everything that a piece does."""
+"""A number after every segment, and after every event of a segment."""
 
 
 class NotComposableError(Exception):
-    """The logs are not made of pieces that go together."""
+    """The logs do not consist of segments that can be combined."""
 
 
 class SegmentKey(NamedTuple):
-    """Which piece of a log: of a block, or ("") of what lies between blocks.
+    """Identifies a segment of a log.
 
     Attributes:
-        number: How many pieces of the same block and direction came before.
+        block: Fqn of the block; "" for a segment between blocks.
+        direction: Forward or backward; "" for a segment between blocks.
+        number: Number of earlier segments with the same block and direction.
     """
 
     block: str
@@ -30,7 +32,12 @@ class SegmentKey(NamedTuple):
 
 
 class At(NamedTuple):
-    """A place in a log: the piece, and how many of its events come before."""
+    """A place in a log.
+
+    Attributes:
+        piece: Index of the segment.
+        event: Number of the segment's events before the place.
+    """
 
     piece: int
     event: int
@@ -41,11 +48,14 @@ NEVER: Final = At(END, 0)
 
 @dataclass(slots=True)
 class Segment:
-    """Events and marks of one key.
+    """Events and hook points of one segment.
 
     Attributes:
-        first: The number of the first event.
-        made: Storages that are made in it.
+        key: Identifies the segment.
+        first: Index in the log of the first event.
+        events: The events, in order.
+        marks: The hook points, in order.
+        made: Storages that are made in the segment.
     """
 
     key: SegmentKey
@@ -56,7 +66,18 @@ class Segment:
 
 
 class SegmentedTrace:
-    """A work, in pieces."""
+    """A microbatch trace, split into segments.
+
+    Attributes:
+        work: The trace.
+        pieces: The segments, in order.
+        births: The place at which each storage is made.
+        deaths: The place at which each storage that ends is freed.
+        sizes: Bytes of each storage.
+
+    Raises:
+        NotComposableError: A storage changes its size.
+    """
 
     def __init__(self, work: MicrobatchTrace, blocks: Collection[str]) -> None:
         self.work = work
@@ -76,13 +97,14 @@ class SegmentedTrace:
                     raise NotComposableError("a storage changes its size")
 
     def death(self, storage: int) -> At:
-        """When it ends."""
+        """Return the place at which a storage is freed; `NEVER` if it is not."""
         return self.deaths.get(storage, NEVER)
 
     def alive_at_turn(self) -> set[int]:
-        """What there is when most is, after the last block's forward and in its backward.
+        """Return the storages that are live at the peak between forward and backward.
 
-        Nothing that other blocks keep is gone by then. Gradients of parameters do not count.
+        That is between the last block's forward and its backward, where no block has freed what it
+        saves. Gradients of parameters do not count.
         """
         directions = [piece.key.direction for piece in self.pieces]
         if "backward" not in directions:
@@ -107,7 +129,7 @@ class SegmentedTrace:
         return best
 
     def most_in_backward(self) -> dict[str, int]:
-        """By block, the most that there is at once in its backward, but gradients of parameters."""
+        """Return the peak bytes during each block's backward, without gradients of parameters."""
         gradients = set(self.work.gradients.values())
         live = 0
         out: dict[str, int] = {}
@@ -120,7 +142,7 @@ class SegmentedTrace:
 
 
 def _pieces(work: MicrobatchTrace, blocks: Collection[str]) -> Iterator[Segment]:
-    """The log, cut where blocks begin and end."""
+    """Yield the segments of the log, which is split where blocks begin and end."""
     numbers: dict[tuple[str, str], int] = {}
     never_ends = {m.unit for m in work.marks if m.moment == HookKind.BEFORE_BACKWARD} - {
         m.unit for m in work.marks if m.moment == HookKind.AFTER_BACKWARD

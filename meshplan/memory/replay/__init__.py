@@ -1,8 +1,9 @@
-"""A training step composed: work on a microbatch, and what wrappers and the optimizer add to it.
+"""Compose a training step from the trace of one microbatch, by rules.
 
-The work (`memory.log.microbatch`) is traced from a model once, or told from a blueprint, and is the
-same whatever holds the parameters. This room knows, as rules on bytes, what each wrapper makes and
-frees at the marks of the work. What no rule covers it refuses: a trace of the whole step tells.
+The microbatch (`memory.log.microbatch`) is traced from a model once, or computed from a blueprint,
+and is the same whichever wrapper manages the parameters. The rules of this package say, in bytes,
+what each wrapper and the optimizer allocate and free at the hook points of the microbatch. A plan
+for which there is no rule is refused; a trace of the whole step can estimate it.
 """
 
 from meshplan.memory.replay.main import check_rules, replay

@@ -1,4 +1,4 @@
-"""Parameters that no unit manages: autograd leaves their gradients where they are."""
+"""Parameters that no unit manages: autograd leaves their gradients where it computes them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from meshplan.memory.replay.writer import LogWriter
 
 
 class UnwrappedParameters:
-    """They are as they are stored, and so are their gradients.
+    """Parameters without a wrapper: they and their gradients are used as they are stored.
 
     Args:
-        fills: Whether a missing gradient is made zeros, since another rank may have it.
+        writer: The log to write to.
+        params: The trainable ones of these parameters.
+        fills: If True, zeros replace missing gradients, because another rank may have them.
 
     Attributes:
-        gradients: Their storages, by parameter.
+        gradients: Storages of the gradients, by parameter.
     """
 
     def __init__(self, writer: LogWriter, params: Iterable[Updated], *, fills: bool) -> None:
@@ -25,20 +27,20 @@ class UnwrappedParameters:
         self.gradients: dict[str, int] = {}
 
     def be_there(self) -> None:
-        """There is nothing before a step."""
+        """Allocate nothing, because nothing exists before a step."""
 
     def before_forward(self, *, is_first: bool, is_last: bool) -> None:
-        """Nothing is done."""
+        """Do nothing before forward."""
 
     def has_gradient(self, param: str, storage: int) -> None:
-        """Autograd adds a gradient to the one that is there."""
+        """Take over a gradient from autograd, or free it if it is added to an earlier one."""
         if param in self.gradients:
             self._writer.free(storage)
         else:
             self.gradients[param] = storage
 
     def fill(self) -> None:
-        """Before they are averaged."""
+        """Allocate zeros for missing gradients, before gradients are averaged."""
         for fqn, param in self._params.items() if self._fills else ():
             if fqn not in self.gradients:
                 self.gradients[fqn] = self._writer.make(param.num_bytes, Term.GRADIENTS)
@@ -49,6 +51,6 @@ class UnwrappedParameters:
         return self.gradients.keys()
 
     def drop_gradients(self) -> None:
-        """`zero_grad(set_to_none=True)`."""
+        """Play `zero_grad(set_to_none=True)`."""
         self._writer.free_all(self.gradients.values())
         self.gradients.clear()

@@ -1,4 +1,4 @@
-"""DistributedDataParallel's rules: gradients in buckets, buffers sent before each forward.
+"""DistributedDataParallel's rules: gradients in buckets, buffers broadcast before each forward.
 
 Source: torch 2.13, csrc/distributed/c10d/reducer.cpp and nn/parallel/distributed.py.
 """
@@ -16,7 +16,7 @@ from meshplan.memory.replay.writer import LogWriter
 
 @dataclass(frozen=True, slots=True)
 class DdpOptions:
-    """What a plan's `ddp:` says, as `runtime.apply.data` passes it on."""
+    """Options of a plan's `ddp:` section, as `runtime.apply.data` passes them on."""
 
     is_view: bool = True
     broadcasts: bool = True
@@ -25,7 +25,7 @@ class DdpOptions:
 
     @classmethod
     def of(cls, words: Mapping[str, object]) -> DdpOptions:
-        """Of the words of a plan."""
+        """Return the options of the `ddp:` section `words`, with torch's defaults."""
         return cls(
             is_view=bool(words.get("gradient_as_bucket_view", True)),
             broadcasts=bool(words.get("broadcast_buffers", True)),
@@ -35,18 +35,23 @@ class DdpOptions:
 
     @property
     def clones_output(self) -> bool:
-        """What the model gives is copied, so that backward comes by."""
+        """True if the model's output is copied, so that backward passes through DDP's own node."""
         return self.finds_unused and not self.is_static
 
 
 class Buckets:
-    """The gradients of the whole model, one bucket for each dtype: the cut changes no sum.
+    """The gradients of the whole model, in one bucket for each dtype.
+
+    DDP makes smaller buckets, but the sum of their bytes is the same.
 
     Args:
+        writer: The log to write to.
+        params: The trainable parameters.
         buffers: (dtype, bytes) of each buffer.
+        options: The options of DDP.
 
     Attributes:
-        gradients: Storages of the gradients that are no views of buckets, by parameter.
+        gradients: Storages of the gradients that are not views of buckets, by parameter.
         found: Parameters that have a gradient.
     """
 
@@ -73,17 +78,17 @@ class Buckets:
         self.found: set[str] = set()
 
     def be_there(self) -> None:
-        """What there is before a step."""
+        """Allocate what exists before a step: the buckets, and the flags of used parameters."""
         term = Term.GRADIENTS if self._options.is_view else Term.COMMUNICATION
         self._buckets = [self._writer.make(size, term) for size in self._sizes.values()]
         if self._options.finds_unused or self._options.is_static:
             self._used = self._note_use()
 
     def before_forward(self, *, is_first: bool, is_last: bool) -> None:
-        """Buffers are sent flat, if the backward before was synchronized.
+        """Broadcast the buffers in flat copies, if the previous backward was synchronized.
 
-        In the second forward of all, which the second step begins with unless it accumulates, the
-        buckets are made anew in the order in which gradients came.
+        In the second forward of all the buckets are rebuilt in the order in which gradients came.
+        That is the first forward of the second step, unless it accumulates.
         """
         self._writer.begin("forward")
         self._synchronizes = is_last
@@ -99,7 +104,7 @@ class Buckets:
         self._writer.free_all(flat)
 
     def has_gradient(self, param: str, storage: int) -> None:
-        """It is added to one that is there, and goes into the bucket when it is reduced."""
+        """Take over a gradient from autograd, which goes into its bucket when it is reduced."""
         self.found.add(param)
         if param in self.gradients:
             self._writer.free(storage)
@@ -109,10 +114,10 @@ class Buckets:
             self._writer.free(self.gradients.pop(param))
 
     def fill(self) -> None:
-        """Nothing is made of gradients that are missing."""
+        """Allocate nothing for missing gradients."""
 
     def drop_gradients(self) -> None:
-        """`zero_grad(set_to_none=True)`: buckets stay."""
+        """Play `zero_grad(set_to_none=True)`; the buckets stay."""
         self._writer.free_all(self.gradients.values())
         self.gradients.clear()
         self.found.clear()

@@ -1,6 +1,6 @@
-"""What clipping gradients takes: numbers, a few for each gradient.
+"""Scalars that gradient clipping allocates, a few for each gradient.
 
-Source: `runtime.train.gradient_scale.clip_grad_norm_`, whose lines these are.
+Source: `runtime.train.gradient_scale.clip_grad_norm_`, line by line.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from meshplan.memory.replay.optimizer import Updated
 from meshplan.memory.replay.writer import LogWriter
 
 _NUMBER: Final = 4
-"""Norms are added up in single precision."""
+"""Bytes of a norm: norms are added up in single precision."""
 
 
 def clip(
     writer: LogWriter, gradients: Mapping[tuple[tuple[str, ...], bool], Sequence[Updated]]
 ) -> None:
-    """Play one call.
+    """Play one call of `clip_grad_norm_`.
 
     Args:
-        gradients: The parameters that have one, by the axes that cut them and whether they lie on
-            the host: their norms do too, and go to the device to be added.
+        writer: The log to write to.
+        gradients: Parameters that have a gradient, by (axes that shard them, is on host). Norms of
+            gradients on the host are computed on the host and copied to the device to be added.
     """
     powers = []
     for (_, there), alike in sorted(gradients.items()):
@@ -47,7 +48,7 @@ def clip(
 
 
 def _power_sum(writer: LogWriter, parts: Sequence[Updated], *, on_host: bool) -> int:
-    """The sum of the squares of all norms."""
+    """Return the sum of the squares of all norms."""
     if not parts:
         return _number(writer)
     number = partial(_number, writer, on_host=on_host)

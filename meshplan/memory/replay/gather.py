@@ -1,4 +1,4 @@
-"""FSDP2's rules for parameters: gathered before a unit runs, freed after it.
+"""FSDP2's rules for parameters: all-gather them before a unit runs, free them after it.
 
 Source: torch 2.13, torch/distributed/fsdp/_fully_shard: `_fsdp_param_group`, `_fsdp_param`, and
 `foreach_all_gather` of `_fsdp_collectives`.
@@ -13,10 +13,10 @@ from meshplan.memory.replay.writer import LogWriter
 
 
 class Gathering:
-    """The gathers of all units on one rank.
+    """The all-gathers of all units on one rank.
 
     Attributes:
-        last: In forward, the buffer of the last one, which is freed after the next.
+        last: In forward, the buffer of the last all-gather, which is freed after the next one.
     """
 
     def __init__(self, writer: LogWriter) -> None:
@@ -24,12 +24,12 @@ class Gathering:
         self.last: int | None = None
 
     def end_forward(self) -> None:
-        """The root's forward is done: the last buffer is not waited with any longer."""
+        """Free the last buffer, once the forward of the root is done."""
         self._writer.free(self.last)
         self.last = None
 
     def start(self, unit: ReplayUnit) -> None:
-        """`FSDPParamGroup.unshard`: shards are cast into one buffer, and gathered in another."""
+        """Play `FSDPParamGroup.unshard`: cast the shards into one buffer, gather into another."""
         if not unit.shards.params or unit.gathering is not None or unit.held is GatherState.WHOLE:
             return
         if unit.num_ranks == 1:
@@ -38,7 +38,8 @@ class Gathering:
         total, cast = unit.shards.gathered_bytes, unit.shards.cast_bytes
         make, fqn = self._writer.make, unit.fqn
         if unit.shards.on_host:
-            # One by one, all before the gather; what was resharded to fewer ranks is here.
+            # Each shard is copied by itself, all before the all-gather. Shards over fewer ranks
+            # are on the device already.
             params = unit.shards.params if unit.held is GatherState.SHARDED else ()
             copies = [c for p in params if (c := self._brought(unit, p, GATHERING)) is not None]
         else:
@@ -48,7 +49,11 @@ class Gathering:
         self._writer.free_all(copies)
 
     def _brought(self, unit: ReplayUnit, param: Shard, stream: int = 0) -> int | None:
-        """A shard from the host, cast once it is here; None where nothing is copied."""
+        """Copy a shard from the host and cast it on the device.
+
+        Returns:
+            The copy, or its cast; None if nothing is copied.
+        """
         make, fqn, copy = self._writer.make, unit.fqn, None
         if self._writer.has_host:
             copy = make(param.stored_bytes, Term.TEMPORARIES, fqn, stream=stream)
@@ -60,9 +65,9 @@ class Gathering:
         return cast
 
     def wait(self, unit: ReplayUnit) -> None:
-        """`FSDPParamGroup.wait_for_unshard`.
+        """Play `FSDPParamGroup.wait_for_unshard`.
 
-        In forward, the buffer is kept until the next unit has copied its own out.
+        In forward, the buffer is kept until the next unit has copied its parameters out of its own.
         """
         if unit.gathering is None:
             return
@@ -85,7 +90,10 @@ class Gathering:
         self._writer.free(before)
 
     def _copy_out(self, unit: ReplayUnit) -> None:
-        """What is cut along another dim than the first is copied twice."""
+        """Copy the parameters out of the buffer.
+
+        Parameters that are sharded along another dim than the first are copied twice.
+        """
         between = []
         for param in unit.shards.params:
             unit.whole.append(self._make(unit, param.whole_bytes, Term.GATHERED))
@@ -94,7 +102,7 @@ class Gathering:
         self._writer.free_all(between)
 
     def _copy_own(self, unit: ReplayUnit) -> None:
-        """Of one rank there is nothing to gather; what is cast is copied twice."""
+        """Copy the parameters of a unit on one rank, where nothing is gathered, and cast them."""
         before = None
         for param in unit.shards.params:
             if unit.shards.on_host:
@@ -108,7 +116,7 @@ class Gathering:
         self._writer.free(before)
 
     def reshard(self, unit: ReplayUnit) -> None:
-        """`FSDPParamGroup.reshard`."""
+        """Play `FSDPParamGroup.reshard`."""
         after = unit.shards.reshard_after_forward
         if unit.doing is Doing.FORWARD and not after:
             return

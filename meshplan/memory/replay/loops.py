@@ -1,7 +1,7 @@
-"""Optimizers that take one parameter after the other: what their loop's names hold.
+"""Optimizers that update one parameter after the other, and the tensors that their loop keeps.
 
-A name keeps its tensor until it is given another, so that of the parameter before is still there
-while the next one's is made. Each rule follows the lines of its source.
+A local name keeps its tensor until it is bound to another, so the tensor of the previous parameter
+still exists while that of the next one is made. Each rule follows the lines of its source.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshplan.memory.replay.writer import LogWriter
 
 _BF16: Final = 2
 _ITERATIONS: Final = 5
-"""Of Newton and Schulz. Source: torch 2.13, optim/_muon.py, `DEFAULT_NS_STEPS`."""
+"""Number of Newton-Schulz iterations. Source: torch 2.13, optim/_muon.py, `DEFAULT_NS_STEPS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,10 @@ class Stepped:
     """One parameter of a loop.
 
     Args:
-        shape: As one rank has it.
-        element_bytes: Of its dtype.
-        on_host: Whether it lies in the host's memory.
+        shape: Shape that the rule of the optimizer needs; (elements,) where only their number
+            counts.
+        element_bytes: Bytes of an element.
+        on_host: If True, it is in the host's memory.
     """
 
     shape: tuple[int, ...]
@@ -40,7 +41,7 @@ class Stepped:
 
 
 class FrameLocals:
-    """A function's local names while it runs."""
+    """The local names of a function while it runs, each of which keeps a tensor alive."""
 
     def __init__(self, writer: LogWriter) -> None:
         self._writer = writer
@@ -48,40 +49,40 @@ class FrameLocals:
         self.on_host = False
 
     def make(self, num_bytes: int) -> int:
-        """A tensor that no name holds yet."""
+        """Allocate a tensor that no name is bound to yet."""
         return self._writer.make(num_bytes, Term.TEMPORARIES, on_host=self.on_host)
 
     def free(self, *tensors: int) -> None:
         self._writer.free_all(tensors)
 
     def let(self, name: str, tensor: int) -> None:
-        """`name = tensor`: what the name held goes, once the tensor is there."""
+        """Play `name = tensor`: the tensor that the name was bound to is freed afterwards."""
         before = self._names.pop(name, None)
         self._names[name] = tensor
         self._writer.free(before)
 
     def passing(self, num_bytes: int) -> None:
-        """A tensor that goes at once."""
+        """Allocate a tensor and free it at once."""
         self.free(self.make(num_bytes))
 
     def also(self, name: str, other: str) -> None:
-        """`name = other`: both hold one tensor."""
+        """Play `name = other`: both names share one tensor."""
         tensor = self._names[other]
         self._writer.hold(tensor)
         self.let(name, tensor)
 
     def drop(self, name: str) -> None:
-        """`del name`, or the end of the function that it is of."""
+        """Play `del name`, or the end of the function that the name is local to."""
         self._writer.free(self._names.pop(name))
 
     def end(self) -> None:
-        """The function returns."""
+        """Play the return of the function."""
         while self._names:
             self._writer.free(self._names.popitem()[1])
 
 
 def _lion(loop: FrameLocals, param: Stepped) -> None:
-    """The two parts of the update, their sum, whose sign is taken in place.
+    """Make the two parts of the update and their sum, whose sign is taken in place.
 
     Source: Chen et al. 2023, algorithm 2, as their own lion_pytorch.py has it, which
     `runtime.fake_step.optimizers` follows.
@@ -93,7 +94,7 @@ def _lion(loop: FrameLocals, param: Stepped) -> None:
 
 
 def _adafactor(loop: FrameLocals, param: Stepped) -> None:
-    """Means of rows and columns, and an estimate of all squares that becomes the update.
+    """Make the means of rows and columns, and the estimate of squares that becomes the update.
 
     Source: torch 2.13, optim/_adafactor.py, `_single_tensor_adafactor`.
     """
@@ -112,7 +113,7 @@ def _adafactor(loop: FrameLocals, param: Stepped) -> None:
 
 
 def _muon(loop: FrameLocals, param: Stepped) -> None:
-    """The update in the parameter's dtype, then in bfloat16, turned five times.
+    """Make the update in the parameter's dtype and in bfloat16, orthogonalised by iteration.
 
     Source: torch 2.13, optim/_muon.py, `_single_tensor_muon` and `_zeropower_via_newtonschulz`.
     """
@@ -122,7 +123,7 @@ def _muon(loop: FrameLocals, param: Stepped) -> None:
         loop.also("ortho_grad", "update")
     else:
         loop.let("ortho_grad", loop.make(numel * _BF16))
-    loop.free(loop.make(_BF16), loop.make(_BF16))  # The norm, and what it is at the least.
+    loop.free(loop.make(_BF16), loop.make(_BF16))  # The norm, and its lower bound.
     for _ in range(_ITERATIONS):
         for name in ("gram_matrix", "gram_update"):
             loop.let(name, loop.make(least * least * _BF16))
@@ -137,11 +138,17 @@ Rule = Callable[[FrameLocals, Stepped], None]
 LOOPS: Final[Mapping[str, Rule]] = MappingProxyType(
     {"lion": _lion, "adafactor": _adafactor, "muon": _muon}
 )
-"""By the word of a plan. Of `muon`, matrices: all others are AdamW's."""
+"""Rules by the name of the optimizer. muon steps on matrices; AdamW steps on the rest."""
 
 
 def play_loop(writer: LogWriter, params: Iterable[Stepped], word: str) -> None:
-    """A step that takes these parameters one after the other."""
+    """Play a step that updates these parameters one after the other.
+
+    Args:
+        writer: The log to write to.
+        params: The parameters, in order; empty ones are skipped.
+        word: A name of `LOOPS`.
+    """
     loop = FrameLocals(writer)
     for param in params:
         if math.prod(param.shape):

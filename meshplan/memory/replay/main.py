@@ -1,4 +1,4 @@
-"""One step of one rank: microbatches, the mean of their losses, the optimizer."""
+"""Replay one step of one rank: microbatches, the mean of their losses, the optimizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from meshplan.plan.plan import Plan
 from meshplan.plan.restrict import restrict
 
 _MOST: Final = 3
-"""Microbatches that are played: what comes between the second and the last is like the second."""
+"""Maximum number of microbatches that are played. All microbatches between the second and the last
+are like the second."""
 
 
 def replay(
@@ -33,36 +34,38 @@ def replay(
     foreach: bool = True,
     has_host: bool = False,
 ) -> EventLog:
-    """The events of a step from the second one on, as `runtime.fake_step` would trace them.
+    """Return the events of a step from the second one on, as `runtime.fake_step` would trace them.
 
     Args:
         work: One microbatch of this rank, made for this plan's tp, cp and recomputation.
-        plan: Decided for the whole model.
-        optimizer: A word of `spec.OPTIMIZER_STATES`.
-        rank: Which rank to be.
-        foreach: Whether the optimizer takes the parameters together, as torch does on a GPU.
-        has_host: Whether the optimizer's counts of steps are in a host's memory, and not here.
+        plan: The plan, decided for the whole model.
+        optimizer: A name of `spec.OPTIMIZER_STATES`.
+        rank: The rank whose step is replayed.
+        foreach: If True, the optimizer updates parameters together, as torch does on a GPU.
+        has_host: If True, the host's memory is separate from the device's, and the optimizer's step
+            counts are in it.
 
     Raises:
         PlanError: There is no rule for something in this plan: trace the whole step instead.
     """
     prepared = work if isinstance(work, Prepared) else Prepared(work)
     check_rules(plan, prepared, optimizer)
-    # Without an end what waits for it, the root before all, would never be reduced.
+    # Units that reduce at the end of backward, such as the root, need it to be marked.
     ends = any(mark.moment == HookKind.END_OF_BACKWARD for mark in prepared.marks)
     assert ends or not plan.assignment.units
     return _StepBuilder(prepared, plan, optimizer, rank, foreach=foreach, has_host=has_host).play()
 
 
 def check_rules(plan: Plan, work: Prepared | None = None, optimizer: str = "") -> None:
-    """Refuse what has no rule.
+    """Refuse a plan that `replay` has no rules for.
 
     Args:
-        work: As of `replay`; None where it is to be traced still.
-        optimizer: As of `replay`; the plan's own where nobody says.
+        plan: The plan, decided for the whole model.
+        work: The microbatch that would be replayed; None if it is yet to be traced.
+        optimizer: A name of `spec.OPTIMIZER_STATES`; "" for the plan's own.
 
     Raises:
-        PlanError: As of `replay`.
+        PlanError: There is no rule for something in this plan: trace the whole step instead.
     """
     if work is not None:
         check_optimizer(optimizer or plan.spec.optimizer, plan.assignment)
@@ -73,7 +76,7 @@ def check_rules(plan: Plan, work: Prepared | None = None, optimizer: str = "") -
 
 
 def _unknown(plan: Plan, work: Prepared | None) -> Iterator[Problem]:
-    """What has no rule."""
+    """Yield what in the plan the replay has no rules for."""
     a, spec = plan.assignment, plan.spec
     shared = a.shared
     marks = work.marks if work is not None else ()
@@ -107,7 +110,7 @@ def _unknown(plan: Plan, work: Prepared | None) -> Iterator[Problem]:
 
 
 class _StepBuilder:
-    """One step in the making."""
+    """Builds the event log of one step."""
 
     def __init__(
         self,
@@ -137,7 +140,7 @@ class _StepBuilder:
         self._carried: tuple[int, ...] = ()
 
     def play(self) -> EventLog:
-        """All of it."""
+        """Return the log of the whole step."""
         writer, accumulate = self._writer, self._plan.accumulate
         log, begin = self._work.log, len(self._work.before)
         first = Copy(writer, log, begin)
@@ -157,25 +160,28 @@ class _StepBuilder:
         return writer.log()
 
     def _before(self, copy: Copy) -> None:
-        """What is there before the step."""
+        """Allocate what exists before the step."""
         mesh = self._plan.mesh
         copy.be_there(self._work.before, times={Term.INPUTS: self._plan.accumulate})
         for at, part in self._parts.items():
             gradients = self._work.gradients_at.get(at, {})
             part.be_there(gradients, self._optimizer, has_host=self._has_host)
         if any(mesh.size(axis) > 1 for axis in mesh.names if axis not in DATA_AXES):
-            # Two numbers tell whether the ranks of a replica hold batches of one shape.
+            # The ranks of a replica compare the shapes of their batches, as two numbers.
             self._writer.free(self._writer.make(16, Term.COMMUNICATION))
 
     def _known(self) -> dict[int, int]:
-        """What the next microbatch finds, by the numbers that the work gives it."""
+        """Return the storages that the next microbatch finds, by their numbers in the trace.
+
+        These are inputs and buffers, and what the model keeps from the microbatch before.
+        """
         work = self._work
         return {storage: storage for _, storage, _ in work.before} | dict(
             zip(work.forgotten, self._carried, strict=True)
         )
 
     def _microbatch(self, copy: Copy, *, is_first: bool, is_last: bool) -> None:
-        """Forward, loss, backward, and wrappers at the marks."""
+        """Play forward, loss and backward, with the wrappers acting at the hook points."""
         for part in self._parts.values():
             part.begin(is_first=is_first, is_last=is_last and self._num_backwards == 1)
         backwards = Counter[str]()
@@ -183,7 +189,7 @@ class _StepBuilder:
             copy.until(act.event, enters=act.enters)
             if act.moment is not None:
                 self._at(act, act.moment, backwards, is_last=is_last)
-            elif act.storage < 0:
+            elif act.storage < 0:  # Backward begins, and the loop has bound a new loss.
                 self._drop_loss()
             else:
                 number = copy.number(act.storage)
@@ -194,7 +200,7 @@ class _StepBuilder:
         self._carried = tuple(map(copy.number, self._work.kept))
 
     def _at(self, act: Act, moment: HookKind, backwards: Counter[str], *, is_last: bool) -> None:
-        """A wrapper acts."""
+        """Let a wrapper act at a hook point."""
         if moment is HookKind.SHARING:
             if is_last:
                 self._share()
@@ -209,6 +215,7 @@ class _StepBuilder:
             part.act(moment, act.fqn, in_backward=act.in_backward)
             return
         backwards[at] += 1
+        # Split backwards reduce later, at `HookKind.REDUCING`.
         if splits_backward(self._plan.assignment):
             part.end_of_backward(is_last=False)
             return
@@ -217,7 +224,7 @@ class _StepBuilder:
             part.set_last(is_last=is_last and backwards[at] + 1 == self._work.ends[at])
 
     def _share(self) -> None:
-        """`runtime.apply.pipeline.shared.SharedTensors.add_gradients`."""
+        """Play `runtime.apply.pipeline.shared.SharedTensors.add_gradients`."""
         before: int | None = None
         for fqn, holders in self._plan.assignment.shared.items():
             for at, part in self._parts.items():
@@ -231,14 +238,14 @@ class _StepBuilder:
         self._writer.free(before)
 
     def _drop_loss(self) -> None:
-        """The name of the last loss is given to the new one."""
+        """Free the last loss, whose name in the loop is bound to the new one."""
         self._writer.free(self._loss)
         self._loss = None
 
     def _keep_loss(self, copy: Copy) -> None:
-        """The loop keeps the loss, and the sum of all, at least in single precision.
+        """Keep the loss, and add it to the sum of losses in single precision or wider.
 
-        What a pipeline gives is a sum already, and only added.
+        A pipeline returns a sum already, which is only added.
         """
         for loss, size in self._work.losses.items():
             number = copy.number(loss)
@@ -251,7 +258,7 @@ class _StepBuilder:
                 self._writer.free(number)
 
     def _mean(self) -> int | None:
-        """`runtime.base.batch_agreement.mean_over_ranks`, in double precision."""
+        """Play `runtime.base.batch_agreement.mean_over_ranks`, in double precision."""
         if not self._work.losses:
             return None
         (size,) = self._work.losses.values()
@@ -268,13 +275,14 @@ class _StepBuilder:
         return self._writer.make(max(size, 4), Term.LOSS)
 
     def _update(self) -> None:
-        """The optimizer takes what has a gradient."""
+        """Unscale and clip the gradients, and step on the parameters that have one."""
         shared = self._plan.assignment.shared
         found, counted = [], []
         for at, part in self._parts.items():
             for each in part.updated():
                 holders = shared.get(each[1].fqn)
                 found.append(each)
+                # A parameter shared by stages counts once in the norm of all gradients.
                 if holders is None or at == f"{AT_STAGE}{holders[0]}":
                     counted.append(each)
         if self._plan.spec.precision.scales_loss:

@@ -1,6 +1,6 @@
-"""What an optimizer takes for itself while it steps, and gives back.
+"""Temporary memory of an optimizer while it steps.
 
-Source: torch 2.13, torch/optim; each row was read off a traced step.
+Source: torch 2.13, torch/optim; each entry was read off a traced step.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from meshplan.spec.spec import OPTIMIZER_STATES
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """How many times a parameter's bytes a step takes.
+    """Temporary memory of a step, in multiples of the parameters' bytes.
 
     Args:
-        together: Of all parameters of one dtype at once (foreach): this many lists, each of which
-            is held until those of the next dtype have theirs.
-        alone: Of one parameter after the other (for loop): this many at once, of which the last
-            is held until the next parameter has its own.
+        together: With foreach, the number of lists of temporaries. A list covers all parameters of
+            one dtype, and is freed once the next dtype has its own.
+        alone: With a for loop, the number of temporaries of one parameter at once. The last one is
+            freed once the next parameter has its own.
     """
 
     together: int
@@ -39,15 +39,15 @@ class Steps:
 
 OPTIMIZERS: Final[Mapping[str, Steps]] = MappingProxyType(
     {
-        "adamw": Steps(1, 2),  # The root of the second moment; also divided by its bias.
+        "adamw": Steps(1, 2),  # The root of the second moment; alone, also that over its bias.
         "adam": Steps(1, 2),
-        "adamw_fused": Steps(0, 0),  # One kernel reads and writes all in place.
+        "adamw_fused": Steps(0, 0),  # One kernel updates all in place.
         "adam_fused": Steps(0, 0),
         "rmsprop": Steps(1, 1),
-        "adagrad": Steps(2, 1),  # The root, and the update.
+        "adagrad": Steps(2, 1),  # The square root, and the update.
         "sgd": Steps(0, 0),
         "sgd_momentum": Steps(0, 0),
-        # One kernel for each tensor reads and writes all in place, scales too.
+        # One kernel for each tensor updates all in place, scales included.
         # Source: bitsandbytes 0.45, csrc/kernels.cu, `kOptimizerStatic8bit2StateBlockwise`.
         "adamw_8bit": Steps(0, 0),
     }
@@ -55,17 +55,22 @@ OPTIMIZERS: Final[Mapping[str, Steps]] = MappingProxyType(
 
 
 _OF_MATRICES: Final = "muon"
-"""Steps on these alone; AdamW takes all others."""
+"""The optimizer that steps on matrices alone; AdamW steps on all other parameters."""
 _OF_WHOLE_TENSORS: Final = frozenset({"adafactor", "muon"})
-"""What they take depends on more of a tensor than how many elements a rank has."""
+"""Optimizers whose temporaries depend on a tensor's shape, not only on its number of local
+elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """A parameter that the optimizer holds: its local part, unpadded, and whether on the host.
+    """A parameter that the optimizer steps on.
 
     Args:
-        shape: Of the whole parameter.
+        fqn: Fqn of the parameter.
+        numel: Elements of its local shard, without padding.
+        dtype: Dtype in which it is stored.
+        on_host: If True, it is in the host's memory.
+        shape: Shape of the whole parameter.
     """
 
     fqn: str
@@ -80,13 +85,14 @@ class Updated:
 
 
 def check_optimizer(name: str, assignment: Assignment | None = None) -> None:
-    """Refuse what is not in the tables.
+    """Refuse an optimizer whose temporary memory is not known.
 
     Args:
-        assignment: What it is to step on; None for whatever a planner may come to.
+        name: A name of `spec.OPTIMIZER_STATES`.
+        assignment: The parameters to step on; None for all that a planner may choose.
 
     Raises:
-        PlanError: Nothing is known of its step, or not of its step on parameters in parts.
+        PlanError: The optimizer has no rule, or none for parameters that are sharded.
     """
     if name not in OPTIMIZERS and name not in LOOPS:
         what = f"the replay of a step does not know what the optimizer {name} takes while it steps"
@@ -105,7 +111,10 @@ def _are_in_parts(a: Assignment) -> bool:
 
 
 def is_uniform(assignment: Assignment) -> bool:
-    """Whether torch takes all parameters together: all plain or all DTensors, none on a host."""
+    """Return True if torch steps on all parameters together.
+
+    It does if all are plain tensors or all are DTensors, and none is on the host.
+    """
     if offloads_params(assignment):
         return False
     placed = [p for p in assignment.tensors.values() if not p.info.is_buffer]
@@ -114,7 +123,14 @@ def is_uniform(assignment: Assignment) -> bool:
 
 
 def states_of(param: Updated, name: str, *, has_host: bool = False) -> list[int]:
-    """Bytes of each tensor that is kept of one parameter from the second step on."""
+    """Return the bytes of each state tensor of a parameter from the second step on.
+
+    Args:
+        param: The parameter.
+        name: A name of `spec.OPTIMIZER_STATES`.
+        has_host: If True, the host's memory is separate, and step counts are in it unless kernels
+            read them.
+    """
     are_here = not has_host or name in READ_BY_KERNELS
     tensors = SHAPED_TENSORS.get(name)
     if tensors is not None:
@@ -125,7 +141,15 @@ def states_of(param: Updated, name: str, *, has_host: bool = False) -> list[int]
 
 
 def step(writer: LogWriter, params: Sequence[Updated], name: str, *, foreach: bool) -> None:
-    """Play one step over the parameters that have gradients."""
+    """Play one step over the parameters that have gradients.
+
+    Args:
+        writer: The log to write to.
+        params: The parameters, in order.
+        name: A name of `spec.OPTIMIZER_STATES`.
+        foreach: If True, parameters of one dtype are updated together, otherwise one after the
+            other.
+    """
     if name in LOOPS:
         alone = [p for p in params if name != _OF_MATRICES or len(p.shape) == 2]
         play_loop(writer, (_stepped(p, name) for p in alone), name)
@@ -142,7 +166,7 @@ def _stepped(param: Updated, name: str) -> Stepped:
 
 
 def _together(writer: LogWriter, params: Sequence[Updated], times: int) -> None:
-    """Dtype by dtype, list by list: each list of one dtype is freed when the next has its own."""
+    """Play a foreach step: the lists of one dtype are freed when those of the next dtype exist."""
     held: list[list[int]] = [[] for _ in range(times)]
     for dtype in dict.fromkeys(param.dtype for param in params):
         alike = [param for param in params if param.dtype == dtype]

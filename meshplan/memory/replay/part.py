@@ -1,4 +1,4 @@
-"""What holds the parameters of a model, or of one of its stages, on one rank."""
+"""The wrappers of the parameters of a model, or of one of its stages, on one rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshplan.plan.plan import Plan
 
 
 def splits_backward(a: Assignment) -> bool:
-    """Whether backwards are run in two halves."""
+    """Return True if the schedule runs backwards in two halves."""
     return a.stages is not None and SCHEDULES[a.stages.schedule].splits_backward
 
 
@@ -28,8 +28,10 @@ class Wrapped:
     """The wrappers of a model or a stage.
 
     Args:
-        plan: Of the stage, as `restrict` gives it.
-        settling: Of the work: what it takes to lay a gradient as its parameter is.
+        writer: The log to write to.
+        plan: The plan of the stage, as `restrict` returns it.
+        rank: The rank that is replayed.
+        settling: Relayouts of gradients, by parameter, as in the microbatch trace.
     """
 
     def __init__(
@@ -58,7 +60,13 @@ class Wrapped:
             self._alone = UnwrappedParameters(writer, alone, fills=self._agrees)
 
     def be_there(self, found: Mapping[str, object], optimizer: str, *, has_host: bool) -> None:
-        """What is there before a step: parameters, and the states of those that get gradients."""
+        """Allocate what exists before a step: parameters, and states of those that get gradients.
+
+        Args:
+            found: The parameters that get gradients.
+            optimizer: A name of `spec.OPTIMIZER_STATES`.
+            has_host: If True, the optimizer's step counts are in the host's memory.
+        """
         self._alone.be_there()
         for fqn, placed in self._plan.assignment.tensors.items():
             if not placed.info.is_buffer:
@@ -72,24 +80,24 @@ class Wrapped:
                     self._writer.make(size, Term.OPTIMIZER, module, on_host=there)
 
     def begin(self, *, is_first: bool, is_last: bool) -> None:
-        """A microbatch begins, which may be the last of the step."""
+        """Begin a microbatch, which may be the first or the last of the step."""
         self._alone.before_forward(is_first=is_first, is_last=is_last)
         self.set_last(is_last=is_last)
 
     def set_last(self, *, is_last: bool) -> None:
-        """Say whether the coming backward is the last of the step."""
+        """Set whether the coming backward is the last of the step."""
         a = self._plan.assignment
         keeps = "gradient" not in a.strategy.cuts or splits_backward(a)
         self._units.set_last(is_last, keeps_whole=keeps)
 
     def reduce(self) -> None:
-        """Reduce what split backwards left, all at once, as the runtime's `reduce_units` does."""
+        """Reduce what split backwards left, all at once, as `reduce_units` of the runtime does."""
         self._units.set_last(is_last=True, keeps_whole=True)
         self._units.reduce_all()
         self.end_of_backward(is_last=True)
 
     def has_gradient(self, fqn: str, storage: int) -> None:
-        """Autograd has the gradient of a parameter."""
+        """Take over the gradient of a parameter, which autograd has computed."""
         unit = self._unit_of.get(fqn)
         if unit is None:
             self._alone.has_gradient(fqn, storage)
@@ -97,7 +105,11 @@ class Wrapped:
             self._units.has_gradient(unit, fqn, storage)
 
     def act(self, moment: HookKind, unit: str, *, in_backward: bool) -> None:
-        """A unit acts. A told work may mark more than the plan has."""
+        """Let a unit act at a hook point.
+
+        A microbatch computed from a config may mark modules that are no units of this plan; they
+        are ignored.
+        """
         if unit not in self._plan.assignment.units:
             return
         if moment == HookKind.BEFORE_FORWARD:
@@ -110,7 +122,7 @@ class Wrapped:
             self._units.after_backward(unit)
 
     def end_of_backward(self, *, is_last: bool) -> None:
-        """Autograd has run all; after the last one the ranks tell which gradients they have."""
+        """Finish a backward; after the last one the ranks agree on which gradients they have."""
         self._units.end_of_backward(is_last=is_last)
         if not is_last or not self._agrees:
             return
@@ -118,14 +130,14 @@ class Wrapped:
         self._alone.fill()
         tensors = self._plan.assignment.tensors.values()
         count = sum(p.info.trainable and not p.info.is_buffer and p.info.numel > 0 for p in tensors)
-        # One number for each (`runtime.apply.gradients`), and two of the calls that were made.
+        # One flag for each parameter and two checksums of the calls, by `runtime.apply.gradients`.
         self._writer.free(self._writer.make(8 * (count + 2), Term.COMMUNICATION))
 
     def add_gradients(self, fqn: str) -> int | None:
-        """Make the sum over stages of a parameter's gradient.
+        """Allocate the sum over stages of a parameter's gradient.
 
         Returns:
-            The sum, once it was copied into the gradient; None where it became the gradient.
+            The sum, which is copied into the gradient; None if the sum became the gradient.
         """
         size = next(param.num_bytes for param in self._params if param.fqn == fqn)
         total = self._writer.make(size, Term.COMMUNICATION, fqn.rpartition(".")[0])
@@ -134,7 +146,7 @@ class Wrapped:
         return total if reduced.setdefault(fqn, total) != total else None
 
     def updated(self) -> list[tuple[tuple[str, ...], Updated]]:
-        """(the axes that cut it, parameter) of each one that has a gradient."""
+        """Return (axes that shard it, parameter) of each parameter that has a gradient."""
         found = {*self._units.reduced(), *self._alone.found}
         tensors, mesh = self._plan.assignment.tensors, self._plan.mesh
         return [
@@ -144,26 +156,26 @@ class Wrapped:
         ]
 
     def drop_gradients(self) -> None:
-        """`zero_grad(set_to_none=True)`."""
+        """Play `zero_grad(set_to_none=True)`."""
         self._units.drop_gradients()
         self._alone.drop_gradients()
 
     def _updated(self) -> Iterator[Updated]:
-        """The trainable parameters as the optimizer has them."""
+        """Yield the trainable parameters as the optimizer has them."""
         for fqn, placed in self._plan.assignment.tensors.items():
             if not placed.info.is_buffer and placed.info.trainable:
                 numel, shape = self._numels[fqn].local, placed.info.shape
                 yield Updated(fqn, numel, placed.dtype, fqn in self._on_host, shape)
 
     def _buffers(self) -> Iterator[tuple[str, int]]:
-        """(dtype, bytes) of each buffer."""
+        """Yield (dtype, bytes) of each buffer."""
         for placed in self._plan.assignment.tensors.values():
             if placed.info.is_buffer:
                 yield placed.dtype, placed.info.num_bytes
 
 
 def _numels_of(a: Assignment, mesh: Mesh, rank: int) -> dict[str, Numels]:
-    """Of every parameter; most lie as others do, and share the layout."""
+    """Return the elements of every parameter, computed once for each shape and layout."""
     known: dict[tuple[tuple[int, ...], int], Numels] = {}
     out = {}
     for fqn, placed in a.tensors.items():

@@ -1,4 +1,4 @@
-"""What the replay reads off a work, once for all plans."""
+"""Read what the replay needs off a microbatch trace, once for all plans."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from meshplan.memory.log.microbatch import AT_STAGE, HookKind, HookPoint, Microb
 _T = TypeVar("_T")
 _EVENT: Final = itemgetter(0)
 _BEGINNING: Final = (HookKind.BEFORE_FORWARD, HookKind.BEFORE_BACKWARD)
-"""When a mark belongs to the phase that it begins rather than to the one that it ends."""
+"""Hook points that belong to the phase that begins there; all others to the one that ends."""
 
 
 class Act(NamedTuple):
-    """What wrappers do while a work is done.
+    """An action of the wrappers during a microbatch.
 
     Attributes:
-        event: Before which.
-        enters: Whether it belongs to the phase that begins there.
-        moment: When a unit acts; None where a gradient is there, or backward begins.
-        fqn: Of the unit, or of the parameter.
-        at: The stage that it is of, where a rank has several.
-        storage: Of the gradient; -1 where there is none.
-        size: Its bytes.
-        in_backward: Whether backward runs.
+        event: Index of the event before which it happens.
+        enters: If True, it belongs to the phase that begins at the event.
+        moment: The hook point at which a unit acts; None where a gradient is complete, or where
+            backward begins.
+        fqn: Fqn of the unit or the parameter.
+        at: Suffix of its stage, such as "@stage3"; "" where a rank has one stage only.
+        storage: Storage of the gradient; -1 if there is none.
+        size: Bytes of the gradient.
+        in_backward: True if backward is running.
     """
 
     event: int
@@ -43,19 +44,20 @@ class Act(NamedTuple):
 
 
 class Prepared:
-    """A work, read.
+    """A microbatch trace, indexed for the replay.
 
     Attributes:
-        log: Of the work.
-        marks: Of the work.
-        gradients: By parameter, the storage of its gradient, or of the first one.
-        arrivals: (event before which it is there, parameter, storage, bytes) of each gradient.
-        settling: Of the work.
-        host: Of the work.
-        losses: Bytes of the storages of the loss.
-        before: The events of what is there before.
-        forgotten: Storages that are there before and end: what the model keeps from the last time.
-        kept: What takes their place.
+        log: The log of the trace.
+        marks: The hook points of the trace.
+        gradients: Storage of the gradient, or of the first one, by parameter.
+        arrivals: (event before which it is complete, parameter, storage, bytes) of each gradient.
+        settling: Relayouts of gradients, as in the trace.
+        host: Changes of host memory, as in the trace.
+        losses: Bytes of the loss, by storage.
+        before: Events that allocate what exists before the microbatch.
+        forgotten: Storages that exist before the microbatch and end in it: what the model kept from
+            the microbatch before.
+        kept: Storages that take the place of `forgotten` for the next microbatch.
     """
 
     def __init__(self, work: MicrobatchTrace) -> None:
@@ -83,6 +85,7 @@ class Prepared:
             if storage in unsaid:
                 births.setdefault(storage, number)
         self.gradients = work.gradients
+        # A gradient is complete when it is made, unless the trace says otherwise.
         self.arrivals = [
             (work.ready.get(fqn, births.get(s, 0) + 1), fqn, s, live.get(s, 0))
             for fqn, s in work.gradients.items()
@@ -98,10 +101,10 @@ class Prepared:
         self._is_steady = [sizes[s] for s in self.forgotten] == [live[s] for s in self.kept]
 
     def check_repeats(self) -> None:
-        """What the model keeps from one time to the next is always as large.
+        """Check that what the model keeps from one microbatch to the next does not change its size.
 
         Raises:
-            PlanError: It is not.
+            PlanError: The size changes.
         """
         if not self._is_steady:
             what = "what the model keeps from one microbatch to the next is not always as large"
@@ -109,28 +112,31 @@ class Prepared:
 
     @property
     def num_events(self) -> int:
-        """Of the work."""
+        """Number of events of the trace."""
         return len(self.log.changes)
 
     @cached_property
     def gradients_at(self) -> Mapping[str, Mapping[str, int]]:
-        """`gradients` of each stage, by its own names."""
+        """`gradients` by stage, each with the names inside of the stage."""
         return _by_place(self.gradients)
 
     @cached_property
     def settling_at(self) -> Mapping[str, Mapping[str, tuple[tuple[int, int], ...]]]:
-        """`settling` of each stage, by its own names."""
+        """`settling` by stage, each with the names inside of the stage."""
         return _by_place(self.settling)
 
     @cached_property
     def ends(self) -> Counter[str]:
-        """Of each stage, how many backwards are marked: of a told pipeline not every one is."""
+        """Number of backwards that are marked, by the suffix of their stage.
+
+        Summarised microbatches may have no mark.
+        """
         marks = (mark for mark in self.marks if mark.moment == HookKind.END_OF_BACKWARD)
         return Counter(apart(mark.unit)[1] for mark in marks)
 
     @cached_property
     def first_made_in_backward(self) -> int:
-        """The event of the first storage that backward makes."""
+        """Index of the event that makes the first storage of backward."""
         backward = self.log.phases.index("backward")
         return next(
             number for number, (delta, _, phase) in enumerate(self.log.changes)
@@ -139,7 +145,7 @@ class Prepared:
 
     @cached_property
     def acts(self) -> tuple[Act, ...]:
-        """All that wrappers do, in order: gradients before marks where they come at once."""
+        """All actions in order. At the same event gradients come before hook points."""
         acts = [
             Act(event, False, None, *apart(name), storage, size)
             for event, name, storage, size in self.arrivals
@@ -155,13 +161,13 @@ class Prepared:
         return tuple(sorted(acts, key=_EVENT))
 
     def _is_in_backward(self, event: int) -> bool:
-        """Whether backward runs at a mark that ends something."""
+        """Return True if backward is running at a hook point that ends something."""
         phase = self.log.changes[event - 1][2] if event else 0
         return self.log.phases[phase] == "backward"
 
 
 def _by_place(items: Mapping[str, _T]) -> dict[str, dict[str, _T]]:
-    """What is said of each stage, by fqn."""
+    """Return the items by the suffix of their stage and by fqn."""
     out: dict[str, dict[str, _T]] = {}
     for name, value in items.items():
         fqn, at = apart(name)
@@ -170,6 +176,6 @@ def _by_place(items: Mapping[str, _T]) -> dict[str, dict[str, _T]]:
 
 
 def apart(name: str) -> tuple[str, str]:
-    """(fqn, where) of a name that may tell its stage."""
+    """Return (fqn, suffix) of a name that may end in the suffix of a stage, such as "@stage3"."""
     fqn, at, stage = name.partition(AT_STAGE)
     return fqn, at + stage

@@ -1,4 +1,4 @@
-"""FSDP2's rules for gradients: added up, laid into one buffer, scattered, summed over replicas.
+"""FSDP2's rules for gradients: accumulate, copy into one buffer, reduce-scatter, all-reduce.
 
 Source: torch 2.13, torch/distributed/fsdp/_fully_shard: `post_backward` of `_fsdp_param_group`, and
 `foreach_reduce` of `_fsdp_collectives`.
@@ -15,11 +15,12 @@ from meshplan.memory.replay.writer import LogWriter
 
 
 class Reduction:
-    """The reductions of all units on one rank.
+    """The gradient reductions of all units on one rank.
 
     Args:
-        settling: Of the work: what it takes to lay a gradient as its parameter is.
-        fills: Whether missing gradients are made zeros before they are reduced.
+        writer: The log to write to.
+        settling: Relayouts of gradients, by parameter, as in the microbatch trace.
+        fills: If True, zeros replace missing gradients before gradients are reduced.
     """
 
     def __init__(
@@ -35,13 +36,13 @@ class Reduction:
         self._real: set[str] = set()
 
     def add_up(self, unit: ReplayUnit) -> None:
-        """What waits in the dtype of the reduction takes in what autograd gave."""
+        """Add autograd's gradients to those that wait in the dtype of the reduction."""
         for param in unit.shards.params:
             if param.fqn in unit.summed and param.fqn in unit.grads:
                 self._writer.free(unit.grads.pop(param.fqn))
 
     def take(self, unit: ReplayUnit) -> Mapping[Shard, int]:
-        """The gradients that are to be reduced."""
+        """Return the gradients to reduce, and take them from the unit."""
         return {
             param: storage
             for param in unit.shards.params
@@ -49,7 +50,7 @@ class Reduction:
         }
 
     def run(self, unit: ReplayUnit, found: Mapping[Shard, int]) -> None:
-        """Reduce them, once the buffer of the unit before is given back."""
+        """Reduce the gradients, once the buffer of the previous unit is freed."""
         self.end()
         if found:
             self._writer.free(unit.sending)
@@ -57,12 +58,12 @@ class Reduction:
             self._run(unit, found)
 
     def end(self) -> None:
-        """No reduction runs any longer: its buffer is freed."""
+        """Free the buffer of the last reduction, which has ended."""
         self._writer.free_all(self._scattering)
         self._scattering.clear()
 
     def _taken(self, unit: ReplayUnit, param: Shard) -> int | None:
-        """The gradient of a parameter, laid as the parameter is along the other axes."""
+        """Return a parameter's gradient, in the parameter's layout along the other axes."""
         if param.fqn in unit.summed:
             storage, itemsize = unit.summed.pop(param.fqn), unit.shards.reduce_itemsize
         elif param.fqn in unit.grads:
@@ -82,7 +83,10 @@ class Reduction:
         return storage
 
     def fill(self, unit: ReplayUnit) -> None:
-        """`runtime.apply.gradients`: one rank may have a gradient that another has not."""
+        """Allocate zeros for missing gradients, as `runtime.apply.gradients` does.
+
+        A parameter may have a gradient on one rank and none on another.
+        """
         for param in unit.shards.trained if self._fills else ():
             waits = param.fqn in unit.grads or param.fqn in unit.summed
             has_been_filled = param.fqn in self._filled
@@ -94,24 +98,24 @@ class Reduction:
                 unit.grads[param.fqn] = self._make(unit, param.grad_bytes, Term.GRADIENTS)
 
     def forget_filled(self, units: Iterable[ReplayUnit]) -> None:
-        """A gradient that no rank has is none, and not zero."""
+        """Drop the zeros of parameters that have a gradient on no rank: it is None, not zero."""
         for unit in units:
             for fqn in self._filled - self._real:
                 self._writer.free(unit.reduced.pop(fqn, None))
         self._filled, self._real = set(), set()
 
     def widen(self, unit: ReplayUnit) -> None:
-        """Gradients that wait are summed in the dtype in which they are reduced."""
+        """Cast gradients that wait for the last microbatch to the dtype of the reduction."""
         itemsize = unit.shards.reduce_itemsize
         for param in unit.shards.trained:
             if param.fqn in unit.grads and itemsize != param.itemsize:
-                # Not as large as the parameter's part, before it is laid like that.
+                # Before its relayout a gradient may differ in size from the parameter.
                 size = self._writer.size(unit.grads[param.fqn]) * itemsize // param.itemsize
                 unit.summed[param.fqn] = self._make(unit, size, Term.GRADIENTS)
                 self._writer.free(unit.grads.pop(param.fqn))
 
     def _run(self, unit: ReplayUnit, found: Mapping[Shard, int]) -> None:
-        """`foreach_reduce`: into one buffer, scattered into another, which is the gradients."""
+        """Play `foreach_reduce`: copy into a buffer, reduce-scatter into the sharded gradients."""
         writer, shards = self._writer, unit.shards
         laid, kept = self._lay(unit, found)
         numel = sum(param.padded_numel for param in found)
@@ -141,6 +145,7 @@ class Reduction:
             )
             writer.free(out)
             out = cast
+        # All gradients of the unit share one storage, which is freed with the last of them.
         for param in found:
             if shards.on_host and writer.has_host:
                 self._bring_back(unit, param)
@@ -153,7 +158,7 @@ class Reduction:
         unit.partial = None
 
     def _bring_back(self, unit: ReplayUnit, param: Shard) -> None:
-        """A reduced gradient is copied to the host, and added there to one that is there."""
+        """Copy a reduced gradient to the host, and add it to an earlier one on the host."""
         copy = self._writer.make(param.local_bytes, Term.GRADIENTS, unit.fqn, on_host=True)
         if param.fqn in unit.reduced:
             self._writer.free(copy)
@@ -161,9 +166,13 @@ class Reduction:
             unit.reduced[param.fqn] = copy
 
     def _lay(self, unit: ReplayUnit, found: Mapping[Shard, int]) -> tuple[list[int], list[int]]:
-        """(what is freed once it is in the buffer, what the names of a loop hold until the end).
+        """Lay the gradients out for the buffer.
 
-        Gradients cut along another dim than the first are copied.
+        Gradients that are sharded along another dim than the first are copied.
+
+        Returns:
+            Storages that are freed once they are in the buffer, and storages that the local names
+            of a loop keep until the end.
         """
         laid = list(found.values())
         if unit.shards.num_ranks == 1:

@@ -1,4 +1,4 @@
-"""What a unit gathers and reduces, in bytes, from the layouts of its parameters."""
+"""Bytes that a unit gathers and reduces, from the layouts of its parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from meshplan.model.graph import ModelGraph
 
 
 class Numels(NamedTuple):
-    """Elements of a parameter on one rank: stored, stored but for padding, and computed with."""
+    """Elements of a parameter on one rank.
+
+    Attributes:
+        padded: Elements of the stored shard, padding included.
+        local: Elements of the stored shard without padding.
+        whole: Elements that the rank computes with, after the all-gather.
+    """
 
     padded: int
     local: int
@@ -23,7 +29,10 @@ class Numels(NamedTuple):
 
 @lru_cache(maxsize=1 << 12)
 def numels_of(shape: tuple[int, ...], stored: Layout, mesh: Mesh, rank: int) -> Numels:
-    """Of a parameter of this shape: the thousands of parameters of a model are of few kinds."""
+    """Return the elements of a parameter of this shape and layout on one rank.
+
+    The result is cached, because a model's many parameters have few shapes and layouts.
+    """
     return Numels(
         padded=stored.padded_numel(shape, mesh, UNIT_AXES, rank),
         local=stored.local_numel(shape, mesh, rank),
@@ -33,18 +42,19 @@ def numels_of(shape: tuple[int, ...], stored: Layout, mesh: Mesh, rank: int) -> 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """One parameter of a unit, as one rank sees it; equal to itself alone.
+    """One parameter of a unit on one rank. Two shards are equal only if they are the same object.
 
     Args:
-        fqn: Its name.
-        padded_numel: Elements of all its shards together, each padded to the first one's size.
-        stored_bytes: Of this rank's shard as it is stored, padded.
-        local_bytes: The same without padding.
-        grad_numel: Elements of its gradient, and of it without padding.
-        itemsize: Bytes of an element while it is computed with.
-        dim: The dim that the unit's axes cut.
-        is_cast: It is stored in another dtype than it is computed in.
-        is_trained: It gets a gradient.
+        fqn: Fqn of the parameter.
+        padded_numel: Elements of all its shards together, each padded to the size of the first one.
+        stored_bytes: Bytes of this rank's shard as it is stored, padded.
+        local_bytes: Bytes of this rank's shard without padding.
+        grad_numel: Elements of its gradient, which are those of the gathered parameter without
+            padding.
+        itemsize: Bytes of an element in the dtype of the computation.
+        dim: The dim along which the unit shards it.
+        is_cast: If True, it is stored in another dtype than it is computed in.
+        is_trained: If True, it gets a gradient.
     """
 
     fqn: str
@@ -59,33 +69,33 @@ class Shard:
 
     @property
     def whole_bytes(self) -> int:
-        """Gathered."""
+        """Bytes of the gathered parameter, padding included."""
         return self.padded_numel * self.itemsize
 
     @property
     def grad_bytes(self) -> int:
-        """Of its gradient as autograd computes it."""
+        """Bytes of its gradient as autograd computes it."""
         return self.grad_numel * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class UnitShards:
-    """One unit, as one rank sees it.
+    """The parameters of one unit on one rank.
 
     Args:
-        fqn: Of its module.
-        params: Those that it gathers, in FSDP2's order.
-        trained: Those of them that get a gradient.
-        num_ranks: Over how many they are cut; 1 for replicas.
-        is_sharded: It is one of `fully_shard`, if only over one rank.
-        is_replicated: Its gradients are all-reduced too.
-        reshard_after_forward: Whether its parameters are freed after forward.
-        fewer_ranks: Over how many they are cut then; 0 for as many as at rest.
+        fqn: Fqn of the unit's module.
+        params: The parameters that it gathers, in FSDP2's order.
+        trained: The subset of `params` that gets a gradient.
+        num_ranks: Number of ranks over which they are sharded; 1 for replicas.
+        is_sharded: If True, it is a unit of `fully_shard`, even if over one rank only.
+        is_replicated: If True, its gradients are all-reduced over replicas too.
+        reshard_after_forward: If True, its parameters are resharded after forward.
+        fewer_ranks: Number of ranks over which they are sharded after forward; 0 for `num_ranks`.
         itemsize: Bytes of an element of the stored parameters.
-        grad_itemsize: Of the gradients as autograd computes them.
-        reduce_itemsize: Of the gradients while they are reduced.
-        is_recast: The reduced gradients are cast to the dtype of the parameters.
-        on_host: Shards, and gradients once they are reduced, lie in the host's memory.
+        grad_itemsize: Bytes of an element of the gradients as autograd computes them.
+        reduce_itemsize: Bytes of an element of the gradients while they are reduced.
+        is_recast: If True, the reduced gradients are cast to the dtype of the stored parameters.
+        on_host: If True, shards and reduced gradients are in the host's memory.
     """
 
     fqn: str
@@ -104,22 +114,25 @@ class UnitShards:
 
     @property
     def gathered_bytes(self) -> int:
-        """Of the buffer that an all-gather fills."""
+        """Bytes of the buffer that an all-gather fills."""
         return sum(param.whole_bytes for param in self.params)
 
     @property
     def cast_bytes(self) -> int:
-        """Of what is cast before it is gathered, on all ranks together."""
+        """Bytes of the casts made before the all-gather, summed over ranks."""
         return sum(param.whole_bytes for param in self.params if param.is_cast)
 
 
 def offloads_params(assignment: Assignment) -> bool:
-    """Whether parameters of some unit lie on the host: torch's optimizers then take one by one."""
+    """Return True if parameters of some unit are offloaded.
+
+    The optimizers of torch then step on one parameter after the other.
+    """
     return any(unit.on_host for unit in assignment.units.values())
 
 
 def unit_shards(assignment: Assignment, graph: ModelGraph, rank: int) -> list[UnitShards]:
-    """The units of a plan, in the order of the modules."""
+    """Return the units of a plan on one rank, in the order of the modules."""
     inner_first, places = graph.inner_first(), graph.order()
     owned: dict[str, list[Placed]] = {fqn: [] for fqn in assignment.units}
     for placed in assignment.tensors.values():
@@ -164,7 +177,8 @@ def _unit(unit: Unit, tensors: list[Placed], mesh: Mesh, rank: int, known: _Know
 
 
 _Known = dict[tuple[tuple[int, ...], int, tuple[str, ...]], tuple[Numels, int, int]]
-"""By shape, layout (the very same) and the unit's axes: elements, ranks, and the dim they cut."""
+"""Results by shape, id of the layout and axes of the unit: elements, number of ranks, sharded dim.
+"""
 
 
 def _shard(placed: Placed, unit: Unit, mesh: Mesh, rank: int, known: _Known) -> Shard:

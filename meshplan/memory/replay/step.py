@@ -1,4 +1,4 @@
-"""A step of a rank from one microbatch of its model."""
+"""Compose a rank's step on a GPU from one microbatch of its model."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from meshplan.plan.plan import Plan
 
 
 def composed_log(work: Prepared, plan: Plan, rank: int) -> EventLog:
-    """The events of a step on a GPU, where the optimizer counts its steps on the host.
+    """Return the events of a step on a GPU whose optimizer counts its steps in the host's memory.
 
     Args:
         work: One microbatch of this rank.
+        plan: The plan, decided for the whole model.
+        rank: The rank whose step is composed.
 
     Raises:
-        PlanError: As of `replay`.
+        PlanError: There is no rule for something in this plan: trace the whole step instead.
     """
     foreach = is_uniform(plan.assignment)
     optimizer = plan.spec.optimizer

@@ -1,4 +1,4 @@
-"""One unit of FSDP2 in the course of a step."""
+"""The state of one FSDP2 unit in the course of a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshplan.memory.replay.shards import UnitShards
 GATHERING: Final = 1
 REDUCING: Final = 2
 ADDING_UP: Final = 3
-"""The streams on which a unit's buffers are made; the allocator keeps a pool for each.
+"""Streams on which a unit's buffers are made; the allocator keeps a pool for each.
 Source: torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py."""
 
 
@@ -23,28 +23,38 @@ class Doing(Enum):
 
 
 class GatherState(Enum):
-    """How the parameters of a unit are there."""
+    """The state of the parameters of a unit: sharded, sharded over fewer ranks, or gathered."""
 
     SHARDED = auto()
     FEWER = auto()
-    """In shards over fewer ranks (`reshard_after_forward: 4`)."""
+    """Sharded over fewer ranks (`reshard_after_forward: 4`)."""
     WHOLE = auto()
 
 
 @dataclass(slots=True, eq=False)
 class ReplayUnit:
-    """One unit in the course of a step; numbers are storages.
+    """The state of one unit in the course of a step. Numbers are storages.
 
     Attributes:
-        hook: What its module is doing.
-        doing: What its parameters are doing.
-        gathering: The buffer of an all-gather that nobody waited for yet; -1 for none needed.
-        grads: Gradients as autograd gave them, by parameter.
-        summed: Those of microbatches before, in the dtype in which they are reduced.
-        reduced: The cut gradients, by parameter; several share one storage.
-        partial: Reduced, but not yet over the replicas.
-        sending: The buffer of the last all-reduce.
-        reduces, reduces_replicas, gives_back: What the coming backward does.
+        shards: Sizes of the unit's parameters on this rank.
+        hook: State of the hooks of its module, as in `FSDPState`.
+        doing: State of the hooks of its parameters, as in `FSDPParamGroup`.
+        held: State of its parameters.
+        was_gathered: True once its parameters were gathered.
+        gathering: Buffer of an all-gather that was not waited for yet; -1 if no buffer is needed;
+            None if no all-gather was started.
+        whole: The gathered parameters.
+        fewer: Shards over fewer ranks, by parameter.
+        places: Positions in the order of forward, one for each forward that backward has not
+            reached.
+        grads: Gradients as autograd returned them, by parameter.
+        summed: Gradients of earlier microbatches in the dtype of the reduction, by parameter.
+        reduced: Sharded gradients, by parameter; several share one storage.
+        partial: Gradients that are reduce-scattered, but not yet all-reduced over replicas.
+        sending: Buffer of the last all-reduce.
+        reduces: If True, the coming backward reduces gradients.
+        reduces_replicas: If True, the coming backward all-reduces them over replicas too.
+        gives_back: If True, the coming backward reshards the parameters.
     """
 
     shards: UnitShards
@@ -71,6 +81,6 @@ class ReplayUnit:
 
     @property
     def num_ranks(self) -> int:
-        """Over how many the parameters are cut now."""
+        """Number of ranks over which the parameters are sharded now."""
         fewer = self.shards.fewer_ranks
         return fewer if self.held is GatherState.FEWER and fewer else self.shards.num_ranks

@@ -1,7 +1,7 @@
-"""FSDP2's rules: what its units gather, free and reduce as forward and backward go by.
+"""FSDP2's rules: what units all-gather, free and reduce in the course of forward and backward.
 
-A unit is one `fully_shard` module, or one of `replicate`. The methods are named as the hooks that
-call them, and do what these do, in their order, on bytes.
+A unit is a module to which `fully_shard` or `replicate` was applied. Each method stands for the
+hook of FSDP2 that calls it, and makes and frees the same bytes in the same order.
 
 Source: torch 2.13, torch/distributed/fsdp/_fully_shard: `_fsdp_state` and
 `_fsdp_param_group`.
@@ -19,12 +19,13 @@ from meshplan.memory.replay.writer import LogWriter
 
 
 class ReplayUnits:
-    """All units of a model on one rank.
+    """All units of a model, or of a stage, on one rank.
 
     Args:
-        shards: In the order of the modules.
-        settling: Of the work: what it takes to lay a gradient as its parameter is.
-        fills: Whether missing gradients are made zeros before they are reduced.
+        writer: The log to write to.
+        shards: Sizes of the units, in the order of the modules.
+        settling: Relayouts of gradients, by parameter, as in the microbatch trace.
+        fills: If True, zeros replace missing gradients before gradients are reduced.
     """
 
     def __init__(
@@ -43,7 +44,12 @@ class ReplayUnits:
         self._root: ReplayUnit | None = None
 
     def set_last(self, is_last: bool, *, keeps_whole: bool) -> None:
-        """As `runtime.apply.data.set_gradient_sync` does before each microbatch."""
+        """Do what `runtime.apply.data.set_gradient_sync` does before each microbatch.
+
+        Args:
+            is_last: True if the coming backward is the last of the step.
+            keeps_whole: If True, gradients stay unsharded until the last backward.
+        """
         for unit in self._units.values():
             unit.gives_back = is_last or unit.shards.reshard_after_forward
             if keeps_whole or not unit.shards.is_sharded:
@@ -52,7 +58,7 @@ class ReplayUnits:
                 unit.reduces_replicas = is_last
 
     def before_forward(self, fqn: str) -> None:
-        """`FSDPState._pre_forward`."""
+        """Play `FSDPState._pre_forward`."""
         unit = self._units[fqn]
         if unit.hook is Doing.PRE_BACKWARD:
             self._gathering.start(unit)
@@ -66,7 +72,10 @@ class ReplayUnits:
         self._gathering.wait(unit)
 
     def after_forward(self, fqn: str, *, in_backward: bool) -> None:
-        """`FSDPState._post_forward`; a forward that runs again in backward frees nothing."""
+        """Play `FSDPState._post_forward`.
+
+        A forward that is recomputed during backward frees nothing.
+        """
         unit = self._units[fqn]
         if unit.hook is Doing.PRE_BACKWARD:
             return
@@ -82,7 +91,7 @@ class ReplayUnits:
             self._root = None
 
     def before_backward(self, fqn: str) -> None:
-        """`FSDPState._pre_backward`, which also gathers what ran before it in forward."""
+        """Play `FSDPState._pre_backward`, which also prefetches the unit before it in forward."""
         unit = self._units[fqn]
         unit.hook = Doing.PRE_BACKWARD
         if not unit.shards.params or unit.doing is Doing.PRE_BACKWARD:
@@ -94,7 +103,7 @@ class ReplayUnits:
             self._gathering.start(self._order[place - 1])
 
     def has_gradient(self, fqn: str, param: str, storage: int) -> None:
-        """Autograd has computed the gradient of a parameter; it may add it to one that is there."""
+        """Take over a gradient from autograd, or free it if it is added to an earlier one."""
         unit = self._units[fqn]
         if param in unit.grads:
             self._writer.free(storage)
@@ -102,7 +111,7 @@ class ReplayUnits:
             unit.grads[param] = storage
 
     def after_backward(self, fqn: str) -> None:
-        """`FSDPParamGroup.post_backward`: give back what is whole, reduce the gradients."""
+        """Play `FSDPParamGroup.post_backward`: reshard the parameters, reduce the gradients."""
         unit = self._units[fqn]
         if not unit.shards.params:
             return
@@ -119,12 +128,15 @@ class ReplayUnits:
         self._reduction.run(unit, found)
 
     def reduce_all(self) -> None:
-        """Every unit, the root first and each before those in it."""
+        """Reduce the gradients of every unit, each unit before those inside it."""
         for unit in self._units.values():
             self.after_backward(unit.fqn)
 
     def end_of_backward(self, *, is_last: bool) -> None:
-        """`FSDPState._root_post_backward_final_callback`: what no gradient came to is done now."""
+        """Play `FSDPState._root_post_backward_final_callback`.
+
+        Units that no gradient reached do their post-backward here.
+        """
         self._root = None
         for unit in self._units.values():
             if unit.shards.params and unit.doing is not Doing.POST_BACKWARD:
@@ -132,6 +144,7 @@ class ReplayUnits:
             unit.doing = unit.hook = Doing.IDLE
             if is_last:
                 self._writer.free(unit.sending)
+                # An all-gather may have been prefetched for a unit that did not run.
                 if unit.gathering is not None and unit.gathering >= 0:
                     self._writer.free(unit.gathering)
                 unit.sending = unit.gathering = None
@@ -141,19 +154,19 @@ class ReplayUnits:
             self._reduction.end()
 
     def forget_filled(self) -> None:
-        """The ranks have told each other which gradients there are."""
+        """Drop the gradients that no rank had, once the ranks have compared them."""
         self._reduction.forget_filled(self._units.values())
 
     def reduced(self) -> Mapping[str, int]:
-        """The storages of the gradients that the optimizer finds, by parameter."""
+        """Return the storages of the gradients that the optimizer finds, by parameter."""
         return {fqn: n for unit in self._units.values() for fqn, n in unit.reduced.items()}
 
     def gradients(self, fqn: str) -> dict[str, int]:
-        """The storage of each reduced gradient of a unit, by parameter."""
+        """Return the storage of each reduced gradient of a unit, by parameter."""
         return self._units[fqn].reduced
 
     def drop_gradients(self) -> None:
-        """`zero_grad(set_to_none=True)`."""
+        """Play `zero_grad(set_to_none=True)`."""
         for unit in self._units.values():
             self._writer.free_all(unit.reduced.values())
             unit.reduced.clear()

@@ -1,6 +1,6 @@
-"""What undoing the scale of a float16 loss takes: whether each gradient is finite.
+"""Buffers that unscaling the gradients of a float16 loss allocates, to check that all are finite.
 
-Source: `runtime.train.gradient_scale.unscale`, whose lines these are, and torch 2.13, ATen's
+Source: `runtime.train.gradient_scale.unscale`, line by line, and torch 2.13, ATen's
 `isfinite`, which compares the tensor with itself and its absolute value with infinity.
 """
 
@@ -14,10 +14,11 @@ from meshplan.memory.replay.writer import LogWriter
 
 
 def unscale(writer: LogWriter, params: Sequence[Updated]) -> None:
-    """Play one call.
+    """Play one call of `unscale`.
 
     Args:
-        params: Those that have a gradient.
+        writer: The log to write to.
+        params: The parameters that have a gradient.
     """
     here = [param for param in params if not param.on_host]
     there = [param for param in params if param.on_host]

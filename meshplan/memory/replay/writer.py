@@ -1,4 +1,4 @@
-"""Writes an event log: what wrappers make and free, between pieces of traced or told work."""
+"""Write an event log: storages of wrappers and the optimizer, between segments of a microbatch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from meshplan.memory.log.events import Change, EventLog, Storage, Term
 class LogWriter:
     """An event log in the making.
 
+    Each storage has a number of holders, and is freed when the last of them lets go.
+
     Args:
-        has_host: The host's memory is another; otherwise what is there is here too.
+        has_host: If True, the host's memory is separate; otherwise storages on the host count as
+            storages on the device.
     """
 
     def __init__(self, *, has_host: bool = False) -> None:
@@ -24,10 +27,10 @@ class LogWriter:
         self._sizes: dict[int, int] = {}
         self._holders: dict[int, int] = {}
         self._passing: dict[int, tuple[int, Term]] = {}
-        """By storage, where it was made, and its term if it does not last."""
+        """Phases at birth and category if short-lived, for each storage that may be short-lived."""
 
     def begin(self, phase: str) -> None:
-        """Say which phase begins."""
+        """Begin a phase, unless it is the current one already."""
         if self._phases[-1] != phase:
             self._phases.append(phase)
 
@@ -42,11 +45,22 @@ class LogWriter:
         on_host: bool = False,
         passing: Term | None = None,
     ) -> int:
-        """A storage of this many bytes, held once; on the host, if that is another memory.
+        """Allocate a storage with one holder.
 
         Args:
-            passing: What it is for if it does not last: `COMMUNICATION` up to the step, anything
-                else beyond the phase in which it is made. A trace has no other way to tell.
+            size: Bytes of the storage.
+            term: Category of its bytes.
+            module: Fqn of the module that it belongs to; "" for none.
+            op: Name of the operator that makes it; "" for none.
+            stream: The stream on which it is made; 0 is the compute stream.
+            on_host: If True, it is in the host's memory, provided that is separate.
+            passing: Category instead of `term` if the storage turns out to be short-lived, as in a
+                trace, which can only tell from the lifetime. `COMMUNICATION` applies if it is freed
+                before the optimizer step, any other category if it is freed in the phase in which
+                it was made.
+
+        Returns:
+            The number of the storage.
         """
         number = len(self._storages)
         if passing is not None:
@@ -62,26 +76,26 @@ class LogWriter:
         return number
 
     def change_host(self, delta: int) -> None:
-        """Work holds so much more or less on the host."""
+        """Add `delta` to the bytes that the microbatch keeps on the host."""
         assert self.has_host, "what is there is here too, in no order that anybody noted"
         self._host_live += delta
         self._host_most = max(self._host_most, self._host_live)
 
     def adopt(self, number: int, size: int, holders: int = 1) -> None:
-        """From now on the wrappers hold a storage that the work made."""
+        """Add holders to a storage of `size` bytes that the microbatch made."""
         self._sizes[number] = size
         self._holders[number] = self._holders.get(number, 0) + holders
 
     def size(self, number: int) -> int:
-        """Bytes of a storage that is there."""
+        """Return the bytes of a live storage."""
         return self._sizes[number]
 
     def hold(self, number: int) -> None:
-        """One more holds it."""
+        """Add a holder to a storage."""
         self._holders[number] += 1
 
     def free(self, number: int | None) -> None:
-        """One holder lets go; the last one frees it."""
+        """Remove a holder of a storage, and free the storage if it was the last one."""
         if number is None:
             return
         self._holders[number] = left = self._holders.get(number, 0) - 1
@@ -96,28 +110,36 @@ class LogWriter:
 
     def _settle(self, number: int) -> None:
         born, term = self._passing.pop(number)
+        # Communication buffers last if they live into the step, others if they outlive a phase.
         is_sent = term == Term.COMMUNICATION
         if self._phases[-1] != "step" if is_sent else len(self._phases) == born:
             self._storages[number] = self._storages[number]._replace(term=term)
 
     def free_all(self, numbers: Iterable[int]) -> None:
-        """Of each, one holder lets go."""
+        """Remove one holder of each storage."""
         for number in numbers:
             self.free(number)
 
     def log(self) -> EventLog:
-        """All of it."""
+        """Return the log."""
         storages, events = tuple(self._storages), tuple(self._events)
         return EventLog(storages, events, tuple(self._phases), self._host_most)
 
     def add_storages(self, storages: Sequence[Storage]) -> int:
-        """Room for storages of work; returns the number of the first."""
+        """Add the storages of a microbatch, and return the number of the first one."""
         first = len(self._storages)
         self._storages.extend(storages)
         return first
 
     def add_events(self, events: Sequence[Change], first: int, known: Mapping[int, int]) -> None:
-        """Events of work, all of one phase, whose storages begin at `first`."""
+        """Add events of a microbatch, all of one phase.
+
+        Args:
+            events: The events, with the storage numbers of the microbatch.
+            first: Number in this log of the microbatch's storage 0.
+            known: Numbers in this log of storages that exist already, by their number in the
+                microbatch.
+        """
         if not events:
             return
         now = len(self._phases) - 1
@@ -128,14 +150,17 @@ class LogWriter:
 
 
 class Copy:
-    """One time that work is done: its events, with numbers of their own.
+    """One execution of a microbatch: its events, with storage numbers of their own.
 
     Args:
-        first_event: What comes before it is there already.
-        known: What is there already, by the number that the work gives it: inputs, buffers.
+        writer: The log to write to.
+        log: The log of the microbatch.
+        first_event: Index of the first event to execute; those before it exist already.
+        known: Numbers in the written log of storages that exist already, such as inputs and
+            buffers, by their number in the microbatch.
 
     Attributes:
-        host: As in `Work`.
+        host: Changes of host memory, as in `MicrobatchTrace`.
     """
 
     def __init__(
@@ -153,17 +178,27 @@ class Copy:
         self._of_host = 0
 
     def number(self, storage: int) -> int:
-        """What the written log calls a storage of the work."""
+        """Return the number in the written log of a storage of the microbatch."""
         return self._known.get(storage, self._first + storage)
 
     def be_there(self, before: Sequence[Change], times: Mapping[Term, int]) -> None:
-        """What is there before the work; of some terms, so many times as much."""
+        """Allocate what exists before the microbatch.
+
+        Args:
+            before: The events that allocate it.
+            times: Factors by which the bytes of some categories are multiplied.
+        """
         for delta, storage, phase in before:
             many = times.get(self._log.storages[storage].term, 1)
             self._writer.add_events([(delta * many, storage, phase)], self._first, self._known)
 
     def until(self, event: int, *, enters: bool = False) -> None:
-        """Do the work up to this event, and enter the phase of the next one or not."""
+        """Execute the microbatch up to an event.
+
+        Args:
+            event: Index of the event to stop before.
+            enters: If True, also enter the phase of that event.
+        """
         events = self._log.changes
         at, self._at = self._at, max(self._at, event)
         while at < event:
@@ -179,7 +214,7 @@ class Copy:
 
     def _begin(self, event: int) -> None:
         phase = self._log.changes[event][2]
-        if phase:  # Work that begins before its first phase does so in the phase that runs.
+        if phase:  # A microbatch that begins before its first phase does so in the current one.
             self._writer.begin(self._log.phases[phase])
 
     def _end_of_phase(self, at: int, event: int) -> int:

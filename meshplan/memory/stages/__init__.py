@@ -1,1 +1,1 @@
-"""The part of a tape that one pipeline stage runs, and a rank's passes through its schedule."""
+"""The part of a tape that one pipeline stage runs, and a rank's pass through its schedule."""

@@ -1,4 +1,4 @@
-"""One microbatch of one stage, played by itself: what it takes, what it leaves, what crosses."""
+"""One microbatch of one stage, played alone: its events, what it leaves and what it sends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshplan.memory.tape.tape import Player
 
 _NAMELESS: Final = ("num_before", "sizes", "left", "host_bytes", "changes", "plain_until")
 _NAMELESS_IN_HALVES: Final = ("waiting", "held")
-"""What does not change when modules are called otherwise."""
+"""Cached properties that renaming does not change; the second list is for a split backward only."""
 _FORWARD: Final = (HookKind.BEFORE_FORWARD, HookKind.AFTER_FORWARD)
 
 
@@ -23,13 +23,14 @@ class StageWork:
     """One microbatch of one stage.
 
     Args:
-        work: Forward, then backward.
-        split: The first event of backward.
-        received: Storages that came from the stage before.
-        sent: Storages that go to the next.
-        given: Storages of the gradients that come back for these.
+        work: Trace of forward, then backward.
+        split: Number of the first event of backward.
+        received: Storages of the activations received from the stage before.
+        sent: Storages of the activations sent to the next stage.
+        given: Storages of the gradients received for what was sent.
         returned: Storages of the gradients of what was received.
-        turn: Of a backward in two halves, how many events and marks are before the second.
+        turn: For a split backward, the numbers of events and of marks before the second half; None
+            if the backward is not split.
     """
 
     work: MicrobatchTrace
@@ -41,7 +42,7 @@ class StageWork:
     turn: tuple[int, int] | None = None
 
     def renamed(self, names: Mapping[str, str]) -> StageWork:
-        """The same work of other modules, each called as `names` has it."""
+        """Return the same work with every module renamed as in `names`."""
         out = replace(self, work=_renamed(self.work, names))
         for figure in _NAMELESS if self.turn is None else (*_NAMELESS, *_NAMELESS_IN_HALVES):
             out.__dict__[figure] = getattr(self, figure)
@@ -49,12 +50,12 @@ class StageWork:
 
     @cached_property
     def num_before(self) -> int:
-        """Events of what is there before."""
+        """Number of events of storages that exist before the microbatch."""
         return sum(not phase for _, _, phase in self.work.log.changes)
 
     @cached_property
     def storages(self) -> tuple[Storage, ...]:
-        """Those of the work, with what is sent for what it is."""
+        """All storages, where those that are sent on or back are communication buffers."""
         crossing = {*self.sent, *self.returned}
         return tuple(
             each._replace(term=Term.COMMUNICATION) if number in crossing else each
@@ -68,7 +69,7 @@ class StageWork:
 
     @cached_property
     def left(self) -> tuple[int, ...]:
-        """Storages that forward leaves for backward, those apart that cross an edge."""
+        """Storages that forward leaves for backward, without those that are sent."""
         live: dict[int, None] = {}
         for delta, storage, _ in self.work.log.changes[self.num_before : self.split]:
             if delta > 0:
@@ -79,7 +80,7 @@ class StageWork:
 
     @cached_property
     def waiting(self) -> tuple[int, ...]:
-        """Storages that live from the first half of backward, or before it, into the second."""
+        """Storages made before the second half of a split backward that are freed in it."""
         assert self.turn is not None
         live: dict[int, None] = {}
         for delta, storage, _ in self.work.log.changes[self.num_before : self.turn[0]]:
@@ -94,20 +95,20 @@ class StageWork:
 
     @cached_property
     def held(self) -> frozenset[int]:
-        """Of what crosses an edge, what the graph holds until the second half."""
+        """Storages that cross an edge and that the graph references until the second half."""
         crossing = {*self.received, *self.given, *self.returned}
         return frozenset(crossing & {*self.waiting})
 
     @cached_property
     def host_bytes(self) -> int:
-        """What forward leaves for backward in the host's memory."""
+        """Bytes that forward leaves for backward in host memory."""
         return sum(delta for _, delta in self.work.host or () if delta > 0)
 
     @cached_property
     def changes(self) -> Mapping[str, int]:
-        """By the kind of an action, how many bytes more there are after it.
+        """Change in live bytes from each kind of action.
 
-        And once what was sent back is known to have arrived.
+        The key "arrived" is for what was sent back and is known to have arrived.
         """
 
         def total(storages: Iterable[int]) -> int:
@@ -135,10 +136,10 @@ class StageWork:
 
     @cached_property
     def plain_until(self) -> Sequence[int]:
-        """Of each event, the first from there on that has to be looked at when it is written again.
+        """For each event, the next event from there on that cannot simply be copied into a pass.
 
-        At others no mark stands and no phase begins, nothing crosses an edge, and no gradient is
-        made or given.
+        At all other events there is no mark, no phase begins, nothing crosses an edge, and no
+        gradient is made or assigned.
         """
         events = self.work.log.changes
         marked = {mark.event for mark in self.work.marks}
@@ -158,9 +159,9 @@ class StageWork:
         return out
 
     def marks_between(self, first: int) -> Sequence[HookPoint]:
-        """Those of forward, of backward, or of one of its halves, by their first event."""
+        """Return the marks of forward, backward or a half of it, by its first event."""
         marks = self.work.marks
-        # Backward may run a unit's forward again.
+        # Backward may recompute a unit, so forward's marks end at the first mark of another kind.
         back = next(n for n, mark in enumerate(marks) if mark.moment not in _FORWARD)
         if first == self.num_before:
             return marks[:back]
@@ -170,7 +171,7 @@ class StageWork:
 
     @cached_property
     def ready_at(self) -> Mapping[int, Sequence[int]]:
-        """By event, the gradients of weights that are there before it."""
+        """Gradients of weights that are complete before each event."""
         out: dict[int, list[int]] = {}
         for fqn, event in self.work.ready.items():
             out.setdefault(event, []).append(self.work.gradients[fqn])
@@ -178,17 +179,17 @@ class StageWork:
 
     @cached_property
     def names(self) -> Mapping[int, str]:
-        """By its storage, whose gradient it is."""
+        """The parameter whose gradient each storage is."""
         return {storage: fqn for fqn, storage in self.work.gradients.items()}
 
 
 def play_stage(part: StageTape, *, sums_in_place: bool) -> StageWork:
-    """One microbatch of a stage, by itself."""
+    """Play one microbatch of a stage alone."""
     return played(part, StagePlayer(part, sums_in_place))
 
 
 def played(part: StageTape, player: StagePlayer) -> StageWork:
-    """What a player plays."""
+    """Return the `StageWork` that a player plays."""
     work = player.work()
     backward = work.log.phases.index("backward")
     split = next(
@@ -210,7 +211,7 @@ def played(part: StageTape, player: StagePlayer) -> StageWork:
 
 
 def _renamed(work: MicrobatchTrace, names: Mapping[str, str]) -> MicrobatchTrace:
-    """The same, with names of modules, units and parameters put for others."""
+    """Return the trace with modules, units and parameters renamed."""
     return replace(
         work,
         log=replace(
@@ -230,9 +231,10 @@ def _renamed(work: MicrobatchTrace, names: Mapping[str, str]) -> MicrobatchTrace
 
 
 def _inner_first(marks: tuple[HookPoint, ...]) -> tuple[HookPoint, ...]:
-    """What a stage's last unit gives is what the stage gives: its hook came first, and runs first.
+    """Put the mark of a unit's backward ahead of the root's, if both begin at the same event.
 
-    Of a whole model, the head stands between.
+    The output of a stage's last unit is the output of the stage, so the unit's hook was registered
+    first and runs first. In a whole model the head lies in between.
     """
     out = list(marks)
     for number, mark in enumerate(out[:-1]):
@@ -243,10 +245,15 @@ def _inner_first(marks: tuple[HookPoint, ...]) -> tuple[HookPoint, ...]:
 
 
 class StagePlayer(Player):
-    """Plays the tape of a stage, and notes what crosses its edges.
+    """Plays the tape of a stage, and records what crosses its edges.
 
     Attributes:
-        received, sent, given, returned, turn: As in `StageWork`.
+        received: Storages of the activations received from the stage before.
+        sent: Storages of the activations sent to the next stage.
+        given: Storages of the gradients received for what was sent.
+        returned: Storages of the gradients of what was received.
+        turn: For a split backward, the numbers of events and of marks before the second half; else
+            None.
     """
 
     def __init__(self, part: StageTape, sums_in_place: bool) -> None:
@@ -270,7 +277,7 @@ class StagePlayer(Player):
     def _note_given(self, number: int) -> None:
         if self._part.sent and number == len(self._part.tape.rows) - 1:
             self.given = tuple(self._grads[value] for value in self._part.sent)
-            for storage in self.given:  # As the pipeline does, so nothing is added to them.
+            for storage in self.given:  # So does the pipeline: nothing is added to them in place.
                 self._hold(storage)
 
     def _mark(self, moment: HookKind, unit: str) -> None:

@@ -1,4 +1,4 @@
-"""The work of a rank: its pass through the schedule, a long one in brief if that tells enough."""
+"""The work of a rank: its pass through the schedule, summarised in part on request."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ def work_of_rank(
     in_brief: bool = False,
     halved: Mapping[int, StageWork] = MappingProxyType({}),
 ) -> MicrobatchTrace:
-    """A whole pass of a rank.
+    """Return the trace of a rank's whole pass through its schedule.
 
     Args:
-        parts: Of its stages, each with the inputs and targets of one microbatch.
-        order: What the rank does, as `schedules.actions` has it.
-        released: What it sent and no longer holds, as `schedules.released` has it.
-        takes_gradients: Whether wrappers take the gradients of every microbatch; else they are
-            added to those that are there.
-        in_brief: Whether microbatches that cannot make the peak are written in brief.
-        halved: Of its stages, where a backward is run in two halves.
+        parts: Work of one microbatch in each of the rank's stages, inputs and targets included.
+        stages: Stages of the whole pipeline.
+        order: Actions of the rank, as `schedules.actions` returns them.
+        released: For each action, the sends whose buffers are freed before it, as
+            `schedules.released` returns them.
+        takes_gradients: If True, wrappers take the gradients of every microbatch; otherwise
+            gradients are added to those that exist.
+        in_brief: If True, microbatches that cannot make the peak are summarised.
+        halved: Work of the stages whose backward is split in two halves.
     """
     split = {(action.stage, action.microbatch) for action in order if action.kind == "I"}
 
@@ -59,10 +61,12 @@ def _decisive(
     order: Sequence[Action],
     released: Mapping[Action, tuple[Action, ...]],
 ) -> set[tuple[int, int]]:
-    """(stage, microbatch) of those that tell the peak: of what follows the same, the fullest.
+    """Return the (stage, microbatch) pairs that can make the peak.
 
-    What a unit still has gathered depends on what the rank did before; so that is told too. And so
-    are the first two, after which what accumulates is there, and the last, in which all is reduced.
+    Of all actions of one kind and stage that follow the same kind and stage of action, that is the
+    one with the most live bytes. What a unit still has gathered depends on the action before, so
+    that one is included too. So are the first two microbatches, after which accumulated gradients
+    exist, and the last one, in which gradients are reduced.
     """
     live = 0
     before: Action | None = None

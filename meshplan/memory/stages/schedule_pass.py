@@ -1,12 +1,12 @@
-"""What a rank of a pipeline allocates and frees: its stages' microbatches, in the schedule's order.
+"""The storages that a rank of a pipeline allocates and frees over all microbatches of a step.
 
-Each stage is played once (`stage_work`); its forwards and backwards are put where the schedule has
-them, and between them what `runtime.apply.pipeline.run` receives, sends and holds on to: what was
-sent until it is known to have arrived.
+Each stage is played once (`StageWork`). Its forwards and backwards are placed in the schedule's
+order. Between them are the buffers that `runtime.apply.pipeline.run` receives, sends and
+references: what was sent stays until it is known to have arrived.
 
-Of many microbatches most are like others, with less around them: those are written in brief, as
-what they leave behind and nothing else. Where a backward is run in two halves, the graph may hold
-what crosses an edge longer than who sent or received it.
+Most of many microbatches equal others that run with more memory in use. Those are summarised: only
+what they leave behind is written. Where a backward is split in two halves, the graph may reference
+what crosses an edge for longer than the sender or receiver does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshplan.memory.log.microbatch import AT_STAGE, HookKind, HookPoint, Microb
 from meshplan.memory.stages.microbatch import StageWork
 
 _NUMBER: Final = 8
-"""Losses are added up in double precision."""
+"""Bytes of the sum of losses, which is in double precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,11 @@ class _PlayedMicrobatch:
     """One microbatch in one stage.
 
     Args:
-        first: What the pass calls the first storage of its work.
-        known: Those that it calls otherwise, by the number that the work gives them.
-        left: What forward left behind for backward, and nothing else holds.
+        stage: Number of the stage.
+        first: Number in the pass of the first storage of its work.
+        known: Number in the pass of each storage that is not numbered from `first`, by its number
+            in the work.
+        left: Storages that forward left for backward and that nothing else references.
     """
 
     stage: int
@@ -46,7 +48,15 @@ class _PlayedMicrobatch:
 
 
 class Pass:
-    """A pass in the making."""
+    """The pass of a rank through its schedule, built action by action.
+
+    Args:
+        parts: Work of one microbatch in each of the rank's stages.
+        part_of: Map (stage, microbatch) to its work, which may have a split backward.
+        stages: Stages of the whole pipeline.
+        whole: (stage, microbatch) pairs that are expanded; all others are summarised.
+        takes_gradients: If True, wrappers take the gradients of every microbatch.
+    """
 
     def __init__(
         self,
@@ -69,7 +79,7 @@ class Pass:
         self._ready: dict[str, int] = {}
         self._again: list[tuple[int, str, int]] = []
         self._known: dict[int, dict[int, int]] = {}
-        """By stage, what is there before, by the number that its work gives it."""
+        """Storages that exist before, for each stage: number in the pass by number in the work."""
         self._flights: dict[tuple[int, int], _PlayedMicrobatch] = {}
         self._arrived: dict[tuple[int, int], list[int]] = {}
         self._came_back: dict[tuple[int, int], list[int]] = {}
@@ -81,7 +91,7 @@ class Pass:
         self._total = self._make(_NUMBER, Storage(Term.COMMUNICATION, "zeros"))
 
     def _be_there(self) -> None:
-        """Inputs and targets of all microbatches, and every stage's own buffers."""
+        """Make the inputs and targets of all microbatches, and every stage's own buffers."""
         inputs: list[int] | None = None
         for stage, part in self._parts.items():
             known = self._known[stage] = {}
@@ -106,23 +116,23 @@ class Pass:
     # What a rank does
 
     def begin(self, action: Action, arrived: Iterable[Action]) -> None:
-        """What was sent and has arrived is let go of."""
+        """Begin an action: free what was sent and has arrived."""
         self._begin("forward" if action.kind == "F" else "backward")
         for sent in arrived:
             self._let_go(self._leaving.pop(sent, ()))
 
     def forward(self, stage: int, m: int) -> None:
-        """Until what is sent on, or the loss, is there."""
+        """Run forward, up to what is sent on or the loss."""
         part = self._part_of(stage, m)
         arrived = self._arrived.pop((stage, m), [])
-        if stage - 1 in self._parts:  # It is what its neighbour made, and not received.
+        if stage - 1 in self._parts:  # Shared with the neighbour on this rank.
             before = self._flights[stage - 1, m]
             arrived = [before[s] for s in self._part_of(stage - 1, m).sent]
             self._holders.update(arrived)
         known = self._known[stage] | dict(zip(part.received, arrived, strict=True))
         flight = _PlayedMicrobatch(stage, len(self._storages), known, [])
         self._flights[stage, m] = flight
-        if part.turn is not None:  # The graph holds it too.
+        if part.turn is not None:  # The graph references it too.
             self._holders.update(arrived)
         if (stage, m) not in self._whole:
             flight.left.extend(self._make(part.sizes[n], part.storages[n]) for n in part.left)
@@ -139,7 +149,7 @@ class Pass:
             self._drop(self._make(_NUMBER, Storage(Term.LOSS, "_to_copy")))
 
     def backward(self, stage: int, m: int) -> None:
-        """Until the gradients of what was received are there."""
+        """Run backward, up to the gradients of what was received."""
         self._take_back(stage, m)
         self._whole_backward(stage, m)
 
@@ -159,7 +169,7 @@ class Pass:
         self._end_outputs(part, flight)
 
     def first_half(self, stage: int, m: int) -> None:
-        """The same, but for the gradients of weights."""
+        """Run backward without the gradients of weights."""
         self._take_back(stage, m)
         part, flight = self._part_of(stage, m), self._flights[stage, m]
         if part.turn is None:
@@ -170,7 +180,7 @@ class Pass:
             self._end_outputs(part, flight)
             return
         waiting = {*part.waiting}
-        for mark in part.marks_between(part.split):  # Gradients of before are taken in there.
+        for mark in part.marks_between(part.split):  # Wrappers take earlier gradients here.
             self._mark(mark, f"{AT_STAGE}{stage}")
         self._make_known(part, flight, part.returned)
         self._holders.update(flight[s] for s in part.returned)
@@ -185,7 +195,7 @@ class Pass:
         self._let_go(flight[storage] for storage in part.sent)
 
     def second_half(self, stage: int, m: int) -> None:
-        """The gradients of weights."""
+        """Compute the gradients of weights."""
         part, flight = self._part_of(stage, m), self._flights[stage, m]
         if part.turn is None:
             self._whole_backward(stage, m)
@@ -194,46 +204,52 @@ class Pass:
         else:
             self._let_go(flight[storage] for storage in part.waiting)
             for storage in part.names if self._takes else ():
-                # They wait for the next first half, in which they are taken in.
+                # They wait for the next first half, in which the wrapper takes them.
                 self._make_known(part, flight, [storage])
                 self._take(part, storage, flight[storage], f"{AT_STAGE}{stage}")
 
     def _end_outputs(self, part: StageWork, flight: _PlayedMicrobatch) -> None:
-        """What backward began with is let go of."""
+        """Free what backward began with: what was sent, or the loss."""
         self._let_go(flight[storage] for storage in part.sent)
         if flight.stage == self._stages.num - 1:
             for storage in part.work.losses:
                 self._drop(flight[storage])
 
     def _take_back(self, stage: int, m: int) -> None:
-        """From a neighbour on this rank gradients come as they are, and what they are of goes."""
+        """Take the gradients from a neighbouring stage on this rank as they are, without a receive.
+
+        The activations that they belong to are freed.
+        """
         if stage + 1 in self._parts:
             part, flight = self._part_of(stage + 1, m), self._flights[stage + 1, m]
             self._let_go(flight[storage] for storage in part.received)
             self._came_back[stage, m] = [flight[storage] for storage in part.returned]
 
     def send_forward(self, stage: int, m: int) -> None:
-        """What is sent is held until it has arrived, and until its backward is done."""
+        """Reference what is sent until it has arrived; the graph references it until backward."""
         storages = [self._flights[stage, m][s] for s in self._part_of(stage, m).sent]
         self._leaving[Action("SEND_F", stage, m)] = storages
         self._holders.update(storages)
 
     def receive_forward(self, stage: int, m: int) -> None:
-        """Room for what comes."""
+        """Allocate a buffer for the activations that arrive."""
         self._arrived[stage, m] = self._receive(stage, m, received=True)
 
     def send_backward(self, stage: int, m: int) -> None:
-        """The gradients are held until they have arrived, what they are of no longer."""
+        """Reference the gradients until they have arrived.
+
+        The activations that they belong to are freed.
+        """
         part, flight = self._part_of(stage, m), self._flights[stage, m]
         self._leaving[Action("SEND_B", stage, m)] = [flight[s] for s in part.returned]
         self._let_go(flight[storage] for storage in part.received)
 
     def receive_backward(self, stage: int, m: int) -> None:
-        """Room for the gradients, which are held until their backward is done."""
+        """Allocate a buffer for the gradients that arrive, which stays until backward is done."""
         self._came_back[stage, m] = self._receive(stage, m, received=False)
 
     def end(self, split_of: Collection[int]) -> MicrobatchTrace:
-        """All was played: what is still held of what was sent goes."""
+        """Finish the pass after the last action: free what was sent, and return the trace."""
         self._begin("backward")
         for storages in self._leaving.values():
             self._let_go(storages)
@@ -297,7 +313,7 @@ class Pass:
         return [self._make(sizes[storage], made) for storage in storages]
 
     def _let_go(self, storages: Iterable[int]) -> None:
-        """One holder less; the last one's ends them."""
+        """Drop a reference to each storage; the last one frees it."""
         for storage in storages:
             if self._holders.get(storage):
                 self._holders[storage] -= 1
@@ -305,7 +321,7 @@ class Pass:
                 self._drop(storage)
 
     def _play(self, part: StageWork, flight: _PlayedMicrobatch, first: int, end: int) -> None:
-        """A piece of a stage's work."""
+        """Append the events `first` to `end` of a stage's work."""
         log, at = part.work.log, f"{AT_STAGE}{flight.stage}"
         marks = part.marks_between(first)
         is_split = part.turn is not None
@@ -313,12 +329,13 @@ class Pass:
         sent, given, returned = {*part.sent}, {*part.given}, {*part.returned}
         ready = part.ready_at
         is_forward = first < part.split
-        # Forward copies to the host, and backward has done with it.
+        # Forward copies to the host, and backward frees the copies.
         host = deque(each for each in part.work.host or () if (each[1] > 0) is is_forward)
         done = 0
         plain_until, numbers, events = part.plain_until, flight.known, log.changes
         number = first
         while number < end:
+            # Copy all events up to the next one that needs attention.
             if plain_until[number] > number:
                 begun, number = number, min(plain_until[number], end)
                 now, offset = len(self._phases) - 1, flight.first
@@ -337,7 +354,7 @@ class Pass:
             delta, storage, phase = events[number]
             number += 1
             if storage in (sent if delta < 0 else given):
-                continue  # The pass holds it.
+                continue  # The pass frees or receives it itself.
             self._begin(log.phases[phase])
             if delta < 0 and storage in crossing:
                 self._let_go([flight[storage]])
@@ -356,13 +373,13 @@ class Pass:
             self._mark(mark, at)
 
     def _take(self, part: StageWork, storage: int, own: int, at: str) -> None:
-        """Autograd gives a parameter its gradient: what made it is done."""
+        """Assign a gradient to its parameter, when autograd has completed it."""
         name = part.names[storage] + at
         if name not in self._gradients:
             self._gradients[name], self._ready[name] = own, len(self._events)
         elif self._takes:
             self._again.append((len(self._events), name, own))
-        else:  # It is added to the one that is there.
+        else:  # It is added to the existing gradient.
             self._drop(own)
 
     def _mark(self, mark: HookPoint, at: str) -> None:

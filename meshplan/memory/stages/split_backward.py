@@ -1,7 +1,7 @@
-"""One microbatch of one stage whose backward is run in two halves, played by itself.
+"""One microbatch of one stage whose backward is split in two halves, played alone.
 
-What crosses an edge may be held by the graph as well as by who sends or received it: the log tells
-when the graph, or who called the first half, lets go of it.
+What crosses an edge may be referenced by the graph as well as by its sender or receiver. The log
+records when the graph, or the caller of the first half, drops its reference.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from meshplan.memory.tape.split_backward import Order, SplitBackward, WeightGrou
 
 
 def play_split_backward(part: StageTape, order: Order, *, sums_in_place: bool) -> StageWork:
-    """One microbatch of a stage; without a `turn` where the first half has nothing to do.
+    """Play one microbatch of a stage; `turn` is None if the first half has nothing to do.
 
     Raises:
-        PlanError: As of `split_backward_of`.
+        PlanError: A weight is used twice, or what is sent is computed from weights alone.
     """
     halves = split_backward_of(part.tape, part.received, order)
     if halves is None:
@@ -28,16 +28,16 @@ def play_split_backward(part: StageTape, order: Order, *, sums_in_place: bool) -
 
 
 class _SplitBackwardPlayer(StagePlayer):
-    """Plays forward, then the first half, then the second."""
+    """Plays forward, then the first half of backward, then the second."""
 
     def __init__(self, part: StageTape, sums_in_place: bool, halves: SplitBackward) -> None:
         super().__init__(part, sums_in_place)
         self._halves = halves
         self._joins = {number for group in halves.groups for number in group.joins}
         self._noted: dict[int, list[int]] = {}
-        """By a row at which weights join, the storages of the gradients that came to it."""
+        """For each op at which weights join, storages of the gradients that arrived at it."""
         self._ending: dict[int, list[int]] = {}
-        """By group, what crossed an edge and lives as long."""
+        """For each group, storages that crossed an edge and live until it is done."""
         self._held_until: dict[int, list[int]] = {}
         for number in reversed(range(len(halves.until))):
             self._held_until.setdefault(halves.until[number], []).append(number)
@@ -61,7 +61,7 @@ class _SplitBackwardPlayer(StagePlayer):
             self._drop(self._env.pop(value))
         for storage in self.given:
             self._drop(storage)
-        # Where gradients of what was received are added up, the graph holds it, and them.
+        # The node that accumulates the gradient of a received value references both of them.
         for value, storage, gradient in zip(
             self._part.received, self.received, self.returned, strict=True
         ):
@@ -74,7 +74,7 @@ class _SplitBackwardPlayer(StagePlayer):
         self._second_half()
 
     def _back_to_inputs(self, number: int) -> None:
-        """The backward of one row, but for its weights; what it keeps it keeps."""
+        """Run the backward of one op without its weights; what it saved stays alive."""
         row = self._tape.rows[number]
         given = [self._grads.pop(value) for value in row.makes if value in self._grads]
         if number in self._joins:
@@ -94,7 +94,10 @@ class _SplitBackwardPlayer(StagePlayer):
         self._note_given(number)
 
     def _second_half(self) -> None:
-        """Weights, group by group: what one made and noted is there until the next is under way."""
+        """Compute the gradients of weights, group by group.
+
+        What one group made and stored stays until the next one has run.
+        """
         before: WeightGroup | None = None
         for place, group in enumerate(self._halves.groups):
             if before is not None:
@@ -108,7 +111,10 @@ class _SplitBackwardPlayer(StagePlayer):
             self._end_group(before, len(self._halves.groups) - 1)
 
     def _back_to_weights(self, group: WeightGroup) -> None:
-        """The rows of a group, as far as its weights go, last first; what they kept ends."""
+        """Run the backward of a group's ops towards its weights, last first.
+
+        What these ops saved is freed.
+        """
         for number in group.rows:
             row = self._tape.rows[number]
             if number in group.joins:
@@ -133,7 +139,7 @@ class _SplitBackwardPlayer(StagePlayer):
                 self._accumulate(value, storage, row)
 
     def _take(self, group: WeightGroup) -> None:
-        """Its gradients are the weights', or were added to those; nothing else holds them now."""
+        """Mark the gradients of the group as assigned; nothing else references them now."""
         for fqn in group.parameters:
             self._ready[fqn] = len(self._events)
 
@@ -149,7 +155,7 @@ class _SplitBackwardPlayer(StagePlayer):
             self._drop(storage)
 
     def _let_go(self, place: int) -> None:
-        """The group was the last that held the operations below it."""
+        """Free what the ops below the group saved, if no later group keeps them alive."""
         for number in self._held_until.pop(place, ()):
             for storage in self._kept.pop(number, ()):
                 self._drop(storage)

@@ -1,8 +1,9 @@
-"""One stage's part of a tape: its own modules' rows, and what stands between modules.
+"""One stage's part of a tape: the ops of its own modules, and those between modules.
 
 A stage runs the model's own forward, except for the modules that other stages run
-(`runtime.apply.pipeline.stage`): what such a module gives was received from the stage before, or is
-a stand-in without memory that nothing of this stage reads. Its forward ends with its last module.
+(`runtime.apply.pipeline.stage`): the output of such a module was received from the stage before, or
+is a stand-in without memory that nothing of this stage reads. Forward ends with the stage's last
+module.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from meshplan.memory.log.events import Term
 from meshplan.memory.tape.op import Grad, RecomputeSpan, Tape, TapeOp
 
 _ABSENT = -1
-"""In place of its base, of a value that a stage does not have."""
+"""Base of a view whose base is a value that the stage does not have."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageTape:
-    """What one stage does with one microbatch.
+    """The tape of one microbatch in one stage.
 
     Args:
-        tape: Its last row takes what is sent on; in the last stage, the loss.
-        received: Values that are there before, made by the stage before.
-        sent: Values that the next stage gets.
+        tape: Ops of the stage. The last one takes what is sent on; in the last stage it makes the
+            loss.
+        received: Values that exist before, made by the stage before.
+        sent: Values that the next stage receives.
     """
 
     tape: Tape
@@ -36,14 +38,15 @@ class StageTape:
 
 
 class TapeCutter:
-    """Who runs each row, who makes each value, and what crosses the cuts.
+    """Splits a tape into stages: finds who runs each op, who makes each value, what crosses edges.
 
     Args:
-        tape: Of the whole model, loss included.
-        widening: How many times as wide as what is computed in what stands in for other stages'
-            modules is, which has the dtype that the model is stored in. What free modules make
-            is as wide, and cast by each unit that is called with it: but where a stage gets what
-            blocks begin with, free modules go by the dtype of that.
+        tape: Tape of the whole model, loss included.
+        stages: Stages of the pipeline.
+        widening: Ratio of the width of the stored dtype to that of the compute dtype. Stand-ins for
+            other stages' modules have the stored dtype. So has what free modules make, which each
+            unit casts when it is called with it; but in a stage that receives what blocks begin
+            with, free modules follow the dtype of that.
 
     Raises:
         PlanError: Something passes through a stage that does not use it.
@@ -55,19 +58,19 @@ class TapeCutter:
         units = dict(stages.units)
         known: dict[str, int | None] = {}
         self.owner: list[int | None] = []
-        """By row, the stage that runs it; None where every stage does."""
+        """The stage that runs each op; None if every stage does."""
         for row in tape.rows:
             if row.module not in known:
                 known[row.module] = next((units[m] for m in around(row.module) if m in units), None)
             self.owner.append(known[row.module])
         self.maker: dict[int, int] = {}
-        """By value, the stage that makes it."""
+        """The stage that makes each value."""
         self.until: dict[int, int] = {}
-        """By value, the last stage that uses it."""
+        """The last stage that uses each value."""
         self._follow()
         self._received: list[list[int]] = [[] for _ in range(stages.num)]
         self._sent: list[list[int]] = [[] for _ in range(stages.num)]
-        """By stage, what comes from and goes to its neighbours."""
+        """Values received from and sent to the neighbours, for each stage."""
         for value, stage in self.maker.items():
             until = self.until.get(value, stage)
             if until == stage + 1:
@@ -79,11 +82,11 @@ class TapeCutter:
                 raise PlanError(Problem(what, stages.reason.origin, fix))
         self._rows_of: list[list[int]] = [[] for _ in range(stages.num)]
         self._everywhere: list[int] = []
-        """By stage the rows that it runs, and those that all do."""
+        """Ops that each stage runs, and ops that all stages run."""
         for number, owner in enumerate(self.owner):
             (self._everywhere if owner is None else self._rows_of[owner]).append(number)
         self._readers: dict[int, list[int]] = {}
-        """Of what is there before, the rows that read it."""
+        """Ops that read each value that exists before forward."""
         for number, row in enumerate(tape.rows):
             for value in row.reads:
                 if value in tape.before:
@@ -98,13 +101,16 @@ class TapeCutter:
         for (number, fqn), size in tape.laid.items():
             self._laid_of.setdefault(self.owner[number], []).append((number, fqn, size))
         self._free: dict[str, bool] = {}
-        """By module, whether it is free, where somebody asked."""
+        """Modules already looked up, with True for those that are free."""
         first = min((start for _, start, _ in tape.units), default=0)
         self._begins = {tape.base[value] for row in tape.rows[:first] for value in row.makes}
-        """What blocks begin with."""
+        """Values that the first block begins with."""
 
     def _follow(self) -> None:
-        """Whose modules' values each stage depends on, itself or through what is between them."""
+        """Find the stage that makes each value, and the last stage that depends on it.
+
+        A stage depends on a value directly, or through the ops between modules.
+        """
         tape = self.tape
         behind: dict[int, set[int]] = {}
         until = self.until
@@ -126,9 +132,9 @@ class TapeCutter:
                     self.maker[base] = owner
 
     def part(self, stage: int) -> StageTape:
-        """The tape of one stage, whose values have numbers of their own, in the same order.
+        """Return the tape of one stage. Its values are numbered anew, in the same order.
 
-        It takes as long as the stage has rows, however many the model has.
+        This takes time proportional to the ops of the stage, not to those of the model.
         """
         whole, is_last = self.tape, stage == self.last
         own = self._rows_of[stage]
@@ -143,7 +149,7 @@ class TapeCutter:
         names = {value: number for number, value in enumerate(values)}
 
         def place(number: int) -> int:
-            """Of a row of the whole, the last one of the part that has run by then."""
+            """Map an op of the whole tape to the last op of the part that has run by then."""
             is_after = number == len(whole.rows)
             return len(kept) if is_after else max(bisect_right(kept, number) - 1, 0)
 
@@ -192,7 +198,7 @@ class TapeCutter:
         return self._free[module]
 
     def _before(self, kept: Sequence[int]) -> dict[int, Term]:
-        """What is there before: no buffers that other stages' modules alone read."""
+        """Return what exists before, except buffers that only other stages' modules read."""
         whole, readers, here = self.tape, self._readers, set(kept)
         return {
             value: term
@@ -201,7 +207,7 @@ class TapeCutter:
         }
 
     def _rows(self, kept: Sequence[int], received: Sequence[int]) -> Iterator[TapeOp]:
-        """The rows; what only stand-ins flow through has no gradient and keeps nothing."""
+        """Yield the ops; one that only stand-ins flow through has no gradient and saves nothing."""
         tape = self.tape
         flows = set(received)
         for number in kept:
@@ -216,7 +222,7 @@ class TapeCutter:
 
 
 def _handled(row: TapeOp) -> tuple[int, ...]:
-    """The values that a row names."""
+    """Return the values that an op names."""
     return (*row.reads, *row.makes, *row.keeps, *[value for value, _ in row.grads])
 
 
@@ -238,9 +244,9 @@ def _renumbered(row: TapeOp, names: Mapping[int, int]) -> TapeOp:
 
 
 def _widen(tape: Tape, is_free: Callable[[str], bool], times: int) -> None:
-    """Let free modules make what they make wider, and every unit cast what it is called with.
+    """Widen what free modules make, and let every unit cast what it is called with.
 
-    What is computed from stand-ins alone is as wide as these. A unit inside of another one is
+    What is computed from stand-ins alone is as wide as they are. A unit inside of another one is
     called with what that one has cast.
     """
     wide = {
@@ -253,6 +259,7 @@ def _widen(tape: Tape, is_free: Callable[[str], bool], times: int) -> None:
     for value in wide:
         tape.nbytes[value] *= times
     rows, shift, at = tape.rows, 0, 0
+    # `moved` maps the number of each op to its number after the casts are inserted.
     moved: list[int] = []
     entered: dict[tuple[int, int], int] = {}
     out: list[TapeOp] = []
@@ -293,7 +300,7 @@ def _widen(tape: Tape, is_free: Callable[[str], bool], times: int) -> None:
 
 
 def _renamed(row: TapeOp, names: Mapping[int, int]) -> TapeOp:
-    """The row, reading other values."""
+    """Return the op with other values in place of those it reads and saves."""
     if not any(value in names for value in (*row.reads, *row.keeps)):
         return row
     return row._replace(
@@ -303,7 +310,7 @@ def _renamed(row: TapeOp, names: Mapping[int, int]) -> TapeOp:
 
 
 def around(module: str) -> Iterator[str]:
-    """A module and those around it, innermost first, the root apart."""
+    """Yield a module and its ancestors, innermost first, without the root."""
     while module:
         yield module
         module = module.rpartition(".")[0]

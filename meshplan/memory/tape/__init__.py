@@ -1,1 +1,1 @@
-"""A model's operations as data, and the player that says what they allocate and free."""
+"""A model's operations as data, and the player that turns them into allocations and frees."""

@@ -1,7 +1,7 @@
-"""What waits in the host's memory from forward to backward, while a tape is played.
+"""Saved values that stay in host memory from forward to backward, while a tape is played.
 
-The rule is `runtime.apply.offload`'s: whatever autograd is asked to keep goes there one by one,
-though two operations keep the same, but for parameters, buffers, and what is too small.
+The rule is that of `runtime.apply.offload`: every tensor that autograd saves is copied to the host,
+once for each op that saves it, except for parameters, buffers and small tensors.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from typing import Final
 
 LEAST_BYTES: Final = 1024
-"""Smaller tensors stay: a copy takes longer than they are worth. Source: torchtune 0.5,
-training/_activation_offloading.py, `min_offload_size`."""
+"""Smaller tensors stay on the device: a copy takes longer than they are worth. Source: torchtune
+0.5, training/_activation_offloading.py, `min_offload_size`."""
 
 
 class OffloadedValues:
-    """Copies in the host's memory, and when they come and go.
+    """The copies in host memory, and the events at which they come and go.
 
     Args:
-        nbytes: Of every value of the tape.
+        nbytes: Bytes of every value of the tape.
 
     Attributes:
-        changes: (number of the event before which it is so, bytes more or less).
+        changes: (number of the event before which it happens, change in bytes on the host).
     """
 
     def __init__(self, nbytes: Sequence[int]) -> None:
@@ -30,10 +30,11 @@ class OffloadedValues:
         self.changes: list[tuple[int, int]] = []
 
     def take(self, key: int, values: Sequence[int], event: int) -> tuple[int, ...]:
-        """Copy what is large enough.
+        """Copy the values that are large enough to the host.
 
         Args:
-            key: What it is known by from now on.
+            key: Identifier of these copies in `of` and `end`.
+            event: Number of the next event.
 
         Returns:
             The values that stay on the device.
@@ -45,10 +46,10 @@ class OffloadedValues:
         return tuple(value for value in values if value not in moved)
 
     def of(self, key: int) -> tuple[int, ...]:
-        """Bytes of each copy."""
+        """Return the bytes of each copy."""
         return self._sizes.get(key, ())
 
     def end(self, key: int, event: int) -> None:
-        """Nobody needs them any more."""
+        """Free the copies."""
         if sizes := self._sizes.pop(key, ()):
             self.changes.append((event, -sum(sizes)))

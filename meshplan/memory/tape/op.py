@@ -1,7 +1,7 @@
-"""Operations as rows of data: what each reads, makes and keeps, and the tape that they stand on.
+"""Operations as data: what each one reads, makes and saves, and the tape on which they stand.
 
-What they do to memory, `memory.tape.tape` plays; which rows a model is made of, `memory.tape.ops`
-and `memory.decoder.blocks` know.
+`memory.tape.tape` plays them to find the storages they allocate and free. `memory.tape.ops` and
+`memory.decoder.blocks` write the ops of a model.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from meshplan.memory.log.events import Term
 
 
 class Grad(NamedTuple):
-    """The gradient of one input, as the operation's backward makes it.
+    """The gradient of one input, as the backward of the op makes it.
 
     Attributes:
-        value: The input.
-        nbytes: Of the new tensor; 0 where it lies in the memory of the output's gradient.
+        value: Number of the input value.
+        nbytes: Bytes of the new tensor; 0 if the gradient shares the memory of the output's
+            gradient.
     """
 
     value: int
@@ -29,20 +30,21 @@ class TapeOp(NamedTuple):
     """One operation.
 
     Attributes:
-        op: Its name.
-        module: The fqn of the module that runs it.
+        op: Name of the operation.
+        module: Fqn of the module that runs it.
         reads: Values it reads.
         makes: Values it makes.
-        keeps: Values that live until its backward has run.
-        grads: Of those inputs that need one.
-        parameters: The fqn and the gradient's bytes of each parameter it reads.
-        takes: Bytes it takes while it runs forward.
-        takes_back: Bytes its backward takes while it runs.
-        is_sent: Whether a collective writes what it makes.
-        is_kept: Whether recomputation of chosen operations keeps what this one makes.
-        flops: Of a product whose weight is not among its parameters, since its gradient is made
-            elsewhere.
-        weight_bytes: Of that weight, and of what else is read and written whatever the batch.
+        keeps: Values saved for its backward.
+        grads: Gradients of those inputs that require one.
+        parameters: (fqn, bytes of the gradient) of each parameter it reads.
+        takes: Bytes of workspace while it runs forward.
+        takes_back: Bytes of workspace while its backward runs.
+        is_sent: If True, a collective writes its outputs.
+        is_kept: If True, selective recomputation saves its outputs.
+        flops: FLOPs of a matrix product whose weight is not in `parameters`, because the weight's
+            gradient is made elsewhere.
+        weight_bytes: Bytes of that weight, and of whatever else is read and written regardless of
+            the batch.
     """
 
     op: str
@@ -62,15 +64,17 @@ class TapeOp(NamedTuple):
 
 @dataclass(slots=True)
 class RecomputeSpan:
-    """Neighbouring rows that are recomputed together, or not at all.
+    """Consecutive ops that are recomputed together, or not at all.
 
     Attributes:
-        end: The row after the last one.
-        recompute: Whether backward runs them forward once more.
-        keeps_chosen: Whether it is spared the rows that are `is_kept`.
-        given: What it is called with beside what its rows read.
-        on_host: Whether what it keeps for backward waits on the host.
-        enters: The value that it is called with first, of which recomputation keeps a copy there.
+        start: Number of the first op.
+        end: Number of the op after the last one.
+        recompute: If True, backward runs the ops forward once more.
+        keeps_chosen: If True, the outputs of ops with `is_kept` are saved rather than recomputed.
+        given: Values that the span is called with in addition to those its ops read.
+        on_host: If True, what it saves for backward is kept in host memory; with `recompute`, only
+            `enters`.
+        enters: First value the span is called with; -1 for none.
     """
 
     start: int
@@ -84,25 +88,29 @@ class RecomputeSpan:
 
 @dataclass(slots=True)
 class Tape:
-    """Rows in the order of forward, and the values that they handle.
+    """All ops in forward order, and the values they read and make.
 
     Attributes:
-        nbytes: Of every value, by its number.
-        base: The value in whose memory each one lies; itself, unless it is a view.
-        before: Values that are there before forward, with their term.
-        last_use: The row after which forward's frames let go of a value; as many as there are rows
-            where the training loop lets go of it, before backward.
-        units: (fqn, first row, row after the last) of every unit, the root apart.
-        loss_start: The first row of the loss; its last row makes the loss itself.
-        logits: What the model gives and the loss is computed from.
-        outlive: Of the values that the training loop holds, those it holds through backward.
-        laid: By a row and a parameter whose gradient it does not lay out as the parameter is, the
-            bytes that it has once it is.
-        lays_itself: Parameters that no unit reduces: their gradients are laid when they are there.
-        sums_apart: Values of which every sum of gradients is a new tensor.
-        handed: By a row and what it reads, a value or the fqn of a parameter: the value that it
-            keeps and that becomes the gradient.
-        in_float32: What products make that are computed in float32, where others are narrower.
+        rows: All ops; an op's number is its index here.
+        nbytes: Bytes of every value, by its number.
+        base: For every value, the value whose memory it lies in: itself, unless it is a view.
+        before: Term of each value that exists before forward.
+        last_use: For every value, the op after which forward drops its last reference; `len(rows)`
+            if the training loop drops it, before backward.
+        spans: Recomputed or offloaded spans.
+        units: (fqn, first op, op after the last one) of every unit except the root.
+        loss_start: First op of the loss. Its last op makes the loss itself.
+        logits: Value that the model returns and the loss is computed from.
+        outlive: Values that the training loop references until backward is done.
+        laid: For (op, fqn of a parameter) whose gradient has another layout than the parameter,
+            bytes of the gradient once it is redistributed.
+        lays_itself: Parameters that no unit reduces: their gradients are redistributed as soon as
+            they exist.
+        sums_apart: Values whose gradients are never added up in place: each sum is a new tensor.
+        handed: For (op, value it reads or fqn of a parameter), the value saved by the op that
+            becomes the gradient.
+        in_float32: Values made by matrix products that are computed in float32 where others are
+            narrower.
     """
 
     rows: list[TapeOp] = field(default_factory=list)
@@ -122,7 +130,7 @@ class Tape:
     in_float32: set[int] = field(default_factory=set)
 
     def value(self, nbytes: int, of: int | None = None) -> int:
-        """A new value; `of` names the one that it is a view of."""
+        """Add a value and return its number; `of` is the value that it is a view of."""
         number = len(self.nbytes)
         self.nbytes.append(nbytes)
         self.base.append(number if of is None else self.base[of])
@@ -130,7 +138,7 @@ class Tape:
         return number
 
     def add(self, row: TapeOp) -> None:
-        """Run an operation next."""
+        """Append an op."""
         self.rows.append(row)
         now = len(self.rows) - 1
         base, last_use = self.base, self.last_use
@@ -140,27 +148,33 @@ class Tape:
                 last_use[value] = now
 
     def lay(self, fqn: str, nbytes: int) -> None:
-        """The last row lays out the gradient of this parameter otherwise than the parameter."""
+        """Note that the last op makes this parameter's gradient in another layout.
+
+        `nbytes` are the bytes of the gradient once it has the parameter's layout.
+        """
         self.laid[len(self.rows) - 1, fqn] = nbytes
 
     def touch(self, value: int) -> None:
-        """A frame holds the value until here."""
+        """Extend the lifetime of a value up to the last op: a Python frame still references it."""
         base = self.base[value]
         if self.last_use[base] < len(self.rows) - 1:
             self.last_use[base] = len(self.rows) - 1
 
     def hold(self, value: int, *, outlives: bool = False) -> None:
-        """The training loop holds the value until the last row has run, or backward has."""
+        """Keep a value referenced by the training loop until the last op of forward has run.
+
+        With `outlives`, the loop keeps it until backward is done.
+        """
         self.last_use[self.base[value]] = len(self.rows)
         if outlives:
             self.outlive.add(self.base[value])
 
     def last_kept(self, span: RecomputeSpan) -> int:
-        """The last row of a span of which something is kept."""
+        """Return the number of the last op of a span that saves something."""
         return max(n for n in range(span.start, span.end) if self.rows[n].keeps)
 
     def dying(self) -> list[list[int]]:
-        """By row, what forward's frames let go of after it."""
+        """Return, for each op, the values whose last reference in forward is dropped after it."""
         out: list[list[int]] = [[] for _ in range(len(self.rows) + 1)]
         for value, base in enumerate(self.base):
             if value == base and value not in self.before:
@@ -168,7 +182,7 @@ class Tape:
         return out
 
     def parts(self) -> Iterable[RecomputeSpan]:
-        """The spans, and what lies between them."""
+        """Yield the spans, and the ranges between them, in order."""
         done = 0
         for span in sorted(self.spans, key=lambda s: s.start):
             if span.start > done:
@@ -179,7 +193,7 @@ class Tape:
             yield RecomputeSpan(done, len(self.rows))
 
     def called_with(self, span: RecomputeSpan) -> dict[int, None]:
-        """The values, by their base, that a span begins with."""
+        """Return the base values that a span reads but does not make, or is given."""
         made: set[int] = set()
         out: dict[int, None] = {}
         for row in self.rows[span.start : span.end]:

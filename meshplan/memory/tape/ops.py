@@ -1,8 +1,7 @@
-"""The operations that transformers are made of, as rows of a tape.
+"""The operations that transformers are made of, as ops of a tape.
 
-What each one keeps for backward and takes in passing is what torch's formulas say; sizes are those
-of the part that one rank computes with. Which operations follow each other is
-`memory.decoder.blocks`'.
+What each one saves for backward and needs as workspace follows torch's formulas; sizes are those of
+this rank's shard. `memory.decoder.blocks` puts the operations in order.
 
 Source: torch 2.13, tools/autograd/derivatives.yaml and native_functions.yaml; for attention
 aten/native/transformers/cuda/attention.cu and flash_attn/flash_api.cpp.
@@ -21,25 +20,27 @@ _FP32: Final = 4
 _ID: Final = 8
 _ROWS_PER_THREAD: Final = 10
 _FEW_ROWS: Final = 3072
-"""Rows of a table's gradient that a thread sums, and tokens up to which nothing is sorted."""
+"""Rows of an embedding's gradient that one thread sums, and tokens up to which none are sorted."""
 KERNELS: Final = frozenset({"sdpa"})
-"""What recomputation of chosen operations keeps, where nothing is said of products."""
+"""Words of `save:` that a `TapeBuilder` assumes by default: attention, but no other product."""
 
 
 @dataclass(slots=True)
 class TapeBuilder:
-    """Writes rows to a tape.
+    """Appends ops to a tape.
 
     Attributes:
-        element_bytes: Of the dtype that is computed in.
-        parameter_bytes: Of the dtype that parameters, and their gradients, are seen in.
-        is_cuda: Whether kernels of CUDA run, rather than those of CPUs.
-        module: The fqn of the module that runs.
-        saves: Words of `save:`; the rows that they stand for are `TapeOp.is_kept`.
-        tokens: That this rank computes at once.
-        samples: Sequences that they are of.
-        runs_again: Whether backward runs these rows once more before it needs what they keep.
-        in_place: Whether what torch writes in place is written so; see `tape.play`.
+        tape: Tape that is written to.
+        element_bytes: Bytes of one element in the compute dtype.
+        parameter_bytes: Bytes of one element of the parameters and their gradients, as the module
+            sees them.
+        is_cuda: If True, CUDA kernels run; otherwise CPU kernels.
+        module: Fqn of the module that runs.
+        saves: Words of `save:`; the ops they stand for get `TapeOp.is_kept`.
+        tokens: Tokens that this rank computes at once.
+        samples: Sequences that these tokens belong to.
+        in_place: If True, torch's in-place writes happen in place; see `tape.play`.
+        runs_again: If True, backward recomputes these ops before it needs what they save.
     """
 
     tape: Tape
@@ -55,7 +56,7 @@ class TapeBuilder:
     runs_again: bool = False
 
     def at(self, module: str) -> TapeBuilder:
-        """The same tape, in another module."""
+        """Return a builder for the same tape that writes ops of another module."""
         # `dataclasses.replace` takes three times as long, and there are thousands of modules.
         return TapeBuilder(
             self.tape, self.element_bytes, self.parameter_bytes, self.is_cuda, module=module,
@@ -80,7 +81,7 @@ class TapeBuilder:
         flops: float = 0.0,
         weight_bytes: int = 0,
     ) -> int:
-        """One operation with one output of `nbytes`."""
+        """Append an op with one output of `nbytes`, and return the output."""
         out = self.tape.value(nbytes)
         kept = (*keeps, out) if keeps_out else keeps
         self.tape.add(
@@ -92,12 +93,12 @@ class TapeBuilder:
     def write(
         self, op: str, *values: int, takes: int = 0, flops: float = 0.0, weight_bytes: int = 0
     ) -> None:
-        """An operation that writes into what is there."""
+        """Append an op that writes into existing values."""
         self.tape.add(TapeOp(op, self.module, values, takes=takes, flops=flops,
                           weight_bytes=weight_bytes))  # fmt: skip
 
     def touch(self, *values: int) -> None:
-        """Frames hold these until here."""
+        """Extend the lifetime of these values up to the last op; see `Tape.touch`."""
         for value in values:
             self.tape.touch(value)
 
@@ -105,31 +106,31 @@ class TapeBuilder:
         return self.tape.nbytes[value]
 
     def apart(self, nbytes: int) -> int:
-        """Zeros that are written to: a tensor more where something watches torch."""
+        """Bytes of a second tensor for zeros that are written to; 0 if writes are in place."""
         return 0 if self.in_place else nbytes
 
     # Element by element
 
     def add(self, a: int, b: int) -> int:
-        """Both inputs get the output's gradient as it is."""
+        """Add two tensors. Both inputs get the output's gradient itself."""
         return self.row("add", (a, b), self.size(a), grads=(Grad(a, 0), Grad(b, 0)))
 
     def shift(self, x: int, op: str = "add") -> int:
-        """Something that keeps nothing and hands the gradient on: adding a number or a mask."""
+        """Append an op that saves nothing and passes the gradient on: adding a number or mask."""
         return self.row(op, (x,), self.size(x), grads=(Grad(x, 0),))
 
     def scale(self, x: int, op: str = "mul") -> int:
-        """By a number: nothing is kept, the gradient is new."""
+        """Multiply by a number: nothing is saved, the gradient is new."""
         return self.row(op, (x,), self.size(x), grads=(Grad(x, self.size(x)),))
 
     def times(self, x: int, known: int) -> int:
-        """By a tensor that needs no gradient."""
+        """Multiply by a tensor that needs no gradient; only that tensor is saved."""
         return self.row(
             "mul", (x, known), self.size(x), keeps=(known,), grads=(Grad(x, self.size(x)),)
         )
 
     def mul(self, a: int, b: int) -> int:
-        """Both inputs are kept; where one is spread over the other, its gradient is summed."""
+        """Multiply two tensors. Both are saved; the gradient of a broadcast one is summed."""
         size = max(self.size(a), self.size(b))
         is_spread = self.size(a) != self.size(b)
         return self.row(
@@ -138,7 +139,7 @@ class TapeBuilder:
         )  # fmt: skip
 
     def unary(self, op: str, x: int, *, keeps_out: bool = False, takes_back: int = 0) -> int:
-        """A function that keeps its input, or its output instead."""
+        """Apply a function that saves its input or, with `keeps_out`, its output."""
         size = self.size(x)
         return self.row(
             op, (x,), size, keeps=() if keeps_out else (x,), keeps_out=keeps_out,
@@ -146,13 +147,13 @@ class TapeBuilder:
         )  # fmt: skip
 
     def cast(self, x: int, ratio: float) -> int:
-        """Another dtype, `ratio` times as wide; the same tensor where it is the same dtype."""
+        """Cast to a dtype `ratio` times as wide; return `x` itself if the dtype is the same."""
         if ratio == 1:
             return x
         return self.row("_to_copy", (x,), int(self.size(x) * ratio), grads=(Grad(x, self.size(x)),))
 
     def dropout(self, x: int, p: float) -> int:
-        """CUDA keeps a mask of a byte an element, CPUs one of the input's dtype."""
+        """Apply dropout. It saves a mask of one byte per element, on CPUs of the input's dtype."""
         if not p:
             return x
         elements = self.size(x) // self.element_bytes
@@ -166,19 +167,19 @@ class TapeBuilder:
     # Views with gradients of their own
 
     def chunk(self, x: int, *sizes: int) -> tuple[int, ...]:
-        """Pieces of one tensor; their gradients are put together in a new one."""
+        """Split a tensor into views; their gradients are concatenated in a new tensor."""
         pieces = tuple(self.tape.value(size, of=x) for size in sizes)
         self.tape.add(TapeOp("split", self.module, (x,), pieces, grads=(Grad(x, self.size(x)),)))
         return pieces
 
     def slice(self, x: int, nbytes: int) -> int:
-        """A part of a tensor; its gradient is one of the whole, of zeros elsewhere."""
+        """Take a slice of a tensor; its gradient has the whole size, with zeros elsewhere."""
         part = self.tape.value(nbytes, of=x)
         self.tape.add(TapeOp("slice", self.module, (x,), (part,), grads=(Grad(x, self.size(x)),)))
         return part
 
     def cat(self, *parts: int) -> int:
-        """The gradients of the parts are views of the whole's."""
+        """Concatenate tensors. Their gradients are views of the output's gradient."""
         size = sum(self.size(part) for part in parts)
         return self.row("cat", parts, size, grads=tuple(Grad(part, 0) for part in parts))
 
@@ -198,14 +199,17 @@ class TapeBuilder:
         takes: int = 0,
         is_addend: bool = False,
     ) -> int:
-        """Keeps its input; the weight is a parameter's.
+        """Apply a linear layer, which saves its input; the weight is a parameter.
 
         Args:
-            into, out: Features of this rank's part.
-            weight: The fqn of the weight, if it is another module's.
-            parts: By fqn of a parameter, the value that is computed with in its place.
-            takes: As in `TapeOp`.
-            is_addend: Whether ranks add up what it makes: recomputation keeps the sum instead.
+            into, out: Input and output features of this rank's shard.
+            name: Name of the layer inside the current module.
+            bias: If True, the layer has a bias.
+            is_kept: If True, selective recomputation saves the output whatever `saves` lists.
+            weight: Fqn of the weight, if it belongs to another module.
+            parts: For the fqn of a parameter, the value that is used in its place.
+            takes: Bytes of workspace while it runs forward.
+            is_addend: If True, ranks add up the outputs; recomputation then saves the sum instead.
         """
         at = self.at(f"{self.module}.{name}" if self.module else name)
         tokens = self.size(x) // (into * self.element_bytes)
@@ -215,7 +219,7 @@ class TapeBuilder:
         own = tuple(parts.values())
         return at.row(
             "mm", (x, *own), tokens * out * self.element_bytes,
-            # Of the parts that are no views, a bias is not kept.
+            # mm saves the weight for the gradient of x; addmm does not save the bias.
             keeps=(x, *(value for fqn, value in parts.items() if fqn == parameters[0][0])),
             grads=(*(Grad(each, self.size(each)) for each in own), Grad(x, self.size(x))),
             parameters=tuple(each for each in parameters if each[0] not in parts),
@@ -223,7 +227,7 @@ class TapeBuilder:
         )  # fmt: skip
 
     def embedding(self, ids: int, vocab: int, width: int, name: str, *, takes: int = 0) -> int:
-        """The gradient of its table is dense."""
+        """Look up rows of an embedding. The gradient of its table is dense."""
         at = self.at(f"{self.module}.{name}" if self.module else name)
         tokens = self.size(ids) // _ID
         return at.row(
@@ -233,7 +237,7 @@ class TapeBuilder:
         )  # fmt: skip
 
     def _sorted(self, tokens: int, vocab: int, width: int) -> int:
-        """What the gradient of a table takes: indices sorted, rows summed apart in fp32.
+        """Bytes of workspace for an embedding's gradient: sorted indices, partial sums in fp32.
 
         Source: aten/native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu.
         """
@@ -244,7 +248,7 @@ class TapeBuilder:
         return _ID * (2 * tokens + 3 * segments + parts) + _FP32 * parts * width
 
     def layer_norm(self, x: int, width: int, name: str) -> int:
-        """Keeps its input, and mean and deviation of every row."""
+        """Apply LayerNorm, which saves its input and the mean and deviation of every row."""
         at = self.at(f"{self.module}.{name}" if self.module else name)
         tokens = self.size(x) // (width * self.element_bytes)
         statistics = self.tape.value(2 * tokens * (_FP32 if self.is_cuda else self.element_bytes))
@@ -258,7 +262,7 @@ class TapeBuilder:
         return out
 
     def rms_norm(self, x: int, width: int, name: str) -> int:
-        """The fused kernel: keeps its input and one figure of every row."""
+        """Apply the fused RMSNorm kernel, which saves its input and one number for every row."""
         at = self.at(f"{self.module}.{name}" if self.module else name)
         tokens = self.size(x) // (width * self.element_bytes)
         statistics, out = self.tape.value(tokens * _FP32), self.tape.value(self.size(x))
@@ -282,12 +286,15 @@ class TapeBuilder:
         bias: int | None = None,
         figures: int | None = None,
     ) -> int:
-        """One kernel: keeps what it reads, what it makes, and a figure for every row.
+        """Run one attention kernel: it saves inputs, output and a logsumexp for every row.
 
         Args:
-            nbytes: Of what it makes, where that is no more of queries' size.
-            bias: Added to the scores.
-            figures: How many are kept, if not one for each row.
+            heads: Queries that share a key; no size depends on it.
+            head_dim: Features of one head of queries.
+            takes_back: Bytes of workspace of the backward.
+            nbytes: Bytes of the output; 0 for the size of the queries.
+            bias: Value added to the scores; None for none.
+            figures: Number of logsumexp entries saved; None for one per row.
         """
         out = self.tape.value(nbytes or self.size(q))
         rows = self.size(q) // (head_dim * self.element_bytes)
@@ -303,7 +310,7 @@ class TapeBuilder:
     # Collectives
 
     def gather(self, x: int, ranks: int) -> int:
-        """The whole of a tensor that ranks hold parts of; its gradient is reduced into parts."""
+        """All-gather a sharded tensor; its gradient is reduce-scattered."""
         if ranks == 1:
             return x
         return self.row(
@@ -311,7 +318,7 @@ class TapeBuilder:
         )
 
     def reduce_scatter(self, x: int, ranks: int) -> int:
-        """This rank's part of a sum; its gradient is gathered."""
+        """Return this rank's shard of a sum over ranks; its gradient is all-gathered."""
         if ranks == 1:
             return x
         return self.row(
@@ -320,7 +327,7 @@ class TapeBuilder:
         )  # fmt: skip
 
     def all_reduce(self, x: int, ranks: int) -> int:
-        """A sum that every rank gets; its gradient is everyone's already."""
+        """Return the sum over ranks. Its gradient is the same on all ranks and used as it is."""
         if ranks == 1:
             return x
         return self.row(
@@ -329,7 +336,7 @@ class TapeBuilder:
         )  # fmt: skip
 
     def enter(self, x: int, ranks: int) -> int:
-        """Where parts begin to be computed: the gradients of x are summed over ranks."""
+        """Enter a tensor-parallel region: the gradient of `x` is all-reduced."""
         if ranks == 1:
             return x
         alias = self.tape.value(self.size(x), of=x)
@@ -338,9 +345,10 @@ class TapeBuilder:
         return alias
 
     def exchange(self, x: int) -> int:
-        """Pieces of a tensor to other ranks, and as much of theirs, laid together anew.
+        """Exchange shards of a tensor with other ranks and arrange what arrives (all-to-all).
 
-        What is sent is stacked first, and what came is in a tensor of its own until it is laid.
+        What is sent is stacked first, and what arrives lies in a tensor of its own until it is
+        arranged.
         """
         size = self.size(x)
         return self.row("exchange", (x,), size, takes=size, takes_back=size, grads=(Grad(x, size),))
@@ -350,12 +358,12 @@ class TapeBuilder:
     def cross_entropy(
         self, logits: int, ids: int, element_bytes: int, *, holds: bool = False, casts: bool = True
     ) -> int:
-        """The mean over tokens.
+        """Compute the mean cross-entropy over tokens and return the loss.
 
         Args:
-            element_bytes: Of the logits' dtype.
-            holds: Whether the training loop holds what is cast through backward.
-            casts: Whether logits are cast to fp32 first.
+            element_bytes: Bytes of one element of the logits.
+            holds: If True, the training loop references the cast logits until backward is done.
+            casts: If True, logits are cast to fp32 first.
         """
         wide = self.cast(logits, _FP32 / element_bytes) if casts else logits
         size = self.size(wide)
@@ -376,12 +384,21 @@ class TapeBuilder:
         self, start: int, *, keeps_chosen: bool = False, given: tuple[int, ...] = (),
         on_host: bool = False, enters: int = -1,
     ) -> None:  # fmt: skip
-        """Run the rows from `start` on again in backward; the last two as in `RecomputeSpan`."""
+        """Let backward recompute the ops from number `start` on.
+
+        Args:
+            keeps_chosen: If True, the outputs of ops with `is_kept` are saved rather than
+                recomputed.
+            given: Values that the span is called with in addition to those its ops read.
+            on_host: If True, the copy of `enters` that recomputation starts from is kept in host
+                memory.
+            enters: First value the span is called with; -1 for none.
+        """
         end = len(self.tape.rows)
         self.tape.spans.append(
             RecomputeSpan(start, end, True, keeps_chosen, given, on_host, enters)
         )
 
     def offloaded(self, start: int) -> None:
-        """What the rows from `start` on keep waits on the host."""
+        """Keep what the ops from number `start` on save in host memory."""
         self.tape.spans.append(RecomputeSpan(start, len(self.tape.rows), on_host=True))

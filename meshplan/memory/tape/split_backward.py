@@ -1,10 +1,10 @@
-"""A backward in two halves: which rows each half runs, and what the first leaves to the second.
+"""A backward split in two halves: the ops that each half runs, and what stays alive in between.
 
-The first half gives the gradients of what a stage received, and notes the gradient that comes to
-each operation at which a weight joins the way there. The second runs these operations once more,
-weight by weight in the order of the module, each as soon as the one before is done. In between
-lives all that forward kept below the uppermost of these operations, whether anything still needs it
-or not: the graph holds it.
+The first half computes the gradients of a stage's inputs, and stores the gradient that arrives at
+each op where a weight joins a path to an input. The second half runs these ops' backward once more,
+weight by weight in the order of the module, each group as soon as the one before is done. Between
+the two halves, everything that forward saved below the uppermost of these ops stays alive, needed
+or not, because the autograd graph references it.
 
 Source: torch 2.13, torch/distributed/pipelining/_backward.py, `get_param_groups`,
 `stage_backward_input` and `stage_backward_weight`.
@@ -19,17 +19,18 @@ from meshplan.errors import PlanError, Problem
 from meshplan.memory.tape.op import Tape
 
 Order = Callable[[str, str], tuple[int, int]]
-"""(module of a row, parameter) -> where the stage's module has the parameter."""
+"""Map (module of an op, parameter) to a sort key: where the stage's module has the parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightGroup:
-    """Weights whose gradients are computed at once.
+    """Weights whose gradients are computed together.
 
     Args:
-        joins: Rows at which they join what comes from an input, with what the first half noted.
-        rows: All rows that give them their gradients, last first; `joins` among them.
-        parameters: Their fqns.
+        joins: Ops at which the weights join a path to an input; the first half stores their
+            gradients.
+        rows: All ops that the gradients of the weights pass through, last first, `joins` included.
+        parameters: Fqns of the weights.
     """
 
     joins: tuple[int, ...]
@@ -39,13 +40,13 @@ class WeightGroup:
 
 @dataclass(frozen=True, slots=True)
 class SplitBackward:
-    """How the backward of a stage is split.
+    """The split of a stage's backward.
 
     Args:
-        flowing: By row, whether the way to an input leads through it.
-        flows: Values on that way.
-        groups: In the order in which the second half runs them.
-        until: By row, the last group that holds what it keeps; -1 for none.
+        flowing: For each op, True if a path to an input leads through it.
+        flows: Values on such a path.
+        groups: Groups in the order in which the second half runs them.
+        until: For each op, the last group that keeps alive what it saved; -1 for none.
     """
 
     flowing: tuple[bool, ...]
@@ -55,12 +56,12 @@ class SplitBackward:
 
 
 def split_backward_of(tape: Tape, received: Sequence[int], order: Order) -> SplitBackward | None:
-    """How a stage's backward is split; None where nothing received needs a gradient.
+    """Split a stage's backward; None if no received value needs a gradient.
 
-    Then the first half does nothing, and the second all.
+    In that case the first half does nothing and the second half everything.
 
     Raises:
-        PlanError: A weight is used twice, or what is sent comes from weights alone.
+        PlanError: A weight is used twice, or what is sent is computed from weights alone.
     """
     flows, flowing = set(received), []
     for row in tape.rows:
@@ -77,7 +78,7 @@ def split_backward_of(tape: Tape, received: Sequence[int], order: Order) -> Spli
 
 
 def _groups(tape: Tape, flowing: Sequence[bool], order: Order) -> tuple[WeightGroup, ...]:
-    """Of every weight, those rows; weights that join at the same row go together."""
+    """Collect the ops of every weight; weights that join at the same op form one group."""
     readers: dict[int, list[int]] = {}
     for number, row in enumerate(tape.rows):
         for grad in row.grads:
@@ -87,6 +88,8 @@ def _groups(tape: Tape, flowing: Sequence[bool], order: Order) -> tuple[WeightGr
         for fqn, _ in row.parameters:
             if fqn in found:
                 raise _unknown(f"{fqn}, which a stage uses twice")
+            # Walk from the op that reads the weight towards the output. Where the walk meets a path
+            # to an input, the weight joins it, and the walk ends.
             joins, rows, waiting = set[int](), set[int](), [number]
             while waiting:
                 at = waiting.pop()
@@ -118,7 +121,11 @@ def _groups(tape: Tape, flowing: Sequence[bool], order: Order) -> tuple[WeightGr
 
 
 def _until(tape: Tape, groups: Sequence[WeightGroup]) -> tuple[int, ...]:
-    """Operations hold those whose gradients follow from theirs; groups hold where they begin."""
+    """Find the last group that keeps the saved values of each op alive.
+
+    A group references the ops at which it joins. In the autograd graph every op references the ops
+    that made its inputs, and therefore keeps them alive.
+    """
     makers = {value: number for number, row in enumerate(tape.rows) for value in row.makes}
     until = [-1] * len(tape.rows)
     for place, group in enumerate(groups):

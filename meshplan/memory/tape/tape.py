@@ -1,14 +1,14 @@
-"""Autograd's bookkeeping in plain Python: a list of operations played forward and in reverse.
+"""Autograd's memory in plain Python: a list of operations, played forward and then in reverse.
 
-An operation is a row of data: what it reads and makes, what it keeps for backward, what it takes
-in passing. Playing rows gives the storages' births and deaths as eager torch has them: outputs are
-born, inputs end at their last use unless something keeps them, backward runs the rows in reverse,
-gradients that meet are summed, what was kept ends once it has been used. Which rows a model is made
-of, `memory.tape.ops` and `memory.decoder.blocks` know.
+An op is data: what it reads and makes, what it saves for backward, its workspace. Playing ops gives
+the births and deaths of storages as in eager torch: outputs are born, inputs end at their last use
+unless they are saved, backward runs the ops in reverse, gradients of one value are summed, and
+saved values end once they have been used. `memory.tape.ops` and `memory.decoder.blocks` write the
+ops of a model.
 
-Source: torch 2.13, csrc/autograd/engine.cpp (`evaluate_function`: gradients of inputs are there
-before that of the output goes, then what was kept goes) and input_buffer.cpp (sums);
-utils/checkpoint.py (recomputation stops at the last tensor that something keeps).
+Source: torch 2.13, csrc/autograd/engine.cpp (`evaluate_function`: gradients of inputs exist before
+that of the output is freed, then saved values are freed) and input_buffer.cpp (sums);
+utils/checkpoint.py (recomputation stops at the last tensor that is saved).
 """
 
 from __future__ import annotations
@@ -31,45 +31,45 @@ _PHASES: Final = ("before", "forward", "loss", "backward")
 
 
 def play(tape: Tape, *, sums_in_place: bool = False) -> MicrobatchTrace:
-    """One microbatch, from what is there before to the end of backward.
+    """Play one microbatch, from what exists before it to the end of backward.
 
     Args:
-        sums_in_place: Whether gradients that meet are added up in the memory of the first, as torch
-            does when nothing watches it; under a dispatch mode each sum is a new tensor.
+        sums_in_place: If True, gradients of one value are added up in the memory of the first, as
+            torch does outside of dispatch modes; under a dispatch mode each sum is a new tensor.
     """
     return Player(tape, sums_in_place).work()
 
 
 class Player:
-    """Plays a tape, and writes what happens."""
+    """Plays a tape and records the storages, events and hook points."""
 
     def __init__(self, tape: Tape, sums_in_place: bool) -> None:
         self._tape, self._sums_in_place = tape, sums_in_place
         self._terms, self._made_by = list[Term](), list[TapeOp]()
         self._born_in, self._ended_in = list[int](), dict[int, int]()
-        """By storage: what it is for, the row that made it, and its phases, by number."""
+        """Term, op that made it, and phase numbers of birth and death, for each storage."""
         self._events: list[Change] = []
         self._marks: list[HookPoint] = []
         self._gradients: dict[str, int] = {}
         self._ready: dict[str, int] = {}
-        """By fqn, the event before which autograd gives the parameter its gradient."""
+        """Event before which autograd assigns the gradient to the parameter, by fqn."""
         self._unlaid: dict[str, int] = {}
-        """By fqn, gradients that are not laid as their parameter is."""
+        """Gradients whose layout is not that of their parameter, by fqn."""
         self._sent: set[int] = set()
         self._phase = 0
         self._is_loss = False
         self._sizes, self._uses = list[int](), list[int]()
         self._env: dict[int, int] = {}
-        """By base value, its storage, as forward's frames see it."""
+        """Storage of each base value that forward's frames still reference."""
         self._kept: dict[int, list[int]] = {}
-        """By row, the storages that it keeps."""
+        """Storages saved by each op."""
         self._inputs: dict[int, dict[int, int]] = {}
-        """By the first row of a recomputed span, what it begins with."""
+        """Storage of each input that a recomputed span saves, by the first op of the span."""
         self._cached: dict[int, int] = {}
-        """By value, its storage that recomputation need not make again."""
+        """Storage of each value that selective recomputation need not recompute."""
         self._host = OffloadedValues(tape.nbytes)
         self._grads: dict[int, int] = {}
-        """By value, the storage of its gradient."""
+        """Storage of the gradient of each value."""
         self._seeds: list[int] = []
         """The scaled loss and its gradient, which `backward` holds until it returns."""
         self._dying = tape.dying()
@@ -91,7 +91,7 @@ class Player:
         assert not self._grads, "a gradient reached no operation"
         log = EventLog(self._settled(num_before), tuple(self._events), _PHASES)
         loss = self._env[tape.rows[-1].makes[0]]
-        # What a unit does once it has the whole: these storages are none of the log.
+        # The unit redistributes these once they are reduced: their storages are not in the log.
         settling = {
             fqn: ((nbytes, -1),) for (_, fqn), nbytes in tape.laid.items() if fqn in self._unlaid
         }
@@ -103,7 +103,7 @@ class Player:
     # Memory
 
     def _born(self, nbytes: int, row: TapeOp, term: Term = Term.TEMPORARIES) -> int:
-        """A new storage with one use."""
+        """Add a storage with one reference and return its number."""
         number, phase = len(self._uses), self._phase
         if self._is_loss and term is Term.TEMPORARIES:
             term = Term.LOSS
@@ -128,7 +128,7 @@ class Player:
             self._events.append((-size, storage, self._phase))
 
     def _settled(self, num_before: int) -> tuple[Storage, ...]:
-        """What was made, with the terms that tell when it lived: nothing changes its size."""
+        """Return all storages with their terms; no storage here changes its size."""
         sizes, ended, never = self._sizes, self._ended_in.get, len(_PHASES)
         born = enumerate(self._born_in)
         spans = [(phase, ended(n, never)) if sizes[n] else None for n, phase in born]
@@ -150,6 +150,7 @@ class Player:
         tape = self._tape
         if span.recompute:
             inputs = tape.called_with(span)
+            # Keys of ops are their numbers, so `~start` is a key that no op has.
             if span.on_host and not self._host.take(~span.start, (span.enters,), self._now):
                 del inputs[tape.base[span.enters]]
             self._inputs[span.start] = held = {value: self._env[value] for value in inputs}
@@ -168,13 +169,13 @@ class Player:
             elif not span.recompute:
                 self._keep(number, self._env, on_host=span.on_host)
             for value in self._dying[number]:
-                if value != tape.rows[-1].makes[0]:  # The loop keeps the loss.
+                if value != tape.rows[-1].makes[0]:  # The training loop keeps the loss.
                     self._drop(self._env.pop(value))
             if number in self._ends:
                 self._mark(HookKind.AFTER_FORWARD, self._ends[number])
 
     def _run(self, row: TapeOp, env: dict[int, int], cached: dict[int, int] | None = None) -> None:
-        """Make the row's outputs, or take them from what is cached."""
+        """Make the op's outputs, or take them from `cached`."""
         tape = self._tape
         took = self._born(row.takes, row) if row.takes else None
         for value in row.makes:
@@ -206,7 +207,7 @@ class Player:
     # Backward
 
     def _begin_backward(self) -> None:
-        """The loss is a scalar whose gradient is one of the same size."""
+        """Make the gradient of the loss, a scalar like the loss."""
         loss = self._tape.rows[-1].makes[0]
         self._phase, self._is_loss = _BACKWARD, False
         for value in self._dying[len(self._tape.rows)]:
@@ -228,7 +229,8 @@ class Player:
     def _backward(self, span: RecomputeSpan) -> None:
         end = span.end
         if span.recompute:
-            # What needs nothing that was kept is done first; what runs again must be gathered.
+            # The ops after the last saved tensor need no recomputation: their backward comes first.
+            # Then the unit's parameters must be gathered before its ops run again.
             end = 1 + self._tape.last_kept(span)
             self._back_through(end, span.end)
             self._begin_unit(end - 1)
@@ -236,7 +238,7 @@ class Player:
         self._back_through(span.start, end, span if span.recompute else None)
 
     def _end_span(self, span: RecomputeSpan) -> None:
-        """With the last that it kept goes what it was called with, and what it did not need."""
+        """Free the inputs of a recomputed span, and cached outputs that it did not need."""
         left = [v for row in self._tape.rows[span.start : span.end] for v in row.makes]
         spared = [self._cached.pop(value) for value in left if value in self._cached]
         for storage in (*self._inputs.pop(span.start).values(), *spared):
@@ -256,33 +258,34 @@ class Player:
             self._end_unit(number)
 
     def _begin_unit(self, number: int) -> None:
-        """A row that is the last one of a unit is the first that its backward comes to."""
+        """Mark the beginning of a unit's backward, at the last op of the unit."""
         if number in self._ends:
             self._mark(HookKind.BEFORE_BACKWARD, self._ends.pop(number))
             self._nested.begin(number, self._grads)
 
     def _end_unit(self, number: int) -> None:
-        """The first row of a unit is the last that its backward comes to."""
+        """Mark the end of a unit's backward, at the first op of the unit."""
         if number in self._starts:
             self._mark(HookKind.AFTER_BACKWARD, self._starts[number])
             for value, storage in self._nested.end(number, self._grads):
                 self._accumulate(value, storage, self._tape.rows[number])
 
     def _recompute(self, span: RecomputeSpan) -> None:
-        """Run forward again up to the last tensor that something keeps."""
+        """Run forward again, up to the last tensor that is saved."""
         rows, last = self._tape.rows, self._tape.last_kept(span)
         self._is_loss = False
         env = dict(self._inputs[span.start])
         for storage in env.values():
             self._hold(storage)
         back = [self._born(size, rows[span.start]) for size in self._host.of(~span.start)]
-        for storage in back:  # What runs again is called with it, and holds it until it is done.
+        for storage in back:  # The rerun is called with the copy, and references it to the end.
             env[self._tape.base[span.enters]] = storage
             self._hold(storage)
         for number in range(span.start, last + 1):
             row = rows[number]
             if number in self._starts and number > span.start:
                 self._mark(HookKind.BEFORE_FORWARD, self._starts[number])
+            # The last op need not run again if it saves inputs only: checkpoint stops before it.
             if number < last or set(row.keeps) & set(row.makes):
                 self._run(row, env, self._cached)
             self._keep(number, env)
@@ -295,7 +298,7 @@ class Player:
             self._drop(storage)
 
     def _back(self, number: int) -> None:
-        """The backward of one row: gradients of its inputs, then the end of what it used."""
+        """Run the backward of one op: make the gradients of its inputs, then free what it used."""
         row, grads = self._tape.rows[number], self._grads
         given = [grads.pop(value) for value in row.makes if value in grads]
         made, own = list[tuple[int, int]](), list[tuple[str, int, int]]()
@@ -307,6 +310,7 @@ class Player:
             made = self._passed_on(number, row.grads, given)
             if took is not None:
                 self._drop(took)
+        # The gradients of the inputs exist before that of the output and saved values are freed.
         for storage in (*back, *given, *self._kept.pop(number, ())):
             self._drop(storage)
         if self._host.changes:
@@ -323,7 +327,10 @@ class Player:
     def _passed_on(
         self, number: int, grads: Iterable[Grad], given: Sequence[int]
     ) -> list[tuple[int, int]]:
-        """(value, its gradient) of what a row reads; one that takes no bytes is what was given."""
+        """Return (value, gradient) of each input of an op.
+
+        A gradient without bytes of its own is the gradient of the output.
+        """
         made: list[tuple[int, int]] = []
         handed, row = self._tape.handed, self._tape.rows[number]
         for value, nbytes in grads:
@@ -341,6 +348,7 @@ class Player:
         if known is None:
             self._grads[value] = storage
             return
+        # Torch adds in place only if nothing else references the first gradient.
         if self._sums_in_place and self._uses[known] == 1 and value not in self._tape.sums_apart:
             self._drop(storage)
             return
@@ -349,7 +357,7 @@ class Player:
         self._drop(storage)
 
     def _lay(self, fqn: str, number: int) -> None:
-        """Where nobody does so later, and before it is added to one that is laid already."""
+        """Redistribute a gradient now, unless the unit of the parameter does so later."""
         row, known, whole = self._tape.rows[number], self._gradients[fqn], self._unlaid[fqn]
         if known == whole and fqn not in self._tape.lays_itself:
             return
@@ -364,20 +372,20 @@ class Player:
         self._gradients[fqn] = laid
 
     def _handed(self, number: int, key: int | str) -> int:
-        """What forward has made of a gradient already."""
+        """Return the storage of a gradient that forward has computed already."""
         place = self._tape.rows[number].keeps.index(self._tape.handed[number, key])
         storage = self._kept[number][place]
         self._hold(storage)
         return storage
 
     def _gradient(self, fqn: str, nbytes: int, number: int) -> int:
-        """What one row gives to a parameter."""
+        """Return the gradient of a parameter from one op."""
         if (number, fqn) in self._tape.handed:
             return self._as(Term.GRADIENTS, self._handed(number, fqn))
         return self._born(nbytes, self._tape.rows[number], Term.GRADIENTS)
 
     def _add_gradient(self, fqn: str, nbytes: int, storage: int, number: int) -> None:
-        """A parameter that two rows read has the sum."""
+        """Add the gradient to those of other ops that read the same parameter."""
         is_laid = (number, fqn) not in self._tape.laid
         if not is_laid:
             self._unlaid[fqn] = storage
@@ -390,11 +398,11 @@ class Player:
         self._drop(self._as_addend(storage))
 
     def _as_addend(self, storage: int) -> int:
-        """It never is the gradient of a parameter."""
+        """Correct the term of a storage that is only added to the gradient of a parameter."""
         of_loss = self._born_in[storage] == _LOSS
         return self._as(Term.LOSS if of_loss else Term.TEMPORARIES, storage)
 
     def _as(self, term: Term, storage: int) -> int:
-        """The storage, which turns out to be for something else."""
+        """Change the term of a storage and return it."""
         self._terms[storage] = term
         return storage

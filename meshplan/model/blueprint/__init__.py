@@ -1,10 +1,10 @@
-"""A model's graph from its config.json, or from a bare parameter count: no torch, no weights.
+"""Build a model's graph from its config.json, or from a parameter count: no torch, no weights.
 
-Knows how transformers 5 names, orders and shapes the modules of eleven decoder families, fused
-three-dimensional expert weights included, and the defaults of keys that a config leaves out.
-Refuses to guess: an unknown family, another head than the causal language model, or sizes that
-do not fit together are errors. Dtypes are what torch builds by default, float32: what a plan
-trains in is the plan's to say.
+This package has the names, order and shapes of the modules of eleven decoder families as in
+transformers 5, fused three-dimensional expert weights included, and the defaults of keys that a
+config leaves out. It does not guess: an unknown family, another head than the causal language
+model, or sizes that do not fit together are errors. Dtypes are torch's default, float32; the
+dtype for training is up to the plan.
 
 Source: transformers 5.23, `models/<family>/configuration_*.py` and `modeling_*.py`.
 """
@@ -29,11 +29,11 @@ from meshplan.model.graph import ModelGraph, ModuleInfo, TensorInfo
 
 
 class OtherModelError(SpecError):
-    """A config of a model that cannot be told from the config alone."""
+    """A config of a model that cannot be built from the config alone."""
 
 
 def from_params(num_params: int) -> ModelGraph:
-    """A graph that only knows how many parameters there are: one tensor without dims.
+    """Return a graph of which only the number of parameters is known: one tensor without dims.
 
     >>> from_params(3_000_000_000).num_params
     3000000000
@@ -52,12 +52,13 @@ def from_config(
     *,
     blocks: int | Sequence[int] | None = None,
 ) -> ModelGraph:
-    """The graph of the model that a Hugging Face config.json describes.
+    """Return the graph of the model that a Hugging Face config.json describes.
 
     Args:
-        path: The file, or the directory that holds it.
-        origin: Where the user named the path, for problems with the file itself.
-        blocks: How many blocks to give it instead of its own number; or which of its own.
+        path: The file, or the directory that contains it.
+        origin: The place where the user named the path, for problems with the file itself.
+        blocks: A number of blocks to build instead of the config's own, or the indices of those of
+            its blocks to build; None builds all.
 
     Raises:
         SpecError: The file cannot be read, or describes nothing that can be built.
@@ -74,7 +75,7 @@ def from_config(
 def with_blocks(
     content: Mapping[str, Any], blocks: int | Sequence[int], file: str
 ) -> Mapping[str, Any]:
-    """A config of other blocks, kept in their order."""
+    """Return a config with another number of blocks, or with some of its blocks in their order."""
     model_type = str(content.get("model_type"))
     if model_type not in FAMILIES:
         count = blocks if isinstance(blocks, int) else len(blocks)
@@ -93,11 +94,11 @@ def with_blocks(
 
 
 def from_mapping(config: Mapping[str, Any], file: str = "<config>") -> ModelGraph:
-    """The graph of the model that a config's content describes.
+    """Return the graph of the model that a config's content describes.
 
     Raises:
-        OtherModelError: It is of a family, or has a head, that only transformers builds.
-        SpecError: All that is wrong with it.
+        OtherModelError: The model is of a family, or has a head, that only transformers builds.
+        SpecError: The config is wrong; the error carries every problem found.
     """
     supported = sorted([*FAMILIES, "gpt2"])
     otherwise = (
@@ -128,11 +129,11 @@ def from_mapping(config: Mapping[str, Any], file: str = "<config>") -> ModelGrap
 
 
 _KEEPING = ("output_hidden_states", "output_attentions", "output_router_logits")
-"""Switches with which a forward keeps, and returns, more than goes from block to block."""
+"""Switches that make a forward keep, and return, more than passes from block to block."""
 
 
 def _outline(graph: ModelGraph, config: Mapping[str, Any]) -> Flow | None:
-    """The order in which its modules run, unless the config changes what goes between them."""
+    """Return the order in which modules run, unless the config changes what passes between them."""
     if any(config.get(key) for key in _KEEPING):
         return None
     if "transformer" in graph.modules:

@@ -1,4 +1,4 @@
-"""Modules and tensors in definition order.
+"""Builder of a model graph: modules and tensors in definition order.
 
 Source: transformers 5.23, `models/<family>/modeling_*.py`.
 """
@@ -36,7 +36,7 @@ _TORCH: Final[Mapping[str, str]] = MappingProxyType(
 
 
 class GraphBuilder:
-    """Gathers modules and tensors in definition order."""
+    """A collector of modules and tensors in definition order."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -58,7 +58,7 @@ class GraphBuilder:
         )
 
     def module(self, fqn: str, type: str, kind: str = "other", **facts: Any) -> None:
-        """A module; `facts` are further fields of its ModuleInfo."""
+        """Add a module; `facts` are further fields of its ModuleInfo."""
         self.modules[fqn] = ModuleInfo(
             fqn=fqn,
             type=type,
@@ -97,7 +97,7 @@ class GraphBuilder:
         kind: str = "linear",
         **facts: Any,
     ) -> None:
-        """A Linear, or transformers' Conv1D, whose weight lies the other way round."""
+        """Add a Linear, or transformers' Conv1D, whose weight is transposed."""
         shape = (out, into) if kind == "linear" else (into, out)
         self.module(fqn, "Linear" if kind == "linear" else "Conv1D", kind, **facts)
         self.parameter(f"{fqn}.weight", shape, dims_of(kind, "weight", 2))

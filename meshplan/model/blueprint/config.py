@@ -1,4 +1,4 @@
-"""Reading a config.json: the file, then each value with its default, all problems at once."""
+"""Read a config.json: the file, then each value with its default; report all problems at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshplan.spec.values import quote
 
 _MAX_FILE_BYTES: Final = 16 * 10**6
 _MOST_NOTED: Final = 8
-"""Keys that nobody knows and that a note names."""
+"""Maximum number of unknown keys that a note names."""
 
 _ALIASES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -32,7 +32,7 @@ _ALIASES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 
 
 class Facts:
-    """Reads a config's values and gathers what is wrong with them."""
+    """A reader of a config's values that collects the problems with them."""
 
     def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, int], file: str) -> None:
         self.config, self.defaults, self.file = config, defaults, file
@@ -45,7 +45,7 @@ class Facts:
     def size(
         self, key: str, default: int | None = None, *, most: int = MAX_SIZE, least: int = 1
     ) -> int:
-        """An int; null and absence mean the default. Asked again, the same answer."""
+        """Return an int; null and absence mean the default. The first result for a key is kept."""
         if key in self.sizes:
             return self.sizes[key]
         key_stated, value = key, None
@@ -63,11 +63,11 @@ class Facts:
         return value
 
     def size_or_none(self, key: str) -> int | None:
-        """A positive int, or none where the config says null; absence means the default."""
+        """Return a positive int, or None if the config says null; absence means the default."""
         return None if self.config.get(key, key) is None else self.size(key)
 
     def flag(self, key: bool | str, default: bool = False) -> bool:
-        """A bool of the config, or the family's fixed answer."""
+        """Return a bool of the config, or the family's fixed answer."""
         if isinstance(key, bool):
             return key
         value = self.config.get(key)
@@ -78,7 +78,7 @@ class Facts:
         return bool(value)
 
     def layers(self, key: str) -> frozenset[int]:
-        """A list of layer indices; null and absence mean none."""
+        """Read a list of layer indices; null and absence mean none."""
         value = self.config.get(key) or []
         if not isinstance(value, list) or any(type(i) is not int for i in value):
             self.problem(key, f"{_shown(value)} is not a list of layers", "write a list of ints")
@@ -86,10 +86,11 @@ class Facts:
         return frozenset(value)
 
     def window(self, key: bool | str) -> None:
-        """Note how far back attention sees, where it does not see everything.
+        """Record the attention window, if attention does not see the whole sequence.
 
         Args:
-            key: Whether it does; the config's own switch, or its size where that is the switch.
+            key: True or False if the family fixes whether a window is used; else the config's
+                switch, or "sliding_window" if the size itself is the switch.
         """
         stated = self.config.get("sliding_window")
         if key == "sliding_window":
@@ -100,7 +101,7 @@ class Facts:
             self.size("sliding_window", 4096)
 
     def experts(self, *, scales_weights: bool) -> None:
-        """How a router chooses, and what changes what it keeps."""
+        """Read how a router chooses experts, and the switches that change what it saves."""
         chosen, count = self.size("num_experts_per_tok"), self.size("num_experts")
         if chosen > count and self.config.get("num_experts_per_tok") is not None:
             what = f"{chosen} experts cannot be chosen of {count}"
@@ -114,7 +115,7 @@ class Facts:
                 self.sizes[key] = 1
 
     def dropout(self, key: str, default: float) -> None:
-        """Note whether something is dropped: 1 or 0, under the key's own name."""
+        """Record 1 if something is dropped, else 0, under the key's own name."""
         value = self.config.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
@@ -123,7 +124,7 @@ class Facts:
         self.sizes[key] = int(value > 0)
 
     def notes(self) -> tuple[str, ...]:
-        """The keys that nobody here knows, each with the known one that it may be meant for."""
+        """Return a note on the unknown keys, each with the known key that may be meant."""
         keys = unknown(self.config)
         words = []
         for key in keys[:_MOST_NOTED]:
@@ -135,7 +136,7 @@ class Facts:
         return (f"{self.file}: no figure depends on {', '.join(words)}",) if words else ()
 
     def finish(self) -> None:
-        """Raise what was found, before anything is built on it."""
+        """Raise the problems found, before anything is built from the config."""
         told = {problem.origin.path for problem in self.problems if problem.origin}
         for key, kind in misfits(self.config):
             if key not in told:
@@ -145,11 +146,11 @@ class Facts:
 
 
 def attention_sizes(facts: Facts) -> tuple[int, int, int]:
-    """(heads, kv heads, elements of one head)."""
+    """Return (heads, kv heads, elements of one head)."""
     hidden, heads = facts.size("hidden_size"), facts.size("num_attention_heads")
     kv_heads = facts.size("num_key_value_heads", heads)
     head_dim = facts.size("head_dim", max(1, hidden // heads))
-    if facts.problems:  # what follows would only repeat them
+    if facts.problems:  # further checks would only repeat them
         return heads, kv_heads, head_dim
     is_stated = facts.config.get("head_dim") is not None or "head_dim" in facts.defaults
     if not is_stated and hidden % heads:
@@ -168,7 +169,11 @@ def attention_sizes(facts: Facts) -> tuple[int, int, int]:
 
 
 def read_json(file: Path, origin: Origin | None) -> Mapping[str, Any]:
-    """The file's object."""
+    """Return the JSON object in a config file.
+
+    Raises:
+        SpecError: The file cannot be read, or is not a JSON object.
+    """
     here = Origin(str(file))
     ask = "give a Hugging Face config.json, or the directory that holds one"
     try:
@@ -195,7 +200,7 @@ def read_json(file: Path, origin: Origin | None) -> Mapping[str, Any]:
 
 
 def _shown(value: object) -> str:
-    """A value as a message names it: on one line and not too long."""
+    """Return a value as a message names it: on one line and not too long."""
     return quote(value) if isinstance(value, str) else quote(repr(value))[1:-1]
 
 
@@ -216,8 +221,8 @@ _FETCHES: Final = ("pretrained", "use_pretrained_backbone")
 def foreign_problem(config: Mapping[str, Any], file: str) -> Problem | None:
     """Return why transformers must not be asked to build a config, or None.
 
-    It takes a kernel's name such as "org/kernel" for code to be fetched and run, fetches weights of
-    backbones, and makes as many modules as a count says.
+    transformers treats a kernel name such as "org/kernel" as code to fetch and run, fetches weights
+    of backbones, and makes as many modules as a count says.
     """
     todo: list[tuple[str, Any]] = [("", config)]
     while todo:

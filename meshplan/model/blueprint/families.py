@@ -1,6 +1,6 @@
-"""Model families as data: what sets each apart from Llama's shape, and its defaults.
+"""Model families as data: the differences of each from Llama's shape, and its defaults.
 
-To add a family of this shape, add a row.
+To add a family of this shape, add an entry to `FAMILIES`.
 
 Source: transformers 5.23, `models/<family>/configuration_*.py`.
 """
@@ -17,31 +17,32 @@ from meshplan.model.blueprint.config import Facts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What sets one decoder family apart from Llama's shape.
+    """The differences of one decoder family from Llama's shape.
 
     Args:
-        prefix: Of its class names.
+        prefix: Prefix of its class names.
         defaults: transformers' value of each size that a config may leave out.
-        qkv_bias: Whether query, key and value projections have one; a key names the config's
-            own switch. Likewise `o_bias` and `mlp_bias`.
-        attention: A word of `parts`: how queries, keys and values are made.
-        qk_norm: Whether queries and keys are normalised per head.
+        qkv_bias, o_bias, mlp_bias: If True, the projections have a bias; a key names the
+            config's own switch.
+        attention: A word of `parts` for the kind of attention: "by_head" or "latent".
+        qk_norm: If True, queries and keys are normalised per head.
         norms: The norms of one layer, in order.
-        moe: Children of a sparse block in order of definition, () for a dense model.
-        sparse_block, router: Classes, behind the prefix.
-        has_groups: Whether a token's experts are of few groups, chosen by scores that a buffer
+        moe: Children of a sparse block in definition order, () for a dense model.
+        sparse_block, router: Class names, without the prefix.
+        has_groups: If True, a token's experts come from few groups, chosen by scores that a buffer
             corrects.
-        mixes_dense: The key that says which layers are dense, where experts have a width of their
-            own; "" where none are.
-        scales_weights: Whether the weights of a token's experts are made to add up to 1; a key
+        mixes_dense: The key that says which layers are dense, in families whose experts have a
+            width of their own; "" if no layer is dense.
+        scales_weights: If True, the weights of a token's experts are normalised to sum to 1; a key
             names the config's own switch.
-        on_by_default: Keys of switches that are on when the config is silent.
+        on_by_default: Keys of switches that are on if the config does not state them.
         activation: Key of the activation's name.
         embedding: Class of the token embedding.
-        window: Whether attention sees the last `sliding_window` tokens only; a key names the
+        window: If True, attention sees the last `sliding_window` tokens only; a key names the
             config's own switch.
-        scales: Whether words, what a half block adds, and logits are multiplied by numbers.
-        ties: Whether input and output embeddings are one tensor when the config is silent.
+        scales: If True, embeddings, residual branches and logits are multiplied by constants.
+        ties: If True, input and output embeddings are one tensor unless the config states
+            otherwise.
     """
 
     prefix: str
@@ -66,25 +67,25 @@ class Family:
     ties: bool = False
 
     def flag(self, key: bool | str, facts: Facts) -> bool:
-        """What a switch says, be it fixed or the config's own."""
+        """Return the value of a switch, be it fixed or the config's own."""
         return facts.flag(key, key in self.on_by_default)
 
     @property
     def is_plain(self) -> bool:
-        """Whether its code computes what Llama's does, and what `auto` derives of it is known.
+        """True if its code computes what Llama's does, so that the styles `auto` derives are known.
 
-        Of experts it cuts nothing.
+        Experts are not sharded by them.
         """
         return len(self.norms) == 2
 
     @property
     def shared(self) -> str:
-        """The child of a sparse block that all tokens pass through, "" where there is none."""
+        """The child of a sparse block that all tokens pass through, "" if there is none."""
         return next((name for name in self.moe if name in ("shared_expert", "shared_experts")), "")
 
     @property
     def has_dense(self) -> bool:
-        """Whether some layer may have a dense feed-forward."""
+        """True if some layer may have a dense feed-forward."""
         return not self.moe or bool(self.mixes_dense)
 
 
@@ -224,4 +225,4 @@ GPT2_DEFAULTS: Final = MappingProxyType(
         "max_position_embeddings": 1024,
     }
 )
-"""GPT-2's sizes under the names that the other families use."""
+"""GPT-2's default sizes under the names that the other families use."""

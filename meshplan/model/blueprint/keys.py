@@ -1,7 +1,7 @@
-"""Keys of a config.json and what each may hold, whether or not a figure depends on it.
+"""Keys of a config.json and the values that each may have, even if no figure depends on it.
 
-A config comes from anywhere. What a model would be built with has to make sense even where no
-figure depends on it, and a key that nobody knows may be another one with a typing error.
+A config comes from anywhere. The settings of the model have to make sense even if no figure
+depends on them, and an unknown key may be a known one with a typing error.
 
 Source: transformers 5.23, `configuration_utils.py` and `models/<family>/configuration_*.py`.
 """
@@ -15,17 +15,17 @@ from types import MappingProxyType
 from typing import Any, Final
 
 MAX_SIZE: Final = 10**9
-_HUGE: Final = 1e300  # nan is not below it, nor is an int that no float holds
+_HUGE: Final = 1e300  # excludes nan, and ints too large for a float
 
 
 @dataclass(frozen=True, slots=True)
 class ValueKind:
-    """A kind of value that a key may hold; null is always allowed, and means the default.
+    """A kind of value that a key may have; null is always allowed, and means the default.
 
     Args:
-        what: In words, behind "is not".
-        fix: What to write.
-        fits: Whether a value is one.
+        what: Name of the kind, as it follows "is not" in a message.
+        fix: Advice on what to write.
+        fits: Function that returns True for a value of this kind.
     """
 
     what: str
@@ -108,7 +108,7 @@ KEYS: Final[Mapping[str, ValueKind]] = MappingProxyType(
 
 
 def misfits(config: Mapping[str, Any]) -> Iterator[tuple[str, ValueKind]]:
-    """The known keys whose values are of no kind that a model could mean."""
+    """Yield the known keys whose values are not of the key's kind, with that kind."""
     for key, kind in KEYS.items():
         value = config.get(key)
         if value is not None and not kind.fits(value):
@@ -116,5 +116,5 @@ def misfits(config: Mapping[str, Any]) -> Iterator[tuple[str, ValueKind]]:
 
 
 def unknown(config: Mapping[str, Any]) -> list[str]:
-    """The keys that none of the supported families has, in order; private ones are nobody's."""
+    """Return the keys that no supported family has, in order, without those that begin with _."""
     return [key for key in config if key not in KEYS and not key.startswith("_")]

@@ -1,4 +1,4 @@
-"""The two shapes of decoder, module by module.
+"""The two decoder shapes, module by module.
 
 Source: transformers 5.23, `models/<family>/modeling_*.py`.
 """
@@ -17,7 +17,7 @@ _MAX_LAYERS: Final = 10_000
 
 
 def build_decoder(family: Family, facts: Facts, build: GraphBuilder) -> None:
-    """The shape that Llama gave its name to."""
+    """Build a decoder of Llama's shape."""
     vocab, hidden = facts.size("vocab_size"), facts.size("hidden_size")
     num_layers = facts.size("num_hidden_layers", most=_MAX_LAYERS)
     attention, turned = attention_of(family, facts, build)
@@ -57,14 +57,14 @@ def build_decoder(family: Family, facts: Facts, build: GraphBuilder) -> None:
 
 
 def _of_all(family: Family) -> dict[str, str]:
-    """What the expert of all tokens can be cut into, whether or not transformers does so."""
+    """Return the styles of the shared expert, whether or not transformers shards it."""
     at, words = f"model.layers.*.mlp.{family.shared}", ("colwise", "colwise", "rowwise")
     names = ("gate_proj", "up_proj", "down_proj") if family.shared else ()
     return {f"{at}.{name}": word for name, word in zip(names, words, strict=False)}
 
 
 def _preset(family: Family) -> dict[str, str]:
-    """The tp plan that transformers ships with the family."""
+    """Return the tp plan that transformers ships with the family."""
     attention = {}
     if family.attention == "by_head":
         attention = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise")
@@ -90,7 +90,7 @@ def _preset(family: Family) -> dict[str, str]:
 
 
 def build_gpt2(facts: Facts, build: GraphBuilder) -> None:
-    """GPT-2: learned positions, LayerNorm with bias, transposed and packed projections."""
+    """Build GPT-2: learned positions, LayerNorm with bias, transposed and packed projections."""
     vocab, hidden = facts.size("vocab_size"), facts.size("hidden_size")
     positions = facts.size("max_position_embeddings")
     num_layers = facts.size("num_hidden_layers", most=_MAX_LAYERS)
@@ -141,7 +141,7 @@ def build_gpt2(facts: Facts, build: GraphBuilder) -> None:
 
 
 def _lm_head(build: GraphBuilder, vocab: int, hidden: int, tied: bool) -> None:
-    """The output projection; tied, its weight is the embedding's and already there."""
+    """Add the output projection; if tied, its weight is the embedding's, which exists already."""
     build.linear("lm_head", vocab, hidden)
     if tied:
         del build.parameters["lm_head.weight"]

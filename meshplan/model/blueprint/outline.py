@@ -1,8 +1,8 @@
-"""The forward of a model that nobody has built, as far as cutting it into stages asks for.
+"""Outlines: the forward of a model that has not been built, detailed enough to cut it into stages.
 
-One operation stands for each module that runs as a whole: which tensors it reads, and what it is
-given. What happens inside of it a recorded forward would tell (`runtime.trace.ops`), and derived
-styles need; an outline is no recording, and is kept apart from one.
+One operation stands for each module that runs as a whole: the tensors it reads and its inputs.
+The inside of a module, which derived styles need, is known only from a recorded forward
+(`runtime.trace.ops`). An outline is not a recording, and is kept apart from one.
 
 Source: transformers 5.23, `models/<family>/modeling_*.py`.
 """
@@ -19,10 +19,10 @@ from meshplan.model.graph import ModuleInfo, TensorInfo
 
 @dataclass(slots=True)
 class FlowBuilder:
-    """A forward in the making.
+    """A forward under construction.
 
     Args:
-        tensors: All of the model, by fqn.
+        tensors: All tensors of the model, by fqn.
     """
 
     tensors: Mapping[str, TensorInfo]
@@ -40,11 +40,11 @@ class FlowBuilder:
                 self._inside.setdefault(module, []).append(fqn)
 
     def enter(self, module: str, parent: int | None) -> int:
-        """A call of a module that others are called from; `leave` says where it ends."""
+        """Begin the call of a module that calls others, and return its id; `leave` ends it."""
         return self._call(module, parent, (), ())
 
     def leave(self, call: int, value: int) -> None:
-        """It returns this."""
+        """End a call that returns this value."""
         begun = self._calls[call]
         self._calls[call] = Call(
             id=call,
@@ -56,7 +56,7 @@ class FlowBuilder:
         )
 
     def given(self, name: str) -> int:
-        """An input of the model."""
+        """Add an input of the model, and return its value id."""
         return self._value("input", name)
 
     def run(
@@ -68,10 +68,13 @@ class FlowBuilder:
         is_random: bool = False,
         leaves_out: tuple[str, ...] = (),
     ) -> int:
-        """A call of a module that runs as a whole; what it returns.
+        """Add the call of a module that runs as a whole, and return the value id of its output.
 
         Args:
-            reads: What it is given.
+            module: The fqn of the module.
+            parent: The enclosing call.
+            reads: Value ids of its inputs.
+            is_random: True if it draws random numbers.
             leaves_out: Names of its tensors that forward does not read.
         """
         inputs = tuple(reads)
@@ -94,12 +97,12 @@ class FlowBuilder:
         return out
 
     def hand_on(self, module: str, parent: int, value: int) -> int:
-        """A call of a module that returns what it is given."""
+        """Add the call of a module that returns its input."""
         self._call(module, parent, (value,), (value,))
         return value
 
     def compute(self, call: int, reads: Iterable[int], *, is_random: bool = False) -> int:
-        """What the code of a module computes itself."""
+        """Add an operation of a module's own code, and return the value id of its result."""
         out = self._value("op")
         args = tuple(map(Ref, reads))
         self._ops.append(
@@ -115,7 +118,7 @@ class FlowBuilder:
         return out
 
     def flow(self) -> Flow:
-        """All of it."""
+        """Return the finished forward."""
         return Flow(values=tuple(self._values), ops=tuple(self._ops), calls=tuple(self._calls))
 
     def _call(
@@ -146,7 +149,7 @@ class FlowBuilder:
 
 
 def _around(name: str) -> Iterator[str]:
-    """The modules that a tensor lies in."""
+    """Yield the modules that contain a tensor."""
     module = name.rpartition(".")[0]
     while module:
         yield module
@@ -156,10 +159,12 @@ def _around(name: str) -> Iterator[str]:
 def decoder_outline(
     modules: Mapping[str, ModuleInfo], tensors: Mapping[str, TensorInfo], *, scales: bool = False
 ) -> Flow:
-    """A decoder of Llama's shape: words, angles that every block rotates by, blocks, norm, head.
+    """Outline a decoder of Llama's shape: token embedding, rotary angles, blocks, norm, head.
 
     Args:
-        scales: Whether words and logits are multiplied by numbers.
+        modules: Modules by fqn.
+        tensors: Tensors by fqn.
+        scales: If True, embeddings and logits are multiplied by constants.
     """
     out = FlowBuilder(tensors)
     root = out.enter("", None)
@@ -183,10 +188,12 @@ def decoder_outline(
 def gpt2_outline(
     modules: Mapping[str, ModuleInfo], tensors: Mapping[str, TensorInfo], *, drops: bool
 ) -> Flow:
-    """GPT-2: words and places are added up between modules.
+    """Outline GPT-2, which adds token and position embeddings between modules.
 
     Args:
-        drops: Whether the dropout behind them draws, rather than returning what it is given.
+        modules: Modules by fqn.
+        tensors: Tensors by fqn.
+        drops: If True, the dropout after them draws random numbers instead of returning its input.
     """
     out = FlowBuilder(tensors)
     root = out.enter("", None)

@@ -1,6 +1,6 @@
-"""The parts of a decoder's layer, each in two steps: sizes are read, then modules are put.
+"""The parts of a decoder layer, each built in two steps: read the sizes, then add the modules.
 
-Reading comes first for all of them, so that everything wrong with a config is said at once.
+Sizes of all parts are read first, so that everything wrong with a config is reported at once.
 
 Source: transformers 5.23, `models/<family>/modeling_*.py`.
 """
@@ -16,19 +16,19 @@ from meshplan.model.blueprint.config import Facts, attention_sizes
 from meshplan.model.blueprint.families import Family
 
 Put = Callable[[str], None]
-"""Puts one at a fqn."""
+"""Add one part at an fqn."""
 
 _EACH_GROUP: Final = 2
-"""Experts of a group whose scores are added up to the group's own."""
+"""Experts of a group whose scores are added up to the score of the group."""
 
 
 def attention_of(family: Family, facts: Facts, build: GraphBuilder) -> tuple[Put, int]:
-    """(how to put an attention, the features of a head that positions turn)."""
+    """Return (a function that adds an attention, the features of a head under rotary positions)."""
     return _ATTENTIONS[family.attention](family, facts, build)
 
 
 def _by_head(family: Family, facts: Facts, build: GraphBuilder) -> tuple[Put, int]:
-    """Queries, keys and values are each projected from what enters."""
+    """Project queries, keys and values each from the layer's input."""
     hidden, (heads, kv_heads, head_dim) = facts.size("hidden_size"), attention_sizes(facts)
     qkv_bias, o_bias = family.flag(family.qkv_bias, facts), family.flag(family.o_bias, facts)
     sizes = MappingProxyType({"head_dim": head_dim, "num_key_value_groups": heads // kv_heads})
@@ -46,7 +46,7 @@ def _by_head(family: Family, facts: Facts, build: GraphBuilder) -> tuple[Put, in
 
 
 def _latent(family: Family, facts: Facts, build: GraphBuilder) -> tuple[Put, int]:
-    """Keys and values of all heads are made of one narrow vector a token, and so are queries.
+    """Make queries, and keys and values of all heads, each from one narrow vector per token.
 
     Source: DeepSeek-V2 report, section 2.1 (multi-head latent attention).
     """
@@ -90,11 +90,14 @@ _ATTENTIONS: Final[Mapping[str, Callable[[Family, Facts, GraphBuilder], tuple[Pu
 
 
 def gated_mlp(family: Family, facts: Facts, build: GraphBuilder, width: int, act: object) -> Put:
-    """A feed-forward of three projections.
+    """Return a function that adds a feed-forward of three projections.
 
     Args:
-        width: Features inside.
-        act: As configs name the activation.
+        family: The model family.
+        facts: The config's values.
+        build: The graph under construction.
+        width: Number of hidden features.
+        act: Name of the activation, as in configs.
     """
     hidden, bias = facts.size("hidden_size"), family.flag(family.mlp_bias, facts)
 
@@ -109,7 +112,7 @@ def gated_mlp(family: Family, facts: Facts, build: GraphBuilder, width: int, act
 
 
 def sparse_mlp(family: Family, facts: Facts, build: GraphBuilder, act: object) -> Put:
-    """A router and the experts that it chooses from."""
+    """Return a function that adds a router and the experts that it chooses from."""
     hidden, count = facts.size("hidden_size"), facts.size("num_experts")
     facts.experts(scales_weights=family.flag(family.scales_weights, facts))
     width = facts.size("moe_intermediate_size" if family.mixes_dense else "intermediate_size")
@@ -155,7 +158,7 @@ def sparse_mlp(family: Family, facts: Facts, build: GraphBuilder, act: object) -
 
 
 def _groups(facts: Facts, count: int) -> None:
-    """Experts are chosen from the groups whose best ones score most."""
+    """Check the groups of experts: a token's experts come from the groups with the best scores."""
     groups, chosen = facts.size("n_group"), facts.size("topk_group")
     if count % groups or count // groups < _EACH_GROUP:
         what = f"{count} experts do not fall into {groups} equal groups of {_EACH_GROUP} or more"
@@ -166,7 +169,7 @@ def _groups(facts: Facts, count: int) -> None:
 
 
 def dense_layers(family: Family, facts: Facts, num_layers: int) -> frozenset[int]:
-    """The layers of a mixture of experts that have a dense feed-forward."""
+    """Return the indices of layers in a mixture of experts that have a dense feed-forward."""
     if family.mixes_dense == "first_k_dense_replace":
         return frozenset(range(min(num_layers, facts.size(family.mixes_dense, least=0))))
     if family.mixes_dense == "decoder_sparse_step":

@@ -1,7 +1,7 @@
-"""What belongs together in a model, read from its data flow: classes of dims.
+"""Classes of dims that belong together in a model, derived from its data flow.
 
-`factors` keeps the classes, `operations` says what each operation does to dims, `classes` runs
-a whole flow through them.
+`factors` stores the classes, `operations` defines the effect of each operation on dims, and
+`classes` runs a whole flow through them.
 """
 
 from meshplan.model.dims.classes import DimClasses, classify

@@ -1,4 +1,4 @@
-"""The classes of dims of a whole flow."""
+"""Compute the classes of dims of a whole flow."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from meshplan.model.flow import Flow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DimClasses:
-    """Every dim of every value, in factors that are equal where dims run along together.
+    """Every dim of every value, as factors that are equal where dims are iterated over together.
 
     Args:
-        flow: What was read.
-        dims: By value id, per dim its factors, outermost first; () for a dim of size 1.
-        sizes: By factor.
-        blocked: By factor, why it cannot be cut; only those that cannot.
-        summed: By number of the operation, the factors that a product sums over.
+        flow: The forward that was analysed.
+        dims: Factors of each dim, outermost first, by value id; () for a dim of size 1.
+        sizes: Size of each factor.
+        blocked: Reason why a factor cannot be sharded, for those that cannot.
+        summed: Factors that a matrix product sums over, by index of the operation.
     """
 
     flow: Flow
@@ -32,16 +32,16 @@ class DimClasses:
     summed: Mapping[int, Dim]
 
     def sizes_of(self, dim: Dim) -> int:
-        """The size of a dim, or of a part of one."""
+        """Return the size of a dim, or of a part of one."""
         return math.prod(self.sizes[factor] for factor in dim)
 
     def factors_of(self, value: int) -> frozenset[Factor]:
-        """All factors of a value."""
+        """Return all factors of a value."""
         return frozenset(factor for dim in self.dims[value] for factor in dim)
 
 
 def classify(flow: Flow) -> DimClasses:
-    """Run a flow through what its operations do to dims."""
+    """Apply the effect of every operation of a flow on dims, and return the classes."""
     linker = Linker(flow)
     for number, op in enumerate(flow.ops):
         link(linker, number, op)

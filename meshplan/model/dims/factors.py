@@ -1,8 +1,8 @@
-"""Dims as products of factors, and which factors are one and the same.
+"""Dims as products of factors, and the factors that are the same.
 
-A dim of 64 that code looks at as (8, 8) is the product of two factors, outermost first. Two
-dims that an operation runs along together consist of the same factors: the classes of a
-union-find. Refuses to know operations.
+A dim of 64 that code views as (8, 8) is the product of two factors, outermost first. Two
+dims that an operation iterates over together consist of the same factors: these are the classes of
+a union-find. Operations are defined elsewhere.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Factors:
         self._blocked: list[str] = []
 
     def new(self, size: int, blocked: str = "") -> Dim:
-        """A dim of its own."""
+        """Return a dim with a factor of its own."""
         if size == 1:
             return ()
         self._parent.append(len(self._parent))
@@ -38,11 +38,11 @@ class Factors:
         return math.prod(self._size[f] for f in dim)
 
     def blocked(self, factor: Factor) -> str:
-        """Why this factor cannot be cut; "" if nothing is in the way."""
+        """Return why this factor cannot be sharded; "" if nothing prevents it."""
         return self._blocked[self._find(factor)]
 
     def leaves(self, dim: Iterable[Factor]) -> Dim:
-        """The dim in the factors that nobody looks into, each by the name of its class."""
+        """Return the dim as factors that are not divided further, each as the root of its class."""
         out: list[int] = []
         for factor in dim:
             root = self._find(factor)
@@ -54,15 +54,16 @@ class Factors:
         return tuple(out)
 
     def block(self, dim: Iterable[Factor], reason: str) -> None:
-        """Nothing may cut these factors; the first reason stays."""
+        """Forbid sharding these factors; the first reason is kept."""
         for leaf in self.leaves(dim):
             self._blocked[leaf] = self._blocked[leaf] or reason
 
     def unify(self, left: Dim, right: Dim, reason: str) -> None:
-        """Both run together, index by index.
+        """Record that two dims are iterated over together, index by index.
 
         Args:
-            reason: Why neither can be cut if they do not fall into common factors.
+            left, right: The dims.
+            reason: Message for why neither can be sharded if they have no common factors.
         """
         while True:
             a, b = self.leaves(left), self.leaves(right)
@@ -84,7 +85,7 @@ class Factors:
             self._split(large, self._size[small])
 
     def regroup(self, dims: Sequence[Dim], sizes: Sequence[int], reason: str) -> list[Dim]:
-        """The same elements in the same order as dims of other sizes: what a view does."""
+        """Return the same elements in the same order as dims of other sizes, as a view does."""
         if 0 in sizes or any(self.size(d) == 0 for d in dims):
             for dim in dims:
                 self.block(dim, reason)
@@ -98,7 +99,7 @@ class Factors:
                 out.append(taken)
                 wanted.pop(0)
                 continue
-            # No factors make up this dim: go on behind the next boundary that both have.
+            # No factors make up this dim: continue after the next boundary that both shapes have.
             crossed: list[Factor] = []
             have = want = 1
             while not crossed or have != want:
@@ -112,7 +113,7 @@ class Factors:
         return out
 
     def _take(self, rest: list[Factor], size: int) -> Dim | None:
-        """Take factors of this size off the front; None, and nothing taken, if there are none."""
+        """Take factors of this size off the front; without any, take nothing and return None."""
         product, count = 1, 0
         while product < size and count < len(rest):
             product *= self._size[rest[count]]

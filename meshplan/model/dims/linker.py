@@ -1,4 +1,4 @@
-"""What operations have in common: the dims of their arguments, and how these are linked."""
+"""Operations' common parts: the dims of their arguments, and how these are linked."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Dims = tuple[Dim, ...]
 
 
 class Linker:
-    """The dims of every value of a flow, while operation after operation links them.
+    """The dims of every value of a flow, linked by one operation after another.
 
     Attributes:
-        dims: By value id.
-        summed: By number of the operation, the dims that it sums products over.
+        dims: Dims of each value, by value id.
+        summed: Dims that a product sums over, by index of the operation.
     """
 
     def __init__(self, flow: Flow) -> None:
@@ -33,17 +33,17 @@ class Linker:
         return self.flow.values[item.value]
 
     def of(self, item: Any) -> Dims:
-        """The dims of a tensor argument."""
+        """Return the dims of a tensor argument."""
         return self.dims[self.value(item).id]
 
     def fresh(self, value: int, blocked: str = "") -> Dims:
-        """Dims of its own for a value."""
+        """Give a value dims of its own, and return them."""
         shape = self.flow.values[value].shape
         self.dims[value] = tuple(self.factors.new(size, blocked) for size in shape)
         return self.dims[value]
 
     def give(self, value: int, dims: Iterable[Dim]) -> None:
-        """Say what the dims of an operation's result are."""
+        """Set the dims of an operation's result."""
         self.dims[value] = tuple(dims)
         sizes = tuple(self.factors.size(d) for d in self.dims[value])
         assert sizes == self.flow.values[value].shape, (sizes, self.flow.values[value])
@@ -53,18 +53,18 @@ class Linker:
             self.factors.block(dim, reason)
 
     def block_all(self, op: Op, reason: str) -> None:
-        """Nothing is known of an operation: all that it touches stays whole."""
+        """Block all inputs and outputs of an operation of which nothing is known."""
         for value in op.inputs:
             self.block(self.dims[value], reason)
         for value in op.outputs:
             self.fresh(value, reason)
 
     def broadcast(self, tensors: Sequence[tuple[Dims, tuple[int, ...]]], reason: str) -> Dims:
-        """The dims of tensors that run along together, aligned at the last.
+        """Return the dims of tensors that are broadcast together, aligned at the last dim.
 
         Args:
-            tensors: (dims, shape) of each.
-            reason: Why those dims cannot be cut that do not fall into common factors.
+            tensors: (dims, shape) of each tensor.
+            reason: Message for why dims that have no common factors cannot be sharded.
         """
         ndim = max(len(shape) for _, shape in tensors)
         out: list[Dim] = [()] * ndim
@@ -82,7 +82,7 @@ class Linker:
         return self.of(item), self.value(item).shape
 
     def all_of(self, op: Op) -> list[tuple[Dims, tuple[int, ...]]]:
-        """Every tensor argument of an operation."""
+        """Return (dims, shape) of every tensor argument of an operation."""
         found = (*refs(op.args), *refs(tuple(op.kwargs.values())))
         return [(self.dims[v], self.flow.values[v].shape) for v in found]
 
@@ -91,17 +91,17 @@ class Linker:
 
 
 def argument(op: Op, place: int, name: str, default: Any = None) -> Any:
-    """An argument passed by place or by name."""
+    """Return an argument passed by position or by name."""
     return op.args[place] if place < len(op.args) else op.kwargs.get(name, default)
 
 
 def base_name(op: Op) -> str:
-    """The operator without its room and overload: "mm" of "aten.mm.default"."""
+    """Return the operator without namespace and overload: "mm" of "aten.mm.default"."""
     return op.name.split(".")[1] if "." in op.name else op.name
 
 
 def positions(item: Any, ndim: int) -> tuple[int, ...]:
-    """Dims named by an int, by several or by none (all), counted from the front."""
+    """Return the dims named by an int, by several or by none (all), counted from the front."""
     if item is None or item == () or item == []:
         return tuple(range(ndim))
     items = item if isinstance(item, tuple | list) else (item,)

@@ -1,7 +1,7 @@
-"""What each operation does to dims: which it runs along together, and which it looks across.
+"""The effect of each operation on dims: those it iterates over together, and those it mixes.
 
-An operation is safe along a factor when the result at one place of it depends on its arguments
-at that same place only. Whatever is not known to be so is blocked: never a guess.
+An operation is safe along a factor if the result at one index depends on its arguments
+at that same index only. Anything that is not known to be safe is blocked, never guessed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ALONG: Final = frozenset(
         "rand_like", "randn_like", "polar", "complex", "real", "imag",
     )
 )  # fmt: skip
-"""Element by element, though torch does not tag them so."""
+"""Elementwise operations that torch does not tag as pointwise."""
 
 UNIFORM: Final = frozenset(
     (
@@ -32,7 +32,7 @@ UNIFORM: Final = frozenset(
         "scalar_tensor", "empty_strided", "new_empty_strided",
     )
 )  # fmt: skip
-"""Makes a tensor that is the same everywhere."""
+"""Operations that make a tensor whose elements are all equal, or undefined."""
 
 REDUCED: Final[Mapping[str, int]] = MappingProxyType(
     dict.fromkeys(
@@ -44,7 +44,7 @@ REDUCED: Final[Mapping[str, int]] = MappingProxyType(
     )
     | {"linalg_vector_norm": 2, "norm": 2}
 )  # fmt: skip
-"""Takes many elements together along dims: the place of the argument that names them."""
+"""Operations that reduce dims, and the index of the argument that names the dims."""
 
 LOOKS_ALONG: Final[Mapping[str, int]] = MappingProxyType(
     {
@@ -53,13 +53,13 @@ LOOKS_ALONG: Final[Mapping[str, int]] = MappingProxyType(
         "argsort": 1, "topk": 2, "flip": 1, "roll": 2, "_weight_norm_interface": 2, "glu": 1,
     }
 )  # fmt: skip
-"""Mixes elements along dims and leaves those: the place of the argument that names them."""
+"""Operations that mix elements along dims and keep the dims; the index of the argument of dims."""
 
 _NO_DEFAULT_DIM: Final = {"topk": -1, "sort": -1, "argsort": -1, "glu": -1}
 
 
 def link(linker: Linker, number: int, op: Op) -> None:
-    """Give dims to the results of an operation and link them with its arguments'."""
+    """Give dims to the results of an operation and link them with those of its arguments."""
     name = base_name(op)
     if op.name == UPDATE:
         _update(linker, op)
@@ -95,12 +95,12 @@ def _along(linker: Linker, op: Op, name: str) -> None:
 
 
 def _update(linker: Linker, op: Op) -> None:
-    """Memory was written through another view of it: whatever made that view linked the two."""
+    """Handle memory written through another view; the op that made the view linked the two."""
     linker.give(op.outputs[0], linker.of(op.args[0]))
 
 
 def _matrix_product(linker: Linker, number: int, op: Op) -> None:
-    """(..., m, k) x (..., k, n), with or without something added."""
+    """(..., m, k) x (..., k, n), with an optional addend."""
     name = base_name(op)
     first = 1 if name in ("addmm", "baddbmm", "addbmm") else 0
     left, right = linker.of(op.args[first]), linker.of(op.args[first + 1])
@@ -132,7 +132,7 @@ def _embedding(linker: Linker, number: int, op: Op) -> None:
 
 
 def _attention(linker: Linker, number: int, op: Op) -> None:
-    """softmax(q k^T) v by head: sequences and head dims are looked across, heads are not."""
+    """softmax(q k^T) v by head: sequences and head dims are mixed, heads are not."""
     q, k, v = (linker.of(op.args[i]) for i in range(3))
     if len(q) != 4:
         linker.block_all(op, "this attention is not (batch, heads, sequence, head dim)")
@@ -222,7 +222,7 @@ def _layer_norm(linker: Linker, number: int, op: Op) -> None:
 
 
 def _samples_only(linker: Linker, number: int, op: Op) -> None:
-    """Keeps the samples (dim 0) apart and nothing else: convolutions and group norms."""
+    """Keep only the samples (dim 0) apart: convolutions and group norms."""
     dims = linker.of(op.args[0])
     reason = f"{base_name(op)} takes it together"
     linker.block(dims[1:], reason)

@@ -46,7 +46,7 @@ def _squeeze(linker: Linker, op: Op) -> None:
 
 
 def _expand(linker: Linker, op: Op) -> None:
-    """Repeats along new factors."""
+    """Repeat along new factors."""
     dims = linker.of(op.args[0])
     shape = linker.flow.values[op.outputs[0]].shape
     old: Dims = ((),) * (len(shape) - len(dims)) + dims
@@ -55,7 +55,7 @@ def _expand(linker: Linker, op: Op) -> None:
 
 
 def _repeat(linker: Linker, op: Op) -> None:
-    """Tiles: the repeats run outside of what is repeated."""
+    """Tile: the repeats are the outer factor of each dim."""
     dims, repeats = linker.of(op.args[0]), tuple(op.args[1])
     old: Dims = ((),) * (len(repeats) - len(dims)) + dims
     new = ((*linker.factors.new(n), *dim) for dim, n in zip(old, repeats, strict=True))
@@ -66,12 +66,12 @@ def _select(linker: Linker, op: Op) -> None:
     dims = list(linker.of(op.args[0]))
     at = positions(argument(op, 1, "dim", 0), len(dims))[0]
     linker.factors.block(dims.pop(at), "one place of it is picked")
-    for value in op.outputs:  # unbind has many
+    for value in op.outputs:  # unbind has several outputs
         linker.give(value, dims)
 
 
 def _pieces(linker: Linker, op: Op, dim: int, cuts: list[tuple[int, int]]) -> None:
-    """Slices of one dim, by (first, behind the last): equal ones are places of an outer factor."""
+    """Slice one dim into ranges (first, end); equal ones become indices of an outer factor."""
     dims = list(linker.of(op.args[0]))
     size = linker.factors.size(dims[dim])
     lengths = {stop - start for start, stop in cuts}
@@ -128,11 +128,11 @@ def _split(linker: Linker, op: Op) -> None:
 
 
 def _join(linker: Linker, op: Op) -> None:
-    """cat: equal parts are places of a new outer factor; unequal ones stay whole."""
+    """cat: equal parts are indices of a new outer factor; unequal ones cannot be sharded."""
     parts = [linker.of_shape(item) for item in op.args[0]]
     shape = linker.flow.values[op.outputs[0]].shape
     filled = [(dims, sizes) for dims, sizes in parts if len(sizes) == len(shape)]
-    if len(filled) != len(parts):  # An old habit allows torch.cat of an empty (0,).
+    if len(filled) != len(parts):  # torch.cat accepts an empty (0,) for historical reasons.
         linker.block_all(op, "cat joins unlike tensors")
         return
     dim = positions(argument(op, 1, "dim", 0), len(shape))[0]
@@ -162,7 +162,7 @@ def _stack(linker: Linker, op: Op) -> None:
 
 
 def _index(linker: Linker, op: Op) -> None:
-    """x[..., indices, ...]: places are picked by number, the dims beside them stay."""
+    """x[..., indices, ...]: elements are picked by index, the other dims stay."""
     dims = linker.of(op.args[0])
     indices = tuple(op.args[1])
     picked = [place for place, item in enumerate(indices) if item is not None]
@@ -188,7 +188,7 @@ def _index_select(linker: Linker, op: Op) -> None:
 
 
 def _gather(linker: Linker, op: Op) -> None:
-    """Picks along one dim, in step along the others where these are whole."""
+    """Pick along one dim; the other dims are iterated over together if they have equal sizes."""
     dims, shape = linker.of_shape(op.args[0])
     index, wanted = linker.of_shape(op.args[2])
     at = positions(op.args[1], len(shape))[0]

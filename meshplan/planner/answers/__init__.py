@@ -1,1 +1,1 @@
-"""Answers about a decision: why, why not, what differs, what would fit."""
+"""Answers about a decision: why, why not, differences between plans, and changes that would fit."""

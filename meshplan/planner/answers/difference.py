@@ -1,4 +1,4 @@
-"""Two whole plans beside each other: what they decide otherwise, and what that costs."""
+"""Compare two complete plans: the decisions that differ, and the figures that follow from each."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from meshplan.traffic import forecast
 from meshplan.units import format_bytes
 
 _ABSENT: Final = "absent"
-"""A tensor, or a block, that one of the two does not have."""
+"""Stands for a tensor that one of the two plans does not have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Differs:
-    """One thing that is decided otherwise.
+    """One decision that differs.
 
     Args:
-        what: A field of the plan, or a pattern of names.
-        old, new: None where it is not there.
+        what: A field of the plan, or a pattern of fqns.
+        old: Value in the first plan; None if it has none.
+        new: Value in the second plan; None if it has none.
     """
 
     what: str
@@ -42,7 +43,12 @@ class Differs:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Something that follows from a plan; None, and why, where it cannot be told."""
+    """A figure that follows from a plan.
+
+    Args:
+        value: The figure; None if it cannot be estimated.
+        why: Reason why it cannot be estimated; "" if it can.
+    """
 
     value: float | None
     why: str = ""
@@ -50,16 +56,16 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffSide:
-    """One of the two.
+    """One of the two plans, with its figures.
 
     Args:
-        name: What the user calls it.
-        plan: None where nothing but its lock is known.
+        name: The user's name for it, such as a path.
+        plan: The plan; None if only its lock is known.
         step_s: Seconds of a step.
-        tokens_per_s: Of all devices together.
-        peak_bytes: The upper end of the band of the fullest rank.
-        traffic_bytes: That rank 0 sends and receives in a step, whole tensors counted once.
-        routes: The same by (kind, axes).
+        tokens_per_s: Tokens per second of all devices together.
+        peak_bytes: Upper end of the estimated memory of the fullest rank, in bytes.
+        traffic_bytes: Bytes that rank 0 sends and receives in a step, whole tensors counted once.
+        routes: Bytes of `traffic_bytes` by (kind of collective, axes).
     """
 
     name: str
@@ -73,12 +79,14 @@ class DiffSide:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDifference:
-    """Two plans.
+    """The difference between two plans.
 
     Args:
-        fields: Mesh, strategy, batch and the like.
-        blocks: What blocks do, by patterns of their names.
-        placements: How tensors lie at rest, likewise.
+        old: The first plan.
+        new: The second plan.
+        fields: Differences in mesh, strategy, batch and other fields of the plan.
+        blocks: Differences in the choices of blocks, by patterns of their fqns.
+        placements: Differences in the stored layouts of tensors, by patterns of their fqns.
     """
 
     old: DiffSide
@@ -93,10 +101,14 @@ class PlanDifference:
 
 
 def figures_of(decision: Decision, plan: Plan | None = None) -> dict[str, float]:
-    """Figures that the planner found of what it chose, by the names of `DiffSide`.
+    """Return the planner's figures of the plan it chose, by their names in `DiffSide`.
 
     Args:
-        plan: The one that is asked about: {} where the planner chose another.
+        decision: The planner's decision.
+        plan: A plan that must be the chosen one; None does not check.
+
+    Returns:
+        The figures; {} if nothing was chosen, or another plan than `plan`.
     """
     way = decision.chosen
     if way is None or (plan is not None and plan.digest() != way.plan.digest()):
@@ -112,10 +124,14 @@ def side_of(
     profile: Profile | None = None,
     known: Mapping[str, float] = MappingProxyType({}),
 ) -> DiffSide:
-    """What follows from a plan, as far as a config tells it.
+    """Compute the figures of a plan from its model's config.
 
     Args:
-        known: What the planner, or a lock, says of it where no config does.
+        name: The user's name for the plan, such as a path.
+        plan: The plan.
+        profile: Measured speeds of the machine; None takes known figures.
+        known: Figures from the planner or a lock, used if there is no config, by their names in
+            `DiffSide`.
     """
 
     def told(what: str, ask: Callable[[], float]) -> Figure:
@@ -161,7 +177,7 @@ def side_of(
 
 
 def difference(old: DiffSide, new: DiffSide) -> PlanDifference:
-    """What the second plan decides otherwise than the first."""
+    """Compare two plans, both of which must be known."""
     assert old.plan is not None
     assert new.plan is not None
     before, after = dict(_fields(old.plan)), dict(_fields(new.plan))
@@ -191,7 +207,7 @@ def _fields(plan: Plan) -> Iterator[tuple[str, Any]]:
             yield f"mesh.{axis.name}", axis.size
     for loan in a.mesh.loans:
         yield f"mesh.{loan.name}", f"{loan.size} in {loan.within}"
-    # Ranks without a data axis are called ddp, though nobody stated or chose it.
+    # Without a data axis the strategy is called ddp, although nothing was stated or chosen.
     is_said = plan.num_data_ranks > 1 or plan.mesh.world_size == 1 or a.strategy.name != "ddp"
     yield "strategy", a.strategy.name if is_said else None
     yield "sequence_parallel", a.sequence_parallel
@@ -217,14 +233,17 @@ def _fields(plan: Plan) -> Iterator[tuple[str, Any]]:
 
 
 def _size(name: str, value: Any) -> Any:
-    """A field of the hardware, with its unit where it has one."""
+    """Format a field of the hardware, with its unit if it has one."""
     if value is not None and name.endswith("_bytes"):
         return format_bytes(value)
     return f"{value / 1e9:g} GB/s" if value is not None and name.endswith("_per_s") else value
 
 
 def _begins(plan: Plan, stages: Stages) -> list[list[str]]:
-    """By stage the first of its blocks, or of its modules where it has none: as a plan names it."""
+    """Return for each stage its first block, or its first module if it has no block.
+
+    This is how a plan file names stages.
+    """
     blocks = set(plan.graph.blocks())
     inside: dict[int, list[str]] = {}
     for module, stage in stages.units:
@@ -236,7 +255,7 @@ def _begins(plan: Plan, stages: Stages) -> list[list[str]]:
 
 
 def _blocks(plan: Plan) -> dict[str, dict[str, str]]:
-    """By block, what it does, in words."""
+    """Return the choices of each block in the words of a plan file, by fqn."""
     a = plan.assignment
     out: dict[str, dict[str, str]] = {}
     for block in plan.graph.blocks():
@@ -256,7 +275,7 @@ def _blocks(plan: Plan) -> dict[str, dict[str, str]]:
 def _folded(
     old: Mapping[str, Mapping[str, str]], new: Mapping[str, Mapping[str, str]]
 ) -> Iterator[Differs]:
-    """One line for all blocks that change alike."""
+    """Yield one difference for all blocks with the same change."""
     alike: dict[tuple[str, str | None, str | None], list[str]] = {}
     for block in dict.fromkeys((*old, *new)):
         before, after = old.get(block, {}), new.get(block, {})
@@ -268,7 +287,7 @@ def _folded(
 
 
 def _placements(old: Plan, new: Plan) -> Iterator[Differs]:
-    """One line for all tensors of alike names that change alike."""
+    """Yield one difference for all tensors of equal names inside blocks with the same change."""
     before, after = _layouts(old), _layouts(new)
     blocks = sorted({*old.graph.blocks(), *new.graph.blocks()}, key=len, reverse=True)
     alike: dict[tuple[str, str, str], list[str]] = {}

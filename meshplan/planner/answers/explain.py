@@ -1,7 +1,7 @@
-"""Why a plan is what it is: the same search again, with something else held.
+"""Explain a plan by searching again with one setting fixed.
 
-The answer to "why not" is the best that there is with it, what it costs and where, or how much
-memory is missing, or why it is not in the space at all.
+The answer to "why not" is the best plan with that setting, and what it costs and where; or how much
+memory is missing; or why the setting is not in the space.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from meshplan.planner.space.space import EmptySpaceError, Freedom
 from meshplan.planner.tables.cost_table import memory_bounds
 
 _MOST_SIZES: Final = 8
-"""Of a microbatch, of which the nearest to the plan's are looked at."""
+"""Number of microbatch sizes that are offered: those nearest to the plan's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Where the seconds of a step go.
+    """The parts of a step's time, in seconds.
 
     Attributes:
-        compute: What the model's own operations take.
-        recompute: What runs again.
-        tensor_parallel: What tp sends.
-        data: What data ranks send and nothing hides, and the optimizer.
-        host: What an optimizer on the host takes, and what waits for copies.
-        pipeline: Bubbles, and what stages wait for.
+        compute: The model's own operations.
+        recompute: Operations that backward runs again.
+        tensor_parallel: Communication along tp.
+        data: Exposed communication of data ranks, and the optimizer.
+        pipeline: Pipeline bubbles, and waiting between stages.
+        host: The optimizer on the host, and waiting for copies.
     """
 
     compute: float
@@ -75,24 +75,26 @@ NAMES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhyNot:
-    """One setting, held.
+    """The best plan with one setting fixed, next to the plan without.
 
     Args:
-        setting: As it was asked.
-        seconds: Of the best step with it; None where there is none.
-        base_s: Of the best step without.
-        way: The best with it.
-        plan: The plan that there is, which may be slower than the best, and simpler.
-        is_planned: Whether that has it.
-        num_with: Of that one's blocks, how many have it, and how many there are; (0, 0) where it is
-            nothing that blocks choose.
-        is_left: Whether the planner leaves it as the plan has it, or chooses it in part.
-        shares: Where the seconds go.
-        plan_shares: Where those of the plan go.
-        objective: By which the one is the plan, and the other the best.
-        missing_bytes: What is missing where nothing fits: of the plan that comes nearest.
-        is_whole: Whether the searches came to their ends, and not to the time limit's.
-        why: Why it is not in the space.
+        setting: The setting as it was given, such as "mesh.tp=8".
+        base_s: Seconds of the best step without the setting; None if nothing fits.
+        seconds: Seconds of the best step with the setting; None if nothing fits.
+        way: The best plan with the setting; None if nothing fits.
+        plan: The chosen plan without the setting, which may be simpler and slower than the best;
+            None if nothing fits.
+        is_planned: If True, that plan has the setting already.
+        num_with: (blocks of that plan with the setting, all blocks that choose it); (0, 0) if
+            blocks do not choose it.
+        is_left: If True, the setting is one that the planner keeps as stated, or chooses in part.
+        shares: The parts of the step time of `way`; None if there is none.
+        plan_shares: The parts of the step time of `plan`; None if there is none.
+        objective: The objective by which both plans were chosen.
+        missing_bytes: Bytes that the smallest plan with the setting is over; None if something
+            fits or this is not known.
+        is_whole: If True, all searches ended by themselves, before the time limit.
+        why: Reason why the setting is not in the space; "" if it is.
     """
 
     setting: str
@@ -112,10 +114,11 @@ class WhyNot:
 
 
 class Asker:
-    """Questions about one plan file, each beside the same plan.
+    """Answers questions about one plan file, each compared with the same plan.
 
     Args:
-        told: Is told how large each space is.
+        question: The request of the plan file.
+        told: Called with a line on the size of each space.
     """
 
     def __init__(
@@ -126,10 +129,10 @@ class Asker:
     @cached_property
     def _job(self) -> PlanningProblem:
         if self._question.objective == "cost":
-            # Of the number of nodes that is the cheapest: there the cheapest is the fastest.
+            # On a fixed number of nodes the cheapest plan is the fastest one.
             self._question = _on_the_cheapest(self._question)
         if self._question.objective == "balanced" and (found := balance(self._question)):
-            # The fastest of what holds no more than the plan.
+            # The balanced plan is the fastest one that uses no more memory than it does.
             self._question = replace(self._question, limit_bytes=found.limit_bytes)
         return PlanningProblem(self._question)
 
@@ -139,7 +142,7 @@ class Asker:
 
     @cached_property
     def decision(self) -> Decision:
-        """The plan that there is."""
+        """The decision without any setting fixed."""
         if self._is_about_memory:
             return smallest_of(self._job)
         return decide_job(self._job)
@@ -150,14 +153,17 @@ class Asker:
 
     @property
     def free(self) -> Freedom:
-        """What the plan leaves open."""
+        """The choices that the plan leaves open."""
         return self._job.free
 
     def settings(self, path: str) -> list[str]:
-        """Every value of a field, as settings.
+        """Return the values of a field that can be asked about, as settings.
+
+        Args:
+            path: The field, such as "mesh.tp".
 
         Raises:
-            SpecError: It is nothing that the planner chooses.
+            SpecError: The planner does not choose this field.
         """
         if path != "batch.micro":
             return list(settings_of(self.free, path))
@@ -169,13 +175,13 @@ class Asker:
         return [f"{path}={size}" for size in sorted(near[:_MOST_SIZES])]
 
     def why_not(self, setting: str) -> WhyNot:
-        """What the plan would be with one setting held.
+        """Search the best plan with one setting fixed.
 
         Args:
-            setting: As "mesh.tp=8".
+            setting: The setting, such as "mesh.tp=8".
 
         Raises:
-            SpecError: It is no setting that the planner chooses.
+            SpecError: The setting is not one that the planner chooses, or has no value.
             PlanError: The plan says too little.
         """
         path, equals, text = map(str.strip, setting.partition("="))
@@ -192,7 +198,7 @@ class Asker:
         held, why = narrowed(self.free, path, text)
         if held is None:
             return WhyNot(setting=setting, why=why)
-        num_rows = self._num_rows  # Whatever is wrong with the plan itself is told as such.
+        num_rows = self._num_rows  # Report errors of the plan itself before those of the setting.
         job = PlanningProblem(self._question, held)
         try:
             grid = job.grid
@@ -208,9 +214,9 @@ class Asker:
         )
 
     def _stated(self, setting: str) -> WhyNot:
-        """The best with a setting in the plan file."""
+        """Search the best plan with a setting added to the plan file."""
         read = self._question.read
-        assert self._num_rows  # Whatever is wrong with the plan itself is told as such.
+        assert self._num_rows  # Report errors of the plan itself before those of the setting.
         try:
             job = PlanningProblem(replace(self._question, read=lambda more: read([setting, *more])))
             self._told(f"{len(job.grid):,} configurations with {setting}")
@@ -227,7 +233,7 @@ class Asker:
         return replace(self._beside(setting, job), is_planned=is_planned, is_left=is_left)
 
     def _beside(self, setting: str, job: PlanningProblem) -> WhyNot:
-        """The best of one space beside the plan."""
+        """Compare the best plan of a problem with the plan without the setting."""
         base, plan = self.decision, self.decision.chosen
         way, candidate, is_whole = self._best(job)
         return WhyNot(
@@ -244,7 +250,7 @@ class Asker:
         )
 
     def _best(self, job: PlanningProblem) -> tuple[Evaluated | None, Candidate | None, bool]:
-        """(the best of a space, of its search, whether that came to its end)."""
+        """Return the best plan of a problem, its candidate, and True if the search is whole."""
         if self._is_about_memory:
             decision = smallest_of(job)
             job.allow(job.question.limit_bytes)
@@ -270,10 +276,10 @@ def _deadline(job: PlanningProblem) -> float:
 
 
 def _missing(job: PlanningProblem) -> int | None:
-    """Bytes that whatever holds the least would hold too many; None where that takes too long.
+    """Return the bytes by which the smallest plan is over the limit; None if the time is up.
 
-    Rows by their linear figures, which are never above the truth, until these reach the least that
-    was measured.
+    Candidates are estimated in the order of their linear bytes, which are lower bounds, until these
+    reach the least estimate.
     """
     numbers, deadline = job.usual, _deadline(job)
     rows = least_rows(numbers.grid, memory_bounds(numbers), float("inf"))
@@ -292,7 +298,7 @@ def _missing(job: PlanningProblem) -> int | None:
 
 
 def _shares(job: PlanningProblem, candidate: Candidate) -> Shares:
-    """Where the seconds of a candidate go."""
+    """Split the step time of a candidate into its parts."""
     numbers = job.usual
     at, row = candidate.row, numbers.grid[candidate.row]
     takes = np.sum([np.array(stage) for stage in candidate.takes], axis=0)

@@ -1,4 +1,4 @@
-"""Memory against time: the fastest plan within less and less memory."""
+"""The frontier of memory against step time: the fastest plans within less and less memory."""
 
 from __future__ import annotations
 
@@ -15,16 +15,24 @@ from meshplan.spec.keys import TIME_LIMIT_S
 from meshplan.units import format_gib, format_step
 
 _STEP: Final = 0.95
-"""The next point of a frontier may have this share of the memory of the one before."""
+"""Share of one point's memory that the next point of a frontier may use."""
 _MOST_POINTS: Final = 16
 
 
 def frontier(
     question: PlanRequest, told: Callable[[str], None] = lambda text: None
 ) -> tuple[tuple[Evaluated, ...], bool]:
-    """(plans of which none is both slower and larger than another, whether the time sufficed).
+    """Search the plans of which none is both slower and larger than another.
 
-    The fastest that fits, then the fastest within 5 % less than that one holds, and so on.
+    The first is the fastest that fits, the next the fastest within 5 % less memory than the first
+    one uses, and so on.
+
+    Args:
+        question: The request.
+        told: Called with lines on the progress.
+
+    Returns:
+        The plans, fastest first, and True if all searches ended by themselves.
     """
     if is_priced(question):
         alone = price(question, told).chosen
@@ -53,7 +61,7 @@ def frontier(
 
 
 def undominated(ways: Iterable[Evaluated]) -> tuple[Evaluated, ...]:
-    """Those of which no other is both as fast and as small, fastest first."""
+    """Return the plans for which no other is both as fast and as small, fastest first."""
     return tuple(_undominated(ways))
 
 

@@ -1,8 +1,8 @@
-"""When nothing is left: which statements contradict each other, and what would help.
+"""Explain why no plan fits: which statements are in conflict, and which changes would help.
 
-Every word is a search of its own: a set of statements is in conflict when nothing fits with all of
-it, and the set is the least one when something fits without any single one. What is said to help
-was searched, replayed and fits.
+Every claim is a search of its own. A set of statements is in conflict if nothing fits with all of
+them; the set is minimal if something fits without any single one. Every remedy was searched and
+replayed, and fits.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from meshplan.planner.tables.cost_table import memory_bounds
 from meshplan.spec.keys import TIME_LIMIT_S
 
 _MOST_TIMES: Final = 16
-"""How many times as many devices are tried."""
+"""Largest factor by which the number of nodes is raised."""
 _USUAL_NODE: Final = 8
 _PROBES: Final = 4
-"""Numbers of devices that are tried between one that does not do and one that does."""
+"""Numbers of nodes tried between one that is too small and one that is enough."""
 _SHARES: Final = 4
-"""A single search may take this part of the time."""
+"""Number of parts of the time limit, of which a single search may take one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """One change that was searched, and what fits then.
+    """One change to the plan file that was searched, and the plan that fits with it.
 
     Args:
-        change: In words.
-        setting: As it would stand in the plan, by path.
-        num_gpus: All together.
-        way: The fastest with it.
-        is_whole: Whether that is proved to be the fastest.
+        change: The change in words.
+        setting: The changed statements of the plan file, by path.
+        num_gpus: Number of devices of the plan.
+        way: The fastest plan found with the change.
+        is_whole: If True, that plan is proved to be the fastest.
     """
 
     change: str
@@ -56,18 +56,18 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
-    """Why there is no plan.
+    """The reason why there is no plan, and the changes that would help.
 
     Args:
-        conflict: Statements that nothing fits with, together; () where it is none of theirs.
-        is_least: Whether something is known to fit without any single one of these, where all
-            other statements are left open too.
-        is_hopeless: Whether nothing is known to fit even with nothing stated.
-        why: Of the conflict, where it is not about memory.
-        remedies: Cheapest first: what costs no devices, fastest first, then fewest devices.
-        is_whole: Whether all was asked, and neither was the time up nor did anybody end it.
-        more_devices: Why more of them could not be tried, or are of no use; "" where it is memory.
-        is_interrupted: Whether somebody ended it.
+        conflict: Statements with which, all together, nothing fits; () if no such set was found.
+        is_least: If True, something fits without any single one of them, with all statements
+            outside of the conflict left open.
+        is_hopeless: If True, nothing fits even with no statement at all.
+        why: Reason of the conflict; "" if it is memory.
+        remedies: Changes that help: those with the fewest devices first, then the fastest.
+        is_whole: If True, all searches were made, without running out of time or being stopped.
+        more_devices: Reason why more devices could not be tried or do not help; "" if it is memory.
+        is_interrupted: If True, the user stopped the searches.
     """
 
     conflict: tuple[Statement, ...]
@@ -82,10 +82,14 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a search came to: whether something fits, None where the time was up before.
+    """The outcome of a search.
 
     Args:
-        dropped: The statements that it was without.
+        fits: If True, something fits; None if this is not known.
+        way: A plan that fits; None if there is none.
+        why: Reason why nothing fits, if it is not memory; else "".
+        is_whole: If True, `way` is proved to be the fastest.
+        dropped: The statements that the search left to the planner.
     """
 
     fits: bool | None
@@ -96,16 +100,21 @@ class _Outcome:
 
 
 def trouble_of(question: PlanRequest, told: Callable[[str], None] = lambda text: None) -> Trouble:
-    """Why nothing is left of a question, and what would help.
+    """Find out why no plan of a request fits, and what would help.
 
     Args:
-        told: Is told what is asked.
+        question: The request.
+        told: Called with a line on each search.
     """
     return _Asking(question, told).answer()
 
 
 class _Asking:
-    """All searches about one question, within its time limit each for conflict and remedies."""
+    """All searches about one request.
+
+    Its time limit holds once for the conflict and once for the remedies by statements. The remedies
+    by devices get half of it.
+    """
 
     def __init__(self, question: PlanRequest, told: Callable[[str], None]) -> None:
         self._question, self._told = question, told
@@ -138,13 +147,14 @@ class _Asking:
         )
 
     def _conflict(self) -> tuple[tuple[Statement, ...], bool, str]:
-        """(the least set, whether it is known to be the least, why)."""
+        """Return the statements in conflict, True if the set is proved minimal, and the reason."""
         whole = self._anything_without(())
         self._told("nothing is left: looking for what contradicts what")
         free = self._anything_without(self._stated)
         self._is_hopeless = free.fits is False
         if whole.fits is not False or free.fits is not True:
             return (), False, whole.why
+        # Deletion filter: a statement is needed for the conflict if something fits without it.
         kept, why, is_least = list(self._stated), whole.why, True
         for one in self._stated:
             rest = [each for each in kept if each is not one]
@@ -156,10 +166,10 @@ class _Asking:
         return tuple(kept), is_least, why
 
     def _corrections(self) -> list[list[Statement]]:
-        """Sets of statements without which something fits, none of which could be held.
+        """Return minimal sets of statements without which something fits.
 
-        Statement by statement is held as long as something fits: those of the mesh first, then
-        those of the blocks first.
+        Statements are kept one by one as long as something fits, once beginning with those of the
+        mesh and once with those of the blocks.
         """
         out: list[list[Statement]] = []
         for order in (self._stated, self._stated[::-1]):
@@ -177,10 +187,10 @@ class _Asking:
         return out
 
     def _anything_without(self, dropped: Sequence[Statement]) -> _Outcome:
-        """Whether anything fits without some statements.
+        """Find out if anything fits with some statements left to the planner.
 
-        With a statement that allows more than the planner would try by itself it may be what fits,
-        so what is asked without such ones is asked with each number of them as well.
+        Some statements allow more than the planner would try by itself, so that a plan may fit with
+        them only. If such statements are dropped, every subset of them is also tried as stated.
         """
         more = [each for each in dropped if each.allows_more]
         outcome = _Outcome(False)
@@ -195,7 +205,7 @@ class _Asking:
         return outcome
 
     def _anything_of(self, dropped: Sequence[Statement]) -> _Outcome:
-        """Whether anything fits with these left to the planner, as it chooses by itself."""
+        """Find out if anything fits with exactly these statements left to the planner."""
         key = frozenset(dropped)
         if key not in self._known:
             found = self._ask(self._without(dropped), any_will_do=True)
@@ -205,7 +215,7 @@ class _Asking:
         return self._known[key]
 
     def _by_statements(self, tries: Iterable[Sequence[Statement]]) -> Iterator[Remedy]:
-        """Some statements of the conflict left to the planner, all others held."""
+        """Yield the remedies that leave some statements to the planner and keep all others."""
         for some in tries:
             self._told(f"looking for a plan without {' and '.join(map(str, some))}")
             question = self._without(some)
@@ -222,7 +232,10 @@ class _Asking:
                 )
 
     def _by_devices(self) -> Iterator[Remedy]:
-        """The fewest more devices, all statements held but for how many ranks share data."""
+        """Yield the remedy with the fewest more devices.
+
+        All statements are kept except the sizes of the data axes.
+        """
         cluster = self._question.cluster
         nodes, each, failed = cluster.nodes, cluster.gpus_per_node, 0
         sizes = []
@@ -238,7 +251,7 @@ class _Asking:
             if best is not None or self._is_late():
                 break
             if size[0] > 1 and cluster.inter is None:
-                break  # Of no other number of nodes is more known.
+                break  # Without `inter` bandwidth every other number of nodes fails the same way.
             failed = size[0]
         if best is None:
             return
@@ -291,7 +304,7 @@ class _Asking:
         return late
 
     def _ask(self, question: PlanRequest, *, any_will_do: bool = False) -> _Outcome:
-        """The fastest that fits, or anything that does."""
+        """Search the fastest plan that fits, or with `any_will_do` any plan that fits."""
         if self._is_late():
             return _Outcome(None)
         try:
@@ -304,7 +317,7 @@ class _Asking:
                 return _Outcome(True if small else False if is_proved else None, small)
             deadline = min(self._deadline, time.monotonic() + self._limit / _SHARES)
             found = fastest_that_fits(job, deadline)
-        except (PlanError, SpecError) as error:  # What is left may contradict itself as well.
+        except (PlanError, SpecError) as error:  # The remaining statements may be invalid together.
             first = error.problems[0]
             is_empty = isinstance(error, EmptySpaceError)
             fix = f"; {first.fix}" if first.fix and not is_empty else ""
@@ -312,16 +325,19 @@ class _Asking:
         way = found.measured.result if found.measured is not None else small
         assert isinstance(way, Evaluated)
         best = job.certified(min((way, small), key=lambda each: each.seconds))
-        if best is None:  # What its pieces told was too little.
+        if best is None:  # The estimate was below a trace of the model.
             self._is_whole = False
             return _Outcome(None)
         return _Outcome(True, best, is_whole=found.is_whole)
 
     def _anything(self, job: PlanningProblem) -> tuple[Evaluated | None, bool]:
-        """(something that fits; whether it is proved that nothing does).
+        """Look for any plan that fits, by its memory alone.
 
-        Of configurations that differ in the microbatch alone the smallest holds the least, and of
-        all ways of one configuration the one with the least linear bytes.
+        Of configurations that differ in the microbatch alone, the one with the smallest uses the
+        least memory. Of all candidates of one configuration it is that with the least linear bytes.
+
+        Returns:
+            A plan that fits or None, and True if it is proved that none fits.
         """
         numbers = job.usual
         bounds = memory_bounds(numbers)

@@ -1,4 +1,4 @@
-"""Two locks beside each other by what they say alone, where a plan file is gone or was changed."""
+"""Compare two locks by their content alone, if a plan file is gone or was changed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from meshplan.spec.reader import load_spec
 _MARK: Final = ".lock."
 _FIGURES: Final = ("expected.", "memory.")
 _SHOWN: Final = 19
-"""Letters of a hash: its kind, and enough to tell two apart."""
+"""Characters of a hash that are shown: its kind, and enough to distinguish two."""
 
 
 def locks_alone(old: str, new: str) -> tuple[Lock, Lock] | None:
-    """Return two locks of which one does not hold for the plan file beside it; else None.
+    """Return two locks if one of them does not hold for the plan file next to it; else None.
+
+    Args:
+        old: Path of the first lock.
+        new: Path of the second lock.
 
     Raises:
         SpecError: One of them cannot be read.
@@ -34,13 +38,13 @@ def locks_alone(old: str, new: str) -> tuple[Lock, Lock] | None:
 
 
 def _holds(lock: Lock) -> bool:
-    """Return whether the plan file is beside a lock, and says what the lock was made for."""
+    """Return True if the plan file is next to its lock and equals the one the lock was made for."""
     source = source_beside(lock.path)
     return source is not None and spec_hash(load_spec(source)) == lock.spec
 
 
 def difference_of_locks(old: Lock, new: Lock) -> PlanDifference:
-    """Compare two locks by what they say."""
+    """Compare two locks by their content."""
     before, after = dict(_fields(old.content)), dict(_fields(new.content))
     return PlanDifference(
         old=_side(old),
@@ -58,7 +62,7 @@ def _differ(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Dif
 
 
 def _fields(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(path, value) of what was chosen, and of what it was chosen for."""
+    """Yield (path, value) of the choices in a lock and of the inputs that they were made for."""
     for path, value in fields(content):
         if path in ("inputs.plan", "inputs.model"):
             yield path, str(value)[:_SHOWN]
@@ -72,7 +76,7 @@ def _tensors(lock: Lock) -> Mapping[str, str]:
 
 
 def _side(lock: Lock) -> DiffSide:
-    """Return the figures that a lock expects of its plan."""
+    """Return the figures that a lock states for its plan."""
     said = dict(fields(lock.content))
     mesh = lock.chosen.get("mesh", {})
     sizes = [size for size in mesh.values() if isinstance(size, int)]  # Borrowed ranks count once.

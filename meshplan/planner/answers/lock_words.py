@@ -1,4 +1,4 @@
-"""What a lock file says of a decision: the choices, and for people what follows from them."""
+"""Write a decision as a lock file: the choices, and for readers the figures that follow."""
 
 from __future__ import annotations
 
@@ -36,10 +36,16 @@ def write_lock(
     path: str | Path | None = None,
     free: Sequence[str] = (),
 ) -> Path:
-    """Write a decision beside its plan file, or where it is told; returns where.
+    """Write the lock of a decision next to its plan file, or to another path.
 
     Args:
-        free: Keys that were left to the planner beside those that the file leaves to it.
+        plan: Path of the plan file.
+        decision: A decision that chose a plan.
+        path: Path of the lock; None puts it next to the plan file.
+        free: Keys left to the planner in addition to those that the file leaves open.
+
+    Returns:
+        The path of the lock.
     """
     target = Path(path) if path is not None else lock_path(plan)
     write(target, lock_of(decision, target.parent, free))
@@ -52,13 +58,16 @@ def changes_since(
     path: str | Path | None = None,
     free: Sequence[str] = (),
 ) -> tuple[FieldChange, ...] | None:
-    """What a decision says otherwise than the lock that is there; None where there is none.
+    """Return the changes of a decision from the existing lock; None if there is no lock.
 
     Args:
-        free: As for `write_lock`.
+        plan: Path of the plan file.
+        decision: A decision that chose a plan.
+        path: Path of the lock; None looks next to the plan file.
+        free: Keys left to the planner in addition to those that the file leaves open.
 
     Raises:
-        SpecError: There is one, and it cannot be read.
+        SpecError: The lock cannot be read.
     """
     target = Path(path) if path is not None else lock_path(plan)
     lock = read(target)
@@ -66,10 +75,15 @@ def changes_since(
 
 
 def figures_of_lock(source: Any, plan: Plan, lock: Lock | None = None) -> dict[str, float]:
-    """What the lock of a plan file expects of it, as of `Side`; {} where there is none that holds.
+    """Return the figures that a plan file's lock states, by their names in `DiffSide`.
 
     Args:
-        lock: That is known to hold; None looks for the one beside the plan file.
+        source: Path of the plan file, or its content as a mapping.
+        plan: The plan.
+        lock: A lock that is known to hold; None looks for the one next to the plan file.
+
+    Returns:
+        The figures; {} if there is no lock that holds.
 
     Raises:
         SpecError: The lock cannot be read.
@@ -89,12 +103,15 @@ def figures_of_lock(source: Any, plan: Plan, lock: Lock | None = None) -> dict[s
 
 
 def source_of_lock(path: Path) -> tuple[Path, Lock] | None:
-    """(the plan file of a lock, the lock); None where `path` is no lock.
+    """Return the plan file of a lock, and the lock; None if `path` is not a lock.
 
-    Whether the lock holds, `check_holds` says once the model is known.
+    Once the model is known, `check_holds` checks that the lock holds.
+
+    Args:
+        path: Path of a file that may be a lock.
 
     Raises:
-        SpecError: The plan file is not beside it.
+        SpecError: The plan file is not next to the lock.
     """
     if not path.name.endswith(_SUFFIX):
         return None
@@ -110,18 +127,18 @@ def source_of_lock(path: Path) -> tuple[Path, Lock] | None:
 
 
 def source_beside(lock: Path) -> Path | None:
-    """Return the plan file of a lock; None where it is not beside it."""
+    """Return the plan file of a lock; None if it is not next to it."""
     source = lock.with_name(f"{lock.name.removesuffix(_SUFFIX)}.yaml")
     return source if source != lock and source.is_file() else None
 
 
 def lock_of(decision: Decision, folder: Path, free: Sequence[str] = ()) -> dict[str, Any]:
-    """The content of the file: the same inputs give the same bytes.
+    """Return the content of a lock file. Equal inputs give equal bytes.
 
     Args:
-        decision: One that chose something.
-        folder: That the file will be in.
-        free: As for `write_lock`.
+        decision: A decision that chose a plan.
+        folder: The folder that the lock will be in.
+        free: Keys left to the planner in addition to those that the file leaves open.
     """
     chosen = decision.chosen
     assert chosen is not None
@@ -171,7 +188,7 @@ def lock_of(decision: Decision, folder: Path, free: Sequence[str] = ()) -> dict[
 
 
 def _profile_file(decision: Decision, folder: Path) -> dict[str, Any]:
-    """The file of measured constants, where it went by one."""
+    """Return path and hash of the file of measured speeds; {} if the planner used none."""
     path = decision.profile_path
     if path is None:
         return {}
@@ -180,12 +197,12 @@ def _profile_file(decision: Decision, folder: Path) -> dict[str, Any]:
 
 
 def _round(number: float) -> float:
-    """Six digits: what is beyond is the machine's that planned."""
+    """Round to six digits; further ones depend on the machine that ran the planner."""
     return float(f"{number:.6g}")
 
 
 def _tensors(decision: Decision) -> Iterator[tuple[str, str]]:
-    """(names, how they lie), alike ones of alike blocks in one line."""
+    """Yield (pattern of fqns, stored layout). Equal tensors of several blocks share a pattern."""
     assert decision.chosen is not None
     plan = decision.chosen.plan
     blocks = plan.graph.blocks()

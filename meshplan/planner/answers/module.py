@@ -1,4 +1,4 @@
-"""One module of a plan: how each tensor lies, who decided it, what it holds and what it takes."""
+"""Explain one module of a plan: layouts, what decided them, memory and time."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from meshplan.units import spans_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorAnswer:
-    """One tensor.
+    """One tensor of the module.
 
     Args:
-        rank: That the bytes are of: the first that holds it.
-        decided_by: Line by line, along tp, ep and the data axes.
+        placed: The tensor with its layouts.
+        rank: The first rank that has the tensor, which `states` refers to.
+        states: Bytes of its parameter, gradient and optimizer state on that rank.
+        decided_by: Reasons for its layout along tp, ep and the data axes, in this order.
     """
 
     placed: Placed
@@ -36,15 +38,20 @@ class TensorAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleAnswer:
-    """One module with all that is below it.
+    """One module with all its submodules, or one tensor.
 
     Args:
-        name: As asked: a module's or a tensor's.
-        facts: What else was decided of it, and by what: ("unit", reason), ("recompute", reason).
-        states: Of all tensors together, on `rank`.
-        block: The block that `cost` and `saved_bytes` are of; "" where nothing is known.
-        saved_bytes: What the block keeps of one microbatch for backward.
-        why_no_cost: Why neither is known.
+        name: The fqn that was given, of a module or a tensor.
+        type: Class of the module; "" for a tensor.
+        plan: The plan.
+        tensors: The tensors inside.
+        facts: Other decisions on the module in words, each with what decided it.
+        rank: The first rank that has one of the tensors.
+        states: Bytes of parameters, gradients and optimizer state of all tensors on `rank`.
+        block: fqn of the block that `cost` and `saved_bytes` are of; "" if they are not known.
+        cost: Seconds that the block takes; None if not known.
+        saved_bytes: Bytes of one microbatch that the block saves for backward; None if not known.
+        why_no_cost: Reason why `cost` and `saved_bytes` are not known; "" if they are.
     """
 
     name: str
@@ -61,14 +68,15 @@ class ModuleAnswer:
 
 
 def explain_module(plan: Plan, name: str, *, profile: str | Path | None = None) -> ModuleAnswer:
-    """What a plan decided of a module, or of a tensor.
+    """Explain what a plan decided for a module or a tensor.
 
     Args:
-        name: Dotted, as in `meshplan show`.
-        profile: What `meshplan calibrate` wrote.
+        plan: The plan.
+        name: fqn of the module or tensor, as in `meshplan show`; "" for the whole model.
+        profile: Path of a file that `meshplan calibrate` wrote; None for known figures.
 
     Raises:
-        SpecError: The model has nothing of that name.
+        SpecError: The model has no module or tensor of that name.
     """
     graph, a = plan.graph, plan.assignment
     found = [fqn for fqn in a.tensors if is_inside(fqn, name) or not name]
@@ -126,7 +134,7 @@ def _tensor(plan: Plan, fqn: str, first: Mapping[int, int]) -> TensorAnswer:
 
 
 def _first_ranks(plan: Plan) -> dict[int, int]:
-    """By place along pp."""
+    """Return the first rank of each index along pp."""
     out: dict[int, int] = {}
     for rank, place in enumerate(plan.mesh.indices(("pp",))):
         out.setdefault(place, rank)
@@ -140,7 +148,10 @@ def _states(plan: Plan, fqns: list[str], rank: int) -> StateBytes:
 
 
 def _facts(plan: Plan, name: str) -> Iterator[tuple[str, Reason]]:
-    """What decided more than layouts, of the module itself or of the one around it."""
+    """Yield the decisions besides layouts, of the module itself or of a module around it.
+
+    Each is a text with the reason that decided it.
+    """
     a = plan.assignment
     around = _around(name)
     unit = next((a.units[fqn] for fqn in around if fqn in a.units), None)
@@ -174,7 +185,7 @@ def _facts(plan: Plan, name: str) -> Iterator[tuple[str, Reason]]:
 
 
 def _around(name: str) -> list[str]:
-    """The module itself, then what is around it, the root last."""
+    """Return the fqn, then those of the modules around it, ending with the root ""."""
     out = [name]
     while out[-1]:
         out.append(out[-1].rpartition(".")[0])

@@ -1,8 +1,9 @@
-"""What moves when a training goes on under another plan: parameters and the optimizer's state.
+"""Count the bytes that move when training continues under another plan.
 
-A rank needs its part of every tensor as the new plan lays it out. What it holds of that already,
-by the old plan, stays; the rest is sent to it, or read from a checkpoint. Parts are products of
-slices, one set for each dim, so what two have in common is the product of what these have.
+Parameters and optimizer state move. Under the new plan each rank needs its shard of every tensor.
+What it already has of the shard under the old plan stays; the rest is sent to it, or read from
+saved state. A shard is a product of sets of slices, one set per dim, so the elements that two
+shards share are the product of those that the sets of each dim share.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from meshplan.spec.spec import OPTIMIZER_STATES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reshard:
-    """Bytes of parameters and optimizer state.
+    """Bytes of parameters and optimizer state that a change of plan moves.
 
     Args:
-        state_bytes: Of the model once, whole.
-        needed_bytes: Of all ranks of the new plan together.
-        moved_bytes: Of these, what a rank does not hold already, where every rank of both plans
+        state_bytes: Bytes of the whole model, counted once.
+        needed_bytes: Bytes that all ranks of the new plan need together.
+        moved_bytes: Bytes of these that a rank does not have yet, if every rank of both plans
             stays on its device.
-        most_bytes: That a single rank receives then.
-        most_rank: Which one.
+        most_bytes: Most bytes that a single rank receives.
+        most_rank: The rank that receives them.
     """
 
     state_bytes: int
@@ -42,7 +43,12 @@ class Reshard:
 
 @dataclass(frozen=True, slots=True)
 class _TensorPlacement:
-    """One plan's side of a tensor: how it lies, and where along pp."""
+    """The placement of a tensor in one plan.
+
+    Args:
+        stored: Layout of the stored tensor.
+        places: Indices of the ranks along pp that have it.
+    """
 
     stored: Layout
     places: tuple[int, ...]
@@ -50,7 +56,14 @@ class _TensorPlacement:
 
 @dataclass(frozen=True, slots=True)
 class _PieceKind:
-    """What the bytes depend on."""
+    """The properties of a tensor that its moved bytes depend on.
+
+    Args:
+        shape: Shape of the whole tensor.
+        element_bytes: Bytes of one element, optimizer state included.
+        old: Placement in the old plan.
+        new: Placement in the new plan.
+    """
 
     shape: tuple[int, ...]
     element_bytes: int
@@ -59,12 +72,17 @@ class _PieceKind:
 
 
 def reshard(old: Plan, new: Plan) -> Reshard:
-    """What moves from one plan to another of the same model and optimizer.
+    """Count the bytes that move from one plan to another of the same model and optimizer.
 
-    Steps that optimizers count, a few bytes for each parameter, are left out, and so is padding.
+    Not counted are the step counters of optimizers, a few bytes per parameter, and padding.
+
+    Args:
+        old: The plan so far.
+        new: The plan to continue with.
 
     Raises:
-        PlanError: The plans train different things, or states that are not of a parameter's shape.
+        PlanError: The plans differ in model, optimizer or stored dtypes, or the optimizer's states
+            do not have the shape of their parameters.
     """
     kinds = _kinds(old, new)
     received = [0] * new.mesh.world_size
@@ -118,7 +136,7 @@ def _held(plan: Plan, fqn: str) -> _TensorPlacement:
 
 
 def _elements(kind: _PieceKind, old: Mesh, new: Mesh) -> list[tuple[int, int]]:
-    """By rank of the new mesh: elements that it needs, and those of them that it holds."""
+    """Return for each rank of the new mesh the elements it needs, and how many of them it has."""
     known: dict[tuple[tuple[int, ...], tuple[int, ...] | None], tuple[int, int]] = {}
     out = []
     for rank in range(new.world_size):
@@ -140,13 +158,13 @@ def _elements(kind: _PieceKind, old: Mesh, new: Mesh) -> list[tuple[int, int]]:
 
 
 def _spot(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
-    """Where a rank stands on the axes that cut something."""
+    """Return a rank's coordinates on the axes of a layout. Equal ones mean equal shards."""
     at = mesh.coordinates(rank)
     return tuple(at.get(axis, 0) for axis in layout.axes)
 
 
 def _common(one: Sequence[Sequence[slice]], other: Sequence[Sequence[slice]]) -> int:
-    """Elements that two parts of a tensor have in common."""
+    """Return the number of elements that two shards of a tensor share."""
     return math.prod(
         sum(max(0, min(a.stop, b.stop) - max(a.start, b.start)) for a in left for b in right)
         for left, right in zip(one, other, strict=True)

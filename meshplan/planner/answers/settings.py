@@ -1,6 +1,6 @@
-"""What can be asked of a plan, as settings: "mesh.tp=8".
+"""Settings that `explain` can be asked about, such as "mesh.tp=8".
 
-Which settings there are, whether a plan has one, and what is left of a space where it is held.
+This module lists them, finds out if a plan has one, and narrows a space to one.
 """
 
 from __future__ import annotations
@@ -22,23 +22,26 @@ FIELDS: Final = (
     "strategy", "batch.micro", "activation_checkpointing", "reshard_after_forward", "offload",
     "sequence_parallel", "loss_parallel", "loss_chunks", "allocator",
 )  # fmt: skip
-"""What the planner chooses, and can be asked about."""
+"""Fields that the planner chooses and can be asked about."""
 
 READ_AGAIN: Final = ("loss_parallel", "loss_chunks", "allocator")
-"""Those of them that are asked by planning a file that states the value, tried or not."""
+"""Subset of `FIELDS` that is answered by planning the file with the value stated, also if the
+planner would not try that value by itself."""
 
 STATED: Final = (
     "precision", "optimizer", "tp_plan",
     "context.attention", "experts.capacity", "pipeline.schedule", "pipeline.virtual",
 )  # fmt: skip
-"""What it leaves as the plan has it, or chooses in part, and a plan may state."""
+"""Fields that a plan may state and that the planner keeps as they are, or chooses in part."""
 
 
 def has(way: Evaluated, path: str, text: str) -> bool:
-    """Whether a plan has a setting.
+    """Return True if a plan has a setting that the planner chooses.
 
     Args:
-        path, text: Of a setting that the planner chooses.
+        way: The plan.
+        path: Field of the setting, such as "mesh.tp".
+        text: Value of the setting, such as "8".
     """
     plan, a = way.plan, way.plan.assignment
     area, _, axis = path.partition(".")
@@ -63,10 +66,15 @@ def has(way: Evaluated, path: str, text: str) -> bool:
 
 
 def blocks_with(way: Evaluated, path: str, text: str) -> tuple[int, int]:
-    """(how many blocks of a plan have a setting, of how many); (0, 0) where blocks choose nothing.
+    """Count the blocks of a plan that have a setting.
 
     Args:
-        path, text: As of `has`.
+        way: The plan.
+        path: Field of the setting, such as "reshard_after_forward".
+        text: Value of the setting, such as "true".
+
+    Returns:
+        (blocks with the setting, blocks that choose it); (0, 0) if blocks do not choose the field.
     """
     a, blocks = way.plan.assignment, way.plan.graph.blocks()
     chosen: list[str]
@@ -82,7 +90,19 @@ def blocks_with(way: Evaluated, path: str, text: str) -> tuple[int, int]:
 
 
 def narrowed(free: Freedom, path: str, text: str) -> tuple[Freedom | None, str]:
-    """(the freedom with one choice held, "") or (None, why it cannot be)."""
+    """Fix one choice of a space.
+
+    Args:
+        free: The choices that are open.
+        path: Field of the setting.
+        text: Value of the setting.
+
+    Returns:
+        The narrowed choices and "", or None and the reason why the value is not among them.
+
+    Raises:
+        SpecError: The value is not one of the field.
+    """
     area, _, axis = path.partition(".")
     held: dict[str, Any] = {}
     if area == "mesh":
@@ -141,7 +161,7 @@ def _no_value(path: str, text: str, words: Sequence[str]) -> SpecError:
 
 
 def _why_rejected(free: Freedom, setting: str) -> str:
-    """The reason that was found when the space was made."""
+    """Return the reason why the space leaves a setting out; "" if it does not."""
     path, _, text = setting.partition("=")
     for each in free.rejected:
         what, _, values = each.what.partition("=")
@@ -162,7 +182,11 @@ def no_mesh(free: Freedom, path: str, text: str) -> str:
 
 
 def settings_of(free: Freedom, path: str) -> Iterator[str]:
-    """Those that the freedom itself tells."""
+    """Yield the settings of a field that the open choices contain.
+
+    Raises:
+        SpecError: The planner does not choose this field.
+    """
     if path.startswith("mesh."):
         yield from (f"{path}={size}" for size in free.axes[path.partition(".")[2]])
     elif path == "strategy":

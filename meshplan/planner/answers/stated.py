@@ -1,7 +1,7 @@
-"""What a plan states of the things that the planner would choose, one by one, and without some.
+"""List the statements of a plan that restrict the planner, and read the plan without some of them.
 
-What is trained is no such thing: the model, the samples and tokens of a step, what numbers are
-computed in and the optimizer stay; so does the machine.
+Statements on what is trained are not listed: the model, the samples and tokens of a step, the
+dtypes of computation and the optimizer stay as they are. So does the machine.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from meshplan.planner.space.schedule import stated_schedule, stated_virtual
 from meshplan.spec.spec import AUTO, Borrow, Rule, Spec
 
 _RULED: Final = ("activation_checkpointing", "reshard_after_forward", "stage", "unit")
-"""What rules state that the planner would choose; `place` beside it."""
+"""Fields of rules that the planner would choose; `place` is treated separately."""
 _OTHERS: Final = "mesh"
-"""The path of the statement that there are no axes but those that are named."""
+"""Path of the statement that the mesh has no axes but the named ones."""
 _PIPELINE: Final = "pipeline"
-"""The path of the statement that there are stages at all."""
+"""Path of the statement that there is a pipeline."""
 _SCHEDULE: Final = "pipeline.schedule"
 _VIRTUAL: Final = "pipeline.virtual"
 _WITH_SCHEDULE: Final = (_SCHEDULE, _VIRTUAL, "pipeline.microbatches")
 _SWITCHES: Final = ("compile",)
-"""What the planner leaves as it is where nobody states it, and what narrows where somebody does."""
+"""Fields that the planner does not choose, and whose statement restricts its choices."""
 _OFFLOADED: Final = ("params", "optimizer", "activations")
 
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """One of them.
+    """One statement of a plan that restricts the planner.
 
     Args:
-        path: As in plan.yaml.
-        text: Its value, in words.
-        rule: The index of its rule; None where it is no rule's.
-        allows_more: Whether it allows what the planner would not try by itself, so that without it
-            less may fit.
+        path: Path of the statement in plan.yaml.
+        text: Value of the statement in words.
+        rule: Index of the rule that the statement is part of; None if it is not in a rule.
+        allows_more: If True, the statement allows something that the planner would not try by
+            itself, so that less may fit without it.
     """
 
     path: str
@@ -52,7 +52,14 @@ class Statement:
         return f"{self.path}: {self.text}"
 
     def settings(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """What the planner says in its place, by path; None takes the statement back."""
+        """Return the planner's statements that replace this one, by path.
+
+        Args:
+            chosen: All statements of a plan found without this one, by path.
+
+        Returns:
+            Values by path; None as a value takes the statement back.
+        """
         area = self.path.partition(".")[0]
         if area == "mesh":
             return {"mesh": chosen["mesh"]}
@@ -62,12 +69,16 @@ class Statement:
         own = f"{self.path}."
         found = {p: v for p, v in chosen.items() if p in (self.path, area) or p.startswith(own)}
         if area == _PIPELINE:
-            # A schedule is said with what it was chosen with.
+            # A schedule comes with the virtual stages and microbatches that it was chosen with.
             found |= {path: chosen[path] for path in _WITH_SCHEDULE if path in chosen}
         return found if self.path in found or area in found else {self.path: None, **found}
 
     def change(self, chosen: Mapping[str, Any]) -> str:
-        """In words, such as "batch.micro: 2 -> 1"."""
+        """Describe the replacement in words, such as "batch.micro: 2 -> 1".
+
+        Args:
+            chosen: All statements of a plan found without this one, by path.
+        """
         new = self.settings(chosen)
         if self.path.startswith("mesh.") and self.path.partition(".")[2] in AXES:
             return f"{self} -> {new['mesh'].get(self.path.partition('.')[2], 1)}"
@@ -85,7 +96,7 @@ def _words(value: Any) -> str:
 
 
 def statements_of(spec: Spec) -> tuple[Statement, ...]:
-    """All of them."""
+    """Return all statements of a plan that restrict the planner, those of the mesh first."""
     return (*_of_mesh(spec), *_of_whole(spec), *_of_pipeline(spec), *_of_rules(spec))
 
 
@@ -97,13 +108,13 @@ def _of_mesh(spec: Spec) -> Iterator[Statement]:
         if isinstance(size, Borrow):
             yield Statement(f"mesh.{axis}", str(in_words(size)))
         elif isinstance(size, int):
-            # Over several nodes tp is not tried.
+            # The planner does not try tp over several nodes by itself.
             yield Statement(f"mesh.{axis}", str(size), allows_more=axis == "tp" and size > node)
     yield Statement(_OTHERS, f"no axes but {', '.join(spec.mesh)}")
 
 
 def _of_whole(spec: Spec) -> Iterator[Statement]:
-    """What holds for the whole model."""
+    """Yield the statements that hold for the whole model."""
     if spec.strategy not in (None, AUTO):
         yield Statement("strategy", str(spec.strategy))
     for name in ("micro", "accumulate"):
@@ -135,10 +146,10 @@ def _of_whole(spec: Spec) -> Iterator[Statement]:
 
 
 def _of_offload(spec: Spec) -> Iterator[Statement]:
-    """One word of the plan is one statement."""
+    """Yield the statements on offload: one per key of the plan, or one for the short form."""
     offload = spec.offload
     parts = {n: v for n in _OFFLOADED if (v := getattr(offload, n)) in (True, False)}
-    # Where an optimizer is, its parameters go too, if they may.
+    # An offloaded optimizer takes its parameters to the host too, if they are free.
     allows_more = offload.optimizer is True
     if any(f"offload.{name}" in spec.origins for name in _OFFLOADED):
         for name, value in parts.items():
@@ -180,25 +191,31 @@ def _of_rules(spec: Spec) -> Iterator[Statement]:
 def without(
     read: Callable[[Sequence[str]], Spec], dropped: Collection[Statement], more: Sequence[str]
 ) -> Spec:
-    """The spec with some of its statements left to the planner, then with more on top."""
+    """Read a spec with some of its statements left to the planner.
+
+    Args:
+        read: Reads the spec of the plan file with statements on top.
+        dropped: The statements to leave to the planner.
+        more: Statements to add on top.
+    """
     whole = read(())
     paths = {each.path for each in dropped if each.rule is None}
     spec = read([*overrides(_left(whole, paths)), *more])
     counts = {each.path for each in _of_whole(whole)} & {"batch.micro", "batch.accumulate"}
     if whole.batch.global_ is None and len(counts) == 2 and counts & paths:
-        # Else nothing would say any more how large a step is.
+        # Keep the samples of a step, which nothing else would state any more.
         own = of_data_rank(whole.batch)
         spec = replace(spec, batch=replace(spec.batch, of_data_rank=own))
     fields: dict[int, set[str]] = {}
     for each in dropped:
         if each.rule is not None:
             fields.setdefault(each.rule, set()).add(each.path.rpartition(".")[2])
-    # Rules that the planner adds come after those of the file.
+    # Rules that the planner adds come after those of the file, so indices stay valid.
     return replace(spec, rules=tuple(_without(r, fields.get(r.index, ())) for r in spec.rules))
 
 
 def _left(spec: Spec, paths: Collection[str]) -> dict[str, Any]:
-    """What leaves these open, by path; None takes a statement back."""
+    """Return the overrides that leave some paths open; None as a value takes a statement back."""
     mesh = _mesh_left(spec, paths)
     out: dict[str, Any] = {
         path: None for path in paths if not path.startswith(("mesh", "pipeline"))
@@ -207,19 +224,20 @@ def _left(spec: Spec, paths: Collection[str]) -> dict[str, Any]:
     left = stages & set(paths)
     pp = mesh.get("pp", 1)
     if _PIPELINE in left and (left == stages or pp in (1, AUTO)):
-        # What is still said of stages holds where there are any: that is asked with them.
+        # Other statements on the pipeline still hold if there is one. A plan with a pipeline is
+        # searched with them, so this search is for plans without.
         mesh |= {"pp": 1} if pp == AUTO and left != stages else {}
         out[_PIPELINE] = None
     else:
         out |= {path: None if path == _VIRTUAL else AUTO for path in left - {_PIPELINE}}
         if _VIRTUAL in left and _SCHEDULE not in stages:
-            out[_SCHEDULE] = AUTO  # A pipeline of which nothing is said has a schedule.
+            out[_SCHEDULE] = AUTO  # Without this the default schedule would count as stated.
     is_other = mesh != _mesh_left(spec, ())
     return {"mesh": mesh, **out} if is_other else out
 
 
 def _mesh_left(spec: Spec, paths: Collection[str]) -> dict[str, Any]:
-    """The sizes of all axes that the mesh may have with these left open."""
+    """Return the sizes of all axes that the mesh may have with some paths left open."""
     if not isinstance(spec.mesh, Mapping):
         return dict.fromkeys(AXES, AUTO)
     others = dict.fromkeys(AXES, AUTO) if _OTHERS in paths else {}
@@ -230,7 +248,7 @@ def _mesh_left(spec: Spec, paths: Collection[str]) -> dict[str, Any]:
 
 
 def in_words(size: int | str | Borrow) -> int | str:
-    """Of an axis, as a plan file has it."""
+    """Return the size of an axis as a plan file writes it."""
     return f"{size.size} in {size.within}" if isinstance(size, Borrow) else size
 
 

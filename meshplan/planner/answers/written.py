@@ -1,4 +1,4 @@
-"""The plan file by itself, beside the choices of the planner for what it leaves out."""
+"""Estimate the plan file by itself, to compare it with the planner's choices."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from meshplan.planner.tables.whole_plan import Costed
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The plan file with its defaults: what every verb but `plan` goes by where no lock holds.
+    """The plan file with its defaults, as every verb but `plan` uses it if no lock holds.
 
     Attributes:
-        seconds: Of a step; None where the cost model has no figures for it.
+        memory: Memory estimate of the plan.
+        seconds: Seconds of a step; None if the cost model has no figures for it.
     """
 
     memory: MemoryEstimate
@@ -26,13 +27,16 @@ class Written:
 
 
 def as_written(decision: Decision, device: str, cluster: Cluster) -> Written | None:
-    """Estimate a plan as its file stands.
-
-    None where something in it is `auto`, where the choices are no others, and where no config tells
-    it.
+    """Estimate a plan file as it stands, with its defaults.
 
     Args:
-        device, cluster: As of the question.
+        decision: The planner's decision on that file.
+        device: A device name of `layout.hardware`, or "cuda".
+        cluster: The machine.
+
+    Returns:
+        The estimate; None if something in the file is `auto`, if the planner chose the same plan,
+        or if the plan cannot be estimated from the model's config.
     """
     chosen = decision.chosen
     if chosen is None or decision.spec.free_fields or not chosen.plan.graph.config:
@@ -45,7 +49,7 @@ def as_written(decision: Decision, device: str, cluster: Cluster) -> Written | N
             plan, device=device, limit_bytes=decision.limit_bytes, packs=False
         )
     except MeshplanError:
-        return None  # It leaves open what no verb but `plan` can say.
+        return None  # The file leaves something open that only `plan` can choose.
     try:
         seconds = Costed(plan, cluster, decision.profile).seconds
     except MeshplanError:

@@ -1,1 +1,1 @@
-"""Checkpointing of each block and stage boundaries, chosen exactly and bounded from below."""
+"""The option of each block and the cuts between stages, solved exactly and bounded from below."""

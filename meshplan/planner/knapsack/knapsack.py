@@ -1,8 +1,8 @@
-"""One option for each block, the least time, within a memory: a multiple-choice knapsack, exactly.
+"""Solve a multiple-choice knapsack exactly: one option per block, least time, within a memory.
 
-Alike blocks are one kind with a count, so that their symmetry costs nothing. The linear relaxation
-bounds, a greedy filling that single exchanges make better gives a first answer, options whose
-reduced cost exceeds the gap are dropped, and what is left is decided label by label with dominance.
+Identical blocks form one kind with a count, so that their symmetry costs nothing. The LP relaxation
+gives a lower bound. A greedy filling, improved by exchanges, gives a first solution. Options whose
+reduced cost exceeds the gap are dropped, and the rest is decided by label setting with dominance.
 
 Source: Kellerer, Pferschy, Pisinger, Knapsack Problems (2004), chapter 11.
 """
@@ -22,18 +22,18 @@ from meshplan.planner.knapsack.pareto_counts import Floats as Floats
 from meshplan.planner.knapsack.pareto_counts import ParetoCounts, pareto_counts_of, undominated
 
 _EPS: Final = 1e-12
-"""Of seconds and bytes relative to their size: less than that is rounding."""
+"""Relative tolerance for seconds and bytes: smaller differences are rounding errors."""
 _NEAR: Final = 1e-6
-"""Of the capacity: what rounding may take of an answer."""
+"""Share of the capacity that a solution may lose or gain by rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnapsackSolution:
-    """An answer.
+    """The solution of a knapsack.
 
     Attributes:
-        seconds: Of all blocks; infinite where nothing fits.
-        takes: By kind, how many blocks take each of the kind's options.
+        seconds: Seconds of all blocks; infinite if nothing fits.
+        takes: Number of blocks that take each option, by kind.
     """
 
     seconds: float
@@ -44,10 +44,15 @@ NONE: Final = KnapsackSolution(float("inf"))
 
 
 class _Trade(NamedTuple):
-    """From one option of a kind to another that holds less.
+    """A step along the convex hull of a kind, from one option to another that needs less memory.
 
     Attributes:
-        slope: Seconds that a byte costs.
+        slope: Seconds lost per byte freed.
+        lost: Seconds that one block loses.
+        won: Bytes that one block frees.
+        kind: Index of the kind.
+        source: Index of the option before.
+        target: Index of the option after.
     """
 
     slope: float
@@ -59,11 +64,12 @@ class _Trade(NamedTuple):
 
 
 class Options:
-    """What the blocks of each kind may choose.
+    """The seconds and bytes of each option of each kind of block.
 
     Args:
-        seconds: [kinds, options]; infinite where a kind does not have an option.
-        memory: [kinds, options] bytes.
+        seconds: [kinds, options] seconds of one block; infinite where a kind does not have an
+            option.
+        memory: [kinds, options] bytes of one block.
     """
 
     def __init__(self, seconds: Floats, memory: Floats) -> None:
@@ -71,15 +77,15 @@ class Options:
 
     @cached_property
     def fronts(self) -> list[list[int]]:
-        """By kind, the options that no other one beats, fastest first."""
-        # There are few options, and many menus: lists take a tenth of what arrays do.
+        """The indices of each kind's undominated options, fastest first."""
+        # There are few options but many instances: lists take a tenth of the time of arrays.
         return [
             _front(t, m) for t, m in zip(self.seconds.tolist(), self.memory.tolist(), strict=True)
         ]
 
     @cached_property
     def _hulls(self) -> list[_Trade]:
-        """The steps along the convex hulls, cheapest first."""
+        """The steps along the convex hulls of all kinds, fewest seconds per byte first."""
         rows = []
         for kind, front in enumerate(self.fronts):
             t, m, at = self.seconds[kind].tolist(), self.memory[kind].tolist(), 0
@@ -95,34 +101,38 @@ class Options:
 
     @cached_property
     def steps(self) -> tuple[Floats, Floats, Counts]:
-        """(seconds lost, bytes won, kind) of each."""
+        """Seconds lost, bytes freed and kind of each step of `_hulls`: three arrays [steps]."""
         lost, won = (np.array([step[n] for step in self._hulls]) for n in (1, 2))
         return lost, won, np.array([step.kind for step in self._hulls], dtype=np.int64)
 
     @cached_property
     def fastest(self) -> tuple[Floats, Floats]:
-        """(seconds, bytes) of one block of each kind at its fastest; infinite without an option."""
+        """[kinds] (seconds, bytes) of one block at its fastest; infinite without an option."""
         first = [front[0] if len(front) else 0 for front in self.fronts]
         kinds = np.arange(len(first))
         return self.seconds[kinds, first], self.memory[kinds, first]
 
     @cached_property
     def there(self) -> tuple[Floats, Floats, NDArray[np.bool_]]:
-        """`fastest` with nothing where a kind has no option, and whether it has one."""
+        """`fastest` with zeros for kinds without an option, and a [kinds] mask of the others."""
         there = np.isfinite(self.fastest[0])
         seconds, memory = (np.where(there, each, 0.0) for each in self.fastest)
         return seconds, memory, there
 
     @cached_property
     def smallest(self) -> Floats:
-        """Bytes of one block of each kind at its smallest."""
+        """[kinds] bytes of one block at its smallest option."""
         last = [front[-1] if len(front) else 0 for front in self.fronts]
         return self.memory[np.arange(len(last)), last]
 
     def price(self, counts: Counts, capacity: float) -> float:
-        """Seconds that a byte is worth where the relaxation ends.
+        """Return the seconds per byte of the last hull step that the LP relaxation takes.
 
-        Any number would do for `pareto_counts_of`; this one leaves the least to decide.
+        `pareto_counts_of` is correct at any price. At this one it leaves the fewest combinations.
+
+        Args:
+            counts: [kinds] blocks of each kind.
+            capacity: Bytes for all blocks together.
         """
         used = counts > 0
         over = float(counts[used] @ self.fastest[1][used]) - capacity
@@ -132,21 +142,27 @@ class Options:
         return float(lost[at] / won[at])
 
     def relaxed(self, counts: Counts, capacity: Floats) -> Floats:
-        """Bounds from below on the seconds; infinite where nothing fits.
+        """Return lower bounds on the seconds by LP relaxation; infinite where nothing fits.
 
         Args:
-            counts: [kinds] or [questions, kinds].
-            capacity: [questions], or [1] for all.
+            counts: [queries, kinds] blocks of each kind, or [kinds] for all queries.
+            capacity: [queries] bytes for all blocks together, or [1] for all queries.
+
+        Returns:
+            [queries] seconds.
         """
         counts = counts.reshape(-1, len(self.seconds))
         seconds, memory, there = self.there
         lost, won, kinds = self.steps
+        # Start from every block's fastest option. The relaxation then frees memory greedily along
+        # the convex hulls, fewest seconds per byte first, until the blocks fit. `ends` and `prices`
+        # are the bytes freed and the seconds lost after each step: [queries, steps + 1].
         many = counts[:, kinds]
         ends, prices = np.zeros((2, len(counts), len(kinds) + 1))
         np.cumsum(many * won, axis=1, out=ends[:, 1:])
         np.cumsum(many * lost, axis=1, out=prices[:, 1:])
         over = counts @ memory - capacity
-        # The step that the memory is won in, and how far into it.
+        # `to` is the step in which enough memory is freed; of this one only a `share` is taken.
         to = np.minimum((ends < over[:, None]).sum(axis=1), ends.shape[1] - 1)
         at = np.maximum(to - 1, 0)
         row = np.arange(len(over)) if len(counts) > 1 else np.zeros(len(over), dtype=np.int64)
@@ -163,14 +179,16 @@ class Options:
 def solve(
     menu: Options, counts: Counts, capacity: float, below: float = float("inf")
 ) -> KnapsackSolution:
-    """The fastest choice for so many blocks of each kind.
+    """Return the fastest options of so many blocks of each kind.
 
     Args:
+        menu: The options.
+        counts: [kinds] blocks of each kind.
         capacity: Bytes for all blocks together.
-        below: Only choices faster than this are of interest.
+        below: Seconds; only faster solutions are of interest.
 
     Returns:
-        NONE where nothing fits, or nothing is fast enough.
+        The solution; `NONE` if nothing fits or nothing is faster than `below`.
     """
     if menu.relaxed(counts, np.array([capacity]))[0] >= below:
         return NONE
@@ -181,11 +199,12 @@ def solve(
 
 
 def _used(menu: Options, counts: Counts) -> list[tuple[int, list[int], int]]:
+    """Return (kind, undominated options, number of blocks) of the kinds that have any blocks."""
     return [(k, f, int(counts[k])) for k, f in enumerate(menu.fronts) if counts[k]]
 
 
 def _choice(menu: Options, takes: Sequence[tuple[int, int, int]]) -> KnapsackSolution:
-    """Of (kind, option, how many)."""
+    """Build a solution from (kind, option, number of blocks) entries."""
     table = np.zeros(menu.seconds.shape, dtype=np.int64)
     for kind, option, count in takes:
         table[kind, option] += count
@@ -195,7 +214,7 @@ def _choice(menu: Options, takes: Sequence[tuple[int, int, int]]) -> KnapsackSol
 
 
 def _front(seconds: list[float], memory: list[float]) -> list[int]:
-    """The options that are there and that no other beats, by increasing time."""
+    """Return the indices of the undominated options of a kind, by increasing time."""
     front, least = [], float("inf")
     for time_s, held, option in sorted(zip(seconds, memory, range(len(seconds)), strict=True)):
         if held < least and time_s < float("inf"):
@@ -205,19 +224,19 @@ def _front(seconds: list[float], memory: list[float]) -> list[int]:
 
 
 class _Labels:
-    """Decides kind by kind; a label is what the kinds so far take together."""
+    """Label setting, kind by kind: a label is the seconds and bytes of the kinds decided so far."""
 
     def __init__(self, menu: Options, counts: Counts, capacity: float, below: float) -> None:
         self._menu, self._capacity = menu, capacity * (1 + _EPS)
         used = _used(menu, counts)
         self._kinds = sorted((k for k in used if len(k[1]) > 1), key=lambda kind: -len(kind[1]))
         self._alone = [k for k in used if len(k[1]) < 2]
-        """Those that have nothing to decide."""
+        """Kinds with a single option, which leave nothing to decide."""
         self._below = below
         self._suffixes = self._rest(counts)
 
     def _rest(self, counts: Counts) -> list[Counts]:
-        """By number of decided kinds, the counts of those that are left; all of them at first."""
+        """Counts of the blocks left to decide after each number of decided kinds: [kinds] each."""
         left, out = counts.copy(), [counts]
         for kind, _, _ in self._kinds:
             left[kind] = 0
@@ -225,8 +244,9 @@ class _Labels:
         return out
 
     def best(self) -> KnapsackSolution:
-        """The fastest choice that fits; NONE where none is fast enough."""
+        """Return the fastest solution that fits; `NONE` if none is faster than the limit."""
         menu, counts = self._menu, self._suffixes[0]
+        # Whatever a solution costs above the LP bound must be within the gap to the first solution.
         limit = min(self._below, self._first()) * (1 + _EPS)
         slack = limit - float(menu.relaxed(counts, np.array([self._capacity]))[0])
         price = menu.price(counts, self._capacity)
@@ -236,8 +256,10 @@ class _Labels:
         for number, (kind, front, count) in enumerate(self._kinds):
             t, m = menu.seconds[kind, front], menu.memory[kind, front]
             mixes = pareto_counts_of(t, m, count, price, slack, held[number])
+            # Combine every label with every combination of this kind: [labels * combinations].
             seconds = np.add.outer(seconds, mixes.seconds).ravel()
             memory = np.add.outer(memory, mixes.memory).ravel()
+            # Keep labels whose LP completion is within the limit and that no other label beats.
             bounds = seconds + menu.relaxed(self._suffixes[number + 1], self._capacity - memory)
             hopeful = np.flatnonzero(bounds <= limit)
             kept = hopeful[undominated(seconds[hopeful], memory[hopeful])]
@@ -256,10 +278,11 @@ class _Labels:
         return chosen if chosen.seconds < self._below else NONE
 
     def _held(self, unused: float) -> list[tuple[float, float]]:
-        """By kind, bytes of its blocks at the least and at the most in an answer.
+        """Fewest and most bytes of each kind's blocks in a solution within the gap.
 
         Args:
-            unused: Bytes of the capacity that may be left: at their price they cost the slack.
+            unused: Bytes of the capacity that may stay free: at their price they cost the whole
+                slack.
         """
         kinds = [*self._kinds, *self._alone]
         memory = [(self._menu.memory[kind, front], count) for kind, front, count in kinds]
@@ -274,7 +297,12 @@ class _Labels:
     def _trace(
         self, layers: list[tuple[Counts, ParetoCounts]], at: int
     ) -> list[tuple[int, int, int]]:
-        """(kind, option, how many) that a last label is made of."""
+        """Return the (kind, option, number of blocks) entries that a final label is made of.
+
+        Args:
+            layers: The labels kept, and the kind's combinations, of each decided kind.
+            at: Index of the label in the last layer.
+        """
         out = [(kind, front[0], count) for kind, front, count in self._alone]
         for (kind, front, _), (kept, mixes) in reversed(
             list(zip(self._kinds, layers, strict=True))
@@ -285,7 +313,10 @@ class _Labels:
         return out
 
     def _first(self) -> float:
-        """Seconds of a choice that fits, found greedily along the hulls, then made better."""
+        """Return the seconds of a first solution; infinite if nothing fits.
+
+        It is found greedily along the hulls, then improved by exchanges.
+        """
         menu, counts = self._menu, self._suffixes[0]
         takes = np.zeros(menu.seconds.shape, dtype=np.int64)
         for kind, front, count in (*self._kinds, *self._alone):
@@ -295,7 +326,7 @@ class _Labels:
         for _, _, won, kind, source, target in menu._hulls:
             if over <= 0:
                 break
-            # Steps of one kind come in the order of its hull, so whole steps stay options.
+            # Steps of one kind come in the order of its hull, so the blocks are at `source` by now.
             many = min(int(counts[kind]), int(np.ceil(over / won)))
             takes[kind, source] -= many
             takes[kind, target] += many
@@ -308,7 +339,11 @@ class _Labels:
         return float((takes[chosen] * menu.seconds[chosen]).sum())
 
     def _exchange(self, takes: Counts) -> bool:
-        """Let one block, or two, choose otherwise, if that is faster and fits."""
+        """Change the option of one block, or of two, if that is faster and fits.
+
+        Returns:
+            True if something was changed.
+        """
         menu, chosen = self._menu, takes > 0
         room = self._capacity - float((takes[chosen] * menu.memory[chosen]).sum())
         moves = [
@@ -322,12 +357,13 @@ class _Labels:
         kinds, sources, targets = np.array(moves).T
         lost = menu.seconds[kinds, targets] - menu.seconds[kinds, sources]
         more = menu.memory[kinds, targets] - menu.memory[kinds, sources]
-        # The last one is to leave all as it is.
+        # The last move changes nothing, so that a pair of moves may also be a single one.
         lost, more = np.append(lost, 0.0), np.append(more, 0.0)
         number = np.append(kinds * menu.seconds.shape[1] + sources, -1)
         is_last = np.append(takes[kinds, sources] == 1, False)
         both = np.add.outer(lost, lost)
         is_open = np.add.outer(more, more) <= room
+        # One block cannot move twice: two moves from the same option need two blocks at it.
         is_open &= ~((number[:, None] == number) & is_last)
         both = np.where(is_open, both, np.inf)
         at = int(both.argmin())

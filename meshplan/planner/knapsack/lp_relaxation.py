@@ -1,7 +1,7 @@
-"""The linear relaxation of many knapsacks at once, each with a menu of its own.
+"""Solve the LP relaxation of many multiple-choice knapsacks at once, each with its own options.
 
-The stages of one configuration keep different numbers of microbatches, so each rank has a menu; to
-ask them one by one takes longer than what is computed.
+The stages of one configuration keep different numbers of microbatches in flight, so each rank has
+its own `Options`. Solving them one by one costs more in calls than in arithmetic.
 """
 
 from __future__ import annotations
@@ -14,22 +14,28 @@ from meshplan.planner.knapsack.knapsack import Counts, Floats, Options
 
 
 def solve_relaxations(asked: Sequence[tuple[Options, Counts, float]]) -> list[Floats]:
-    """What `Options.relaxed` says of each menu.
+    """Solve the LP relaxation of many multiple-choice knapsacks in one vectorised pass.
 
     Args:
-        asked: Each with [questions, kinds] blocks of each kind of its menu, and a capacity.
+        asked: Problems, each (options, [queries, kinds] blocks of each kind, capacity in bytes).
+
+    Returns:
+        Lower bounds on the seconds, as `Options.relaxed` computes them: one [queries] array for
+        each problem; infinite where nothing fits.
     """
     if len(asked) == 1:
         ((menu, counts, room),) = asked
         return [menu.relaxed(counts, np.array([room]))]
     menus, rooms = [menu for menu, _, _ in asked], np.array([room for _, _, room in asked])
     sizes = [len(counts) for _, counts, _ in asked]
+    # The queries of all problems are laid end to end; `of` is the problem of each: [queries].
     of = np.repeat(np.arange(len(menus)), sizes)
     num_kinds = max(len(menu.seconds) for menu in menus)
     num_steps = max(len(menu.steps[0]) for menu in menus)
-    # Kinds that a menu does not have take nothing, and steps lead nowhere.
-    table = np.zeros((3, len(menus), num_kinds))
-    steps = np.zeros((2, len(menus), num_steps))
+    # Problems differ in their numbers of kinds and hull steps. Pad with zeros: a padded kind has no
+    # blocks, a padded step frees nothing and costs nothing.
+    table = np.zeros((3, len(menus), num_kinds))  # seconds, bytes (fastest), bytes (smallest)
+    steps = np.zeros((2, len(menus), num_steps))  # seconds lost, bytes freed, of one block
     kinds = np.zeros((len(menus), num_steps), dtype=np.int64)
     blocks = np.zeros((len(of), num_kinds))
     for n, (menu, (end, size)) in enumerate(zip(menus, _ends(sizes), strict=True)):
@@ -39,12 +45,16 @@ def solve_relaxations(asked: Sequence[tuple[Options, Counts, float]]) -> list[Fl
         steps[0, n, : len(lost)], steps[1, n, : len(won)] = lost, won
         kinds[n, : len(kind)] = kind
         blocks[end - size : end, :own] = asked[n][1]
+    # Start from every block's fastest option: [queries] seconds and bytes of all blocks.
     capacity = rooms[of]
     seconds, memory, smallest = (np.einsum("qk,qk->q", blocks, each[of]) for each in table)
-    many = np.take_along_axis(blocks, kinds[of], axis=1)
+    # The relaxation then frees memory greedily along the convex hulls, fewest seconds per byte
+    # first. `prices` and `ends` are the seconds lost and the bytes freed after each step.
+    many = np.take_along_axis(blocks, kinds[of], axis=1)  # blocks moved: [queries, steps]
     prices, ends = np.zeros((2, len(of), num_steps + 1))
     np.cumsum(many * steps[0][of], axis=1, out=prices[:, 1:])
     np.cumsum(many * steps[1][of], axis=1, out=ends[:, 1:])
+    # Step `to` is the first after which enough is freed. The relaxation takes only a `share` of it.
     over = memory - capacity
     to = np.minimum((ends < over[:, None]).sum(axis=1), num_steps)
     at, row = np.maximum(to - 1, 0), np.arange(len(of))
@@ -52,6 +62,7 @@ def solve_relaxations(asked: Sequence[tuple[Options, Counts, float]]) -> list[Fl
     share = np.where(width > 0, (over - ends[row, at]) / np.where(width > 0, width, 1.0), 1.0)
     price = prices[row, at] + share * (prices[row, to] - prices[row, at])
     bound = np.where(smallest <= capacity, seconds + np.where(over > 0, price, 0.0), np.inf)
+    # Blocks of a kind without any option counted as 0 seconds so far: such queries have no answer.
     for n, (menu, (end, size)) in enumerate(zip(menus, _ends(sizes), strict=True)):
         there = menu.there[2]
         if not there.all():
@@ -60,4 +71,5 @@ def solve_relaxations(asked: Sequence[tuple[Options, Counts, float]]) -> list[Fl
 
 
 def _ends(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (end, size) of each problem's slice of the queries."""
     return list(zip(np.cumsum(sizes).tolist(), sizes, strict=True))

@@ -1,4 +1,4 @@
-"""What so many alike blocks may take together, without what others beat."""
+"""The undominated combinations of options that many identical blocks can take together."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
 _NEAR: Final = 1e-6
-"""Of a block: less than that is rounding."""
+"""Part of a block below which a difference is a rounding error."""
 
 
 class ParetoCounts(NamedTuple):
-    """What the blocks of one kind may take together.
+    """The undominated combinations of options of all blocks of one kind.
 
     Attributes:
-        seconds, memory: Of each mix.
-        takes: [mixes, options] how many blocks take each option.
+        seconds: [combinations] seconds of all blocks.
+        memory: [combinations] bytes of all blocks.
+        takes: [combinations, options] number of blocks that take each option.
     """
 
     seconds: Floats
@@ -31,24 +32,31 @@ def pareto_counts_of(
     seconds: Floats, memory: Floats, count: int, price: float, slack: float,
     held: tuple[float, float],
 ) -> ParetoCounts:  # fmt: skip
-    """What so many alike blocks may take, without what others beat.
+    """Return the undominated combinations of options that `count` identical blocks can take.
 
-    With memory at any price, the choice of each block costs at least what its cheapest option does.
-    All that is paid beyond comes on top of the relaxation's bound, so it is at most `slack`.
+    At any price of a byte, a block pays at least what its cheapest option does. Whatever blocks pay
+    beyond that comes on top of the LP bound, so it is at most `slack`.
 
     Args:
-        held: Bytes at the least and at the most.
+        seconds: [options] seconds of one block.
+        memory: [options] bytes of one block.
+        count: Number of blocks.
+        price: Seconds that a byte is worth.
+        slack: Seconds that a solution may cost above the LP bound.
+        held: (fewest, most) bytes of all blocks together.
     """
     paid = seconds + price * memory
     extra = paid - paid.min()
-    # Few take what costs much. How many take those that cost nothing, the memory says.
+    # `extra` is the reduced cost of each option. Options with a high one come first, since only few
+    # blocks can take them. For options that cost nothing extra, the memory limits the number.
     order = np.argsort(-extra, kind="stable")
     takes = np.zeros((1, 0), dtype=np.int64)
+    # Partial combinations: seconds spent above the cheapest, blocks left, seconds, bytes.
     spent, left, t, m = np.zeros(1), np.array([count]), np.zeros(1), np.zeros(1)
     low, high = held
     for at, option in enumerate(order):
         each, own, rest = extra[option], memory[option], memory[order[at + 1 :]]
-        if not len(rest):
+        if not len(rest):  # The last option takes all blocks that are left.
             all_held = m + left * own
             is_open = (spent + left * each <= slack) & (low <= all_held) & (all_held <= high)
             takes = np.column_stack((takes, left))[is_open]
@@ -56,7 +64,8 @@ def pareto_counts_of(
         within = np.floor((slack - spent) / each) if each > 0 else np.inf
         most = np.where(each * left + spent <= slack, left, np.minimum(left, within))
         fewest = np.zeros(len(left))
-        # All that follow hold together no more than the most of them, no less than the least.
+        # The blocks that are left need at least the smallest and at most the largest of the
+        # remaining options, which bounds how many can take this option from both sides.
         for room, more in (
             (high - m - left * rest.min(), own - rest.min()),
             (m + left * rest.max() - low, rest.max() - own),
@@ -67,6 +76,7 @@ def pareto_counts_of(
                 fewest = np.maximum(fewest, np.ceil(room / more - _NEAR))
             else:
                 most = np.where(room < 0, -1, most)
+        # Extend each partial combination by every number of blocks from `fewest` to `most`.
         repeats = np.maximum(most - fewest, -1).astype(np.int64) + 1
         which = np.repeat(np.arange(len(left)), repeats)
         many = np.arange(len(which)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
@@ -83,7 +93,10 @@ def pareto_counts_of(
 
 
 def _undominated_each(groups: Counts, seconds: Floats, memory: Floats) -> Counts:
-    """Those of each group that no other of the same group beats: what is left to add is alike."""
+    """Return the indices of the entries that no other of the same group beats in both.
+
+    Partial combinations with equally many blocks left are one group: the same can be added to each.
+    """
     _, rank = np.unique(memory, return_inverse=True)
     order = np.lexsort((rank, seconds, groups))
     # Ranks of later groups lie below those of earlier ones, so that each begins anew.
@@ -95,7 +108,7 @@ def _undominated_each(groups: Counts, seconds: Floats, memory: Floats) -> Counts
 
 
 def undominated(seconds: Floats, memory: Floats) -> Counts:
-    """Those that no other beats in both, by increasing time."""
+    """Return the indices of the entries that no other beats in both, by increasing seconds."""
     order = np.lexsort((memory, seconds))
     least = np.minimum.accumulate(memory[order])
     is_better = np.ones(len(order), dtype=bool)

@@ -1,7 +1,7 @@
-"""Where to cut a chain of blocks into stages: a * (the slowest stage) + b * (their sum), least.
+"""Cut a chain of blocks into stages so that a * (the slowest stage) + b * (their sum) is least.
 
-The seconds of a stage are known from below first; those on the best path are made exact until the
-whole path is. Any contiguous cut is allowed.
+The seconds of the stages are lower bounds at first. Those on the best path are replaced by exact
+values until the whole path is exact. Any contiguous cut is allowed.
 
 Source: Zheng et al., Alpa (2022), section 5.2, for going through the slowest stage's values.
 """
@@ -21,21 +21,23 @@ def cut_into_stages(
     weights: tuple[float, float],
     below: float = float("inf"),
 ) -> tuple[float, tuple[int, ...]]:
-    """The best cut and what it costs.
+    """Return the best cut of the blocks into stages, and its cost.
 
     Args:
-        bounds: [stages, length + 1, length + 1] seconds from below of stage s with the blocks
-            from i up to j; infinite where i >= j or it cannot be. Is made exact in place.
-        exact: The same of one stage, as it really is; never less than its bound.
-        weights: (a, b).
-        below: Only cuts that cost less are of interest.
+        bounds: [stages, length + 1, length + 1] lower bounds on the seconds of stage s with the
+            blocks from i up to j; infinite where i >= j or the stage cannot have them. Changed in
+            place: entries on the best paths become exact.
+        exact: Returns the exact seconds of (stage, i, j), which are never less than the bound.
+        weights: The factors (a, b).
+        below: Cost below which a cut is of interest.
 
     Returns:
-        (cost, the ends of the stages, 0 first); (infinity, ()) where no cut will do.
+        (cost, the ends of the stages, 0 first); (infinity, ()) if no cut costs less than `below`.
     """
     stages = len(bounds)
     is_exact = np.zeros(bounds.shape, dtype=bool)
     while True:
+        # The best cut under lower bounds is the best cut once all its own entries are exact.
         cost, ends = _best(bounds, weights, below)
         if not ends:
             return float("inf"), ()
@@ -49,14 +51,14 @@ def cut_into_stages(
 
 
 def least_cut_cost(table: Floats, weights: tuple[float, float]) -> float:
-    """What any cut of a table of seconds costs at the least; infinite where there is none."""
+    """Return a lower bound on the cost of any cut of a table of seconds; infinite without any."""
     return weights[0] * _slowest(table) + weights[1] * _shortest(table)[0]
 
 
 def _best(
     table: Floats, weights: tuple[float, float], below: float
 ) -> tuple[float, tuple[int, ...]]:
-    """The best cut of a table of seconds."""
+    """Return the best cut of a table of seconds, and its cost."""
     a, b = weights
     best = below
     ends: tuple[int, ...] = ()
@@ -65,8 +67,9 @@ def _best(
     if least_sum == float("inf") or a * least_slowest + b * least_sum >= best:
         return float("inf"), ()
     values = table[(table >= least_slowest) & (table < np.inf)]
-    # Asked for counts too, numpy does without its masked arrays, which take long to import.
+    # With `return_counts`, numpy does not import its masked arrays, which takes long.
     values, _ = np.unique(values[a * values + b * least_sum < best], return_counts=True)
+    # Try each value as the limit of the slowest stage; the least sum under it is a shortest path.
     for slowest in values:
         if a * slowest + b * least_sum >= best:
             break
@@ -77,7 +80,7 @@ def _best(
 
 
 def _slowest(table: Floats) -> float:
-    """The least that the slowest stage of a cut can take; infinite where there is no cut."""
+    """Return the least seconds of the slowest stage of any cut; infinite if there is no cut."""
     slowest = np.full(table.shape[1], np.inf)
     slowest[0] = 0.0
     for stage in table:
@@ -86,7 +89,7 @@ def _slowest(table: Floats) -> float:
 
 
 def _shortest(table: Floats) -> tuple[float, tuple[int, ...]]:
-    """The least sum over stages, and where it cuts."""
+    """Return the least sum over stages, and the ends of the stages of that cut."""
     stages, size, _ = table.shape
     costs = np.full(size, np.inf)
     costs[0] = 0.0

@@ -1,1 +1,1 @@
-"""plan.lock.yaml: the choices of a search, and whether they still stand."""
+"""plan.lock.yaml: the choices of a search, and the check that they still hold."""

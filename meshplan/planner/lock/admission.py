@@ -1,8 +1,8 @@
-"""Check that a lock says choices that its plan file leaves open, and nothing else.
+"""Check that a lock makes only choices that its plan file leaves open.
 
-A lock lies beside a plan and may come from anybody. Its statements go on top of the plan's, so each
-is held against what the plan says by itself: a key that the planner never writes, and a choice that
-changes a stated word, are refused where they stand.
+A lock lies next to a plan and may come from anybody. Its statements go on top of the plan's, so
+each is checked against what the plan states by itself. A key that the planner never writes, and a
+choice that changes a stated value, are refused with their place in the lock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CHOICES: Final = frozenset(
         "experts.capacity", "hardware.nodes", "loss_chunks", "allocator",
     }
 )  # fmt: skip
-"""Paths that the planner may state, beside rules for single blocks."""
+"""Paths that the planner may state, in addition to rules for single blocks."""
 _RULE: Final = re.compile(r"rules\[([0-9]{1,5})\]")
 _EXPERTS: Final = {"ep": EXPERT_STYLE}
 _OF_BLOCKS: Final = ("activation_checkpointing", "reshard_after_forward")
@@ -47,14 +47,14 @@ def check_chosen(
     """Refuse choices that are not the planner's to make.
 
     Args:
-        chosen: By path, as the lock has them.
-        origins: Where each of them stands.
+        chosen: The lock's choices, by path.
+        origins: Place of each choice in the lock file.
         load: Reads the plan file with statements on top.
-        statements: The choices, as such statements.
-        graph: The model; without it nobody knows what rules match.
+        statements: The choices as statements for `load`.
+        graph: The model; without it, what the lock's rules change for its modules is not checked.
 
     Raises:
-        SpecError: With all of them.
+        SpecError: Some choices are refused; it lists all of them.
     """
     spec = load(())
     problems = [
@@ -77,7 +77,7 @@ def check_chosen(
 
 
 def _is_own_rule(path: str, rule: Any, spec: Spec) -> bool:
-    """Return whether this is a rule for blocks, or for experts that no rule of the plan places."""
+    """Return True if this is a rule for blocks, or for experts that no rule of the plan places."""
     found = _RULE.fullmatch(path)
     if found is None or int(found[1]) < len(spec.rules) or not isinstance(rule, dict):
         return False
@@ -94,7 +94,7 @@ def _is_own_rule(path: str, rule: Any, spec: Spec) -> bool:
 
 
 def _in_lock(problem: Problem, origins: Mapping[str, Origin]) -> Problem:
-    """A problem of a statement, told where the lock has it."""
+    """Return the problem of a statement with the place where the lock has it."""
     at = problem.origin.path if problem.origin is not None else ""
     around = (path for path in origins if at == path or at.startswith((f"{path}.", f"{path}[")))
     path = next(around, None)
@@ -104,7 +104,7 @@ def _in_lock(problem: Problem, origins: Mapping[str, Origin]) -> Problem:
 def _overruled(
     chosen: Mapping[str, Any], spec: Spec, locked: Spec, graph: ModelGraph | None
 ) -> Iterator[tuple[str, str]]:
-    """(path of a choice, what the plan says instead)."""
+    """Yield (path of a choice, what the plan states instead)."""
     sizes = _sizes(locked.mesh)
     for path in chosen:
         stated, now = _stated(spec, path), _stated(locked, path)
@@ -115,7 +115,7 @@ def _overruled(
 
 
 def _stated(spec: Spec, path: str) -> Any:
-    """Return what a file says of a choice; None where it says nothing."""
+    """Return the value that a file states for a choice; None if it states none."""
     if not any(at == path or at.startswith(f"{path}.") for at in spec.origins):
         return None
     found: Any = spec
@@ -125,15 +125,15 @@ def _stated(spec: Spec, path: str) -> Any:
 
 
 def _agrees(path: str, stated: Any, now: Any, spec: Spec, sizes: Mapping[str, Any]) -> bool:
-    """Whether a choice leaves a stated value as it is, or says nothing where it means nothing."""
+    """Return True if a choice keeps a stated value, or leaves it out where it has no effect."""
     has_tp, has_ep = "tp" in sizes, "ep" in sizes
     match path:
         case "mesh":
             return _keeps_mesh(stated, sizes)
-        case "hardware.nodes":  # Fewer may cost less than all that there are.
+        case "hardware.nodes":  # With the objective `cost`, the answer may be fewer nodes.
             return bool(now == stated or (spec.solve.get("objective") == "cost" and now < stated))
         case "strategy":
-            if now is None:  # Nothing is left for it to say.
+            if now is None:  # A mesh without data axes has no strategy.
                 return not sizes.keys() & {"dp_replicate", "dp_shard"}
             return now in STRATEGIES and STRATEGIES[now].cuts == STRATEGIES[stated].cuts
         case "tp_plan" | "sequence_parallel" | "loss_parallel":
@@ -151,13 +151,13 @@ def _agrees(path: str, stated: Any, now: Any, spec: Spec, sizes: Mapping[str, An
 
 
 def _sizes(mesh: Any) -> dict[str, Any]:
-    """The axes of a mesh that are larger than 1."""
+    """Return the axes of a mesh that are larger than 1."""
     axes = mesh if isinstance(mesh, Mapping) else {}
     return {axis: size for axis, size in axes.items() if size != 1}
 
 
 def _keeps_mesh(stated: Any, sizes: Mapping[str, Any]) -> bool:
-    """Whether axes that the plan gives a size have it, and no others are there."""
+    """Return True if the axes that the plan gives a size have it, and there are no others."""
     if not isinstance(stated, Mapping):
         listed = sorted(size for size in stated if size != 1)
         return listed == sorted(size for size in sizes.values() if isinstance(size, int))
@@ -166,7 +166,7 @@ def _keeps_mesh(stated: Any, sizes: Mapping[str, Any]) -> bool:
 
 
 def _overruled_rules(spec: Spec, locked: Spec, graph: ModelGraph) -> Iterator[tuple[str, str]]:
-    """(path of a rule of the lock, the rule of the plan that says otherwise of some module)."""
+    """Yield (path of a rule of the lock, the rule of the plan that it contradicts for a module)."""
     before, after = Cascade(spec, graph), Cascade(locked, graph)
     for fqn in graph.modules:
         for field in _OF_BLOCKS:

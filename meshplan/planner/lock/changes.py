@@ -1,4 +1,4 @@
-"""What a new answer says otherwise than the lock that was there."""
+"""The differences between a new answer and the lock that was there before."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 _ENOUGH: Final = 1e-3
-"""A figure that moves by a smaller share is the same."""
+"""Relative change up to which a figure counts as equal."""
 EXPECTED: Final = ("step_s", "tokens_per_s_per_gpu", "mfu")
-"""The figures of a lock that are compared."""
+"""Figures of a lock that are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldChange:
-    """One field.
+    """A field that differs between two locks.
 
     Args:
-        field: Its path: of a choice as in plan.yaml, of anything else as in the lock.
-        old, new: None where it was, or is, not said.
+        field: Path of the field: of a choice as in plan.yaml, of anything else as in the lock.
+        old: Value before; None if there was none.
+        new: Value now; None if there is none.
     """
 
     field: str
@@ -27,10 +28,14 @@ class FieldChange:
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[FieldChange, ...]:
-    """What differs between the contents of two locks: why, what was chosen, what follows.
+    """Return the fields that differ between two locks: inputs, choices, figures.
 
-    Figures count where they move by a tenth of a per cent; layouts follow from the choices, and are
-    not told.
+    Figures differ if they change by more than a tenth of a per cent. Layouts follow from the
+    choices, and are not compared.
+
+    Args:
+        old: Contents of the lock before.
+        new: Contents of the lock now.
     """
     before, after = dict(fields(old)), dict(fields(new))
     return tuple(
@@ -41,7 +46,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[FieldChange
 
 
 def fields(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(path, value) of what a lock says."""
+    """Yield (path, value) of the fields of a lock that are compared."""
     for name in ("plan", "free", "model", "profile", "profile_file"):
         yield f"inputs.{name}", content["inputs"].get(name)
     for path, value in content["chosen"].items():

@@ -1,8 +1,8 @@
-"""plan.lock.yaml: what the planner chose, in the words of plan.yaml, and what it was chosen for.
+"""plan.lock.yaml: the planner's choices, in the words of plan.yaml, and the inputs they are for.
 
 The choices are statements that go on top of the plan file, as `--set` does, so that a locked plan
-is the user's own file made whole. They hold while the plan file says the same and the model has
-the same parameters. No times, no dates: the same inputs give the same bytes.
+is the user's own file made complete. They hold while the plan file states the same and the model
+has the same parameters. A lock has no times and no dates: the same inputs give the same bytes.
 """
 
 from __future__ import annotations
@@ -32,25 +32,26 @@ FORMAT: Final = 2
 _AGAIN: Final = "run meshplan plan again"
 _ELSEWHERE: Final = "say -o FILE, in a folder that is there and may be written to"
 INSTEAD: Final = "give the plan file itself, or run meshplan plan again"
-"""The fix of a lock that was named and does not hold."""
+"""The fix for a lock that was named and does not hold."""
 _HEADROOM: Final = 0.10
-"""That earlier versions took for what a plan does not state."""
+"""Headroom that earlier versions assumed for plans that do not state it."""
 _MOST_BYTES: Final = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lock:
-    """A lock file's part that decides.
+    """The contents of a lock file.
 
     Args:
-        spec, model: Hashes of what it was made for.
-        profile: (file beside the lock, its hash) of the constants that were measured; None where
-            it went by meshplan's own.
-        chosen: Statements by path.
+        spec: Hash of the plan file's spec that it was made for.
+        model: Hash of the model that it was made for.
+        profile: (profile file, its hash) of the measured constants that it was made with; None for
+            meshplan's own figures.
+        chosen: The choices: statements by path.
         free: Keys that `--free` gave to the planner although the plan file states them.
-        origins: Where each statement stands.
-        path: Of the file.
-        content: All that it says.
+        origins: Place of each choice in the lock file, by path.
+        path: Path of the lock file.
+        content: Everything in the file.
     """
 
     spec: str
@@ -64,18 +65,18 @@ class Lock:
 
     @property
     def statements(self) -> dict[str, Any]:
-        """All that goes on top of the plan file: the freed keys taken back, then the choices."""
+        """All statements that go on top of the plan file: the freed keys first, then the choices."""
         return {**freed(self.free), **self.chosen}
 
     @property
     def used(self) -> str:
-        """The line that says that a verb goes by this lock."""
+        """The line which reports that a command uses this lock."""
         free = f", which frees {' and '.join(self.free)}" if self.free else ""
         return f"goes by {self.path.name}{free}"
 
 
 def lock_path(plan: str | os.PathLike[str]) -> Path:
-    """Where the lock of a plan file is.
+    """Return the path of the lock of a plan file.
 
     >>> lock_path("jobs/plan.yaml").name
     'plan.lock.yaml'
@@ -85,20 +86,20 @@ def lock_path(plan: str | os.PathLike[str]) -> Path:
 
 
 def is_file(source: Any) -> bool:
-    """Return whether a plan is a file, which may have a lock, and not a mapping."""
+    """Return True if a plan is a file, which may have a lock, and not a mapping."""
     return isinstance(source, str | os.PathLike)
 
 
 def has_lock(source: Any) -> bool:
-    """Return whether a lock lies beside a plan, whether or not it holds."""
+    """Return True if there is a lock next to a plan file, whether or not it holds."""
     return is_file(source) and lock_path(source).exists()
 
 
 def spec_hash(spec: Spec) -> str:
-    """Hash what a plan says, whatever its comments, the order of its keys and where the file is.
+    """Hash what a plan states, whatever its comments, its order of keys and its path.
 
-    What nobody states of headroom and dtype counts as what earlier versions took for it: their
-    locks go on to hold.
+    A headroom or dtype that is not stated counts as what earlier versions assumed for it, so that
+    their locks still hold.
     """
     hardware, given, more = spec.hardware, spec.input, ""
     if hardware is not None and "hardware.headroom" not in spec.origins:
@@ -111,7 +112,7 @@ def spec_hash(spec: Spec) -> str:
 
 
 def model_hash(graph: ModelGraph) -> str:
-    """Of the names and shapes of all parameters, which say what a plan's rules match."""
+    """Hash the names and shapes of all parameters, which decide what a plan's rules match."""
     return _hash(json.dumps(sorted((t.fqn, list(t.shape)) for t in graph.parameters)))
 
 
@@ -120,10 +121,11 @@ def _hash(text: str) -> str:
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a lock file whole, or not at all.
+    """Write a lock file completely, or not at all.
 
     Args:
-        content: All but the hash of it, which is added.
+        path: Path of the lock file.
+        content: Everything in it but its hash, which is added.
     """
     check_writable(path, "the lock", _ELSEWHERE)
     lock, *rest = content.items()
@@ -135,22 +137,22 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes a list that stands twice twice: aliases are not read."""
+    """A YAML dumper that repeats a list that occurs twice: the reader does not accept aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def _hash_of(content: Mapping[str, Any]) -> str:
-    """The hash of all that a lock says but the hash itself."""
+    """Hash the contents of a lock without the hash itself."""
     return _hash(json.dumps({k: v for k, v in content.items() if k != "hash"}, sort_keys=True))
 
 
 def read(path: Path) -> Lock | None:
-    """Return a lock file; None where there is none.
+    """Return the lock in a file; None if there is no file.
 
     Raises:
-        SpecError: It is no lock file, or was changed after it was written.
+        SpecError: The file is no lock, or was changed after it was written.
     """
     try:
         root = read_yaml(path, _MOST_BYTES, "a lock")
@@ -185,7 +187,7 @@ def _chosen(root: PlanValue) -> Mapping[str, PlanValue]:
 
 
 def _checked(content: Any) -> Mapping[str, Any]:
-    """What a lock says, once its form and its hash are right."""
+    """Return the contents of a lock, after a check of its format and its hash."""
     if not isinstance(content, dict) or "lock" not in content:
         raise ValueError("it does not begin with lock:")
     if content["lock"] != FORMAT:
@@ -203,7 +205,7 @@ def _checked(content: Any) -> Mapping[str, Any]:
 
 
 def _check_figures(content: Mapping[str, Any]) -> None:
-    """Check what is compared and printed: whoever writes a lock can hash it too."""
+    """Check the figures that are compared and printed: whoever edits a lock can also hash it."""
     expected, groups = content.get("expected"), content.get("memory")
     if not isinstance(expected, dict):
         raise ValueError("it has no expected")
@@ -225,7 +227,11 @@ def _profile_of(path: Path, inputs: Mapping[str, Any]) -> tuple[Path, str] | Non
 
 
 def _free_of(inputs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the keys that a lock frees; only such as may be chosen."""
+    """Return the keys that a lock frees.
+
+    Raises:
+        ValueError: Some key may not be freed.
+    """
     free = inputs.get("free", [])
     if not isinstance(free, list) or not all(each in FREEABLE for each in free):
         raise ValueError(f"its free is {free!r}")
@@ -233,24 +239,25 @@ def _free_of(inputs: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def file_hash(path: Path) -> str:
-    """Of what a file says."""
+    """Hash the contents of a file."""
     return f"sha256:{hashlib.sha256(read_bytes(path, _MOST_BYTES, 'a profile')).hexdigest()}"
 
 
 def overrides(stated: Mapping[str, Any]) -> list[str]:
-    """Statements as `--set PATH=VALUE` has them; JSON is YAML."""
+    """Return statements in the form of `--set PATH=VALUE`. JSON is YAML."""
     return [f"{path}={json.dumps(value)}" for path, value in stated.items()]
 
 
 def locked(source: Any, load: Callable[[Sequence[str]], Spec], graph: ModelGraph) -> Lock | str:
-    """The lock of a plan file, or why there is none of this plan and model.
+    """Return the lock of a plan file, or the reason why none holds for this plan and model.
 
     Args:
-        source: The plan file; a mapping has no lock.
-        load: Reads it with statements on top.
+        source: The plan file, or a mapping, which has no lock.
+        load: Reads the plan file with statements on top.
+        graph: The model.
 
     Raises:
-        SpecError: The lock cannot be read, or says more than the plan leaves open.
+        SpecError: The lock cannot be read, or states more than the plan leaves open.
     """
     if not is_file(source):
         return "a plan without a file has no lock"
@@ -267,7 +274,7 @@ def locked(source: Any, load: Callable[[Sequence[str]], Spec], graph: ModelGraph
         return f"{path.name} was made for another model"
     if lock.profile is not None:
         profile, known = lock.profile
-        # Where a job runs, the file need not be: its figures have done their work.
+        # The profile need not exist where a job runs: its figures have served their purpose.
         if profile.is_file() and file_hash(profile) != known:
             return f"{path.name} was made with another state of {profile.name}"
     _check_chosen(lock, load, graph)
@@ -275,11 +282,12 @@ def locked(source: Any, load: Callable[[Sequence[str]], Spec], graph: ModelGraph
 
 
 def lock_in_words(found: Lock | str, source: Any, spec: Spec) -> str:
-    """Which lock a plan goes by, or why by none; "" where none is there, and none is needed.
+    """Return a line on the lock that a plan uses, or why it uses none; "" if it needs none.
 
     Args:
-        found: As `locked` has it.
-        spec: The plan file, as it is without a lock.
+        found: The result of `locked`.
+        source: The plan file, or a mapping.
+        spec: The spec of the plan file without a lock.
     """
     if not isinstance(found, str):
         return found.used
@@ -289,7 +297,7 @@ def lock_in_words(found: Lock | str, source: Any, spec: Spec) -> str:
 
 
 def _check_chosen(lock: Lock, load: Callable[[Sequence[str]], Spec], graph: ModelGraph) -> None:
-    """Refuse choices that the plan, without the keys that are freed, does not leave open."""
+    """Refuse choices that the plan does not leave open once the lock's keys are freed."""
     free = overrides(freed(lock.free))
     check_chosen(
         lock.chosen, lock.origins, lambda more: load([*free, *more]), overrides(lock.chosen), graph
@@ -297,13 +305,17 @@ def _check_chosen(lock: Lock, load: Callable[[Sequence[str]], Spec], graph: Mode
 
 
 def check_holds(lock: Lock, load: Callable[[Sequence[str]], Spec], graph: ModelGraph) -> None:
-    """Refuse a lock that somebody names, where the one beside a plan file would be passed over.
+    """Refuse a lock that the user names and that does not hold.
+
+    A lock that merely lies next to its plan file is passed over instead (`locked`).
 
     Args:
+        lock: The lock.
         load: Reads its plan file with statements on top.
+        graph: The model.
 
     Raises:
-        SpecError: It was made for another plan or model, or says more than the plan leaves open.
+        SpecError: The lock is for another plan or model, or states more than the plan leaves open.
     """
     for is_other, other in (
         (lock.spec != spec_hash(load(overrides(freed(lock.free)))), "state of its plan file"),
@@ -318,7 +330,13 @@ def check_holds(lock: Lock, load: Callable[[Sequence[str]], Spec], graph: ModelG
 def chosen_spec(
     load: Callable[[Sequence[str]], Spec], chosen: Mapping[str, Any], source: str
 ) -> Spec:
-    """The spec with choices on top, each of which is said to stand in `source`."""
+    """Return the spec with choices on top, whose origins name `source`.
+
+    Args:
+        load: Reads the plan file with statements on top.
+        chosen: The choices, by path.
+        source: Name of the place that the choices come from.
+    """
     spec = load(overrides(chosen))
 
     def is_chosen(path: str) -> bool:
@@ -332,7 +350,7 @@ def chosen_spec(
 
 
 def profile_of_lock(source: Any) -> Path | None:
-    """The profile that the lock of a plan file was made with, where it is still there."""
+    """Return the profile that the lock of a plan file was made with; None if it does not exist."""
     if not is_file(source):
         return None
     lock = read(lock_path(source))

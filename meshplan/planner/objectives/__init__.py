@@ -1,1 +1,1 @@
-"""What can be asked for: fastest, least memory, balanced stages, fewest devices."""
+"""Objectives of planning: the fastest plan, the least memory, a balance of both, fewest devices."""

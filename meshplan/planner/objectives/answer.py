@@ -1,4 +1,4 @@
-"""What is the best: the fastest plan, the one that holds the least, between them, the cheapest."""
+"""Find the best plan by the objective of a request: time, memory, both balanced, or cost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ _NOT_ASKED: Final = "something fits without, and nothing asks for it: offload: a
 
 
 def answer(question: PlanRequest, told: Told = lambda text: None) -> Decision:
-    """The best plan by the question's objective.
+    """Find the best plan by the request's objective.
+
+    A plan of a live model that states something that is not searched is priced as it stands.
+
+    Args:
+        question: The request.
+        told: Called with lines on the progress.
 
     Raises:
         PlanError: The plan file says too little, or nothing is left to choose from.
@@ -36,15 +42,30 @@ def answer(question: PlanRequest, told: Told = lambda text: None) -> Decision:
 
 
 def smallest(question: PlanRequest, told: Told = lambda text: None) -> Decision:
-    """The plan that holds the least, whatever time it takes.
+    """Find the plan that uses the least memory, whatever time its step takes.
 
-    What no configuration can be below, by the linear figures, is the gap.
+    Its `gap` is how far the lower bound of all configurations is below it.
+
+    Args:
+        question: The request.
+        told: Called with lines on the progress.
+
+    Raises:
+        PlanError: The plan file says too little, or nothing is left to choose from.
     """
     return smallest_of(PlanningProblem(question), told)
 
 
 def smallest_of(job: PlanningProblem, told: Told = lambda text: None) -> Decision:
-    """The same of a question made concrete."""
+    """Find the plan of a problem that uses the least memory.
+
+    Configurations with offload are searched if the plan says `offload: auto`, or if nothing fits
+    without. The problem's `capacity` is lowered on the way.
+
+    Args:
+        job: The problem.
+        told: Called with lines on the progress.
+    """
     began, question = time.monotonic(), job.question
     limit = TIME_LIMIT_S if question.time_limit_s is None else question.time_limit_s
     told(size_in_words(job))
@@ -60,7 +81,7 @@ def smallest_of(job: PlanningProblem, told: Told = lambda text: None) -> Decisio
     elif not job.is_widened and len(job.free.offload) > 1:
         job.reject(Rejected("offload=params, activations", _NOT_ASKED))
     if way is not None and (way := job.certified(way)) is None:
-        # What its pieces told was too little: the fastest goes by what its model does.
+        # The estimate was below a trace of the model. The fastest plan is certified by a trace too.
         return replace(decide(question, told), objective="memory", gap=1.0, is_whole=False)
     samples, gap = 0, 1.0
     if way is not None:

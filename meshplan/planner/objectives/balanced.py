@@ -1,7 +1,8 @@
-"""Between the fastest and the smallest: the plan of which seconds times bytes are the least.
+"""The balanced objective: the plan with the least product of step time and memory.
 
-Down the frontier of memory against time it pays to be slower by a share while more than that share
-of the memory is left. Where it stops paying, what is left is headroom that costs little.
+Along the frontier of memory against time a slower plan pays as long as it saves a larger share of
+the memory than it adds to the time. Where that ends, the memory left over is headroom at little
+cost.
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ from meshplan.spec.keys import TIME_LIMIT_S
 from meshplan.units import format_gib, format_step
 
 _STEP: Final = 0.95
-"""The next plan that is looked at holds less than this share of the one before: what lies between
-is not looked at, and may be better by as much."""
+"""Share of the last plan's memory that the next one may use. Plans between are not searched, and
+may be better by as much."""
 
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """Where seconds times bytes are the least.
+    """The plan with the least product of seconds and bytes.
 
     Attributes:
-        job, way: The plan that was found, and of which question.
-        gap: By which share another plan's product may be less.
-        is_whole: Whether the search came to its end.
+        job: The problem that the plan was found in.
+        way: The plan.
+        gap: Share by which another plan's product may be smaller.
+        is_whole: If True, the search ended by itself.
     """
 
     job: PlanningProblem
@@ -47,28 +49,32 @@ class Balance:
 
     @property
     def limit_bytes(self) -> int:
-        """What the plan holds; the fastest within it is the plan."""
+        """Bytes that the plan uses. The plan is the fastest one within this limit."""
         return self.way.memory.worst.band[1]
 
 
 def balanced(question: PlanRequest, told: Callable[[str], None] = lambda text: None) -> Decision:
-    """The plan that balances the two.
+    """Find the plan that balances time and memory.
+
+    Args:
+        question: The request.
+        told: Called with lines on the progress.
 
     Raises:
-        PlanError: As `decide`.
+        PlanError: The plan file says too little, or nothing is left to choose from.
     """
     began = time.monotonic()
     found = balance(question, told)
     if found is None:
         return replace(decide(question, told), objective="balanced")
     decision = decide(replace(question, limit_bytes=found.limit_bytes), told)
-    if decision.chosen is None:  # Nobody waited for it to be looked for once more.
+    if decision.chosen is None:  # The second search was stopped before it found the plan again.
         decision = _so_far(decision, found)
     return replace(
         decision,
         objective="balanced",
         gap=found.gap,
-        ladder=None,  # Of a machine with no more memory than that.
+        ladder=None,  # It is that of a machine with only this much memory.
         limit_bytes=question.limit_bytes,
         is_whole=decision.is_whole and found.is_whole,
         search_s=time.monotonic() - began,
@@ -76,7 +82,7 @@ def balanced(question: PlanRequest, told: Callable[[str], None] = lambda text: N
 
 
 def _so_far(decision: Decision, found: Balance) -> Decision:
-    """The same with what was found before."""
+    """Return the decision with the plan that `balance` found."""
     job, candidate = found.job, found.way.candidate
     assert candidate is not None
     samples = job.samples(candidate.row)
@@ -93,10 +99,17 @@ def _so_far(decision: Decision, found: Balance) -> Decision:
 def balance(
     question: PlanRequest, told: Callable[[str], None] = lambda text: None
 ) -> Balance | None:
-    """What memory to give the fastest plan; None where none was found that fits.
+    """Find the plan with the least product of seconds and bytes; None if no plan fits.
 
-    The fastest plan, the fastest that holds less, and so on, until whatever holds less still is
-    too slow, even if it held the least that anything can.
+    Searches the fastest plan, then the fastest one that uses less memory, and so on, until the
+    lower bounds show that no plan with less memory has a smaller product.
+
+    Args:
+        question: The request.
+        told: Called with lines on the progress.
+
+    Raises:
+        PlanError: The plan file says too little, or nothing is left to choose from.
     """
     began = time.monotonic()
     deadline = began + (TIME_LIMIT_S if question.time_limit_s is None else question.time_limit_s)
@@ -114,7 +127,8 @@ def balance(
         told(f"{format_step(seconds)} with {format_gib(held)}")
         if seconds * held < best:
             best, at = seconds * held, (job, way)
-        # What holds more than the next limit is no faster; what holds less has its turn.
+        # Nothing within this plan's limit is faster, so whatever uses more than the next limit has
+        # a product of at least seconds * limit. Whatever uses less is searched next.
         limit = int(held * _STEP)
         lower = min(lower, seconds * limit)
     if at is None:
@@ -125,10 +139,13 @@ def balance(
 
 
 def _fastest(job: PlanningProblem, seconds: float, best: float, deadline: float) -> SearchResult:
-    """The fastest that fits, of the configurations whose seconds times bytes may be below the best.
+    """Search the fastest plan that fits, among configurations that may have the least product.
 
     Args:
-        seconds: Nothing takes less.
+        job: The problem.
+        seconds: Lower bound on the step time of all plans.
+        best: Smallest product of seconds and bytes so far.
+        deadline: Value of `time.monotonic()` at which to stop.
     """
 
     def run(numbers: CostTable) -> SearchResult:
@@ -147,7 +164,7 @@ def _fastest(job: PlanningProblem, seconds: float, best: float, deadline: float)
 
 
 def _products(job: PlanningProblem, numbers: CostTable, seconds: float) -> Floats:
-    """By row, seconds times bytes at the least; infinite where there is no such row."""
+    """Return by configuration a lower bound on seconds times bytes; infinite if none exists."""
     takes, holds = time_bounds(numbers), memory_bounds(numbers)
     exists = np.isfinite(takes) & np.isfinite(holds)
     held = [job.widened(each) for each in np.where(exists, holds, 0.0).tolist()]

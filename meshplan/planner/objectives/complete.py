@@ -1,4 +1,4 @@
-"""A plan file made whole: by its lock where that holds, by planning where it does not."""
+"""Complete a plan file: by its lock if that holds, else by planning."""
 
 from __future__ import annotations
 
@@ -33,10 +33,21 @@ def complete_spec(
     lock: Lock | None = None,
     noted: Callable[[str], None] = lambda text: None,
 ) -> Spec:
-    """The spec with nothing left to the planner; other arguments as for `complete_statements`.
+    """Return the spec with nothing left to the planner.
 
     Args:
-        lock: Somebody's choice among the locks; None asks the one beside the plan file.
+        source: Path of the plan file, or its content as a mapping.
+        load: Reads the plan file with more statements on top.
+        graph: The model that the plan is for.
+        told: Called with lines on the progress.
+        ask: Builds the request for a model without a config, from the path of a profile or None.
+        config: The config that `graph` was read from; None if it was read from none.
+        lock: The lock that the user named; None takes the one next to the plan file.
+        noted: Called with one line: which lock the plan goes by, or why it goes by none.
+
+    Raises:
+        PlanError: Nothing fits, or the plan says too little to be planned.
+        SpecError: The lock cannot be read, or the named lock does not hold.
     """
     if lock is not None:
         check_holds(lock, loading(source, ()), graph)
@@ -54,18 +65,23 @@ def complete_statements(
     config: str | Path | None = None,
     noted: Callable[[str], None] = lambda text: None,
 ) -> tuple[Mapping[str, Any], str]:
-    """(what goes on top of a plan file, who says so).
+    """Return the statements that complete a plan file, and who made them.
 
-    THE place that decides which spec is in force. A lock that holds completes the plan. Without
-    one, what is `auto` is planned, and what is left out has its default.
+    This is the one place that decides which spec is in force. A lock that holds completes the
+    plan. Without one, fields that are `auto` are planned, and fields left out have their defaults.
 
     Args:
-        source: The plan file, or a mapping.
-        graph: The model that it is for.
-        told: Is told what is being done.
-        ask: The question about a model that no config tells of, by a profile of the machine.
-        config: That the graph is from; None where it is from none.
-        noted: Is told in one line which lock the plan goes by, or why by none.
+        source: Path of the plan file, or its content as a mapping.
+        load: Reads the plan file with more statements on top.
+        graph: The model that the plan is for.
+        told: Called with lines on the progress.
+        ask: Builds the request for a model without a config, from the path of a profile or None.
+        config: The config that `graph` was read from; None if it was read from none.
+        noted: Called with one line: which lock the plan goes by, or why it goes by none.
+
+    Returns:
+        The statements by path, and their source for error messages: the name of the lock file,
+        "the planner", or "" if nothing is left open.
 
     Raises:
         PlanError: Nothing fits, or the plan says too little to be planned.
@@ -95,7 +111,7 @@ def complete_statements(
     path, origin = config_of(spec, config)
     is_other = sized is not None and sized is not graph
     if path is not None and (is_other or config is not None):
-        question = with_shorter(question, path, origin)  # As `meshplan plan` has it.
+        question = with_shorter(question, path, origin)  # As for `meshplan plan`.
     decision = answer(question, told)
     if decision.chosen is None:
         raise PlanError(nothing_fits(spec))
@@ -103,6 +119,6 @@ def complete_statements(
 
 
 def nothing_fits(spec: Spec) -> Problem:
-    """That there is no plan."""
+    """Return the problem that no plan fits into the memory."""
     what = "nothing in the space fits into the memory that there is"
     return Problem(what, spec.origin("mesh"), "see meshplan plan; allow more, or take more devices")

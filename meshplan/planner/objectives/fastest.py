@@ -1,7 +1,7 @@
-"""The planner's line: what is free, all there is, the fastest that fits, the simplest near it.
+"""Find the fastest plan that fits, and the simplest plan that is hardly slower.
 
-Costs and memory are asked of their rooms; a plan that the memory room did not certify is never
-given.
+Costs come from the `cost` package and memory from the `memory` package. A plan whose memory was not
+estimated there is never returned.
 """
 
 from __future__ import annotations
@@ -28,11 +28,15 @@ from meshplan.planner.tables.cost_table import CostTable, memory_bounds, time_bo
 from meshplan.units import format_step
 
 _MOST_CHOICES: Final = 8
-"""After each the memory room knows better what it was wrong about."""
+"""Number of plans that are chosen and certified at most. Each failure corrects the estimates."""
 
 
 def decide(question: PlanRequest, told: Callable[[str], None] = lambda text: None) -> Decision:
-    """The plan.
+    """Find the fastest plan of a request.
+
+    Args:
+        question: The request.
+        told: Called with lines on the progress.
 
     Raises:
         PlanError: The plan file says too little, or nothing is left to choose from.
@@ -42,7 +46,12 @@ def decide(question: PlanRequest, told: Callable[[str], None] = lambda text: Non
 
 @collecting_rarely()
 def decide_job(job: PlanningProblem, told: Callable[[str], None] = lambda text: None) -> Decision:
-    """The plan of a question made concrete."""
+    """Find the fastest plan of a problem.
+
+    Args:
+        job: The problem. Its grid and its list of estimates grow on the way.
+        told: Called with lines on the progress.
+    """
     began = time.monotonic()
     limit = job.question.time_limit_s
     told(size_in_words(job))
@@ -94,7 +103,7 @@ def decide_job(job: PlanningProblem, told: Callable[[str], None] = lambda text: 
         flops=job.flops(best.row) if best else 0.0,
         profile=job.profile,
         limit_bytes=job.question.limit_bytes,
-        # What was cut short after the search may have ended with another plan than usual.
+        # A stop after the search cuts simplification short, which may change the chosen plan.
         is_whole=found.is_whole and not is_stopped,
         is_interrupted=is_stopped,
         profile_path=job.question.profile_path,
@@ -105,20 +114,20 @@ def decide_job(job: PlanningProblem, told: Callable[[str], None] = lambda text: 
 
 
 def size_in_words(job: PlanningProblem) -> str:
-    """How many configurations there are, before any are added."""
+    """Return the number of configurations in words, before any with offload are added."""
     count = len(job.grid)
     return f"{count:,} configuration{'' if count == 1 else 's'}"
 
 
 def _bounds(job: PlanningProblem, numbers: CostTable) -> Iterator[Bound]:
-    """Of every row that exists."""
+    """Yield the lower bounds of every configuration that exists."""
     seconds, held = time_bounds(numbers), memory_bounds(numbers)
     exists = np.isfinite(seconds) & np.isfinite(held)
     return map(Bound, seconds[exists].tolist(), map(job.widened, held[exists].tolist()))
 
 
 def _line(job: PlanningProblem, found: SearchResult) -> str:
-    """A better plan in a few words."""
+    """Return a line on the best plan so far."""
     assert found.best is not None
     row: np.void = job.grid[found.best.row]
     mesh = " x ".join(f"{axis} {row[axis]}" for axis in AXES if row[axis] > 1) or "one device"
@@ -126,7 +135,11 @@ def _line(job: PlanningProblem, found: SearchResult) -> str:
 
 
 def _ladder(job: PlanningProblem, numbers: CostTable, best: Candidate) -> Ladder | None:
-    """The same space where the network, or memory, is no limit; None if that is not waited for."""
+    """Search the space again without network time, then without a memory limit.
+
+    Returns:
+        The ladder; None if the user stopped the searches.
+    """
     stop = job.question.is_stopped
     if stop():
         return None
@@ -152,7 +165,7 @@ def _fits(candidate: Candidate) -> ReplayedMemory:
 
 
 def _why_refused(found: SearchResult) -> Iterator[Rejected]:
-    """One line for each reason, with how many configurations it is of."""
+    """Yield one entry per reason, with the number of configurations that it excludes."""
     by_why: dict[str, list[int]] = {}
     for row, why in found.refused.items():
         by_why.setdefault(why, []).append(row)

@@ -1,4 +1,4 @@
-"""Which configurations may hold the least."""
+"""Search the plan that uses the least memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,18 @@ from meshplan.planner.tables.cost_table import memory_bounds
 
 
 def least_rows(grid: NDArray[np.void], bounds: Floats, capacity: float) -> list[int]:
-    """Of configurations that differ in the microbatch alone the smallest; least bound first.
+    """Return the configurations that may use the least memory, least bound first.
+
+    Of configurations that differ in the size of the microbatch alone, only the one with the
+    smallest is returned.
 
     Args:
-        bounds: Bytes from below, by row.
-        capacity: Rows above are left out.
+        grid: All configurations.
+        bounds: [configurations] lower bounds on the bytes of the fullest rank.
+        capacity: Bytes above which a configuration is left out.
+
+    Returns:
+        Indices into `grid`.
     """
     least: dict[tuple[int, ...], int] = {}
     for row in np.argsort(grid["micro"], kind="stable"):
@@ -30,13 +37,17 @@ def least_rows(grid: NDArray[np.void], bounds: Floats, capacity: float) -> list[
 
 
 class LeastMemory:
-    """The plan that holds the least of those that fit; lowers what the job allows.
+    """The search for the plan with the least memory. It lowers the problem's `capacity`.
+
+    Args:
+        job: The problem.
+        deadline: Value of `time.monotonic()` at which to stop.
 
     Attributes:
-        way: None where nothing could be told.
-        lower_bytes: Nothing in the space holds less, by the linear figures.
-        is_whole: Whether all that may hold less was looked at before the time was up.
-        num_measured: How many were replayed.
+        way: The plan with the least memory; None if no estimate was completed. It may not fit.
+        lower_bytes: Lower bound on the bytes of all plans of the space.
+        is_whole: If True, all plans that may use less were looked at before the deadline.
+        num_measured: Number of memory estimates made.
     """
 
     def __init__(self, job: PlanningProblem, deadline: float) -> None:
@@ -63,7 +74,7 @@ class LeastMemory:
                 way = job.measure(numbers, candidate, allocators=(allocator,)).result
                 if isinstance(way, Evaluated) and way.memory.worst.band[1] < least:
                     least, self.way = way.memory.worst.band[1], way
-                    job.allow(least)  # What is over that is not told to its end.
+                    job.allow(least)  # Estimates end as soon as a rank is over the best plan.
 
     def _is_late(self, job: PlanningProblem, deadline: float) -> bool:
         late = time.monotonic() > deadline or job.question.is_stopped()

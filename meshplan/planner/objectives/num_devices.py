@@ -1,4 +1,4 @@
-"""How many devices: the fewest that train in time, and the number that costs the least."""
+"""The number of devices: the fewest that train in time, and the number that costs the least."""
 
 from __future__ import annotations
 
@@ -25,25 +25,28 @@ DAY_S: Final = 86400.0
 _MOST_NODES: Final = 2**17
 _TENTH: Final = 0.1
 _HARDLY: Final = 0.02
-"""A step has too few samples for more nodes if these take at most this share less."""
+"""Share of the time that more nodes must save; if they save less, a step has too few samples."""
 _SLOWER: Final = 2
-"""Sizes in a row that are hardly faster, after which no larger one is tried."""
+"""Consecutive sizes that are hardly faster, after which no larger size is tried."""
 _WITHOUT: Final = 4
-"""Sizes in a row that have no mesh, likewise."""
+"""Consecutive sizes without a mesh, after which no larger size is tried."""
 _STEP, _MOST_TIMES = 4, 1024
-"""So many times as many samples of a step are tried, again and again, up to the most."""
+"""Factor by which the samples of a step are raised each time, and the largest total factor."""
 _FEW: Final = 7
-"""Numbers of nodes that are tried with more samples."""
+"""Numbers of nodes tried for each larger number of samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """One number of nodes.
+    """One number of nodes, and how long the training takes on it.
 
     Args:
-        days: That the training takes there; None where nothing fits, or it is known to be late.
-        least_days: It takes no less; None where there is no mesh of so many.
-        why: Why there is no plan.
+        nodes: Number of nodes.
+        num_gpus: Number of devices on these nodes.
+        days: Days that the training takes; None if nothing fits, or if it is sure to take too long.
+        least_days: Lower bound on the days; None if there is no mesh of this size.
+        decision: The planner's decision; None if nothing was planned or nothing fits.
+        why: Reason why there is no plan; "" if there is one.
     """
 
     nodes: int
@@ -56,15 +59,17 @@ class Size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingTarget:
-    """So many tokens in so many days.
+    """The sizes tried to train on a number of tokens within a number of days.
 
     Args:
-        sizes: All that was looked at, fewest first.
-        answer: The fewest that do; None where none was found.
-        is_fewest: Whether every smaller number was looked at.
-        samples: Of a step, as the plan states them; None where it states none.
-        more: Where there is no answer, (samples of a step, a size that does with so many); None
-            where none was found.
+        tokens: Tokens to train on.
+        days: Days that the training may take.
+        sizes: All sizes that were looked at, fewest nodes first.
+        answer: The smallest size that is fast enough; None if none was found.
+        is_fewest: If True, every smaller number of nodes was looked at.
+        samples: Samples of a step, as the plan states them; None if it does not.
+        more: If there is no answer, (samples of a step, a size that is fast enough with that many
+            samples); None if none was found.
     """
 
     tokens: float
@@ -77,7 +82,11 @@ class TrainingTarget:
 
 
 def with_nodes(question: PlanRequest, nodes: int) -> PlanRequest:
-    """The same on another number of nodes."""
+    """Return the request on another number of nodes.
+
+    Raises:
+        PlanError: The plan has no hardware, or its devices' speed is not known.
+    """
     read = question.read
     again = replace(question, read=lambda more: read([f"hardware.nodes={nodes}", *more]))
     return replace(again, cluster=cluster_of(again.read(()), question.device, question.profile))
@@ -89,12 +98,18 @@ def fewest(
     days: float,
     told: Callable[[str], None] = lambda text: None,
 ) -> TrainingTarget:
-    """The fewest whole nodes that train on so many tokens in so many days, each size planned.
+    """Find the fewest whole nodes that train on a number of tokens in a number of days.
 
-    Sizes grow by halves and doubles of powers of two until one does, are halved to the least that
-    does, and then all smaller ones are looked at, as far as the time goes: that more nodes are
-    faster holds for most sizes only. Where more nodes are hardly faster, a step has too few samples
-    for them, and more samples are tried.
+    Each size is planned. Sizes grow through powers of two and the middles between them until one is
+    fast enough; bisection then finds the smallest. At last all smaller sizes are looked at as far
+    as time allows, because more nodes are faster for most sizes only. If more nodes are hardly
+    faster, a step has too few samples for them, and more samples are tried.
+
+    Args:
+        question: The request. Its own number of nodes does not matter.
+        tokens: Tokens to train on.
+        days: Days that the training may take.
+        told: Called with lines on the progress.
 
     Raises:
         PlanError: The plan says too little.
@@ -103,7 +118,7 @@ def fewest(
 
 
 def _sizes_from(first: int) -> Iterator[int]:
-    """Numbers of nodes: this one, then powers of two and the middles between them.
+    """Yield numbers of nodes: this one, then powers of two and the middles between them.
 
     >>> list(itertools.islice(_sizes_from(83), 5))
     [83, 96, 128, 192, 256]
@@ -116,7 +131,7 @@ def _sizes_from(first: int) -> Iterator[int]:
 
 
 class _Fewest:
-    """One such question."""
+    """The search of `fewest`. Sizes are planned once each."""
 
     def __init__(
         self, question: PlanRequest, tokens: float, days: float, told: Callable[[str], None]
@@ -141,12 +156,14 @@ class _Fewest:
                 return self._with_more_samples(first)
         else:
             return self._with_more_samples(first)
+        # Bisect between the largest size that failed and the one that is fast enough.
         while nodes - failed > 1 and not self._is_late():
             middle = (failed + nodes) // 2
             if self._does(middle):
                 nodes = middle
             else:
                 failed = middle
+        # Bisection assumes that more nodes are faster, which does not always hold.
         for fewer in range(first, nodes):
             if self._is_late():
                 return self._training(nodes, False)
@@ -155,7 +172,7 @@ class _Fewest:
         return self._training(nodes, True)
 
     def _first(self) -> int:
-        """Fewer nodes could not do it if every operation ran at the peak."""
+        """Return a lower bound on the nodes: those needed if every operation ran at the peak."""
         job = PlanningProblem(with_nodes(self._question, 1))
         per_token = job.flops_of_sample / _length(job.spec)
         seconds = self._days * DAY_S * job.profile.peak_flops * job.question.cluster.gpus_per_node
@@ -174,7 +191,7 @@ class _Fewest:
         )
 
     def _with_more_samples(self, first: int) -> TrainingTarget:
-        """No size does; with more samples of a step one may."""
+        """Return the target with no answer, but a size that works with more samples, if any."""
         found, times = self._training(None, False), _STEP
         while found.samples is not None and times <= _MOST_TIMES:
             samples = times * found.samples
@@ -188,7 +205,7 @@ class _Fewest:
         return found
 
     def _with_samples(self, samples: int) -> _Fewest:
-        """The same question of steps of so many."""
+        """Return this search for steps of another number of samples."""
         read = self._question.read
 
         def more_of(more: Sequence[str]) -> Spec:
@@ -224,7 +241,7 @@ class _Fewest:
             least = float(np.min(time_bounds(job.usual))) * steps / DAY_S
         except PlanError as error:
             if nodes > 1 and question.cluster.inter is None:
-                raise  # Of no other number of nodes is more known.
+                raise  # Without `inter` bandwidth every other number of nodes fails the same way.
             return replace(never, why=error.problems[0].what)
         if least > self._days:
             return replace(never, least_days=least, why=f"no less than {format_days(least)}")
@@ -242,7 +259,11 @@ class _Fewest:
 
 
 def _length(spec: Spec) -> int:
-    """Tokens of a sample."""
+    """Return the tokens of a sample.
+
+    Raises:
+        PlanError: The plan does not state it.
+    """
     if spec.batch.seq_len is None:
         what = "a training is so many tokens, and nothing says how many a sample has"
         raise PlanError(Problem(what, spec.origin("batch"), "add batch: {seq_len: 2048}"))
@@ -250,10 +271,14 @@ def _length(spec: Spec) -> int:
 
 
 def cheapest(question: PlanRequest, told: Callable[[str], None] = lambda text: None) -> Decision:
-    """The plan whose step takes the fewest GPU-hours, on as many nodes as there are, or fewer.
+    """Find the plan whose step takes the fewest GPU-hours, on all nodes or on fewer.
 
-    Halves and halves of halves of the nodes are planned, each whole: a plan that is twice as fast
-    on twice the devices costs the same.
+    The number of nodes is halved again and again, and each size is planned on its own: a plan that
+    is twice as fast on twice the devices costs the same.
+
+    Args:
+        question: The request.
+        told: Called with lines on the progress.
 
     Raises:
         PlanError: Nothing is left to choose from, on any number of nodes.
@@ -297,7 +322,7 @@ def cheapest(question: PlanRequest, told: Callable[[str], None] = lambda text: N
 
 
 def format_days(days: float) -> str:
-    """Days, or hours and less where it is no tenth of one.
+    """Format a number of days; below a tenth of a day in hours, minutes and seconds.
 
     >>> format_days(13.96), format_days(0.004)
     ('14.0 days', '5 min 46 s')
@@ -306,10 +331,14 @@ def format_days(days: float) -> str:
 
 
 def positive(value: str | float, flag: str) -> float:
-    """A figure of the command line, such as 14 or 15e12.
+    """Read a positive number of the command line, such as 14 or 15e12.
+
+    Args:
+        value: The text or number that was given.
+        flag: The flag it was given to, for the error message.
 
     Raises:
-        SpecError: It is no positive number.
+        SpecError: The value is not a positive number.
     """
     try:
         number = float(value)

@@ -1,9 +1,9 @@
-"""The space with what may lie on the host, where that may be the answer.
+"""Add configurations with offload to the space, where they may hold the answer.
 
-To offload costs time and saves memory: a row with it takes no less than its twin without, whatever
-memory that would take, and what the host's slower update takes on top. So most spaces are searched
-without, and of the others only those rows are added that may beat what was found; all of them are
-in the space, since none of them is left out without a bound.
+Offload costs time and saves memory. A configuration with offload takes at least as long as its twin
+without it and with unlimited memory, plus the host's slower update. So the space is searched
+without offload first, and only those variants are added that may beat the plan found. The search
+stays exhaustive, since every variant left out is excluded by a bound.
 """
 
 from __future__ import annotations
@@ -46,10 +46,14 @@ _FULL: Final = np.array([again == RECOMPUTE.index("full") for again, _ in OPTION
 def searched(
     job: PlanningProblem, run: Callable[[CostTable], SearchResult]
 ) -> tuple[CostTable, SearchResult]:
-    """A search of the whole space: without what is offloaded, then with it where it may win.
+    """Search the whole space: without offload first, then the variants with it that may win.
 
     Args:
-        run: One search of what the job has. After its time limit it still bounds what it was given.
+        job: The problem. Variants are added to its grid.
+        run: Searches a cost table. After its time limit it still returns a lower bound.
+
+    Returns:
+        The cost table of the final grid, and the result of all searches together.
     """
     numbers = job.usual
     found = run(numbers)
@@ -58,7 +62,7 @@ def searched(
     if add_offload_variants(job, found.unoffloaded_s):
         numbers = job.usual
         is_new = np.arange(len(numbers.grid)) >= num_base
-        # What has one stage is told soonest, and rules out much of what has more.
+        # Configurations without pp are estimated soonest, and exclude many of those with it.
         is_alone = numbers.grid["pp"] == 1
         for some in (is_new & is_alone, is_new & ~is_alone):
             if some.any():
@@ -68,10 +72,11 @@ def searched(
 
 
 def fastest_that_fits(job: PlanningProblem, deadline: float | None = None) -> SearchResult:
-    """The search of a job that asks for nothing but its answer.
+    """Search the fastest plan of a problem, without near candidates and without guesses.
 
     Args:
-        deadline: `time.monotonic()` at which to end with what is there.
+        job: The problem.
+        deadline: Value of `time.monotonic()` at which to stop with the best so far; None for none.
     """
     _, found = searched(
         job,
@@ -87,7 +92,7 @@ def fastest_that_fits(job: PlanningProblem, deadline: float | None = None) -> Se
 
 
 def _only(numbers: CostTable, some: NDArray[np.bool_], found: SearchResult) -> CostTable:
-    """Some rows, and the answer so far."""
+    """Return the cost table with all but some configurations and the best one so far excluded."""
     kept = some.copy()
     if found.best is not None:
         kept[found.best.row] = True
@@ -95,7 +100,7 @@ def _only(numbers: CostTable, some: NDArray[np.bool_], found: SearchResult) -> C
 
 
 def _together(one: SearchResult, two: SearchResult) -> SearchResult:
-    """What two searches came to, of which the second knew the first one's answer."""
+    """Merge the results of two searches, of which the second knew the first one's best plan."""
     return replace(
         two,
         best=two.best or one.best,
@@ -114,9 +119,17 @@ def _together(one: SearchResult, two: SearchResult) -> SearchResult:
 
 
 def add_offload_variants(job: PlanningProblem, seconds: float = float("inf")) -> bool:
-    """Add the rows that may take less than so many seconds; whether there are any.
+    """Add the configurations with offload that may be faster than a step time.
 
-    Afterwards `job.num_configs` counts all of them, ruled out or not.
+    Afterwards `job.num_configs` counts all variants, excluded or not. Only the first call for a
+    problem adds any.
+
+    Args:
+        job: The problem. Its grid grows.
+        seconds: Step time of the best plan so far; infinite if there is none.
+
+    Returns:
+        True if configurations were added.
     """
     free = job.free
     if 0 not in free.offload or len(free.offload) == 1 or job.is_widened:
@@ -147,9 +160,18 @@ def add_offload_variants(job: PlanningProblem, seconds: float = float("inf")) ->
 def _offload_variants(
     grid: NDArray[np.void], what: int, job: PlanningProblem
 ) -> tuple[Counts, NDArray[np.void]]:
-    """(rows that can be so, the same with it): what is not sharded FSDP2 cannot offload.
+    """Return the configurations that can offload, and their variants with offload.
 
-    On one data rank it shards over one, which is otherwise of no use.
+    FSDP2 offloads sharded parameters only. On one data rank it shards over one rank, which has no
+    other use.
+
+    Args:
+        grid: Configurations without offload.
+        what: The offload bits of `cost.grid`.
+        job: The problem.
+
+    Returns:
+        Indices into `grid`, and one variant for each.
     """
     free = job.free
     if what & ACTIVATIONS_THERE and RECOMPUTE.index("full") not in free.recompute:
@@ -159,7 +181,7 @@ def _offload_variants(
         can_be = grid["mode"] != _DDP
         alone = ~can_be & (grid["dp_replicate"] == 1) & (grid["dp_shard"] == 1)
         alone &= (grid["cp"] == 1) & (_SHARD in free.modes) & (not free.hybrid)
-        alone &= free.world > 1  # A device on its own has those rows already.
+        alone &= free.world > 1  # The grid of a single device has these configurations already.
     at = np.flatnonzero(can_be | alone)
     rows = grid[at].copy()
     rows["offload"] = what
@@ -168,7 +190,14 @@ def _offload_variants(
 
 
 def _bounds(job: PlanningProblem, numbers: CostTable, at: Counts, what: int) -> Floats:
-    """Seconds from below of the twins of these rows."""
+    """Return lower bounds on the step seconds of the variants of some configurations.
+
+    Args:
+        job: The problem.
+        numbers: The cost table without offload.
+        at: Indices of the configurations.
+        what: The offload bits of `cost.grid`.
+    """
     grid, seconds = numbers.grid[at], numbers.seconds[at]
     more = np.zeros(len(at))
     count = numbers.counts
@@ -189,7 +218,7 @@ def _bounds(job: PlanningProblem, numbers: CostTable, at: Counts, what: int) -> 
 
 
 def _host_least(job: PlanningProblem, rows: NDArray[np.void], what: int) -> Floats:
-    """By row, bytes of a node's host at the least, if every node holds as much."""
+    """Return by configuration the least host bytes of a node, if all nodes hold equally much."""
     out = np.zeros(len(rows))
     if not what & PARAMS_THERE:
         return out
@@ -207,7 +236,7 @@ def _host_least(job: PlanningProblem, rows: NDArray[np.void], what: int) -> Floa
 
 
 def _more(job: PlanningProblem, grid: NDArray[np.void], what: int, cut: ProgramKey) -> Floats:
-    """By row, what all blocks take for each microbatch beside what they take without."""
+    """Return by configuration the extra seconds of all blocks per microbatch with offload."""
     chain, profile = job.chain_at(*cut), job.profile
     per_node = job.question.cluster.gpus_per_node
     widths = widths_of(job.spec.precision, job.dtype)
@@ -223,7 +252,7 @@ def _more(job: PlanningProblem, grid: NDArray[np.void], what: int, cut: ProgramK
 
 
 def _allowed(job: PlanningProblem, rows: NDArray[np.void], what: int) -> NDArray[np.void]:
-    """Those of some rows whose axes go with it: what two ranks cannot do, more cannot."""
+    """Return the variants whose axes allow offload. If two ranks of an axis do not, more do not."""
     for axis, where in (("pp", " in a pipeline"), ("ep", " where experts are spread")):
         spread = rows[axis] > 1
         if not spread.any() or (axis == "pp" and not what & PARAMS_THERE):
@@ -237,7 +266,7 @@ def _allowed(job: PlanningProblem, rows: NDArray[np.void], what: int) -> NDArray
 def _refused(
     job: PlanningProblem, what: int, where: str = "", *, pp: int = 1, ep: int = 1
 ) -> Rejected | None:
-    """Why a trial of it cannot be; None if it can."""
+    """Return the rejection of a trial with offload; None if the model allows it."""
     trial = with_offload(job.spec, what, pp=min(pp, 2), ep=ep, experts=job.free.experts)
     why = job.refuses(trial)
     return Rejected(f"offload={_words(what)}{where}", why) if why else None

@@ -1,6 +1,7 @@
-"""A live model's plan that cannot be searched: priced as it is stated.
+"""Price a live model's plan as it is stated, where the planner cannot search.
 
-Its bytes are those of `estimate`; its seconds are of a microbatch that was counted as it runs.
+Memory is that of `estimate`. The step time follows from the costs of a microbatch, recorded as it
+runs.
 """
 
 from __future__ import annotations
@@ -16,16 +17,20 @@ from meshplan.planner.tables.whole_plan import Costed
 
 
 def is_priced(question: PlanRequest) -> bool:
-    """Tell whether a plan of a live model states what has figures and is not searched."""
+    """Return True if a live model's plan states something that is priced but not searched."""
     traced, spec = question.traced, question.read(())
     return traced is not None and traced.is_priced(spec) and bool(traced.refuses(spec))
 
 
 def price(question: PlanRequest, told: Callable[[str], None] = lambda text: None) -> Decision:
-    """The one plan that there is.
+    """Price the one plan that is stated.
+
+    Args:
+        question: The request, of a live model.
+        told: Called with lines on the progress.
 
     Raises:
-        UnsearchedError: It does not fit.
+        UnsearchedError: The plan does not fit.
         PlanError: Something is left open, or has no figures.
     """
     began, spec, traced = time.monotonic(), question.read(()), question.traced

@@ -1,9 +1,10 @@
-"""Answers for blocks of many kinds, by what each block's backward holds.
+"""Improve plans of models with several kinds of blocks, by the memory of each block's backward.
 
-The worst moment of a step is in the backward of some block, where what blocks before it keep is
-there, and all that its own backward takes. Which block's that is follows from what all of them do,
-so that no one linear figure rules; but as blocks come one after the other, a label for what the
-blocks so far keep decides for all of them. What stays unproved the search tells as its gap.
+The peak of a step is in the backward of some block, where everything that earlier blocks saved is
+live, and what its own backward needs in addition. Which block that is depends on the choices of all
+blocks, so one linear bound does not decide. As blocks follow one another, label setting (dynamic
+programming) over the bytes saved so far does: one label stands for the choices of all blocks so
+far. The search reports whatever stays unproved as its gap.
 """
 
 from __future__ import annotations
@@ -23,15 +24,25 @@ from meshplan.planner.tables.cost_table import CostTable, time_bounds
 
 _MOST_ROWS: Final = 6
 _MOST_TRIES: Final = 4
-"""Answers of a row that are measured."""
+"""Candidates of a configuration whose memory is estimated."""
 _MOST_LABELS: Final = 2000
-"""Of which each is a way for the blocks so far that no other beats."""
+"""Labels kept per block. Each is an undominated choice for the blocks so far."""
 
 
 def refine(
     job: PlanningProblem, numbers: CostTable, found: SearchResult, deadline: float | None = None
 ) -> None:
-    """Look for faster answers of the rows that may have one."""
+    """Look for faster plans in the configurations that may have one.
+
+    Does nothing if the best plan is proved, or if blocks with options are of one kind.
+    Configurations with pp are skipped. A better plan replaces `found.best` and `found.measured`.
+
+    Args:
+        job: The problem.
+        numbers: The cost table that was searched.
+        found: The result of the search.
+        deadline: Value of `time.monotonic()` at which to stop; None for none.
+    """
     kinds, turns = job.chain.kinds, job.chain.turns
     is_told = any(turns)
     is_proved = found.best is not None and found.gap <= TOLERANCE
@@ -51,9 +62,9 @@ def refine(
 def _improve(
     job: PlanningProblem, numbers: CostTable, found: SearchResult, row: int, deadline: float | None
 ) -> None:
-    """The fastest answer of one row that fits, and is faster than what there is."""
+    """Replace the best plan by the fastest one of a configuration, if it fits and is faster."""
     excess = {0: 0.0, 1: 0.0}
-    """By whether parameters are given back, what answers held above these figures."""
+    """Bytes by `reshard` that estimates had above the peak computed here."""
     for _ in range(_MOST_TRIES):
         below = found.best.seconds * (1 - TOLERANCE) if found.best else float("inf")
         answers = [
@@ -78,7 +89,19 @@ def _improve(
 def _solve(
     job: PlanningProblem, numbers: CostTable, row: int, back: int, room: float, below: float
 ) -> tuple[Candidate, float] | None:
-    """The fastest options of all blocks that keep every moment within so many bytes; the most."""
+    """Choose the fastest options of all blocks that keep every moment within some bytes.
+
+    Args:
+        job: The problem.
+        numbers: The cost table.
+        row: Index of a configuration without pp.
+        back: 1 if the blocks' parameters are freed after forward, 0 if they stay gathered.
+        room: Bytes that every moment must stay within.
+        below: Seconds that a step must stay below.
+
+    Returns:
+        The candidate and the bytes of its fullest moment; None if there is no such choice.
+    """
     config, turns = numbers.grid[row], job.chain.turns
     micro, microbatches = float(config["micro"]), float(config["microbatches"])
     seconds, saved, resident = (a[row] for a in (numbers.seconds, numbers.saved, numbers.resident))
@@ -94,7 +117,7 @@ def _solve(
         fixed += 0.0 if turns[place] else float(saved[kind, may[0]])
     taken, kept, most = np.zeros(1), np.zeros(1), np.zeros(1)
     layers: list[tuple[Counts, Counts]] = []
-    """By place, of each label: the one before it, and its option."""
+    """For each place, the index of each label's predecessor and the option that it added."""
     for place, kind in enumerate(numbers.order):
         options = np.array(offered[place], dtype=np.int64)
         own = (
@@ -106,6 +129,7 @@ def _solve(
         at = np.flatnonzero((fixed + worst <= room).ravel())
         time_s = (taken[:, None] + seconds[kind, options][None]).ravel()[at]
         held = (kept[:, None] + more[None]).ravel()[at]
+        # Keep labels that no faster one beats in saved bytes; thin them out if there are too many.
         order = np.lexsort((held, time_s))
         least = np.minimum.accumulate(held[order]) if len(order) else held
         order = order[np.append(True, held[order][1:] < least[:-1])] if len(order) else order
@@ -120,6 +144,7 @@ def _solve(
     fit = np.flatnonzero(fixed + np.maximum(most, kept) <= room)
     if not len(fit):
         return None
+    # Labels are sorted by time, so the first one that fits is the fastest.
     label = int(fit[0])
     step = microbatches * float(taken[label]) + float(numbers.once_s[row])
     if step >= below:

@@ -1,7 +1,7 @@
-"""Near the best: the simplest plan that is hardly slower, and the others that fit.
+"""Among plans hardly slower than the best, choose the simplest, and alternatives that fit.
 
-Optima are flat, and no cost model is good to two per cent; fewer axes and fewer different things
-that blocks do are worth more than that.
+Optima are flat, and no cost model is accurate to two per cent. Fewer mesh axes and fewer different
+choices of the blocks are worth more than that.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from meshplan.spec.keys import KEEP
 from meshplan.spec.spec import Allocator
 
 SLACK: Final = 0.02
-"""How much slower a simpler plan may be, as a share."""
+"""Share by which a simpler plan may be slower than the best one."""
 
 Options = tuple[bool, ...]
-"""Which of `cost.grid.OPTIONS` blocks may take."""
+"""For each of `cost.grid.OPTIONS`, True if blocks may take it."""
 
 
 class Try(NamedTuple):
-    """A row with less to choose from.
+    """A configuration with fewer options for its blocks.
 
     Attributes:
-        options: What its blocks may do.
-        allocators: Its memory may be told with.
+        row: Index of the configuration.
+        options: For each of `cost.grid.OPTIONS`, True if its blocks may take it.
+        allocators: Allocator settings to estimate its memory with.
     """
 
     row: int
@@ -47,16 +48,26 @@ _DDP: Final = MODES.index("ddp")
 
 
 class Simplifier:
-    """The rows that a search found within SLACK of the best."""
+    """Chooses among the configurations that a search found within `SLACK` of the best.
+
+    Args:
+        job: The problem.
+        numbers: The cost table that was searched.
+        found: The result of the search.
+    """
 
     def __init__(self, job: PlanningProblem, numbers: CostTable, found: SearchResult) -> None:
         self._job, self._numbers, self._found = job, numbers, found
         self._only: dict[tuple[int, Options], CostTable] = {}
         self._excess: dict[tuple[int, tuple[Allocator, ...]], float] = {}
-        """Bytes that the last answer held above the linear figures, by row and allocators."""
+        """Excess bytes of the last candidate, by (configuration, allocators)."""
 
     def choose(self) -> tuple[Evaluated | None, tuple[Evaluated, ...]]:
-        """(the simplest within the slack, others that are near)."""
+        """Choose the simplest plan within `SLACK` of the best.
+
+        Returns:
+            The chosen plan, or None if nothing fits, and alternatives that fit, fastest first.
+        """
         found = self._found
         if found.best is None or found.measured is None:
             return None, ()
@@ -75,9 +86,9 @@ class Simplifier:
         return chosen, tuple(sorted(by_words.values(), key=lambda way: way.seconds)[:keep])
 
     def _one_of_a_mesh(self) -> Iterator[int]:
-        """The fastest row of each mesh but the best one's: its others are the best, little changed.
+        """Yield the fastest configuration of each mesh but the best one's.
 
-        Rows of one mesh differ in rounds and microbatches alone.
+        Configurations of one mesh differ little, so those of the best one's mesh are left out.
         """
         assert self._found.best is not None
         known = {self._mesh(self._found.best.row)}
@@ -91,11 +102,15 @@ class Simplifier:
         return tuple(int(self._job.grid[row][axis]) for axis in AXES)
 
     def _simpler(self, simplest: tuple[float, ...]) -> Iterator[Try]:
-        """Rows near the best, and what their blocks may do, that are simpler: simplest first.
+        """Yield the tries that are simpler than a complexity, simplest first.
 
-        Most are solved for nothing if they are before their turn, which is by what is sure of them:
-        blocks that may do one thing do one, and where they may do more and do one, they do what
-        those do that may do no other.
+        A try waits in a queue under a lower bound on its complexity, and is solved when its turn
+        comes: solving all ahead would mostly be wasted. Blocks with one option make one choice. A
+        try that allows more options is bounded by two choices: if its blocks made a single one, the
+        try with only that option would give the same plan.
+
+        Args:
+            simplest: Complexity of the best plan.
         """
         waiting: list[tuple[tuple[float, ...], int, Try]] = []
         rows = (candidate.row for candidate in self._found.near)
@@ -121,7 +136,10 @@ class Simplifier:
         return self._excess.get((each.row, each.allocators), known)
 
     def _solve(self, each: Try) -> Candidate | None:
-        """The fastest way of a row within the slack, as far as is known what it really holds."""
+        """Return the fastest candidate of a try within `SLACK`; None if there is none.
+
+        Its memory is bounded with the excess bytes known so far.
+        """
         found, (row, options, _) = self._found, each
         assert found.best is not None
         room = self._job.capacity - self._known_excess(each)
@@ -132,7 +150,12 @@ class Simplifier:
         return replace(one, row=row) if one is not None else None
 
     def _that_fit(self, tries: Iterable[Try], most: int) -> Iterator[Evaluated]:
-        """Those of some tries that the memory room certifies, in this order."""
+        """Yield the plans of some tries whose memory estimate fits, in the order of the tries.
+
+        Args:
+            tries: The tries.
+            most: Number of memory estimates that may be made.
+        """
         found, job, numbers = self._found, self._job, self._numbers
         for each in tries:
             guesses, key = 0, (each.row, each.allocators)
@@ -155,12 +178,16 @@ class Simplifier:
                     yield measured.result
                 if measured.fits or measured.why:
                     break
-                # It held more than was known of this row: ask for less, until none is near.
+                # Its excess was larger than known: solve again with less room, until no candidate
+                # is within the slack.
                 known = self._known_excess(each)
                 self._excess[key] = max(measured.excess_bytes, known * _MORE, 1.0)
 
     def _complexity(self, candidate: Candidate, allocator: str) -> tuple[float, ...]:
-        """As `_of_row`, then different things that blocks do, stages of a rank, the cost."""
+        """Return the complexity of a candidate. Complexities compare as tuples, least is simplest.
+
+        They are `_of_row`, the number of different choices of blocks, stages per rank, seconds.
+        """
         blocks = {
             (b.recompute, b.reshard)
             for stage in self._job.blocks(self._numbers, candidate)
@@ -174,17 +201,17 @@ class Simplifier:
         return int(self._job.grid[row]["virtual"])
 
     def _of_row(self, row: int, allocator: str) -> tuple[int, int, int]:
-        """Count what is offloaded, axes that are spread, and settings that only make room."""
+        """Count offloaded categories, axes larger than 1, and settings that only save memory."""
         config = self._job.grid[row]
         spread = sum(int(config[axis] > 1) for axis in AXES)
-        # Sharding over one rank is simpler than sharding over more, and not as simple as none.
+        # FSDP over one rank counts like one axis: it is not as simple as no wrapper.
         shards = config["mode"] != _DDP and not spread and not config["offload"]
         room = int(config["loss_chunks"] > 1) + int(allocator != "default")
         return int(config["offload"]).bit_count(), spread + int(shards), room
 
 
 def _sets_of_options() -> Iterator[Options]:
-    """Some recomputations with parameters that are kept, that are given back, and with both."""
+    """Yield every set of recompute settings with reshard off, with reshard on, and with both."""
     for size in range(1, len(RECOMPUTE) + 1):
         for again in itertools.combinations(range(len(RECOMPUTE)), size):
             for back in ((0,), (1,), (0, 1)):

@@ -68,7 +68,7 @@ class Evaluated:
         stated: Statements that the plan file needs to become this plan, by path.
         seconds: Seconds of one step.
         plan: The decided plan.
-        memory: Its memory estimate.
+        memory: Memory estimate of the plan.
         candidate: The candidate of the search that the plan was made from; None if the plan was
             not searched.
     """

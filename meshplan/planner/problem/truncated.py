@@ -135,8 +135,8 @@ class TruncatedBound:
         """Lower bound on the bytes reserved by the rank of the full model."""
         if not self._times:
             return self._log.pooled_bytes
-        # Not counted are moments in which a block that stands for several runs: what the blocks
-        # left out hold at that time is not known.
+        # Moments in which a block that stands for several runs are not counted: in the full model
+        # the blocks left out would run then.
         is_near = np.zeros(len(self._numbers), bool)
         is_near[list(self._near)] = True
         before, after = self._running

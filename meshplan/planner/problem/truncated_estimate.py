@@ -162,8 +162,8 @@ class TruncatedEstimate:
             spares: If True, do not guess if the candidate is proved not to fit.
 
         Returns:
-            The figures; None if the model cannot be truncated, or if no guess was requested and a
-            candidate that uses as much memory on every rank was not over.
+            The figures; None if no truncated model can be made or planned, or if no guess was
+            requested and a candidate that uses as much memory on every rank was not over.
         """
         key = candidate.row, candidate.ends, candidate.takes, capacity
         if not guesses and key not in self._seen and self._holds_less(candidate, capacity):
@@ -202,7 +202,7 @@ class TruncatedEstimate:
         fullest = max(range(num_ranks), key=linear.__getitem__)
         likely: dict[Allocator, float] = {}
         is_known = False
-        # Besides the fullest rank look at the ends: only they have what lies around the blocks.
+        # Look at the fullest rank first, then at both ends, which have modules outside of blocks.
         for place in dict.fromkeys((fullest, 0, num_ranks - 1)):
             short = shorten(stages, place, shorter, num_ranks=num_ranks, looks=self._looks)
             if short is None:

@@ -1,4 +1,4 @@
-"""One configuration: its fastest way, and its smallest, within a linear memory."""
+"""Solve one configuration: its fastest candidate, and its smallest, within a linear memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from meshplan.planner.tables.stage_layout import BlockRanges, stage_layout_of
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way, whole.
+    """One plan of a configuration: an option for every block, and the cuts between stages.
 
     Args:
-        row: Of the grid.
-        seconds: Of a step.
-        ends: Of the stages, in blocks, 0 first.
-        takes: By stage and kind, how many blocks take each option.
-        linear_bytes: By rank of the pipeline, what the bounds say it holds.
+        row: Index of the configuration in the grid.
+        seconds: Seconds of one step.
+        ends: Places in `CostTable.order` between which the stages lie, in the order of the model,
+            starting with 0.
+        takes: Number of blocks that take each option, by stage and kind.
+        linear_bytes: Linear bytes of each pipeline rank: a lower bound on its memory.
     """
 
     row: int
@@ -37,12 +38,12 @@ class Candidate:
 
 @dataclass(slots=True)
 class _ConfigBounds:
-    """What is known of a row within a memory.
+    """The results for one configuration within one capacity, so far.
 
     Attributes:
-        row: None once there is an answer.
-        answer: Its fastest way; None where that is not known.
-        none_below: Then no way of it takes less.
+        row: The solver; None once `answer` is found.
+        answer: The fastest candidate; None if it has not been found.
+        none_below: Seconds below which the solver found no candidate.
     """
 
     row: ConfigSolver | None
@@ -53,10 +54,16 @@ class _ConfigBounds:
 def solve_config(
     numbers: CostTable, row: int, capacity: float, below: float = float("inf")
 ) -> Candidate | None:
-    """The fastest way of one row within a linear memory; None where none is below.
+    """Return the fastest candidate of one configuration within a linear memory.
 
     Args:
-        capacity: Bytes of one rank.
+        numbers: The cost table.
+        row: Index of the configuration in the grid.
+        capacity: Linear bytes that one rank may use.
+        below: Seconds of a step; only faster candidates are of interest.
+
+    Returns:
+        The candidate; None if no candidate is faster than `below`.
     """
     known = _known(numbers, row, capacity)
     if known.row is not None and below > known.none_below:
@@ -68,7 +75,10 @@ def solve_config(
 
 
 def config_bound(numbers: CostTable, row: int, capacity: float) -> float:
-    """Bound the seconds of what `solve_config` finds, in a part of its time; infinite for none."""
+    """Return a lower bound on the seconds that `solve_config` finds, in a fraction of its time.
+
+    The bound is infinite if nothing fits.
+    """
     known = _known(numbers, row, capacity)
     if known.row is not None:
         return known.row.least_s
@@ -83,7 +93,13 @@ def _known(numbers: CostTable, row: int, capacity: float) -> _ConfigBounds:
 
 
 class ConfigSolver:
-    """One configuration."""
+    """Solver of one configuration within a linear memory.
+
+    Args:
+        numbers: The cost table.
+        row: Index of the configuration in the grid.
+        capacity: Linear bytes that one rank may use.
+    """
 
     def __init__(self, numbers: CostTable, row: int, capacity: float) -> None:
         self._numbers, self._row = numbers, row
@@ -94,7 +110,7 @@ class ConfigSolver:
 
     @cached_property
     def least_s(self) -> float:
-        """Seconds of a step from below, with blocks that may be parted."""
+        """Lower bound on the seconds of a step: the LP relaxation, which may split blocks."""
         (a, b), once = self._weights, float(self._numbers.once_s[self._row])
         if self._lanes.num == 1:
             counts = self._lanes.counts(0, 0, len(self._numbers.order))
@@ -104,13 +120,15 @@ class ConfigSolver:
 
     @cached_property
     def _weights(self) -> tuple[float, float]:
+        """The factors (a, b) of the slowest stage and of the sum of stages in a step's seconds."""
         a, b = weights(self._numbers.grid[self._row : self._row + 1])
         return float(a[0]), float(b[0])
 
     def best(self, below: float) -> Candidate | None:
+        """Return the fastest candidate below so many seconds of a step; None if there is none."""
         numbers, row, lanes = self._numbers, self._row, self._lanes
         (a, b), once = self._weights, float(numbers.once_s[row])
-        if lanes.num == 1:
+        if lanes.num == 1:  # One knapsack, and nothing to cut.
             choice = self._solve(0, 0, len(numbers.order), (below - once) / (a + b))
             if choice is NONE:
                 return None
@@ -123,7 +141,7 @@ class ConfigSolver:
         return self._candidate(ends, cost + once) if ends else None
 
     def smallest(self) -> Candidate:
-        """What holds the least, on the rank that holds the most."""
+        """Return the candidate whose fullest rank has the fewest linear bytes."""
         numbers, row, lanes = self._numbers, self._row, self._lanes
         held = [np.where(np.isfinite(m.seconds), m.memory, np.inf) for m in self._menus]
         least_cut_cost = [each.argmin(axis=1) for each in held]
@@ -135,6 +153,7 @@ class ConfigSolver:
             return np.asarray(counts @ each + lanes.tops[rank])
 
         table = self._table(self._values(lambda asked: [value(*each) for each in asked]))
+        # With weights (1, 0), the cut minimises the largest value: the bytes of the fullest rank.
         _, ends = cut_into_stages(table, lambda *at: float(table[at]), (1.0, 0.0))
         takes, times = [], []
         for rank, (first, last) in enumerate(itertools.pairwise(ends)):
@@ -151,7 +170,7 @@ class ConfigSolver:
 
     @cached_property
     def _bounds(self) -> list[Floats]:
-        """By rank, seconds from below of all that it may have."""
+        """Lower bounds on the seconds of each distinct set of blocks, one array per rank."""
         return self._values(
             lambda asked: solve_relaxations(
                 [(self._menus[rank], counts, self._rooms[rank]) for rank, counts in asked]
@@ -160,14 +179,17 @@ class ConfigSolver:
 
     @cached_property
     def _stretches(self) -> list[BlockRanges]:
-        """By rank."""
+        """The block ranges that each rank may have."""
         return [self._lanes.stretches(rank) for rank in range(self._lanes.num)]
 
     def _values(self, value: Callable[[list[tuple[int, Counts]]], list[Floats]]) -> list[Floats]:
-        """By rank, what follows from what the stretches that it may have are made of.
+        """Evaluate, for each rank, every distinct set of blocks that its ranges may contain.
+
+        Ranks with equal options, equal bytes on top and equal sets of blocks are evaluated once.
 
         Args:
-            value: Of (rank, what its stretches are made of) of ranks that differ.
+            value: Maps (rank, [sets, kinds] block counts) of the distinct ranks to one [sets] array
+                of values each.
         """
         keys = [
             (id(self._menus[rank]), self._lanes.tops[rank], id(each.made_of))
@@ -179,7 +201,7 @@ class ConfigSolver:
         return [known[key] for key in keys]
 
     def _table(self, values: list[Floats]) -> Floats:
-        """[ranks, i, j] of what there is for each stretch."""
+        """[ranks, i, j] values of the blocks from i up to j; infinite for impossible ranges."""
         num, places = self._lanes.num, self._lanes.places
         table = np.full((num, places * places), np.inf)
         for rank, (own, each) in enumerate(zip(values, self._stretches, strict=True)):
@@ -192,7 +214,7 @@ class ConfigSolver:
         if key not in self._known:
             choice = solve(menu, counts, self._rooms[rank], below)
             if choice is NONE and below < float("inf"):
-                return NONE  # There may be one that takes longer.
+                return NONE  # Not cached: a slower solution may exist.
             self._known[key] = choice
         return self._known[key]
 

@@ -1,4 +1,4 @@
-"""What a search finds, and what it knows of each row on the way."""
+"""The result of a search, and what it records of each configuration on the way."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from meshplan.planner.solve.config import Candidate
 
 @dataclass(frozen=True, slots=True)
 class ReplayedMemory:
-    """What the memory room says of a candidate.
+    """The memory of a candidate, as the memory package's replay estimates it.
 
     Attributes:
-        fits: Whether all ranks do.
-        excess_bytes: What the stage that is worst off holds above `linear_bytes`.
-        why: Why it cannot be, where it cannot; it then does not fit.
-        result: Whatever the measuring made, for those who asked for it.
-        is_of_row: Whether other answers of the row hold as much above their linear figures.
+        fits: If True, every rank fits.
+        excess_bytes: Bytes of the worst-off pipeline stage above its `linear_bytes`.
+        why: The reason why the candidate cannot be planned (`fits` is then False); "" if it can.
+        result: An object that the measuring function attaches, such as the evaluated plan; None if
+            it attaches none.
+        is_of_row: If True, other candidates of the configuration have the same excess.
     """
 
     fits: bool
@@ -31,11 +32,11 @@ class ReplayedMemory:
 
 
 class Guess(NamedTuple):
-    """What somebody says of a candidate before it is measured.
+    """A cheap estimate of a candidate's memory, made before it is replayed.
 
     Attributes:
-        excess_bytes: What a rank may hold above its linear figures.
-        is_over: Whether it surely holds more than it may.
+        excess_bytes: Guess of the bytes that a rank needs above its linear bytes.
+        is_over: If True, the candidate is known not to fit.
     """
 
     excess_bytes: float
@@ -44,19 +45,22 @@ class Guess(NamedTuple):
 
 @dataclass(slots=True)
 class SearchResult:
-    """What a search came to.
+    """The result of a search.
 
     Attributes:
-        best: The fastest that fits; None where nothing does.
-        lower_s: No row is faster than this.
-        near: Candidates of all rows that may come within the slack, not measured, fastest first.
-        refused: By row, why the memory room could not tell it.
-        excess: By row, what its last answer really held above the linear figures.
-        num_solved, num_measured: How much work it was.
-        given_up: Rows whose answers were measured too often.
-        is_whole: Whether the search came to its end, and was not ended.
-        unoffloaded_s: Seconds of the fastest that fits with nothing on the host that the plan does
-            not state there; infinite where nothing does.
+        best: The fastest candidate that fits; None if none was found.
+        measured: The replayed memory of `best`; None if there is no `best`.
+        lower_s: Lower bound on the seconds of a step of every plan in the space.
+        near: Candidates of all configurations that may be within the slack of the best, not
+            replayed, fastest first.
+        refused: Reason why a candidate of a configuration cannot be planned, by configuration.
+        excess: Excess bytes of the last replayed candidate, by configuration.
+        num_solved: Number of times that a configuration was solved exactly.
+        num_measured: Number of candidates that were replayed.
+        given_up: Number of configurations that were given up after too many replays.
+        is_whole: If True, the search ended by itself; if False, it was stopped.
+        unoffloaded_s: Seconds of a step of the fastest plan that fits without offload beyond what
+            the plan file states; infinite if there is none.
     """
 
     best: Candidate | None = None
@@ -73,26 +77,28 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        """How much faster something in the space may be, as a share of the answer."""
+        """Share by which some plan of the space may be faster than the best; 1 without a best."""
         return 1.0 if self.best is None else max(0.0, 1 - self.lower_s / self.best.seconds)
 
 
 @dataclass(slots=True)
 class NodeState:
-    """What is known of a row.
+    """The state of one configuration during a search.
 
     Attributes:
-        capacity: Bytes for its next answer, by the linear figures.
-        fits_up_to, over_from: What fitted and what did not, likewise.
-        seconds: Of the last answer that failed.
-        halved: How often what lies between was looked at.
-        looks: How often nothing of the row was nearly as fast as its bound.
-        is_of_row: Whether what answers held more is the same for all.
-        sure_capacity: Where `capacity` rests on a guess, the one that does not.
-        guesses: How many there were.
-        hoped: Seconds of its answer that waits.
-        guessed: Bytes above the linear figures, by the last one.
-        doubted: The same where that was too little to go by.
+        capacity: Linear bytes that its next candidate may use.
+        fits_up_to: Linear bytes of the last candidate that fitted; negative if none did.
+        over_from: Fewest linear bytes of a candidate that did not fit; infinite if there is none.
+        tries: Number of its candidates that were replayed.
+        seconds: Seconds of the last candidate that did not fit.
+        halved: Number of bisections between `fits_up_to` and `over_from`.
+        looks: Number of times that no candidate was found within an `_AHEAD` factor of the bound.
+        is_of_row: If True, all candidates of the configuration have the same excess.
+        sure_capacity: The capacity without the guess while `capacity` rests on a guess; else None.
+        guesses: Number of guesses made for its candidates.
+        hoped: Seconds of the candidate, or of the LP bound, that it last entered the queue with.
+        guessed: Excess bytes by the last guess.
+        doubted: Excess bytes by a guess that has been dropped since; None if none has.
     """
 
     capacity: float
@@ -111,9 +117,10 @@ class NodeState:
 
 
 def mesh_key(config: np.void) -> tuple[int, ...]:
-    """Rows of one key hold the more, the larger their microbatches are.
+    """Return a key of configurations that need the more memory, the larger their microbatches are.
 
-    A pipeline that has fewer microbatches than ranks keeps fewer of them: those are apart.
+    A pipeline with fewer microbatches than ranks keeps fewer of them in flight, so the key then
+    includes their number.
     """
     names = (
         "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "virtual", "mode", "schedule",
@@ -125,12 +132,16 @@ def mesh_key(config: np.void) -> tuple[int, ...]:
 
 
 class RuledOut:
-    """Rows of which not even the smallest answer fits, and those that hold more than they do."""
+    """Configurations whose smallest candidate does not fit, and those that need more than these.
+
+    Args:
+        grid: The configurations.
+    """
 
     def __init__(self, grid: NDArray[np.void]) -> None:
         self._grid = grid
         self._least: dict[tuple[int, ...], int] = {}
-        """By mesh and mode, samples of the smallest microbatch that is out."""
+        """Samples of the smallest microbatch that is ruled out, by `mesh_key`."""
 
     def add(self, row: int) -> None:
         key, micro = mesh_key(self._grid[row]), int(self._grid[row]["micro"])

@@ -1,9 +1,11 @@
-"""Best first over all rows of the space: bounds, then exact answers, then the memory room's word.
+"""Search all configurations best first: lower bounds, then exact candidates, then replayed memory.
 
-A row is solved exactly (options by `knapsack`, stages by `cuts`) within a linear memory that is
-never above the real one. The answer is then measured; what the real figure has on top is taken off
-the row's capacity, and the row is solved again, until an answer fits and no faster one of that row
-does. The search ends when no row's bound is below the best answer by more than the tolerance.
+A configuration is solved exactly (block options by `knapsack`, stages by `stage_cuts`) within a
+linear memory, which is never above the real one. Its candidate is then replayed. The excess that
+the replay finds is subtracted from the configuration's capacity, and the configuration is solved
+again, until a candidate fits and no faster one of that configuration does. The search ends when no
+configuration's bound is below the best candidate by more than the tolerance. The docstring of
+`meshplan.planner.solve` has the equations.
 """
 
 from __future__ import annotations
@@ -21,23 +23,26 @@ from meshplan.planner.solve.warm_start import WarmStart
 from meshplan.planner.tables.cost_table import CostTable, by_bound, memory_bounds, time_bounds
 
 TOLERANCE: Final = 1e-4
-"""How much faster than the answer something in the space may be, as a share."""
+"""Share by which some plan of the space may be faster than the answer."""
 _EPS: Final = 1e-12
 _FAILURES: Final = 6
-"""Answers that may fail before something that surely fits is looked for."""
+"""Candidates that may fail before the warm start looks for one that stays well below the limit."""
 _GUESSES, _OFTEN = 20, 10
-"""Answers that a guess may pass over before that, and then before one that fits by it is tried."""
+"""Candidates that guesses may pass over before the warm start looks for the smallest ones, and then
+between two calls of `_explore`."""
 _MUCH, _HOPES = 0.95, 8
-"""Share of the time of the best answer that is worth a look before its turn; rows looked at."""
+"""Share of the best candidate's seconds that `_explore` must beat, and the number of configurations
+that it looks at."""
 _MOST_TRIES: Final = 12
-"""Answers of one row that are measured before it is given up (`SearchResult.given_up`)."""
+"""Candidates of one configuration that are replayed before it is given up
+(`SearchResult.given_up`)."""
 _AHEAD: Final = (1.02, 1.25)
-"""Before there is an answer, how far above its bound a row is solved at first, and then: what is
-slower need not be known exactly yet, and to rule it out is cheap."""
+"""Factors above its bound up to which a configuration is solved, first and second, before there is
+an answer: slower candidates need not be known exactly yet, and excluding them is cheap."""
 _MOST_GUESSES: Final = 4
-"""How often a row's memory is guessed before something of it is measured."""
+"""Guesses for a configuration's candidates before one of them is replayed."""
 _MOST_HALVED: Final = 12
-"""How often what lies between an answer that fits and one that does not is looked at."""
+"""Bisections of a configuration's capacity between a candidate that fits and one that does not."""
 
 
 def search(
@@ -54,19 +59,28 @@ def search(
     is_stopped: Callable[[], bool] = lambda: False,
     told: Callable[[SearchResult], None] = lambda found: None,
 ) -> SearchResult:
-    """The fastest row of the space that fits.
+    """Find the fastest candidate of the space that fits.
 
     Args:
-        capacity: Bytes that a rank may hold by the linear figures.
-        measure: Asks the memory room.
-        guess: What a candidate may hold above its linear figures, cheaply; None where nobody knows.
-            It tells what to measure first, and rules out only what it is sure of.
-        is_over: Whether it is sure, which may be known sooner; None to ask the guess itself.
-        taken: Bytes that ranks of a row hold above their linear figures, whatever blocks do.
-        slack: Rows this much slower than the best are told too, as a share.
-        deadline: `time.monotonic()` at which to end with what is there.
-        is_stopped: Whether somebody wants it to end with that now.
-        told: Is told of each better answer.
+        numbers: The cost table.
+        capacity: Linear bytes that a rank may use.
+        measure: Replays the memory of a candidate.
+        guess: Guesses the memory of a candidate cheaply, or returns None. Guesses decide what is
+            replayed first, and exclude only candidates with `Guess.is_over`.
+        is_over: Returns True if a candidate is known not to fit, possibly cheaper than `guess`;
+            None takes `Guess.is_over`.
+        taken: Maps a configuration to the bytes that its ranks need above their linear bytes,
+            whatever the blocks choose.
+        slack: Share by which candidates may be slower than the best to be listed in
+            `SearchResult.near`; 0 lists none.
+        tolerance: Share by which some plan may be faster than the answer when the search ends.
+        deadline: Value of `time.monotonic()` at which the search stops with the best so far; None
+            for no limit.
+        is_stopped: Returns True once the user wants the best so far.
+        told: Called with the result after each better candidate.
+
+    Returns:
+        The result, with the lower bound that was proved.
     """
     found = _Search(numbers, capacity, measure, slack, tolerance, deadline, told)
     found.is_stopped, found.guess, found.taken = is_stopped, guess, taken
@@ -75,7 +89,7 @@ def search(
 
 
 class _Search:
-    """One search."""
+    """The queue, the bounds and the best candidate of one search."""
 
     def __init__(
         self,
@@ -96,15 +110,17 @@ class _Search:
         self.taken: Callable[[int], float] = lambda row: 0.0
         self.found = SearchResult()
         self._waiting: list[tuple[float, int]] = []
-        """(seconds that it takes at the least, row)."""
+        """Heap of (lower bound on the seconds, configuration)."""
         self._guessed: list[tuple[float, int]] = []
-        """Likewise, of rows that wait with another time, which rests on a guess."""
+        """Heap of (seconds without the guess, configuration) for configurations whose place in
+        `_waiting` rests on a guess."""
         self._states: dict[int, NodeState] = {}
         self._following = 0.0
-        """Seconds from below of every row that has not begun to wait."""
+        """Lower bound on the seconds of every configuration that has not entered the queue yet."""
         self._failures, self._passed_over = 0.0, 0
         self._unproved = float("inf")
-        """Seconds of the fastest row that was given up."""
+        """Lower bound on the seconds of what was dropped without a proof; infinite if nothing
+        was."""
         self._times, self._bytes = time_bounds(numbers), memory_bounds(numbers)
         self._out = RuledOut(numbers.grid)
         self._seeds = WarmStart(
@@ -113,15 +129,16 @@ class _Search:
         )  # fmt: skip
 
     def run(self) -> SearchResult:
-        """Whatever may be the fastest is looked at closer, until what is has been measured.
+        """Examine the configuration with the lowest bound until the best candidate is proved.
 
-        A row goes by its bound first, then by its exact answer within the linear memory, then,
-        where that really held more, by its answer within what is left: each is no faster than the
-        one before, and only the least of all rows is measured.
+        A configuration waits with its bound first, then with the seconds of its exact candidate
+        within the linear memory, then, if that turned out to need more, with its candidate within
+        what is left. Each is no faster than the one before, and only the lowest of all is replayed.
         """
         found, waiting = self.found, self._waiting
         for bound, row in by_bound(self._numbers, self._capacity, self._times, self._bytes):
             self._following = bound
+            # First examine those that wait with a lower bound than all that are still to come.
             while waiting and waiting[0][0] <= bound and not self._is_done():
                 self._look_closer(*heapq.heappop(waiting))
             if self._is_done():
@@ -140,17 +157,17 @@ class _Search:
         return found
 
     def _least_waiting(self) -> float:
-        """Seconds from below of all rows whose turn has not come, also those not yet waiting."""
+        """Return a lower bound on all open configurations, also those not yet in the queue."""
         return min(self._following, self._waiting[0][0]) if self._waiting else self._following
 
     def _is_done(self) -> bool:
-        """Whether no row can be faster, or the time is up."""
+        """Return True if no configuration can be faster than the best, or the time is up."""
         found = self.found
         if found.best and self._least_waiting() >= found.best.seconds * (1 - self._tolerance):
             return not self._doubt()
         if self._is_late():
             found.is_whole = False
-            # What is to be looked at again at once waits with no time of its own.
+            # A configuration that is to be solved again at once waits with 0 seconds.
             waiting = (max(s, float(self._times[row])) for s, row in self._waiting)
             guessed = (s for s, row in self._guessed if self._rests_on_guess(row))
             least = min([self._following, *waiting, *guessed])
@@ -159,7 +176,11 @@ class _Search:
         return False
 
     def _doubt(self) -> bool:
-        """Let rows wait with what is sure of them, if that may be faster than the best."""
+        """Requeue configurations without their guess if they may then be faster than the best.
+
+        Returns:
+            True if there were any.
+        """
         limit = self.found.best.seconds * (1 - self._tolerance) if self.found.best else np.inf
         is_any = False
         while self._guessed and self._guessed[0][0] < limit:
@@ -180,15 +201,15 @@ class _Search:
         return late or self.is_stopped()
 
     def _seed(self, answers: Iterable[tuple[Candidate, ReplayedMemory]]) -> None:
-        """Take what was found sooner than best first would come to it."""
+        """Record candidates that were replayed before best first would have reached them."""
         for candidate, measured in answers:
             self.found.excess[candidate.row] = max(measured.excess_bytes, 0.0)
             self._take(candidate, measured)
 
     def _explore(self) -> None:
-        """Measure what is fastest of all that rests on guesses, if that is much faster.
+        """Replay the fastest candidate that rests on a guess, if it is much faster than the best.
 
-        Best first comes to it last, and what is there until then may be far from it.
+        Best first reaches it last, and until then the best may be far from the optimum.
         """
         best = self.found.best
         if best is None:
@@ -206,7 +227,12 @@ class _Search:
                 return
 
     def _look_closer(self, bound: float, row: int) -> None:
-        """Solve a row that takes `bound` at the least; measure its answer if none may be faster."""
+        """Raise the bound of a configuration, or replay its candidate if nothing can be faster.
+
+        Args:
+            bound: Lower bound on its seconds, with which it left the queue.
+            row: Index of the configuration in the grid.
+        """
         found = self.found
         if row in self._out:
             return
@@ -214,7 +240,7 @@ class _Search:
             state = self._states[row] = NodeState(self._capacity - self.taken(row))
         limit = (found.best.seconds if found.best else float("inf")) * (1 - self._tolerance)
         least = self._least_waiting()
-        # What it takes with blocks in parts is known soon, and mostly enough.
+        # The LP bound, which may split blocks, is cheap and mostly enough to let it wait.
         sure = config_bound(self._numbers, row, state.capacity)
         if max(bound, least) < sure < limit:
             state.hoped = sure
@@ -225,15 +251,17 @@ class _Search:
         found.num_solved += 1
         candidate = solve_config(self._numbers, row, state.capacity, ahead)
         if candidate is None and ahead < limit and sure < limit:
+            # No candidate is faster than `ahead`, which is a proved bound, too.
             state.looks += 1
             heapq.heappush(self._waiting, (ahead, row))
             return
         if candidate is None and state.sure_capacity is not None:
-            return  # It is looked at again if what is sure of it is fast.
+            return  # `_doubt` requeues it if its candidate without the guess is fast.
         if candidate is None or max(candidate.linear_bytes) <= state.fits_up_to:
             self._halve(row, state)
             return
         if candidate.seconds > least:
+            # Another configuration may be faster: wait with the exact seconds before any replay.
             state.hoped = candidate.seconds
             heapq.heappush(self._waiting, (candidate.seconds, row))
             return
@@ -263,24 +291,30 @@ class _Search:
             state.fits_up_to = held
         else:
             state.over_from, state.seconds = min(state.over_from, held), candidate.seconds
-            # Many that have several stages a rank fail at first, for what is beside the figures.
+            # With several stages per rank, many fail at first because of memory that the linear
+            # bytes leave out. Such failures count less.
             self._failures += 1.0 if self._numbers.grid[row]["virtual"] == 1 else 0.25
+            # After two failures, find out if anything of this configuration can fit at all.
             if state.tries == 2 and not self._can_fit(
                 self._smallest(row), candidate, measured.excess_bytes
             ):
                 return
-            if not measured.is_of_row:  # Some other answer, no slower, may hold less.
+            if not measured.is_of_row:  # Another candidate, no slower, may need less memory.
                 self._unproved = min(self._unproved, candidate.seconds)
         found.excess[row] = max(measured.excess_bytes, 0.0)
+        # The next candidate has to leave room for the excess, and to be smaller than what failed.
         below = float(np.nextafter(state.over_from, 0.0))
         state.capacity = min(self._capacity - found.excess[row], below)
         heapq.heappush(self._waiting, (candidate.seconds if not measured.fits else 0.0, row))
         if self._failures >= _FAILURES and found.best is None:
-            self._failures = float("-inf")  # Once.
+            self._failures = float("-inf")  # So that this happens only once.
             self._seed(self._seeds.any())
 
     def _is_likely_over(self, row: int, state: NodeState, candidate: Candidate) -> bool:
-        """Whether a guess says so; the row's next answer is then one that the guess lets fit."""
+        """Return True if a guess says that a candidate does not fit.
+
+        The configuration's capacity is then lowered so that, by the guess, its next candidate fits.
+        """
         if state.guesses == _MOST_GUESSES:
             return False
         state.guesses += 1
@@ -297,7 +331,7 @@ class _Search:
         return True
 
     def _is_open(self, row: int, candidate: Candidate | None = None) -> bool:
-        """Whether nothing speaks against a row, or one of its answers."""
+        """Return True if nothing excludes a configuration, or this candidate of it."""
         return row not in self._out and not (candidate and self._likely_excess(candidate))
 
     def _likely_fits(self, candidate: Candidate) -> bool:
@@ -308,17 +342,17 @@ class _Search:
         return guess is not None and guess.is_over
 
     def _likely_excess(self, candidate: Candidate) -> float | None:
-        """What a candidate holds above its linear figures, where a guess says that it is over."""
+        """Return the guessed excess of a candidate if it does not fit by that guess; else None."""
         guess = self.guess(candidate)
         if guess is None or max(candidate.linear_bytes) + guess.excess_bytes <= self._capacity:
             return None
         return guess.excess_bytes
 
     def _halve(self, row: int, state: NodeState) -> None:
-        """Look between what fits and what does not, where nothing is left within the capacity.
+        """Bisect between what fits and what does not, once nothing is left within the capacity.
 
-        What failed held more above its linear figure than smaller answers may: its worst moment
-        is another.
+        The candidate that failed may have a larger excess than smaller candidates have, because its
+        memory peaks at another moment.
         """
         if state.is_of_row or state.over_from == float("inf") or state.halved == _MOST_HALVED:
             return
@@ -332,7 +366,7 @@ class _Search:
         heapq.heappush(self._waiting, (state.seconds, row))
 
     def _take(self, candidate: Candidate, measured: ReplayedMemory) -> None:
-        """What fits is the answer, if it is faster than the one before."""
+        """Make a candidate that fits the best one, if it is faster than the one before."""
         found = self.found
         if found.best is None or candidate.seconds < found.best.seconds:
             found.best, found.measured = candidate, measured
@@ -346,11 +380,12 @@ class _Search:
         return ConfigSolver(self._numbers, row, float("inf")).smallest()
 
     def _is_out(self, row: int, excess: float, *, is_sure: bool = False) -> bool:
-        """Whether not even what holds the least fits, where a guess says so: the row is out.
+        """Return True if, by a guess, not even the smallest candidate fits; it is then excluded.
 
         Args:
-            excess: What another answer was guessed to hold above its linear figures.
-            is_sure: Go by what the guess is sure of, and measure nothing.
+            row: Index of the configuration in the grid.
+            excess: Excess bytes that were guessed for another candidate of the configuration.
+            is_sure: If True, exclude only by what is known for sure, and replay nothing.
         """
         smallest = self._smallest(row)
         if max(smallest.linear_bytes) + excess <= self._capacity:
@@ -362,11 +397,16 @@ class _Search:
     def _can_fit(
         self, smallest: Candidate, failed: Candidate | None = None, excess: float = float("inf")
     ) -> bool:
-        """Whether what holds the least does; if not, the row is out, and others with it.
+        """Return True if the smallest candidate fits, or else exclude the configuration.
+
+        Other configurations that need more memory are then excluded, too.
 
         Args:
-            failed: An answer of the row that was measured, and `excess`, what it held above its
-                linear figures: where the smallest would fit with that, nobody need measure it.
+            smallest: The smallest candidate of a configuration.
+            failed: A candidate of the configuration that was replayed and did not fit; None if none
+                was.
+            excess: Excess bytes of `failed`. If the smallest candidate fits with as much, it is not
+                replayed.
         """
         if failed is None or smallest.linear_bytes != failed.linear_bytes:
             if max(smallest.linear_bytes) + excess <= self._capacity:
@@ -381,7 +421,7 @@ class _Search:
         return False
 
     def _collect(self) -> None:
-        """Every row that may come within the slack of the best."""
+        """List the candidates of all configurations that may be within the slack of the best."""
         found = self.found
         assert found.best is not None
         limit = found.best.seconds * (1 + self._slack)

@@ -1,6 +1,6 @@
-"""Answers that are found soon, where the fastest rows fail.
+"""Find candidates that fit early, for searches in which the fastest configurations fail.
 
-They bound what is left, and are told if the time is up.
+Such a candidate lets the search exclude slower configurations, and is the answer if the time is up.
 """
 
 from __future__ import annotations
@@ -18,25 +18,29 @@ from meshplan.planner.tables.cost_table import CostTable, priced_bounds
 
 _SHARES: Final = (0.8, 0.65, 0.5, 0.35)
 _LOOKED_AT, _FEW, _ASKED = 40, 8, 3
-"""Rows that are tried at each share of the memory, and beside one that fits; those measured."""
+"""Configurations tried at each share of the capacity, configurations tried after a smallest one
+that fits, and candidates replayed each time."""
 
 Answer = tuple[Candidate, ReplayedMemory]
 
 
 class IsOpen(Protocol):
-    """Whether nothing speaks against a row, or one of its answers."""
+    """A test that returns True if nothing excludes a configuration, or this candidate of it."""
 
     def __call__(self, row: int, candidate: Candidate | None = None) -> bool: ...
 
 
 class WarmStart:
-    """Of one space.
+    """The early candidates of one space.
 
     Args:
-        capacity: Bytes of one rank by the linear figures.
-        times, held: `numbers.time_bounds` and `numbers.memory_bounds`.
-        measure: Asks the memory room.
-        is_late: Whether to end with what is there.
+        numbers: The cost table.
+        capacity: Linear bytes that one rank may use.
+        times: [configs] lower bounds on the seconds of a step (`cost_table.time_bounds`).
+        held: [configs] lower bounds on the bytes of the fullest rank (`cost_table.memory_bounds`).
+        measure: Replays the memory of a candidate.
+        is_open: Returns True if nothing speaks against a configuration, or one of its candidates.
+        is_late: Returns True once the search has to end.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class WarmStart:
         self._measure, self._is_open, self._is_late = measure, is_open, is_late
 
     def any(self) -> Iterator[Answer]:
-        """One that keeps well clear of the limit, if there is any."""
+        """Yield a candidate that stays well below the limit, or else the smallest ones."""
         for share in _SHARES:
             if found := self._fastest(self._capacity * share):
                 yield found
@@ -63,9 +67,10 @@ class WarmStart:
         yield from self.smallest()
 
     def smallest(self) -> Iterator[Answer]:
-        """Blocks in the most parts come and go the smallest; then a faster one with as many.
+        """Yield the smallest candidate that fits, then a faster one with the same size of tp.
 
-        What has one stage is told soonest, and so is looked at first.
+        The largest sizes of tp come first, because their blocks have the least transient memory.
+        Configurations with one stage come before pipelines, because they are replayed the fastest.
         """
         grid = self._numbers.grid
         there = np.flatnonzero(np.isfinite(self._times) & (self._held <= self._capacity))
@@ -87,9 +92,18 @@ class WarmStart:
     def _fastest(
         self, room: float, among: NDArray[np.bool_] | None = None, looks: int = _LOOKED_AT
     ) -> Answer | None:
-        """The first of the fastest answers of some rows within so much memory that fits."""
+        """Return the first candidate that fits among the fastest ones within so much memory.
+
+        Args:
+            room: Linear bytes that one rank may use.
+            among: [configs] mask of the configurations to try; None for all.
+            looks: Number of configurations to try.
+
+        Returns:
+            The candidate and its replayed memory; None if none of those replayed fits.
+        """
         can_be = (self._held <= room) & np.isfinite(self._times)
-        # The more stages there are, the longer it takes to tell, and the more is there beside.
+        # More stages take longer to replay, and need more memory that linear bytes leave out.
         for name in ("pp", "virtual"):
             alone = can_be & (self._numbers.grid[name] == 1)
             can_be = alone if alone.any() else can_be

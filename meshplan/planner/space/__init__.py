@@ -1,1 +1,1 @@
-"""What a plan leaves open, and every configuration of it."""
+"""The choices that a plan leaves open, and every configuration of them."""

@@ -1,4 +1,4 @@
-"""What a plan says of the samples of a step, as the planner needs it."""
+"""The samples of a step, as far as a plan states them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshplan.spec.spec import Batch, Spec
 
 
 def of_data_rank(batch: Batch) -> int:
-    """Samples of a step of one, where no global batch says it."""
+    """Return the samples of a step of one data rank, for plans that state no global batch."""
     if batch.of_data_rank is not None:
         return batch.of_data_rank
     both = (batch.micro, batch.accumulate)
@@ -17,13 +17,14 @@ def of_data_rank(batch: Batch) -> int:
 
 
 def check_batch(spec: Spec, *, reads_tokens: bool = True) -> None:
-    """Two of micro, accumulate and global must say or leave free how large a step is.
+    """Check that a plan states how many samples a step has, and how long a sample is.
 
     Args:
-        reads_tokens: Whether a sample has a length.
+        spec: The spec of the plan file.
+        reads_tokens: If True, a sample has a length, which must be stated.
 
     Raises:
-        PlanError: They do not.
+        PlanError: Either is not stated.
     """
     batch, problems = spec.batch, []
     is_counted = isinstance(batch.micro, int) and isinstance(batch.accumulate, int)

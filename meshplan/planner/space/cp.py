@@ -1,7 +1,8 @@
-"""The cp axis in the planner: over how many ranks sequences may be cut, and how attention sees all.
+"""The open sizes of cp, and how attention sees the whole sequence.
 
-Where a plan does not say, heads are exchanged: with keys and values gathered each rank would hold
-those of the whole sequence, and a mask over them. A plan may state that, and then any size does.
+Unless a plan states otherwise, ranks exchange heads. If keys and values were gathered instead, each
+rank would keep those of the whole sequence, and a mask over them. A plan may state that, and then
+any size is allowed.
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ EXCHANGES: Final = "all_to_all"
 
 
 def context_of(spec: Spec) -> Context:
-    """How attention is computed where sequences are cut."""
+    """Return how attention is computed if cp shards the sequence."""
     return spec.context or Context(attention=EXCHANGES)
 
 
 def contexts_of(
     spec: Spec, sizes: Sequence[int], heads: Sequence[int], refuses: Callable[[int], str]
 ) -> tuple[tuple[int, ...], list[tuple[str, str]]]:
-    """(the sizes that cp may have, what is left out and why).
+    """Return the sizes that cp may have, and (value, reason) of what is left out.
 
     Args:
-        heads: Of one attention, and of its keys and values; () where nobody knows.
-        refuses: Why a size cannot be, "" if it can be.
+        spec: The spec of the plan file.
+        sizes: Sizes that the mesh leaves open.
+        heads: Numbers of heads, and of key/value heads, of one attention; () if they are not known.
+        refuses: Returns the reason why the model does not allow a size; "" if it does.
     """
     allowed, out = [size for size in sizes if size == 1], []
     if allowed and spec.context is not None:
@@ -52,7 +55,7 @@ def contexts_of(
 
 
 def shared_heads(spec: Spec, heads: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of `heads` that ranks of cp share out: none, where each computes all of them."""
+    """Return the numbers of heads that ranks of cp share out; () if each computes all heads."""
     return heads if context_of(spec).attention == EXCHANGES else ()
 
 

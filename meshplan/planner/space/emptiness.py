@@ -1,4 +1,4 @@
-"""Why a space has nothing in it: what the model or the plan rules out, or the samples of a step."""
+"""Explain an empty space: by what the model or the plan excludes, or by the samples of a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FIX: Final = "state less, or another batch.global"
 
 
 def nothing_to_choose(free: Freedom, spec: Spec) -> EmptySpaceError:
-    """The error of a freedom that no configuration is left of."""
+    """Return the error for a space without any configuration."""
     whys = "; ".join(f"{each.what}: {each.why}" for each in free.rejected)
     least = _least_samples(free)
     devices = f"{free.world:,} device{'' if free.world == 1 else 's'}"
@@ -37,7 +37,7 @@ def nothing_to_choose(free: Freedom, spec: Spec) -> EmptySpaceError:
 
 
 def _least_samples(free: Freedom) -> int | None:
-    """Of a step of all meshes that there would be with others; None where there would be none."""
+    """Return the fewest samples of a step for which there is a mesh; None if there is never one."""
     own = (free.micro or (1,))[0] * (free.accumulate or 1)
     if not free.micro:
         own *= free.pipelined or 1

@@ -1,4 +1,4 @@
-"""Every configuration of what is free, one row each."""
+"""Enumerate every configuration of a space."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _MOST_MICRO: Final = 64
 _HALVED: Final = frozenset(
     place for place, word in enumerate(SCHEDULE_WORDS) if word and SCHEDULES[word].splits_backward
 )
-"""Schedules whose backwards are run in two halves, of which there are no figures with a host."""
+"""Indices of the schedules with a split backward, for which offload has no figures."""
 
 
 def enumerate_grid(free: Freedom) -> NDArray[np.void]:
-    """Every configuration."""
+    """Return every configuration of a space as a grid (`cost.grid.GRID`)."""
     rows: list[tuple[int, ...]] = []
     offloads = (0,) if 0 in free.offload else free.offload
     for tp in free.axes["tp"]:
@@ -34,7 +34,8 @@ def enumerate_grid(free: Freedom) -> NDArray[np.void]:
                     for data in _data(free, free.world // inner):
                         for ep in _lent(free, data[1], {"pp": pp, "cp": cp, "tp": tp}):
                             steps = [*_steps(free, (pp, *data[:2], cp, tp, ep), data[2])]
-                            # No rank of the others has all logits of its tokens, or all stages.
+                            # With tp, cp or pp, no rank has all logits of its tokens, or all
+                            # stages: several loss chunks are for the other meshes only.
                             chunks = free.loss_chunks[: None if inner == 1 else 1]
                             for what in offloads:
                                 if may_lie_there(free, (pp, *data[:2], cp), data[2], what):
@@ -45,12 +46,18 @@ def enumerate_grid(free: Freedom) -> NDArray[np.void]:
 
 
 def _shares_heads(free: Freedom, tp: int, cp: int) -> bool:
-    """Whether ranks of cp may share out the heads that one of tp has."""
+    """Return True if ranks of cp may share out the heads of one rank of tp."""
     return cp == 1 or not any(heads % (tp * cp) for heads in free.heads)
 
 
 def _lent(free: Freedom, shard: int, sizes: Mapping[str, int]) -> Iterator[int]:
-    """What ep may borrow of so many ranks along dp_shard; nothing, where two axes clash."""
+    """Yield the sizes of ep that may be borrowed from dp_shard, if no two axes clash.
+
+    Args:
+        free: The space.
+        shard: Size of dp_shard.
+        sizes: Sizes of pp, cp and tp.
+    """
     is_sequence = free.sequence_parallel.get(sizes["tp"], False)
     for ep in free.axes["ep"]:
         if shard % ep == 0 and go_together({**sizes, "ep": ep}, is_sequence=is_sequence):
@@ -58,7 +65,7 @@ def _lent(free: Freedom, shard: int, sizes: Mapping[str, int]) -> Iterator[int]:
 
 
 def _data(free: Freedom, ranks: int) -> Iterator[tuple[int, int, int]]:
-    """(dp_replicate, dp_shard, mode) of so many data ranks."""
+    """Yield (dp_replicate, dp_shard, mode) of so many data ranks."""
     is_stated = _DDP not in free.modes
     for shard in divisors(ranks):
         replicate = ranks // shard
@@ -66,18 +73,19 @@ def _data(free: Freedom, ranks: int) -> Iterator[tuple[int, int, int]]:
             continue
         if _DDP in free.modes and shard == 1:
             yield replicate, shard, _DDP
-        # A model on one device may give back what was cast; one rank of many has nothing to share.
+        # A model on a single device may reshard to free what was cast. With more devices, one data
+        # rank has nothing to shard.
         least = 1 if free.world == 1 else 2
         if _ZERO1 in free.modes and replicate == 1 and shard >= (least if is_stated else 2):
             yield replicate, shard, _ZERO1
-        # Else over one rank only what is offloaded.
+        # Apart from that, only offloaded parameters are sharded over one rank.
         least = least if 0 in free.offload or replicate > 1 else 1
         if _SHARD in free.modes and shard >= least and free.hybrid in (None, replicate > 1):
             yield replicate, shard, _SHARD
 
 
 def _steps(free: Freedom, sizes: tuple[int, ...], mode: int) -> Iterator[tuple[int, ...]]:
-    """Whole rows: microbatches and schedules of one mesh."""
+    """Yield configurations of one mesh up to their schedule: its microbatches and schedules."""
     pp, replicate, shard = sizes[0], sizes[1], sizes[2]
     ranks = replicate * shard
     for micro, microbatches in _microbatches(free, ranks, pp > 1):
@@ -90,9 +98,9 @@ def _steps(free: Freedom, sizes: tuple[int, ...], mode: int) -> Iterator[tuple[i
 
 
 def _virtual(free: Freedom, schedule: str, pp: int, microbatches: int) -> Iterator[int]:
-    """Stages of one rank: every number that shares out what a rank has about evenly.
+    """Yield the numbers of stages per rank that share out a rank's blocks about evenly.
 
-    With fewer microbatches than ranks some would only wait.
+    With fewer microbatches than ranks, some ranks would only wait.
     """
     row = SCHEDULES[schedule]
     if row.virtual is not None:
@@ -104,9 +112,15 @@ def _virtual(free: Freedom, schedule: str, pp: int, microbatches: int) -> Iterat
 
 
 def _microbatches(free: Freedom, ranks: int, is_pipeline: bool) -> Iterator[tuple[int, int]]:
-    """(samples of one, how many) for each of so many data ranks.
+    """Yield (samples of a microbatch, number of microbatches) of a step of one data rank.
 
-    A pipeline takes all that a rank has in a step at once: `batch.micro` is what it cuts.
+    A pipeline takes all samples of a rank's step at once: `batch.micro` is what it splits.
+
+    Args:
+        free: The space.
+        ranks: Number of data ranks.
+        is_pipeline: If True, a pipeline splits the samples of a step; if False, the loop
+            accumulates.
     """
     if free.global_ is None:
         own = free.of_data_rank

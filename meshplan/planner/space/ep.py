@@ -1,4 +1,4 @@
-"""Experts over ranks, as the planner may say it: which modules hold them, and the words for it."""
+"""Expert parallelism in the planner: the modules that hold experts, and the statements for it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from meshplan.spec.spec import Borrow, Rule, Selector, Spec
 LENDER: Final = "dp_shard"
 _EXPERT: Final = "expert"
 _STACK: Final = 3
-"""Dims of a parameter that stacks matrices; a router has a row for each expert, and one less."""
+"""Dims of a parameter that stacks the matrices of experts. A router, with a row for each expert,
+has one less."""
 _CLASHES: Final = frozenset(frozenset((clash.left, clash.right)) for clash in CLASHES)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertCounts:
-    """Of a model.
+    """The experts of a model.
 
     Args:
-        modules: Patterns of the modules that stack them; () where there are none.
-        count: Of one module.
+        modules: Patterns of the modules that stack experts; () if there are none.
+        count: Experts of one module, the fewest of all; 0 if there are none.
     """
 
     modules: tuple[str, ...] = ()
@@ -35,7 +36,7 @@ NO_EXPERTS: Final = ExpertCounts()
 
 
 def experts_of(graph: ModelGraph) -> ExpertCounts:
-    """Those that could be spread."""
+    """Return the experts of a model that ep could shard."""
     stacks = [
         tensor
         for tensor in graph.parameters
@@ -46,19 +47,30 @@ def experts_of(graph: ModelGraph) -> ExpertCounts:
 
 
 def is_placed(spec: Spec) -> bool:
-    """Whether rules say already which experts are spread."""
+    """Return True if a rule of the plan already places experts along ep."""
     return any("ep" in rule.place for rule in spec.rules)
 
 
 def go_together(sizes: Mapping[str, int], *, is_sequence: bool) -> bool:
-    """Whether no two things in a mesh clash."""
+    """Return True if no two axes of a mesh clash.
+
+    Args:
+        sizes: Size of each axis, by name.
+        is_sequence: If True, tp shards activations along the sequence, which counts as an axis.
+    """
     there = {axis for axis, size in sizes.items() if size > 1}
     there |= {"sequence_parallel"} if is_sequence else set()
     return not any(clash <= there for clash in _CLASHES)
 
 
 def as_trial(spec: Spec, sizes: Mapping[str, int], modules: tuple[str, ...]) -> Spec:
-    """A trial's mesh as words have it, with a rule where none places experts."""
+    """Return a trial spec with this mesh, and with a rule that shards experts if ep needs one.
+
+    Args:
+        spec: The spec of the plan file.
+        sizes: Size of each axis, by name.
+        modules: Patterns of the modules that stack experts.
+    """
     ep, rules = sizes.get("ep", 1), spec.rules
     if ep == 1:
         bare = {axis: size for axis, size in sizes.items() if axis != "ep"}
@@ -73,12 +85,12 @@ def as_trial(spec: Spec, sizes: Mapping[str, int], modules: tuple[str, ...]) -> 
 
 
 def _without(rule: Rule) -> Rule:
-    """A rule that has nothing to say where experts are not spread."""
+    """Drop a rule's placement along ep, for meshes where ep is 1."""
     place = {axis: word for axis, word in rule.place.items() if axis != "ep"}
     return replace(rule, place=place)
 
 
 def words(modules: tuple[str, ...]) -> dict[str, Any]:
-    """The rule that a plan file would have."""
+    """Return the rule that a plan file needs to shard these modules along ep."""
     match = modules[0] if len(modules) == 1 else list(modules)
     return {"match": match, "place": {"ep": EXPERT_STYLE}}

@@ -1,4 +1,4 @@
-"""What a plan states of single blocks, which the planner keeps, and what it cannot keep."""
+"""Choices that a plan fixes for single blocks, and those that the planner does not support."""
 
 from __future__ import annotations
 
@@ -14,21 +14,26 @@ from meshplan.spec.spec import Borrow, Spec
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """What rules leave a block: the values it may take; () leaves it all that the plan does."""
+    """The values that rules leave open to one block.
+
+    Args:
+        recompute: Indices into `cost.grid.RECOMPUTE`; () for all that the plan leaves open.
+        reshard: Values of reshard after forward, 0 or 1; () for all that the plan leaves open.
+    """
 
     recompute: tuple[int, ...] = ()
     reshard: tuple[int, ...] = ()
 
 
 Pins = Mapping[str, Pin]
-"""By the fqn of a block."""
+"""Pins by the fqn of their block."""
 
 
 def fixed_choices_of(spec: Spec, graph: ModelGraph) -> Pins:
-    """What rules state of single blocks.
+    """Return the choices that rules fix for single blocks.
 
     Raises:
-        PlanError: Something that the planner has no figures for.
+        PlanError: Rules are wrong, or fix something that the planner has no figures for.
     """
     cascade = Cascade(spec, graph)
     if cascade.problems:
@@ -48,7 +53,7 @@ def fixed_choices_of(spec: Spec, graph: ModelGraph) -> Pins:
 
 
 def _policy(spec: Spec, cascade: Cascade, graph: ModelGraph, fqn: str) -> str:
-    """What a rule says that a block recomputes, or the plan says of every n-th; "" if neither."""
+    """Return the mode that a rule, or the plan's `every`, fixes for a block; "" if neither does."""
     stated = cascade.inherited(fqn, "activation_checkpointing")
     policy = stated.value if stated else spec.activation_checkpointing
     if stated is None and policy.every == 1:
@@ -59,10 +64,10 @@ def _policy(spec: Spec, cascade: Cascade, graph: ModelGraph, fqn: str) -> str:
 
 
 def check_fixed_choices(spec: Spec) -> None:
-    """What the plan states and the planner would overrule, or has no figures for, is refused.
+    """Refuse what the plan states and the planner would overrule or has no figures for.
 
     Raises:
-        PlanError: There is any.
+        PlanError: The plan states any of this.
     """
     mesh = spec.mesh if isinstance(spec.mesh, Mapping) else {}
     policies = {"activation_checkpointing": spec.activation_checkpointing}

@@ -1,4 +1,4 @@
-"""Where a plan says that a pipeline is cut: the stage of single blocks, which the search keeps."""
+"""The pipeline stages that a plan fixes for single blocks, which the search keeps."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ LAST: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class FixedStages:
-    """What is stated.
+    """The stages that a plan fixes.
 
     Args:
-        by_block: Stages by fqn.
-        num: How many stages there are; None where nothing says.
+        by_block: Stage of each fixed block, by fqn; `LAST` for the last one.
+        num: Number of stages; None if the plan does not state it.
     """
 
     by_block: Mapping[str, int]
     num: int | None = None
 
     def can_cut(self, blocks: Sequence[str], stages: int) -> bool:
-        """Whether blocks can be cut into so many stages, each with a block."""
+        """Return True if the blocks can be cut into so many stages, each with a block."""
         if self.num not in (None, stages):
             return False
-        reached = {0}
+        reached = {0}  # Stages that the current block may be in.
         for number, block in enumerate(blocks):
             if number:
                 reached |= {stage + 1 for stage in reached}
@@ -41,15 +41,15 @@ class FixedStages:
         return stages - 1 in reached
 
     def places(self, names: Sequence[str]) -> tuple[int | None, ...]:
-        """The stage of each place; None where it is free."""
+        """Return the stage of each place; None where it is free."""
         return tuple(self.by_block.get(name) for name in names)
 
 
 def fixed_stages_of(spec: Spec, graph: ModelGraph) -> FixedStages:
-    """What rules, or a split, state.
+    """Return the stages that rules, or `pipeline.split`, fix.
 
     Raises:
-        PlanError: A module that is cut by more than whole blocks, or contradictions.
+        PlanError: Stages cut through a block, or contradict each other.
     """
     blocks = graph.blocks()
     problems: list[Problem] = []
@@ -82,7 +82,7 @@ def fixed_stages_of(spec: Spec, graph: ModelGraph) -> FixedStages:
 
 
 def _stated(spec: Spec, graph: ModelGraph) -> Iterator[tuple[str, int, str]]:
-    """(module, stage, where that stands); a split goes before rules."""
+    """Yield (module, stage, path of the statement). A split comes last, and so overrides rules."""
     words = {"first": 0, "last": LAST}
     for fqn, stated in Cascade(spec, graph).modules_with("stage"):
         yield fqn, words.get(stated.value, stated.value), stated.path
@@ -98,7 +98,7 @@ def _stated(spec: Spec, graph: ModelGraph) -> Iterator[tuple[str, int, str]]:
 
 
 def _place(graph: ModelGraph, fqn: str, blocks: Sequence[str]) -> int | None:
-    """0 of what is defined before all blocks, 1 of what is defined after; None of anything else."""
+    """Return 0 for a module that is defined before all blocks, 1 after all of them; else None."""
     if not blocks or any(is_inside(fqn, b) or is_inside(b, fqn) for b in blocks):
         return None
     order = list(graph.modules)
@@ -108,7 +108,7 @@ def _place(graph: ModelGraph, fqn: str, blocks: Sequence[str]) -> int | None:
 
 
 def _filled(blocks: Sequence[str], pins: Mapping[str, int]) -> dict[str, int]:
-    """A split says it of all blocks: what follows a named one is of its stage."""
+    """Extend a split to all blocks: those that follow a named block are in its stage."""
     out, current = {}, 0
     for block in blocks:
         current = max(current, pins.get(block, current))

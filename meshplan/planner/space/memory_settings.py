@@ -1,8 +1,8 @@
-"""Settings that make room in a GPU's memory at hardly any cost: parts of the loss, the allocator.
+"""Settings that save GPU memory at hardly any cost: the number of loss chunks, and the allocator.
 
-The parts are an axis of the grid. The allocator is none: it changes no figure but how much is
+The number of loss chunks is a field of the grid. The allocator is not. It only changes how much is
 reserved for the same events, sometimes for the better and sometimes not, so each candidate is
-measured with whatever allocator the plan leaves open.
+replayed with the allocators that the plan leaves open.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ from typing import Any, Final
 from meshplan.spec.spec import AUTO, Allocator, Spec
 
 _CHUNKS: Final = (1, 2, 8, 32)
-"""Numbers between these save hardly more, or take hardly less; of more parts each reads the head's
-weight for few tokens."""
+"""Numbers of loss chunks to try. Numbers in between hardly save more, or hardly cost less. With
+more chunks, each reads the head's weight for few tokens."""
 _ALLOCATORS: Final[tuple[Allocator, ...]] = ("default", "expandable")
-"""The plainer one first."""
+"""Allocator settings to try, the plainer one first."""
 OFFERED: Final = {
     "loss_parallel": (True, False),
     "loss_chunks": _CHUNKS,
     "allocator": _ALLOCATORS,
 }
-"""Values that the planner tries where the plan does not state a key, by key."""
+"""Values that the planner tries for a key that the plan does not state, by key."""
 
 
 def chunks_of(
     spec: Spec, refuses: Callable[[Spec], str], trial: Spec, *, is_traced: bool
 ) -> tuple[tuple[int, ...], str]:
-    """(numbers of parts of the loss that a plan leaves open, why it is one alone or "").
+    """Return the open numbers of loss chunks, and the reason why there is only one, or "".
 
     Args:
-        refuses: Why a trial cannot be, "" if it can be.
-        trial: Of the spec.
-        is_traced: Whether the model is known by its traces, which have the loss as it is stated.
+        spec: The spec of the plan file.
+        refuses: Returns the reason why a trial spec is not possible; "" if it is.
+        trial: A trial spec, to which loss chunks are added.
+        is_traced: If True, the model is known by its traces, which have the loss as it is stated.
     """
     if spec.loss_chunks != AUTO and "loss_chunks" in spec.origins:
         assert isinstance(spec.loss_chunks, int)
@@ -46,13 +47,13 @@ def chunks_of(
 
 
 def allocators_of(spec: Spec) -> tuple[Allocator, ...]:
-    """Allocators that a plan leaves open, the plainer one first."""
+    """Return the allocator settings that a plan leaves open, the plainer one first."""
     if spec.allocator != AUTO and "allocator" in spec.origins:
         return (spec.allocator,)
     return _ALLOCATORS
 
 
 def memory_setting_words(spec: Spec, loss_chunks: int, allocator: Allocator) -> dict[str, Any]:
-    """Return what the plan file would have to say, by path; {} where it says so already."""
+    """Return the statements that give the plan file these settings, by path; {} if it has them."""
     chosen = {"loss_chunks": loss_chunks, "allocator": allocator}
     return {path: value for path, value in chosen.items() if getattr(spec, path) != value}

@@ -1,6 +1,6 @@
-"""What may lie on the host: of the whole model, parameters with their optimizer, activations, both.
+"""Offload to the host of the whole model's parameters with their optimizer, activations, or both.
 
-What single modules offload the planner has no figures for.
+The planner has no figures for what single modules offload.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WORDS: Final = {
     "activations": ACTIVATIONS_THERE,
     "both": PARAMS_THERE | ACTIVATIONS_THERE,
 }
-"""How one asks for each."""
+"""Values of the grid's `offload`, by the word that a user asks for them with."""
 ONLY_IN_FULL: Final = (
     "offloaded activations have figures where every block is recomputed in full, only"
 )
@@ -32,7 +32,7 @@ _DDP, _SHARD = MODES.index("ddp"), MODES.index("shard")
 
 
 def stated_offloads(spec: Spec) -> tuple[int, ...]:
-    """What the plan leaves open, as values of the grid's `offload`; 0 first, if it is one."""
+    """Return the values of the grid's `offload` that the plan leaves open, in increasing order."""
     offload = spec.offload
     params = _open(offload.params, PARAMS_THERE)
     if offload.optimizer in (True, False) and offload.params in (None, AUTO):
@@ -46,12 +46,12 @@ def _open(value: object, bit: int) -> tuple[int, ...]:
 
 
 def as_stated(what: int) -> Offload:
-    """A spec's words for it."""
+    """Return the spec's `offload` for a value of the grid's `offload`."""
     return Offload(params=bool(what & PARAMS_THERE), activations=bool(what & ACTIVATIONS_THERE))
 
 
 def offload_words(spec: Spec, what: int) -> dict[str, Any]:
-    """Return what the plan file would have to say, by path; {} where it says so already."""
+    """Return the statements that give the plan file this offload, by path; {} if it has it."""
     offload = spec.offload
     parts = {"params": bool(what & PARAMS_THERE), "activations": bool(what & ACTIVATIONS_THERE)}
     stated = {name: getattr(offload, name) for name in parts}
@@ -66,7 +66,10 @@ def offload_words(spec: Spec, what: int) -> dict[str, Any]:
 
 
 def offload_of(plan: Plan) -> int:
-    """What of a whole plan lies on the host, as in the grid; of a part of the model, nothing."""
+    """Return what a complete plan offloads, as a value of the grid's `offload`.
+
+    Offload of only a part of the model is not counted.
+    """
     a = plan.assignment
     full = {fqn for fqn, again in a.recompute.items() if again.policy.mode == "full"}
     blocks = set(plan.graph.blocks())
@@ -76,12 +79,15 @@ def offload_of(plan: Plan) -> int:
 
 
 def may_lie_there(free: Freedom, sizes: Sequence[int], mode: int, what: int) -> bool:
-    """Whether FSDP2 shards the parameters, and stages may have them on the host.
+    """Return True if FSDP2 shards the parameters, and stages may have them on the host if asked.
 
-    Over one rank of many it shards what is offloaded, and nothing else.
+    Over one data rank of several devices, FSDP2 shards only what is offloaded.
 
     Args:
-        sizes: Of pp, dp_replicate, dp_shard and cp.
+        free: The space.
+        sizes: Sizes of pp, dp_replicate, dp_shard and cp.
+        mode: Index into `cost.grid.MODES`.
+        what: Value of the grid's `offload`.
     """
     pp, _, shard, cp = sizes
     if not what & PARAMS_THERE:
@@ -90,7 +96,11 @@ def may_lie_there(free: Freedom, sizes: Sequence[int], mode: int, what: int) -> 
 
 
 def over_host(spec: Spec, plan: Plan, memory: MemoryEstimate) -> str | None:
-    """Whether a node's host holds too much: why no plan of its row can be, "" where another may."""
+    """Return why a plan needs too much memory of a node's host; None if it does not.
+
+    Returns:
+        The reason why no plan of the same configuration is possible; "" if another one may be.
+    """
     host = memory.host
     if host is None or not host.is_over:
         return None
@@ -100,7 +110,7 @@ def over_host(spec: Spec, plan: Plan, memory: MemoryEstimate) -> str | None:
 
 
 def too_much_there(spec: Spec) -> str:
-    """Why no plan of a row can be."""
+    """Return the message that the host's memory is too small for a configuration."""
     is_stated = spec.hardware is not None and spec.hardware.host_memory_bytes is not None
     known = "" if is_stated else ", assumed: hardware.host_memory states it"
     return f"a node's host would hold more than its {format_gib(host_limit(spec.hardware))}{known}"

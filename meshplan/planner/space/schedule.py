@@ -1,4 +1,4 @@
-"""Which schedules a plan leaves open: those that are tried, and those that it may state."""
+"""The pipeline schedules that a plan leaves open, and those that it may state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from meshplan.spec.spec import AUTO, Spec
 
 _HALVED: Final = "InterleavedZeroBubble"
 _TRIED: Final = ("1F1B", "Interleaved1F1B", _HALVED)
-"""GPipe takes as long as 1F1B and keeps more."""
+"""Schedules that are tried if the plan leaves them open. GPipe takes as long as 1F1B and keeps
+more."""
 _KNOWN: Final = (*_TRIED, "GPipe")
 _LEFT_OUT: Final = {
     "GPipe": "it takes as long as 1F1B and keeps more",
@@ -22,21 +23,25 @@ _LEFT_OUT: Final = {
         if row.is_v
     },
 }
-"""Of a free schedule, those that are not tried, and why."""
+"""Schedules that are not tried if the plan leaves them open, with the reason."""
 _GIVING_BACK: Final = ("full_shard", "hybrid_shard")
 
 
 def schedules_of(
     spec: Spec, pipelines: Sequence[int], keeps_from_rounds: str
 ) -> tuple[tuple[int, ...], tuple[tuple[str, str], ...]]:
-    """(places in SCHEDULE_WORDS, the words of those that are left out and why).
+    """Return the open schedules, and (schedules, reason) of those that are left out.
 
     Args:
+        spec: The spec of the plan file.
         pipelines: Sizes that pp may have.
-        keeps_from_rounds: Why no rank may have several stages, "" if it may.
+        keeps_from_rounds: Reason why no rank may have several stages; "" if it may.
+
+    Returns:
+        Indices into `cost.grid.SCHEDULE_WORDS`, and the names that are left out by reason.
 
     Raises:
-        PlanError: What is stated cannot be planned.
+        PlanError: The stated schedule cannot be planned.
     """
     virtual, is_stated = stated_virtual(spec), _is_stated(spec)
     words = tuple(_words(spec, virtual)) if not is_stated else (_stated(spec),)
@@ -70,7 +75,7 @@ def schedules_of(
 
 
 def _keeps_from_halves(spec: Spec) -> str:
-    """Why no backward may be run in two halves, "" if it may."""
+    """Return the reason why no backward may be split into two halves; "" if it may."""
     modes = [r.activation_checkpointing for r in spec.rules]
     if "activation_checkpointing" in spec.origins:
         modes.append(spec.activation_checkpointing)
@@ -88,7 +93,7 @@ def _keeps_from_halves(spec: Spec) -> str:
 
 
 def stated_virtual(spec: Spec) -> int | None:
-    """Stages of a rank that the plan asks for."""
+    """Return the stages per rank that the plan states; None if it states none."""
     if spec.pipeline is None:
         return None
     is_stated = "pipeline.virtual" in spec.origins or spec.pipeline.virtual > 1
@@ -96,12 +101,18 @@ def stated_virtual(spec: Spec) -> int | None:
 
 
 def stated_schedule(spec: Spec) -> str | None:
-    """The schedule that the plan asks for; that it has stages and no more asks for one too."""
+    """Return the schedule that the plan states; None if it leaves it open.
+
+    A plan with a pipeline that names neither a schedule nor `virtual` states the default.
+    """
     return spec.pipeline.schedule if spec.pipeline is not None and _is_stated(spec) else None
 
 
 def _is_stated(spec: Spec) -> bool:
-    """Whether the plan has a schedule: 1F1B is what `Pipeline` says where it says nothing."""
+    """Return True if the plan states a schedule.
+
+    Without a schedule, `Pipeline` has its default, 1F1B. That counts as stated unless `virtual` is.
+    """
     if spec.pipeline is None or spec.pipeline.schedule == AUTO:
         return False
     return "pipeline.schedule" in spec.origins or stated_virtual(spec) is None
@@ -118,7 +129,7 @@ def _stated(spec: Spec) -> str:
 
 
 def _words(spec: Spec, virtual: int | None) -> Iterator[str]:
-    """Those that go with so many stages a rank, if any are asked for."""
+    """Yield the schedules to try that go with so many stages per rank; None goes with all."""
     for word in _TRIED:
         if virtual is None or (SCHEDULES[word].virtual is None) == (virtual > 1):
             yield word

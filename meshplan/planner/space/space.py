@@ -1,7 +1,7 @@
-"""What is free in a plan, and every configuration that it may become.
+"""The values that each choice of a plan may take.
 
-A concrete value in the plan is a constraint; `auto`, or nothing said, is free. What a model or this
-version does not allow is left out with the reason, which is told.
+A concrete value in the plan is a constraint. `auto`, or nothing, leaves the choice open. What the
+model or this version does not allow is left out, with a reason that is reported.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ STRATEGIES: Final[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "hybrid_shard": ((_SHARD,), (1,)),
     "hybrid_shard_zero2": ((_SHARD,), (0,)),
 }
-"""By word, (modes, reshards)."""
+"""Modes (indices into `cost.grid.MODES`) and values of reshard of each strategy, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Something that is not in the space, or not the answer, and why."""
+    """A value that is not in the space, or a plan that is not the answer, with the reason."""
 
     what: str
     why: str
 
 
 class EmptySpaceError(PlanError):
-    """What a plan states leaves nothing to choose from.
+    """No configuration has everything that the plan states.
 
     Attributes:
-        rejected: What the model or the plan leaves out.
+        rejected: Values that the model or the plan excludes.
     """
 
     def __init__(self, problem: Problem, rejected: tuple[Rejected, ...]) -> None:
@@ -65,28 +65,32 @@ class Freedom:
     """The values that each choice may take.
 
     Args:
-        world: Devices.
-        axes: By axis, sizes.
-        hybrid: Whether both data axes are spread; None where that is free.
-        modes, schedules: Places in `grid.MODES` and `grid.SCHEDULE_WORDS`.
-        virtual: Stages of a rank, of schedules with several; None where that is free.
-        num_blocks: Of the model.
-        heads: Of one attention, and of its keys and values; () where nobody knows.
-        recompute: Places in `grid.RECOMPUTE`.
-        reshard: Of blocks whose parameters are sharded.
-        micro: `batch.micro`: samples of one microbatch, of a pipeline of all its microbatches; ()
-            where free.
-        accumulate: Microbatches of a step; None where free.
-        pipelined: Microbatches of a pipeline; None where free.
-        global_: Samples of a step of all ranks; None where `of_data_rank` says it.
+        world: Number of devices.
+        axes: Sizes that each mesh axis may have.
+        hybrid: If True, dp_replicate is larger than 1 where parameters are sharded; if False, it is
+            1; None leaves it open.
+        modes: Indices into `cost.grid.MODES`.
+        schedules: Indices into `cost.grid.SCHEDULE_WORDS`.
+        virtual: Stages per rank of schedules with several; None leaves it open.
+        num_blocks: Number of blocks of the model.
+        heads: Numbers of heads, and of key/value heads, that ranks of cp share out; () if they
+            share none or the numbers are not known.
+        recompute: Indices into `cost.grid.RECOMPUTE`.
+        reshard: Values of reshard after forward of blocks whose parameters are sharded.
+        micro: Values of `batch.micro`: samples of one microbatch or, in a pipeline, of all its
+            microbatches; () leaves it open.
+        accumulate: Microbatches of a step; None leaves it open.
+        pipelined: Microbatches of a pipeline; None leaves it open.
+        global_: Samples of a step of all ranks; None if `of_data_rank` states the batch.
         of_data_rank: Samples of a step of one data rank.
-        sequence_parallel, loss_parallel: By size of tp.
-        experts: Patterns of the modules that ep spreads.
-        offload: What lies on the host, as in the grid, so far as the plan leaves it open.
-        stages_there: Whether parameters may lie there in a pipeline.
-        loss_chunks: Parts of the loss; on ranks that pp, cp or tp spread, the first alone.
-        allocators: Of which any may be the plan's, the plainest first.
-        rejected: What was left out.
+        sequence_parallel: True for each size of tp that shards activations along the sequence.
+        loss_parallel: True for each size of tp that shards the loss along the vocabulary.
+        experts: Patterns of the modules that ep shards.
+        offload: Values of the grid's `offload` that the plan leaves open.
+        stages_there: If True, parameters may be on the host in a pipeline.
+        loss_chunks: Numbers of loss chunks. With pp, cp or tp, only the first is possible.
+        allocators: Allocator settings that the plan may have, the plainest first.
+        rejected: Values that were left out.
     """
 
     world: int
@@ -115,12 +119,12 @@ class Freedom:
 
     @property
     def options(self) -> tuple[bool, ...]:
-        """Which of `grid.OPTIONS` a block may take."""
+        """True for each of `grid.OPTIONS` that a block may take."""
         return tuple(r in self.recompute and s in (0, *self.reshard) for r, s in OPTIONS)
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """All of them, least first."""
+    """Return all divisors of a number, smallest first."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return tuple(small + [number // d for d in reversed(small) if d * d != number])
 
@@ -138,19 +142,23 @@ def freedom_of(
     heads: tuple[int, ...] = (),
     is_traced: bool = False,
 ) -> Freedom:
-    """What a spec leaves free.
+    """Return the values that a spec leaves open and the model allows.
 
     Args:
-        can_cut: Whether blocks can be cut into so many stages where the plan says that they are.
-        experts: Of the model.
-        heads: As in `Freedom`.
-        is_traced: Whether the model is known by its traces.
-        keeps_from_rounds: Why no rank may have several stages, "" if it may.
-        refuses: Why a trial of a spec cannot be, "" if it can be: whether the model divides, and
-            whether its step can be told.
+        spec: The spec of the plan file.
+        world: Number of devices.
+        gpus_per_node: Devices of one node, which tp does not exceed if it is open.
+        num_blocks: Number of blocks of the model.
+        refuses: Returns the reason why a trial spec is not possible, because the model does not
+            divide or its step cannot be estimated; "" if it is possible.
+        can_cut: Returns True if blocks can be cut into so many stages in keeping with the plan.
+        experts: The experts of the model.
+        keeps_from_rounds: Reason why no rank may have several stages; "" if it may.
+        heads: Numbers of heads, and of key/value heads, of one attention; () if not known.
+        is_traced: If True, the model is known by its traces.
 
     Raises:
-        PlanError: It contradicts itself, or says too little.
+        PlanError: The spec contradicts itself, or states too little.
     """
     rejected: list[Rejected] = []
     axes = _axes(spec, world)
@@ -208,7 +216,7 @@ def freedom_of(
 
 
 def _axes(spec: Spec, world: int) -> dict[str, tuple[int, ...]]:
-    """Sizes of every axis before the model has its say."""
+    """Return the sizes of every axis that the plan leaves open, before the model excludes any."""
     every = divisors(world)
     if spec.mesh is None or spec.mesh == AUTO:
         return dict.fromkeys(AXES, every)
@@ -229,10 +237,10 @@ def _tensor_parallel(
     refuses: Callable[[Spec], str],
     rejected: list[Rejected],
 ) -> dict[int, tuple[bool, bool]]:
-    """Sizes of tp that the model allows.
+    """Return the sizes of tp that the model allows.
 
-    With each, whether the sequence is cut there too, and the loss along the vocabulary: what is cut
-    is smaller, and takes less to send.
+    Each maps to (True if activations are sharded along the sequence, True if the loss is sharded
+    along the vocabulary). Sharding comes first: what is sharded is smaller, and takes less to send.
     """
     choices = [
         (getattr(spec, name),) if name in spec.origins else (True, False)
@@ -262,7 +270,10 @@ def _pipelines(
     refuses: Callable[[Spec], str],
     rejected: list[Rejected],
 ) -> tuple[int, ...]:
-    """Every stage has a block; what two stages cannot do, more cannot."""
+    """Return the sizes of pp that the model allows.
+
+    Every stage has a block. If two stages are refused, so are more.
+    """
     more = [size for size in sizes if size > 1]
     why = refuses(with_axes(spec, {"pp": 2})) if more else ""
     if why:
@@ -282,7 +293,7 @@ def _as_stated(
     can_cut: Callable[[int], bool],
     rejected: list[Rejected],
 ) -> Iterator[int]:
-    """A pipeline that is stated is there, and is cut where it is stated."""
+    """Yield the sizes of pp that agree with the pipeline, and the stages, that the plan states."""
     is_stated = spec.pipeline is not None or any(rule.stage is not None for rule in spec.rules)
     for size in sizes:
         why = ""
@@ -308,7 +319,7 @@ def _spread(
     refuses: Callable[[Spec], str],
     rejected: list[Rejected],
 ) -> Iterator[int]:
-    """Over how many ranks experts may be spread: what rules place is spread."""
+    """Yield the sizes of ep that the model allows; 1 only if no rule places experts."""
     more = [size for size in sizes if size > 1]
     if 1 in sizes and not is_placed(spec):
         yield 1
@@ -326,7 +337,7 @@ def _spread(
 
 
 def _check_offload(spec: Spec, what: int, refuses: Callable[[Spec], str]) -> None:
-    """Refuse what is stated and cannot be, or has no figures."""
+    """Refuse an offload that is stated but not possible, or has no figures."""
     mode = spec.activation_checkpointing.mode
     stated = "activation_checkpointing" in spec.origins and mode != AUTO
     trial = with_offload(spec, what)
@@ -346,7 +357,7 @@ def _check_offload(spec: Spec, what: int, refuses: Callable[[Spec], str]) -> Non
 def _recompute(
     spec: Spec, refuses: Callable[[Spec], str], rejected: list[Rejected]
 ) -> Iterator[int]:
-    """Places in RECOMPUTE that blocks may take."""
+    """Yield the indices into `cost.grid.RECOMPUTE` that blocks may take."""
     stated = spec.activation_checkpointing
     if "activation_checkpointing" in spec.origins and stated.mode != AUTO:
         yield RECOMPUTE.index(stated.mode)

@@ -1,4 +1,4 @@
-"""Trials of what a model allows: a plan with one thing spread, or on the host, and little else."""
+"""Trial specs: plans with one axis or offload, and little else, that test what a model allows."""
 
 from __future__ import annotations
 
@@ -20,10 +20,15 @@ def with_axes(
     loss_parallel: bool | None = None,
     experts: tuple[str, ...] = (),
 ) -> Spec:
-    """The spec on this mesh alone, as a trial of what the model allows.
+    """Return a trial spec: the plan on this mesh, without other choices.
 
     Args:
-        loss_parallel: None for what the plan states.
+        spec: The spec of the plan file.
+        sizes: Size of each axis, by name.
+        sequence_parallel: If True, tp shards activations along the sequence.
+        loss_parallel: If True, tp shards the loss along the vocabulary; None takes what the plan
+            states.
+        experts: Patterns of the modules that ep shards.
     """
     spec = as_trial(spec, sizes, experts)
     has_tp = sizes.get("tp", 1) > 1
@@ -44,7 +49,7 @@ def with_axes(
         activation_checkpointing=replace(spec.activation_checkpointing, mode="none", budget=None),
         pipeline=_as_trial(spec.pipeline) if "pp" in sizes else None,
         context=context_of(spec) if sizes.get("cp", 1) > 1 else None,
-        # A trial may be of fewer blocks than rules speak of.
+        # The model of a trial may have fewer blocks than the rules match.
         rules=tuple(_rule_as_trial(rule, sizes) for rule in spec.rules),
     )
 
@@ -52,7 +57,15 @@ def with_axes(
 def with_offload(
     spec: Spec, what: int, *, pp: int = 1, ep: int = 1, experts: tuple[str, ...] = ()
 ) -> Spec:
-    """A trial of whether the model allows that this lies on the host."""
+    """Return a trial spec with this offload.
+
+    Args:
+        spec: The spec of the plan file.
+        what: Value of the grid's `offload`.
+        pp: Size of pp.
+        ep: Size of ep.
+        experts: Patterns of the modules that ep shards.
+    """
     sizes = {"dp_shard": 2, "pp": pp, "ep": ep}
     spread = {axis: size for axis, size in sizes.items() if size > 1}
     trial = with_axes(spec, spread, experts=experts)
@@ -63,11 +76,11 @@ def with_offload(
 
 
 def _rule_as_trial(rule: Rule, sizes: Mapping[str, int]) -> Rule:
-    """Without what is of another mesh: stages, and parameters that are cut."""
+    """Drop what belongs to another mesh: a rule's stage, and reshard if nothing is sharded."""
     back = rule.reshard_after_forward if sizes.get("dp_shard", 1) > 1 else None
     return replace(rule, optional=True, stage=None, reshard_after_forward=back)
 
 
 def _as_trial(pipeline: Pipeline | None) -> Pipeline | None:
-    """Without what is of one number of stages."""
+    """Drop the pipeline settings that belong to one number of stages."""
     return pipeline and replace(pipeline, schedule="1F1B", virtual=1, microbatches=AUTO, split=AUTO)

@@ -1,4 +1,4 @@
-"""A model on a machine as `CostTable`: the chain of each size of tp, its seconds and its bytes."""
+"""Build the `CostTable` of a model on a machine, from the chain of block costs of each program."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from meshplan.spec.spec import Precision
 
 _FULL: Final = np.array([again == RECOMPUTE.index("full") for again, _ in OPTIONS])
 _ONCE: Final = [OPTIONS.index((0, reshard)) for _, reshard in OPTIONS]
-"""By option, the one that runs nothing again and is like it otherwise."""
+"""Index of the option without recomputation and with the same reshard, for each option."""
 
 
 def cost_table_of(
@@ -57,17 +57,22 @@ def cost_table_of(
     exchanges: bool = True,
     are_units: bool = False,
 ) -> CostTable:
-    """Everything that the search reads.
+    """Build the cost table of a grid.
 
     Args:
-        chain_of: The model as one rank of so many along tp, and along ep, computes it, with head
-            and loss over so many parts of the tokens.
+        grid: The configurations.
+        chain_of: Maps (tp, ep, loss chunks) to the chain of block costs as one rank computes it.
+        profile: Speeds of the machine.
+        gpus_per_node: Devices of one node.
         precision: Dtypes by role.
-        dtype: Of the model's parameters.
-        recompute, reshard: What the plan leaves to blocks.
-        pins: What rules leave to single ones.
-        exchanges: As in `cost.step.terms`.
-        are_units: Whether each block is gathered, and its gradients reduced, at once.
+        dtype: Dtype of the model's parameters.
+        sizes: Bytes of one element by role.
+        recompute: Indices into `cost.grid.RECOMPUTE` that the plan leaves open.
+        reshard: Values of reshard after forward, 0 or 1, that the plan leaves open.
+        pins: Choices that rules fix for single blocks, by fqn.
+        exchanges: If True, cp exchanges heads (all-to-all), as in `cost.step.terms`.
+        are_units: If True, each block is one FSDP unit: gathered, and its gradients reduced, at
+            once.
     """
     cuts = cuts_of(grid)
     chains, left = _aligned({cut: chain_of(*cut) for cut in cuts}, pins)
@@ -77,7 +82,7 @@ def cost_table_of(
     repeated = np.zeros(shape)
     seconds, saved, resident = np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
     top, sent, floor, crossing, reducing = (np.zeros(len(grid)) for _ in range(5))
-    # Of blocks of several kinds a rank may have any one.
+    # A rank may have blocks of any one kind, so only the minimum over the kinds is sure.
     turn, passes, beside, pooled, at_first, at_last = (np.full(len(grid), np.inf) for _ in range(6))
     reduce_bytes = widths_of(precision, dtype).reduce
     late = is_late(grid)
@@ -97,6 +102,7 @@ def cost_table_of(
             is_sharded = (part["mode"] == MODES.index("shard"))[:, None]
             offered = np.where(is_sharded, _options(again, back)[None], _options(again, (0,))[None])
             if kind.has_options and part["offload"].any():
+                # Activations are offloaded only where every block is recomputed in full.
                 waits = (part["offload"] & ACTIVATIONS_THERE) > 0
                 offered = offered & (_FULL[None] | ~waits[:, None])
             seconds[rows, number] = np.where(offered, found.seconds, np.inf)
@@ -132,7 +138,7 @@ def cost_table_of(
         reducing[rows] = np.where(part["pp"] == 1, always + passing, reducing[rows])
         reducing[rows] += _known(pooled[rows])
         ends = chain.kinds[chain.order[0]], chain.kinds[chain.order[-1]]
-        # When the last block runs, what comes after it has kept nothing, or no longer.
+        # In the last block's pass, what comes after it has saved nothing, or nothing any more.
         behind = sum(saved_bytes(part, kind)[:, 0] for kind in _ends(chain)[1])
         top[rows] = part["micro"] / part["cp"] * ends[1].transient_bytes[0]
         top[rows] = np.maximum(top[rows], _known(passes[rows]) - behind)
@@ -172,10 +178,10 @@ def cost_table_of(
 def _unhidden(
     grid: NDArray[np.void], compute_s: NDArray[np.float64], crossing_s: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """What ranks with several stages send longer than they compute, of a step.
+    """[configs] seconds of a step by which ranks with several stages send longer than they compute.
 
-    Each stage of each microbatch is sent from, forwards and backwards, by the link of its rank;
-    the shorter stages are, the less there is to hide it.
+    Each stage of each microbatch is sent from, forwards and backwards, over the link of its rank.
+    The shorter the stages, the less computation there is to hide it.
     """
     sends = 2.0 * grid["microbatches"] * grid["virtual"] * crossing_s
     over = np.maximum(0.0, sends - grid["microbatches"] * compute_s / grid["pp"])
@@ -183,26 +189,29 @@ def _unhidden(
 
 
 def _known(least: Floats) -> Floats:
+    """Replace infinite minima, to which no kind contributed, by 0."""
     return np.where(np.isfinite(least), least, 0.0)
 
 
 def _ends(chain: Chain) -> tuple[list[BlockKind], list[BlockKind]]:
-    """What lies before the blocks, and after them."""
+    """Return the kinds that lie before the blocks, and those after them."""
     kinds = [chain.kinds[number] for number in chain.order]
     blocks = [place for place, kind in enumerate(kinds) if kind.has_options] or [len(kinds)]
     return kinds[: blocks[0]], kinds[blocks[-1] + 1 :]
 
 
 def _options(recompute: tuple[int, ...], reshard: tuple[int, ...]) -> NDArray[np.bool_]:
+    """[options] mask of the options with these values of recompute and reshard."""
     return np.array([again in recompute and back in reshard for again, back in OPTIONS])
 
 
 def _aligned(
     chains: dict[ProgramKey, Chain], pins: Pins
 ) -> tuple[dict[ProgramKey, Chain], tuple[Pin, ...]]:
-    """The chains with the same kinds at the same places, and the pins by kind.
+    """Return the chains with equal kinds at equal places, and the pins of each kind.
 
-    Blocks are of one kind where they are in every chain, and rules say the same of them.
+    Two places are of one kind if they are of one kind in every chain, and rules fix the same for
+    both.
     """
     some = next(iter(chains.values()))
     none = Pin()

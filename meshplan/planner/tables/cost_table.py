@@ -1,8 +1,8 @@
-"""What the search reads, for every row of a grid, and nothing else of model and machine.
+"""The figures that the search reads: seconds and lower bounds on bytes of every configuration.
 
-Seconds are the cost room's. Bytes are figures that are never above what a step really takes at its
-worst moment (states, all that was saved for backward, the loss on top), so that a row which they
-rule out is out; what a plan really takes, `settle` asks of the memory room.
+Seconds come from the cost package. Bytes are never above what a step really needs at its peak
+(states, everything saved for backward, the loss on top), so a configuration that they exclude is
+out. What a plan really needs is decided by the memory package's replay.
 """
 
 from __future__ import annotations
@@ -26,38 +26,44 @@ from meshplan.planner.tables.in_flight import (
 )
 
 _BATCH: Final = 256
-"""Rows whose bounds are priced together."""
+"""Number of configurations whose bounds are priced together."""
 
 
 @dataclass(frozen=True, slots=False, kw_only=True)
 class CostTable:
-    """Arrays by row of the grid, kind of block, and option (`cost.grid.OPTIONS`).
+    """Seconds and bytes by configuration, kind of block, and option (`cost.grid.OPTIONS`).
 
     Args:
-        grid: The configurations.
-        order: The kind of each block, in the order of forward.
-        names: The fqn of each block; "" for what is of no block, and has no choice.
-        seconds: [rows, kinds, options] of a block for one microbatch, forward and backward;
-            infinite where it does not have the option.
-        saved: Bytes that it keeps for the backward of one microbatch.
-        resident: Bytes that it has all the time.
-        later: [rows, kinds] bytes of the whole gradients of a block that `resident` leaves out:
-            they are there once its stage has had a backward.
-        top: [rows] bytes that the last stage holds at its worst moment, beside what is saved.
-        turn: [rows] bytes that every other rank holds more than saved in its last block's pass.
-        sent: [rows] bytes of what a stage hands on of one microbatch, and keeps until its backward
-            is done, beside what its blocks keep.
-        beside: [rows] bytes that every rank holds whatever its blocks do.
-        first, last: [rows] bytes that the first, the last rank of a pipeline holds more than that.
-        floor: [rows] bytes of all blocks together that the optimizer's step takes at least.
-        reducing: [rows] bytes that some rank holds at least while a block's gradients are reduced.
-        once_s: [rows] seconds of a step beside what blocks take: what stages hand on.
-        stages: By place in `order`, the stage that the plan states, `cutting.LAST` for the last
-            one; None where it is free. () where all are.
-        compute_s: [rows, kinds], of `seconds` what the model's own operations take.
-        tensor_s: [rows, kinds], of `seconds` what tp sends.
-        again_s: [rows, kinds, options], of `seconds` what runs again takes.
-        host_s: [rows, kinds], of `seconds` what the host takes.
+        grid: [configs] configurations (`cost.grid.GRID`).
+        order: Kind of each place of the model, in the order of forward.
+        names: Fqn of the block at each place; "" for what lies outside the blocks and has no
+            choice.
+        seconds: [configs, kinds, options] seconds of a block for one microbatch, forward and
+            backward; infinite where it does not have the option.
+        saved: [configs, kinds, options] bytes that a block saves for the backward of one
+            microbatch.
+        resident: [configs, kinds, options] bytes that a block keeps all the time.
+        later: [configs, kinds] bytes of a block's unsharded gradients that `resident` leaves out:
+            they exist once the block's stage has had a backward.
+        top: [configs] bytes that the last stage needs at its peak, in addition to what is saved.
+        turn: [configs] bytes that every other rank needs in its last block's pass, in addition to
+            what is saved.
+        sent: [configs] bytes of one microbatch's output that a stage keeps until the backward, in
+            addition to what its blocks save.
+        beside: [configs] bytes that every rank needs, whatever its blocks choose.
+        first: [configs] bytes that the first rank of a pipeline needs in addition to `beside`.
+        last: [configs] bytes that the last rank of a pipeline needs in addition to `beside`.
+        floor: [configs] bytes that all blocks together need at least in the optimizer's step.
+        reducing: [configs] bytes that some rank needs at least while a block's gradients are
+            reduced.
+        once_s: [configs] seconds of a step in addition to those of the blocks: sends between
+            stages.
+        stages: Stage that the plan fixes for each place in `order`, `fixed_stages.LAST` for the
+            last stage, None where it is free; () if all are free.
+        compute_s: [configs, kinds] part of `seconds` that the model's own operations take.
+        tensor_s: [configs, kinds] part of `seconds` that communication of tp takes.
+        again_s: [configs, kinds, options] part of `seconds` that recomputation takes.
+        host_s: [configs, kinds] part of `seconds` that the host takes.
     """
 
     grid: NDArray[np.void]
@@ -84,42 +90,49 @@ class CostTable:
 
     @cached_property
     def counts(self) -> Counts:
-        """Blocks of each kind."""
+        """[kinds] number of blocks of each kind."""
         return np.bincount(self.order, minlength=self.seconds.shape[1]).astype(np.int64)
 
     @cached_property
     def before(self) -> Counts:
-        """[place, kinds]: blocks of each kind before each place, and all of them last."""
+        """[places + 1, kinds] number of blocks of each kind before each place; all of them last."""
         return _before(self.order, self.seconds.shape[1])
 
     @cached_property
     def alike(self) -> tuple[Counts, Counts]:
-        """As of `alike`."""
+        """The distinct block ranges of the model, as `alike` returns them."""
         return alike(self.order, self.seconds.shape[1])
 
     @cached_property
     def lanes(self) -> dict[int, Any]:
-        """By row, what `lanes_of` made of it: rows are solved again and again."""
+        """Cache of `stage_layout_of` by configuration: a search solves one again and again."""
         return {}
 
     @cached_property
     def answers(self) -> dict[tuple[int, float], Any]:
-        """By row and bytes, what `solve_row` knows: a search asks again as its limit moves."""
+        """Cache of `solve_config` by (configuration, capacity), for a search whose limit moves."""
         return {}
 
     @cached_property
     def is_block(self) -> NDArray[np.bool_]:
-        """By place in `order`; of a model without blocks, all of it."""
+        """[places] mask of the places in `order` that are blocks; all True if there are none."""
         named = [bool(name) for name in self.names]
         return np.array(named if any(named) else [True] * len(self.order))
 
     @property
     def block(self) -> int:
-        """The kind of the blocks, where they are all alike: rows with several stages a rank."""
+        """The one kind of all blocks, which configurations with several stages per rank require."""
         return self.order[int(np.flatnonzero(self.is_block)[0])]
 
     def only(self, row: int, options: Sequence[bool]) -> CostTable:
-        """One row, with these options and no others for blocks that have a choice."""
+        """Return the table of one configuration in which blocks have only some of their options.
+
+        Places without a choice keep their option.
+
+        Args:
+            row: Index of the configuration in the grid.
+            options: True for each entry of `cost.grid.OPTIONS` that blocks may take.
+        """
         at = slice(row, row + 1)
         seconds = self.seconds[at]
         has_choice = np.isfinite(seconds).sum(axis=2, keepdims=True) > 1
@@ -145,7 +158,7 @@ class CostTable:
         )
 
     def on_top(self, row: int, rank: int) -> float:
-        """Bytes of a rank at its worst moment beside what its blocks hold and what it sent."""
+        """Return the bytes of a rank at its peak beyond its blocks and the outputs it has sent."""
         own = float(self.beside[row])
         if rank == 0:
             own += float(self.first[row])
@@ -154,10 +167,13 @@ class CostTable:
         return own + float(self.last[row]) + float(self.top[row])
 
     def menu(self, row: int, in_flight: float, *, had_backward: bool = False) -> Options:
-        """What blocks may choose on a stage that keeps so many microbatches.
+        """Return the options of the blocks on a stage with so many microbatches in flight.
 
         Args:
-            had_backward: Whether it has had one by then.
+            row: Index of the configuration in the grid.
+            in_flight: Number of microbatches whose activations the stage keeps.
+            had_backward: If True, the stage has had a backward by then, so unsharded gradients
+                exist.
         """
         held = self.resident[row] + in_flight * self.saved[row]
         return Options(self.seconds[row], held + had_backward * self.later[row][:, None])
@@ -175,11 +191,15 @@ def _before(order: tuple[int, ...], kinds: int) -> Counts:
 
 @lru_cache(maxsize=8)
 def alike(order: tuple[int, ...], kinds: int) -> tuple[Counts, Counts]:
-    """The stretches of blocks by what they are made of.
+    """Find the distinct contents of all contiguous ranges of blocks.
+
+    Args:
+        order: Kind of each place of the model.
+        kinds: Number of kinds.
 
     Returns:
-        ([stretches, kinds] blocks of each kind, no two alike, and by the places where a stretch
-        begins and ends, which of them it is: [place, place]).
+        ([sets, kinds] distinct block counts, [places + 1, places + 1] index of the set that the
+        range from place i up to place j contains).
     """
     before = _before(order, kinds)
     i, j = np.triu_indices(len(before), 1)
@@ -190,16 +210,16 @@ def alike(order: tuple[int, ...], kinds: int) -> tuple[Counts, Counts]:
 
 
 def weights(grid: NDArray[np.void]) -> tuple[Floats, Floats]:
-    """(a, b) by row: a step takes a * (the slowest stage) + b * (the sum of the stages).
+    """Return (a, b), each [configs], of a * (the slowest stage) + b * (the sum of stages).
 
-    The same as `cost.pipeline.pipeline_seconds` says, as factors.
+    A step takes so many seconds, as `cost.pipeline.pipeline_seconds` estimates.
     """
     b = waiting_share(grid)
     return grid["microbatches"] - b, b
 
 
 def time_bounds(numbers: CostTable) -> Floats:
-    """Seconds a step from below by row, whatever memory there is."""
+    """Return [configs] lower bounds on the seconds of a step with unlimited memory."""
     fastest = numbers.seconds.min(axis=2)
     there = numbers.counts > 0
     return step_seconds(
@@ -208,8 +228,10 @@ def time_bounds(numbers: CostTable) -> Floats:
 
 
 def memory_bounds(numbers: CostTable) -> Floats:
-    """Bytes from below by row of the rank that holds the most, whatever time it takes."""
+    """Return [configs] lower bounds on the bytes of the fullest rank, with unlimited time."""
     stages = numbers.grid["pp"].astype(float)
+    # The fullest rank needs at least the mean over all ranks, and at least the model's largest
+    # block. `kept` sums over the ranks, with every block at its smallest option.
     held = _HeldBytes(numbers, np.arange(len(numbers.grid)))
     kept = held.total(lambda each: each.min(axis=2)) + numbers.sent * sent_in_flight(numbers.grid)
     kept += numbers.first + numbers.last + numbers.top + (stages - 1) * numbers.turn
@@ -219,17 +241,30 @@ def memory_bounds(numbers: CostTable) -> Floats:
 
 
 def priced_bounds(numbers: CostTable, rows: Counts, capacity: float, tries: int = 14) -> Floats:
-    """Seconds a step from below for these rows, with memory at a price: weak duality.
+    """Return lower bounds on the seconds of a step with memory at a price, by weak duality.
 
-    Whatever the price of a byte, the least of seconds + price * bytes, less price * capacity, is no
-    more than the answer; the best of several prices is taken.
+    Whatever the price of a byte, the minimum of seconds + price * bytes, less price * capacity, is
+    at most the optimum. The best of several prices is taken.
+
+    Args:
+        numbers: The cost table.
+        rows: [queries] indices of configurations in the grid.
+        capacity: Linear bytes that one rank may use.
+        tries: Number of prices.
+
+    Returns:
+        [queries] seconds.
     """
     held = _HeldBytes(numbers, rows)
     stages = numbers.grid[rows]["pp"].astype(float)
+    # `whole` is what the blocks of all ranks together may use: every rank's capacity less what it
+    # needs on top of its blocks.
     whole = stages * (capacity - numbers.beside[rows]) - (stages - 1) * numbers.turn[rows]
     whole -= numbers.top[rows]
     whole -= numbers.sent[rows] * sent_in_flight(numbers.grid[rows])
     whole -= numbers.first[rows] + numbers.last[rows]
+    # At price 0 every block takes its fastest option. The other prices are powers of two around
+    # the one at which all of the memory is worth as much as the time.
     best = held.seconds.min(axis=2) @ held.count
     slowest = held.seconds.min(axis=2).max(axis=1)
     for number in range(tries if np.isfinite(capacity) else 0):
@@ -241,13 +276,18 @@ def priced_bounds(numbers: CostTable, rows: Counts, capacity: float, tries: int 
 def by_bound(
     numbers: CostTable, capacity: float, times: Floats, held: Floats
 ) -> Iterator[tuple[float, int]]:
-    """(seconds a step from below, row) of every row that may fit, least first.
+    """Yield (lower bound on the seconds, configuration) of all that may fit, lowest bound first.
 
     Args:
-        times, held: `time_bounds` and `memory_bounds`.
+        numbers: The cost table.
+        capacity: Linear bytes that one rank may use.
+        times: [configs] bounds of `time_bounds`.
+        held: [configs] bounds of `memory_bounds`.
     """
     order = np.argsort(times, kind="stable")
     order = order[(held[order] <= capacity) & np.isfinite(times[order])]
+    # Price only as many configurations as are asked for: one whose time bound is above the heap's
+    # lowest priced bound cannot come before it.
     heap: list[tuple[float, int]] = []
     at = 0
     while at < len(order) or heap:
@@ -262,13 +302,15 @@ def by_bound(
 
 
 class _HeldBytes:
-    """What one block of each kind holds on some rows, and all blocks of a model.
+    """Bytes of one block of each kind, and of all blocks of the model, in some configurations.
 
     Attributes:
-        count: By kind that the model has, how many.
-        seconds: [rows, kinds, options].
-        least: Bytes of a block where the fewest microbatches wait; infinite without the option.
-        more: Of one whose stage is not the last of its rank; None where every stage is.
+        count: [kinds] number of blocks of each kind that the model has.
+        seconds: [configs, kinds, options] as in `CostTable`.
+        least: [configs, kinds, options] bytes of a block with the fewest microbatches in flight;
+            infinite without the option.
+        more: [configs, kinds, options] bytes of a block whose stage is not the last one of its
+            rank; None if every rank has one stage.
     """
 
     def __init__(self, numbers: CostTable, rows: Counts) -> None:
@@ -289,18 +331,22 @@ class _HeldBytes:
             self._usual = usual_blocks(grid, int(numbers.counts[block]))
 
     def total(self, value: Callable[[Floats], Floats]) -> Floats:
-        """By row, the sum over all blocks of what follows from the bytes of one: [rows, kinds]."""
+        """Return [configs] sums over all blocks of a value that follows from a block's bytes.
+
+        Args:
+            value: Maps [configs, kinds, options] bytes to [configs, kinds] values.
+        """
         least = value(self.least)
         total: Floats = least @ self.count
         if self.more is not None:
             few = least[:, self._block]
-            with np.errstate(invalid="ignore"):  # Where there is no option, neither is finite.
+            with np.errstate(invalid="ignore"):  # Without an option, both are infinite.
                 more = np.where(np.isfinite(few), value(self.more)[:, self._block] - few, 0.0)
             total = total + self._usual * more
         return total
 
     def priced(self, price: Floats) -> Floats:
-        """By row, the least of all blocks' seconds and of their bytes at a price, together."""
+        """Return [configs] sums over the blocks of the least seconds + price * bytes."""
         seconds, each = self.seconds, price[:, None, None]
         is_open = np.isfinite(seconds)
 
@@ -314,13 +360,24 @@ class _HeldBytes:
 def step_seconds(
     numbers: CostTable, total: Floats, block: Floats, rows: Counts | None = None
 ) -> Floats:
-    """Seconds of a step from the sum over all blocks and the slowest block, per microbatch."""
+    """Return the seconds of a step from the seconds of the blocks for one microbatch.
+
+    Args:
+        numbers: The cost table.
+        total: [queries] seconds of all blocks together.
+        block: [queries] seconds of the slowest block.
+        rows: [queries] indices of configurations in the grid; None for all of them.
+
+    Returns:
+        [queries] seconds, with stages as equal as possible; infinite where an argument is.
+    """
     rows = np.arange(len(numbers.grid)) if rows is None else rows
     grid = numbers.grid[rows]
     a, b = weights(grid)
-    # Of the others a weight of 0 would make no number.
+    # Infinite seconds times a weight of 0 would be NaN.
     exists = np.isfinite(total) & np.isfinite(block)
     total, block = np.where(exists, total, 0.0), np.where(exists, block, 0.0)
+    # The slowest stage takes at least the mean of all stages, and at least its slowest block.
     slowest = np.maximum(total / grid["pp"], block)
     seconds: Floats = np.where(exists, a * slowest + b * total + numbers.once_s[rows], np.inf)
     return seconds

@@ -1,4 +1,4 @@
-"""Microbatches whose activations are kept at once, by the schedule: what memory's bounds go by."""
+"""Microbatches whose activations are kept at once, by schedule: the basis of the memory bounds."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from meshplan.planner.knapsack.knapsack import Floats
 
 
 def in_flight_of(row: np.void, rank: int) -> tuple[float, ...]:
-    """By stage of a rank of the pipeline, how many it keeps at one moment that holds much.
+    """Return how many microbatches each stage of a pipeline rank keeps when memory is high.
 
-    With several stages a rank, that is when it has warmed up: before its first backward. Of
-    backwards in two halves, when it has put off as many second halves as it ever does.
+    With several stages per rank, this is the end of the warm-up, before the first backward. With a
+    split backward, it is when as many second halves are postponed as ever are.
 
     Source: Narayanan et al. 2021 (Megatron-LM), section 2.2; `schedules.SCHEDULES`, whose order it
     counts (`tests/planner/test_flights.py`).
@@ -35,9 +35,10 @@ def in_flight_of(row: np.void, rank: int) -> tuple[float, ...]:
 
 
 def had_backward(row: np.void, rank: int) -> bool:
-    """Whether the last stage of a rank has had a backward at such a moment, if no other one has.
+    """Return True if the last stage of a rank has had a backward at such a moment.
 
-    Then as much is in flight at its next forward as there was before its first backward.
+    The rank's other stages may not have had one. The moment is then the next forward: as much is in
+    flight as before the first backward.
     """
     p, m, v = int(row["pp"]), int(row["microbatches"]), int(row["virtual"])
     if p == 1 or in_halves(row) or SCHEDULE_WORDS[row["schedule"]] == "GPipe":
@@ -50,23 +51,27 @@ def had_backward(row: np.void, rank: int) -> bool:
 
 
 def handed_on(row: np.void, rank: int) -> tuple[float, ...]:
-    """By stage of a rank, of how many it then keeps what it handed on: to their first half."""
+    """Return of how many microbatches each stage of a rank keeps the output at that moment.
+
+    With a split backward, outputs are kept until its first half.
+    """
     each = in_flight_of(row, rank)
     return (*each[:-1], each[-1] - rank) if in_halves(row) else each
 
 
 def _round(ranks: int, count: int) -> int:
+    """Return the number of microbatches of one round of the ranks."""
     return count // max(1, count // ranks)
 
 
 def in_flight(row: np.void, rank: int) -> float:
-    """Of a rank, in parts of all that it has."""
+    """Return the microbatches in flight on a rank: the mean over its stages."""
     each = in_flight_of(row, rank)
     return sum(each) / len(each)
 
 
 def fewest_in_flight(grid: NDArray[np.void]) -> Floats:
-    """By row, what the stage that keeps the fewest keeps: the last one."""
+    """[configs] microbatches in flight on the stage that keeps the fewest: the last one."""
     p, m = grid["pp"].astype(float), grid["microbatches"].astype(float)
     is_gpipe = grid["schedule"] == SCHEDULE_WORDS.index("GPipe")
     few = np.where((p > 1) & is_gpipe, m, 1.0)
@@ -74,16 +79,17 @@ def fewest_in_flight(grid: NDArray[np.void]) -> Floats:
 
 
 def sent_in_flight(grid: NDArray[np.void]) -> Floats:
-    """By row, `handed_on` of the stages between the first and the last one of the model.
+    """[configs] sum of `handed_on` over all stages but the first and the last of the model.
 
-    The last one hands on nothing; what the first block's input is charged for holds for what the
-    first stage hands on (`cost.chain`).
+    The last stage hands on nothing. The output of the first stage is charged as the first block's
+    input (`cost.chain`).
     """
     p, m, v = (grid[name].astype(np.int64) for name in ("pp", "microbatches", "virtual"))
     turn = m // np.maximum(1, m // p)
     few = np.minimum(m, p)
     alone = few * (few + 1) // 2 + (p - few) * few - 1
-    # Ranks have 1, 3, 5 ... forwards beyond whole turns; one round has no more than a turn of them.
+    # From the last rank to the first, ranks run 1, 3, 5 ... forwards beyond those of all stages but
+    # the last. With a single round they cannot be more than its microbatches.
     within = np.minimum((turn + 1) // 2, p)
     beyond = np.where(m > turn, p * p, within * within + (p - within) * turn)
     several = p * (v - 1) * turn + beyond - 1
@@ -97,9 +103,9 @@ def sent_in_flight(grid: NDArray[np.void]) -> Floats:
 
 
 def usual_in_flight(grid: NDArray[np.void]) -> Floats:
-    """By row, what every stage keeps at the least that is not the last one of its rank.
+    """[configs] fewest microbatches in flight on any stage that is not the last of its rank.
 
-    As many as `fewest_in_flight` where a rank has one stage.
+    Equal to `fewest_in_flight` if ranks have one stage.
     """
     p, m = grid["pp"], grid["microbatches"]
     turn = m // np.maximum(1, m // p)
@@ -107,9 +113,9 @@ def usual_in_flight(grid: NDArray[np.void]) -> Floats:
 
 
 def usual_blocks(grid: NDArray[np.void], blocks: int) -> Floats:
-    """By row, how many blocks at the least are of such a stage, of so many that are shared out.
+    """[configs] fewest blocks, of so many, that lie in stages that are not the last of their rank.
 
-    A rank's last stage has one block more than its even share at the most; on the last rank none.
+    A rank's last stage has at most one block more than its even share, on the last rank none.
     """
     p, v = grid["pp"].astype(float), grid["virtual"].astype(float)
     last = np.minimum(blocks, np.floor((blocks + (p - 1) * (v - 1)) / v))
@@ -117,11 +123,11 @@ def usual_blocks(grid: NDArray[np.void], blocks: int) -> Floats:
 
 
 def has_gradients(grid: NDArray[np.void]) -> NDArray[np.bool_]:
-    """By row, whether at that moment, or a like one, every block had its gradients before.
+    """[configs] mask: True if every block had its gradients before such a moment, or an equal one.
 
-    A pipeline runs up to pp forwards before the first backward, or a round of all stages and more.
-    One round later as much is kept; and of two rounds also at the last forward, since what the
-    warming up has ahead is what the cooling down has left.
+    A pipeline runs up to pp forwards before the first backward, or with several stages per rank a
+    round of all stages and more. One round later as much is in flight. With two rounds this also
+    holds at the last forward, since what the warm-up ran ahead is what the cool-down has left.
     """
     p, m, v = (grid[name].astype(np.int64) for name in ("pp", "microbatches", "virtual"))
     turn = m // np.maximum(1, m // p)

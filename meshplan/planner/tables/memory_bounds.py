@@ -1,8 +1,9 @@
-"""Bytes that a rank holds, from below: what rules a row out before anything is replayed.
+"""Lower bounds on the bytes of a rank, which exclude a configuration before anything is replayed.
 
-States and what is saved for backward, all of which is there in the loss. What comes and goes
-(prefetched parameters, buffers of reductions, temporaries of the optimizer) is left out, so that no
-figure is above the real one; the replay has them all.
+They count states and what is saved for backward, all of which exists at the loss. What is transient
+(prefetched parameters, buffers of reductions, temporaries of the optimizer) is left out unless it
+is sure to exist at the same moment, so that no figure is above the real one. The replay counts all
+of it.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ _DDP, _ZERO1, _SHARD = range(len(MODES))
 
 @dataclass(frozen=True, slots=True)
 class HeldElementBytes:
-    """Bytes of one element.
+    """Bytes of one element, by role.
 
     Attributes:
-        stored: Of a parameter as the optimizer has it; its gradient has as many.
-        computed: Of a parameter as forward has it.
-        states: Of all that the optimizer keeps.
+        stored: Bytes of a parameter as the optimizer updates it; its gradient has as many.
+        computed: Bytes of a parameter as forward uses it.
+        states: Bytes of all optimizer states of a parameter.
     """
 
     stored: int
@@ -48,7 +49,7 @@ class HeldElementBytes:
 
 
 def element_bytes_of(plan: Plan) -> HeldElementBytes:
-    """The least of all parameters of a plan."""
+    """Return the fewest bytes per element that any parameter of a plan has."""
     placed = [p for p in plan.assignment.tensors.values() if not p.info.is_buffer]
     stored = min(DTYPE_BYTES[p.dtype] for p in placed)
     computed = min(DTYPE_BYTES[p.compute_dtype] for p in placed)
@@ -56,9 +57,9 @@ def element_bytes_of(plan: Plan) -> HeldElementBytes:
 
 
 def is_late(grid: NDArray[np.void]) -> NDArray[np.bool_]:
-    """By row with several stages a rank, whether each has had a backward when the most is there.
+    """[configs] mask: several stages per rank, each of which has had a backward at the peak.
 
-    Gradients are there then, and the buffers that they were scattered from.
+    Gradients exist by then, and the buffers that they were reduce-scattered from.
     """
     return np.asarray((grid["virtual"] > 1) & has_gradients(grid))
 
@@ -66,9 +67,16 @@ def is_late(grid: NDArray[np.void]) -> NDArray[np.bool_]:
 def scattering_bytes(
     grid: NDArray[np.void], block: BlockKind, late: NDArray[np.bool_], reduce_bytes: int
 ) -> Floats:
-    """[rows] what every rank then holds for its stages: each keeps its buffer to its next one.
+    """[configs] bytes of the reduce-scatter buffers that every rank keeps for its stages.
 
-    That is its last unit's: of a block whose experts are one of their own, either of them.
+    Each stage keeps the buffer of its last unit until its next reduction. If a block's experts are
+    a unit of their own, the last unit may be either of the two.
+
+    Args:
+        grid: The configurations.
+        block: A kind of block.
+        late: [configs] mask of `is_late`.
+        reduce_bytes: Bytes of one element of a gradient as it is reduced.
     """
     trained = float(sum(block.numels) - block.frozen)
     apart = min(float(block.expert_numel), trained - block.expert_numel)
@@ -81,21 +89,25 @@ def scattering_bytes(
 def resident_bytes(
     grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementBytes, late: NDArray[np.bool_]
 ) -> Floats:
-    """[rows, options] what one block holds in the loss, whatever the microbatch.
+    """[configs, options] bytes that one block keeps at the loss, whatever the microbatch.
 
     Args:
-        late: As `is_late`.
+        grid: The configurations.
+        kind: The kind of block.
+        sizes: Bytes of one element by role.
+        late: [configs] mask of `is_late`.
     """
     numel = float(sum(kind.numels))
     mode = grid["mode"][:, None]
     held = np.where(mode == _DDP, numel, share(grid, kind)[:, None])
     trained = held * trained_share(kind)
     own = held * sizes.stored + trained * sizes.states
-    # What is computed with is a copy, unless nothing is cut and nothing cast.
+    # Forward uses a copy of the parameters, unless they are neither sharded nor cast.
     is_copied = (mode != _DDP) | (sizes.computed != sizes.stored)
     is_freed = (mode == _SHARD) & kind.has_options & OPTION_RESHARD[None, :]
     waits = have_waited(grid, late)[:, None]
     copied = np.where(is_copied & ~is_freed, numel * sizes.computed, 0.0)
+    # Without a pipeline, DDP's buckets exist before the first backward.
     is_bucket = (mode == _DDP) & (grid["pp"] == 1)[:, None]
     gradients = np.where(waits | is_bucket, whole_bytes(grid, kind, sizes)[:, None], 0.0)
     gradients = gradients + reduced_bytes(grid, kind, sizes)[:, None]
@@ -104,14 +116,14 @@ def resident_bytes(
 
 
 def have_waited(grid: NDArray[np.void], late: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """By row, whether every block had a backward before the moment when the most is there."""
+    """[configs] mask: True if every block had a backward before the moment of the peak."""
     return np.asarray(has_gradients(grid) & ((grid["virtual"] == 1) | late))
 
 
 def whole_bytes(grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementBytes) -> Floats:
-    """[rows] gradients of a block that wait whole, until they are reduced at the end.
+    """[configs] bytes of a block's unsharded gradients, kept until they are reduced at the end.
 
-    Of backwards in halves they are as they were computed.
+    With a split backward they have the dtype that they were computed in.
     """
     numel = float(sum(kind.numels)) * trained_share(kind)
     whole = np.where(in_halves(grid), min(sizes.computed, sizes.stored), sizes.stored) * numel
@@ -120,10 +132,11 @@ def whole_bytes(grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementBytes
 
 
 def reduced_bytes(grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementBytes) -> Floats:
-    """[rows] gradients of a block as its data ranks share them out, all there before the update.
+    """[configs] bytes of a block's gradients as its data ranks share them, kept until the update.
 
-    Those of units lie in a pool of their own, which never shrinks; DDP has them in buckets. Where
-    no other rank has a part in them and nothing is cast, there are no units.
+    Those of FSDP units are in an allocator pool of their own, which never shrinks. DDP has them in
+    buckets. In a pipeline, mode "ddp" has units too, unless no other rank shares the gradients and
+    nothing is cast.
     """
     is_alone = grid["dp_replicate"] * grid["dp_shard"] * grid["cp"] == 1
     is_piped = (grid["pp"] > 1) & ~(is_alone & (sizes.computed == sizes.stored))
@@ -134,7 +147,7 @@ def reduced_bytes(grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementByt
 
 
 def step_bytes(grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementBytes) -> Floats:
-    """[rows] what one block holds when the optimizer begins: states and gradients."""
+    """[configs] bytes of one block before the optimizer's step: parameters, states, gradients."""
     numel = float(sum(kind.numels))
     held = np.where(grid["mode"] == _DDP, numel, share(grid, kind))
     trained = held * trained_share(kind)
@@ -145,11 +158,11 @@ def step_bytes(grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementBytes)
 def reducing_bytes(
     grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementBytes, reduce_bytes: int
 ) -> Floats:
-    """[rows] a block's whole gradients as backward made them, and what they are summed in.
+    """[configs] bytes of a block's unsharded gradients, and of the buffer that they are reduced in.
 
-    Its parameters go before that, and are there until then.
+    The block's unsharded parameters are freed just before the reduction.
 
-    Assumes: a block is one unit, and spread experts one of their own.
+    Assumes: a block is one unit, and experts that ep shards one of their own.
 
     Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `post_backward`.
     """
@@ -160,10 +173,14 @@ def reducing_bytes(
 
 
 def passing_bytes(grid: NDArray[np.void], kind: BlockKind, offered: Options) -> Floats:
-    """[rows] what a rank holds more than before that block's pass, the last one that it begins.
+    """[configs] bytes that a rank needs in this block's pass more than before it, at the least.
+
+    The pass is the last one that the rank begins.
 
     Args:
-        offered: [rows, options] what the block may do.
+        grid: The configurations.
+        kind: The kind of block.
+        offered: [configs, options] mask of the options that the block may take.
     """
     samples = (grid["micro"] / grid["cp"])[:, None]
     within = samples * np.array(kind.transient_bytes)[OPTION_RECOMPUTE][None, :]
@@ -174,17 +191,22 @@ def passing_bytes(grid: NDArray[np.void], kind: BlockKind, offered: Options) -> 
 def turning_bytes(
     made: Floats, grid: NDArray[np.void], kind: BlockKind, offered: Options
 ) -> Floats:
-    """[rows] the same at the end of its backward, when what it kept is gone.
+    """[configs] bytes that a rank needs more than before a block's pass at the end of its backward.
+
+    What the block saved is freed by then.
 
     Args:
-        made: `reducing_bytes`.
+        made: [configs] bytes of `reducing_bytes`.
+        grid: The configurations.
+        kind: The kind of block.
+        offered: [configs, options] mask of the options that the block may take.
     """
     kept = np.where(offered, saved_bytes(grid, kind), 0.0).max(axis=1)
     return np.asarray(np.maximum(made - kept, 0.0), dtype=np.float64)
 
 
 def always_bytes(grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementBytes) -> Floats:
-    """[rows] what one block holds all the time: its share, and what the optimizer keeps."""
+    """[configs] bytes that one block keeps all the time: parameter shards, optimizer states."""
     held = np.where(grid["mode"] == _DDP, float(sum(kind.numels)), share(grid, kind))
     own = held * sizes.stored + held * trained_share(kind) * sizes.states
     return np.asarray(np.where(is_there(grid), 0.0, own), dtype=np.float64)
@@ -193,23 +215,30 @@ def always_bytes(grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementByte
 def ahead_bytes(
     made: Floats, grid: NDArray[np.void], kind: BlockKind, count: int, sizes: HeldElementBytes
 ) -> Floats:
-    """[rows] parameters of a block that are gathered while another's gradients are reduced.
+    """[configs] bytes of a block's parameters, gathered while another's gradients are reduced.
 
-    Some rank has two of a kind where there are more of it than ranks along pp.
+    Some rank has two blocks of a kind if there are more of them than ranks along pp.
+
+    Args:
+        made: [configs] bytes of `reducing_bytes`.
+        grid: The configurations.
+        kind: The kind of block.
+        count: Number of blocks of this kind.
+        sizes: Bytes of one element by role.
     """
     is_there = (made > 0) & (count > grid["pp"])
     return np.asarray(np.where(is_there, _unit(grid, kind) * sizes.computed, 0.0))
 
 
 def _unit(grid: NDArray[np.void], kind: BlockKind) -> Floats:
-    """[rows] elements of the largest unit of a block."""
+    """[configs] elements of the largest unit of a block."""
     numel = float(sum(kind.numels))
     spread = max(float(kind.expert_numel), numel - kind.expert_numel)
     return np.asarray(np.where(grid["ep"] > 1, spread, numel), dtype=np.float64)
 
 
 def trained_share(kind: BlockKind) -> float:
-    """The share of a block's elements that get a gradient."""
+    """Return the share of a block's elements that get a gradient."""
     numel = sum(kind.numels)
     return 1 - kind.frozen / numel if numel else 1.0
 
@@ -217,14 +246,18 @@ def trained_share(kind: BlockKind) -> float:
 def waiting_bytes(
     grid: NDArray[np.void], first: BlockKind, last: BlockKind, reduce_bytes: int
 ) -> Floats:
-    """[rows] the root unit's gradients of the microbatch before, as they were sent.
+    """[configs] bytes of the root unit's reduce-scatter input of the microbatch before.
 
-    FSDP2 lets go of what it scatters when the next one comes to be; the root's is the last.
+    FSDP2 frees a reduce-scatter input when the next one is created. The root unit's is the last of
+    a backward, so it exists until the next backward.
 
     Args:
-        first, last: What lies before and after the blocks: of the root unit, in a pipeline of the
-            units around the first and the last stage.
-        reduce_bytes: Of an element that is summed.
+        grid: The configurations.
+        first: The kind before the blocks, in the root unit or, in a pipeline, in the unit around
+            the first stage.
+        last: The kind after the blocks, in the root unit or, in a pipeline, in the unit around the
+            last stage.
+        reduce_bytes: Bytes of one element of a gradient as it is reduced.
     """
     at_first, at_last = (float(sum(kind.numels) - kind.frozen) for kind in (first, last))
     numel = at_last + np.where(grid["pp"] == 1, at_first, 0.0)
@@ -234,12 +267,13 @@ def waiting_bytes(
 
 
 def saved_bytes(grid: NDArray[np.void], kind: BlockKind) -> Floats:
-    """[rows, options] what one block keeps of one microbatch."""
+    """[configs, options] bytes that one block saves for the backward of one microbatch."""
     per_sample = np.array(kind.saved_bytes)[OPTION_RECOMPUTE]
     samples = grid["micro"] / grid["cp"]
     if kind.has_options:
         samples = np.where(grid["offload"] & ACTIVATIONS_THERE, 0.0, samples)
     else:
-        # The loss is behind its first half: of what is in flight one microbatch has it all.
+        # With a split backward, the loss has run its first half: of the pp microbatches in flight
+        # only one still has all that was saved.
         samples = np.where(in_halves(grid), samples / grid["pp"], samples)
     return np.asarray(samples[:, None] * per_sample[None, :], dtype=np.float64)

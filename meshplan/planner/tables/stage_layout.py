@@ -1,9 +1,9 @@
-"""How the blocks of one configuration may lie on the ranks of its pipeline.
+"""Distribute the blocks of one configuration over the ranks of its pipeline.
 
-With one stage a rank, each rank has a stretch of blocks. With several, each has as many stretches,
-one in each round of the ranks; of blocks that are all alike it then only counts how many a rank
-has, and they are shared out among its stages evenly. So both are a cut of a line of blocks into one
-stretch for each rank, and differ in what a stretch holds.
+With one stage per rank, each rank has a contiguous range of blocks. With several, it has one range
+in each round of the ranks. The blocks are then identical, so only their number on a rank counts,
+and a rank shares them out evenly among its stages. In both cases the layout is a cut of a line of
+blocks into one range per rank. The two differ in what a range contains.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from meshplan.planner.tables.cost_table import CostTable, alike
 from meshplan.planner.tables.in_flight import had_backward, handed_on, in_flight_of
 
 Takes = tuple[tuple[int, ...], ...]
-"""By kind, how many blocks take each option."""
+"""Number of blocks that take each option, by kind."""
 _MOST_KNOWN: Final = 256
-"""Ranks of which it is kept where they may begin and end: it is the same for many rows."""
+"""Entries of the caches of the ranges that ranks may have, which are equal in many
+configurations."""
 
 
 class BlockRanges(NamedTuple):
-    """What one rank may have of the line.
+    """The ranges of the line that one rank may have.
 
     Attributes:
-        made_of: [looks, kinds] blocks of each kind of its menu, no two alike.
-        at: By stretch, its place in a flat table [begin, end].
-        look: By stretch, which of `made_of` it is.
+        made_of: [sets, kinds] distinct block counts, by kind of the rank's options.
+        at: [ranges] index of each range in a flat [begin, end] table.
+        look: [ranges] index of each range's contents in `made_of`.
     """
 
     made_of: Counts
@@ -41,12 +42,13 @@ class BlockRanges(NamedTuple):
 
 
 class StageLayout:
-    """One stage a rank.
+    """The layout of a configuration with one stage per rank.
 
     Attributes:
-        menus: By rank, what its blocks may choose.
-        tops: By rank, bytes on top of what its blocks hold.
-        places: Where the line may be cut: before each block, and behind all of them.
+        num: Number of ranks of the pipeline.
+        menus: Options of the blocks of each rank.
+        tops: Bytes of each rank in addition to those of its blocks.
+        places: Number of places where the line may be cut: before each block, and after the last.
     """
 
     def __init__(self, numbers: CostTable, row: int) -> None:
@@ -57,7 +59,7 @@ class StageLayout:
         )
         self.menus = self._menus(row)
         waiting = [sum(each) for each in handed]
-        # The last stage hands on nothing; what the first one does is charged as its input.
+        # The last stage hands on nothing, and the first one's output is charged as its input.
         waiting[0] -= handed[0][0]
         waiting[-1] -= handed[-1][-1] * (self.num > 1)
         self.tops = [
@@ -72,6 +74,7 @@ class StageLayout:
         )
 
     def _menus(self, row: int) -> list[Options]:
+        # Ranks with equally many microbatches in flight share one `Options`, and so its caches.
         keys = [(each[0], had) for each, had in zip(self._kept, self._had, strict=True)]
         known = {
             key: self._numbers.menu(row, key[0], had_backward=key[1]) for key in dict.fromkeys(keys)
@@ -79,12 +82,12 @@ class StageLayout:
         return [known[key] for key in keys]
 
     def counts(self, rank: int, i: Counts | int, j: Counts | int) -> Counts:
-        """Blocks of each kind of the menu on a rank with the stretch from i up to j."""
+        """Return [..., kinds] blocks, by kind of a rank's options, in the range from i up to j."""
         before = self._numbers.before
         return np.asarray(before[j] - before[i])
 
     def stretches(self, rank: int) -> BlockRanges:
-        """What a rank may have."""
+        """Return the ranges that a rank may have."""
         numbers = self._numbers
         is_block, kinds = tuple(numbers.is_block.tolist()), len(numbers.counts)
         at, look = _in_line(self.num, rank, numbers.order, kinds, is_block, self._pinned)
@@ -93,20 +96,20 @@ class StageLayout:
     def stages(
         self, ends: Sequence[int], takes: Sequence[Takes]
     ) -> tuple[tuple[int, ...], tuple[Takes, ...]]:
-        """(the ends of all stages in the order of the model, what their blocks take).
+        """Return (the ends of all stages in the order of the model, the takes of each stage).
 
         Args:
-            ends: Of the ranks' stretches.
-            takes: By rank, of its menu.
+            ends: Ends of the ranks' ranges, 0 first.
+            takes: Takes of each rank, by kind of its options.
         """
         return tuple(ends), tuple(takes)
 
 
 class Rounds(StageLayout):
-    """Several stages a rank, of blocks that are all alike.
+    """The layout of a configuration with several stages per rank, of identical blocks.
 
-    A rank's stages differ by one block at most. Longer ones come last, where the fewest
-    microbatches wait; on the last rank first, where the last stage has the loss.
+    A rank's stages differ by at most one block. Longer ones come last, where the fewest
+    microbatches are in flight. On the last rank they come first, since its last stage has the loss.
     """
 
     def __init__(self, numbers: CostTable, row: int) -> None:
@@ -119,10 +122,12 @@ class Rounds(StageLayout):
 
     @cached_property
     def _groups(self) -> list[list[float]]:
-        """By rank, how many microbatches its stages keep."""
+        """Distinct numbers of microbatches in flight on each rank's stages, largest first."""
         return [sorted(set(each), reverse=True) for each in self._kept]
 
     def _menus(self, row: int) -> list[Options]:
+        # Stages with equally many microbatches in flight are a group. A rank's options list every
+        # kind once per group: [groups * kinds, options].
         keys = [(tuple(each), self._had_backward(rank)) for rank, each in enumerate(self._groups)]
         known: dict[tuple[tuple[float, ...], float], Options] = {}
         for groups, began in keys:
@@ -137,25 +142,25 @@ class Rounds(StageLayout):
         return [known[key] for key in keys]
 
     def _had_backward(self, rank: int) -> float:
-        """Microbatches of the group of stages that have had a backward; negative for none."""
+        """Return the microbatches in flight of the group that has had a backward; -1 for none."""
         *others, last = self._kept[rank]
         return last if self._had[rank] and last not in others else -1.0
 
     def sizes(self, rank: int, blocks: Counts) -> Counts:
-        """[..., turn] blocks of each of a rank's stages, of so many that it has: [...]."""
+        """Return [..., virtual] blocks of each stage of a rank that has [...] blocks."""
         each, more = np.divmod(blocks[..., None], self._virtual)
         turns = np.arange(self._virtual)
         is_long = turns < more if rank == self.num - 1 else turns >= self._virtual - more
         return np.asarray(each + is_long)
 
     def counts(self, rank: int, i: Counts | int, j: Counts | int) -> Counts:
-        """Of each kind of the menu, which has every kind once for each group of stages."""
+        """Return [..., groups * kinds] blocks of a rank with the range from i up to j."""
         if rank not in self._tables:
             self._tables[rank] = self._table(rank)
         return np.asarray(self._tables[rank][np.asarray(j) - np.asarray(i)])
 
     def _table(self, rank: int) -> Counts:
-        """[how many blocks a rank has, kinds of its menu]."""
+        """[length + 1, groups * kinds] counts of a rank, by the number of blocks that it has."""
         groups, kept = self._groups[rank], self._kept[rank]
         group_of = [groups.index(microbatches) for microbatches in kept]
         lengths = np.arange(self._length + 1)
@@ -173,14 +178,17 @@ class Rounds(StageLayout):
         return out.reshape(len(lengths), -1)
 
     def stretches(self, rank: int) -> BlockRanges:
-        """What a rank may have: what that is made of follows from its length."""
+        """Return the ranges that a rank may have. Their contents follow from their lengths."""
         at, lengths, look = _in_rounds(self.num, rank, self._virtual, self._length)
         return BlockRanges(self.counts(rank, 0 * lengths, lengths), at, look)
 
     def stages(
         self, ends: Sequence[int], takes: Sequence[Takes]
     ) -> tuple[tuple[int, ...], tuple[Takes, ...]]:
-        """Where stages keep alike, what their blocks take is dealt out in the order of OPTIONS."""
+        """Return (the ends of all stages in the order of the model, the takes of each stage).
+
+        Stages of one group share a rank's takes: earlier stages get the later entries of OPTIONS.
+        """
         blocks = np.diff(ends)
         sizes = [self.sizes(rank, np.asarray(each)).tolist() for rank, each in enumerate(blocks)]
         lengths = [rank[turn] for turn in range(self._virtual) for rank in sizes]
@@ -206,7 +214,7 @@ class Rounds(StageLayout):
         return tuple(all_ends), tuple(out)
 
     def _ends_of(self, kind: int, is_first: bool, is_last: bool) -> int:
-        """What is of no block and of this kind, at the ends of the model."""
+        """Return the number of places of this kind outside the blocks, at an end of the model."""
         order = self._numbers.order
         before = order[: self._begin].count(kind) if is_first else 0
         return before + (order[self._begin + self._length :].count(kind) if is_last else 0)
@@ -216,7 +224,7 @@ class Rounds(StageLayout):
 def _scheduled(
     ranks: int, virtual: int, microbatches: int, schedule: int
 ) -> tuple[tuple[tuple[float, ...], ...], tuple[bool, ...], tuple[tuple[float, ...], ...]]:
-    """By rank, what `in_flight_of`, `had_backward` and `handed_on` say."""
+    """Return `in_flight_of`, `had_backward` and `handed_on`, each by rank."""
     config = np.zeros(1, GRID)[0]
     config["pp"], config["virtual"] = ranks, virtual
     config["microbatches"], config["schedule"] = microbatches, schedule
@@ -237,12 +245,25 @@ def _in_line(
     is_block: tuple[bool, ...],
     pinned: tuple[tuple[int, int], ...],
 ) -> tuple[Counts, Counts]:
-    """Where one of so many ranks may begin and end, in a flat table, and what that is alike to.
+    """Return the ranges that a rank may have, with one stage per rank.
 
-    Every rank has a block, and begins with one; what is in no block goes along. Blocks are left
-    for the ranks before and after it.
+    Every rank has a block and begins with one; places outside the blocks go along. Enough blocks
+    are left for the ranks before and after it.
+
+    Args:
+        num: Number of ranks.
+        rank: Rank along pp.
+        order: Kind of each place.
+        kinds: Number of kinds.
+        is_block: True for each place that is a block.
+        pinned: (place, rank) of the places whose rank is fixed.
+
+    Returns:
+        [ranges] indices in a flat [begin, end] table, [ranges] indices of the contents in `alike`.
     """
     last = len(is_block)
+    # Masks of the places where a range may begin or end; the very first place may begin one. Then
+    # all pairs i < j: [pairs].
     can_begin = np.append(is_block, False)
     can_begin[0] = True
     can_end = np.append(False, np.logical_or.accumulate(is_block))
@@ -260,7 +281,12 @@ def _in_line(
 
 @lru_cache(maxsize=_MOST_KNOWN)
 def _in_rounds(num: int, rank: int, virtual: int, length: int) -> tuple[Counts, Counts, Counts]:
-    """(the same where every stage of a rank has a block, all lengths, which of them each has)."""
+    """Return the ranges that a rank may have so that each of its stages has a block.
+
+    Returns:
+        [ranges] indices in a flat [begin, end] table, [lengths] distinct lengths, [ranges] indices
+        of the range's length among these.
+    """
     i, j = np.triu_indices(length + 1, 1)
     is_open = (j - i >= virtual) & (i >= rank * virtual)
     is_open &= length - j >= (num - 1 - rank) * virtual
@@ -271,13 +297,13 @@ def _in_rounds(num: int, rank: int, virtual: int, length: int) -> tuple[Counts, 
 
 
 def _kept(numbers: Counts) -> Counts:
-    """Not to be written to: others read it too."""
+    """Return an array that is read-only, since a cache shares it."""
     numbers.setflags(write=False)
     return numbers
 
 
 def stage_layout_of(numbers: CostTable, row: int) -> StageLayout:
-    """Of one configuration."""
+    """Return the layout of one configuration; the table caches it."""
     if row not in numbers.lanes:
         kind = Rounds if int(numbers.grid[row]["virtual"]) > 1 else StageLayout
         numbers.lanes[row] = kind(numbers, row)
@@ -289,12 +315,15 @@ NOT_ALIKE: Final = "its blocks are not all alike, and only alike ones are shared
 
 
 def are_alike(numbers: CostTable) -> bool:
-    """Whether blocks of a model may be shared out over rounds."""
+    """Return True if all blocks of the model are identical, so that rounds may share them out."""
     return len({numbers.order[n] for n, name in enumerate(numbers.names) if name}) == 1
 
 
 def blocks_in(numbers: CostTable) -> tuple[int, int, int]:
-    """(where blocks begin in `order`, their kind, how many) of a model of alike ones."""
+    """Return (the first block's place in `order`, the blocks' kind, their number).
+
+    The blocks must be identical and contiguous.
+    """
     named = np.flatnonzero(numbers.is_block).tolist()
     kinds = {numbers.order[n] for n in named}
     assert len(kinds) == 1, NOT_ALIKE

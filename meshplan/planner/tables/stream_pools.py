@@ -1,8 +1,8 @@
-"""Bytes in the pools of FSDP2's own streams, from below: they never shrink, so they add up.
+"""Lower bounds on the allocator pools of FSDP2's own streams.
 
-The allocator keeps a pool for each stream. What is gathered comes to be on one, what gradients are
-reduced to on another; whatever a rank holds at its worst moment on the stream that computes, the
-most of these pools is reserved beside it.
+The allocator keeps a pool for each stream, which never shrinks. All-gathers allocate on one stream,
+gradient reductions on another. Whatever a rank needs at its peak on the compute stream, the largest
+sizes of these two pools are reserved in addition to it.
 
 Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py; `memory.replay`.
 """
@@ -26,11 +26,12 @@ _SHARD: Final = MODES.index("shard")
 
 
 class StreamPools(NamedTuple):
-    """Bytes of both pools beside the gradients themselves, by row.
+    """Bytes of both pools without the gradients themselves.
 
     Attributes:
-        every: Of every rank.
-        first, last: More on the first and the last rank of a pipeline.
+        every: [configs] bytes on every rank.
+        first: [configs] bytes that the first rank of a pipeline has in addition.
+        last: [configs] bytes that the last rank of a pipeline has in addition.
     """
 
     every: Floats
@@ -45,26 +46,29 @@ def stream_pools_of(
     sizes: HeldElementBytes,
     reduce_bytes: int,
 ) -> StreamPools:
-    """What one block, and the unit around all of them, take at the least.
+    """Return lower bounds on the pools, from one block and the unit around all blocks.
 
     Args:
-        block: What every rank has one of.
-        ends: What lies before and after the blocks: together the unit around them, or, in a
-            pipeline, those around the first and the last stage.
-        reduce_bytes: Of an element that is summed.
+        grid: The configurations.
+        block: A kind of block that every rank has one of.
+        ends: The kinds before and after the blocks: together the root unit, or, in a pipeline, the
+            units around the first and the last stage.
+        sizes: Bytes of one element by role.
+        reduce_bytes: Bytes of one element of a gradient as it is reduced.
 
-    Assumes: a block is one unit, and spread experts one of their own.
+    Assumes: a block is one unit, and experts that ep shards one of their own.
     """
     ranks = grid["dp_shard"].astype(np.float64) * grid["cp"]
     is_spread, is_piped = grid["ep"] > 1, grid["pp"] > 1
     numel = float(sum(block.numels))
     unit = np.where(is_spread, numel - block.expert_numel, numel)
-    # The buffer before is held until the next one's parameters are copied out; shards are cast.
+    # An all-gather buffer is kept until the next unit's parameters are copied out of theirs. If the
+    # dtypes differ, a cast copy of the shard is its input.
     gathers = (grid["mode"] != _DDP) & (ranks > 1)
     is_cast = sizes.computed != sizes.stored
     gathered = np.where(gathers, (unit * (1 + is_cast / ranks)) * sizes.computed, 0.0)
     ahead = np.where(gathers, sizes.computed, 0.0)
-    # What comes of a later microbatch is there beside what it is added to.
+    # The gradient of a later microbatch exists next to the one that it is added to.
     adds = (grid["mode"] == _SHARD) & (grid["microbatches"] > 1) & ~in_halves(grid)
     again = np.where(adds & ~is_there(grid), reduce_bytes / ranks, 0.0)
     own = unit * trained_share(block)

@@ -1,4 +1,4 @@
-"""What a plan that is whole takes: the same figures that the search goes by, for one plan."""
+"""Seconds and bytes of one complete plan, from the figures that the search uses."""
 
 from __future__ import annotations
 
@@ -40,12 +40,15 @@ _SCHEDULES = SCHEDULE_WORDS[1:]
 
 @dataclass(frozen=True, slots=True)
 class BlockCost:
-    """Seconds that one block takes of one microbatch, as its rank sees them.
+    """Seconds of one block, as its rank sees them.
 
     Attributes:
-        forward_s, backward_s: With what runs again and what is sent in the way.
-        exposed_s: Of both, what would go if links took no time.
-        update_s: Of a step, once: what the last microbatch's gradients and the optimizer take.
+        forward_s: Seconds of a microbatch's forward, with the communication that is not hidden.
+        backward_s: Seconds of a microbatch's backward, with recomputation and exposed
+            communication.
+        exposed_s: Part of both that would disappear if communication took no time.
+        update_s: Seconds once per step: what the last microbatch's gradients and the optimizer
+            take.
     """
 
     forward_s: float
@@ -55,13 +58,17 @@ class BlockCost:
 
 
 class Costed:
-    """A whole plan on a machine.
+    """The costs of a complete plan on a machine.
 
     Args:
-        chain: The model as one rank of tp runs it under this plan; None reads it off the config.
+        plan: The plan.
+        cluster: The machine.
+        profile: Measured speeds; None takes the known figures of the devices.
+        chain: Chain of block costs as one rank of tp runs the model under this plan; None derives
+            it from the model's config.
 
     Raises:
-        PlanError: Something in it has no figures.
+        PlanError: The cost model has no figures for something in the plan.
     """
 
     def __init__(
@@ -88,7 +95,7 @@ class Costed:
 
     @cached_property
     def chain(self) -> Chain:
-        """The model as one rank of tp computes it."""
+        """The chain of block costs, as one rank of tp computes it."""
         if self._run is not None:
             return self._run
         plan = self.plan
@@ -106,7 +113,7 @@ class Costed:
 
     @cached_property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         numbers = self._numbers
         stages = self._by_stage(numbers)
         a, b = (float(each[0]) for each in weights(self.row))
@@ -114,7 +121,7 @@ class Costed:
 
     @property
     def tokens(self) -> int:
-        """Of a step of all ranks."""
+        """Tokens of a step, of all ranks."""
         r = self.row[0]
         samples = int(r["dp_replicate"] * r["dp_shard"] * r["micro"] * r["microbatches"])
         return samples * (self.plan.spec.batch.seq_len or 0)
@@ -136,7 +143,7 @@ class Costed:
         )
 
     def _by_stage(self, numbers: CostTable) -> list[float]:
-        """Seconds of a microbatch on each stage."""
+        """Seconds of a microbatch on each pipeline rank."""
         stages = self.plan.assignment.stages
         out = [0.0] * int(self.row["pp"][0])
         at = 0
@@ -147,7 +154,10 @@ class Costed:
         return out
 
     def option(self, name: str) -> int:
-        """What a block chooses, as a place in `cost.grid.OPTIONS`; "" has no choice."""
+        """Return the option of a block, as an index into `cost.grid.OPTIONS`.
+
+        The name "" stands for what lies outside the blocks and has no choice.
+        """
         if not name:
             return OPTIONS.index((0, 0))
         a = self.plan.assignment
@@ -159,7 +169,7 @@ class Costed:
         return OPTIONS.index((RECOMPUTE.index(mode), back))
 
     def block(self, name: str) -> BlockCost:
-        """One block, or "" all that is of no block together."""
+        """Return the cost of one block; "" stands for all that lies outside the blocks together."""
         option = self.option(name)
         chain = self.chain
         kinds = [k for k, other in zip(chain.order, chain.names, strict=True) if other == name]
@@ -171,7 +181,7 @@ class Costed:
         return BlockCost(forward, backward, forward + backward - unsent, update)
 
     def saved_bytes(self, name: str) -> int:
-        """What a block keeps of one microbatch for backward."""
+        """Return the bytes that a block saves for the backward of one microbatch."""
         chain = self.chain
         again = OPTIONS[self.option(name)][0]
         per_sample = sum(
@@ -183,7 +193,7 @@ class Costed:
 
     @property
     def _exchanges(self) -> bool:
-        """Whether cp exchanges heads."""
+        """True if cp exchanges heads."""
         context = self.plan.assignment.context
         return context is not None and context.attention == "all_to_all"
 
@@ -199,7 +209,7 @@ class Costed:
         )
 
     def _part(self, found: Terms, option: int) -> tuple[float, float, float]:
-        """(forward, backward, once a step) of one option."""
+        """Return the (forward, backward, once per step) seconds of one option."""
         return (
             float(found.forward_s[0, option]),
             float(found.backward_s[0, option]),
@@ -215,7 +225,7 @@ def _stage_of(plan: Plan, block: str) -> int:
 
 
 def _row(plan: Plan) -> NDArray[np.void]:
-    """The plan as the only row of a grid."""
+    """Return the plan as a grid with one configuration."""
     mesh, stages = plan.mesh, plan.assignment.stages
     micro, count, schedule, virtual = plan.micro, plan.accumulate, 0, 1
     assert micro is not None
@@ -234,7 +244,7 @@ def _mode(plan: Plan) -> int:
 
 
 def _not_read(plan: Plan) -> Iterator[Problem]:
-    """The problems of a plan that its config says too little for."""
+    """Yield problems of a plan whose config, or stated batch, says too little to derive costs."""
     if not plan.graph.config:
         yield _no_figures(plan, f"{plan.graph.name}: no config tells of it")
     if plan.spec.batch.seq_len is None:
@@ -246,7 +256,7 @@ def _no_figures(plan: Plan, what: str) -> Problem:
 
 
 def _unknown(plan: Plan) -> Iterator[Problem]:
-    """What the cost model has no figures for."""
+    """Yield a problem for each feature of the plan that the cost model has no figures for."""
     a, mesh, stages = plan.assignment, plan.mesh, plan.assignment.stages
     mode = MODES[_mode(plan)]
     units = {(unit.shard_axes, unit.replicate_axes) for unit in a.units.values()}
@@ -293,7 +303,7 @@ def _stages_of_block(plan: Plan, block: str) -> tuple[int, ...]:
 
 
 def _is_uneven(plan: Plan) -> bool:
-    """Whether some rank has a stage with two blocks more than another of its own."""
+    """Return True if some rank has a stage with two blocks more than another of its stages."""
     stages = plan.assignment.stages
     assert stages is not None
     counts = Counter(_stage_of(plan, block) for block in plan.graph.blocks())

@@ -1,1 +1,1 @@
-"""A decided plan applied to a live model, one module an axis or a policy."""
+"""Apply a decided plan to a live model: one module per mesh axis or policy."""

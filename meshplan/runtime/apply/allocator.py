@@ -1,4 +1,4 @@
-"""CUDA's caching allocator as a plan says that it is."""
+"""Settings of CUDA's caching allocator that a plan demands."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from meshplan.runtime.torch_private.ops import set_allocator_settings
 from meshplan.spec.spec import Spec
 
 _NAMES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Of the environment, the one that torch reads first."""
+"""Environment variables with allocator settings, in the order in which torch reads them."""
 _GROWS: Final = "expandable_segments"
 
 
 def allocator_problems(
     spec: Spec, environment: Mapping[str, str] = os.environ
 ) -> Iterator[Problem]:
-    """What the environment says against the plan."""
+    """Yield a problem if the environment disables the expandable segments that the plan counts on.
+
+    Args:
+        spec: The plan file.
+        environment: Environment variables by name.
+    """
     name, settings = _stated(environment)
     stated = _words(settings).get(_GROWS, "true")
     if spec.allocator == "expandable" and stated != "true":
@@ -32,10 +37,10 @@ def allocator_problems(
 
 
 def set_allocator(spec: Spec) -> None:
-    """Let segments grow from here on, if the plan says so and the environment does not.
+    """Turn on expandable segments if the plan asks for them and the environment does not set them.
 
-    What was allocated before stays as it is: a model on the device already is told for as one whose
-    segments grow, and may take a little more.
+    Memory allocated before stays in ordinary segments: the estimate for a model that is already on
+    the device assumes expandable segments, so the model may reserve a little more.
     """
     settings = with_growth(os.environ)
     if spec.allocator == "expandable" and settings and torch.cuda.is_available():
@@ -43,9 +48,12 @@ def set_allocator(spec: Spec) -> None:
 
 
 def with_growth(environment: Mapping[str, str]) -> str:
-    """What the environment says of the allocator, and that its segments grow; "" if it says so.
+    """Return the environment's allocator settings with expandable segments added.
 
-    All of it, since torch forgets what it is not told again.
+    All settings are repeated, since torch resets those that a new string does not mention.
+
+    Returns:
+        The settings string; "" if the environment sets `expandable_segments` itself.
     """
     _, settings = _stated(environment)
     if _GROWS in _words(settings):
@@ -54,7 +62,7 @@ def with_growth(environment: Mapping[str, str]) -> str:
 
 
 def _stated(environment: Mapping[str, str]) -> tuple[str, str]:
-    """(the variable, what it says)."""
+    """Return the environment variable in effect and its settings, "" if none is set."""
     name = next((name for name in _NAMES if environment.get(name)), _NAMES[0])
     return name, environment.get(name, "").strip().strip(",")
 

@@ -1,7 +1,7 @@
 """BatchNorm over the samples of all data ranks.
 
-Own arithmetic over one differentiable sum, since `nn.SyncBatchNorm` refuses CPU tensors and the
-numbers here are the same on every device.
+Implemented here on one differentiable all-reduce, since `nn.SyncBatchNorm` refuses CPU tensors. The
+values are the same on every device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshplan.runtime.base.mesh import submesh
 
 
 def apply_sync_batchnorm(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Let the modules that the plan says take their statistics over all data ranks, in place."""
+    """Make the plan's synchronized BatchNorms use statistics of all data ranks, in place."""
     if plan.mesh.size(*GRADIENT_AXES) == 1:
         return
     for fqn in plan.assignment.synchronized:
@@ -32,7 +32,13 @@ def apply_sync_batchnorm(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None
 
 
 def _forward(module: _BatchNorm, alone: Any, group: dist.ProcessGroup, x: torch.Tensor) -> Any:
-    """The module's forward; in evaluation with running statistics it needs nobody else.
+    """Compute the module's forward; evaluation with running statistics does not communicate.
+
+    Args:
+        module: The BatchNorm module.
+        alone: The module's original forward.
+        group: The data ranks.
+        x: The input.
 
     Shape: x (samples, channels, ...) -> the same.
     """
@@ -45,7 +51,7 @@ def _forward(module: _BatchNorm, alone: Any, group: dist.ProcessGroup, x: torch.
     sums = _Sum.apply(torch.cat((wide.sum(dims), count)), group)
     total = sums[-1].detach()
     centred = wide - _along_channels(sums[:-1] / total, x)
-    # In two passes, as one process does: the mean of squares less the square of the mean cancels.
+    # Two passes, as one process does: E[x^2] - E[x]^2 suffers from cancellation.
     variance = _Sum.apply(centred.square().sum(dims), group) / total
     if module.training and module.track_running_stats:
         _update(module, (sums[:-1] / total).detach(), variance.detach() * (total / (total - 1)))
@@ -61,7 +67,7 @@ def _along_channels(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _update(module: _BatchNorm, mean: torch.Tensor, unbiased: torch.Tensor) -> None:
-    """The running statistics, by nn.BatchNorm's rule: a moving or a cumulative average."""
+    """Update the running statistics by nn.BatchNorm's rule: a moving or cumulative average."""
     assert module.running_mean is not None
     assert module.running_var is not None
     assert module.num_batches_tracked is not None
@@ -74,7 +80,7 @@ def _update(module: _BatchNorm, mean: torch.Tensor, unbiased: torch.Tensor) -> N
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over a group: every rank's loss depends on it, so gradients are summed as well."""
+    """The sum over a group. Every rank's loss depends on it, so gradients are summed too."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

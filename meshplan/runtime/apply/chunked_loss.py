@@ -1,13 +1,13 @@
-"""Loss in chunks: the head and cross-entropy over one part of the tokens after the other.
+"""Chunked loss: apply the head and cross-entropy to one chunk of tokens after the other.
 
-While `ChunkedLossMode` is on, the head's call is put off: what the model gets in place of logits is
-a tensor without numbers (`LazyLogits`) that remembers what the head was to be called with. Where
-`torch.nn.functional.cross_entropy` is taken of it, the head is called with all its hooks, so that
-whatever gathers its weight does so once, and its forward gives the loss: the logits of each chunk
-are made, scored, turned into their own gradient in place and let go of, so no more than one chunk's
-are there at any time. Backward only has to scale the gradients of the head's input and weight.
+While `ChunkedLossMode` is active, the call of the head is deferred: the model gets a tensor without
+memory (`LazyLogits`) that remembers the head's input. When `torch.nn.functional.cross_entropy` is
+called on it, the head is called with all its hooks, so that FSDP gathers its weight once, and its
+forward returns the loss. The logits of each chunk are computed, scored, turned into their own
+gradient in place and freed, so at most one chunk's logits exist at any time. Backward only scales
+the gradients of the head's input and weight.
 
-Gradients of weights are added up over chunks in the dtype that is computed in.
+Weight gradients are accumulated over chunks in the compute dtype.
 
 Source: Hsu et al. 2024 (Liger Kernel), section 3.2, for gradients taken in forward.
 """
@@ -30,14 +30,19 @@ from meshplan.runtime.torch_private.private import intercept_calls
 
 
 class ChunkedLossMode:
-    """On while a model, its loss and their backward are computed.
+    """Context to be active while a model, its loss and their backward are computed.
 
     Args:
-        plan: Of the model.
-        is_trial: Whether a forward runs beside the training, of which no loss need be taken.
+        plan: The plan of the model.
+        is_trial: If True, the forward is a trial outside of training, which need not compute a
+            loss.
+
+    Raises:
+        ApplyError: At the end, if no loss was computed in chunks and it is no trial.
     """
 
     now: ContextVar[ChunkedLossMode | None] = ContextVar("chunked_loss", default=None)
+    """The active mode; None outside of any."""
 
     def __init__(self, plan: Plan, *, is_trial: bool = False) -> None:
         self._plan, self._is_trial = plan, is_trial
@@ -63,26 +68,28 @@ class ChunkedLossMode:
             )
 
     def took(self) -> None:
-        """A loss was computed in chunks."""
+        """Record that a loss was computed in chunks."""
         self._num_taken += 1
 
 
 @dataclass(frozen=True, slots=True)
 class _HeadRequest:
-    """What the head's forward is to give instead of logits."""
+    """A request to the head's forward for a loss instead of logits."""
 
     scores: Scores
     chunks: int
 
 
 _ASKED: Final[ContextVar[_HeadRequest | None]] = ContextVar("asked", default=None)
+"""The request that the head is being called for; None if it is to return logits."""
 
 
 def apply_chunked_loss(model: nn.Module, plan: Plan) -> Callable[[], None]:
-    """Let the head's forward give a loss when it is asked for one, in place.
+    """Replace the head's forward by one that can return a loss in chunks, in place.
 
     Returns:
-        What puts its calls off; to be called when all that hangs on to the head hangs there.
+        A function that makes calls of the head deferred. Call it once every wrapper and hook of the
+        head is in place, so that all of them run when the head is finally called.
 
     Assumes: `chunked_loss_problems` found none.
     """
@@ -106,7 +113,7 @@ def apply_chunked_loss(model: nn.Module, plan: Plan) -> Callable[[], None]:
             return call(*args, **kwargs)
         (x,) = given
         if torch.is_grad_enabled() and not x.requires_grad:
-            # Wrappers learn from the gradient of what the head is given that backward has come.
+            # Wrappers hook the gradient of the head's input to notice that backward has begun.
             x = x.detach().requires_grad_(head.weight.requires_grad)
 
         def take(scores: Scores) -> torch.Tensor:
@@ -125,7 +132,7 @@ def apply_chunked_loss(model: nn.Module, plan: Plan) -> Callable[[], None]:
 
 
 def _dtype_of(x: torch.Tensor, plan: Plan, head: str) -> torch.dtype:
-    """Of the logits."""
+    """Return the dtype of the logits that the head computes from `x`."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
@@ -134,7 +141,10 @@ def _dtype_of(x: torch.Tensor, plan: Plan, head: str) -> torch.dtype:
 
 
 def _loss_of(x: torch.Tensor, head: nn.Linear, asked: _HeadRequest) -> torch.Tensor:
-    """Shape: x (..., width) -> ()."""
+    """Compute the requested loss of the head's input.
+
+    Shape: x (..., width) -> ().
+    """
     scores = asked.scores
     target = scores.target.flatten()
     is_kept = target != scores.ignore_index
@@ -152,12 +162,12 @@ def _loss_of(x: torch.Tensor, head: nn.Linear, asked: _HeadRequest) -> torch.Ten
         asked.chunks,
         torch.is_grad_enabled(),
     )
-    # Autocast has cross-entropy in single precision.
+    # Autocast computes cross-entropy in float32.
     return loss if torch.is_autocast_enabled(x.device.type) else loss.to(scores.dtype)
 
 
 class _Chunks(torch.autograd.Function):
-    """Cross-entropy of x W' + b, summed over tokens or averaged.
+    """Cross-entropy of x W' + b, summed or averaged over tokens.
 
     With z the logits of a token, t its target, V the vocabulary and e the smoothing:
     loss = logsumexp(z) - (1 - e) z_t - e mean(z), and
@@ -179,7 +189,22 @@ class _Chunks(torch.autograd.Function):
         chunks: int,
         is_training: bool,
     ) -> torch.Tensor:
-        """Shape: x (..., width), weight (V, width), target and is_kept (tokens) -> ()."""
+        """Return the loss, and compute all gradients for a loss gradient of 1.
+
+        Args:
+            ctx: The autograd context.
+            x: The head's input.
+            weight: The head's weight.
+            bias: The head's bias.
+            target: Class of each token that is scored; any valid one for ignored tokens.
+            is_kept: True for tokens that are not ignored.
+            scale: One over the number of kept tokens for a mean, None for a sum.
+            scores: The requested cross-entropy.
+            chunks: Number of chunks.
+            is_training: True if gradients are enabled.
+
+        Shape: x (..., width), weight (V, width), target and is_kept (tokens) -> ().
+        """
         needs = [is_training and need for need in ctx.needs_input_grad[:3]]
         rows, index = x.reshape(-1, x.shape[-1]), scores.index
         smoothing, vocab = scores.smoothing, weight.shape[0]
@@ -198,6 +223,7 @@ class _Chunks(torch.autograd.Function):
             dtype = logits.dtype
             del logits
             highest = z.amax(-1, keepdim=True)
+            # From here on `z` is overwritten: shifted logits, their exponentials, their gradient.
             z -= highest
             hit = z.gather(-1, target[own, None])[:, 0]
             losses = -(1 - smoothing) * hit
@@ -209,7 +235,7 @@ class _Chunks(torch.autograd.Function):
             total += torch.where(is_kept[own], losses, 0.0).sum()
             if not any(needs):
                 continue
-            # Not a product: where all are ignored the scale has no end.
+            # `where`, not a product: if all tokens are ignored the scale is infinite.
             factor = torch.where(is_kept[own], each, 0.0)
             z *= (factor / sums)[:, None]
             if smoothing:
@@ -251,7 +277,7 @@ class _Chunks(torch.autograd.Function):
                 )
             )
         out = []
-        while found:  # Who gets a gradient must be alone in holding it, or copies it.
+        while found:  # Autograd copies a gradient that is referenced elsewhere too.
             each = found.pop(0)
             out.append(None if each is None else each.mul_(gradient))
             del each
@@ -259,7 +285,7 @@ class _Chunks(torch.autograd.Function):
 
 
 def chunked_loss_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
-    """Why the head of a live model cannot give a loss in place of logits."""
+    """Yield a problem if the head of a live model cannot return a loss in place of logits."""
     use = plan.assignment.chunked_loss
     if use is None:
         return

@@ -1,4 +1,4 @@
-"""The data axes: DistributedDataParallel around the model, or FSDP2 unit by unit.
+"""The data axes: DistributedDataParallel around the model, or FSDP2 on each unit.
 
 Applied last, after tensor parallelism and activation checkpointing.
 """
@@ -33,11 +33,11 @@ from meshplan.runtime.torch_private.private import intercept_calls, replicate_un
 from meshplan.spec.spec import Precision
 
 _DDP_WORDS = {"bucket_mb": "bucket_cap_mb"}
-"""Options whose plan word is not torch's keyword."""
+"""Options of `ddp:` in a plan that have another name in torch."""
 
 
 class Replicated(DistributedDataParallel):
-    """DistributedDataParallel that says where the attributes of the model inside it are."""
+    """DistributedDataParallel whose AttributeError says where the model's attributes are."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -53,7 +53,7 @@ class Replicated(DistributedDataParallel):
 
 
 def apply_data_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Module:
-    """Wrap for the data axes.
+    """Wrap a model for the data axes.
 
     Returns:
         The model itself, or DistributedDataParallel around it.
@@ -66,7 +66,7 @@ def apply_data_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Mo
     if assignment.wrapper == "ddp":
         group = submesh(mesh, GRADIENT_AXES, flat=True).get_group()
         options = {_DDP_WORDS.get(key, key): value for key, value in plan.spec.ddp.items()}
-        # Views save a copy of every gradient; the textbook's 20a is with them off.
+        # Views save a copy of every gradient; the textbook's formula 20a assumes none.
         options.setdefault("gradient_as_bucket_view", True)
         kind = FakeDDP if is_fake_execution() else Replicated
         return kind(model, process_group=group, **options)
@@ -108,7 +108,7 @@ def _wrap_unit(
 
 
 def _shard_dims(model: nn.Module, plan: Plan, unit: Unit) -> dict[nn.Parameter, int]:
-    """The dim that the unit's axes cut, for each of its parameters."""
+    """Return the dim that the unit's axes shard, for each of its parameters."""
 
     def dim(placed: Placed) -> int:
         return placed.stored.dim_of(unit.shard_axes[0]) or 0
@@ -121,12 +121,12 @@ def _shard_dims(model: nn.Module, plan: Plan, unit: Unit) -> dict[nn.Parameter, 
 
 
 def offload_policy(unit: Unit) -> OffloadPolicy:
-    """FSDP2's policy for where a unit's shards lie; without a device nothing can be pinned."""
+    """Return FSDP2's offload policy of a unit; pinned memory needs an accelerator."""
     return CPUOffloadPolicy(pin_memory=device().type != "cpu") if unit.on_host else OffloadPolicy()
 
 
 def params_on_host(model: nn.Module, plan: Plan) -> Iterator[nn.Parameter]:
-    """The live parameters that the plan keeps in the host's memory, of those that are here."""
+    """Yield the live parameters of this rank that the plan offloads to the host."""
     live = dict(model.named_parameters())
     for fqn, placed in plan.assignment.tensors.items():
         if plan.assignment.is_on_host(placed) and fqn in live:
@@ -134,10 +134,10 @@ def params_on_host(model: nn.Module, plan: Plan) -> Iterator[nn.Parameter]:
 
 
 def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
-    """FSDP2's policy for a unit's dtypes; roles left open stay the model's own.
+    """Return FSDP2's policy for a unit's dtypes; a dtype that is not set keeps the model's own.
 
-    Gradients are reduced in the dtype that computes unless the plan says another. torch 2.15 would
-    take the stored dtype where nobody says.
+    Gradients are reduced in the compute dtype unless the plan sets another. torch 2.15 would
+    default to the stored dtype.
     """
 
     def dtype(word: str | None) -> torch.dtype | None:
@@ -151,7 +151,7 @@ def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
 
 
 def reshard_units(model: nn.Module, plan: Plan) -> None:
-    """Let every unit hold its own part only; a backward that still comes gathers again.
+    """Free the gathered parameters of every unit; a backward that still runs gathers them again.
 
     Assumes: no forward is running.
     """
@@ -164,12 +164,13 @@ def reshard_units(model: nn.Module, plan: Plan) -> None:
 
 
 def keep_evaluation_apart(model: nn.Module, plan: Plan) -> None:
-    """Let a forward that has no backward leave nothing behind that training would meet, in place.
+    """Make a forward without gradients leave no state behind that training would meet, in place.
 
-    The outermost unit, and all of zero2's, otherwise stay gathered until a backward: the memory is
-    not given back, and an optimizer made then would hold copies that are never trained. What
-    units gather into they keep for the next forward, so it must not be made in inference mode,
-    where a training step could not write to it: such a forward runs under `no_grad`.
+    The outermost unit, and every unit of ZeRO-2, would otherwise stay gathered until a backward:
+    the memory is not freed, and an optimizer made then would hold copies that are never trained.
+    FSDP2 reuses its all-gather buffers in the next forward, so they must not be created in
+    inference mode, where a training step could not write to them: such a forward runs under
+    `no_grad`.
     """
     if plan.assignment.wrapper != "units":
         return
@@ -187,15 +188,24 @@ def keep_evaluation_apart(model: nn.Module, plan: Plan) -> None:
 
 
 def set_gradient_sync(model: nn.Module, plan: Plan, is_last: bool) -> AbstractContextManager[None]:
-    """Say whether the coming backward is the last of the step; returns a context manager.
+    """Tell the wrappers whether the coming backward is the last of the step.
 
-    What is synchronized before the last microbatch follows from the layouts: gradients that
-    live whole (DDP, ZeRO-1) wait, gradients that live in shards (ZeRO-2 and 3) are reduced at
-    once, and across replicas of shards (HSDP) only the last time. Parameters that stay gathered
-    after forward stay so for the next microbatch too, since the peak holds them all anyway.
+    Which gradients are reduced before the last microbatch follows from the layouts: gradients kept
+    whole (DDP, ZeRO-1) wait; sharded gradients (ZeRO-2 and 3) are reduce-scattered in every
+    backward, but all-reduced over replicas of shards (HSDP) only in the last. Parameters that stay
+    gathered after forward also stay gathered for the next microbatch, since the peak includes all
+    of them anyway.
+
+    Args:
+        model: The wrapped model, or a stage.
+        plan: The plan that was applied to it.
+        is_last: If True, gradients are complete after this backward.
+
+    Returns:
+        A context manager to run the forward and the backward in.
     """
     if plan.accumulate == 1:
-        return nullcontext()  # Every backward is the last, which is what torch assumes anyway.
+        return nullcontext()  # Every backward is the last, as torch assumes by default.
     if isinstance(model, DistributedDataParallel):
         return nullcontext() if is_last else model.no_sync()
     keeps_whole = "gradient" not in plan.assignment.strategy.cuts

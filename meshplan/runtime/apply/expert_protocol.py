@@ -26,15 +26,15 @@ from meshplan.plan.plan import Plan
 from meshplan.runtime.base.mesh import device
 
 _TOLERANCE: Final = 1e-2
-"""Tolerance relative to the largest output: far above rounding in any dtype that a module may compute
-in, far below the effect of another expert, another weight or a missing token [Empirical].
+"""Tolerance relative to the largest output: far above rounding in any dtype that a module may
+compute in, far below the effect of another expert, another weight or a missing token [Empirical].
 """
 
 _PLAIN: Final = (int, float, str, type(None))
 
 _tried: WeakKeyDictionary[nn.Module, tuple[object, Protocol | str]] = WeakKeyDictionary()
-"""Results by module, each with the key of the module's state when it was tested. Deciding on a plan and
-applying it both look here, so that a module is tested once.
+"""Results by module, each with the key of the module's state when it was tested. Deciding on a plan
+and applying it both look here, so that a module is tested once.
 """
 
 _CHUNK: Final = 4
@@ -46,7 +46,7 @@ class Protocol:
     """The calling convention of a module that holds experts.
 
     Args:
-        names: Names of the forward's arguments for tokens, expert indices and weights, in that order.
+        names: The forward's arguments for tokens, expert indices and weights, in that order.
         order: The same three names, in the order of the forward's signature.
         counters: Attributes of the module that hold the number of experts.
     """
@@ -96,7 +96,10 @@ def expert_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
 
 
 def find_protocols(model: nn.Module, plan: Plan) -> dict[str, Protocol | str]:
-    """Return `find_protocol` of every expert-parallel module, by fqn; equal modules are tested once."""
+    """Return the result of `find_protocol` for every expert-parallel module, by fqn.
+
+    Equal modules are tested once.
+    """
     known: dict[object, Protocol | str] = {}
     out = {}
     for fqn, use in plan.assignment.experts.items():
@@ -113,7 +116,7 @@ def find_protocols(model: nn.Module, plan: Plan) -> dict[str, Protocol | str]:
 
 
 def find_for_twin(model: nn.Module, twin: nn.Module, plan: Plan) -> None:
-    """Copy the results for `model` to its copy `twin`, which may have no values to be tested with."""
+    """Reuse the results for `model` in its copy `twin`, which may lack values to be tested."""
     for fqn, found in (find_protocols(model, plan) if plan.mesh.size("ep") > 1 else {}).items():
         module = twin.get_submodule(fqn)
         _tried[module] = (plan.assignment.experts[fqn].num_experts, _likeness(module)), found
@@ -230,7 +233,7 @@ def _widths(module: nn.Module) -> list[int]:
 
 
 class _NoDropout(TorchFunctionMode):
-    """Turn dropout off: with it, two calls in training mode could not be compared."""
+    """Torch function mode without dropout: with it, two calls in training would differ."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -104,15 +104,18 @@ class _Dispatch:
         self._refuse(splits, index)
         sent, received = splits
         self._warn(sum(received), slots.shape[0])
+        # Sorted by expert, the slots for each rank are contiguous.
         order = slots.argsort(stable=True)
         # An expert's gradient is summed over all ranks of ep, each of which has the mean over its
         # own samples, while the reduction over the other axes averages as if they were one rank.
-        # Dividing by the size of ep restores the mean.
+        # The second exchange therefore divides gradients by the size of ep, and the first one
+        # multiplies them back for the tokens and weights.
         rows, scores = _Exchange.apply(
             self.group, sent, received, float(self.ranks),
             tokens.repeat_interleave(top_k, 0).index_select(0, order),
             weights.reshape(-1).index_select(0, order),
         )  # fmt: skip
+        # Received rows are ordered by sending rank, then by local expert.
         here = torch.arange(self.num_local, device=slots.device).repeat(self.ranks)
         ids = here.repeat_interleave(theirs, output_size=rows.shape[0])
         computed = self._compute(rows, ids, scores)
@@ -123,9 +126,10 @@ class _Dispatch:
         return back.index_select(0, inverse).view(*hidden.shape[:-1], top_k, back.shape[-1]).sum(-2)
 
     def _expected(self, slots: torch.Tensor, top_k: int) -> list[int]:
-        """Estimate the slots that each rank sends to this one, for fake tensors that cannot be counted.
+        """Return the slots that each rank sends here in a fake step, where none can be counted.
 
-        The sum is an even share times the plan's `capacity`.
+        The sum is the slots that this rank sends, times the plan's `capacity`, which is capped by
+        the factor that arises if every token of every rank chooses this rank's experts.
 
         Shape: slots (tokens * top_k) -> a list of `ranks` counts.
         """
@@ -150,7 +154,7 @@ class _Dispatch:
     def _counts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Count the slots per expert; all -1 if the routing is invalid, so that every rank of ep learns it.
+        """Count the slots per expert; all -1, for every rank to see, if the routing is invalid.
 
         Shape: hidden (..., width), index and weights (..., top_k) -> (num_experts).
         """
@@ -201,8 +205,8 @@ class _Dispatch:
 class _Exchange(torch.autograd.Function):
     """all_to_all of rows with uneven splits; backward sends gradients back, multiplied by `scale`.
 
-    Several tensors share one function, so that all ranks issue their collectives in the same order in
-    backward too.
+    Several tensors share one function, so that all ranks issue their collectives in the same order
+    in backward too.
     """
 
     @staticmethod

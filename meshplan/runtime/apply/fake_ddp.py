@@ -1,8 +1,8 @@
-"""DistributedDataParallel on tensors without numbers: the same bytes at the same moments.
+"""DistributedDataParallel for fake tensors: allocates the same bytes at the same times.
 
-Its buckets live in C++ code that reads the memory of its tensors, and so cannot run on fakes. What
-it allocates is little and known: buckets as large as the gradients, flattened buffers before each
-forward, and a copy of the output where it searches for unused parameters.
+The buckets of the real one live in C++ code that reads the memory of its tensors, and so cannot run
+on fake tensors. It allocates little: buckets as large as the gradients, flattened buffers before
+each forward, and a copy of the output if it searches for unused parameters.
 
 Source: torch 2.13, csrc/distributed/c10d/reducer.cpp and nn/parallel/distributed.py.
 """
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 
 class FakeDDP(DistributedDataParallel):
-    """Stands in for `DistributedDataParallel(module, **options)`."""
+    """A replacement for `DistributedDataParallel(module, **options)` on fake tensors."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class FakeDDP(DistributedDataParallel):
         static_graph: bool = False,
         **unused: Any,
     ) -> None:
-        nn.Module.__init__(self)  # Not DistributedDataParallel's own: that is the C++ code.
+        nn.Module.__init__(self)  # DistributedDataParallel's own builds the C++ reducer.
         self.module = module
         self.find_unused_parameters = find_unused_parameters and not static_graph
         self._is_view, self._num_forwards = gradient_as_bucket_view, 0
@@ -48,7 +48,7 @@ class FakeDDP(DistributedDataParallel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._num_forwards += 1
         if self._num_forwards <= 2:
-            self._make_buckets()  # The second time in the order in which gradients were ready.
+            self._make_buckets()  # DDP rebuilds them once, in the order gradients became ready.
         if self._has_buffers and self._broadcasts:
             _flatten(list(self.module.buffers()))
         output = self.module(*args, **kwargs)
@@ -58,7 +58,7 @@ class FakeDDP(DistributedDataParallel):
         return output
 
     def _make_buckets(self) -> None:
-        """One for each dtype: into how many it is cut changes no sum."""
+        """Allocate one bucket per dtype; splitting it further would not change the total."""
         self._views = {}
         trained = [p for p in self.module.parameters() if p.requires_grad]
         for dtype in dict.fromkeys(p.dtype for p in trained):
@@ -70,7 +70,7 @@ class FakeDDP(DistributedDataParallel):
             self._used = [torch.empty(len(trained), dtype=torch.int32) for _ in range(2)]
 
     def _fill(self, param: nn.Parameter) -> None:
-        """The gradient is copied into the bucket, whose memory is there already."""
+        """Let the gradient be a view of its bucket, whose memory is allocated already."""
         if self._synchronizes and self._is_view:
             param.grad = self._views[param].view(param.shape)
 
@@ -84,7 +84,7 @@ class FakeDDP(DistributedDataParallel):
 
 
 def _flatten(buffers: list[torch.Tensor]) -> None:
-    """What a broadcast from rank 0 takes for a while: one flat copy for each dtype."""
+    """Allocate and free what a broadcast from rank 0 needs: one flat copy per dtype."""
     flat = [
         torch.cat([b.flatten() for b in buffers if b.dtype == dtype])
         for dtype in dict.fromkeys(b.dtype for b in buffers)

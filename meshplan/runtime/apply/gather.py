@@ -1,4 +1,4 @@
-"""`gather_batch` and `global_mean`: values that depend on the samples of more than one data rank."""
+"""`gather_batch` and `global_mean`: values computed from the samples of all data ranks."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def global_mean(
 
     For training loops written by hand whose losses cover unequal numbers of tokens, where the mean
     of the ranks' means is not the global mean. The backward gives the gradients of one process:
-    wrappers average gradients over the ranks of dp_replicate, dp_shard and cp, so `total` is
-    multiplied by that number of ranks and divided by the sum of all counts. In `train_step` a loss
+    wrappers average gradients over the ranks of dp_replicate, dp_shard and cp, so the gradient of
+    `total` is that number of ranks divided by the sum of all counts. In `train_step` a loss
     function returns (sum, count) instead.
 
     Args:
@@ -128,8 +128,8 @@ def global_mean(
 class _Mean(torch.autograd.Function):
     """The mean over all ranks of a sum that this rank holds a part of; 0 if nothing was counted.
 
-    Backward scales by the number of ranks, so that the wrappers' average over ranks is the derivative
-    of the mean.
+    Backward scales by the number of ranks, so that the wrappers' average over ranks is the
+    derivative of the mean.
     """
 
     @staticmethod
@@ -236,8 +236,8 @@ def _check_shape(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
 class _GatherBatch(torch.autograd.Function):
     """The samples of all ranks of a group, concatenated along dim 0.
 
-    Each rank's loss depends on the samples of every rank, and the wrappers compute the derivative of
-    the sum of all losses divided by the number of ranks. The gradient of a rank's own samples is
+    Each rank's loss depends on the samples of every rank, and the wrappers compute the derivative
+    of the sum of all losses divided by the number of ranks. The gradient of a rank's own samples is
     therefore the sum of the gradients that all ranks have for them.
     """
 

@@ -1,16 +1,17 @@
-"""What the data ranks must agree on after each backward: which gradients there are.
+"""Agreement of the data ranks, after each backward, on which parameters have a gradient.
 
 A parameter may get a gradient on one rank and none on another: an expert that saw no token, a
-branch that was not taken. FSDP2 packs the gradients that a rank has, so packs of other gradients
-would be added to one another, without a word where they are of one size. Here a gradient that is
-missing counts as zero, and is taken away again if no rank had it: optimizers tell zero from none.
+branch that was not taken. FSDP2 packs the gradients that a rank has, so different gradients would
+be added to one another, without an error if the packed sizes are equal. Here a missing gradient
+counts as zero, and is removed again if no rank had one, since optimizers treat zero and None
+differently.
 
 The ranks must also have reduced the same units in the same order, or parameters and gradients of
-other units were mixed; and gradients that no unit reduces are averaged.
+different units were mixed. Gradients that no unit reduces are averaged here.
 
-On the CPU every rank waits for the answer. It is asked just before the unit that was the last to
-reduce in the step before, so that it comes while that reduces; if others reduce after it, the ranks
-are asked again.
+On the CPU every rank waits for the result. The all-reduce is started just before the unit that
+reduced last in the previous step, so that it overlaps with that reduction; if another unit reduces
+after it, the ranks communicate again.
 """
 
 from __future__ import annotations
@@ -33,15 +34,17 @@ from meshplan.runtime.base.mesh import device, local_of, submesh
 from meshplan.runtime.torch_private.private import on_reduction
 
 _EVERY: Final = 16
-"""Steps between comparisons of calls on an accelerator, which must wait for its work to be read."""
+"""Steps between comparisons of calls on an accelerator, where reading results synchronizes."""
 
 
 class _GradientVote(NamedTuple):
-    """What this rank has told the others, and what they will have answered.
+    """An all-reduce of this rank's gradient flags that is in flight.
 
     Attributes:
-        own: For each trained parameter whether it has a gradient here, and the calls.
-        every: The largest of these over all ranks, once `work` is done.
+        own: For each trained parameter 1 if it has a gradient here, else 0; then the checksum of
+            the calls and its negative.
+        every: Maximum of `own` over all ranks, valid once `work` is done.
+        work: Handle of the all-reduce.
     """
 
     own: list[int]
@@ -51,13 +54,13 @@ class _GradientVote(NamedTuple):
 
 @dataclass(slots=True)
 class _Backward:
-    """What happened in the backwards of the running step.
+    """Observations from the backwards of the current step.
 
     Attributes:
-        real: Parameters that had a gradient of their own when it was reduced, or before, by id.
-        filled: Parameters that had none and got zeros.
-        reductions: How many units have begun to reduce.
-        asked: What was asked before one of them.
+        real: Ids of parameters that had a gradient of their own when or before it was reduced.
+        filled: Ids of parameters that had none and got zeros.
+        reductions: Number of units that have begun to reduce.
+        asked: The vote started before one of these reductions; None if there was none.
     """
 
     real: set[int] = field(default_factory=set)
@@ -67,7 +70,7 @@ class _Backward:
 
 
 class _Agreement:
-    """One model's gradients on this rank."""
+    """The gradients of one model on this rank."""
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         self.group = submesh(mesh, GRADIENT_AXES, flat=True).get_group()
@@ -95,19 +98,27 @@ class _Agreement:
             self.has_groups |= on_reduction(unit, self._fill, self._begin, self._finish)
 
     def renew(self) -> None:
-        """Look again at which parameters are trained."""
+        """Update which parameters are trained."""
         self.params = [param for param in self.all if param.requires_grad]
-        # Where some units do not reduce, ranks that called them in another order would send what
-        # they tell between other reductions.
+        # If some units do not reduce, ranks that call units in different orders would start the
+        # vote between different reductions.
         all_reduce = all(any(p.requires_grad for p in own) for own in self.by_unit.values())
         self.may_ask_early = all_reduce and not self.alone and not is_fake_execution()
 
     def _fill(self, param: nn.Parameter, has_gradient: bool) -> bool:
-        """Note one parameter of a unit that is about to reduce; True to fill its gradient."""
+        """Record whether a parameter of a unit that is about to reduce has a gradient.
+
+        Args:
+            param: The parameter.
+            has_gradient: True if the parameter has a gradient waiting to be reduced.
+
+        Returns:
+            True if the parameter's gradient must be filled with zeros.
+        """
         own, backward = id(param), self.backward
-        # Folded into one number that is never reset: what differed once always does.
+        # A running checksum that is never reset, so that ranks that once differed always do.
         self.calls = zlib.crc32(self.numbers.get(own, b""), self.calls)
-        has_been_filled = own in backward.filled  # In a microbatch before this one.
+        has_been_filled = own in backward.filled  # By an earlier microbatch.
         if has_gradient or (param.grad is not None and not has_been_filled):
             backward.real.add(own)
         elif param.requires_grad:
@@ -115,15 +126,18 @@ class _Agreement:
         return param.requires_grad and not has_gradient
 
     def _begin(self) -> None:
-        """A unit is about to reduce: ask now if it is likely to be the last one."""
+        """Start the vote if the unit that is about to reduce is likely to be the last one."""
         self.backward.reductions += 1
-        # All ranks agreed on the step before, so all ask between the same reductions.
+        # All ranks agreed on the previous step, so all vote between the same reductions.
         is_last = self.backward.reductions == self.reductions
         if is_last and self.may_ask_early and device().type == "cpu":
             self.backward.asked = self._ask(self.backward)
 
     def _finish(self) -> None:
-        """After the last backward: average what is alone, compare notes with the other ranks."""
+        """After a step's last backward, average gradients outside of units and drop filled ones.
+
+        A filled gradient is dropped if no rank had a gradient of its own.
+        """
         done, self.backward = self.backward, _Backward()
         if self.has_groups and not done.reductions:
             return
@@ -136,7 +150,7 @@ class _Agreement:
             asked = self._ask(done)
             is_due = device().type == "cpu" or self.steps < _EVERY or self.steps % _EVERY == 0
             if not done.filled - done.real and not is_due:
-                return  # Nobody waits for an answer that changes nothing here.
+                return  # No gradient was filled here, so the result changes nothing.
             exist = self._heard(asked)
         self.reductions = done.reductions
         for param, exists in zip(self.params, exist, strict=True):
@@ -152,7 +166,11 @@ class _Agreement:
         return _GradientVote(own, every, work)
 
     def _heard(self, asked: _GradientVote) -> list[int]:
-        """For each trained parameter whether it has a gradient on any rank."""
+        """Wait for a vote; for each trained parameter return 1 if any rank has a gradient, else 0.
+
+        Raises:
+            ApplyError: The ranks reduced different units, or in a different order.
+        """
         asked.work.wait()
         *exist, largest, smallest = numbers(asked.every, asked.own)
         if largest != -smallest:
@@ -160,7 +178,10 @@ class _Agreement:
         return exist
 
     def _average(self, param: nn.Parameter, done: _Backward) -> None:
-        """Averaging what is averaged already changes nothing: gradients may be left standing."""
+        """Average the gradient of a parameter that no unit reduces over the data ranks.
+
+        Averaging an averaged gradient again changes nothing, so a gradient may remain from before.
+        """
         if not param.requires_grad:
             return
         if param.grad is None:
@@ -181,13 +202,13 @@ def _other_calls() -> Problem:
 
 
 def agree_on_gradients(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Callable[[], None]:
-    """Keep the gradients of the data ranks in step, backward by backward.
+    """Make the data ranks agree after each backward on which parameters have a gradient.
 
     Returns:
-        What to call when other parameters are trained than before.
+        A function to call after parameters were frozen or unfrozen.
 
     Assumes: units are wrapped and have their memory.
     """
     if plan.assignment.wrapper == "units" and plan.mesh.size(*GRADIENT_AXES) > 1:
-        return _Agreement(model, plan, mesh).renew  # The hooks hold it.
+        return _Agreement(model, plan, mesh).renew  # The hooks keep it alive.
     return lambda: None

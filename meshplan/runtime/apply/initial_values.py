@@ -1,8 +1,8 @@
-"""Initial values of a model on meta: the numbers that one process would draw, in little memory.
+"""Initial values of a model on meta: the values that one process would draw, in little memory.
 
-The model's own initialisation is first run on meta, watching which tensors each step writes.
-Then it is run for real, step by step: a tensor has memory only from the first step that writes
-it to the last, so no rank ever holds the whole model.
+The model's own initialisation first runs on meta, to record which tensors each call writes. It then
+runs for real, call by call: a tensor has memory only from the first call that writes it to the
+last, so no rank ever holds the whole model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshplan.runtime.base.mesh import device
 
 @dataclass(slots=True)
 class _InitCall:
-    """One call of the model's initialisation and the tensors it writes, by fqn."""
+    """One call of the model's initialisation and the fqns of the tensors it writes."""
 
     run: Callable[[], object]
     writes: set[str] = field(default_factory=set)
@@ -34,17 +34,17 @@ def initialise(
 ) -> None:
     """Compute the initial value of every tensor on meta.
 
+    The model is initialised by its `init_weights()` if it has one; with transformers' and nanoGPT's
+    `_init_weights(module)` as `model.apply` would; otherwise by each module's `reset_parameters()`,
+    children first, in the order in which constructors run.
+
     Args:
-        model: Left as it is: on meta.
-        names: Every name of each tensor, by its first one.
+        model: The model, which is on meta again afterwards.
+        names: All names of each tensor, by its first one.
         keep: Called once per tensor with its fqn and its full value, which is freed afterwards.
 
-    The model is initialised by its `init_weights()` if it has one; with transformers' and
-    nanoGPT's `_init_weights(module)` as `model.apply` would; otherwise by each module's
-    `reset_parameters()`, children first, in the order in which constructors run.
-
     Raises:
-        ApplyError: A tensor that none of these writes, or writes only in part.
+        ApplyError: Some tensor is not written by any of these, or only in part.
     """
     _share_random_state()
     on_meta = {
@@ -75,7 +75,10 @@ def initialise(
 
 
 def _share_random_state() -> None:
-    """Every rank draws what rank 0 would draw: other seeds would make a model of patches."""
+    """Give every rank the CPU random state of rank 0.
+
+    With different seeds, the shards of one tensor would come from different draws.
+    """
     if dist.get_world_size() > 1:
         state = [torch.get_rng_state()]
         dist.broadcast_object_list(state, src=0)
@@ -83,7 +86,7 @@ def _share_random_state() -> None:
 
 
 class _WriteWatch(TorchDispatchMode):
-    """Notes the storages that are written while it is active."""
+    """Dispatch mode that records the storages that are written while it is active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,12 +105,12 @@ class _WriteWatch(TorchDispatchMode):
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """What `t` and `t.data` have in common, also on meta."""
+    """Return an id of the storage, equal for `t` and `t.data`, also on meta."""
     return tensor.untyped_storage()._cdata
 
 
 def _watched(model: nn.Module, on_meta: dict[str, torch.Tensor]) -> list[_InitCall]:
-    """The steps of the initialisation, each with what it writes, found by a run on meta."""
+    """List the calls of the initialisation with the tensors each writes, by a run on meta."""
     fqns = {_storage(tensor): fqn for fqn, tensor in on_meta.items()}
     before = torch.get_rng_state()
     steps = []
@@ -116,13 +119,13 @@ def _watched(model: nn.Module, on_meta: dict[str, torch.Tensor]) -> list[_InitCa
             watch = _WriteWatch()
             with watch, torch.no_grad():
                 run()
-            # Some of torch.nn.init return at once on meta, so a module's own tensors count too.
+            # Some of torch.nn.init do nothing on meta, so a module's own tensors count as written.
             written = watch.written | {_storage(t) for t in _own(module).values() if t.is_meta}
             writes = {fqns[s] for s in written if s in fqns}
             if writes:
                 steps.append(_InitCall(run, writes))
     except NotImplementedError:
-        # Something looked at a value: the initialisation only runs on all memory at once.
+        # A value was read: the initialisation must run as one call, with memory for all tensors.
         return [_InitCall(lambda: [run() for run, _ in _calls(model)], set(on_meta))]
     finally:
         torch.set_rng_state(before)
@@ -130,7 +133,7 @@ def _watched(model: nn.Module, on_meta: dict[str, torch.Tensor]) -> list[_InitCa
 
 
 def _calls(model: nn.Module) -> Iterator[tuple[Callable[[], object], nn.Module]]:
-    """The calls that initialise the model, each with its module, in the order of one process."""
+    """Yield the calls that initialise the model, in one process's order, with their module."""
     whole = getattr(model, "init_weights", None)
     if callable(whole) and not callable(getattr(model, "_init_weights", None)):
         yield whole, model
@@ -144,7 +147,7 @@ def _calls(model: nn.Module) -> Iterator[tuple[Callable[[], object], nn.Module]]
 
 
 def _hook_or_reset(module: nn.Module, hook: Callable[[nn.Module], object], reset: Any) -> None:
-    """A kind of module that the hook does not know stays as its constructor made it."""
+    """Call the model's hook; a module that it leaves blank gets `reset_parameters()`."""
     hook(module)
     own = [t.detach() for t in _own(module).values()]
     if callable(reset) and own and all(_is_blank(t) for t in own):
@@ -154,7 +157,7 @@ def _hook_or_reset(module: nn.Module, hook: Callable[[nn.Module], object], reset
 def _children_first(
     module: nn.Module, hook: Any
 ) -> Iterator[tuple[nn.Module, Callable[[nn.Module], object] | None]]:
-    """Each module once, with the `_init_weights` of the innermost model around it."""
+    """Yield each module once, with the `_init_weights` of the innermost model around it."""
     seen: set[int] = set()
 
     def visit(m: nn.Module, around: Any) -> Iterator[tuple[nn.Module, Any]]:
@@ -169,7 +172,7 @@ def _children_first(
 
 
 def _own(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors that a module holds itself."""
+    """Return the parameters and buffers that a module itself registers."""
     both = {**module._parameters, **module._buffers}
     return {leaf: tensor for leaf, tensor in both.items() if tensor is not None}
 
@@ -180,7 +183,7 @@ def _held(model: nn.Module, fqn: str) -> torch.Tensor | None:
 
 
 def _hold(model: nn.Module, names: tuple[str, ...], tensor: torch.Tensor) -> None:
-    """Put a tensor in place under all its names."""
+    """Register a tensor under all its names."""
     for name in names:
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
@@ -191,7 +194,7 @@ def _hold(model: nn.Module, names: tuple[str, ...], tensor: torch.Tensor) -> Non
 
 
 def _blank_like(meta: torch.Tensor) -> torch.Tensor:
-    """Memory marked as not yet written, where the dtype has a value to say so."""
+    """Allocate memory marked as not yet written: NaN, or the largest integer of the dtype."""
     blank = torch.empty(meta.shape, dtype=meta.dtype, device=device())
     if blank.is_floating_point() or blank.is_complex():
         blank.fill_(float("nan"))
@@ -203,7 +206,7 @@ def _blank_like(meta: torch.Tensor) -> torch.Tensor:
 
 
 def _is_blank(value: torch.Tensor) -> bool:
-    """Whether some of it was never written."""
+    """Return True if part of a tensor was never written; False for bool, which has no mark."""
     if value.is_meta or value.dtype == torch.bool or value.numel() == 0:
         return False
     if value.is_floating_point() or value.is_complex():

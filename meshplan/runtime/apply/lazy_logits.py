@@ -1,8 +1,8 @@
-"""Logits that are not computed yet: what they are made of, and which tokens are asked for.
+"""Logits that are not computed yet: how to compute them, and for which tokens.
 
-A `LazyLogits` has the shape and dtype of the logits and no memory. What losses do with logits
-before cross-entropy is to choose tokens, lay them in a row and cast; that is written down. All else
-is refused by name.
+A `LazyLogits` has the shape and dtype of the logits and no memory. It records what losses do with
+logits before cross-entropy: select tokens, flatten them and cast. Every other operation raises an
+error that names it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from meshplan.errors import ApplyError, Problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """A cross-entropy that was asked for.
+    """A cross-entropy to be computed in chunks.
 
     Args:
-        target: A class for each token.
-        index: Which of the head's tokens these are, in order; None for all of them.
-        dtype: Of the loss.
-        is_mean: Averaged over the tokens that are not ignored, else summed.
+        target: The class of each token, in the order of `index`.
+        index: Positions of these tokens among those of the head's input, flattened; None for all.
+        dtype: Dtype of the loss.
+        ignore_index: Targets of this value contribute nothing.
+        smoothing: Label smoothing.
+        is_mean: If True, average over the tokens that are not ignored; else sum.
     """
 
     target: torch.Tensor
@@ -39,18 +41,22 @@ class Scores:
 
 
 Take = Callable[[Scores], torch.Tensor]
+"""Computes the loss of a requested cross-entropy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
-    """What was made of the logits.
+    """The logits as seen after selecting, reshaping and casting.
 
     Args:
-        hidden: What the head is to be called with.
+        hidden: Input of the head.
         take: Computes the loss.
-        lead: The shape without the dim of classes.
-        index: As in `Scores`, in the shape of `lead`.
-        place: Of the dim of classes.
+        num_classes: Size of the dim of classes.
+        dtype: Dtype of the logits as seen.
+        lead: Shape without the dim of classes.
+        index: Positions of the tokens among those of `hidden`, of shape `lead`; None for all in
+            order.
+        place: Position of the dim of classes in the shape.
     """
 
     hidden: torch.Tensor
@@ -63,11 +69,11 @@ class _View:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the logits as they are seen."""
+        """Shape of the logits as seen."""
         return (*self.lead[: self.place], self.num_classes, *self.lead[self.place :])
 
     def numbers(self) -> torch.Tensor:
-        """Which token stands where."""
+        """Return the positions of the tokens among those of `hidden`, of shape `lead`."""
         if self.index is not None:
             return self.index
         count = math.prod(self.lead)
@@ -75,13 +81,19 @@ class _View:
 
 
 class LazyLogits(torch.Tensor):
-    """Logits to be."""
+    """A tensor without memory that stands for logits not computed yet."""
 
     _view: _View
 
     @staticmethod
     def of(hidden: torch.Tensor, num_classes: int, dtype: torch.dtype, take: Take) -> LazyLogits:
-        """What a head is to make of `hidden`.
+        """Return the logits that a head is to compute from `hidden`.
+
+        Args:
+            hidden: Input of the head.
+            num_classes: Number of classes.
+            dtype: Dtype of the logits.
+            take: Computes the loss of a requested cross-entropy.
 
         Shape: hidden (..., width).
         """
@@ -113,7 +125,7 @@ class LazyLogits(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise ApplyError(_refused(str(func)))
 
-    # What traces look into: there is no memory.
+    # Tracers flatten tensor subclasses into their inner tensors. There are none here.
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return [], None
@@ -146,11 +158,11 @@ _FACTS: Final = frozenset((
     "get_device", "__hash__", "__repr__", "__len__", "ndimension", "is_contiguous", "stride",
     "retains_grad", "_base", "output_nr", "_version", "is_inference", "is_signed",
 ))  # fmt: skip
-"""What may be asked of them without computing them."""
+"""Attributes and methods that can be answered without computing the logits."""
 
 
 def _name(func: Any) -> str:
-    """The method's name; of a property's getter, that of the property."""
+    """Return the name of a method, or of the property if it is a property's getter."""
     name = getattr(func, "__name__", str(func))
     owner = getattr(func, "__self__", None)
     return getattr(owner, "__name__", name) if name == "__get__" else name
@@ -164,11 +176,12 @@ def _refused(operation: str) -> Problem:
     )
 
 
-# What is written down; None where it is something else after all.
+# Operations that are recorded. Each returns the new view, or None if the arguments ask for
+# something that cannot be recorded.
 
 
 def _cast(view: _View, dtype: Any = None, *more: Any, **options: Any) -> _View | None:
-    """`to`, with nothing but a dtype, or where it is already."""
+    """Record `to`: a change of dtype, or a device that the logits are on already."""
     if isinstance(dtype, torch.Tensor):
         dtype = dtype.dtype
     if isinstance(dtype, str | torch.device):
@@ -187,7 +200,7 @@ def _same(view: _View, *options: Any, **named: Any) -> _View | None:
 
 
 def _reshape(view: _View, *shape: Any, **named: Any) -> _View | None:
-    """Tokens laid in a row; classes stay by themselves, in the last dim."""
+    """Record a reshape of the tokens that keeps the classes in the last dim."""
     sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
     if named or isinstance(sizes, torch.dtype) or view.place != len(view.lead) or not sizes:
         return None
@@ -239,7 +252,7 @@ def _permute(view: _View, *dims: Any) -> _View:
 
 
 def _choose(view: _View, item: Any) -> _View | None:
-    """Numbers and slices of tokens."""
+    """Record indexing of tokens by integers and slices."""
     items = list(item) if isinstance(item, tuple) else [item]
     if any(not isinstance(each, int | slice | EllipsisType) or isinstance(each, bool)
            for each in items):  # fmt: skip
@@ -276,6 +289,7 @@ _RULES: Final[Mapping[Any, Callable[..., _View | None]]] = {
     torch.permute: _permute,
     torch.Tensor.__getitem__: _choose,
 }
+"""Functions that record each operation on logits."""
 
 
 def _cross_entropy(
@@ -288,10 +302,10 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """`F.cross_entropy` of logits to be.
+    """Compute `F.cross_entropy` of lazy logits through their `take`.
 
     Raises:
-        ApplyError: An option that is not computed in chunks, or a target of another shape.
+        ApplyError: An option cannot be computed in chunks, or the target has another shape.
     """
     stated = {"weight": weight, "size_average": size_average, "reduce": reduce}
     refused = [name for name, value in stated.items() if value is not None]

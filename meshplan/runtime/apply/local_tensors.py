@@ -1,8 +1,8 @@
-"""Modules that compute on local tensors along tp, and the numbers that their code must see.
+"""Modules that compute on local tensors along tp, and the attributes that their code reads.
 
-DTensor follows a plain cut by itself. A part of every fused projection, or a kv head that several
-ranks share, it does not: there the module's own code runs on this rank's rows. A table that is cut
-by rows it follows forward only: its backward fills the gradient of all rows on every rank.
+DTensor handles a plain shard by itself. It cannot shard each projection of a fused weight, or share
+a kv head among ranks: there the module's own code runs on this rank's rows. It handles a
+row-sharded embedding in forward only: its backward fills in the gradient of all rows on every rank.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from meshplan.plan.plan import Plan
 
 
 def set_local_attributes(model: nn.Module, plan: Plan) -> None:
-    """Give modules this rank's numbers of heads and the like.
+    """Set attributes such as the number of heads to this rank's value.
 
     Raises:
-        ApplyError: An attribute is no longer what it was when the plan was made.
+        ApplyError: An attribute has another value than when the plan was made.
     """
     for attribute in plan.assignment.attributes:
         module = model.get_submodule(attribute.module)
@@ -44,9 +44,14 @@ def set_local_attributes(model: nn.Module, plan: Plan) -> None:
 
 
 def compute_locally(module: nn.Module, use: StyleUse, tp: DeviceMesh) -> None:
-    """Let the module's forward see a plain local input and its own rows of every parameter.
+    """Let a module's forward see plain local inputs and this rank's rows of every parameter.
 
-    Inside forward, and not in a hook before it, so that a recomputed forward does the same.
+    The forward is wrapped, instead of hooked, so that a recomputed forward does the same.
+
+    Args:
+        module: The module, whose parameters are DTensors already.
+        use: The module's tensor-parallel style, with the pieces of its fused dim.
+        tp: The mesh of tp.
     """
     forward, kind, cut_dim = module.forward, use.style.kind, use.style.cut_dim
     rows = own_parts(use.pieces, tp.get_local_rank(), tp.size())
@@ -55,7 +60,7 @@ def compute_locally(module: nn.Module, use: StyleUse, tp: DeviceMesh) -> None:
         dims = dims_of(kind, name, parameter.ndim)
         if cut_dim not in dims or parameter.placements != (Replicate(),):
             return parameter.to_local()
-        # Every rank adds its rows' part to the gradient of the whole.
+        # Each rank contributes the gradient of its rows; the sum is the full gradient.
         whole = parameter.to_local(grad_placements=[Partial()])
         dim = dims.index(cut_dim)
         return torch.cat([whole.narrow(dim, r.start, r.stop - r.start) for r in rows], dim)
@@ -78,10 +83,10 @@ def compute_locally(module: nn.Module, use: StyleUse, tp: DeviceMesh) -> None:
 
 
 def looks_up_own_rows(module: nn.Module, tp: DeviceMesh) -> bool:
-    """Whether `look_up_own_rows` can take the place of a module's forward.
+    """Return True if `look_up_own_rows` can replace a module's forward.
 
-    One of its own may do more than look up. What a table does to rows that it is asked for, or
-    counts of them, needs all that are asked for; and a rank may have no row.
+    A forward of the model's own may do more than look up. `max_norm` and `scale_grad_by_freq`
+    depend on all rows that are looked up, and every rank must have at least one row.
     """
     if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
         return False
@@ -92,11 +97,12 @@ def looks_up_own_rows(module: nn.Module, tp: DeviceMesh) -> bool:
 
 
 def look_up_own_rows(module: nn.Embedding, tp: DeviceMesh) -> None:
-    """Look up what this rank has the row of; of all else it gives zeros, an addend of the whole.
+    """Make an embedding look up the rows on this rank and return zeros for all others, in place.
 
-    So its gradient is one of its own rows. DTensor's own rule has no backward for a cut by rows
-    (torch 2.13, distributed/tensor/_ops/_embedding_ops.py) and leaves the whole table's on every
-    rank, which units of sharding then add up over microbatches: 4 + 8 GB of 405B's 128k words.
+    The outputs of the ranks add up to the embedding, and each rank's gradient covers its own rows.
+    DTensor's own rule has no backward for a table sharded by rows (torch 2.13,
+    distributed/tensor/_ops/_embedding_ops.py) and leaves the full table's gradient on every rank,
+    which FSDP units then accumulate over microbatches: 4 + 8 GB of 405B's 128k words.
     """
     first = -(-module.num_embeddings // tp.size()) * tp.get_local_rank()
     padding = -1 if module.padding_idx is None else module.padding_idx - first
@@ -117,7 +123,7 @@ def look_up_own_rows(module: nn.Embedding, tp: DeviceMesh) -> None:
 
 
 def _plain(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Inputs as local tensors, of whose gradients every rank holds an addend."""
+    """Convert inputs to local tensors whose gradients are partial sums per rank."""
     return tuple(
         v.to_local(grad_placements=[Partial()]) if isinstance(v, DTensor) else v for v in values
     )

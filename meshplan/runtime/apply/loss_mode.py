@@ -1,4 +1,4 @@
-"""How a plan computes its loss: what is on while a model, its loss and their backward run."""
+"""The context in which a model, its loss and their backward run, as the plan's loss demands."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from meshplan.runtime.apply.vocab_parallel_loss import LossParallel
 
 
 def loss_mode(plan: Plan, *, is_trial: bool = False) -> AbstractContextManager[Any]:
-    """On parts of the vocabulary, over parts of the tokens, or as torch does it.
+    """Return the context for the plan's loss: vocabulary-parallel, chunked over tokens, or plain.
 
     Args:
-        is_trial: Whether a forward runs beside the training, of which no loss need be taken.
+        plan: The plan of the model.
+        is_trial: If True, the forward is a trial outside of training, which need not compute a
+            loss.
     """
     if plan.assignment.loss_parallel:
         return LossParallel()

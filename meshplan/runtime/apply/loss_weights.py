@@ -1,17 +1,17 @@
-"""The loss of one process from the losses of a step's parts.
+"""Weights of the losses of a step's parts, such that their mean is the loss of one process.
 
 A part is one microbatch of one rank that sees samples or tokens of its own. The gradients of all
-parts are averaged: those of microbatches by `train_step`, those of ranks by the wrappers. That is
-the gradient of the whole batch only if the loss is. So the loss of each part is weighed here, by
-what the plan says that the loss function returns, such that the plain mean over all parts is the
-loss over the global batch:
+parts are averaged: those of microbatches by `train_step`, those of ranks by the wrappers. The
+result is the gradient of the global batch only if the plain mean over all parts is the loss over
+the global batch. Each part's loss is weighted to make it so, according to what the plan says that
+the loss function returns:
 
-- `loss: mean`: as it is. Parts hold equally many samples.
+- `loss: mean`: unchanged. All parts have equally many samples.
 - `loss: sum`: times the number of parts.
 - `loss: tokens`: times the part's share of all tokens, times the number of parts. All tokens are
   counted before the first forward.
-- a function that returns (sum, count): the sum, divided by a number that is the same everywhere.
-  The total count is known after the last part; gradients are multiplied then, once.
+- a function that returns (sum, count): the sum, divided by a number that is the same on all ranks.
+  The total count is known after the last part; gradients are then multiplied once.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ from meshplan.runtime.base.mesh import device, reduce_along, submesh
 from meshplan.runtime.base.pytree import tensors_in
 
 IGNORED: Final = -100
-"""The target that torch's cross-entropy leaves out."""
+"""Target that torch's cross-entropy ignores by default."""
 PAIR: Final = (
     "let loss_fn return (sum, count): the sum over what it was given, and how many that were"
 )
+"""Advice in error messages: let `loss_fn` return (sum, count)."""
 
 
 _IN_STEP: Final[ContextVar[bool]] = ContextVar("in_step", default=False)
@@ -50,7 +51,7 @@ _IN_STEP: Final[ContextVar[bool]] = ContextVar("in_step", default=False)
 
 @contextmanager
 def weighing() -> Iterator[None]:
-    """Inside, `train_step` weighs what the loss function returns."""
+    """Mark the code inside as `train_step`, which weights what the loss function returns."""
     token = _IN_STEP.set(True)
     try:
         yield
@@ -59,22 +60,22 @@ def weighing() -> Iterator[None]:
 
 
 def is_weighed() -> bool:
-    """Whether this runs inside of `train_step`, which weighs losses itself."""
+    """Return True inside of `train_step`, which weights losses itself."""
     return _IN_STEP.get()
 
 
 @dataclass(slots=True)
 class History:
-    """What the steps of a model have shown so far.
+    """Observations from a model's steps so far.
 
     Attributes:
-        steps: Calls of `train_step`.
-        returns_count: Whether `loss_fn` returns (sum, count); None before the first step.
-        divisor: What such a sum is divided by before its backward, so that gradients keep the
-            size that half precision can hold; 0 until the first such step has ended.
-        asks_values: Whether forwards ask tensors for numbers that depend on the batch.
-        is_doubtful: Whether ranks were given the same samples in a step that is not the first,
-            which may be chance once.
+        steps: Number of calls of `train_step`.
+        returns_count: True if `loss_fn` returns (sum, count); None before the first step.
+        divisor: Divisor of such a sum before its backward, which keeps gradients in the range of
+            half precision; 0 until the first such step has ended.
+        asks_values: True if forwards read tensor values that depend on the batch.
+        is_doubtful: True if ranks got the same samples in a step other than the first, which may
+            happen once by chance.
     """
 
     steps: int = 0
@@ -85,20 +86,20 @@ class History:
 
 
 def num_parts(plan: Plan) -> int:
-    """The parts whose gradients are averaged in one step."""
+    """Return the number of parts whose gradients are averaged in one step."""
     stages = plan.assignment.stages
     microbatches = plan.accumulate * (stages.microbatches if stages is not None else 1)
     return microbatches * plan.mesh.size(*GRADIENT_AXES)
 
 
 def token_targets(targets: Any) -> list[torch.Tensor]:
-    """The tensors of whole numbers with samples along dim 0 among the targets."""
+    """List the integer tensors among the targets, with samples along dim 0."""
     kinds = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
     return [t for _, t in tensors_in(targets) if t.ndim and t.dtype in kinds]
 
 
 def tokens_by_sample(targets: Any) -> torch.Tensor | None:
-    """How many targets of each sample are not -100; None if it is not clear which they are.
+    """Count the targets of each sample that are not -100; None unless exactly one tensor qualifies.
 
     Shape: (samples,), on the CPU.
     """
@@ -109,16 +110,20 @@ def tokens_by_sample(targets: Any) -> torch.Tensor | None:
 
 
 class Weights:
-    """Weighs the losses of one step's parts.
+    """Weights for the losses of one step's parts.
 
     Args:
-        plan: Of the model.
-        mesh: The live one.
-        history: Of the model.
-        batch: This rank's inputs and targets of the step.
+        plan: The plan of the model.
+        mesh: The live DeviceMesh.
+        history: Observations from the model's earlier steps; updated by this one.
+        batch: (inputs, targets) of this rank for the step.
+
+    Attributes:
+        parts: Number of parts whose gradients are averaged.
+        count: Sum of the counts that the loss function returned so far, None if it returned none.
 
     Raises:
-        ApplyError: `loss: tokens` finds nothing to count.
+        ApplyError: With `loss: tokens`, the targets are not a single integer tensor.
     """
 
     def __init__(self, plan: Plan, mesh: DeviceMesh, history: History, batch: Any) -> None:
@@ -126,7 +131,7 @@ class Weights:
         self._kind = plan.spec.loss
         self.parts = num_parts(plan)
         self.count: torch.Tensor | None = None
-        # What has returned a loss alone does so in every step, and divides nothing.
+        # A loss function that returned no count before never does, and needs no divisor.
         is_alone = history.returns_count is False
         self._divisor = history.divisor or (1.0 if is_alone else self._first_divisor(batch))
         self._tokens: torch.Tensor | None = None
@@ -140,12 +145,12 @@ class Weights:
             self._total = int(total)
 
     def _first_divisor(self, batch: Any) -> float:
-        """What a sum is divided by before counts are known, the same on all data ranks."""
+        """Return the divisor of a sum while no counts are known yet, the same on all data ranks."""
         microbatches = self.parts // self._plan.mesh.size(*GRADIENT_AXES)
         if not self._plan.spec.precision.scales_loss or is_fake_execution():
             # Samples are equal on all ranks, or `mean_over_ranks` refuses the batch.
             return max(1.0, num_samples(batch) / microbatches)
-        # float16 holds the gradients of means, and not those of sums over many tokens.
+        # float16 can hold the gradients of means, but not those of sums over many tokens.
         size = max((t.numel() for _, t in tensors_in(batch[1])), default=1)
         largest = torch.tensor(size / microbatches, dtype=torch.float64, device=device())
         self._reduce(largest, dist.ReduceOp.MAX)
@@ -167,19 +172,23 @@ class Weights:
         )
 
     def marked(self, targets: Any) -> Any:
-        """The targets, with the counts of tokens beside them to be cut like them."""
+        """Pair the targets with the tokens per sample, to be split into microbatches together."""
         return (targets, self._tokens)
 
     def weigh(self, given: Any, output: Any, tokens: torch.Tensor | None) -> torch.Tensor:
-        """The loss of a part, such that the mean over all parts is that of the global batch.
+        """Weight the loss of a part, such that the mean over all parts is that of the global batch.
 
         Args:
-            given: What the loss function returned.
-            output: What it was given.
-            tokens: Those of the part, by sample.
+            given: Return value of the loss function.
+            output: The model output that it was computed from.
+            tokens: Counted tokens of each of the part's samples, shape (samples,); used with
+                `loss: tokens` only.
+
+        Returns:
+            The weighted loss, a tensor of one element.
 
         Raises:
-            ApplyError: It returned neither a loss nor (sum, count).
+            ApplyError: The loss function returned neither a loss nor (sum, count).
         """
         is_pair = isinstance(given, tuple | list)
         self._note(is_pair)
@@ -200,11 +209,11 @@ class Weights:
             return wide * self.parts
         assert tokens is not None
         num = int(tokens.sum())
-        # The mean over no token is not a number, and neither would be its gradients.
+        # The mean over no tokens is NaN, and so would be its gradients.
         return wide * (num * self.parts / self._total) if num else _zero(output, loss)
 
     def _note(self, is_pair: bool) -> None:
-        """Remember what the loss function returns, once for all steps."""
+        """Record what the loss function returns; raise if that changes between steps."""
         if is_pair and self._kind != "mean":
             raise ApplyError(
                 Problem(
@@ -227,16 +236,16 @@ class Weights:
     def _of_sum(self, total: torch.Tensor, count: Any) -> torch.Tensor:
         counted = torch.as_tensor(count, dtype=torch.float64, device=total.device).detach()
         self.count = counted if self.count is None else self.count + counted
-        # A mean over nothing, times nothing, is not a number.
+        # A loss function may divide by the count and multiply again, which gives NaN for 0.
         total = torch.where(counted == 0, torch.zeros_like(total), total)
         return total.to(torch.promote_types(total.dtype, torch.float32)) / self._divisor
 
     def agree(self) -> None:
-        """Tell the other stages what the last one has counted."""
+        """Share the counts of the last pipeline stage with the other stages."""
         stages = self._plan.assignment.stages
         if stages is None or is_fake_execution():
             return
-        if not self._history.steps:  # Later on all know whether there is a count.
+        if not self._history.steps:  # From the second step on all know whether there is a count.
             flag = torch.tensor(float(bool(self._history.returns_count)), device=device())
             reduce_along(flag, self._mesh, ("pp",), dist.ReduceOp.MAX)
             self._history.returns_count = bool(flag)
@@ -247,10 +256,13 @@ class Weights:
             self.count = own
 
     def factor(self, total: float | None) -> float:
-        """The number that gradients and the mean over parts are still to be multiplied by.
+        """Return the factor that gradients and the mean over parts must still be multiplied by.
 
         Args:
-            total: The count over the global batch; None where nothing was counted.
+            total: The count over the global batch; None if the loss function returns no counts.
+
+        Raises:
+            ApplyError: The total is negative or not finite.
         """
         if total is None:
             return 1.0
@@ -258,7 +270,9 @@ class Weights:
             raise ApplyError(
                 Problem(f"the counts that loss_fn returned add up to {total}", fix=PAIR)
             )
+        # The divisor of the next step makes its sums about as large as means.
         self._history.divisor = max(1.0, total / self.parts)
+        # Sums were divided by `_divisor` and averaged over `parts`; the mean divides by `total`.
         return self._divisor * self.parts / total if total else 0.0
 
 
@@ -278,7 +292,7 @@ def _pair(given: Any) -> tuple[torch.Tensor, Any]:
 
 
 def _zero(output: Any, loss: torch.Tensor) -> torch.Tensor:
-    """Zero, whose gradients are zeros for all that the output was computed from."""
+    """Return a zero whose backward gives zero gradients to all that the output depends on."""
     found = [
         t.to_local() if isinstance(t, DTensor) else t
         for _, t in tensors_in(output)

@@ -1,8 +1,8 @@
-"""Values before wrapping: every rank must start from the very numbers one process has.
+"""Initial values before wrapping: every rank must start from the values that one process has.
 
-Real tensors are compared across ranks and taken from rank 0 where they differ. Tensors on meta
-are initialised in full, one after the other, with the same random numbers on every rank; each
-rank keeps its own part and frees the rest (`runtime.apply.initial_values`).
+Real tensors are compared across ranks and taken from rank 0 where they differ. Tensors on meta are
+initialised in full, one after the other, with the same random numbers on every rank; each rank
+keeps its own shard and frees the rest (`runtime.apply.initial_values`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ from meshplan.runtime.base.mesh import device, local_of
 
 @dataclass(slots=True)
 class InitialValues:
-    """This rank's parts of the initial values, by fqn, for a model that is still on meta."""
+    """Initial values of a model that is still on meta.
+
+    Attributes:
+        local: This rank's shards, by fqn; empty for a real model.
+    """
 
     local: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def fill(self, model: nn.Module, plan: Plan) -> None:
-        """Give the model memory and these values, once; a second call does nothing."""
+        """Allocate the model's memory and copy the values in; later calls do nothing."""
         if not self.local:
             return
         on_host = {id(param) for param in params_on_host(model, plan)}
@@ -38,7 +42,7 @@ class InitialValues:
             where = torch.device("cpu") if id(tensor) in on_host else device()
             return torch.empty_like(tensor, device=where)
 
-        model._apply(empty)  # As `to_empty`, which knows of one device only.
+        model._apply(empty)  # Like `to_empty`, which supports one device only.
         _retie(model, plan)
         params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         with torch.no_grad():
@@ -48,13 +52,14 @@ class InitialValues:
 
 
 def agree_on_values(model: nn.Module, plan: Plan) -> InitialValues:
-    """Make real values equal on all ranks in place, and compute those that are on meta.
+    """Make real values equal on all ranks, in place, and compute those of tensors on meta.
 
     Returns:
         The values of a model on meta, to be filled in after wrapping; empty for a real model.
 
     Raises:
-        ApplyError: A tensor on meta that nothing initialises.
+        ApplyError: A tensor on meta is not initialised by the model, or the ranks have different
+            tensors on meta and none of them has all values.
     """
     tensors = _tensors(model, plan)
     missing = [fqn for fqn, t in tensors.items() if t.is_meta]
@@ -77,6 +82,7 @@ def agree_on_values(model: nn.Module, plan: Plan) -> InitialValues:
             if not tensor.is_meta:
                 keep(fqn, tensor)
         return out
+    # Only some ranks have real values: one that has all of them broadcasts.
     full = next((rank for rank, names in enumerate(everywhere) if not names), None)
     if full is None:
         raise ApplyError(
@@ -94,7 +100,7 @@ def _tensors(model: nn.Module, plan: Plan) -> dict[str, torch.Tensor]:
 
 
 def _part(value: torch.Tensor, fqn: str, plan: Plan) -> torch.Tensor:
-    """This rank's part of a full value, in the dtype it is stored in."""
+    """Return this rank's shard of a full value, in the dtype it is stored in."""
     placed = plan.assignment.tensors[fqn]
     value = value.detach()
     ranges = placed.stored.ranges(placed.info.shape, plan.mesh, dist.get_rank())
@@ -104,13 +110,13 @@ def _part(value: torch.Tensor, fqn: str, plan: Plan) -> torch.Tensor:
         pieces = [part.narrow(dim, s.start, s.stop - s.start) for s in slices]
         part = torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
     part = part.to(dtype=dtype).contiguous()
-    # A view would keep the whole value, wherever in it the part lies.
+    # A view would keep the full value's memory alive.
     whole = value.untyped_storage().data_ptr()
     return part.clone() if part.untyped_storage().data_ptr() == whole else part
 
 
 def _take_from_rank_0(tensors: dict[str, torch.Tensor]) -> None:
-    """Compare checksums in one collective, then broadcast only what differs."""
+    """Compare checksums in one collective, then broadcast only tensors that differ."""
     if dist.get_world_size() == 1 or not tensors:
         return
     sums = torch.tensor([checksum(t) for t in tensors.values()], dtype=torch.int64)
@@ -122,12 +128,12 @@ def _take_from_rank_0(tensors: dict[str, torch.Tensor]) -> None:
         if different:
             sent = tensor.detach().to(device(), copy=True).contiguous()
             dist.broadcast(sent, src=0)
-            # New memory, not a copy into the old: what raises later can put the old back.
+            # New memory instead of a copy into the old, which is restored if a later step raises.
             tensor.data = sent.to(tensor.device)
 
 
 def _receive(tensors: dict[str, torch.Tensor], plan: Plan, source: int) -> InitialValues:
-    """One rank has the values: send each tensor once, keep this rank's part."""
+    """Broadcast each tensor once from the rank that has all values; keep this rank's shard."""
     out = InitialValues()
     is_source = dist.get_rank() == source
     for fqn, tensor in tensors.items():
@@ -142,14 +148,14 @@ def _receive(tensors: dict[str, torch.Tensor], plan: Plan, source: int) -> Initi
 
 
 def _is_held(fqn: str, plan: Plan) -> bool:
-    """Whether a stage of this rank holds the tensor."""
+    """Return True if a stage of this rank holds the tensor."""
     stages = plan.assignment.stages
     place = plan.mesh.index(dist.get_rank(), ("pp",))
     return stages is None or stages.holds(fqn, place)
 
 
 def _retie(model: nn.Module, plan: Plan) -> None:
-    """`to_empty` gives each name a tensor of its own: tied names get the first one's again."""
+    """Tie names of one tensor again, since `_apply` gives each name a tensor of its own."""
     for placed in plan.assignment.tensors.values():
         tensor = _holder(model, placed.info.fqn)[placed.info.fqn.rpartition(".")[2]]
         for name in placed.info.aliases:
@@ -157,7 +163,7 @@ def _retie(model: nn.Module, plan: Plan) -> None:
 
 
 def _holder(model: nn.Module, name: str) -> dict[str, Any]:
-    """The table of the module that holds the tensor of this name."""
+    """Return the module's table of parameters or of buffers that contains this name."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     return module._parameters if leaf in module._parameters else module._buffers

@@ -1,8 +1,8 @@
-"""Embeddings with `max_norm`, which scale the rows that they look up, on ranks that look up others.
+"""Embeddings with `max_norm`, which rescale the rows they look up, under data parallelism.
 
-One process scales the rows of the whole batch. Here each rank scales the rows that any data rank
-looks up, so that all hold the same table afterwards, to the last bit: the module itself scales
-none, or it would round the rows of its own rank once more.
+One process rescales the rows that the whole batch looks up. Here each rank rescales the rows that
+any data rank looks up, so that all ranks have bitwise the same table afterwards. The module's own
+rescaling is turned off, since it would round the rows of this rank a second time.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from meshplan.runtime.torch_private.private import running_node
 
 
 def share_looked_up_rows(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Let embeddings with `max_norm` scale the rows of all data ranks, in place.
+    """Make embeddings with `max_norm` rescale the rows looked up by all data ranks, in place.
 
-    Assumes: data parallelism is not applied yet, so that what is hooked in here runs on gathered
-    weights.
+    Assumes: data parallelism is not applied yet, so that the hooks run on gathered weights.
     """
     if plan.mesh.size(*GRADIENT_AXES) == 1:
         return
@@ -37,7 +36,7 @@ def share_looked_up_rows(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None
     ) -> None:
         limit = limits[module]
         module.max_norm = None
-        if running_node() is not None:  # A forward that runs again finds its rows scaled.
+        if running_node() is not None:  # In a recomputed forward the rows are scaled already.
             return
         index = args[0] if args else kwargs["input"]
         is_used = torch.zeros(module.num_embeddings, dtype=torch.uint8, device=index.device)

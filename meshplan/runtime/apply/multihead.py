@@ -1,7 +1,7 @@
-"""nn.MultiheadAttention on this rank's heads.
+"""`nn.MultiheadAttention` under tensor parallelism: each rank computes its own heads.
 
-torch's own forward takes the head size from the width of its input, so it cannot run on a part of
-the heads; this one has the same signature and the same numbers.
+torch's forward takes the head size from the width of its input, so it cannot run on a subset of the
+heads. This one has the same signature and computes the same values.
 
 Source: `torch.nn.functional.multi_head_attention_forward`, torch 2.13.
 """
@@ -20,7 +20,13 @@ from meshplan.layout.layout import own_parts
 
 
 def attend_by_heads(module: nn.MultiheadAttention, use: StyleUse, tp: DeviceMesh) -> None:
-    """Replace the forward of this instance by one that computes its own heads."""
+    """Replace the forward of a module instance by one that computes this rank's heads.
+
+    Args:
+        module: The attention module, whose parameters are DTensors already.
+        use: The module's tensor-parallel style.
+        tp: The mesh of tp.
+    """
     cut = _LocalHeads(module, use, tp)
 
     def forward(
@@ -68,12 +74,17 @@ def attend_by_heads(module: nn.MultiheadAttention, use: StyleUse, tp: DeviceMesh
         return out if module.batch_first else out.transpose(0, 1), weights
 
     module.forward = forward
-    # A module with a hook is one that TransformerEncoderLayer's fast path leaves alone.
+    # TransformerEncoderLayer's fast path, which bypasses forward, skips modules with hooks.
     module.register_forward_pre_hook(lambda module, args: None)
 
 
 class _LocalHeads:
-    """The parameters as this rank uses them."""
+    """The computations of an attention module for this rank's heads.
+
+    Attributes:
+        rows: This rank's rows of q, k and v in a fused parameter.
+        num_heads: Number of heads on this rank.
+    """
 
     def __init__(self, module: nn.MultiheadAttention, use: StyleUse, tp: DeviceMesh) -> None:
         self.module, self.tp = module, tp
@@ -81,12 +92,12 @@ class _LocalHeads:
         self.num_heads = module.num_heads // tp.size()
 
     def _input(self, x: Tensor) -> Tensor:
-        """The whole input, of whose gradient every rank holds an addend."""
+        """Return the replicated input as a tensor whose gradient is a partial sum per rank."""
         whole = DTensor.from_local(x, self.tp, [Replicate()], run_check=False)
         return whole.to_local(grad_placements=[Partial()])
 
     def _own(self, parameter: Tensor) -> tuple[Tensor, ...]:
-        """This rank's rows of q, k and v, of a parameter that holds them one after the other."""
+        """Return this rank's rows of q, k and v from a parameter that concatenates them."""
         assert isinstance(parameter, DTensor)
         if parameter.placements != (Replicate(),):
             return parameter.to_local().chunk(3)
@@ -94,9 +105,13 @@ class _LocalHeads:
         return tuple(whole[rows] for rows in self.rows)
 
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """q, k and v of this rank's heads: (batch, heads, sequence, head_dim)."""
+        """Compute q, k and v of this rank's heads.
+
+        Returns:
+            q, k and v, each of shape (batch, heads, sequence, head_dim).
+        """
         m = self.module
-        inputs = {id(t): self._input(t) for t in (query, key, value)}  # One sum for equal ones.
+        inputs = {id(t): self._input(t) for t in (query, key, value)}  # Share one all-reduce.
         if m.in_proj_weight is not None:
             weights = self._own(m.in_proj_weight)
         else:
@@ -108,11 +123,11 @@ class _LocalHeads:
         )
 
     def mask(self, attention: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
-        """Both masks as one to add to the scores of this rank's heads."""
+        """Combine both masks into one that is added to the scores of this rank's heads."""
         out = None
         if attention is not None:
             out = _additive(attention, q.dtype)
-            if out.dim() == 3:  # One per head of each sample.
+            if out.dim() == 3:  # (batch * heads, queries, keys).
                 out = out.unflatten(0, (q.shape[0], -1))
                 first = self.tp.get_local_rank() * self.num_heads
                 out = out[:, first : first + self.num_heads]
@@ -122,7 +137,7 @@ class _LocalHeads:
         return out
 
     def weights(self, own: Tensor, average: bool) -> Tensor:
-        """The attention weights of all heads, or their mean."""
+        """Gather the attention weights of all heads, or compute their mean over heads."""
         where: Placement = Shard(1)
         if average:
             own, where = own.sum(1) / self.module.num_heads, Partial()
@@ -130,7 +145,7 @@ class _LocalHeads:
         return parts.redistribute(placements=[Replicate()]).to_local()
 
     def combine(self, context: Tensor) -> Tensor:
-        """The output projection: addends of this rank's heads, summed, and the bias once."""
+        """Apply the output projection: sum over the heads of all ranks, then add the bias once."""
         projection = self.module.out_proj
         addend = F.linear(context, _local(projection.weight))
         parts = DTensor.from_local(addend, self.tp, [Partial()], run_check=False)
@@ -144,7 +159,7 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask whose True keeps out as numbers to add."""
+    """Convert a boolean mask, in which True excludes, to one that is added to scores."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))

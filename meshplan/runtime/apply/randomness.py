@@ -1,9 +1,10 @@
-"""Random numbers of the forward: the same along tp, others on ranks that see other samples.
+"""Random numbers of the forward: equal along tp, different on ranks that see other samples.
 
-Ranks of tp compute on the same activations, so a dropout mask on what is whole must be one mask;
-ranks that see other samples should draw other masks. Which of both a program gets from the global
-generator depends on how it happens to be seeded. So the model draws from a stream of its own while
-it runs in training, and the caller's generators are left where they were.
+Ranks of tp compute on the same activations, so dropout of a replicated activation needs the same
+mask on all of them; ranks that see other samples should draw other masks. With the global
+generator, the result depends on how the program happens to seed it. The model therefore draws from
+a stream of its own while it runs in training mode, and the caller's generators are restored
+afterwards.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from meshplan.runtime.base.mesh import device, device_type
 
 
 def give_own_stream(model: nn.Module, plan: Plan) -> None:
-    """Let every training forward of `model` draw from a stream that the plan fixes.
+    """Make every training forward of `model` draw from a random stream that the plan determines.
 
-    The stream is numbered by rank 0's `torch.initial_seed()`, this rank's place on every axis but
-    tp, and how many forwards went before.
+    The seed is derived from rank 0's `torch.initial_seed()`, this rank's coordinates on every axis
+    but tp, and the number of training forwards before.
     """
     axes = tuple(axis for axis in plan.mesh.names if axis != "tp")
     place = plan.mesh.index(dist.get_rank(), axes)
@@ -52,7 +53,7 @@ def give_own_stream(model: nn.Module, plan: Plan) -> None:
 
 
 def _seed_of_rank_0() -> int:
-    # Two halves: a seed may use all 64 bits, which a signed integer does not hold.
+    # Sent in two halves: a seed may use all 64 bits, one more than an int64 tensor can hold.
     seed = torch.initial_seed()
     halves = torch.tensor([seed >> 32, seed & 0xFFFFFFFF], device=device())
     dist.broadcast(halves, src=0)
@@ -61,16 +62,16 @@ def _seed_of_rank_0() -> int:
 
 
 def _seed(*numbers: int) -> int:
-    """Streams of neighbouring numbers have nothing in common."""
+    """Hash numbers to a seed, so that the streams of neighbouring numbers are unrelated."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big")
 
 
 def _seed_generators(seed: int) -> None:
-    """Seed the host's generator and this device's: what `random_states` keeps.
+    """Seed the CPU's generator and this device's, which `random_states` saves.
 
-    `torch.manual_seed` asks every kind of device there is, and formats the stack for each that
-    has not been used yet, at every call.
+    `torch.manual_seed` would visit every kind of device and, at every call, format the stack for
+    each that has not been used yet.
     """
     torch.default_generator.manual_seed(seed)
     kind = device_type()
@@ -79,6 +80,7 @@ def _seed_generators(seed: int) -> None:
 
 
 def random_states() -> tuple[torch.Tensor, ...]:
+    """Return the random state of the CPU and, with an accelerator, of this device."""
     kind = device_type()
     if kind == "cpu":
         return (torch.get_rng_state(),)
@@ -86,6 +88,7 @@ def random_states() -> tuple[torch.Tensor, ...]:
 
 
 def restore_random(states: tuple[torch.Tensor, ...]) -> None:
+    """Set the generators to states that `random_states` returned."""
     torch.set_rng_state(states[0])
     if len(states) > 1:
         torch.get_device_module(device_type()).set_rng_state(states[1])
@@ -93,16 +96,16 @@ def restore_random(states: tuple[torch.Tensor, ...]) -> None:
 
 @contextmanager
 def undisturbed(drawn: list[bool]) -> Iterator[None]:
-    """Run without gradients, and put back the generators of torch, Python and NumPy.
+    """Run the code inside without gradients and restore the generators of torch, Python and NumPy.
 
     Args:
-        drawn: Gets whether one of them was drawn from.
+        drawn: Receives, at the end, True if any of the generators was used, else False.
     """
     numpy = sys.modules.get("numpy.random")
     torch_before, host_before = random_states(), random.getstate()
     numpy_before = numpy.get_state() if numpy is not None else None
     is_cached = torch.is_autocast_cache_enabled()
-    # Casts that autocast keeps, made here, would have no gradients in the training.
+    # Casts that autocast caches without gradients would lack them in training.
     torch.set_autocast_cache_enabled(False)
     try:
         with torch.no_grad():
@@ -123,5 +126,5 @@ def undisturbed(drawn: list[bool]) -> Iterator[None]:
 
 
 def _numbers_of(state: Any) -> tuple[Any, ...]:
-    """Tell a state of NumPy's generator, which holds an array, by what can be compared."""
+    """Convert a state of NumPy's generator, which contains an array, to comparable values."""
     return tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)

@@ -1,6 +1,6 @@
-"""Activation checkpointing: `module.forward` runs again in backward instead of being stored.
+"""Activation checkpointing: rerun `module.forward` in backward instead of saving its activations.
 
-The forward is wrapped on the instance, so names and the module tree stay as they are.
+The forward is wrapped on the instance, so names and the module tree stay unchanged.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OPS: dict[str, tuple[str, ...]] = {
         "_scaled_dot_product_fused_attention_overrideable",
     ),
 }
-"""Words of `save:` and the aten ops they stand for."""
+"""Names allowed in `save:` of a plan, with the aten ops that each stands for."""
 
 _RECORDS = (
     torch.ops.profiler._record_function_enter_new.default,
@@ -54,10 +54,10 @@ def apply_recompute(model: nn.Module, plan: Plan) -> None:
         context: dict[str, Any] = {}
         if recompute.policy.mode == "selective":
             saved = _saved_ops(recompute.policy.kept, recompute.reason.origin)
-            # A compiler would keep what is sent before it is waited for, and sees no DTensor.
+            # A compiler would save the collective's input before its wait, and sees no DTensor.
             if recompute.policy.keeps_sums and not plan.spec.compile:
                 saved |= sums_over_ranks()
-            # A unit inside of it that stays gathered leaves the profiler other records each time.
+            # An inner FSDP unit that stays gathered makes different profiler records the 2nd time.
             SAC_IGNORED_OPS.update(_RECORDS)
             context["context_fn"] = partial(
                 create_selective_checkpoint_contexts, partial(_policy, saved)
@@ -79,12 +79,10 @@ def _recomputed(module: nn.Module, context: dict[str, Any]) -> Callable[..., Any
 
 
 class _Moving:
-    """What the forward of a module writes: running statistics, counters, averages.
+    """State that a module's forward writes: running statistics, counters, averages.
 
-    In buffers, and in attributes that hold numbers.
-
-    A forward that runs again must find them as the first one did, or it computes something else,
-    and must not write them a second time.
+    Both buffers and plain attributes that hold numbers are covered. A recomputed forward must read
+    them as the first one did, or it computes something else, and must not write them a second time.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -93,7 +91,7 @@ class _Moving:
         self._known_attributes: dict[tuple[bool, ...], list[tuple[nn.Module, str]]] = {}
 
     def as_at_first(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward that, called again, finds and leaves both as it did the first time."""
+        """Wrap a forward so that a second call sees the first one's state and changes nothing."""
         starts: dict[tuple[nn.Module, str], torch.Tensor] | None = None
         attributes: dict[tuple[nn.Module, str], Any] = {}
 
@@ -111,14 +109,14 @@ class _Moving:
                 for (owner, name), value in attributes.items():
                     vars(owner)[name] = value
                 for (owner, name), start in starts.items():
-                    owner._buffers[name] = start.clone()  # As an object of its own: saved for
-                return forward(*args, **kwargs)  # backward is what this forward met.
-            finally:  # Also where torch ends it early, having found all that backward wants.
+                    owner._buffers[name] = start.clone()  # A clone: autograd saves the tensor
+                return forward(*args, **kwargs)  # that this forward reads.
+            finally:  # torch may also stop the recompute early, once backward has all it needs.
                 for (owner, name), end in ends.items():
                     owner._buffers[name] = end
                 for (owner, name), value in last.items():
                     vars(owner)[name] = value
-                # The module around is not called again, so its hook does not forget them.
+                # The parent, whose hook clears the cache of TP inputs, is not called again.
                 forget_entered()
                 refuse_second_writes(self._module)
 
@@ -128,7 +126,7 @@ class _Moving:
         return tuple(module.training for module in self._module.modules())
 
     def _attributes(self) -> dict[tuple[nn.Module, str], Any]:
-        """Plain attributes as they are now: all of them, until it is known which change."""
+        """Return the plain attributes that a forward may change, with their current values."""
         known = self._known_attributes.get(self._modes())
         if known is None:
             return plain_attributes(self._module)
@@ -137,7 +135,7 @@ class _Moving:
     def _changed(
         self, before: dict[tuple[nn.Module, str], Any]
     ) -> dict[tuple[nn.Module, str], Any]:
-        """Those of `before` that a forward changes."""
+        """Return the entries of `before` that a forward changes in this training mode."""
         modes = self._modes()
         if modes not in self._known_attributes:
             now = plain_attributes(self._module)
@@ -147,7 +145,7 @@ class _Moving:
     def _first(
         self, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> tuple[dict[tuple[nn.Module, str], torch.Tensor], Any]:
-        """(the buffers that were written, as they were before; the output)."""
+        """Run the first forward; return (values before of buffers it wrote, output)."""
         modes = self._modes()
         places = self._known.get(modes)
         watched = self._all() if places is None else places
@@ -155,7 +153,7 @@ class _Moving:
         starts = {place: b.detach().clone() for place, b in before.items() if b is not None}
         versions = {place: _version_of(b) for place, b in before.items()}
         output = forward(*args, **kwargs)
-        if places is None:  # Which those are is looked at once: reading them waits for the device.
+        if places is None:  # Only compared once: reading buffers synchronizes with the device.
             written = [p for p in starts if not _is_same(p, before[p], starts[p], versions[p])]
             self._known[modes] = written
             starts = {place: starts[place] for place in written}
@@ -166,16 +164,16 @@ class _Moving:
 
 
 def _version_of(buffer: torch.Tensor | None) -> int:
-    """How often it was written."""
+    """Return the tensor's in-place version counter (`Tensor._version`); 0 for None."""
     return 0 if buffer is None else buffer._version
 
 
 def _is_same(
     place: tuple[nn.Module, str], before: torch.Tensor | None, start: torch.Tensor, version: int
 ) -> bool:
-    """Whether a buffer is the tensor that it was, with the numbers that it had.
+    """Return True if a buffer is still the same tensor with the same values.
 
-    Where there are no numbers: whether nobody has written it.
+    Fake tensors have no values; for them, return True if nothing was written in place.
     """
     owner, name = place
     now = owner._buffers[name]
@@ -208,9 +206,9 @@ def _policy(saved: frozenset[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any)
 
 
 def _makes_addends(args: tuple[Any, ...]) -> bool:
-    """Whether ranks of tp add up what a product makes: its factors are cut where they meet.
+    """Return True if a matrix product leaves partial sums over tp: its contracted dim is sharded.
 
-    The sum is kept instead (`spec.ActivationCheckpointing.keeps_sums`).
+    The reduced sum is saved instead (`spec.ActivationCheckpointing.keeps_sums`).
     """
     left = args[-2] if len(args) > 1 else None
     if not isinstance(left, DTensor):

@@ -1,7 +1,7 @@
-"""Tensor parallelism: parameters become DTensors, activations flow as the styles say.
+"""Tensor parallelism: parameters become DTensors, and hooks lay activations out as styles demand.
 
-One table (`styles.STYLES`), two hooks per module. Applied before activation checkpointing and
-before the data axes.
+The table `layout.styles.STYLES` lists the layouts; each styled module gets two hooks. Applied
+before activation checkpointing and before the data axes.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from meshplan.runtime.trace.sp_boundary import cross
 
 
 def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Cut the parameters and register the flows, in place.
+    """Shard the parameters over tp and register the hooks that redistribute activations, in place.
 
-    Assumes: every rank holds the same full values, or all are on meta, so that each cuts its
-    own part and nothing is sent.
+    Assumes: every rank has the same full values, or all are on meta, so that each rank takes its
+    own shard without communication.
     """
     if plan.mesh.size("tp") == 1:
         return
@@ -51,7 +51,7 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Non
         owners = {name.rpartition(".")[0] for name in placed.info.names}
         is_touched = "tp" in placed.computed.axes or placed.gathered_axes or placed.is_local
         if not is_touched and not owners & styled:
-            continue  # R on a parameter that nothing computes on in shards: it stays as it is.
+            continue  # Replicated, and no sharded computation reads it: it stays a plain tensor.
         distribute(model, placed.info.names, tp, placement(placed.stored, "tp"))
         if placed.gathered_axes:
             for name in placed.info.names:
@@ -80,9 +80,16 @@ def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Non
 def distribute(
     model: nn.Module, names: tuple[str, ...], mesh: DeviceMesh, where: Placement
 ) -> None:
-    """Replace a parameter by its DTensor under all its names, so that tied ones stay tied."""
+    """Replace a parameter by a DTensor under all its names, so that tied parameters stay tied.
+
+    Args:
+        model: The model that holds the parameter.
+        names: All names of the parameter, the first one for reading.
+        mesh: The mesh to distribute over, of one axis.
+        where: Placement along that axis.
+    """
     old = model.get_parameter(names[0])
-    # No source rank: values agree already, and a broadcast per tensor would be all there is.
+    # No source rank: values already agree, so the broadcast per tensor would be wasted.
     new = nn.Parameter(
         distribute_tensor(old.detach(), mesh, [where], src_data_rank=None),
         requires_grad=old.requires_grad,
@@ -93,19 +100,19 @@ def distribute(
 
 
 LAYS_GRADIENTS: Final = "_meshplan_lays_gradients"
-"""Attribute of a parameter with the hook of `align_gradients`."""
+"""Attribute set on a parameter that `align_gradients` has registered its hook on."""
 
 
 def align_gradients(model: nn.Module, plan: Plan) -> None:
-    """Give gradients that no unit of sharding reduces the layout of their parameter.
+    """Redistribute gradients that no FSDP unit reduces to the placements of their parameter.
 
-    Backward of an embedding with a forward of its own leaves the whole vocabulary's gradient on
-    every rank, and that of a norm on a part of the sequence leaves addends: the optimizer would
-    keep its state like that.
+    The backward of an embedding with a forward of its own leaves the gradient of the whole
+    vocabulary on every rank, and that of a norm in a sequence-parallel region leaves partial sums.
+    Without the hook the optimizer's state would get that layout.
 
-    Called again, it looks after what has become trainable since.
+    A second call registers hooks only on parameters that have become trainable since.
 
-    Assumes: the model has its memory. Moving a DTensor parameter drops its hooks.
+    Assumes: the model has its memory, since moving a DTensor parameter drops its hooks.
     """
 
     def lay(gradient: torch.Tensor, placements: tuple[Placement, ...]) -> torch.Tensor:
@@ -124,10 +131,10 @@ def align_gradients(model: nn.Module, plan: Plan) -> None:
 
 
 def _flow(module: nn.Module, use: StyleUse, tp: DeviceMesh, outside: str) -> None:
-    """Hooks that turn the input into the layout computed with, and the output back.
+    """Register the hooks that redistribute a module's input and its output, as its style says.
 
-    Never asynchronously: what an asynchronous collective returns is a tensor of another class,
-    which a compiled block takes for its content, and the gradients come out wrong (torch 2.13).
+    Redistribution is never asynchronous: an asynchronous collective returns a tensor subclass that
+    a compiled block takes for its content, and the gradients come out wrong (torch 2.13).
     """
 
     def spell(words: tuple[str, str]) -> tuple[Placement, Placement]:
@@ -158,19 +165,19 @@ def _flow(module: nn.Module, use: StyleUse, tp: DeviceMesh, outside: str) -> Non
             return leave_logits(output)
         _check_even(output, leaves, tp)
         local = output.redistribute(placements=[leaves]).to_local(grad_placements=gradient)
-        # torch forbids writing into what leaves a DTensor.
+        # torch forbids in-place writes to the result of `to_local`.
         return local.clone() if use.is_written else local
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
-    if not use.pieces:  # Those compute on local tensors, and leave their part as it is.
+    if not use.pieces:  # With fused pieces the output is a local tensor and stays one.
         module.register_forward_hook(leave)
 
 
 def _check_even(x: torch.Tensor, wanted: Placement, tp: DeviceMesh) -> None:
-    """Refuse a sequence that cannot be cut into equal parts.
+    """Raise an ApplyError if a sequence does not divide into equal shards.
 
-    gloo aborts the process on uneven ones, and between modules nobody knows the whole length.
-    Every rank of tp sees the same one, so every rank raises.
+    gloo aborts the process on uneven shards, and between modules the full length is not known.
+    Every rank of tp sees the same length, so every rank raises.
     """
     if wanted == Shard(1) and x.shape[1] % tp.size():
         raise ApplyError(
@@ -183,10 +190,11 @@ def _check_even(x: torch.Tensor, wanted: Placement, tp: DeviceMesh) -> None:
 
 
 def _check_part(x: torch.Tensor, tp: DeviceMesh) -> None:
-    """Under `sequence_parallel` each rank must hold its own part of the sequence.
+    """Raise an ApplyError if, under `sequence_parallel`, all ranks of tp got the same sequence.
 
-    A sequence that arrives whole would be counted once per rank, and nothing else would show.
-    Looked at on the first call of a module; a sequence of equal positions tells nothing.
+    A sequence that arrives whole would be counted once per rank without any other symptom. Checked
+    on the first call of a module. A sequence of equal positions passes, since it cannot show a
+    difference.
     """
     own = torch.stack((x.detach().float().sum(), x.detach().float().norm()))
     varies = (x != x[:, :1]).any().to(own.dtype)
@@ -211,13 +219,18 @@ def _as_dtensor(
     wanted: Placement,
     leaves_addends: bool = False,
 ) -> torch.Tensor:
-    """A local activation as a DTensor in the layout that the module computes with.
+    """Convert a local activation to a DTensor in the layout that the module computes with.
 
-    q, k and v read the same tensor: they are given the same DTensor, so that their gradients
-    are added before the one all-reduce, not after one each.
+    q, k and v read the same tensor. They get the same DTensor, so that their gradients are added
+    before a single all-reduce instead of after one each.
 
     Args:
-        leaves_addends: Whether who gave it adds up the ranks' gradients.
+        x: The activation, local or already a DTensor.
+        tp: The mesh of tp.
+        arrives: Placement that a local `x` has.
+        wanted: Placement that the module computes with.
+        leaves_addends: If True, the gradient of `x` is returned as this rank's partial sum, and the
+            module that supplied `x` reduces it.
     """
 
     def as_it_is() -> DTensor:
@@ -231,47 +244,56 @@ def _as_dtensor(
         _check_even(x, wanted, tp)
         whole = DTensor.from_local(x, tp, [arrives], run_check=False)
         return whole.redistribute(placements=[wanted])
-    # Compiled code is traced once: nothing may be remembered of its tensors. An inference tensor
-    # has no version, and no gradients to add up.
+    # Compiled code is traced once, so its tensors must not be cached. An inference tensor has no
+    # version counter and no gradients to add.
     if torch.compiler.is_compiling() or x.is_inference():
         return as_it_is()
     key = (id(x), tp, arrives, x._version, torch.is_grad_enabled())
     if key not in _entered:
-        while len(_entered) >= _MOST_ENTERED:  # Where the module around is never called.
+        while len(_entered) >= _MOST_ENTERED:  # If the parent is never called, nothing clears it.
             del _entered[next(iter(_entered))]
         _entered[key] = (x, as_it_is())
     return _entered[key][1]
 
 
 _entered: dict[tuple[object, ...], tuple[torch.Tensor, DTensor]] = {}
-"""What entered styled modules, and the DTensors made of it, while the module around them runs.
+"""Inputs of styled modules with the DTensors made of them, while the parent module runs.
 
-Its caller holds the tensors anyway. Kept on the tensors they would live for ever: a DTensor holds
-its tensor, where no collector sees it.
+The parent holds the inputs anyway. Stored as attributes of the inputs, the entries would never be
+freed: a DTensor references its local tensor where the garbage collector cannot see it.
 """
 _MOST_ENTERED: Final = 8
+"""Entries kept at most; the oldest is dropped first."""
 
 
 def forget_entered(*unused: Any) -> None:
-    """Let go of what entered styled modules: the module around them has run."""
+    """Clear the cache of styled modules' inputs; their parent module has run."""
     _entered.clear()
 
 
 def _local_at_use(model: nn.Module, placed: Placed) -> None:
-    """Plain code computes with what this rank holds: its part, or all, adding up its gradient."""
+    """Let plain code compute with the local tensor of a parameter during each forward.
+
+    A replicated parameter's gradient is summed over the ranks of tp.
+    """
     gradient = None if placed.computed.axes else [Partial()]
     _at_use(model, placed.info.fqn, lambda value: value.to_local(grad_placements=gradient))
 
 
 def _gather_at_use(model: nn.Module, name: str) -> None:
-    """Stored cut, computed whole: gather inside each forward of the module that holds it."""
+    """All-gather a sharded parameter inside each forward of the module that holds it."""
     _at_use(model, name, DTensor.full_tensor)
 
 
 def _at_use(model: nn.Module, name: str, see: Callable[[Any], torch.Tensor]) -> None:
-    """The module that holds a parameter computes with what `see` makes of it.
+    """Let the module that holds a parameter compute with `see(parameter)` during each forward.
 
-    Inside each forward, and not in a hook before it, so that a recomputed forward does it again.
+    The forward is wrapped, instead of hooked, so that a recomputed forward applies `see` again.
+
+    Args:
+        model: The model that contains the parameter.
+        name: Fully qualified name of the parameter.
+        see: Maps the DTensor parameter to the tensor to compute with.
     """
     fqn, _, leaf = name.rpartition(".")
     owner = model.get_submodule(fqn)
@@ -279,8 +301,8 @@ def _at_use(model: nn.Module, name: str, see: Callable[[Any], torch.Tensor]) -> 
 
     @wraps(forward)
     def seeing(*args: Any, **kwargs: Any) -> Any:
-        # An instance attribute hides the parameter of the same name from `self.<leaf>`. Where one
-        # does so already, it is meant: data parallelism may have taken the parameter apart again.
+        # An instance attribute hides the parameter of the same name from `self.<leaf>`. If one
+        # exists already it takes precedence: FSDP may have resharded the parameter since.
         hidden = vars(owner).get(leaf)
         value = owner._parameters[leaf] if hidden is None else hidden
         vars(owner)[leaf] = see(value) if hidden is None or isinstance(hidden, DTensor) else hidden

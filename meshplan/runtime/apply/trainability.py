@@ -1,8 +1,8 @@
 """Parameters that are frozen or unfrozen while a model trains.
 
-Fine-tuning guides do both: train a head first, then unfreeze the rest. DistributedDataParallel has
-buckets for the parameters that were trainable when it was made, and FSDP2 notes then in which dtype
-a unit reduces. What was noted is noted anew before the first forward that finds a change.
+Fine-tuning guides do both: train a head first, then unfreeze the rest. DistributedDataParallel
+makes buckets for the parameters that are trainable when it is constructed, and FSDP2 records then
+in which dtype a unit reduces. Both are updated before the first forward after a change.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from meshplan.runtime.watch.guard import come_together
 
 
 def follow_trainability(model: nn.Module, plan: Plan, renew: Callable[[], None]) -> None:
-    """Prepare a wrapped model for what is trained now, whenever that has changed.
+    """Update a wrapped model whenever the set of trainable parameters has changed.
 
     Args:
-        model: What is called to train: a DistributedDataParallel, or the module itself.
+        model: The module that is called to train: a DistributedDataParallel, or the model itself.
+        plan: The plan that was applied.
         renew: Called after a change.
     """
     params = dict(model.named_parameters())
@@ -40,7 +41,7 @@ def follow_trainability(model: nn.Module, plan: Plan, renew: Callable[[], None])
         if now == known:
             return
         known = now
-        if plan.assignment.stages is None:  # Stages run one after the other, and tell each other.
+        if plan.assignment.stages is None:  # Stages run in turn and exchange this themselves.
             _compare({name for name, is_trained in zip(params, now, strict=True) if is_trained})
         if isinstance(model, DistributedDataParallel):
             renew_reducer(model)
@@ -50,14 +51,17 @@ def follow_trainability(model: nn.Module, plan: Plan, renew: Callable[[], None])
         align_gradients(model, plan)
         renew()
 
-    model.register_forward_pre_hook(look, prepend=True)  # Before anything is gathered.
+    model.register_forward_pre_hook(look, prepend=True)  # Before FSDP gathers anything.
 
 
 def _compare(trained: set[str]) -> None:
-    """Refuse parameters that are trained on some ranks only.
+    """Raise unless the same parameters are trained on all ranks.
+
+    Args:
+        trained: Fqns of the parameters trained on this rank.
 
     Raises:
-        ApplyError: On every rank, with one of them.
+        ApplyError: On every rank, naming one parameter that differs.
     """
     come_together("the first forward after parameters were frozen or unfrozen")
     told: list[set[str]] = [set()] * dist.get_world_size()

@@ -1,11 +1,11 @@
-"""Loss parallel: cross-entropy on logits of which each rank of tp holds a part of the vocabulary.
+"""Vocabulary-parallel loss: cross-entropy on logits that are sharded over tp along the vocabulary.
 
-While `LossParallel` is on, the head leaves its logits cut, as a DTensor whose shape is the whole
-one, and `torch.nn.functional.cross_entropy` exchanges three numbers per token in place of the
-logits. Whatever else is done with the logits is DTensor's business.
+While `LossParallel` is active, the head returns its logits as a sharded DTensor of the full shape,
+and `torch.nn.functional.cross_entropy` communicates three numbers per token instead of the logits.
+DTensor handles every other operation on the logits.
 
-torch's own `loss_parallel` also changes what `log_softmax` does in backward, which is right
-before `nll_loss` only: label smoothing and every other use come out wrong, silently.
+torch's own `loss_parallel` also changes the backward of `log_softmax`, which is right before
+`nll_loss` only: label smoothing and every other use silently give wrong gradients.
 
 Source: Shoeybi et al. 2019 (Megatron-LM), section 3, for the fused loss.
 """
@@ -36,7 +36,7 @@ _DEFAULTS: Final[dict[str, Any]] = {
 
 _LOGSUMEXP: Final = (torch.logsumexp, torch.Tensor.logsumexp, torch.special.logsumexp)
 _MIXED: Final = "mixed torch.Tensor and DTensor"
-"""Words in what DTensor raises when it meets a plain tensor."""
+"""Part of the message that DTensor raises when it is mixed with a plain tensor."""
 _MIXES: Final = Problem(
     "the loss does something else with logits that are cut over the vocabulary than cross_entropy "
     "and logsumexp (see the traceback above)",
@@ -46,7 +46,11 @@ _MIXES: Final = Problem(
 
 
 class LossParallel(TorchFunctionMode):
-    """On while a model and its loss are computed."""
+    """Torch function mode to be active while a model, its loss and their backward are computed.
+
+    Attributes:
+        num_on: Number of active instances.
+    """
 
     num_on = 0
 
@@ -58,7 +62,7 @@ class LossParallel(TorchFunctionMode):
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         LossParallel.num_on -= 1
         super().__exit__(kind, error, trace)
-        # Also of a backward, which torch computes with whole tensors of its own here and there.
+        # A backward may raise it too: some of torch's formulas create plain tensors.
         if isinstance(error, RuntimeError) and _MIXED in str(error):
             raise ApplyError(_MIXES) from error
 
@@ -79,15 +83,23 @@ class LossParallel(TorchFunctionMode):
 
 
 def is_on() -> bool:
-    """Whether a head may leave its logits cut."""
+    """Return True if a head may leave its logits sharded."""
     return LossParallel.num_on > 0
 
 
 def _cross_entropy(logits: DTensor, dim: int, given: dict[str, Any]) -> torch.Tensor:
-    """`F.cross_entropy` of cut logits: a plain tensor, the same on every rank of tp.
+    """Compute `F.cross_entropy` of sharded logits.
+
+    Args:
+        logits: Logits sharded over tp along `dim`.
+        dim: The dim of classes.
+        given: The call's arguments by name.
+
+    Returns:
+        A plain tensor, the same on every rank of tp.
 
     Raises:
-        ApplyError: An option that is not computed on parts.
+        ApplyError: An option is not supported on sharded logits.
     """
     options = _DEFAULTS | {k: v for k, v in given.items() if k in _DEFAULTS}
     target = given["target"]
@@ -120,12 +132,12 @@ def _cross_entropy(logits: DTensor, dim: int, given: dict[str, Any]) -> torch.Te
         out = out.sum()
     if options["reduction"] == "mean":
         out = out / is_kept.sum()
-    # Autocast has cross-entropy in single precision.
+    # Autocast computes cross-entropy in float32.
     return out if torch.is_autocast_enabled(out.device.type) else out.to(local.dtype)
 
 
 class _Losses(torch.autograd.Function):
-    """Cross-entropy of each token.
+    """Cross-entropy of each token, on sharded logits.
 
     With x the logits, t the target, V the vocabulary and e the smoothing:
     loss = logsumexp(x) - (1 - e) x_t - e mean(x), and
@@ -143,9 +155,21 @@ class _Losses(torch.autograd.Function):
         smoothing: float,
         group: dist.ProcessGroup,
     ) -> torch.Tensor:
-        """Shape: local (tokens, part of the vocabulary), target (tokens) -> (tokens)."""
+        """Return the loss of each token, the same on every rank of the group.
+
+        Args:
+            ctx: The autograd context.
+            local: This rank's shard of the logits.
+            target: The class of each token; any valid one for ignored tokens.
+            place: (first class of the shard, size of the vocabulary).
+            smoothing: Label smoothing.
+            group: The ranks that hold the shards.
+
+        Shape: local (tokens, part of the vocabulary), target (tokens) -> (tokens).
+        """
         start, size = place
         x = local.to(torch.promote_types(local.dtype, torch.float32))
+        # A rank's shard may be empty if the vocabulary is not a multiple of tp.
         highest = x.new_full(target.shape, -torch.inf) if not x.shape[-1] else x.amax(-1)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
         powers = (x - highest[..., None]).exp()
@@ -190,7 +214,7 @@ def _logsumexp(func: Any, input: Any, dim: Any, keepdim: bool = False, **kwargs:
 
 
 class _LogSumExp(torch.autograd.Function):
-    """log(sum(exp(x))) over the last dim of all parts; its derivative is softmax(x)."""
+    """log(sum(exp(x))) over the last dim of all shards; its derivative is softmax(x)."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -212,10 +236,13 @@ class _LogSumExp(torch.autograd.Function):
 
 
 def take_loss(loss_fn: Callable[[Any, Any], Any], output: Any, targets: Any) -> Any:
-    """What a loss function makes of an output that may be cut logits, in plain tensors.
+    """Call a loss function on an output that may be sharded logits; return plain tensors.
+
+    Returns:
+        The loss, or a tuple if `loss_fn` returns a tuple or a list.
 
     Raises:
-        ApplyError: It mixes cut logits with whole tensors.
+        ApplyError: The loss function mixes sharded logits with plain tensors.
     """
     try:
         loss = loss_fn(output, targets)
@@ -233,7 +260,7 @@ def _whole(loss: Any) -> Any:
 
 
 def leave_logits(output: DTensor) -> torch.Tensor:
-    """What a head gives: cut logits while `LossParallel` is on, else whole ones."""
+    """Return a head's output: sharded logits while `LossParallel` is active, else full ones."""
     if is_on():
         return output
     return output.redistribute(placements=[Replicate()]).to_local()

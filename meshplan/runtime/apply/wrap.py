@@ -59,7 +59,7 @@ class Applied:
         loss_scale: Current scale of the loss under fp16, 1.0 otherwise.
         steps_without_overflow: Steps since the scale last changed.
         is_tested: True once the first loss has been compared along tp.
-        history: What `train_step` has observed about the loss so far.
+        history: Observations of `train_step` about the loss so far.
     """
 
     plan: Plan
@@ -88,12 +88,12 @@ def applied(model: nn.Module) -> Applied:
 
 
 def own_module(model: nn.Module) -> nn.Module:
-    """Return the user's module, unwrapped from DistributedDataParallel if need be."""
+    """Return the user's module, without the DistributedDataParallel around it, if any."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: InitialValues) -> nn.Module:
-    """Wrap a model, in place, as a plan says that every rank has agreed upon.
+    """Apply a plan that all ranks have agreed on to a model, in place.
 
     Args:
         model: The user's module, on meta or with the same values on every rank.
@@ -126,9 +126,9 @@ def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: InitialValues)
     apply_tensor_parallel(model, plan, mesh)
     apply_expert_parallel(model, plan, mesh)
     apply_sync_batchnorm(model, plan, mesh)
+    # Wrapped before recompute, so that its mode is active when a block is recomputed.
     context = ContextParallelism(model, plan, mesh)
-    # From here on `module.forward` is wrapped from the inside out: recomputed blocks first, so that
-    # offload moves only the inputs of such a block to the host.
+    # Wrapped before offload, so that offload moves only the inputs of a recomputed block.
     apply_recompute(model, plan)
     apply_host_activations(model, plan)
     apply_compile(model, plan)
@@ -143,6 +143,7 @@ def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: InitialValues)
         watch_forward_writes(model, plan, mesh)
     wrapped = apply_data_parallel(model, plan, mesh)
     route_direct_calls(routable)
+    # After FSDP, so that the deferred call of the head runs all of its hooks.
     put_off_head()
     values.fill(wrapped, plan)
     check_live(wrapped, plan)

@@ -1,1 +1,1 @@
-"""What every part of the runtime stands on: ranks and mesh, nested values, batches, phases."""
+"""Foundations of the runtime: ranks and mesh, nested values, batches, phases of a step."""

@@ -11,21 +11,27 @@ from meshplan.errors import ApplyError, Problem
 
 
 def chunked(value: Any, count: int) -> list[Any]:
-    """`value` as `count` equal microbatches."""
+    """Split `value` into `count` equal microbatches."""
     return [microbatch(value, count, number) for number in range(count)]
 
 
 def microbatch(value: Any, count: int, number: int = 0) -> Any:
-    """One of the `count` equal microbatches of `value`."""
+    """Return microbatch `number` of the `count` equal microbatches of `value`."""
     if count == 1:
         return value
     return mapped(value, lambda tensor: part_of(tensor, count, number, "microbatches"))
 
 
 def taken_together(value: Any, ranks: int, count: int) -> list[Any]:
-    """A global batch as the `count` microbatches that its data ranks take one after the other.
+    """Split a global batch into the `count` microbatches that its data ranks process together.
 
-    Each rank has an equal part of the batch and cuts that: not what `chunked` makes of the whole.
+    Each rank takes an equal part of the batch and splits that part into microbatches. Microbatch i
+    consists of microbatch i of every rank, so its samples are not those of `chunked(value, count)`.
+
+    Args:
+        value: The global batch, any pytree of tensors.
+        ranks: Number of data ranks.
+        count: Number of microbatches per rank.
     """
 
     def of(number: int) -> Any:
@@ -41,13 +47,15 @@ def taken_together(value: Any, ranks: int, count: int) -> list[Any]:
 
 
 def part_of(tensor: torch.Tensor, count: int, number: int, what: str) -> torch.Tensor:
-    """One of `count` equal parts of a tensor along dim 0; one without dims is in every part.
+    """Return part `number` of `count` equal parts of a tensor along dim 0.
+
+    A tensor without dims is returned unchanged.
 
     Args:
-        what: The parts, in words of a message.
+        what: Name of the parts for the error message, such as "microbatches".
 
     Raises:
-        ApplyError: The samples do not divide.
+        ApplyError: The number of samples is not a multiple of `count`.
     """
     if tensor.ndim == 0:
         return tensor
@@ -63,7 +71,7 @@ def part_of(tensor: torch.Tensor, count: int, number: int, what: str) -> torch.T
 
 
 def mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same tuple, list or mapping with every tensor passed through `function`."""
+    """Apply `function` to every tensor in nested tuples, lists and mappings; keep the rest."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
@@ -75,7 +83,7 @@ def mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(arguments, keyword arguments) of inputs in any of the three forms."""
+    """Return inputs (a tensor, a tuple or list, or a mapping) as (args, kwargs) of a call."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     if isinstance(inputs, tuple | list):

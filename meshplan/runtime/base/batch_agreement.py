@@ -1,9 +1,9 @@
-"""Batches that fit together: what ranks must agree on before they compute with them.
+"""Checks that the batches of different ranks fit together, before any rank computes with them.
 
-Ranks of one replica of the model (along tp, cp, pp) share every activation: a collective of
-tensors of different shapes aborts the process or adds the wrong elements, and other samples give
-wrong numbers without a word. Data ranks must hold equally many samples: the mean over the global
-batch is the mean of their means.
+Ranks of one replica of the model (along tp, cp, pp) share every activation. With tensors of
+different shapes a collective aborts the process or adds the wrong elements; with other samples the
+results are wrong without any error. Data ranks must have equal numbers of samples, because the
+mean over the global batch is the mean of their means.
 """
 
 from __future__ import annotations
@@ -33,28 +33,29 @@ SAMPLER: Final = (
 
 
 def open_groups(plan: Plan, mesh: DeviceMesh) -> None:
-    """Make the process group that a step compares in, while no rank can have failed yet."""
+    """Create the process group in which a step makes its comparisons, before any rank can fail."""
     if plan.mesh.size(*GRADIENT_AXES) > 1:
         submesh(mesh, GRADIENT_AXES, flat=True)
 
 
 def _peer_axes(plan: Plan) -> tuple[str, ...]:
-    """The axes along which ranks hold the same samples."""
+    """Return the axes larger than 1 along which ranks have the same samples."""
     return tuple(a for a in plan.mesh.names if a not in DATA_AXES and plan.mesh.size(a) > 1)
 
 
 def check_batches_agree(batch: Any, plan: Plan, mesh: DeviceMesh, step: int = 1) -> None:
-    """Every rank of a replica of the model holds the same batch, or along cp parts of one.
+    """Check that all ranks of a replica have the same batch, or parts of the same batch along cp.
 
-    One number is compared per step and axis that is not a data axis: of the shapes, of a sample
-    of the elements, and in steps 1, 2, 4, 8, ... of all of them.
+    One number is compared per step and axis that is not a data axis. It covers the shapes and a
+    sample of the elements; in steps 1, 2, 4, 8, ... it covers all elements.
 
     Args:
-        batch: Inputs and targets.
-        step: From 1.
+        batch: Inputs and targets of this rank.
+        step: Number of the step, from 1.
 
     Raises:
-        ApplyError: On every rank of the replica, with two ranks and what differs between them.
+        ApplyError: The batches differ. It is raised on every rank of the replica and names two
+            ranks and what differs between them.
     """
     axes = _peer_axes(plan)
     if not axes:
@@ -72,11 +73,12 @@ def check_batches_agree(batch: Any, plan: Plan, mesh: DeviceMesh, step: int = 1)
         both = torch.tensor([number + here, -number - here], device=device())
         if there is not None:
             both += torch.cat((there, -there))
+        # The maxima of x and of -x are each other's negative exactly if all ranks have the same x.
         reduce_along(both, mesh, alike, dist.ReduceOp.MAX)
         high, low = both.tolist()
         del both
     if len(alike) < len(axes):
-        # What differed before is told along cp too, by numbers that are not each other's negative.
+        # Report a difference found above along cp too: [1, 1] never looks like equal numbers.
         common = number + marks(batch) + 2
         told = [common, -common] if high == -low else [1, 1]
         both = torch.tensor(told, device=device())
@@ -87,7 +89,7 @@ def check_batches_agree(batch: Any, plan: Plan, mesh: DeviceMesh, step: int = 1)
 
 
 def _explain(batch: Any, words: str, axes: tuple[str, ...], mesh: DeviceMesh) -> None:
-    """Raise what differs between the ranks of a replica, if it is more than rounding."""
+    """Raise an error that names what differs within a replica, unless it is only rounding."""
     names = ("inputs", "targets")
     parts = zip(names, batch, strict=True) if isinstance(batch, tuple) and len(batch) == 2 else ()
     found = [
@@ -102,7 +104,7 @@ def _explain(batch: Any, words: str, axes: tuple[str, ...], mesh: DeviceMesh) ->
         raise ApplyError(_differ([(rank, text) for rank, text, _, _ in every], where))
     if "cp" in axes:
         size = mesh["cp"].size()
-        # Along cp, the innermost but tp, parts differ; the others hold the same.
+        # Ranks at one place along cp have the same part of the sequence; the parts differ.
         place = {rank: mesh_place(mesh, rank, "cp") for rank, *_ in every}
         groups = [[each for each in every if place[each[0]] == at] for at in range(size)]
     else:
@@ -120,13 +122,16 @@ def _explain(batch: Any, words: str, axes: tuple[str, ...], mesh: DeviceMesh) ->
 
 
 def mesh_place(mesh: DeviceMesh, rank: int, axis: str) -> int:
-    """Where a rank stands along an axis."""
+    """Return the coordinate of a rank along an axis of the mesh."""
     at = (mesh.mesh == rank).nonzero()[0]
     return int(at[(mesh.mesh_dim_names or ()).index(axis)])
 
 
 def _few(tensor: torch.Tensor) -> list[float] | None:
-    """Some elements of a tensor of fractions, which ranks may have computed each for itself."""
+    """Return about 256 elements of a floating-point tensor, or None for another dtype.
+
+    Ranks may have computed such a tensor separately, so it may differ by rounding.
+    """
     if not tensor.is_floating_point():
         return None
     flat = tensor.detach().reshape(-1)
@@ -157,16 +162,19 @@ def mean_over_ranks(
     mesh: DeviceMesh,
     count: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, float | None]:
-    """The mean of this rank's mean over all ranks that see other tokens.
+    """Return the mean of the losses of all ranks that have different tokens.
 
     Args:
-        count: What this rank's loss was summed over, if the loss function says it.
+        mean: This rank's mean loss, a scalar tensor.
+        batch: This rank's batch, to compare the numbers of samples.
+        count: Number of elements that this rank's loss sums over; None if the loss function does
+            not report it.
 
     Returns:
-        The mean, and the sum of the counts.
+        The mean over ranks, and the sum of the counts (None without `count`).
 
     Raises:
-        ApplyError: On every data rank, when they do not hold equally many samples.
+        ApplyError: The data ranks have different numbers of samples. It is raised on all of them.
     """
     ranks = plan.mesh.size(*GRADIENT_AXES)
     if ranks == 1:
@@ -180,7 +188,8 @@ def mean_over_ranks(
         sums[3] = count
     dist.all_reduce(sums, group=group)
     _, number, squares, *counts = numbers(sums, [each * ranks for each in told])
-    if ranks * squares != number**2:  # Whole numbers, so exact.
+    # n ranks have equal numbers exactly if n * sum(x^2) == sum(x)^2: whole numbers, so no rounding.
+    if ranks * squares != number**2:
         every: list[Any] = [None] * ranks
         dist.all_gather_object(every, (dist.get_rank(), f"{samples} samples"), group=group)
         raise ApplyError(_differ(every, "of the data axes"))
@@ -188,7 +197,7 @@ def mean_over_ranks(
 
 
 def _differ(every: Sequence[tuple[int, str]], where: str) -> Problem:
-    """Name two ranks that hold different things."""
+    """Return a problem that names two ranks whose batches have different shapes or sizes."""
     rank, words = every[0]
     other, others = next(each for each in every if each[1] != words)
     return Problem(
@@ -199,7 +208,7 @@ def _differ(every: Sequence[tuple[int, str]], where: str) -> Problem:
 
 
 def _shapes(value: Any) -> str:
-    """The shapes and dtypes in a batch, as text."""
+    """Describe the shapes and dtypes in a batch as text."""
     if isinstance(value, torch.Tensor):
         return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, Mapping):
@@ -210,7 +219,7 @@ def _shapes(value: Any) -> str:
 
 
 def num_samples(value: Any) -> int:
-    """Samples of a batch: the size of dim 0 of the first tensor that has one."""
+    """Return the samples of a batch: the size of dim 0 of the first tensor that has dims."""
     if isinstance(value, torch.Tensor):
         return value.shape[0] if value.ndim else 0
     items = value.values() if isinstance(value, Mapping) else value

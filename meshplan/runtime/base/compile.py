@@ -9,13 +9,13 @@ from meshplan.runtime.base.fake_mode import is_fake_execution
 
 
 def compiles(model: nn.Module, plan: Plan) -> bool:
-    """Whether modules are compiled: by the plan, or by the user before `parallelize`.
+    """Return True if modules are compiled, by the plan or by the user before `parallelize`.
 
-    Hooks that look at numbers would become part of what is compiled then.
+    Callers leave out hooks that read values in that case, because these would be compiled too.
 
-    Assumes: calls are not intercepted yet.
+    Assumes: module calls are not intercepted yet.
     """
-    # What `module.compile()` sets, and where `torch.compile(module)` keeps what it was given.
+    # `module.compile()` sets `_compiled_call_impl`; `torch.compile(module)` wraps in `_orig_mod`.
     return plan.spec.compile or any(
         module._compiled_call_impl is not None or "_orig_mod" in module._modules
         for module in model.modules()
@@ -23,10 +23,10 @@ def compiles(model: nn.Module, plan: Plan) -> bool:
 
 
 def apply_compile(model: nn.Module, plan: Plan) -> None:
-    """Compile the modules that the plan says, in place; names and state dict stay as they are.
+    """Compile the modules that the plan names, in place; names and state dict do not change.
 
-    Nothing is compiled yet: that happens when a module first runs, and again for new shapes.
-    Without numbers nothing is compiled at all: who looks on sees blocks as they are written.
+    Compilation itself happens when a module first runs, and again for new shapes. In a fake step
+    nothing is compiled, so that the tracer sees the operators of the eager code.
     """
     if is_fake_execution():
         return

@@ -1,8 +1,8 @@
-"""Steps on tensors without numbers: what code that asks a tensor for a number gets.
+"""Steps on fake tensors: answers for code that reads the values of a tensor.
 
-A trace of memory runs the very code of a training step on fake tensors, in a process that stands
-for one rank of many. Where that code looks at numbers, or asks the other ranks, it is told that
-they are as this rank is.
+A memory trace runs the code of a real training step on fake tensors, in a process that stands for
+one rank of many. Where that code reads values or asks other ranks, it is given the answer it would
+get if the other ranks were equal to this one.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _PRETENDING: Final[ContextVar[bool]] = ContextVar("pretending", default=False)
 INSTEAD_OF_WRAPPING: Final[ContextVar[Callable[[nn.Module], None] | None]] = ContextVar(
     "instead_of_wrapping", default=None
 )
-"""What is done to each module that the data axes would be applied to, by who only looks on."""
+"""Called with each module instead of applying the data axes to it; None to apply them."""
 
 
 def is_fake_execution() -> bool:
-    """Whether tensors have no numbers, and other ranks do not answer."""
+    """Return True in a fake step: tensors have no values, and no other ranks answer."""
     return _PRETENDING.get()
 
 
 @contextmanager
 def fake_execution() -> Iterator[None]:
-    """Inside, `numbers` answers in place of tensors."""
+    """Make `numbers` return its fallback inside the `with` block, because tensors are fake."""
     token = _PRETENDING.set(True)
     try:
         yield
@@ -40,5 +40,5 @@ def fake_execution() -> Iterator[None]:
 
 
 def numbers(tensor: torch.Tensor, otherwise: _T) -> _T:
-    """`tensor.tolist()`, or `otherwise` where there are no numbers."""
+    """Return `tensor.tolist()`, or `otherwise` in a fake step."""
     return otherwise if _PRETENDING.get() else tensor.tolist()

@@ -1,7 +1,7 @@
 """Blocks whose `forward` is called by name: `layer.forward(x)` in place of `layer(x)`.
 
-That leaves out every hook, and so what gathers the parameters of a unit, recomputes its
-activations, or moves its inputs. Such a call is turned into one of the module itself.
+Such a call bypasses every hook, including those that gather the parameters of a unit, recompute
+its activations or move its inputs. It is turned into a call of the module itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _AS_WRITTEN: Final[ContextVar[bool]] = ContextVar("as_written", default=False)
 
 @contextmanager
 def as_written() -> Iterator[None]:
-    """Let `forward(...)` be what it says: for code that has brought the parameters itself."""
+    """Let `forward(...)` run without hooks, for code that has gathered the parameters itself."""
     token = _AS_WRITTEN.set(True)
     try:
         yield
@@ -30,10 +30,10 @@ def as_written() -> Iterator[None]:
 
 
 def routable_units(model: nn.Module, plan: Plan) -> list[nn.Module]:
-    """The units of sharding whose `forward(...)` may become a call of the module.
+    """Return the units of sharding whose `forward(...)` may be turned into a call of the module.
 
-    Those with hooks of the user's own are left alone: who calls `forward` may mean to leave them
-    out. Compiled ones are left alone too: their calls are traced already.
+    Units with hooks of the user are left out: a caller of `forward` may want to bypass those.
+    Compiled units are left out as well, because their calls are already traced.
 
     Assumes: nothing is applied yet, so that every hook is the user's.
     """
@@ -44,13 +44,13 @@ def routable_units(model: nn.Module, plan: Plan) -> list[nn.Module]:
 
 
 def route_direct_calls(units: Iterable[nn.Module]) -> None:
-    """Let `unit.forward(...)` do what `unit(...)` does, in place."""
+    """Make `unit.forward(...)` do what `unit(...)` does, in place."""
     for unit in units:
         _route(unit)
 
 
 def _route(module: nn.Module) -> None:
-    is_called = False  # Whether the call that is coming to `forward` went through the hooks.
+    is_called = False  # True if the next call of `forward` has gone through the hooks.
 
     def note_call(*_: Any) -> None:
         nonlocal is_called

@@ -1,4 +1,4 @@
-"""What a rank really holds: the storages behind its live tensors, each counted once."""
+"""Bytes of state that a rank keeps in memory: the storages of its live tensors, each once."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from meshplan.runtime.base.mesh import local_of
 
 
 def live_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:
-    """The state this rank holds now; comparable with `memory.state_bytes` before a step.
+    """Return the bytes of state on this rank, comparable with `memory.state_bytes` before a step.
 
-    Storage that several tensors share, as the shards of one reduced gradient do, counts once,
-    where it is first met.
+    A storage shared by several tensors, such as the shards of one reduced gradient, counts once,
+    in the first category that contains it.
 
     Units: bytes of tensor storage, before any rounding by an allocator.
     """

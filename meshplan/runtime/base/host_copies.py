@@ -1,7 +1,7 @@
-"""Copies between the device's memory and the host's, and which of the two a copy is made in.
+"""Copies between device memory and host memory, with a mark for which side a copy is made on.
 
-On a machine without an accelerator both are the same memory, but the copies are real ones: a
-step there makes and frees tensors as it does on a GPU, and whoever counts bytes is told apart.
+On a machine without an accelerator both are the same memory, but the copies are real: a step makes
+and frees the same tensors as on a GPU. The memory tracker counts the two sides by the mark.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from meshplan.runtime.base.mesh import device
 
 
 class MemorySide(Enum):
-    """Whose memory."""
+    """The memory that a tensor is in: the device's or the host's."""
 
     DEVICE = auto()
     HOST = auto()
 
 
 CROSSING: ContextVar[MemorySide | None] = ContextVar("crossing", default=None)
-"""Where a copy between the two is being made; None while nothing crosses."""
+"""The side that a copy is being made on; None while no copy is being made."""
 
 
 @contextmanager
 def crossing_to(side: MemorySide) -> Iterator[None]:
-    """What is made inside is a copy that lies on this side."""
+    """Mark the tensors made inside the `with` block as copies on this side."""
     token = CROSSING.set(side)
     try:
         yield
@@ -38,9 +38,10 @@ def crossing_to(side: MemorySide) -> Iterator[None]:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the host's memory, pinned where there is a device to copy from.
+    """Return a copy in host memory, pinned if the device has separate memory.
 
-    It waits for the copy, as `save_on_cpu` does: the device's memory is given back at once.
+    The call waits for the copy to finish, as `save_on_cpu` does, so that the tensor can be freed
+    at once.
     """
     is_apart = device().type != "cpu"
     with crossing_to(MemorySide.HOST), torch.no_grad():
@@ -50,7 +51,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_device(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the device's memory of what `to_host` gave."""
+    """Return a copy, in device memory, of a tensor that `to_host` returned."""
     with crossing_to(MemorySide.DEVICE), torch.no_grad():
         copy = torch.empty_like(tensor, device=device(), pin_memory=False)
         copy.copy_(tensor, non_blocking=True)

@@ -1,8 +1,8 @@
-"""Ranks on this machine: real processes with gloo between them, watched until the last is gone.
+"""Ranks on this machine: real processes that communicate over gloo, watched until the last ends.
 
-A small torchrun for CPU: processes are forked from one that imported torch once, so that eight
-of them start in tenths of a second. Whatever happens, none is left: an error, a death or silence
-of one rank ends them all, as do Ctrl-C here and the death of this process.
+A small torchrun for CPUs. Processes are forked from one that has imported torch, so that eight of
+them start in tenths of a second. No process outlives the run: if a rank raises, dies or falls
+silent, all of them are ended, and likewise on Ctrl-C here and when this process dies.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ import torch.distributed as dist
 from meshplan.errors import ApplyError, MeshplanError, Problem
 
 SILENCE_S: Final = 120.0
-"""How long all ranks together may say nothing before they are ended."""
+"""Seconds without a message from any rank before all ranks are ended."""
 _GRACE_S: Final = 1.0
-"""How long other ranks may still report after the first failure: the cause may come second."""
+"""Seconds that other ranks may still report after the first failure, which may not be the cause."""
 
 _PRELOAD: Final = (
     "torch.distributed.tensor.parallel",
@@ -51,10 +51,10 @@ class _Rank:
 
 
 def prepare() -> None:
-    """Start importing torch in the background; optional, it only saves time."""
-    resource_tracker.ensure_running()  # It would unblock what is blocked below.
-    # What Ctrl-C does to the ranks is decided here, not by a half-imported process: the fork server
-    # inherits what is blocked, and here it waits until it is not.
+    """Start importing torch in the background. Optional: it only saves time."""
+    resource_tracker.ensure_running()  # Started later, it would unblock the signal blocked below.
+    # The fork server inherits the block, so Ctrl-C cannot interrupt it halfway through its imports.
+    # In this process a Ctrl-C stays pending until the mask is restored.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         multiprocessing.get_context("forkserver").set_forkserver_preload(list(_PRELOAD))
@@ -69,19 +69,21 @@ def run_ranks(
     """Run `function(send, *args)` on every rank of a new process group.
 
     Args:
-        world: How many ranks.
-        per_node: How many of them count as one node.
-        function: A function of an importable module. torch.distributed is initialised; what it
-            gives to `send` comes out here.
+        world: Number of ranks.
+        per_node: Number of ranks that count as one node.
+        function: A function of an importable module. It is called with torch.distributed
+            initialised; each value that it passes to `send` is yielded here.
+        args: Further arguments of `function`, which are pickled.
 
     Yields:
-        (rank, what it sent), as they come, until every rank has returned.
+        Pairs (rank, value sent), in the order of arrival, until every rank has returned.
 
     Raises:
-        ApplyError: A rank raised, died, or nothing was heard for `SILENCE_S`.
+        ApplyError: A rank raised or died, or no rank sent anything for `SILENCE_S` seconds.
     """
     prepare()
-    # This process serves the rendezvous: no port is guessed, and no rank's death takes it along.
+    # This process serves the rendezvous, so no free port has to be guessed and the store survives
+    # the death of any rank.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
     ranks: list[_Rank] = []
@@ -132,7 +134,7 @@ def _listen(ranks: list[_Rank]) -> Iterator[tuple[int, Any]]:
         if failures:
             deadline = min(deadline, time.monotonic() + _GRACE_S)
     if failures:
-        # A rank that died makes the collectives of the others raise: its death is the cause.
+        # When a rank dies, the collectives of the others raise, so the death is the cause.
         raise ApplyError(
             min(failures.items(), key=lambda item: ("died" not in item[1].what, item[0]))[1]
         )
@@ -150,7 +152,7 @@ def _problem(rank: int, kind: str, value: Any) -> Problem:
 
 
 def _environment(rank: int, world: int, per_node: int, port: int) -> dict[str, str]:
-    """What torchrun would tell this rank, and that it is to compute on the CPU."""
+    """Return the variables torchrun would set for this rank, and those that make it use the CPU."""
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
     return {
         "RANK": str(rank),
@@ -172,7 +174,7 @@ def _work(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    """The life of a rank."""
+    """Run one rank: the main function of its process."""
     begin_child()
     os.environ.update(environment)
     torch.set_num_threads(1)
@@ -187,11 +189,11 @@ def _work(
         place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
         connection.send(("raised", f"raised {type(error).__name__}: {error} ({place})"))
     with contextlib.suppress(OSError, EOFError):
-        connection.recv()  # Wait to be ended: leaving the group early would upset the others.
+        connection.recv()  # Wait to be killed: other ranks may still use the process group.
 
 
 def _join() -> None:
-    """Meet the others at the store of the process that started them."""
+    """Join the process group through the store that the parent process serves."""
     timeout = timedelta(seconds=SILENCE_S)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -200,12 +202,12 @@ def _join() -> None:
 
 
 def begin_child() -> None:
-    """Make this process one of its parent's: it ends with it, and leaves Ctrl-C and stdout to it.
+    """Set up a child process: it ends with its parent, ignores Ctrl-C and prints to stderr.
 
-    What a model prints here goes to stderr: only the parent knows what is an answer.
+    A model's output goes to stderr, because stdout is reserved for the answer of the parent.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(OSError):  # Without a stderr there is nowhere to print.
+    with contextlib.suppress(OSError):  # There may be no stderr.
         os.dup2(2, 1)
     threading.Thread(target=_die_with_parent, daemon=True).start()
 

@@ -1,7 +1,7 @@
 """Devices, process group and DeviceMesh; layouts as DTensor placements.
 
-The only room that speaks placements. Private names of DeviceMesh stand here behind functions, each
-with the reason; all other private torch names stand in `private`.
+Layouts are translated to placements in this module only. Private names of DeviceMesh are wrapped in
+functions here, each with its reason; all other private names of torch are in `torch_private`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from meshplan.layout.layout import Layout
 from meshplan.layout.mesh import Mesh
 
 JOIN_TIMEOUT = timedelta(minutes=5)
-"""How long ranks wait for each other in a group that meshplan makes: far above any step, far
-below torch's half hour."""
+"""Timeout of a process group that meshplan makes: far above any step, far below torch's half
+hour."""
 
 _JOINT = "+"
-"""Joins the names of axes that torch sees as one dim."""
+"""Joins the names of axes that are flattened into one dim of a DeviceMesh."""
 
 _meshes: dict[tuple[str, Mesh], tuple[object, DeviceMesh, DeviceMesh]] = {}
 
@@ -38,7 +38,7 @@ _IMAGINED: Final[ContextVar[bool]] = ContextVar("imagined", default=False)
 
 @contextmanager
 def on_fake_devices() -> Iterator[None]:
-    """Inside, devices are those of tensors without numbers, which are the CPU's on any machine."""
+    """Make the device the CPU inside the `with` block, on any machine, as fake tensors need it."""
     token = _IMAGINED.set(True)
     try:
         yield
@@ -47,9 +47,9 @@ def on_fake_devices() -> Iterator[None]:
 
 
 def device_type() -> str:
-    """The kind of device to run on: the accelerator that torch finds, else the CPU.
+    """Return the type of device to run on: torch's accelerator if there is one, else "cpu".
 
-    The one place that asks. A caller whose group runs gloo wants the CPU.
+    The only place that decides this. If the caller's process group uses gloo, it is the CPU.
     """
     if _IMAGINED.get() or (dist.is_initialized() and dist.get_backend() == "gloo"):
         return "cpu"
@@ -61,7 +61,7 @@ def device_type() -> str:
 
 
 def device() -> torch.device:
-    """This rank's device."""
+    """Return this rank's device."""
     kind = device_type()
     if kind == "cpu":
         return torch.device("cpu")
@@ -69,7 +69,7 @@ def device() -> torch.device:
 
 
 def ensure_process_group() -> None:
-    """Join torchrun's group, or make a group of one; a caller's group stays as it is."""
+    """Join torchrun's group, or make a group of one rank; a caller's group is left as it is."""
     if dist.is_initialized():
         return
     kind = device_type()
@@ -84,30 +84,29 @@ def ensure_process_group() -> None:
 
 
 def _leave() -> None:
-    """End the group that `ensure_process_group` made, before the interpreter goes.
+    """Destroy the group that `ensure_process_group` made, before the interpreter exits.
 
-    gloo's threads would otherwise meet the destructors of static objects, and some runs would
-    end in "terminate called without an active exception".
+    Otherwise gloo's threads run into the destructors of static objects, and some runs end in
+    "terminate called without an active exception".
     """
     _meshes.clear()
-    gc.unfreeze()  # As `leave_at_once` may have left it.
-    gc.collect()  # Wrapped models are cycles, and hold groups.
+    gc.unfreeze()  # `leave_at_once` may have frozen the objects.
+    gc.collect()  # Wrapped models are reference cycles, and they reference process groups.
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def ranks_per_node() -> int | None:
-    """Ranks on this machine as torchrun counts them; None without torchrun."""
+    """Return the number of ranks on this machine according to torchrun; None without torchrun."""
     value = os.environ.get("LOCAL_WORLD_SIZE")
     return int(value) if value else None
 
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:
-    """The DeviceMesh of a mesh, the same object for the same group, mesh and device.
+    """Return the DeviceMesh of a mesh: one object per process group, mesh and type of device.
 
-    DTensor caches by mesh equality, so an equal second mesh could be handed back with the
-    process groups of an older one (huggingface/transformers#48383 tells the story): one object
-    each.
+    DTensor caches by mesh equality, so a second, equal mesh could be served the process groups of
+    an older one (see huggingface/transformers#48383).
     """
     kind = device_type()
     key = (kind, mesh)
@@ -120,50 +119,50 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
 
 
 def _split(made: DeviceMesh, mesh: Mesh) -> DeviceMesh:
-    """The same ranks with borrowed axes in place of those that lend.
+    """Return a mesh of the same ranks with the borrowed axes in place of those that lend.
 
-    Private until `DeviceMesh.unflatten` is public. FSDP2 joins the mesh it shards over with the
-    one that ep cut before, so both must be parts of one mesh.
+    Uses a private method until `DeviceMesh.unflatten` is public. FSDP2 joins the mesh it shards
+    over with the one that ep sharded before, so both must be slices of one mesh.
     """
     for loan in mesh.loans:
         sizes = mesh.size(loan.rest), loan.size
         names = made.mesh_dim_names or ()
-        # By its place: torch 2.11 looks whether a name is *not* there.
+        # By index, because torch 2.11 has its check of the name inverted.
         made = made._unflatten(names.index(loan.within), sizes, (loan.rest, loan.name))
     return made
 
 
 def submesh(whole: DeviceMesh, axes: Sequence[str], *, flat: bool = False) -> DeviceMesh:
-    """The part of the mesh along `axes`, in mesh order; `flat` joins them to one dim."""
+    """Return the slice of the mesh along `axes`, in mesh order; `flat` joins them into one dim."""
     split = next((split for _, made, split in _meshes.values() if made is whole), whole)
     borrowed = set(split.mesh_dim_names or ()) - set(whole.mesh_dim_names or ())
     whole = split if borrowed & set(axes) else whole
     names = tuple(name for name in whole.mesh_dim_names or () if name in axes)
     part = whole[names] if len(names) < whole.ndim else whole
     if flat and part.ndim > 1:
-        # Private until `DeviceMesh.flatten` is public; makes no new group a second time.
+        # Private until `DeviceMesh.flatten` is public. A second call makes no new process group.
         return part._flatten(_JOINT.join(names))
     return part
 
 
 def unit_mesh(whole: DeviceMesh, replicate: Sequence[str], shard: Sequence[str]) -> DeviceMesh:
-    """The mesh of a sharded unit: an axis of its replicas, if any, and its shards as one dim."""
+    """Return the mesh of a sharded unit: the `replicate` axes, then `shard` as one dim."""
     if len(submesh(whole, shard).shape) == 1:
         return submesh(whole, (*replicate, *shard))
     shards = submesh(whole, shard, flat=True)
     if not replicate:
         return shards
-    # Private, because the public way, slicing by the joint name, is deprecated without another.
+    # Private, because the public alternative, slicing by the joint name, is deprecated.
     return DeviceMesh._concatenate([submesh(whole, replicate), shards])
 
 
 def reduce_along(
     value: torch.Tensor, mesh: DeviceMesh, axes: Iterable[str], op: dist.ReduceOp.RedOpType
 ) -> None:
-    """What is the same on all ranks that differ along these axes only, in place.
+    """All-reduce a tensor in place over the ranks that differ along `axes` only.
 
-    Axis by axis, in the groups that are there anyway: one of all of them together would cost each
-    rank the buffers of another communicator.
+    It runs axis by axis, in process groups that exist anyway: a group of all these ranks would cost
+    each rank the buffers of another communicator.
     """
     for axis in axes:
         if mesh[axis].size() > 1:
@@ -171,7 +170,7 @@ def reduce_along(
 
 
 def objects_along(own: Any, mesh: DeviceMesh, axes: Iterable[str]) -> list[Any]:
-    """What each of those ranks holds, in the same order on all."""
+    """Return the objects of all ranks that differ along `axes` only, in equal order on each."""
     every = [own]
     for axis in axes:
         group = submesh(mesh, (axis,)).get_group()
@@ -184,23 +183,25 @@ def objects_along(own: Any, mesh: DeviceMesh, axes: Iterable[str]) -> list[Any]:
 def gather_into(every: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Fill `every`, stacked along dim 0, with the `part` of each rank.
 
-    torch 2.13 renamed this collective and the next.
+    torch 2.13 renamed this collective and the one in `scatter_sum`.
+
+    Shape: every (ranks, *part.shape).
     """
     collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     collective(every.flatten(0, 1), part.contiguous(), group=group)
 
 
 def scatter_sum(part: torch.Tensor, every: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Fill `part` with the sum over ranks of the piece that is this rank's in `every`."""
+    """Fill `part` with the sum over ranks of this rank's slice of `every` along dim 0."""
     collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     collective(part, every.contiguous().flatten(0, 1), group=group)
 
 
 def sums_over_ranks() -> frozenset[Any]:
-    """The operators with which DTensor adds up addends.
+    """Return the operators with which DTensor sums over ranks.
 
-    torch 2.13 renamed one. They are in no public namespace; a policy of what recomputation keeps
-    is given operators.
+    They are in no public namespace, and torch 2.13 renamed one. A selective checkpointing policy
+    needs the operators themselves.
     """
     ops: Any = torch.ops._c10d_functional
     names = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single")
@@ -208,7 +209,7 @@ def sums_over_ranks() -> frozenset[Any]:
 
 
 def placement(layout: Layout, axis: str) -> Placement:
-    """How a layout lies along one axis."""
+    """Return the placement of a layout along one mesh axis."""
     if axis in layout.partial:
         return Partial()
     dim = layout.dim_of(axis)
@@ -218,10 +219,10 @@ def placement(layout: Layout, axis: str) -> Placement:
 
 
 def _packed(dim: int, pieces: int) -> Placement:
-    """Each of the equal pieces of a dim cut by itself.
+    """Return the placement that shards each of the equal pieces of a dim separately.
 
-    Private: no public placement says so. Its `full_tensor` is right as long as no other axis cuts
-    the same dim, which `Layout` asserts.
+    Private, because no public placement expresses this. Its `full_tensor` is correct as long as no
+    other axis shards the same dim, which `Layout` asserts.
     """
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -229,7 +230,7 @@ def _packed(dim: int, pieces: int) -> Placement:
 
 
 def activation_placement(word: str) -> Placement:
-    """A placement word of `styles` ("R", "P", "S(-1)") as torch's placement."""
+    """Return torch's placement for a placement word of `styles` ("R", "P", "S(-1)")."""
     if word == "R":
         return Replicate()
     if word == "P":
@@ -238,19 +239,19 @@ def activation_placement(word: str) -> Placement:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this rank holds."""
+    """Return this rank's shard of a DTensor, or the tensor itself if it is no DTensor."""
     if isinstance(tensor, DTensor):
         return tensor.to_local()
     return tensor
 
 
 def cut_dims(tensor: torch.Tensor) -> dict[str, int]:
-    """The mesh axes that cut a live tensor, each with the dim it cuts."""
+    """Return the mesh axes that shard a live tensor, each with the dim it shards."""
     if not isinstance(tensor, DTensor):
         return {}
     names = tensor.device_mesh.mesh_dim_names or ()
-    # A dim of several axes cuts along each of them.
-    # FSDP2 marks a dim that tp cut before with _StridedShard, which is not always a Shard.
+    # A mesh dim that joins several axes shards along each of them. FSDP2 marks a dim that tp
+    # sharded before with _StridedShard, which is not always a subclass of Shard.
     return {
         axis: p.dim
         for name, p in zip(names, tensor.placements, strict=True)
@@ -260,12 +261,12 @@ def cut_dims(tensor: torch.Tensor) -> dict[str, int]:
 
 
 def shard_axes(tensor: torch.Tensor) -> tuple[str, ...]:
-    """The mesh axes that cut a live tensor."""
+    """Return the mesh axes that shard a live tensor."""
     return tuple(cut_dims(tensor))
 
 
 def without_partial(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with every pending sum done."""
+    """Return the tensor with every pending sum (`Partial`) reduced."""
     if isinstance(tensor, DTensor) and any(isinstance(p, Partial) for p in tensor.placements):
         done = [Replicate() if isinstance(p, Partial) else p for p in tensor.placements]
         return tensor.redistribute(placements=done)
@@ -273,14 +274,14 @@ def without_partial(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole value of a tensor; every rank of its mesh must call it."""
+    """Return the full value of a tensor; every rank of its mesh must call it."""
     if not isinstance(tensor, DTensor):
         return tensor
     if tensor.device.type != device_type():
-        tensor = tensor.to(device())  # From the host, where no collective of the device reaches.
+        tensor = tensor.to(device())  # An offloaded shard: the device's collectives need it here.
     placements = list(tensor.placements)
-    # A _StridedShard is the later cut of a dim that is cut twice, so it is undone first; in one
-    # go torch does the same and logs a warning about the order.
+    # A _StridedShard is the later sharding of a dim that is sharded twice, so it is undone first.
+    # In a single redistribute torch does the same and logs a warning about the order.
     order = sorted(range(len(placements)), key=lambda i: isinstance(placements[i], Shard))
     for i in order:
         if not isinstance(placements[i], Replicate):
@@ -290,10 +291,10 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def replicated(tensor: DTensor, axis: int) -> DTensor:
-    """The tensor whole along one dim of its mesh.
+    """Return the DTensor replicated along one dim of its mesh.
 
-    torch 2.11 raises where each piece of a packed dim is cut by itself: it takes such a placement
-    for the later of two cuts of one dim. No public name tells how one is cut.
+    torch 2.11 raises if each piece of a packed dim is sharded separately: it takes that placement
+    for the later of two shardings of one dim. No public name distinguishes the two.
     """
     placements = list(tensor.placements)
     cut: Any = placements[axis]
@@ -309,6 +310,7 @@ def replicated(tensor: DTensor, axis: int) -> DTensor:
     dist.all_gather(parts, local, group=mesh.get_group(axis))
     cuts = zip(*(part.chunk(pieces, cut.dim) for part in parts), strict=True)
     whole = torch.cat([part for piece in cuts for part in piece], cut.dim)
+    # Each rank has a chunk of every piece; put the chunks of a piece next to each other again.
     return DTensor.from_local(
         whole, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )

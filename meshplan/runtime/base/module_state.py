@@ -1,4 +1,4 @@
-"""What modules remember from one forward to the next: their buffers and attributes."""
+"""State that modules keep from one forward to the next: their buffers and attributes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
-    """What the module's own code put on it: neither parameters, buffers, modules nor hooks."""
+    """Return the attributes set by the module's own code, without those of every nn.Module."""
     return {n: v for n, v in vars(module).items() if n not in _OF_EVERY_MODULE}
 
 
 def plain_attributes(model: nn.Module) -> dict[tuple[nn.Module, str], Any]:
-    """By module and name: numbers that the model's own code keeps, such as counts of its calls.
+    """Return the numbers that modules keep in attributes, such as counts of calls.
 
-    Not switches: what sets one, as a preparation at the first call does, does more than that.
+    The keys are (module, name). Booleans are left out: code that sets a flag, such as a preparation
+    in the first call, does more than that.
     """
     return {
         (module, name): value
@@ -35,7 +36,7 @@ def plain_attributes(model: nn.Module) -> dict[tuple[nn.Module, str], Any]:
 
 
 def tensor_attributes(model: nn.Module) -> dict[str, torch.Tensor]:
-    """By dotted name: tensors that the model's own code keeps in attributes."""
+    """Return the tensors that modules keep in attributes, by dotted name."""
     return {
         f"{fqn}.{name}" if fqn else name: value
         for fqn, module in model.named_modules()
@@ -45,9 +46,10 @@ def tensor_attributes(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def contents(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """By module and name: what attributes are, and what lists, tables and objects among them hold.
+    """Return the attributes of all modules, with the items of lists, mappings and objects in them.
 
-    Told by values where these are plain and by which object it is else, so that nothing is held.
+    The keys are (fqn, name). Plain values are represented by themselves and anything else by its
+    `id`, so that no object is kept alive.
     """
     return {
         (fqn, name): _inside(value)
@@ -72,13 +74,13 @@ def _sign(value: Any) -> Any:
 
 
 def hooks_of(module: nn.Module) -> Iterator[Mapping[Any, Any]]:
-    """What is called around its forward and its backward, kind by kind."""
+    """Yield the module's tables of hooks around forward and backward, one per kind."""
     for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
         yield vars(module)[name]
 
 
 def module_state_of(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """By module and name: tensors and plain values that are no parameters."""
+    """Return the tensors and plain values in buffers and attributes, by (fqn, name)."""
     out: dict[tuple[str, str], Any] = {}
     for fqn, module in model.named_modules():
         for name, value in (*module._buffers.items(), *own_attributes(module).items()):
@@ -94,7 +96,13 @@ def changes(
     after: Mapping[tuple[str, str], Any],
     value_of: Callable[[torch.Tensor], int],
 ) -> Iterator[AttributeWrite]:
-    """What is not the same object, or plain value, any more."""
+    """Yield a write for each entry that is no longer the same tensor or an equal plain value.
+
+    Args:
+        before: State of the modules before, as `module_state_of` returns it.
+        after: State of the modules afterwards.
+        value_of: Number of a tensor's value in the trace.
+    """
     for module, name in dict.fromkeys((*before, *after)):
         old, new = before.get((module, name)), after.get((module, name))
         is_tensor = isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor)

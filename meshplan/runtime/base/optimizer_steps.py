@@ -1,4 +1,4 @@
-"""What is to be looked at before an optimizer steps, in whatever loop it does."""
+"""Callbacks before every optimizer step, in whatever training loop it happens."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _looks: list[Look] = []
 
 
 def before_steps(look: Look) -> Callable[[], None]:
-    """Call `look` with every optimizer that is about to step; returns what ends that."""
+    """Call `look` with every optimizer that is about to step; return a function that ends that."""
     take_mixed_one_by_one()
     _looks.append(look)
     return lambda: _looks.remove(look)
 
 
 def is_due(step: int) -> bool:
-    """Whether a step is one of 1, 2, 4, 8, ...: looking then costs ever less."""
+    """Return True for the steps 1, 2, 4, 8, ...: a check at these costs ever less per step."""
     return not step & (step - 1)
 
 
 @functools.cache
 def take_mixed_one_by_one() -> None:
-    """Let optimizers take parameters one by one where plain ones stand beside cut ones.
+    """Make optimizers update parameters one by one if a group mixes DTensors and plain tensors.
 
-    On GPUs torch takes them all at once unless told otherwise, and then refuses the mixture; with
-    tp by rule what no rule cuts is plain. Also the one hook that calls what `before_steps` is
-    given, for good: torch cannot remove one while it runs.
+    On GPUs torch uses the foreach implementation by default, which refuses the mixture. With tp by
+    rule, parameters that no rule shards stay plain. The same hook calls the callbacks of
+    `before_steps`, and it stays registered, because torch cannot remove a hook while it runs.
     """
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""The models of this process that a plan was applied to, and which of them ran last."""
+"""The models of this process that a plan was applied to, ordered by when they last ran."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ class ParallelModel:
     """A model that a plan was applied to.
 
     Attributes:
-        model: What `parallelize` returned.
-        own: Ids of its parameters: while a unit is gathered, the model has others in their place.
-        runs_stage: Whether the forward of one of its pipeline stages is running.
+        model: The module that `parallelize` returned.
+        plan: The plan applied to the model.
+        mesh: The DeviceMesh that it was applied on.
+        own: Ids of its parameters. While a unit is gathered, the model has other ones in place.
+        runs_stage: True while the forward of one of its pipeline stages is running.
     """
 
     model: weakref.ref[nn.Module]
@@ -31,11 +33,11 @@ class ParallelModel:
 
 
 _known: list[ParallelModel] = []
-"""Ordered by when they ran last, or were made."""
+"""Ordered by when they last ran, or were registered."""
 
 
 def register(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Note a model that a plan was applied to, and from now on each of its forwards."""
+    """Record a model that a plan was applied to, and track each of its forwards from now on."""
     own = frozenset(id(p) for p in model.parameters())
     found = ParallelModel(weakref.ref(model), plan, mesh, own)
     _known.append(found)
@@ -62,13 +64,13 @@ def ran(found: ParallelModel) -> None:
 
 
 def known_models() -> list[ParallelModel]:
-    """The models that still exist; the last one ran last."""
+    """Return the models that still exist, the one that ran last at the end."""
     _known[:] = [each for each in _known if each.model() is not None]
     return list(_known)
 
 
 def known_parameters() -> set[int]:
-    """Ids of the parameters of all these models."""
+    """Return the ids of the parameters of all models that a plan was applied to."""
     found: set[int] = set()
     for each in known_models():
         model = each.model()
@@ -78,5 +80,5 @@ def known_parameters() -> set[int]:
 
 
 def is_stepped(optimizer: torch.optim.Optimizer, found: ParallelModel) -> bool:
-    """Whether an optimizer holds parameters of this model."""
+    """Return True if the optimizer has parameters of this model."""
     return any(id(p) in found.own for group in optimizer.param_groups for p in group["params"])

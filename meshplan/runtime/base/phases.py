@@ -1,4 +1,4 @@
-"""What a training step is doing: said by whoever does it, heard by whoever measures."""
+"""Phases of a training step: announced by the code that runs them, received by measurements."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _listeners: list[Callable[[str], None]] = []
 
 
 def begin(phase: str) -> None:
-    """Say that a phase begins: "forward", "loss", "backward" or "step"."""
+    """Announce that a phase begins: "forward", "loss", "backward" or "step"."""
     for listener in _listeners:
         listener(phase)
 
 
 @contextmanager
 def heard_by(listener: Callable[[str], None]) -> Iterator[None]:
-    """Inside, `listener` gets the name of each phase as it begins."""
+    """Call `listener` with the name of each phase that begins inside the `with` block."""
     _listeners.append(listener)
     try:
         yield

@@ -1,7 +1,7 @@
-"""Tensors inside whatever models take and return: tuples, mappings, dataclasses.
+"""Tensors inside the values that models take and return: tuples, lists, mappings, dataclasses.
 
-`tensors_in` lists them; `shape_of` keeps the form of a result without its tensors, and `fill`
-makes such a result again around others.
+`tensors_in` lists the tensors. `shape_of` keeps the structure of a value without its tensors, and
+`fill` builds such a value again from other tensors.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 
 
 def tensors_in(item: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """(path, tensor) for each tensor, in order; a path is keys and places joined by dots.
+    """Yield (path, tensor) for each tensor, in order; a path is keys and indices joined by dots.
 
-    What is none of tuple, list, mapping, dataclass and tensor is passed over.
+    Values other than tuples, lists, mappings, dataclasses and tensors are skipped.
     """
     if isinstance(item, torch.Tensor):
         yield path, item
@@ -28,9 +28,10 @@ def tensors_in(item: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def given_to(value: Any) -> list[torch.Tensor]:
-    """The tensors that an operator is given or gives, in order.
+    """Return the tensors in the arguments or results of an operator, in order.
 
-    Operators know of no more than lists, tuples and keywords; asked of each, this has to be quick.
+    Operators take only lists, tuples and keywords. This runs for every operator, so it must be
+    fast.
     """
     if isinstance(value, torch.Tensor):
         return [value]
@@ -55,40 +56,40 @@ def _parts(item: Any) -> Iterator[tuple[str, Any]]:
     elif dataclasses.is_dataclass(item) and not isinstance(item, type):
         for f in dataclasses.fields(item):
             try:
-                # Past a `__getattribute__` of its own: a configuration may guard its fields.
+                # Bypass the class's own `__getattribute__`: a configuration may guard its fields.
                 yield f.name, object.__getattribute__(item, f.name)
             except AttributeError:  # A field without a default that nobody has set yet.
                 continue
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
-"""What a form keeps as it is."""
+"""Types of values that a structure keeps unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a tensor stood."""
+    """The position of a tensor, with the number that `value_of` gave for it."""
 
     value: int
 
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """Where something stood that cannot be made again."""
+    """The position of a value that cannot be rebuilt, with the name of its type."""
 
     type: str
 
 
 @dataclass(frozen=True, slots=True)
 class TreeStructure:
-    """Something nested: what makes it from its parts, and these."""
+    """A nested value: its parts, and a function that builds the value from them."""
 
     make: Callable[[list[Any]], Any]
     parts: list[Any]
 
 
 def shape_of(item: Any, value_of: Callable[[torch.Tensor], int]) -> Any:
-    """The form of `item`, each tensor a `Slot` with what `value_of` says of it."""
+    """Return the structure of `item`, with a `Slot(value_of(tensor))` for each tensor."""
     if isinstance(item, torch.Tensor):
         return Slot(value_of(item))
     if isinstance(item, _PLAIN):
@@ -111,7 +112,7 @@ def shape_of(item: Any, value_of: Callable[[torch.Tensor], int]) -> Any:
 
 
 def fill(form: Any, get: Callable[[int], Any]) -> Any:
-    """A result of this form with the tensors that `get` gives."""
+    """Build a value of this structure, with `get(slot.value)` for each slot."""
     if isinstance(form, Slot):
         return get(form.value)
     if isinstance(form, TreeStructure):
@@ -120,7 +121,7 @@ def fill(form: Any, get: Callable[[int], Any]) -> Any:
 
 
 def opaque_in(form: Any) -> Iterator[str]:
-    """The types in a form that cannot be made again."""
+    """Yield the names of the types in a structure that cannot be rebuilt."""
     if isinstance(form, Opaque):
         yield form.type
     elif isinstance(form, TreeStructure):

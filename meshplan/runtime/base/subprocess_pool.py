@@ -1,7 +1,7 @@
-"""Tasks in processes of their own, in no process group: a few at once, and none left behind.
+"""Tasks in processes of their own, in no process group: a few at a time, none left running.
 
-What a task raises is raised here; an error or the death of one task ends them all, as do Ctrl-C
-here and the death of this process.
+An error raised by a task is raised here. If a task raises or dies, all of them are ended, and
+likewise on Ctrl-C here and when this process dies.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from meshplan.errors import ApplyError, MeshplanError, Problem
 from meshplan.runtime.base.local_ranks import begin_child, prepare
 
 MOST: Final = 4
-"""Processes at once; each holds torch and a model without memory."""
+"""Processes at a time; each has torch in memory, and a model without storage."""
 
 
 def run_in_subprocesses(
     function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], *, most: int = MOST
 ) -> list[Any]:
-    """What `function(*task)` returns for each task, in order.
+    """Run `function(*task)` for each task and return the results, in order.
 
     Args:
-        function: Of an importable module; tasks and results are pickled.
-        most: How many processes at once; never more than there are cores.
+        function: A function of an importable module; tasks and results are pickled.
+        tasks: The arguments of each call.
+        most: Highest number of processes at a time; never more than there are cores.
 
     Raises:
-        MeshplanError: As a task raised it.
-        ApplyError: A process died, or raised anything else.
+        MeshplanError: A task raised it.
+        ApplyError: A process died, or raised any other error.
     """
     prepare()
     context = multiprocessing.get_context("forkserver")
@@ -95,7 +96,7 @@ def _receive(connection: Connection, process: BaseProcess) -> Any:
 
 
 def _work(connection: Connection, function: Callable[..., Any], task: tuple[Any, ...]) -> None:
-    """The life of a process."""
+    """Run one task: the main function of its process."""
     begin_child()
     torch.set_num_threads(1)
     message: tuple[str, Any]
@@ -105,16 +106,16 @@ def _work(connection: Connection, function: Callable[..., Any], task: tuple[Any,
         message = ("refused", (type(error), tuple(error.problems)))
     except Exception as error:
         message = ("raised", f"{type(error).__name__}: {error}".partition("\n")[0])
-    with contextlib.suppress(OSError):  # Nobody listens any more.
+    with contextlib.suppress(OSError):  # The parent no longer listens.
         connection.send(message)
 
 
 @contextlib.contextmanager
 def _nameless_main() -> Iterator[None]:
-    """Inside, a new process does not import the script that this one runs.
+    """Keep new processes from importing the script that this process runs.
 
-    It would run that again from the top, where it lacks `if __name__ == "__main__"`; what runs in
-    the process is found by the name of its module.
+    Without `if __name__ == "__main__"` they would run it again from the top. The function to run
+    is found by the name of its own module.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")

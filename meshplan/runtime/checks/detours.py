@@ -1,8 +1,8 @@
-"""Ways round the wrapper: each is refused with the call that does what was meant.
+"""Calls that bypass the wrapper: each is rejected with the call to use instead.
 
-A submodule called by itself finds parameters in parts, or leaves DistributedDataParallel's
-gradients unaveraged; copies share hooks with the original; a cast changes what the plan says; a
-penalty on parameters in parts makes a loss of which torch cannot take the gradient.
+A submodule called directly finds only shards of its parameters, or leaves the gradients of
+DistributedDataParallel unaveraged. A copy shares hooks with the original. A cast contradicts the
+plan. A penalty on sharded parameters makes a loss whose gradient torch cannot compute.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from meshplan.runtime.torch_private.private import running_node
 
 
 def refuse_calls_of_parts(model: nn.Module, wrapped: nn.Module, plan: Plan) -> None:
-    """Refuse calls of a module inside the model while the model itself is not being called.
+    """Reject calls of a module inside the model while the model itself is not being called.
 
     Args:
         model: The user's module.
-        wrapped: What is to be called: the module itself, or DistributedDataParallel around it.
+        wrapped: The module to call instead: `model` itself or DistributedDataParallel around it.
+        plan: The plan applied to the model.
     """
     wrapper = plan.assignment.wrapper
     if wrapper == "none" or plan.mesh.size(*GRADIENT_AXES) == 1:
@@ -43,13 +44,13 @@ def refuse_calls_of_parts(model: nn.Module, wrapped: nn.Module, plan: Plan) -> N
         nonlocal depth
         depth -= 1
 
-    # In front of whatever may raise, so that each `enter` has its `leave`.
+    # Before any hook that may raise, so that each `enter` has its `leave`.
     wrapped.register_forward_pre_hook(enter, prepend=True)
     wrapped.register_forward_hook(leave, always_call=True)
 
     def look(fqn: str, is_gathered: bool) -> Callable[..., None]:
         def refuse(*_: Any) -> None:
-            # Neither a forward that runs again in backward, nor one of the checks.
+            # Allow a forward that is recomputed in backward, and one of the checks.
             if depth or running_node() is not None or in_dry_run():
                 return
             if wrapper == "ddp" and torch.is_grad_enabled():
@@ -64,7 +65,7 @@ def refuse_calls_of_parts(model: nn.Module, wrapped: nn.Module, plan: Plan) -> N
     units, chunked = plan.assignment.units, plan.assignment.chunked_loss
     for fqn, child in _called(model):
         if chunked is not None and is_inside(chunked.head, fqn):
-            continue  # The loss calls it, part by part.
+            continue  # The chunked loss calls the head itself.
         owners = {
             placed.unit
             for placed in plan.assignment.tensors.values()
@@ -75,7 +76,7 @@ def refuse_calls_of_parts(model: nn.Module, wrapped: nn.Module, plan: Plan) -> N
 
 
 def _called(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules with parameters that code around the model can call."""
+    """Yield the outermost modules with parameters that code outside the model can call."""
     for name, child in model.named_children():
         fqn = f"{prefix}{name}"
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
@@ -85,7 +86,7 @@ def _called(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
 
 
 def refuse_copies_and_casts(wrapped: nn.Module) -> None:
-    """Refuse to copy or pickle what `parallelize` returns, and to change its dtype or device."""
+    """Make `parallelize`'s result reject copies, pickling and changes of its dtype or device."""
     apply = wrapped._apply
 
     def checked(function: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -106,10 +107,10 @@ def refuse_copies_and_casts(wrapped: nn.Module) -> None:
 
 @functools.cache
 def explain_mixed_losses() -> None:
-    """Let the backward of a loss that is a DTensor say what to do where torch cannot take it.
+    """Make backward of a DTensor loss explain what to do if torch cannot compute the gradient.
 
-    A plain loss plus a norm of sharded parameters is a DTensor, and so is the gradient that comes
-    back to the plain part, whose operators do not take one. Torch's error names one of them.
+    A plain loss plus a norm of sharded parameters is a DTensor. So is the gradient that reaches the
+    plain part, whose operators do not accept one. Torch's own error names one of these operators.
     """
 
     def backward(loss: DTensor, *args: Any, **kwargs: Any) -> None:

@@ -1,9 +1,9 @@
-"""The first gradients tell whether replicas along the data axes are replicas.
+"""A check of gradients for parameters that are replicated along the data axes.
 
-Gradients are averaged by what the wrappers hang into forward and backward. A loop can go past it:
-two forwards before two backwards, a second backward of one graph, `torch.autograd.grad`, a call of
-the module inside DistributedDataParallel. Each rank then trains on its own samples alone, and
-nothing shows. So what should be one number on several ranks is compared before an optimizer steps.
+The wrappers average gradients through hooks in forward and backward. A loop can bypass these: two
+forwards before two backwards, a second backward of one graph, `torch.autograd.grad`, a call of the
+module inside DistributedDataParallel. Each rank then trains on its own samples alone, without any
+error. So gradients that must be equal on several ranks are compared before an optimizer steps.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from meshplan.runtime.base.mesh import device, local_of, shard_axes, submesh
 from meshplan.runtime.base.optimizer_steps import before_steps, is_due
 
 _TOLERANCE: Final = 1e-3
-"""Relative difference that rounding does not make: averages are equal to the last bit on all
-ranks, and the gradients of other samples are not."""
+"""Relative difference that rounding does not reach: averages are equal to the last bit on all
+ranks, and the gradients of different samples are not."""
 
 _ABSENT: Final = -1.0
-"""In place of the norm of a gradient that is not there."""
+"""Stands in for the norm of a missing gradient."""
 
 
 _UNUSED: Final = "say ddp: {find_unused_parameters: true}, or freeze what is never used"
@@ -49,10 +49,10 @@ class _DpReplicas:
     plan: Plan
     mesh: DeviceMesh
     own: frozenset[int]
-    """Ids of its parameters: while a unit is gathered, the model has others in their place."""
+    """Ids of its parameters. While a unit is gathered, the model has other ones in place."""
     steps: int = 0
     has_run: bool = False
-    """Whether a forward was recorded for backward since the last step."""
+    """True if a forward was recorded for backward since the last step."""
     end: Callable[[], None] = lambda: None
 
 
@@ -60,7 +60,9 @@ def watch_replicas(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """Compare gradients along the data axes when an optimizer steps on this model.
 
     Args:
-        model: The module inside of DistributedDataParallel.
+        model: The module inside DistributedDataParallel, if that is used.
+        plan: The plan applied to the model.
+        mesh: The DeviceMesh that the plan is applied on.
     """
     if plan.mesh.size(*GRADIENT_AXES) > 1:
         own = frozenset(id(p) for p in model.parameters())
@@ -87,7 +89,7 @@ def _before_step(watch: _DpReplicas, optimizer: torch.optim.Optimizer) -> None:
         return
     watch.steps += 1
     if not is_due(watch.steps):
-        return  # A loop may change its ways, so once is not enough.
+        return  # Due again later: a loop may change, so comparing once is not enough.
     found = {n: p for n, p in model.named_parameters() if id(p) in held and p.requires_grad}
     alike: dict[tuple[str, ...], dict[str, nn.Parameter]] = {}
     for name, parameter in found.items():
@@ -105,16 +107,17 @@ def _without_gradients() -> Problem:
 
 
 def _replica_axes(name: str, parameter: nn.Parameter, plan: Plan) -> tuple[str, ...]:
-    """The data axes along which a parameter is one and the same on all ranks."""
+    """Return the data axes along which a parameter is replicated."""
     placed = plan.assignment.tensors.get(name)
     cut = {*shard_axes(parameter), *(placed.stored.axes if placed else ())} - {"tp"}
-    # Whatever else cuts is a data axis, or has borrowed its ranks from one.
+    # Every other axis that shards is a data axis, or has borrowed its ranks from one.
     return plan.mesh.present(("dp_replicate",) if cut else GRADIENT_AXES)
 
 
 def _compare(found: dict[str, nn.Parameter], axes: tuple[str, ...], watch: _DpReplicas) -> None:
-    """Refuse gradients that differ; every rank along the axes comes to the same answer."""
+    """Reject gradients that differ; every rank along the axes gets the same answer."""
     norms = torch.stack([_norm(parameter) for parameter in found.values()])
+    # One all-reduce gives both extremes: the maximum of -x is minus the minimum of x.
     both = torch.cat((norms, -norms))
     group = submesh(watch.mesh, axes, flat=True).get_group()
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)

@@ -1,4 +1,4 @@
-"""Running modules beside the training, to compare them with themselves: nothing of it stays."""
+"""Dry runs of modules during training, to compare them with each other without side effects."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ _ASIDE: Final[ContextVar[bool]] = ContextVar("aside", default=False)
 
 
 def in_dry_run() -> bool:
-    """Whether a module runs beside the training: what it is fed then, nobody trains on."""
+    """Return True if a module runs in a dry run, on whose inputs and outputs nothing trains."""
     return _ASIDE.get()
 
 
 @contextmanager
 def dry_run(module: nn.Module, *, evaluates: bool = True) -> Iterator[None]:
-    """In evaluation, so that nothing is random, and with what the forwards leave taken back.
+    """Run forwards in evaluation mode, so that nothing is random, and undo their side effects.
+
+    Buffers and attributes, including those written in place, have their previous values afterwards.
+    Nested containers inside the list, tuple or dict of an attribute are not restored.
 
     Args:
-        evaluates: False leaves the module in the mode that it is in.
-
-    Buffers and attributes, also those written in place, are as they were afterwards. What lies
-    deeper than one list, tuple or dict inside an attribute is not looked at.
+        module: The module that the `with` block runs.
+        evaluates: If False, the modules keep their mode.
     """
     modes = [(m, m.training) for m in module.modules()]
     kept = [(m, own_attributes(m), dict(m._buffers)) for m, _ in modes]
@@ -55,9 +56,9 @@ def dry_run(module: nn.Module, *, evaluates: bool = True) -> Iterator[None]:
 
 @contextmanager
 def untouched(values: Iterable[Any]) -> Iterator[None]:
-    """Give tensors, and lists, dicts and sets, the numbers and the parts that they had.
+    """Restore the values of tensors, and the items of lists, dicts and sets, afterwards.
 
-    A backward that a tensor is saved for does not see that it was written meanwhile.
+    A backward that has saved one of the tensors does not notice that it was written in between.
     """
     values = list(values)
     tensors = {id(t): (t, t._version, t.detach().clone()) for t in _tensors(values)}
@@ -76,26 +77,26 @@ def untouched(values: Iterable[Any]) -> Iterator[None]:
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Return the tensors among these, and those in a list, tuple or dict among them."""
+    """Yield the tensors among these values, and those directly in a list, tuple or dict."""
     for value in values:
         inside = value.values() if type(value) is dict else value
         for each in inside if type(value) in (list, tuple, dict) else (value,):
-            # A tensor of inference mode has no version, and nothing here writes into it.
+            # An inference tensor has no version counter, and no code writes into it here.
             if isinstance(each, torch.Tensor) and not each.is_inference():
                 yield each
 
 
 def noise(name: str, local: torch.Tensor, width: int) -> torch.Tensor | None:
-    """What tells more than a weight whose numbers are all equal, or None.
+    """Return random values for a constant weight, or None if the weight is not constant.
 
-    Many weights are zeros at first, and nothing shows in zeros: neither which position's row was
-    added, nor what they were multiplied with. The noise lies around the weight's number and is the
-    same wherever the name and the shape are the same.
+    Many weights start as zeros, and zeros hide mistakes: which position's row was added, or what
+    the weight was multiplied with. The noise is centred on the weight's constant value. It is equal
+    wherever name and shape are equal.
 
     Args:
         name: The fqn of the weight.
-        local: Its numbers, or this rank's part of them.
-        width: Its last size, whole: the noise has the spread of a fresh projection.
+        local: The weight's values, or this rank's shard of them.
+        width: Unsharded size of its last dim; the noise has the spread of a fresh projection.
     """
     if not local.numel() or not local.is_floating_point() or is_fake_execution():
         return None

@@ -1,23 +1,22 @@
-"""Parameters and buffers that a forward writes.
+"""Handling of parameters and buffers that a forward writes.
 
-Models clamp or normalise weights in their forward, follow them with a moving average, count calls,
-renormalise the embeddings they look up. One process simply does it. Under a plan four things would
-go wrong, and each has its cure here:
+Models clamp or normalise weights in their forward, track them with a moving average, count calls,
+or renormalise the embeddings they look up. In one process this just works. Under a plan four things
+would go wrong, and each has its cure here:
 
 - A unit of sharding computes on a gathered copy of its parameters and frees it after the forward.
-  What was written is copied back into the shard before that.
-- Ranks see other samples. They compare what they wrote before the optimizer steps, and refuse by
-  name a parameter that differs, or a buffer or attribute that the output was computed from, such as
-  a codebook. Another buffer that differs is a statistic: each forward starts from the first rank's,
-  as in DistributedDataParallel, and the user is told once.
-- A forward runs once for each microbatch, and in one process once a step. Every microbatch finds
-  what the first one found, but for statistics, which go on from one to the next.
-- A recomputed forward writes again: `runtime.apply.recompute` puts buffers back, and parameters
-  must be
-  left as they are by a second run.
+  Written values are copied back into the shard before that.
+- Ranks see different samples. They compare what they wrote before the optimizer steps. A parameter
+  that differs is rejected by name, and so is a buffer or attribute from which the output was
+  computed, such as a codebook. Any other buffer that differs is a statistic: each forward starts
+  from the first rank's, as in DistributedDataParallel, and the user is warned once.
+- A forward runs once per microbatch, but once per step in one process. Every microbatch starts from
+  the values that the first one started from, except for statistics, which carry over.
+- A recomputed forward writes again: `runtime.apply.recompute` restores buffers, and a second run
+  must leave parameters unchanged.
 
-Version counters tell of writes in every forward; contents are compared in steps 1, 2, 4, 8, ...,
-since a write through `.data` leaves no version behind.
+Version counters reveal writes in every forward. Values are compared in steps 1, 2, 4, 8, ...,
+because a write through `.data` does not change the version.
 """
 
 from __future__ import annotations
@@ -58,10 +57,10 @@ from meshplan.runtime.torch_private.private import running_node, set_version, st
 
 
 class ForwardWrites:
-    """Watch of what the forward of one model, or of one pipeline stage, writes on this rank.
+    """Watches what the forward of one model, or of one pipeline stage, writes on this rank.
 
     Attributes:
-        microbatch: Number of the microbatch that runs next; 0 in loops that know of none.
+        microbatch: Number of the microbatch that runs next; 0 in loops without microbatches.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -71,24 +70,24 @@ class ForwardWrites:
         self._places = {place.name: place for place in places_of(model, plan)}
         self._written: dict[str, Left | None] = {}
         self._statistics = {n for n, p in self._places.items() if goes_on(p, plan)}
-        """Names of what may differ between ranks or microbatches."""
+        """Names of tensors that may differ between ranks or microbatches."""
         self._shared: dict[str, TensorPlace] = {}
-        """Buffers that begin each forward as they are on the first data rank, by name."""
+        """Buffers that take the first data rank's values before each forward, by name."""
         self._starts: dict[str, torch.Tensor] = {}
-        """Contents at the beginning of the step, of what can be swapped."""
+        """Values at the beginning of the step, of tensors that can be swapped."""
         self._ends: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        """(tensor, contents) that the first microbatch left, while another one runs."""
+        """The tensor and its values as the first microbatch left them, while another one runs."""
         self._memory: dict[str, torch.Tensor] = {}
-        """Memory that units gather written parameters into; it may be freed now."""
+        """Storage into which units gather written parameters; it may be freed at the moment."""
         self._versions: dict[int, list[tuple[torch.Tensor, int]]] = {}
-        """Written parameters by microbatch, with their versions at the end of its forward."""
+        """Written parameters with their versions at the end of the forward, by microbatch."""
         self._attributes: dict[tuple[nn.Module, str], Any] = {}
         self._leaves_attributes = False
         self._optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, bool]()
         self._originals = Originals()
         self._reach = Reach()
         self._reached: set[str] = set()
-        """Names of what the forward's output was computed from."""
+        """Names of tensors from which the forward's output was computed."""
         self._kept: dict[str, torch.Tensor] = {}
         self._plain: dict[tuple[nn.Module, str], Any] = {}
         self._kept_sums: dict[str, int] = {}
@@ -96,7 +95,7 @@ class ForwardWrites:
         for unit in (None, *sorted(units)):
             scope = [place for place in self._places.values() if place.unit == unit]
             self._watch(model.get_submodule(unit) if unit else model, unit, scope)
-        _by_model[model] = own = weakref.ref(self)  # The model's hooks hold it.
+        _by_model[model] = own = weakref.ref(self)  # The model's hooks keep `self` alive.
 
         def before_step(optimizer: torch.optim.Optimizer) -> None:
             writes = own()
@@ -108,11 +107,11 @@ class ForwardWrites:
         end = before_steps(before_step)
 
     def _watch(self, module: nn.Module, unit: str | None, scope: list[TensorPlace]) -> None:
-        """Hook into a forward: behind what gathers the unit, before what frees it."""
+        """Register forward hooks that run after the unit is gathered and before it is freed."""
         marks: list[tuple[TensorPlace, TensorSnapshot]] = []
 
         def enter(*_: Any) -> None:
-            if running_node() is None:  # Else it is a forward that runs again in backward.
+            if running_node() is None:  # Not in a forward that is recomputed in backward.
                 if unit is None:
                     self._begin()
                 self._prepare(scope)
@@ -131,18 +130,18 @@ class ForwardWrites:
 
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave)
-        if unit is None:  # Whatever the forward raises, nothing goes on being watched.
+        if unit is None:  # Stop watching even if the forward raises.
             module.register_forward_hook(lambda *_: self._stop(), always_call=True)
 
     def _is_due(self) -> bool:
-        """Return whether contents are looked at: in training, in steps 1, 2, 4, 8, ..."""
+        """Return True if values are compared: in training, in steps 1, 2, 4, 8, ..."""
         return torch.is_grad_enabled() and is_due(self._steps + 1)
 
     def _repeats(self) -> bool:
-        """Return whether the forward is one of several in its step, and trained on."""
+        """Return True if the forward is one of several in its step, and part of training."""
         return self._plan.num_microbatches > 1 and torch.is_grad_enabled()
 
-    # Around one forward of the whole.
+    # Around one forward of the whole model.
 
     def _stop(self) -> None:
         self._originals.stop()
@@ -162,7 +161,7 @@ class ForwardWrites:
             return
         if not self.microbatch:
             self._versions.clear()
-        if self._is_first:  # Nobody knows yet what will be written.
+        if self._is_first:  # Before the first forward, any of these tensors may get written.
             self._attributes = plain_attributes(self._own_model())
             self._originals.begin(
                 (name, place.tensor)
@@ -177,7 +176,7 @@ class ForwardWrites:
                 vars(module)[name] = self._attributes[module, name]
 
     def _prepare(self, scope: list[TensorPlace]) -> None:
-        """Let a later microbatch find what the first one found, where that can be."""
+        """Make a later microbatch start from the first one's values, where that is possible."""
         if not self._repeats():
             return
         begins_anew = self._written.keys() - self._statistics
@@ -191,14 +190,14 @@ class ForwardWrites:
                 continue
             self._ends[place.name] = now, local_of(now).detach().clone()
             if place.name in self._starts:
-                # A tensor of its own: the first microbatch may have saved the other for backward.
+                # A new tensor, because the first microbatch may have saved the other for backward.
                 start = self._starts[place.name].clone()
                 place.table[place.leaf] = start if place.is_buffer else frozen(start)
 
     def _look(
         self, place: TensorPlace, mark: TensorSnapshot, now: torch.Tensor, module: nn.Module
     ) -> None:
-        """Note whether a forward wrote a tensor, and keep what it wrote."""
+        """Record a write of a tensor by a forward, and keep the written values."""
         name = place.name
         if name in self._ends:
             self._compare_microbatch(place)
@@ -208,9 +207,9 @@ class ForwardWrites:
             self._versions.setdefault(self.microbatch, []).append((now, now._version))
 
     def before_backward(self, microbatch: int) -> None:
-        """Let autograd find parameters as the forward of a microbatch left them.
+        """Make autograd see the parameters as the forward of a microbatch left them.
 
-        A later microbatch has written the same numbers into them since.
+        A later microbatch has written the same values since, which increased their versions.
         """
         for tensor, version in self._versions.get(microbatch, ()):
             set_version(tensor, version)
@@ -224,7 +223,7 @@ class ForwardWrites:
             self._written[name] = Left(checksum(local_of(now)), sample_of(now))
 
     def _keep_in_shard(self, place: TensorPlace, mark: TensorSnapshot, module: nn.Module) -> None:
-        """Copy what a unit's gathered parameter now holds into this rank's shard."""
+        """Copy the values of a unit's gathered parameter into this rank's shard."""
         placed = self._plan.assignment.tensors[place.name]
         if placed.dtype != placed.compute_dtype:
             raise ApplyError(write_problems.cast_problem(place, placed.compute_dtype))
@@ -236,7 +235,7 @@ class ForwardWrites:
             store_gathered(module, now)
 
     def _reset_memory(self, place: TensorPlace) -> None:
-        """Undo `weight.data = ...`: a unit would go on gathering into the memory from before."""
+        """Undo `weight.data = ...`, because the unit would keep gathering into the old storage."""
         memory, now = self._memory.get(place.name), place.tensor
         if memory is None or isinstance(now, DTensor) or now.data_ptr() == memory.data_ptr():
             return
@@ -244,7 +243,7 @@ class ForwardWrites:
         now.data = memory
 
     def _compare_microbatch(self, place: TensorPlace) -> None:
-        """Take what the first microbatch left, if a later one leaves the same."""
+        """Keep what the first microbatch left, if a later one left the same; else handle it."""
         tensor, left = self._ends.pop(place.name)
         if is_close(local_of(place.tensor), left):
             self._reset_memory(place)
@@ -274,15 +273,15 @@ class ForwardWrites:
 
     @property
     def writes(self) -> bool:
-        """Whether a forward has left anything behind that another one may meet."""
+        """True if a forward has left something behind that a later one may see."""
         written = self._written.keys() - self._statistics
         return bool(written or self._kept_sums or self._leaves_attributes)
 
     def check_repeated(self, module: nn.Module) -> None:
-        """Refuse a parameter inside `module` that a second run of its forward wrote otherwise.
+        """Reject a parameter in `module` to which a second run of its forward wrote other values.
 
         Raises:
-            ApplyError: Such as a moving average of weights, which would move twice.
+            ApplyError: There is one, such as a moving average of weights, which would move twice.
         """
         inside = {id(owner) for owner in module.modules()}
         for name, left in self._written.items():
@@ -297,26 +296,27 @@ class ForwardWrites:
 
     def _own_model(self) -> nn.Module:
         model = self._model()
-        assert model is not None  # Its own hook called.
+        assert model is not None  # Its own hook called this.
         return model
 
-    # Between the ranks.
+    # Across ranks.
 
     def _group(self) -> dist.ProcessGroup:
         return submesh(self._mesh, GRADIENT_AXES, flat=True).get_group()
 
     def _trains(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer holds parameters of the model; asked again when due."""
+        """Return True if an optimizer has parameters of the model; rechecked in due steps."""
         if optimizer not in self._optimizers or is_due(self._steps + 1):
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             self._optimizers[optimizer] = any(id(p) in held for p in self._own_model().parameters())
         return self._optimizers[optimizer]
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Compare what the ranks wrote; every rank of the data axes comes to the same answer.
+        """Compare what the ranks wrote; every rank of the data axes gets the same answer.
 
         Raises:
-            ApplyError: Ranks wrote different numbers into one parameter.
+            ApplyError: Ranks wrote different values into one parameter, or into a tensor from which
+                the output was computed.
         """
         if not self._trains(optimizer):
             return
@@ -342,15 +342,15 @@ class ForwardWrites:
             write_problems.warn(told, "ranks")
 
     def _refuse_statistic(self, name: str, between: str) -> None:
-        """Refuse what samples have written and the output depends on, unless the plan allows it."""
+        """Reject a sample-dependent write that the output depends on, unless the plan allows it."""
         allowed = self._plan.spec.batch.per_rank
         if name in self._reached and name not in self._statistics and not allowed:
             raise ApplyError(write_problems.statistic_problem(name, between))
 
     def _note(self, name: str) -> int | None:
-        """A number that tells what was written from what another rank wrote."""
+        """Return a number that differs between ranks that wrote different values."""
         place, left = self._places[name], self._written[name]
-        # A unit's parameter is in parts again: what counts is what it was while it was whole.
+        # A unit's parameter is sharded again, so use the checksum from when it was gathered.
         if place.unit is not None:
             return None if left is None else left.checksum
         return checksum(local_of(place.tensor))
@@ -361,17 +361,20 @@ _by_model = weakref.WeakKeyDictionary()
 
 
 def watch_forward_writes(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Keep, share or refuse what the forward of a model writes.
+    """Keep, share or reject what the forward of a model writes; a compiled model is not watched.
 
     Args:
-        model: The user's module or a stage, not yet wrapped: hooks lie inside those that gather.
+        model: The user's module or a stage, before wrapping: these hooks must run inside those
+            that gather.
+        plan: The plan to apply to the model.
+        mesh: The DeviceMesh that the plan is applied on.
     """
     if not compiles(model, plan):
         ForwardWrites(model, plan, mesh)
 
 
 def writes_in_forward(model: nn.Module) -> bool:
-    """Return whether a forward leaves anything behind, but for the running statistics of norms."""
+    """Return True if a forward leaves something behind, other than running statistics of norms."""
     writes = _of(model)
     return writes is not None and writes.writes
 
@@ -382,21 +385,21 @@ def _of(model: nn.Module) -> ForwardWrites | None:
 
 
 def begin_microbatch(model: nn.Module, number: int) -> None:
-    """Say which microbatch of its step the next forward of this model runs."""
+    """Set which microbatch of its step the next forward of this model runs."""
     writes = _of(model)
     if writes is not None:
         writes.microbatch = number
 
 
 def before_backward(model: nn.Module, number: int) -> None:
-    """Say which microbatch's backward comes next, where several forwards went before."""
+    """Prepare for the backward of a microbatch, after the forwards of several."""
     writes = _of(model)
     if writes is not None:
         writes.before_backward(number)
 
 
 def refuse_second_writes(module: nn.Module) -> None:
-    """Refuse what a forward that has just run again in backward wrote otherwise than at first."""
+    """Reject a parameter to which a forward just recomputed in backward wrote other values."""
     for found in tuple(_by_model.values()):
         writes = found()
         if writes is not None:

@@ -1,4 +1,4 @@
-"""Modules that compute on parts by rule: what the first forward compares with itself whole."""
+"""Modules sharded by rule, which the first forward compares with their unsharded computation."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from meshplan.runtime.base.module_state import own_attributes
 
 @dataclass(slots=True)
 class LocalModule:
-    """A module whose inner modules are cut, and its first inputs.
+    """A module whose inner modules are sharded, and its first inputs.
 
     Attributes:
-        fqn: Its name.
-        kind: What modules that run the same code have in common; one of each kind is proved.
-        family: What it shares with modules of other kinds that may speak for it where it cannot
-            be compared: later attention may get what an earlier one made of its own heads (T5's
-            position bias), which has no counterpart in the whole. None: nobody may.
-        whole: Attributes that change, as one process has them.
-        is_enclosed: Whether another island holds it, and proves what happens to its outputs.
-        inputs: Arguments and keyword arguments of its first call.
+        fqn: Name of the module.
+        kind: Key that modules running the same code share; one module of each kind is compared.
+        family: Key shared with modules of other kinds whose comparison may count for this module
+            if it cannot be compared itself: later attention may get what an earlier one made of
+            its own heads (T5's position bias), which has no counterpart in the whole. None if no
+            other module counts.
+        whole: Values that one process has in the attributes that tp changes.
+        is_enclosed: True if another island contains it and checks what happens to its outputs.
+        inputs: Arguments and keyword arguments of its first call; None before and after use.
     """
 
     fqn: str
@@ -37,7 +38,10 @@ class LocalModule:
 
 
 def local_modules_of(model: nn.Module, plan: Plan) -> list[LocalModule]:
-    """Modules whose attributes changed, or that hold a module in pieces or a cut pair."""
+    """Return the modules with changed attributes, a fused weight in pieces or a sharded pair.
+
+    Modules in which every styled module is proved already are left out.
+    """
     changed: dict[str, dict[str, int]] = {}
     styles = plan.assignment.styles
     for attribute in plan.assignment.attributes:
@@ -64,7 +68,10 @@ def local_modules_of(model: nn.Module, plan: Plan) -> list[LocalModule]:
 
 
 def _kind(module: nn.Module) -> tuple[object, ...]:
-    """One class may hold several branches: by the modules it has, or by a switch."""
+    """Return a key of the code that a module runs.
+
+    One class may contain several branches, chosen by the modules it has or by a switch.
+    """
     parts = tuple((name, type(m)) for name, m in module.named_modules())
     switches = tuple(
         (name, value)

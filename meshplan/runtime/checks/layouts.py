@@ -1,4 +1,4 @@
-"""Proof that the live model is what the plan says, parameter by parameter."""
+"""A check that the live model matches the plan, parameter by parameter."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from meshplan.runtime.base.mesh import cut_dims, local_of
 
 
 def check_live(model: nn.Module, plan: Plan) -> None:
-    """Every parameter and buffer has the plan's shape, local shape, dtype and axes.
+    """Check that every parameter and buffer has the plan's shape, local shape, dtype and axes.
 
     Raises:
-        ApplyError: With every tensor that differs, or that is missing, or that was not planned.
+        ApplyError: Some tensors differ, are missing, or are not in the plan; it lists all of them.
     """
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     live = dict(inner.named_parameters()) | dict(inner.named_buffers())
@@ -62,6 +62,6 @@ def _differences(fqn: str, tensor: torch.Tensor, placed: Placed, plan: Plan) -> 
 
 
 def _spell(cuts: Mapping[str, int | None], mesh: Mesh) -> str:
-    """`dp_shard on dim 0, tp on dim 1`; axes of one rank cut nothing."""
+    """Format axes as `dp_shard on dim 0, tp on dim 1`; axes of one rank shard nothing."""
     words = sorted(f"{axis} on dim {dim}" for axis, dim in cuts.items() if mesh.size(axis) > 1)
     return ", ".join(words) or "nowhere"

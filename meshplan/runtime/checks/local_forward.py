@@ -1,11 +1,11 @@
-"""The first forward proves that a module cut by rule computes what it computed whole.
+"""A check in the first forward that a module sharded by rule computes what it computes unsharded.
 
-Names and sizes tell which attributes count heads, where the pieces of a fused weight lie and which
-projections belong together; they cannot tell what the code does with them. An attention bias built
-from `num_heads`, a slice at the whole width, another order of the pieces, a softmax over features
-that are cut: the loss falls all the same, only the numbers are wrong. So one module of each kind is
-run again after the first forward, on the inputs it got, once as it is and once whole, on every rank
-of tp; what differs is refused before anything is updated.
+Names and sizes show which attributes count heads, where the pieces of a fused weight lie and which
+projections belong together. They cannot show what the code does with them: an attention bias built
+from `num_heads`, a slice at the whole width, another order of the pieces, or a softmax over sharded
+features. The loss falls all the same, only the numbers are wrong. So one module of each kind runs
+again after the first forward on the inputs it got, once as it is and once unsharded, on every rank
+of tp. A difference is rejected before anything is updated.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from meshplan.runtime.checks.islands import LocalModule, local_modules_of
 
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.float64: 1e-3}
 _HALF: Final = 5e-2
-"""Relative differences that rounding does not make [Empirical]: a wrong head differs by 0.1 and
+"""Relative differences that rounding does not reach [Empirical]: a wrong head differs by 0.1 and
 more, and the same sum in another order by 1e-6 in single precision."""
 _INFINITE, _LEFT_CUT, _INCOMPARABLE = 2.0**98, 2.0**99, 2.0**100
-"""More than any difference: what cannot be told by one."""
+"""Codes above any real difference, for outcomes that are no number."""
 
 _HOOKS: Final = (
     "_forward_pre_hooks", "_forward_hooks",
@@ -53,7 +53,14 @@ _HOOKS: Final = (
 
 @dataclass(slots=True)
 class _PendingProof:
-    """What is still to be shown about one model."""
+    """The comparisons that are still to be made for one model.
+
+    Attributes:
+        waiting: Kinds of modules of which none has been captured yet.
+        captured: Modules with captured inputs that are still to be compared.
+        proved: Families of which a module was compared successfully.
+        undo: Functions that remove what was installed.
+    """
 
     plan: Plan
     mesh: DeviceMesh
@@ -63,7 +70,7 @@ class _PendingProof:
     undo: list[Callable[[], None]] = field(default_factory=list)
 
     def settle(self, model: nn.Module) -> None:
-        """Compare what was captured; a module that was not called, or not yet, waits."""
+        """Compare the captured modules; a module that has not been called yet keeps waiting."""
         captured, self.captured = self.captured, []
         for island in captured:
             _prove(model, island, self)
@@ -73,7 +80,11 @@ class _PendingProof:
 
 
 def prove_first_forward(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Watch the model's first forward, and compare after it."""
+    """Capture inputs during the model's first forward, and compare after it.
+
+    Raises:
+        ApplyError: From the forward or the optimizer step, if a module computes something else.
+    """
     islands = local_modules_of(model, plan)
     if plan.mesh.size("tp") == 1 or not islands:
         return
@@ -81,10 +92,10 @@ def prove_first_forward(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     is_compiled = bool(plan.assignment.compiled)
 
     def before(module: nn.Module, args: Any) -> None:
-        if not handles:  # Now, so that it runs after every hook that watches the forward itself.
+        if not handles:  # Registered late, to run after every hook that watches the forward itself.
             handles.append(module.register_forward_hook(after))
             proof.undo.append(handles[0].remove)
-        if is_compiled:  # What is captured and compared is no part of the graph.
+        if is_compiled:  # Capturing and comparing must not become part of a compiled graph.
             torch.compiler.set_stance("force_eager")
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -93,7 +104,7 @@ def prove_first_forward(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         proof.settle(module)
 
     def step(optimizer: torch.optim.Optimizer) -> None:
-        # A stage of a pipeline ends its forward before hooks of the whole see it.
+        # A pipeline stage ends its forward before hooks of the whole model can see it.
         found = weak()
         mine = {id(p) for p in found.parameters()} if found is not None else set()
         if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
@@ -110,7 +121,7 @@ def prove_first_forward(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
 
 
 def _capture(module: nn.Module, island: LocalModule, proof: _PendingProof) -> Callable[[], None]:
-    """Keep the first inputs; returns what makes the module forget about it."""
+    """Capture the first inputs of a module; return a function that undoes the change."""
     forward, own = module.forward, vars(module).get("forward")
 
     @wraps(forward)
@@ -141,16 +152,16 @@ def _capture(module: nn.Module, island: LocalModule, proof: _PendingProof) -> Ca
 
 
 def _keep(inputs: Any) -> Any:
-    """A copy that the first forward does not touch; None where there is no making one."""
+    """Copy inputs so that the first forward cannot change them; None if they cannot be copied."""
     try:
         with torch.no_grad():
             return _mapped(inputs, lambda t: t.detach().clone())
     except (RuntimeError, TypeError):
-        return None  # A cache that holds results of earlier layers: another module will do.
+        return None  # Such as a cache with results of earlier layers: another module will do.
 
 
 def _mapped(value: Any, change: Any) -> Any:
-    """A structure with its tensors changed and everything else copied."""
+    """Copy a nested value, with `change` applied to its tensors."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) in (tuple, list):
@@ -161,7 +172,7 @@ def _mapped(value: Any, change: Any) -> Any:
 
 
 def _prove(model: nn.Module, island: LocalModule, proof: _PendingProof) -> None:
-    """Compare one module with itself made whole; every rank takes part and every rank raises."""
+    """Compare one module with its unsharded self; every rank takes part and every rank raises."""
     module = model.get_submodule(island.fqn)
     tp = submesh(proof.mesh, ("tp",))
     parts = _parts(model, island, proof.plan, tp)
@@ -175,10 +186,10 @@ def _prove(model: nn.Module, island: LocalModule, proof: _PendingProof) -> None:
                 apart = _apart(own, every, tp, may_be_cut=island.is_enclosed)
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 failure, apart = error, _INCOMPARABLE
-    island.inputs = None  # The memory of a whole activation, on which nobody waits any more.
+    island.inputs = None  # Frees a whole activation that is not needed any more.
     worst = torch.tensor(apart, device=proof.mesh.device_type)
     for axis in proof.mesh.mesh_dim_names or ():
-        if axis != "pp":
+        if axis != "pp":  # Ranks that differ along pp have other modules.
             dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=proof.mesh.get_group(axis))
     if worst <= 1.0:
         proof.proved.add(island.family)
@@ -204,7 +215,10 @@ def _problem(island: LocalModule, module: nn.Module, plan: Plan, worst: float) -
 def _parts(
     model: nn.Module, island: LocalModule, plan: Plan, tp: DeviceMesh
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Every parameter of the module as tp lays it out, and whole; data axes gathered."""
+    """Return every parameter of the module, sharded as by tp and unsharded, by fqn in the module.
+
+    Both are gathered over the data axes. Constant weights are replaced by noise (`dry_run.noise`).
+    """
     out = {}
     for fqn, parameter in model.get_submodule(island.fqn).named_parameters():
         placed = plan.assignment.tensors.get(f"{island.fqn}.{fqn}".removeprefix("."))
@@ -226,13 +240,13 @@ def _parts(
 
 
 def _run(module: nn.Module, island: LocalModule, values: Mapping[str, torch.Tensor]) -> list[Any]:
-    """The tensors that the module returns, and those it keeps, when its parameters are these."""
+    """Run a module with these parameters; return its output tensors and those it keeps."""
     assert island.inputs is not None
     args, kwargs = _mapped(island.inputs, torch.Tensor.clone)
     with _hidden(module, values), as_written():
         before = {key: _stamp(value) for key, value in module_state_of(module).items()}
         out = [tensor for _, tensor in tensors_in(module.forward(*args, **kwargs))]
-        # An auxiliary loss may be kept for later, or what one is made of.
+        # Modules may keep an auxiliary loss for later, or tensors from which one is computed.
         for key, value in sorted(module_state_of(module).items(), key=lambda item: item[0]):
             if isinstance(value, torch.Tensor) and _stamp(value) != before.get(key):
                 out.append(value.clone())
@@ -240,14 +254,14 @@ def _run(module: nn.Module, island: LocalModule, values: Mapping[str, torch.Tens
 
 
 def _stamp(value: Any) -> tuple[int, int]:
-    """Which object it is, and how often it was written to."""
+    """Return the identity of a value and, for a tensor, its version counter."""
     has_version = isinstance(value, torch.Tensor) and not value.is_inference()
     return id(value), value._version if has_version else 0
 
 
 @contextmanager
 def _hidden(module: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """An instance attribute hides the parameter of the same name."""
+    """Hide parameters behind instance attributes of the same name."""
     hidden = []
     try:
         for fqn, value in values.items():
@@ -263,7 +277,7 @@ def _hidden(module: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[N
 
 @contextmanager
 def _uncut(module: nn.Module, island: LocalModule, plan: Plan, tp: DeviceMesh) -> Iterator[None]:
-    """The module's code as one process runs it: no flows, no local compute, whole numbers."""
+    """Run the module's code as one process does: without tp's hooks, on unsharded attributes."""
 
     def inside(fqn: str) -> nn.Module:
         return module.get_submodule(fqn[len(island.fqn) :].removeprefix("."))
@@ -290,7 +304,7 @@ def _uncut(module: nn.Module, island: LocalModule, plan: Plan, tp: DeviceMesh) -
 
 
 def _pass_the_sequence(module: nn.Module, use: StyleUse, tp: DeviceMesh) -> None:
-    """Between modules lie parts of the sequence, whether or not the module is cut."""
+    """Gather and split the sequence around a module, because its neighbours work on parts of it."""
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         name = next(iter(kwargs), "")
@@ -310,11 +324,17 @@ def _pass_the_sequence(module: nn.Module, use: StyleUse, tp: DeviceMesh) -> None
 def _apart(
     own: list[torch.Tensor], every: list[torch.Tensor], tp: DeviceMesh, *, may_be_cut: bool
 ) -> float:
-    """The largest difference of this rank's outputs from their place in the whole ones.
+    """Return the largest difference of this rank's outputs from their slice of the whole ones.
+
+    Args:
+        own: Outputs of the sharded module.
+        every: Outputs of the unsharded module.
+        tp: The tp axis of the mesh.
+        may_be_cut: If True, outputs may be sharded along their last dim.
 
     Returns:
-        In units of the tolerance; `_LEFT_CUT` where features come out cut and may not, and
-        `_INCOMPARABLE` where nothing could be compared.
+        The difference in units of the tolerance; `_INFINITE` if it is not finite, `_LEFT_CUT` if
+        features are sharded but must not be, `_INCOMPARABLE` if there was nothing to compare.
     """
     worst, compared = 0.0, 0
     for part, whole in zip(own, every, strict=True):
@@ -325,7 +345,7 @@ def _apart(
             continue
         compared += 1
         scale = whole.abs().nan_to_num(0, 0).max().clamp_min(torch.finfo(whole.dtype).tiny)
-        # Infinities and what is no number may stand in both, as behind a mask.
+        # Infinities and NaNs may stand in both, as behind a mask.
         is_same = (part == whole) | (part.isnan() & whole.isnan())
         share = ((part - whole).abs().masked_fill(is_same, 0).max() / scale).item()
         allowed = _TOLERANCE.get(whole.dtype, _HALF)

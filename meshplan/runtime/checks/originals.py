@@ -1,4 +1,4 @@
-"""Values of tensors as they were before the code of a forward first wrote over them."""
+"""Values of tensors from before the forward first wrote over them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from meshplan.runtime.base.mesh import local_of
 
 
 class Originals(TorchFunctionMode):
-    """While it watches, keeps a copy of each given tensor that a function writes in place.
+    """A mode that copies each given tensor right before a function first writes it in place.
 
-    Copies are made just before the write, so that nothing is copied which nobody writes. A write
-    is a call whose name ends in an underscore, an item assignment, or a call with `out=`.
+    So nothing is copied that is never written. A write is a call whose name ends in an underscore,
+    an item assignment, an in-place operator, or a call with `out=`.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Originals(TorchFunctionMode):
         self._is_watching = False
 
     def begin(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Watch these tensors, by name."""
+        """Start watching these tensors, given by name."""
         self._tensors = {name: local_of(tensor) for name, tensor in tensors}
         self._kept = {}
         self._names = {t.untyped_storage().data_ptr(): n for n, t in self._tensors.items()}
@@ -36,9 +36,9 @@ class Originals(TorchFunctionMode):
         self.__enter__()
 
     def end(self, written: Collection[str]) -> dict[str, torch.Tensor]:
-        """Stop watching; returns what the tensors of these names held when it began.
+        """Stop watching; return the values at the beginning of the tensors named in `written`.
 
-        One that another tensor was put in the place of still holds it.
+        A tensor that was replaced rather than written still has its values.
         """
         self.stop()
         found = {n: self._kept.get(n, t) for n, t in self._tensors.items() if n in written}
@@ -46,7 +46,7 @@ class Originals(TorchFunctionMode):
         return found
 
     def stop(self) -> None:
-        """Watch no more; a second call does nothing."""
+        """Stop watching; a second call does nothing."""
         if self._is_watching:
             self._is_watching = False
             self.__exit__(None, None, None)
@@ -60,7 +60,7 @@ class Originals(TorchFunctionMode):
         targets += out if isinstance(out, tuple | list) else [out]
         for target in targets:
             target = local_of(target) if isinstance(target, DTensor) else target
-            # Other subclasses have no memory of their own to look up.
+            # Other subclasses have no storage of their own to look up.
             if type(target) in (torch.Tensor, nn.Parameter) and target.layout == torch.strided:
                 self._keep(target)
         return func(*args, **kwargs)

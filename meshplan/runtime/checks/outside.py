@@ -1,9 +1,9 @@
-"""Parameters used outside the forward of the unit that gathers them.
+"""Detection of parameters used outside the forward of the unit that gathers them.
 
-Such a use sees this rank's part only. Most of them raise deep inside torch, but not all: the
-largest element of a part is a number like any other. So during the first forward, and the first
-loss, every operation that reads a parameter in parts is refused by name. Differentiating there is
-refused as well: units free what they gathered, and a second derivative would read freed memory.
+Such a use sees this rank's shard only. Most of them raise deep inside torch, but not all: the
+largest element of a shard is a number like any other. So during the first forward, and the first
+loss, every operation that reads a sharded parameter is rejected by name. Differentiating is
+rejected as well: units free what they gathered, and a second derivative would read freed memory.
 """
 
 from __future__ import annotations
@@ -28,20 +28,25 @@ _FACTS: Final = frozenset((
     "_version", "name", "is_inference", "is_signed", "register_hook", "__hash__", "__repr__",
     "__format__", "__len__", "ndimension", "is_pinned", "is_mkldnn", "volatile",
 ))  # fmt: skip
-"""What may be asked of a parameter that lies in parts: the answer is that of the whole."""
+"""Attributes and methods allowed on a sharded parameter, as they answer for the whole tensor."""
 
 
 _DIFFERENTIATE: Final = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 
 
 class OutsideUse(TorchFunctionMode):
-    """While active, refuses to compute with a parameter that no unit has gathered."""
+    """A mode that rejects computations with a parameter that no unit has gathered.
+
+    Attributes:
+        has_units: True if the plan uses units of sharding.
+        lying: (fqn, unit) of each sharded parameter, by the `id` of the parameter.
+    """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         super().__init__()
         self.has_units = plan.assignment.wrapper == "units"
-        # Gathered parameters are other objects, so these are met only where nothing gathers them.
-        # Of a pipeline, a rank holds some.
+        # Gathered parameters are other objects, so the sharded ones only occur where no unit
+        # gathers them. With a pipeline, a rank has only some of the parameters.
         live = dict(model.named_parameters(remove_duplicate=False))
         self.lying = {
             id(live[fqn]): (fqn, placed.unit)
@@ -62,7 +67,7 @@ class OutsideUse(TorchFunctionMode):
 
 
 def _name(func: Any) -> str:
-    """The method's name; of a property's getter, that of the property."""
+    """Return the name of a method; for the getter of a property, the name of the property."""
     name = getattr(func, "__name__", str(func))
     owner = getattr(func, "__self__", None)
     return getattr(owner, "__name__", name) if name == "__get__" else name
@@ -92,10 +97,10 @@ def _problem_of_gradients(operation: str) -> Problem:
 
 
 def refuse_second_derivatives(model: nn.Module, plan: Plan) -> None:
-    """Raise where a loop of one's own differentiates with `create_graph`, in every step.
+    """Raise if a custom training loop differentiates with `create_graph`, in any step.
 
-    What ranks of tp send one another counts as constant in the gradient's own graph, so the
-    second derivative would be wrong without a word.
+    What ranks of tp exchange counts as constant in the graph of the gradient, so the second
+    derivative would be silently wrong.
     """
     if plan.assignment.wrapper != "units" and plan.mesh.size("tp") == 1:
         return
@@ -113,7 +118,7 @@ def refuse_second_derivatives(model: nn.Module, plan: Plan) -> None:
 
     def watch(module: nn.Module, args: Any, output: Any) -> None:
         for _, tensor in tensors_in(output):
-            if tensor.grad_fn is not None:  # A parameter that the model returns keeps its hooks.
+            if tensor.grad_fn is not None:  # A leaf, such as a parameter, would keep the hook.
                 tensor.register_hook(look)
 
     model.register_forward_hook(watch)
@@ -131,18 +136,18 @@ def _problem_of_others(fqn: str) -> Problem:
 
 
 def guard_loss(model: nn.Module, plan: Plan) -> AbstractContextManager[object]:
-    """The same for a loss function; to be made while no unit is gathered."""
+    """Return a context that rejects such uses in a loss; create it while no unit is gathered."""
     is_at_work = plan.assignment.wrapper == "units" and plan.assignment.stages is None
     return OutsideUse(model, plan) if is_at_work else nullcontext()
 
 
 def watch_first_forward(model: nn.Module, plan: Plan) -> None:
-    """Refuse the first forward that uses a parameter in parts, before anything is updated."""
+    """Reject the first forward if it uses a sharded parameter, before anything is updated."""
     has_units = plan.assignment.wrapper == "units"
     if not (has_units or plan.mesh.size("tp") > 1):
         return
     watch = OutsideUse(model, plan)
-    begun: list[bool] = []  # Hooks cannot be removed while they run.
+    begun: list[bool] = []  # A list instead of removing hooks, which is impossible while they run.
 
     def look(*_: Any) -> None:
         live = {} if begun else dict(model.named_parameters(remove_duplicate=False))

@@ -1,4 +1,4 @@
-"""Where a model's tensors hang, and what tells that one of them was written."""
+"""Places of a model's tensors, and snapshots that show whether a tensor was written."""
 
 from __future__ import annotations
 
@@ -14,12 +14,23 @@ from meshplan.runtime.base.digest import checksum
 from meshplan.runtime.base.mesh import local_of
 
 _ROUNDING: Final = 1e-4
-"""Relative difference that repeating a normalisation makes at most; other samples make more."""
+"""Largest relative difference from repeating a normalisation; other samples differ by more."""
 _SAMPLES: Final = 1024
 
 
 class TensorPlace(NamedTuple):
-    """Where a parameter or a buffer hangs; units hang other objects there while they compute."""
+    """The place of a parameter or buffer in its module.
+
+    While a unit computes, other objects are in the places of its parameters.
+
+    Attributes:
+        name: The fqn of the tensor.
+        owner: The module that has it.
+        table: The owner's `_parameters` or `_buffers`.
+        leaf: Key in `table`.
+        is_buffer: True for a buffer, False for a parameter.
+        unit: The unit of sharding that gathers the tensor; None if no unit does.
+    """
 
     name: str
     owner: nn.Module
@@ -30,7 +41,7 @@ class TensorPlace(NamedTuple):
 
     @property
     def is_there(self) -> bool:
-        """Return whether it holds a tensor; the model's code may set a buffer to None."""
+        """True if there is a tensor; the model's code may set a buffer to None."""
         return self.table.get(self.leaf) is not None
 
     @property
@@ -40,17 +51,20 @@ class TensorPlace(NamedTuple):
 
     @property
     def can_be_swapped(self) -> bool:
-        """Return whether another object may hang there during a forward."""
+        """True if another object may take the tensor's place during a forward."""
         return self.unit is None and not self.tensor.requires_grad
 
 
 class TensorSnapshot(NamedTuple):
-    """A tensor before a forward.
+    """The state of a tensor before a forward.
 
     Attributes:
-        data: The same memory, which `weight.data = ...` leaves to it; None of a DTensor.
-        pointer: Where that begins; 0 of a DTensor.
-        checksum: Of the contents, where these are compared.
+        tensor: The tensor itself.
+        data: Another tensor on its memory, which `weight.data = ...` leaves alone; None for a
+            DTensor.
+        pointer: Address of that memory; 0 for a DTensor.
+        version: In-place version counter of the tensor.
+        checksum: Checksum of the values; None if values are not compared.
     """
 
     tensor: torch.Tensor
@@ -61,14 +75,14 @@ class TensorSnapshot(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What the last forward whose contents were looked at left of a written tensor."""
+    """The values that a forward left in a written tensor, at the last comparison of values."""
 
     checksum: int
     sample: torch.Tensor
 
 
 def places_of(model: nn.Module, plan: Plan) -> Iterator[TensorPlace]:
-    """The first name of every tensor that holds numbers."""
+    """Yield the place of every tensor that has elements, under its first name."""
     has_units = plan.assignment.wrapper == "units"
     for fqn, placed in plan.assignment.tensors.items():
         path, _, leaf = fqn.rpartition(".")
@@ -81,10 +95,10 @@ def places_of(model: nn.Module, plan: Plan) -> Iterator[TensorPlace]:
 
 
 def goes_on(place: TensorPlace, plan: Plan) -> bool:
-    """Return whether a tensor is meant to differ from one microbatch to the next.
+    """Return True if a tensor is meant to differ from one microbatch to the next.
 
-    Running statistics, embeddings with `max_norm`, of which each microbatch scales the rows that it
-    looks up, and every buffer where the plan lets each rank and microbatch keep its own.
+    This holds for running statistics, for embeddings with `max_norm`, where each microbatch scales
+    the rows that it looks up, and for every buffer if the plan sets `batch: {per_rank: true}`.
     """
     if place.is_buffer and plan.spec.batch.per_rank:
         return True
@@ -95,7 +109,7 @@ def goes_on(place: TensorPlace, plan: Plan) -> bool:
 def marks_of(
     places: Iterable[TensorPlace], has_contents: bool
 ) -> list[tuple[TensorPlace, TensorSnapshot]]:
-    """What is there, each with its mark. In every forward, so it has to be quick."""
+    """Return the places that have a tensor, with snapshots. Must be fast, for every forward."""
     found = ((place, place.table.get(place.leaf)) for place in places)
     return [(place, mark_of(now, has_contents)) for place, now in found if now is not None]
 
@@ -103,7 +117,7 @@ def marks_of(
 def mark_of(tensor: torch.Tensor, has_contents: bool) -> TensorSnapshot:
     found = checksum(local_of(tensor)) if has_contents else None
     version = 0 if tensor.is_inference() else tensor._version
-    if isinstance(tensor, DTensor):  # Whose `.data` would be dispatched, and is not needed.
+    if isinstance(tensor, DTensor):  # Its `.data` would be dispatched, and is not needed.
         return TensorSnapshot(tensor, None, 0, version, found)
     return TensorSnapshot(tensor, tensor.data, tensor.data_ptr(), version, found)
 
@@ -123,7 +137,7 @@ def sample_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_close(now: torch.Tensor, before: torch.Tensor) -> bool:
-    """Return whether two tensors are equal but for rounding."""
+    """Return True if two tensors are equal up to rounding."""
     if now.shape != before.shape or now.dtype != before.dtype:
         return False
     if not now.is_floating_point() or torch.equal(now, before):

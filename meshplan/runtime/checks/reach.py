@@ -1,4 +1,4 @@
-"""Tensors that what a forward returns was computed from, found call by call."""
+"""Tensors from which the output of a forward was computed, found call by call."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _Names = frozenset[str]
 
 
 class Reach(TorchFunctionMode):
-    """While it watches, follows given tensors through every function that is called on them.
+    """A mode that follows given tensors through every function that is called on them.
 
-    What a function returns, or writes into its first argument, comes from all that it is given.
-    What goes through Python numbers (`.item()`) or through functions that torch does not show
-    (`torch.autograd.Function`) is lost on the way, so a name that is missing proves nothing.
+    A function's results, and its first argument if it writes that, count as computed from all its
+    arguments. The trace is lost in Python numbers (`.item()`) and in functions that torch does not
+    intercept (`torch.autograd.Function`), so a missing name proves nothing.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Reach(TorchFunctionMode):
         self._is_watching = False
 
     def begin(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Follow these tensors, by name."""
+        """Start following these tensors, given by name."""
         self._names = {}
         for name, tensor in tensors:
             self._add(tensor, frozenset((name,)))
@@ -37,13 +37,13 @@ class Reach(TorchFunctionMode):
             self.__enter__()
 
     def stop(self) -> None:
-        """Follow no further; a second call does nothing."""
+        """Stop following; a second call does nothing."""
         if self._is_watching:
             self._is_watching = False
             self.__exit__(None, None, None)
 
     def end(self, output: Any) -> _Names:
-        """Stop, and return the names of what `output` was computed from."""
+        """Stop, and return the names of the tensors from which `output` was computed."""
         self.stop()
         found = [self._of(tensor) for _, tensor in tensors_in(output)]
         self._names = {}

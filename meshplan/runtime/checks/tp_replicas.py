@@ -1,10 +1,10 @@
-"""The first gradients tell whether replicas along tp are replicas.
+"""A check of the first gradients for parameters that are replicated along tp.
 
-A parameter that tp does not cut is the same on every rank of tp, and must get the same gradient
-there. It does not if it computes on parts: a norm inside cut heads or on a part of the sequence,
-a key projection left whole under cut queries, attention over a part of the sequence. Nothing
-else would show: the loss falls, only the numbers are wrong. So the first optimizer step compares
-these gradients before anything is updated, and later ones those that were zero until then.
+A parameter that tp does not shard is equal on every rank of tp, and must get equal gradients. It
+does not if it computes on shards: a norm inside sharded heads or on a part of the sequence, a key
+projection left replicated under sharded queries, attention over a part of the sequence. Nothing
+else would show the mistake: the loss falls, only the numbers are wrong. So the first optimizer step
+compares these gradients before anything is updated, and later steps compare those that were zero.
 """
 
 from __future__ import annotations
@@ -26,13 +26,20 @@ from meshplan.runtime.base.mesh import device, local_of, reduce_along, submesh, 
 from meshplan.runtime.base.optimizer_steps import before_steps
 
 _TOLERANCE: Final = (1e-2, 5e-2)
-"""Relative difference in single and in half precision that rounding does not make and parts of a
-sum do [Empirical]: in a dozen wrong plans on small models the parts differed by 0.1 and more."""
+"""Relative difference, in single and half precision, that rounding does not reach and parts of a
+sum exceed [Empirical]: in a dozen wrong plans on small models the parts differed by 0.1 and
+more."""
 
 
 @dataclass(slots=True)
 class _TpReplicas:
-    """A model some of whose replicas have shown no gradient yet."""
+    """A model with replicated parameters that have had no gradient yet.
+
+    Attributes:
+        waiting: Names of these parameters.
+        steps: Optimizer steps so far.
+        end: Stops the check before steps.
+    """
 
     model: weakref.ref[nn.Module]
     plan: Plan
@@ -43,7 +50,7 @@ class _TpReplicas:
 
 
 def watch_first_step(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Compare the replicas' gradients when an optimizer first steps on this model."""
+    """Compare gradients of replicated parameters when an optimizer first steps on this model."""
     if plan.mesh.size("tp") == 1:
         return
     waiting = {
@@ -66,7 +73,7 @@ def _before_step(watch: _TpReplicas, optimizer: torch.optim.Optimizer) -> None:
     if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
         watch.steps += 1
         if watch.steps & (watch.steps - 1):
-            return  # Steps 1, 2, 4, 8, ...: what stays without gradient costs ever less.
+            return  # Compare in steps 1, 2, 4, 8, ..., so that unused parameters cost ever less.
         watch.waiting -= check_replicas(model, watch.plan, watch.mesh, watch.waiting)
         if not watch.waiting:
             watch.end()
@@ -75,19 +82,20 @@ def _before_step(watch: _TpReplicas, optimizer: torch.optim.Optimizer) -> None:
 def check_replicas(
     model: nn.Module, plan: Plan, mesh: DeviceMesh, names: Collection[str]
 ) -> set[str]:
-    """The parameters of these names have one gradient on all ranks of tp.
+    """Check that the named parameters have equal gradients on all ranks of tp.
 
     Returns:
-        Those that had one: a gradient of zero says nothing, as in a block whose last layer
-        starts at zero.
+        The names of parameters with a nonzero gradient. A gradient of zero proves nothing, as in a
+        block whose last layer starts at zero.
 
     Raises:
-        ApplyError: On every rank, with the parameters whose gradients differ most.
+        ApplyError: Gradients differ. It is raised on every rank, with the parameters that differ
+            most.
     """
     tp = submesh(mesh, ("tp",))
     found_names, gradients = _replicas(model, names)
     present = torch.tensor([g is not None for g in gradients], dtype=torch.int32, device=device())
-    # Along pp ranks hold other stages.
+    # Ranks that differ along pp have other stages.
     axes = [name for name in mesh.mesh_dim_names or () if name != "pp"]
     reduce_along(present, mesh, axes, dist.ReduceOp.MIN)
     found = [
@@ -98,10 +106,10 @@ def check_replicas(
     if not found:
         return set()
     apart, norms = (torch.stack(column) for column in list(zip(*found, strict=True))[1:])
-    # A gradient that is zero but for rounding may differ by all of itself.
+    # A gradient that is zero up to rounding may have any relative difference.
     noise = norms.max() * torch.finfo(coarsest_dtype(plan)).eps
     verdict = torch.where(apart > noise, apart / norms.clamp(min=1e-30), 0.0)
-    # All ranks must come to one answer: a shard of a gradient may be zero where another is not.
+    # All ranks must get one answer, though a shard of a gradient may be zero on some ranks only.
     for each in (verdict, norms):
         reduce_along(each, mesh, axes, dist.ReduceOp.MAX)
     shares = zip((name for name, _, _ in found), verdict.tolist(), strict=True)
@@ -112,20 +120,20 @@ def check_replicas(
 
 
 def check_loss(loss: torch.Tensor, plan: Plan, mesh: DeviceMesh) -> None:
-    """The loss is one number on all ranks of tp.
+    """Check that the loss is equal on all ranks of tp.
 
-    It is not if the model's output is cut, as that of a colwise head is: each rank then takes
-    the loss of its part.
+    It differs if the model's output is sharded, as that of a colwise head is: each rank then
+    computes the loss of its shard.
 
     Raises:
-        ApplyError: On every rank.
+        ApplyError: The loss differs. It is raised on every rank.
     """
     group = submesh(mesh, ("tp",)).get_group()
     low, high = loss.detach().clone(), loss.detach().clone()
     dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
     dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
     differs = (high - low > _tolerance(plan) * high.abs()).float()
-    # Nobody is left waiting in the next step.
+    # Raise on all ranks, so that no rank waits for another in the next step.
     reduce_along(differs, mesh, mesh.mesh_dim_names or (), dist.ReduceOp.MAX)
     if differs:
         raise ApplyError(
@@ -140,15 +148,15 @@ def check_loss(loss: torch.Tensor, plan: Plan, mesh: DeviceMesh) -> None:
 def _replicas(
     model: nn.Module, names: Collection[str]
 ) -> tuple[list[str], list[torch.Tensor | None]]:
-    """The parameters of these names that the live model has, and their gradients."""
+    """Return the named parameters that the live model has, sorted, and their gradients."""
     live = dict(model.named_parameters())
     found = sorted(name for name in names if name in live)
     return found, [live[name].grad for name in found]
 
 
 def _difference(gradient: torch.Tensor, tp: DeviceMesh) -> tuple[torch.Tensor, torch.Tensor]:
-    """(distance of this rank's gradient from the mean over tp, norm of that mean)."""
-    own = local_of(gradient.detach()).float().to(device())  # It may lie on the host.
+    """Return the distance of this rank's gradient from the mean over tp, and that mean's norm."""
+    own = local_of(gradient.detach()).float().to(device())  # It may be offloaded to the host.
     mean = own.clone()
     dist.all_reduce(mean, group=tp.get_group())
     mean /= tp.size()
@@ -156,7 +164,7 @@ def _difference(gradient: torch.Tensor, tp: DeviceMesh) -> tuple[torch.Tensor, t
 
 
 def coarsest_dtype(plan: Plan) -> torch.dtype:
-    """The coarsest dtype that anything computes with."""
+    """Return the coarsest floating-point dtype in which the plan computes."""
     words = {placed.compute_dtype for placed in plan.assignment.tensors.values()}
     floats = [
         dtype for dtype in (getattr(torch, word) for word in words) if dtype.is_floating_point
@@ -170,7 +178,7 @@ def _tolerance(plan: Plan) -> float:
 
 
 def _problem(wrong: list[tuple[float, str]]) -> Problem:
-    """One cause, one message: what lies before the mistake differs too, but by less."""
+    """Return one message: a mistake also changes the gradients of what precedes it, but by less."""
     shown = ", ".join(f"{name} ({share:.0%})" for share, name in wrong[:4])
     others = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
     return Problem(

@@ -1,4 +1,4 @@
-"""Messages about what a forward writes: which tensor, why it cannot be, and what to do instead."""
+"""Messages about writes in a forward: which tensor, why that is wrong, and what to do instead."""
 
 from __future__ import annotations
 

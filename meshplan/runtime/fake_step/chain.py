@@ -1,8 +1,8 @@
-"""A live model as a chain of blocks, from microbatches that were watched.
+"""Turn recorded microbatches of a live model into a `Chain` of blocks for the planner.
 
-Two numbers of samples tell what grows with them and what does not. What lies in no block, before,
-between and after them, is of the first place, and the loss with what follows the last block of the
-last one: nothing is left out. Blocks of which the trace says the same are of one kind.
+Two numbers of samples separate what grows with the samples from what does not. Work outside of all
+blocks belongs to the first place; the loss, and what follows the last block, to the last place. So
+nothing is left out. Blocks with equal records are of one kind.
 """
 
 from __future__ import annotations
@@ -25,21 +25,26 @@ from meshplan.runtime.fake_step.kernels import Counted, OperatorWork
 
 FIRST: Final = ""
 LAST: Final = "loss"
-"""Of what lies in no block."""
+"""Names of the two places for work that lies in no block."""
 Kept = Mapping[str, tuple[int, int]]
 _NOTHING_SENT: Final = Sent()
 _HARDLY: Final = 0.02
-"""Share of the flops that may be priced as something else: no price is good to that."""
+"""Share of the FLOPs that may be priced as something else, as no price is more accurate than that.
+"""
 
 
 class Traces(NamedTuple):
-    """Of one number of samples.
+    """Microbatches with one number of samples.
 
     Attributes:
-        plain: Nothing runs again.
-        again: Every block does; the same as `plain` where there are no blocks.
-        kept: By block ("" for none), bytes in the loss: plain, and run again.
-        turns: By block, the most that its backward holds beside what blocks before it keep.
+        samples: Number of samples.
+        plain: The microbatch without recomputation.
+        again: The microbatch with every block recomputed; the same as `plain` if there are no
+            blocks.
+        kept: For each block ("" for none), bytes saved when the loss is computed: (plain,
+            recomputed).
+        turns: For each block, the most bytes of its backward in addition to what blocks before it
+            save: (plain, recomputed).
     """
 
     samples: int
@@ -50,11 +55,12 @@ class Traces(NamedTuple):
 
 
 def chain_of(plan: Plan, one: Traces, two: Traces) -> Chain:
-    """The chain of a model.
+    """Return the chain of a model.
 
     Args:
-        plan: With its units.
-        one, two: Of numbers of samples that differ by one.
+        plan: The plan whose units were recorded.
+        one: Microbatches with some number of samples.
+        two: Microbatches with one sample more.
     """
     samples = one.samples
     order = _order(one.plain.work, plan.graph.blocks())
@@ -95,12 +101,13 @@ def chain_of(plan: Plan, one: Traces, two: Traces) -> Chain:
 
 
 def chain_as_run(plan: Plan, counted: Counted) -> Chain:
-    """The chain of a microbatch that was counted: what runs again in backward is backward's.
+    """Return the chain of a microbatch as it was counted; recomputation is part of backward.
 
     Args:
-        plan: That was run: without pp and cp.
+        plan: The plan that was run, without pp and cp.
+        counted: The counts of one microbatch under the plan.
 
-    The bytes that blocks keep are not in it.
+    It does not contain the bytes that blocks save for backward.
     """
     order = _order_run(counted)
     sizes, shares = _numels(plan, order, counted.trained), _shares(counted, order)
@@ -134,7 +141,7 @@ def chain_as_run(plan: Plan, counted: Counted) -> Chain:
 
 
 def _chain(found: Sequence[BlockKind], order: Sequence[str]) -> Chain:
-    """Blocks of which the same is known are of one kind, named for the first of them."""
+    """Group blocks with equal numbers into kinds, each named after its first block."""
     kinds: dict[BlockKind, BlockKind] = {}
     each = [
         kinds.setdefault(kind, replace(kind, name=name))
@@ -158,18 +165,19 @@ def check_speed(
     origin: Origin | None,
     told: Callable[[str], None],
 ) -> None:
-    """Refuse a model of whose operators nobody knows how fast they run.
+    """Refuse a model if the speed of its operators is not known.
 
     Args:
-        plan: That was run.
-        flops: Of products and convolutions.
-        convolved: Share of them that are a convolution's.
-        unknown: Operators of others.
-        origin: Where the user named the model.
-        told: Is told of operators whose flops are not known.
+        model: The model, which names the problem.
+        plan: The plan that was run.
+        flops: FLOPs of products and convolutions.
+        convolved: Share of them that are convolutions.
+        unknown: Names of operators outside of aten.
+        origin: Where the user named the model; None if nowhere.
+        told: Progress callback; reports operators whose FLOPs are not known.
 
     Raises:
-        PlanError: Nothing in it is a product, or some of it is a convolution in float32.
+        PlanError: The model has no products, or computes convolutions in float32.
     """
     name = type(model).__name__
     if not flops:
@@ -186,7 +194,7 @@ def check_speed(
 
 
 def _turn(one: Traces, two: Traces, name: str) -> tuple[float, ...]:
-    """Of a place: for each sample, by what runs again."""
+    """Return `Chain.turns` of one place: bytes for one sample, by what is recomputed."""
     if name not in one.turns or name not in two.turns:
         return ()
     plain, again = (
@@ -197,13 +205,13 @@ def _turn(one: Traces, two: Traces, name: str) -> tuple[float, ...]:
 
 
 def _order(work: MicrobatchTrace, blocks: Collection[str]) -> list[str]:
-    """The blocks as they run for the first time; those that nobody saw begin are of no block."""
+    """Return the blocks in the order of their first forward, without those that never begin."""
     began = (mark.unit for mark in work.marks if mark.moment == HookKind.BEFORE_FORWARD)
     return list(dict.fromkeys(unit for unit in began if unit in blocks))
 
 
 def _order_run(counted: Counted) -> list[str]:
-    """The blocks in the order in which those that stand for them ran; others are of no block."""
+    """Return the blocks in the order in which they, or the blocks run in their place, ran."""
     ran = [at.block for at in counted.done if at.block and not at.is_backward]
     at = {block: number for number, block in enumerate(dict.fromkeys(ran))}
     there = [block for block, shown in counted.shown.items() if shown in at]
@@ -213,7 +221,7 @@ def _order_run(counted: Counted) -> list[str]:
 def _shares(
     seen: MicrobatchCosts | Counted, order: Sequence[str]
 ) -> Mapping[tuple[bool, str], OperatorWork]:
-    """What is done by (whether backward runs, place): alike blocks do what was seen of one."""
+    """Return work by (is backward, place); equal blocks get the work of the one that ran."""
     by_shown: dict[str, list[str]] = {}
     for block in order:
         by_shown.setdefault(seen.shown[block], []).append(block)
@@ -237,9 +245,9 @@ def _shares(
 def _numels(
     plan: Plan, order: Sequence[str], trained: Collection[str]
 ) -> Mapping[str, tuple[tuple[int, ...], int]]:
-    """By place, the elements of each parameter, and how many of them get no gradient.
+    """For each place, return the elements of each parameter, and how many of them get no gradient.
 
-    What is in no unit of a block is gathered with the root's.
+    Parameters in no unit of a block are gathered with the root's.
     """
     numels: dict[str, list[int]] = {name: [] for name in (FIRST, *order, LAST)}
     frozen = dict.fromkeys(numels, 0)
@@ -249,7 +257,7 @@ def _numels(
         name = placed.unit or ""
         while name and name not in numels:
             name = name.rpartition(".")[0]
-        # What this rank of tp has of it; the data axes are the cost model's affair.
+        # Shard over tp only; the cost model divides by the data axes itself.
         layout = placed.stored.without(*UNIT_AXES)
         numel = layout.local_numel(placed.info.shape, plan.mesh)
         numels[name].append(numel)
@@ -258,17 +266,18 @@ def _numels(
 
 
 def _for_each(one: int, two: int, samples: int) -> float:
-    """Bytes so that for any number of samples so much each is no more than there is."""
+    """Return bytes per sample that overestimate no number of samples."""
     slope = two - one
     constant = one - samples * slope
     return float(slope + min(constant, 0))
 
 
 def _tally(done: Sequence[OperatorWork], samples: int) -> Tally:
-    """What each sample takes, and what is done once.
+    """Separate the work per sample from the work done once.
 
     Args:
-        done: With so many samples, and with one more.
+        done: Work with `samples` samples, and with one more.
+        samples: Number of samples of the first.
     """
     one, two = done
     each = OperatorWork(*(max(0.0, b - a) for a, b in zip(one, two, strict=True)))
@@ -284,10 +293,12 @@ def _tally(done: Sequence[OperatorWork], samples: int) -> Tally:
 
 
 def _tally_of(done: OperatorWork, samples: int, weight_bytes: float) -> Tally:
-    """The tally of a microbatch of so many samples.
+    """Return the tally of a microbatch with `samples` samples.
 
     Args:
-        weight_bytes: That products read of parameters, and write of their gradients.
+        done: Work of the microbatch.
+        samples: Number of its samples.
+        weight_bytes: Bytes that products read of parameters and write of their gradients.
     """
     once = min(weight_bytes, done.product_bytes)
     return Tally(

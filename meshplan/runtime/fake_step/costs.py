@@ -1,7 +1,7 @@
-"""A model's microbatches on tensors without numbers, watched: what they hold, and what they do.
+"""Run a model's microbatches on fake tensors, and record what they allocate and compute.
 
-Everything is run on one copy of the model, with any of its blocks run again in backward, and at
-any number of samples. No process group is needed: what wrappers add is composed later.
+Everything runs on one copy of the model, with any of its blocks recomputed in backward, and with
+any number of samples. No process group is needed, because the wrappers' part is composed later.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ FULL = ActivationCheckpointing(mode="full")
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchCosts:
-    """One microbatch.
+    """What was recorded of one microbatch.
 
     Args:
-        work: Of the whole model.
-        done: What was done where; of blocks that are alike only those that were run are named.
-        shown: By block of the whole model, the one that was run in its place.
-        unknown: Operators of whose flops nobody knows.
-        convolved: Share of the flops that are a convolution's.
-        is_steady: Whether the model keeps nothing from one microbatch to the next.
-        has_cast: Whether units changed the dtype of anything that they took or gave.
+        work: The memory trace of the whole model.
+        done: Work of each part of the microbatch. Only blocks that ran are named: of equal blocks,
+            some are left out.
+        shown: For each block of the whole model, the block that ran in its place.
+        unknown: Names of operators whose FLOPs are not known.
+        convolved: Share of the FLOPs that are convolutions.
+        is_steady: If True, the model keeps nothing from one microbatch to the next.
+        has_cast: If True, a unit changed the dtype of an input or output.
     """
 
     work: MicrobatchTrace
@@ -64,11 +65,11 @@ class MicrobatchCosts:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Which microbatch.
+    """A microbatch to run.
 
     Args:
-        samples: Of it.
-        again: The blocks that run again in backward.
+        samples: Number of its samples.
+        again: Fqns of the blocks that are recomputed in backward.
     """
 
     samples: int
@@ -76,7 +77,7 @@ class Ask:
 
 
 def with_again(plan: Plan, again: frozenset[str]) -> Plan:
-    """The plan with just these modules run again."""
+    """Return the plan with exactly these modules recomputed."""
     policy = {fqn: Recompute(FULL, Reason("asked")) for fqn in plan.graph.modules if fqn in again}
     whole = replace(plan.assignment, recompute=MappingProxyType(policy))
     return replace(plan, assignment=whole)
@@ -93,18 +94,21 @@ def watch(
     *,
     is_steady: bool = False,
 ) -> list[MicrobatchCosts]:
-    """Microbatches of a model, one after the other.
+    """Run microbatches of a model one after the other, and return what was recorded of each.
 
     Args:
-        model: As one process has it, on any device; it is copied, and only shapes count.
-        plan: Without tp, cp or pp, and nothing run again; its units are marked.
-        inputs: At least as many samples as any microbatch takes, along the first dim.
-        targets: Likewise.
-        device: As for `fake_step`.
-        asked: Those of equal `again` follow each other at least cost.
-        is_steady: What was seen of the same model before.
+        model: The unsharded model of one process, on any device; it is copied, and only shapes
+            count.
+        plan: A plan without tp, cp, pp and recomputation; hook points of its units are recorded.
+        inputs: Inputs with at least as many samples, along the first dim, as any microbatch takes.
+        targets: Targets of the same samples.
+        loss_fn: Maps the model's output and the targets to the loss.
+        device: The device whose kernels are emulated, as for `fake_step`.
+        asked: The microbatches to run; it is fastest if those with equal `again` are adjacent.
+        is_steady: If True, an earlier call found that this model keeps nothing between
+            microbatches.
 
-    Blocks that are alike are run a few times, however many there are.
+    Only a few of a run of equal blocks are run, however many there are.
     """
     plans = [with_again(plan, each.again) for each in asked]
     batches = {each.samples: _first(each.samples, (inputs, targets)) for each in asked}
@@ -122,8 +126,8 @@ def watch(
                 )
             if not used:
                 return seen
-        except Exception:  # The model's code may count on all its blocks, and raise anything:
-            seen = []  # all are run then, and what is really wrong is raised again.
+        except Exception:  # The model's code may rely on all its blocks, and raise anything:
+            seen = []  # run all of them, so that a genuine error is raised again.
     return _CostWatch(model, plans, batches, loss_fn, device, ()).all(asked, is_steady=is_steady)
 
 
@@ -148,7 +152,7 @@ class _CostWatch:
         self._blocks = plans[0].graph.blocks()
 
     def all(self, asked: Sequence[Ask], *, is_steady: bool) -> list[MicrobatchCosts]:
-        """All microbatches, as they are from the second one on."""
+        """Return all microbatches as they are from the second one on."""
         plain = without_data(with_again(self._plans[0], frozenset()))
         with warnings.catch_warnings(), fake_single_rank(self._model, self._device) as (
             twin, fake, behaviour,
@@ -164,34 +168,34 @@ class _CostWatch:
             self._watch_other_blocks()
             self._taken: dict[str, tuple[int, ...]] = {}
             for block in set(self._shown().values()):
-                # Behind what a unit does with it first: what is cast is what is taken.
+                # Registered after the unit's hooks, so that inputs are seen as the unit casts them.
                 twin.get_submodule(block).register_forward_pre_hook(
                     partial(self._take, block), with_kwargs=True
                 )
             self._edges = [Edges(self._wrapped, run, self._ledger) for run in self._runs]
             alone = len(asked) == 1 and not is_steady
             found = self._each(asked, twice=alone)
-            # What one microbatch leaves behind, the next one begins with.
+            # If one microbatch leaves tensors behind, later ones begin with them.
             is_steady = is_steady or not any(before for _, before in found)
             if not is_steady and not alone:
                 found = self._each(asked, twice=True)
             return [replace(seen, is_steady=is_steady) for seen, _ in found]
 
     def _watch_other_blocks(self) -> None:
-        """Mark blocks that are no units as if they were: they may run again as well."""
+        """Record hook points of blocks that are not units, which may be recomputed as well."""
         units = self._plans[0].assignment.units
         for block in set(self._shown().values()) - units.keys():
             alone = Unit(
                 fqn=block, shard_axes=(), replicate_axes=(), reshard_after_forward=False,
                 precision=Precision(), reason=Reason("marked"), casts_inputs=False,
             )  # fmt: skip
-            # It owns nothing; who owns something is told when its backward ends.
+            # It owns no parameter, but only a unit with some is called when its backward ends.
             self._marking.watch(self._wrapped.get_submodule(block), alone, ("",))
 
     def _each(
         self, asked: Sequence[Ask], *, twice: bool
     ) -> list[tuple[MicrobatchCosts, tuple[int, ...]]]:
-        """(what was seen, sizes of what the model had kept before) of each."""
+        """Return (what was recorded, sizes of what the model kept before) of each microbatch."""
         out = []
         for ask, plan in zip(asked, self._plans, strict=True):
             with _again(self._wrapped, plan) as looks_first:
@@ -251,13 +255,13 @@ class _CostWatch:
         self._taken[block] = tuple(dict.fromkeys((*before, *numbers)))
 
     def _shown(self) -> dict[str, str]:
-        """By block, the one that is run in its place."""
+        """Map each block to the one that runs in its place."""
         return shown_of(self._blocks, self._runs)
 
 
 @contextmanager
 def _again(model: nn.Module, plan: Plan) -> Iterator[bool]:
-    """Inside, the blocks of the plan run again; whether the first time they look for buffers."""
+    """Recompute the plan's blocks inside; yields if the first run must look for buffers."""
     forwards = {fqn: vars(model.get_submodule(fqn)) for fqn in plan.assignment.recompute}
     before = {fqn: attributes.get("forward") for fqn, attributes in forwards.items()}
     apply_recompute(model, plan)

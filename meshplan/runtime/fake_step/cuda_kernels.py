@@ -1,10 +1,10 @@
-"""Operators that CUDA computes otherwise than CPU: what is saved for backward there.
+"""Operators that save other tensors for backward on CUDA than on the CPU.
 
 torch decides inside an operator, by the device of its arguments, whether it runs as one kernel or
 as a sequence of smaller operators, each with its own saved tensors. Fake CPU tensors would save
-what CPU saves, so these operators are replaced while a step on CUDA is imagined, at torch's
-dispatcher: every call passes there, from C++, from a recomputation in backward and from DTensor
-too, which a function that is patched in Python misses.
+what the CPU saves, so these operators are replaced while a step on CUDA is emulated. They are
+replaced at torch's dispatcher, because every call passes it: from C++, from a recomputation in
+backward, and from DTensor. A function patched in Python would miss those calls.
 
 The other operators of torch with a derivative of their own have one kernel each, and save the same
 on both devices (torch 2.13, autograd/derivatives.yaml).
@@ -25,16 +25,16 @@ from meshplan.runtime.torch_private.ops import below_autograd
 _ops: Final[Any] = torch.ops.aten
 _HALVES: Final = (torch.float16, torch.bfloat16)
 _MOST_FLASH: Final = 256
-"""The largest head that flash attention has a kernel for."""
+"""The largest head dim that flash attention has a kernel for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What a generation of devices has.
+    """The attention kernels that a generation of devices has.
 
     Args:
-        has_flash: Flash attention, and bfloat16 in memory-efficient attention.
-        prefers_cudnn: Attention goes to cuDNN first.
+        has_flash: If True, it has flash attention, and bfloat16 in memory-efficient attention.
+        prefers_cudnn: If True, attention tries cuDNN first.
     """
 
     has_flash: bool = True
@@ -42,7 +42,7 @@ class Kernels:
 
 
 def kernels_of(device: str) -> Kernels:
-    """Of a device by its name of `hardware`, or of "cuda": what runs today.
+    """Return the kernels of a device by its name in `hardware`; "cuda" is a current device.
 
     Source: torch 2.13, sdp_utils.cpp: flash from compute capability 8.0 on; cuDNN first on 9.0 and
     10.0, from cuDNN 9.15.1 on.
@@ -54,7 +54,7 @@ def kernels_of(device: str) -> Kernels:
 
 
 def replaced(kernels: Kernels) -> Mapping[str, Callable[..., Any]]:
-    """By the name of an aten operator, what is called in its place."""
+    """Return the replacement of each aten operator, by the operator's name."""
 
     def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
         return _attention(kernels, *args, **kwargs)
@@ -72,7 +72,7 @@ def replaced(kernels: Kernels) -> Mapping[str, Callable[..., Any]]:
 
 
 def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """One kernel that keeps a mask of bools. Source: Dropout.cpp, `is_fused_kernel_acceptable`."""
+    """One kernel that saves a mask of bools. Source: Dropout.cpp, `is_fused_kernel_acceptable`."""
     if not train or p == 0 or not x.numel():
         return x
     if p == 1:
@@ -82,7 +82,7 @@ def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 
 
 class _RmsNorm(torch.autograd.Function):
-    """One kernel that keeps its input and the inverse root. Source: derivatives.yaml."""
+    """One kernel that saves its input and the inverse root. Source: derivatives.yaml."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, shape: Any, weight: Any, eps: Any) -> Any:
@@ -188,7 +188,7 @@ def _attention(
 
 
 def _aligned(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """The mask in rows of a multiple of 16. Source: attention.cpp, `preprocess_mask`."""
+    """Pad the mask's rows to a multiple of 16. Source: attention.cpp, `preprocess_mask`."""
     columns = mask.shape[-1]
     if columns % 16 and columns > 1:
         mask = torch.nn.functional.pad(mask, (0, -columns % 16))[..., :columns]
@@ -204,7 +204,7 @@ def attention_kind(
     is_causal: bool = False,
     enable_gqa: bool = False,
 ) -> str:
-    """Which of its kernels attention runs: "flash", "cudnn", "efficient" or "math".
+    """Return the kernel that attention runs: "flash", "cudnn", "efficient" or "math".
 
     Source: torch 2.13, transformers/cuda/sdp_utils.cpp, `select_sdp_backend`.
     """
@@ -235,7 +235,7 @@ def attention_kind(
         and (are_heads_equal or are_grouped)
         and not (is_causal and query.shape[2] != key.shape[2]),
         "cudnn": has_half
-        # Its backward gives none to a bias, and raises where one is wanted.
+        # cuDNN's backward has no gradient for a bias, and raises if one is required.
         and not (mask is not None and mask.requires_grad and torch.is_grad_enabled())
         and max(head, value.shape[-1]) <= (_MOST_FLASH // 2)
         and head % 8 == value.shape[-1] % 8 == 0

@@ -1,8 +1,8 @@
-"""A step on CPU tensors that allocates what the same step allocates on another device.
+"""A mode in which a step on CPU tensors allocates what the same step allocates on another device.
 
-The kinds of difference, each with its own remedy: operators that save other tensors (`kernels`),
-operators that take memory for themselves (`inside`), optimizers that take all parameters at once,
-their counters, which stay on the host, and streams, which the allocator keeps apart.
+Each kind of difference has its own remedy: operators that save other tensors (`cuda_kernels`),
+operators with a workspace (`cuda_workspace`), optimizers that update all parameters at once, their
+step counts, which stay on the host, and streams, which the allocator keeps apart.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ CPU: Final = "cpu"
 
 @dataclass(frozen=True, slots=True)
 class Behaviour:
-    """What the writer of a log must know of the device.
+    """The properties of a device that a memory tracker depends on.
 
     Args:
-        inside: Sizes in bytes of what an operator allocates and frees inside itself.
-        stream: The number of the stream that runs now.
-        has_host: The host's memory is another: small tensors of optimizers are there, and what a
-            plan offloads.
+        inside: Returns the sizes in bytes of what an operator allocates and frees internally.
+        stream: Returns the number of the current stream.
+        has_host: If True, host memory is separate from the device's: small tensors of optimizers,
+            and what a plan offloads, are on the host.
     """
 
     inside: Callable[[Any, Any, Any], tuple[int, ...]]
@@ -43,16 +43,17 @@ def _nothing(func: Any, args: Any, out: Any) -> tuple[int, ...]:
 
 
 AS_IT_IS: Final = Behaviour(_nothing, lambda: 0, has_host=False)
-"""Of real tensors, and of fakes that stand for tensors of this machine."""
+"""The behaviour of real tensors, and of fake ones that stand for tensors of this machine."""
 
 
 @contextmanager
 def behaving_as(device: str, *, offloads: bool = False) -> Iterator[Behaviour]:
-    """Inside, CPU tensors are treated as those of a device.
+    """Make CPU tensors behave like those of a device inside the context.
 
     Args:
         device: "cpu", "cuda" (one of compute capability 8.0 or later), or a name of `hardware`.
-        offloads: Some parameters lie on the host: torch then takes all of them one by one.
+        offloads: If True, some parameters are on the host; torch then updates all of them one by
+            one.
     """
     if device == CPU:
         yield AS_IT_IS
@@ -64,13 +65,13 @@ def behaving_as(device: str, *, offloads: bool = False) -> Iterator[Behaviour]:
 
 
 class _Streams:
-    """The streams that torch gives CPU tensors for form's sake, told apart."""
+    """Numbers for the placeholder streams that torch returns for CPU tensors."""
 
     def __init__(self) -> None:
         self._known: list[Any] = [torch.cpu.current_stream()]
 
     def number(self) -> int:
-        """Of the one that runs now; 0 is the one of this moment."""
+        """Return the number of the current stream; 0 is the stream that was current at first."""
         now = torch.cpu.current_stream()
         for number, stream in enumerate(self._known):
             if stream is now:

@@ -1,8 +1,8 @@
-"""Memory that CUDA operators take for themselves and give back before they return.
+"""Workspace memory of CUDA operators: allocated inside the operator, and freed before it returns.
 
-No tensor shows it, but the allocator counts it: sizes of it in rows by operator, computed as the
-operators do. What libraries ask for at run time (cuDNN's convolutions) is not here, because only
-they know.
+No tensor shows it, but the allocator counts it. The table `_ROWS` has a function for each operator,
+which computes the sizes as the operator does. Workspaces that libraries choose at run time (cuDNN's
+convolutions) are not included, because only the libraries know their sizes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ _INDEXING: Final = frozenset(
 )  # fmt: skip
 _ROWS_PER_THREAD: Final = 10
 _FEW_ROWS: Final = 3072
-"""Of Embedding.cu: rows summed by one thread, and indices up to which nothing is sorted."""
+"""Constants of Embedding.cu: rows that one thread sums, and the most indices that are not sorted.
+"""
 _SORTED_IN_PLACE: Final = 4096
 
 
 def taken_inside(func: Any, args: Any, out: Any) -> tuple[int, ...]:
-    """Sizes in bytes of what an operator takes besides its results."""
+    """Return the sizes in bytes of what an operator allocates in addition to its results."""
     row = _ROWS.get(func)
     own = row(args, out) if row is not None else ()
     return (*own, *taken_to_pick(args)) if func in _INDEXING else own
@@ -58,7 +59,7 @@ def _efficient_backward(args: Any, out: Any) -> tuple[int, ...]:
 
 
 def _embedding_backward(args: Any, out: Any) -> tuple[int, ...]:
-    """Source: Embedding.cu, EmbeddingBackwardKernel.cu: indices sorted, rows summed apart."""
+    """Source: Embedding.cu, EmbeddingBackwardKernel.cu: indices sorted, rows summed in segments."""
     gradient, indices, rows, *_ = args
     count, width = indices.numel(), gradient.shape[-1]
     if count <= _FEW_ROWS:
@@ -67,13 +68,13 @@ def _embedding_backward(args: Any, out: Any) -> tuple[int, ...]:
     segments = min(count, rows)
     parts = count // _ROWS_PER_THREAD + segments
     summed = 4 if gradient.dtype in (torch.float16, torch.bfloat16) else gradient.element_size()
-    # Sorted indices and where they were; ends of segments, their parts and offsets.
+    # Sorted indices and their original positions; ends of segments, their parts and offsets.
     small = indices.element_size() * segments
     return (each, each, small, small, small, indices.element_size() * parts, summed * parts * width)
 
 
 def _put_and_add(args: Any, out: Any) -> tuple[int, ...]:
-    """Source: Indexing.cu, `index_put_with_sort_kernel`: indices joined, sorted, and sort's own."""
+    """Source: Indexing.cu, `index_put_with_sort_kernel`: indices joined and sorted, sort's own."""
     target, indices, _, *accumulate = args
     if not accumulate or not accumulate[0]:
         return ()
@@ -88,7 +89,10 @@ def _put_and_add(args: Any, out: Any) -> tuple[int, ...]:
 
 
 def _sort(args: Any, out: Any) -> tuple[int, ...]:
-    """Source: Sort.cu: up to 4096 in place; one list's indices counted, keys and indices twice."""
+    """Source: Sort.cu: up to 4096 elements are sorted in place.
+
+    A longer 1-d tensor takes an array of indices, and second copies of keys and indices.
+    """
     x, *_ = args
     count = x.numel()
     if count <= _SORTED_IN_PLACE or x.ndim != 1:

@@ -1,4 +1,4 @@
-"""Where a step is: the module, or the loss, whose forward runs or whose backward does."""
+"""Track which module, or the loss, is running in forward or in backward."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from meshplan.runtime.torch_private.private import autograd_sequence, running_no
 
 
 class CurrentModule:
-    """Open it while the model runs.
+    """A context to open while the model runs.
 
-    What runs in backward is told by the numbers that autograd gives its nodes as forward makes
-    them: those made while a module ran are the module's.
+    Operators in backward are attributed by the sequence numbers that autograd gives its nodes
+    during forward: the nodes made while a module ran belong to that module.
     """
 
     def __init__(self, names: Mapping[nn.Module, str]) -> None:
@@ -27,21 +27,22 @@ class CurrentModule:
         self._is_loss = False
         self._numbers: list[int] = [-1]
         self._owners: list[tuple[str, bool]] = [("", False)]
-        """From which number of a node on it belongs to which module, or to the loss."""
+        """For each entry of `_numbers`, the (module, is the loss) that nodes belong to from it on.
+        """
         self._open = ExitStack()
 
     @property
     def module(self) -> str:
-        """The fqn of the innermost one; "" outside of all."""
+        """The fqn of the innermost running module; "" outside of all."""
         return self._owner()[0]
 
     @property
     def is_loss(self) -> bool:
-        """Whether the loss is computed, or its backward runs."""
+        """True if the loss is computed, or its backward runs."""
         return self._owner()[1]
 
     def mark(self, *, is_loss: bool) -> None:
-        """Say whether what comes now computes the loss."""
+        """Set whether the code that follows computes the loss."""
         self._is_loss = is_loss
         self._note()
 
@@ -73,9 +74,9 @@ class CurrentModule:
 
     def _note(self) -> None:
         if running_node() is not None:
-            return  # Recomputed: its nodes are run at once.
+            return  # Recomputation inside backward; its nodes run at once.
         number = autograd_sequence()
-        if number < self._numbers[-1]:  # Another thread counts anew.
+        if number < self._numbers[-1]:  # Another thread has its own count.
             self._numbers, self._owners = [-1], [("", False)]
         if torch.is_grad_enabled():
             self._numbers.append(number)

@@ -1,6 +1,6 @@
 """The training loop that a plan does not write down: inputs, loss and optimizer of one rank.
 
-What is taken for granted is said, in words, so that nobody reads the answer for another loop's.
+All assumptions are stated in words, so that the estimate is not mistaken for that of another loop.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from meshplan.runtime.trace.sample import call, is_tokens, results, sample_input
 from meshplan.spec.spec import Spec
 
 _SAMPLES: Final = 2
-"""With how many samples a model is asked what it returns: few, and not 1, which would broadcast."""
+"""Number of samples that the model is called with to see what it returns: few, and not 1, which
+would broadcast."""
 
 Returned = tuple[str, list[tuple[int, ...]]]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -40,15 +41,16 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DefaultLoop:
-    """What one rank trains with.
+    """The inputs, targets, loss and optimizer that one rank trains with.
 
     Args:
-        inputs: Of a step, all its microbatches.
-        targets: Of the same step.
-        loss_fn: Gets the model's output and targets of a microbatch.
-        make_optimizer: Gets the wrapped model.
-        assumed: (what, value) as words.
-        returned: Under which name the model returns what a loss is made of, and of which shapes.
+        inputs: Inputs of all microbatches of a step.
+        targets: Targets of the same step.
+        loss_fn: Maps the model's output and targets of a microbatch to the loss.
+        make_optimizer: Makes the optimizer from the wrapped model.
+        assumed: The assumptions in words, as (what, value).
+        returned: Name under which the model returns the tensor that the loss is computed from, and
+            its shape in a list; the list is empty if there is no such tensor.
     """
 
     inputs: Any
@@ -60,10 +62,15 @@ class DefaultLoop:
 
 
 def check_stated(spec: Spec, micro: int | None, *, reads_tokens: bool) -> None:
-    """Refuse a plan that does not say how much a step is fed.
+    """Refuse a plan that does not state a step's batch, or whose optimizer cannot be traced.
+
+    Args:
+        spec: The spec of the plan.
+        micro: Samples of a microbatch; None if the plan does not state them.
+        reads_tokens: If True, the model's input is tokens, and their length must be stated.
 
     Raises:
-        PlanError: All that is missing.
+        PlanError: Something is missing; it lists all that is.
     """
     problems = unstated(spec, micro, reads_tokens=reads_tokens)
     if spec.optimizer not in {*OPTIMIZERS, *RULES}:
@@ -81,7 +88,10 @@ def _untraced(spec: Spec) -> Problem:
 
 
 def _check_in_parts(plan: Plan) -> None:
-    """Torch 2.13's Adafactor takes norms of rows and columns in place, which no DTensor can."""
+    """Refuse Adafactor on sharded parameters.
+
+    Torch 2.13's Adafactor takes norms of rows and columns in place, which DTensor does not support.
+    """
     a = plan.assignment
     in_parts = a.wrapper == "units" or any(p.stored.axes for p in a.tensors.values())
     if plan.spec.optimizer == "adafactor" and in_parts:
@@ -91,15 +101,17 @@ def _check_in_parts(plan: Plan) -> None:
 
 
 def loop_of(model: nn.Module, plan: Plan, returned: Returned | None = None) -> DefaultLoop:
-    """The loop of one rank under a plan.
+    """Make the default loop of one rank under a plan.
 
     Args:
-        model: As one process has it.
-        returned: Of a loop of the same model, so that it need not be run again.
+        model: The unsharded model of one process.
+        plan: A plan made for this model.
+        returned: `DefaultLoop.returned` of another loop of the same model, so that the model need
+            not run again; None to run it.
 
     Raises:
-        PlanError: The plan does not say how much a step is fed.
-        SpecError: Nothing says what the model takes.
+        PlanError: The plan does not state how much a step is fed.
+        SpecError: Nothing states what the model takes as input.
         ApplyError: The sequence does not divide over cp.
     """
     spec, said = _with_length(with_dtype(model, plan.spec))
@@ -142,7 +154,7 @@ def loop_of(model: nn.Module, plan: Plan, returned: Returned | None = None) -> D
 
 
 def _with_length(spec: Spec) -> tuple[Spec, tuple[tuple[str, str], ...]]:
-    """The spec whose `input`, if it states tokens, has the length that `batch` states."""
+    """Return the spec with its `input` of tokens at the length that `batch` states, and a note."""
     given, length = spec.input, spec.batch.seq_len
     if given is None or length is None or not is_tokens(given) or given.shape[1] == length:
         return spec, ()
@@ -152,14 +164,14 @@ def _with_length(spec: Spec) -> tuple[Spec, tuple[tuple[str, str], ...]]:
 
 
 def _whole_batch(few: Any, make: Callable[[], Any], samples: int) -> Any:
-    """All samples of a step; with numbers unless they are many, whose numbers nothing reads."""
+    """Return all samples of a step; without values if they are too many to be propagated."""
     if all(t.numel() // _SAMPLES * samples <= MOST_NUMBERS for _, t in tensors_in(few)):
         return make()
     return mapped(few, lambda t: torch.empty((samples, *t.shape[1:]), dtype=t.dtype, device="meta"))
 
 
 def _local_parts(plan: Plan, batch: Any) -> Any:
-    """A rank's part of the sequence, as `local_batch` cuts it under cp."""
+    """Return a rank's part of the sequence, cut under cp as `local_batch` cuts it."""
     context, size = plan.assignment.context, plan.mesh.size("cp")
     if context is None:
         return batch
@@ -172,7 +184,7 @@ def _local_parts(plan: Plan, batch: Any) -> Any:
 
 
 def _returned_by(model: nn.Module, plan: Plan, inputs: Any) -> Returned:
-    """What a model returns, it returns with few of many alike blocks too."""
+    """Call `_returned` with most of the equal blocks left out, or else with all of them."""
     runs = [] if plan.assignment.apply else runs_of(model, plan)
     if runs:
         try:
@@ -180,13 +192,13 @@ def _returned_by(model: nn.Module, plan: Plan, inputs: Any) -> Returned:
                 found = _returned(model, inputs)
             if not used:
                 return found
-        except Exception:  # The model's code may count on all its blocks, and raise anything:
-            runs = []  # it is run with all of them, and what is really wrong raised again.
+        except Exception:  # The model's code may rely on all its blocks, and raise anything:
+            runs = []  # run it with all of them, so that a genuine error is raised again.
     return _returned(model, inputs)
 
 
 def _returned(model: nn.Module, inputs: Any) -> Returned:
-    """(under which name the model returns what a loss is made of, the shapes of its results)."""
+    """Return (name of the output that a loss is made of, shapes of those results)."""
     mode = fake_mode()
     shadows = ConstantPropagation(mode)
     twin, _, _ = copy_to_run(model, (), mode)
@@ -204,7 +216,7 @@ def _returned(model: nn.Module, inputs: Any) -> Returned:
 
 
 def _made_of(output: Any) -> tuple[str, torch.Tensor | None]:
-    """(its name, the tensor of an output that the loss is computed from); None if there is none."""
+    """Return (name, tensor) of what a loss is computed from in an output; None for no tensor."""
     for name in ("loss", "logits"):
         found = getattr(output, name, None)
         if isinstance(found, torch.Tensor):
@@ -218,7 +230,7 @@ def _made_of(output: Any) -> tuple[str, torch.Tensor | None]:
 def _loss(
     name: str, shapes: list[tuple[int, ...]], inputs: Any, samples: int
 ) -> tuple[Any, Callable[[Any, Any], torch.Tensor], str]:
-    """(targets, the loss function, what it is as words)."""
+    """Return (targets, loss function, description of the loss in words)."""
     if not shapes:
         what = "the model returns no tensor of numbers that a loss could be made of"
         raise PlanError(Problem(what, None, "let its forward return logits, or the loss itself"))

@@ -1,8 +1,9 @@
-"""Blocks of a model that are alike, and the model with a few of each.
+"""Find equal blocks of a model, and shorten the model to a few of each.
 
-Two blocks are alike when they are of one class throughout, hold tensors of the same shapes, differ
-in no attribute but their own number, and the plan says the same of both. Whether they then do the
-same is not taken for granted: what was traced is compared (`memory.repeat.repeat_blocks`).
+Two blocks are equal if all their modules are of the same classes, their tensors have the same
+shapes, no attribute differs except the block's own number, and the plan decides the same for both.
+That they then do the same is not assumed: their traces are compared
+(`memory.repeat.repeat_blocks`).
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from meshplan.runtime.fake_step.memory_tracker import MemoryTracker
 from meshplan.runtime.torch_private.values import tensors_with_gradient
 
 _LEAST: Final = KEPT + 2
-"""Periods from which on leaving some out is worth it."""
+"""Number of periods from which on it pays to leave some out."""
 _LONGEST_PERIOD: Final = 8
 _DEPTH: Final = 3
-"""How deep attributes that are no modules are compared."""
+"""Depth to which attributes that are not modules are compared."""
 
 
 def runs_of(model: nn.Module, plan: Plan) -> list[RepeatedBlocks]:
-    """The longest run of every list, but for lists inside a block of another run."""
+    """Return the longest run of equal blocks of each list, except lists inside another run."""
     out: list[RepeatedBlocks] = []
     for fqn, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential):
@@ -46,9 +47,9 @@ def runs_of(model: nn.Module, plan: Plan) -> list[RepeatedBlocks]:
 
 
 class _Number(int):
-    """The number of a block, which tells when somebody computes with it.
+    """The number of a block, which records that somebody computes with it.
 
-    A block may do something else because of its number, and most numbers are left out.
+    A block may behave differently because of its number, and most numbers are left out.
     """
 
     used: list[int]
@@ -77,10 +78,10 @@ _Number.__hash__ = int.__hash__  # type: ignore[method-assign]
 
 @contextmanager
 def shortened(model: nn.Module, runs: Sequence[RepeatedBlocks]) -> Iterator[list[int]]:
-    """Inside, the model has `KEPT` periods of each run. It is put back as it was.
+    """Keep only `KEPT` periods of each run in the model inside the context.
 
     Returns:
-        The numbers of blocks that somebody computed with, as they are noted.
+        A list of the block numbers that the model's code computed with, which grows as it runs.
     """
     before = {}
     labels: list[tuple[dict[str, Any], str, int]] = []
@@ -121,7 +122,7 @@ def shown_of(blocks: Sequence[str], runs: Sequence[RepeatedBlocks]) -> dict[str,
 
 
 def short_plan(plan: Plan, runs: Sequence[RepeatedBlocks]) -> Plan:
-    """The plan with the names of the short model."""
+    """Return the plan with the names of the short model."""
 
     def name(fqn: str) -> str | None:
         for run in runs:
@@ -179,20 +180,20 @@ class Edges:
             last.register_forward_hook(partial(self._leave, period))
 
     def clear(self) -> None:
-        """Forget what was seen."""
+        """Discard what was recorded."""
         self._entered: list[tuple[int, int]] = []
         self._left = 0
         self._back: dict[int, int] = {}
         self._end: int | None = None
 
     def found(self, num_left_out: int) -> RepeatedBlocks:
-        """The run, with what was seen.
+        """Return the run with the recorded events.
 
         Args:
-            num_left_out: Events before, which do not count.
+            num_left_out: Number of earlier events that are not part of the trace.
 
         Raises:
-            NotAlikeError: The blocks did not run once each, one after the other.
+            BlocksDifferError: The blocks did not run once each, one after the other.
         """
         order = sorted(self._back, key=lambda period: self._back[period])
         if [p for p, _ in self._entered] != list(range(KEPT)) or order[::-1] != list(range(KEPT)):
@@ -229,7 +230,7 @@ class Edges:
 def _labels(
     blocks: Sequence[nn.Module], run: RepeatedBlocks
 ) -> Iterator[tuple[dict[str, Any], str, int]]:
-    """(attributes of a module, the name of one, its value) for each that numbers its block."""
+    """Iterate over attributes that number their block: (the module's attributes, name, value)."""
     first, other = blocks[run.first], blocks[run.first + run.period]
     for (name, one), next_one in zip(first.named_modules(), other.modules(), strict=True):
         for key, value in vars(one).items():
@@ -260,7 +261,7 @@ def _run(container: str, blocks: list[nn.Module], plan: Plan) -> RepeatedBlocks 
         return known[place]
 
     def is_over(at: int, before: int) -> bool:
-        """Whether the one at a place is not as the one before."""
+        """Return True if the block at `at` does not continue the run of the one at `before`."""
         if at == len(blocks) or not is_alike(blocks[before], blocks[at], at - before):
             return True
         return said(at) is None or bool(said(at) != said(before))
@@ -280,7 +281,7 @@ def _run(container: str, blocks: list[nn.Module], plan: Plan) -> RepeatedBlocks 
 
 
 def _said(block: str, plan: Plan) -> Any:
-    """What the plan says of a block, in names from there; None where it is tied to others."""
+    """Return the plan's decisions for a block, by relative name; None if tied to other blocks."""
     a = plan.assignment
 
     def inside(items: Mapping[str, Any]) -> dict[str, Any]:
@@ -316,10 +317,13 @@ def _said(block: str, plan: Plan) -> Any:
 def is_alike(
     one: nn.Module, other: nn.Module, step: int = 0, but: frozenset[str] = frozenset()
 ) -> bool:
-    """Whether two modules are alike, `step` places apart, in all but the numbers they hold.
+    """Return True if two modules that are `step` places apart are equal in all but tensor values.
 
     Args:
-        but: Attributes that do not count.
+        one: The first module.
+        other: The second module.
+        step: Difference of their places in a list, by which integer attributes may differ.
+        but: Names of attributes that are not compared.
     """
     ones, others = list(one.named_modules()), list(other.named_modules())
     return len(ones) == len(others) and all(
@@ -332,7 +336,7 @@ def _has_alike(one: nn.Module, other: nn.Module, step: int, but: frozenset[str])
     if type(one) is not type(other):
         return False
     left, right = (
-        # Hooks have keys of their own; children are compared by themselves.
+        # Hooks have unique keys; children are compared by themselves.
         {
             key: list(value.values()) if "_hooks" in key and isinstance(value, dict) else value
             for key, value in vars(module).items()
@@ -346,7 +350,7 @@ def _has_alike(one: nn.Module, other: nn.Module, step: int, but: frozenset[str])
 
 
 def _is_same(one: Any, other: Any, step: int, depth: int) -> bool:
-    """Whether two attributes are alike: equal, or numbers of the blocks that hold them."""
+    """Return True if two attributes are equal, or are the numbers of the blocks they belong to."""
     if one is other:
         return True
     if type(one) is not type(other) or depth < 0:
@@ -354,7 +358,7 @@ def _is_same(one: Any, other: Any, step: int, depth: int) -> bool:
     if isinstance(one, torch.Tensor):
         return one.shape == other.shape and one.dtype == other.dtype
     if isinstance(one, nn.Module):
-        return True  # Compared by its own name, if it lies inside.
+        return True  # A module inside the block is compared under its own name.
     if isinstance(one, int):
         is_number = depth == _DEPTH and not isinstance(one, bool)
         return bool(one == other or (is_number and other == one + step))
@@ -369,6 +373,6 @@ def _is_same(one: Any, other: Any, step: int, depth: int) -> bool:
     if isinstance(one, set | frozenset | str | float | complex | bytes):
         return bool(one == other)
     code = getattr(one, "__code__", None)
-    if code is not None:  # One function made anew for each block.
+    if code is not None:  # The same function, created again for each block.
         return bool(code is other.__code__)
     return hasattr(one, "__dict__") and _is_same(vars(one), vars(other), step, depth - 1)

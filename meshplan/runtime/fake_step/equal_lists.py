@@ -21,11 +21,11 @@ _SCALARS: Final = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """What can be left out of a model.
+    """The blocks that can be left out of a model.
 
     Args:
-        blocks: The lists, and after how many blocks they are alike again.
-        counts: How many blocks each list has.
+        blocks: The lists, and the number of blocks after which they repeat.
+        counts: Number of blocks in each list.
     """
 
     blocks: Blocks
@@ -33,14 +33,14 @@ class Repeats:
 
     @property
     def spare(self) -> int:
-        """How many periods can be left out of every list."""
+        """Number of periods that can be left out of every list."""
         return min(self.counts) // self.blocks.period - LEAST
 
 
 def repeats_of(model: nn.Module, plan: Plan) -> Repeats | None:
-    """The lists of blocks that model and plan treat alike, if there are any long ones.
+    """Return the lists of blocks that are equal in model and plan; None if none is long enough.
 
-    Assumes: Blocks whose modules, parameters, plain attributes and layouts are alike do the same.
+    Assumes: Blocks whose modules, parameters, plain attributes and layouts are equal do the same.
     """
     decisions = list(_decisions(plan))
     found: dict[str, tuple[int, int]] = {}
@@ -59,14 +59,14 @@ def repeats_of(model: nn.Module, plan: Plan) -> Repeats | None:
 
 
 def cut(model: nn.Module, lists: tuple[str, ...], num: int) -> None:
-    """Leave the last `num` blocks of each list out, in place."""
+    """Remove the last `num` blocks of each list, in place."""
     for fqn in lists:
         blocks: Any = model.get_submodule(fqn)
         del blocks[len(blocks) - num :]
 
 
 def is_alike(whole: Plan, small: Plan) -> bool:
-    """Whether a plan for the model with fewer blocks says the same of all that is left."""
+    """Return True if the plan for the model with fewer blocks decides the same for the rest."""
     names = {*small.graph.modules, *small.assignment.tensors}
     of_both = [[each for each in _decisions(p) if each[0] in names] for p in (whole, small)]
     a, b = whole.assignment, small.assignment
@@ -78,7 +78,7 @@ def is_alike(whole: Plan, small: Plan) -> bool:
 
 
 def _period(signs: list[Hashable]) -> int | None:
-    """After how many entries a list repeats, at most a third of it."""
+    """Return the number of entries after which a list repeats, at most a third of it, or None."""
     for period in range(1, len(signs) // LEAST + 1):
         if all(a == b for a, b in zip(signs, signs[period:], strict=False)):
             return period
@@ -86,7 +86,7 @@ def _period(signs: list[Hashable]) -> int | None:
 
 
 def _signs_of_plan(decisions: list[_Decision], fqn: str, count: int) -> list[Hashable]:
-    """What a plan says of each block of a list."""
+    """Return what a plan decides for each block of a list."""
     inside = Blocks((fqn,))
     out: list[list[Hashable]] = [[] for _ in range(count)]
     for name, said, others in decisions:
@@ -106,7 +106,7 @@ _Decision = tuple[str, Hashable, tuple[str, ...]]
 
 
 def _decisions(plan: Plan) -> Iterator[_Decision]:
-    """(fqn, all that is decided, the fqns that this speaks of) of every tensor and module."""
+    """For every tensor and module, yield (fqn, all that is decided, the fqns that it refers to)."""
     a = plan.assignment
     for fqn, p in a.tensors.items():
         said = (
@@ -136,9 +136,9 @@ def _decisions(plan: Plan) -> Iterator[_Decision]:
 
 
 def _signs_of_modules(blocks: Any) -> list[Hashable]:
-    """What each block is made of: its modules, their tensors and their numbers.
+    """Return what each block consists of: its modules, their tensors and their plain attributes.
 
-    A number that only counts blocks is none of a block's own.
+    An attribute that only counts the blocks is not included.
     """
     rows = [dict(_numbers(block)) for block in blocks]
     counting = {
@@ -157,7 +157,7 @@ def _signs_of_modules(blocks: Any) -> list[Hashable]:
 
 
 def _numbers(block: nn.Module) -> Iterator[tuple[tuple[str, str], Hashable]]:
-    """The plain attributes of a block's modules, and which functions they hold."""
+    """Yield the plain attributes of a block's modules, and the functions that they hold."""
     for fqn, module in block.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, _SCALARS):

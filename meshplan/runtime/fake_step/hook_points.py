@@ -1,7 +1,7 @@
-"""Where FSDP2 would act in a step, noted while the model runs without it.
+"""Record where FSDP2 would act in a step while the model runs without it.
 
-Hooks stand where those of FSDP2 stand: before and after the forward of a unit, on the gradients of
-what it gives, and behind those of what it takes. They cast as a unit casts, and do nothing else.
+Hooks are placed where FSDP2 has them: before and after the forward of a unit, on the gradients of
+its outputs, and after those of its inputs. They cast as a unit casts, and do nothing else.
 """
 
 from __future__ import annotations
@@ -28,20 +28,23 @@ from meshplan.runtime.torch_private.values import (
 
 
 class HookPointRecorder:
-    """The marks of one microbatch, and the gradients that came with it.
+    """The hook points of one microbatch, and the gradients that it computed.
 
     Args:
+        ledger: The memory tracker that numbers the events.
         params: The trainable parameters, by fqn.
-        at: What is put behind every name: of which stage it is.
-        marks: Where marks are written, if several write.
+        at: Suffix of every name, which says the stage; "" without a pipeline.
+        marks: List that hook points are appended to, if several recorders share one; None for a new
+            one.
 
     Attributes:
-        gradients: The storage of each gradient, or of the first one, by name.
-        again: (event, name, storage) of further ones.
-        ready: The event before which the first one was there.
-        held: The gradients themselves: who reduces them decides how long they live.
-        settling: What it takes to lay a gradient as its parameter is.
-        has_cast: Whether a unit has changed the dtype of anything that it took or gave.
+        gradients: For each parameter's name, the storage of its first gradient.
+        again: (event, name, storage) of further gradients of the same parameters.
+        ready: For each parameter's name, the event before which its first gradient was assigned.
+        held: The gradients themselves, kept alive, as their reduction decides how long they live.
+        settling: For each parameter's name, (bytes, storage) of the events that redistribute its
+            gradient to the parameter's layout.
+        has_cast: If True, a unit has changed the dtype of an input or output.
     """
 
     def __init__(
@@ -66,15 +69,17 @@ class HookPointRecorder:
             param.register_post_accumulate_grad_hook(partial(self._note_ready, fqn))
 
     def watch(self, module: nn.Module, unit: Unit, owned: Sequence[str]) -> None:
-        """Mark what the wrapper of a unit would do.
+        """Record hook points where the wrapper of a unit would act.
 
         Args:
-            owned: The parameters that it would gather and reduce.
+            module: The module that the unit wraps.
+            unit: The unit of the plan.
+            owned: The fqns of the parameters that it would gather and reduce.
         """
         self._units.append(_HookedUnit(module, unit, tuple(owned), self))
 
     def clear(self) -> None:
-        """Forget what was noted, before another microbatch."""
+        """Discard what was recorded, before another microbatch."""
         self.marks.clear()
         self.gradients, self.ready, self.settling = {}, {}, {}
         self.again, self.held, self._there = [], [], {}
@@ -82,11 +87,11 @@ class HookPointRecorder:
             param.grad = None
 
     def note(self, moment: HookKind, unit: str) -> None:
-        """A wrapper acts now."""
+        """Record that a wrapper acts now."""
         self.marks.append(HookPoint(self._ledger.num_events, moment, unit + self._at))
 
     def take(self, fqns: tuple[str, ...]) -> None:
-        """The gradients of these parameters, as whoever reduces them takes them away."""
+        """Record and remove the gradients of these parameters, as a wrapper's reduction does."""
         for fqn in fqns:
             param = self._params.get(fqn)
             if param is None or param.grad is None:  # Frozen, or not used.
@@ -102,13 +107,16 @@ class HookPointRecorder:
             self._settle(name, param, gradient)
 
     def _note_ready(self, fqn: str, param: torch.Tensor) -> None:
-        # Later gradients of a pass are added to the first one, which nobody has taken.
+        # Later gradients of a pass are accumulated into the first one, if it was not taken yet.
         self._there.setdefault(fqn, self._ledger.num_events)
         if param.grad is not None:
             self._ledger.tell([param.grad], Term.GRADIENTS)
 
     def _settle(self, name: str, param: nn.Parameter, gradient: torch.Tensor) -> None:
-        """As FSDP2 lays a gradient like its parameter: what that takes is kept apart."""
+        """Record apart the events that redistribute a gradient to its parameter's layout.
+
+        FSDP2 does the same when it reduces the gradient.
+        """
         if not isinstance(gradient, DTensor) or not isinstance(param, DTensor):
             return
         if gradient.placements == param.placements:
@@ -119,13 +127,13 @@ class HookPointRecorder:
             self.settling[name] = tuple((event.delta, event.storage) for event in events)
 
     def begin_backward(self) -> None:
-        """Some unit's backward begins: its end will be marked."""
+        """Begin the backward of some unit: the end of the whole backward will be recorded."""
         if not self._is_ending:
             self._is_ending = True
             at_end_of_backward(self._end)
 
     def finish(self) -> None:
-        """The microbatch is done: the gradients that no unit has taken."""
+        """Take the gradients that no unit has taken, at the end of the microbatch."""
         self.take(tuple(self._params))
 
     def _end(self) -> None:
@@ -140,7 +148,7 @@ class _HookedUnit:
     """The hooks of one unit.
 
     Attributes:
-        is_in_backward: A gradient has come to what it gives, in this backward.
+        is_in_backward: If True, a gradient of its outputs has been computed in this backward.
     """
 
     def __init__(
@@ -157,7 +165,7 @@ class _HookedUnit:
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self.is_in_backward:  # Its forward runs again: gathered first, cast then.
+        if self.is_in_backward:  # In recomputation FSDP2 gathers first and casts then.
             self._marking.note(HookKind.BEFORE_FORWARD, self._fqn)
             return self._cast(args, kwargs)
         args, kwargs = self._cast(args, kwargs)
@@ -202,7 +210,7 @@ class _HookedUnit:
 
 
 class _AfterBackward(torch.autograd.Function):
-    """Passes what a unit takes, and tells when the gradients of all of it are there."""
+    """Passes the inputs of a unit on, and calls back when the gradients of all of them exist."""
 
     @staticmethod
     def forward(call: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,8 +1,8 @@
-"""What a device does while a model runs: kernels, flops and bytes, by block, forward and backward.
+"""Count what a device does while a model runs: kernels, FLOPs and bytes, by block and direction.
 
-Counted below autograd, where an operator is one kernel or nearly so. A product takes what its
-shapes say, everything else moves what it reads and makes through the device's memory; views take
-nothing. What ranks of tp send each other is counted beside it.
+Operators are counted below autograd, where one operator is about one kernel. FLOPs of a product
+follow from its shapes. Every other operator moves the bytes that it reads and writes through the
+device's memory; views cost nothing. Communication along tp is counted separately.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ _ATTENTION: Final = frozenset(
     for end in ("", "_backward")
 )
 _ATTENTION_BACK: Final = 2.5
-"""Backward takes five products where forward takes two."""
+"""FLOPs of backward relative to forward: five products instead of two."""
 _SENDS_OR_ASKS: Final = ("prim", "c10d", "_c10d_functional", "_dtensor")
 _BETWEEN_ACTIVATIONS: Final = frozenset({_ops.bmm, _ops.baddbmm})
-"""Products of two activations, in attention that is spelled out: they reach what attention does."""
+"""Products of two activations, as in attention written out in PyTorch; they reach the throughput of
+attention."""
 _CONVOLVES: Final = frozenset({_ops.convolution, _ops.convolution_backward})
 _LOOKS_UP: Final = frozenset({_ops.embedding, _ops.index_select, _ops.gather, _ops.index})
-"""They read as much as they make, however large the table."""
+"""Operators that read as many bytes of the table as they write, however large the table is."""
 _MAKES_NOTHING: Final = frozenset({_ops.empty, _ops.empty_like, _ops.empty_strided, _ops.new_empty,
                                    _ops.new_empty_strided, _ops.detach, _ops.alias,
                                    _ops._unsafe_view, _ops.lift_fresh})  # fmt: skip
-"""Operators that start no kernel: `_unsafe_view` is a view whose schema does not say so."""
+"""Operators that start no kernel; `_unsafe_view` is a view whose schema does not say so."""
 
 _TOLD: Final[dict[tuple[Any, ...], float]] = {}
 _MOST: Final = 1 << 14
@@ -53,10 +54,17 @@ class OperatorWork(NamedTuple):
     """The work of some operators.
 
     Attributes:
-        context_bytes: Of the keys and values that attention reads.
-        exchanged_bytes: Of these, of its queries and of what it makes.
-        all_reduces, all_reduce_bytes: Along tp, of the whole tensors.
-        gathers, gather_bytes: Likewise all_gather and reduce_scatter together, which cost the same.
+        kernels: Number of kernels launched.
+        flops: FLOPs of matrix products, convolutions and attention.
+        attention_flops: The part of `flops` that is attention.
+        product_bytes: Bytes that products and attention read and write.
+        moved_bytes: Bytes that all other operators read and write.
+        context_bytes: Bytes of the keys and values that attention reads.
+        exchanged_bytes: Bytes of the keys, values, queries and outputs of attention.
+        all_reduces, all_reduce_bytes: All-reduces along tp: their number, and bytes of the whole
+            tensors.
+        gathers, gather_bytes: All-gathers and reduce-scatters along tp, which cost the same: their
+            number, and bytes of the whole tensors.
     """
 
     kernels: float = 0.0
@@ -72,11 +80,11 @@ class OperatorWork(NamedTuple):
     gather_bytes: float = 0.0
 
     def plus(self, other: OperatorWork) -> OperatorWork:
-        """Both."""
+        """Return the sum of both."""
         return OperatorWork(*(a + b for a, b in zip(self, other, strict=True)))
 
     def less(self, other: OperatorWork) -> OperatorWork:
-        """This without that."""
+        """Return the difference of both."""
         return OperatorWork(*(a - b for a, b in zip(self, other, strict=True)))
 
 
@@ -84,9 +92,9 @@ class Where(NamedTuple):
     """A part of a microbatch.
 
     Attributes:
-        is_backward: Whether backward runs.
-        block: The block that runs, or the last that did.
-        is_after: Whether it is done, and the next has not begun.
+        is_backward: If True, backward is running.
+        block: Fqn of the block that is running, or of the last one that was; "" before the first.
+        is_after: If True, no block is running: `block` is done, and the next has not begun.
     """
 
     is_backward: bool
@@ -96,15 +104,16 @@ class Where(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
-    """One microbatch of one rank.
+    """The counts of one microbatch of one rank.
 
     Args:
-        done: What was done where; of blocks that are alike only those that were run are named.
-        shown: By block of the whole model, the one that was run in its place.
-        trained: Parameters that got a gradient.
-        handed_bytes: The most that any block takes of what has a gradient.
-        convolved: Share of the flops that are a convolution's.
-        unknown: Operators of whose flops nobody knows.
+        done: Work of each part of the microbatch. Only blocks that ran are named: of equal blocks,
+            some are left out.
+        shown: For each block of the whole model, the block that ran in its place.
+        trained: Names of the parameters that got a gradient.
+        handed_bytes: Most bytes of inputs with a gradient that any block takes.
+        convolved: Share of the FLOPs that are convolutions.
+        unknown: Names of operators whose FLOPs are not known.
     """
 
     done: Mapping[Where, OperatorWork]
@@ -116,22 +125,24 @@ class Counted:
 
     @property
     def flops(self) -> float:
-        """Those of all blocks, and of what is in none."""
+        """FLOPs of all blocks, and of what is in no block."""
         times = Counter(self.shown.values())
         return sum(done.flops * times.get(at.block, 1) for at, done in self.done.items())
 
 
 class KernelCounter(MemoryTracker):
-    """A ledger that also counts.
+    """A memory tracker that also counts kernels, FLOPs and bytes.
 
     Args:
+        names: The fqn of every module of the model.
+        behaviour: Behaviour of the device that tensors stand for.
         blocks: The fqns of the model's blocks.
-        mesh: That the ranks stand in; None where there is but one.
+        mesh: Mesh of the ranks; None for a single rank.
 
     Attributes:
-        done: What was done where, since `forget`.
-        unknown: Operators of others: of their flops nobody knows.
-        convolved: Flops of convolutions.
+        done: Work of each part of the microbatch, since `forget`.
+        unknown: Names of operators outside of aten, whose FLOPs are not known.
+        convolved: FLOPs of convolutions.
     """
 
     def __init__(
@@ -151,7 +162,7 @@ class KernelCounter(MemoryTracker):
         self._last = ""
 
     def forget(self) -> None:
-        """Begin anew, and to count anew."""
+        """Start a new log and a new count."""
         super().forget()
         self.done = defaultdict(OperatorWork)
         self.convolved = 0.0
@@ -159,11 +170,11 @@ class KernelCounter(MemoryTracker):
 
     @property
     def convolved_share(self) -> float:
-        """Share of the flops that are a convolution's."""
+        """Share of the FLOPs that are convolutions."""
         return self.convolved / max(sum(done.flops for done in self.done.values()), 1.0)
 
     def begin(self, phase: str) -> None:
-        """Say which phase begins."""
+        """Begin a phase."""
         super().begin(phase)
         if phase == "backward":
             self._last = ""
@@ -187,7 +198,7 @@ class KernelCounter(MemoryTracker):
         return out
 
     def _sent_along_tp(self, func: Any, args: Any, kwargs: Any, out: Any) -> OperatorWork | None:
-        """The amounts that a collective of tp sends; None for any other operator."""
+        """Return the communication of a collective along tp; None for any other operator."""
         route = sent_by(func, args, kwargs, out, self._mesh) if self._mesh is not None else None
         if route is None or route.axes != ("tp",):
             return None
@@ -204,7 +215,7 @@ class KernelCounter(MemoryTracker):
         return Where(is_backward, self._last, True)
 
     def _around(self, module: str) -> str:
-        """The block that a module lies in; "" for none."""
+        """Return the block that a module lies in; "" for none."""
         found = self._block_of.get(module)
         if found is None:
             found = module
@@ -243,7 +254,7 @@ def _done(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Operator
 
 
 def _told(packet: Any, rule: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> float:
-    """What a rule says of an operator: it reads shapes and plain arguments, and nothing else."""
+    """Return an operator's FLOPs; cached, as a rule reads only shapes and plain arguments."""
     key = packet, _form(args), _form(kwargs), _form(out)
     if key not in _TOLD:
         if len(_TOLD) >= _MOST:
@@ -263,7 +274,7 @@ def _form(value: Any) -> Any:
 
 
 def _named(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments of an operator by name."""
+    """Return the arguments of an operator by name."""
     return {
         argument.name: args[place] if place < len(args) else kwargs.get(argument.name)
         for place, argument in enumerate(func._schema.arguments)
@@ -271,7 +282,7 @@ def _named(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]
 
 
 def _attention_flops(func: Any, named: Mapping[str, Any]) -> float:
-    """Queries by keys and weights by values; of what is masked as causal nothing is computed."""
+    """Return FLOPs of queries by keys and weights by values; a causal mask halves them."""
     query, key, value = named["query"], named["key"], named["value"]
     pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     flops = 2.0 * pairs * (query.shape[-1] + value.shape[-1])
@@ -280,12 +291,12 @@ def _attention_flops(func: Any, named: Mapping[str, Any]) -> float:
 
 
 def _kernels(packet: Any, made: list[torch.Tensor]) -> float:
-    """The backward of a convolution is a kernel for each gradient."""
+    """Return the number of kernels: a convolution's backward has one for each gradient."""
     return float(len(made)) if packet is _ops.convolution_backward else 1.0
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:
-    """What a tensor's numbers take, each once however often it is repeated."""
+    """Return the bytes of a tensor's distinct elements: an expanded dim counts once."""
     size = tensor.element_size()
     count = 1
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):

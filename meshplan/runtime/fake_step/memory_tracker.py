@@ -1,8 +1,8 @@
-"""Every storage's birth, growth and death while code runs: the writer of an `EventLog`.
+"""Record every storage's birth, growth and death while code runs, as an `EventLog`.
 
-Works alike on real tensors and on fake ones, so that a trace without memory and a real process can
-be held side by side, byte by byte. What an operator allocates and frees inside itself is not seen,
-but for what `inside` knows of, nor what never becomes a tensor.
+It works on real tensors and on fake ones, so that a fake trace and a real process can be compared
+byte by byte. Not recorded are memory that never becomes a tensor, and what an operator allocates
+and frees internally, except for the workspaces that `Behaviour.inside` returns.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from meshplan.runtime.torch_private.ops import around_propagation
 from meshplan.runtime.torch_private.private import on_resize
 
 _SENDING: Final = ("c10d", "_c10d_functional", "_dtensor")
-"""Namespaces of operators that send."""
+"""Namespaces of operators that communicate."""
 _ADD: Final = torch.ops.aten.add_.Tensor
 _WAIT: Final = torch.ops._c10d_functional.wait_tensor.default
 
 
 class MemoryTracker(Watching):
-    """Open it around the code to be watched.
+    """A dispatch mode to open around the code to be tracked.
 
     Args:
         names: The fqn of every module of the model.
-        behaviour: Of the device that tensors stand for.
+        behaviour: Behaviour of the device that tensors stand for.
 
     Attributes:
-        phases: Their names so far; the last one runs.
+        phases: Names of the phases so far; the last one is running.
     """
 
     def __init__(self, names: Mapping[nn.Module, str], behaviour: Behaviour = AS_IT_IS) -> None:
@@ -54,7 +54,8 @@ class MemoryTracker(Watching):
         self._storages: list[Storage] = []
         self._events: list[Event] = []
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
-        """By address of the storage: (its number, what tells of its death)."""
+        """For each live storage's address, its number and a weak reference that reports its death.
+        """
         self._sizes: dict[int, int] = {}
         self._hosted: set[int] = set()
         self._host_live = self._host_most = 0
@@ -65,14 +66,14 @@ class MemoryTracker(Watching):
         self._open = ExitStack()
 
     def begin(self, phase: str) -> None:
-        """Say which phase begins."""
+        """Begin a phase."""
         if self.phases[-1] != phase:
             self.phases.append(phase)
         self._place.mark(is_loss=phase == "loss")
 
     @property
     def num_events(self) -> int:
-        """How many there are so far."""
+        """The number of events recorded so far."""
         return len(self._events)
 
     @property
@@ -81,23 +82,23 @@ class MemoryTracker(Watching):
         return frozenset(number for number, size in self._sizes.items() if size)
 
     def cut(self, first: int) -> tuple[Event, ...]:
-        """Take back the events from the one of this number on."""
+        """Remove and return all events from number `first` on."""
         out, self._events = tuple(self._events[first:]), self._events[:first]
         return out
 
     def numbers_of(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """The storages that a tensor is made of, those that were seen."""
+        """Return the numbers of the recorded storages that a tensor consists of."""
         known = (self._live.get(part.untyped_storage()._cdata) for part in _plain(tensor))
         return tuple(each[0] for each in known if each is not None)
 
     def log(self) -> EventLog:
-        """What has happened so far."""
+        """Return everything that was recorded since `forget`."""
         events, phases = tuple(self._events), tuple(self.phases)
         found = settle(self._storages, events, phases, sent=self._sent, num_before=self._num_before)
         return EventLog(found, events, phases, self._host_most)
 
     def forget(self) -> None:
-        """Begin anew, with what lives now as what was there before."""
+        """Start a new log, in which all live storages exist from the beginning."""
         live = [(n, size) for n, size in self._sizes.items() if size and n not in self._hosted]
         self._host_most = self._host_live
         self.phases = ["before"]
@@ -105,7 +106,7 @@ class MemoryTracker(Watching):
         self._num_before = len(self._storages)
 
     def note(self, tensors: Iterable[torch.Tensor], term: Term) -> None:
-        """Say of tensors that live already, or that are known, what they are for."""
+        """Set the category of tensors that exist already, and record those not seen before."""
         for tensor in tensors:
             for plain in _plain(tensor):
                 self._see(plain, "", term)
@@ -113,17 +114,17 @@ class MemoryTracker(Watching):
                 self._storages[number] = self._storages[number]._replace(term=term)
 
     def tell(self, tensors: Iterable[torch.Tensor], term: Term) -> None:
-        """Say what these are for, those of them that were seen being made."""
+        """Set the category of tensors; those whose birth was not recorded are ignored."""
         for number in dict.fromkeys(n for t in tensors for n in self.numbers_of(t)):
             self._storages[number] = self._storages[number]._replace(term=term)
 
     def hand_on(self, tensors: Iterable[torch.Tensor], module: str) -> None:
-        """Say that these belong to this module, whatever made them."""
+        """Assign tensors to a module, whichever module made them."""
         for number in dict.fromkeys(n for t in tensors for n in self.numbers_of(t)):
             self._storages[number] = self._storages[number]._replace(module=module)
 
     def overlook(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These live already, but not in the device's memory."""
+        """Ignore tensors that exist already but are not in device memory."""
         for tensor in tensors:
             for plain in _plain(tensor):
                 known = self._live.get(plain.untyped_storage()._cdata)
@@ -132,7 +133,7 @@ class MemoryTracker(Watching):
                     self._overlooked.add(known[0])
 
     def put_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These live already, in the host's memory, and so does what is made of them alone."""
+        """Move existing tensors, and all that is computed from them alone, to host memory."""
         for number in dict.fromkeys(n for t in tensors for n in self.numbers_of(t)):
             size = self._sizes[number]
             self._change(number, 0)
@@ -143,14 +144,14 @@ class MemoryTracker(Watching):
         if (device := device_told(func, args)) is not None:
             return device
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # Its parts come by on their own.
+            return NotImplemented  # Operators on its local tensors are dispatched separately.
         if self._muted.depth:
             return func(*args, **(kwargs or {}))
-        # Waiting gives back what was waited for; only the rule for fake tensors makes a new one.
+        # A real wait returns its argument; only the fake implementation makes a new tensor.
         is_wait = func is _WAIT and is_fake_execution()
         out = args[0] if is_wait else func(*args, **(kwargs or {}))
         on_host = self._is_on_host(func, (args, kwargs))
-        # A view of what nobody saw being made is a glance into a backend's own buffers.
+        # A view of a storage that was never recorded looks into a backend's own buffers.
         if not func.is_view:
             name = _name_of(func)
             for tensor in given_to(out):
@@ -178,9 +179,9 @@ class MemoryTracker(Watching):
         self._open.close()
 
     def _is_on_host(self, func: Any, given: Any) -> bool:
-        """Whether what an operator makes lies on the host: as all that it is given does.
+        """Return True if an operator's result is on the host, as it is if all its inputs are.
 
-        What is added to something there is copied over first.
+        A device tensor that is added to a host tensor is copied to the host first.
         """
         if not self._behaviour.has_host:
             return False
@@ -216,7 +217,7 @@ class MemoryTracker(Watching):
         return Storage(term, op, self._place.module, self.phases[-1], self._behaviour.stream())
 
     def _pass_by(self, op: str, sizes: Sequence[int]) -> None:
-        """What an operator took for itself, while its results were there."""
+        """Record the workspace that an operator allocated and freed while its results existed."""
         first = len(self._storages)
         for number, size in enumerate(sizes, first):
             self._storages.append(self._storage(op, Term.TEMPORARIES))
@@ -247,7 +248,7 @@ class MemoryTracker(Watching):
 
 
 class _Muted:
-    """Open while nothing is to be written down: what runs has no memory on any device."""
+    """A context in which nothing is recorded, as what runs has no memory on any device."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -265,7 +266,7 @@ def _name_of(func: Any) -> str:
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors with memory that a tensor is made of; none for meta, or fakes among real ones."""
+    """Iterate over the strided tensors that a tensor consists of; meta tensors have no memory."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             part = getattr(tensor, name)

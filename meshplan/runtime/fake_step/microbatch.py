@@ -1,7 +1,7 @@
-"""The `MicrobatchTrace` of one rank: the model as this rank computes it, without wrappers.
+"""Trace the `MicrobatchTrace` of one rank: its part of the model, without wrappers.
 
-Tensor and context parallelism, compute dtypes and recomputation are in it; what gathers, reduces,
-accumulates and updates is not, and is composed by `memory.replay`.
+Tensor and context parallelism, compute dtypes and recomputation are in the trace. Gathering,
+reducing, accumulation and the optimizer are not; `memory.replay` adds them.
 """
 
 from __future__ import annotations
@@ -54,19 +54,22 @@ def trace_work(
     device: str = CPU,
     ledger: MakeLedger = MemoryTracker,
 ) -> MicrobatchTrace:
-    """What one microbatch allocates and frees on one rank, from the second one on.
+    """Trace the allocations of one microbatch on one rank, from the second microbatch on.
 
     Args:
-        model: As one process has it, on any device; it is copied, and only shapes count.
-        inputs: One microbatch of one rank.
-        targets: The same microbatch's targets.
-        loss_fn: As `train_step` takes it.
-        rank: Which rank to be.
-        device: As for `fake_step`.
-        ledger: Makes what watches a plan without stages, from the names of the modules that run.
+        model: The unsharded model of one process, on any device; it is copied, and only shapes
+            count.
+        plan: A plan made for this model.
+        inputs: One rank's inputs of one microbatch; with a pipeline, of a step.
+        targets: The targets that belong to `inputs`.
+        loss_fn: Maps the model's output and the targets to the loss, as for `train_step`.
+        rank: The rank that this process stands for.
+        device: The device whose kernels are emulated, as for `fake_step`.
+        ledger: Makes the memory tracker from the fqns of the modules that run; not used with a
+            pipeline.
 
-    Blocks that are alike are traced a few times, however many there are. Of a pipeline, which does
-    all its microbatches at once, the work is one pass over this rank's inputs of a step.
+    Only a few of a run of equal blocks are traced, however many there are. With a pipeline, which
+    runs all its microbatches at once, the trace is one pass over this rank's inputs of a step.
     """
     if plan.assignment.stages is not None:
         return _traced_pass(model, plan, inputs, targets, loss_fn, rank, device)
@@ -97,7 +100,7 @@ def _traced(
     runs: Sequence[RepeatedBlocks],
     ledger: MakeLedger,
 ) -> tuple[MicrobatchTrace, list[RepeatedBlocks]]:
-    """(the work, the runs with the events at which their blocks begin)."""
+    """Return (the trace, the runs with the events at which their blocks begin)."""
     bare = without_data(plan)
     with fake_rank(model, bare, rank, device) as (twin, mesh, fake, behaviour):
         batch, goals = mapped(inputs, fake), mapped(targets, fake)
@@ -117,7 +120,7 @@ def _traced_pass(
     rank: int,
     device: str,
 ) -> MicrobatchTrace:
-    """The second pass of all microbatches through the stages of this rank."""
+    """Trace the second pass of all microbatches through the stages of this rank."""
     bare, stages = without_data(plan), plan.assignment.stages
     assert stages is not None
     names: dict[nn.Module, str] = {}
@@ -139,8 +142,8 @@ def _traced_pass(
         finally:
             INSTEAD_OF_WRAPPING.reset(token)
         assert isinstance(wrapped, PipelinedModule)
-        # Forwards are recorded with parameters as they are held: what lies in other stages has
-        # the dtypes that it had then.
+        # Record forwards with parameters in the dtypes in which they are stored: those of other
+        # stages still have the dtypes that they had at that time.
         cast_parameters(wrapped.skeleton, plan)
         names.update(names_of(wrapped))
         held = note_held(ledger, wrapped, (batch, goals))
@@ -173,7 +176,7 @@ def _traced_pass(
 
 
 def without_data(plan: Plan) -> Plan:
-    """The plan with parameters as they are computed with, and nothing around the model."""
+    """Return the plan with parameters stored as they are computed with, and without any wrapper."""
     whole = plan.assignment
     tensors = {
         fqn: replace(
@@ -202,10 +205,11 @@ def _watched(
     *,
     is_plain: bool,
 ) -> tuple[MicrobatchTrace, list[RepeatedBlocks]]:
-    """The second of two microbatches: what a model keeps from one to the next is there by then.
+    """Trace the second of two microbatches, when all that a model keeps between them exists.
 
-    Where nothing but the model itself could do otherwise the second time (`is_plain`), and the
-    first one leaves nothing in it or of it behind, the second would do the same, and is not run.
+    If only the model itself could behave differently the second time (`is_plain`), and the first
+    microbatch leaves nothing behind, in the model or in memory, the second would do the same and is
+    not run.
     """
     held = note_held(ledger, model, (inputs, targets))
     marking = hook_points_of(model, plan, ledger)
@@ -220,7 +224,7 @@ def _watched(
         return loss
 
     def microbatch() -> torch.Tensor:
-        # As `train_step` does it: what its names hold on to lives as long.
+        # Same local variables as in `train_step`, which decide how long tensors live.
         begin("forward")
         with loss_mode(plan):
             loss = take(model(*args, **kwargs))
@@ -249,10 +253,10 @@ def _watched(
 
 
 def _is_plain(model: nn.Module, plan: Plan) -> bool:
-    """Whether nothing but the model's modules may do something else the first time.
+    """Return True if nothing but the model's own modules may behave differently the first time.
 
-    What cuts layers learns where tensors lie, what runs again which buffers are written; and what
-    hooks and functions of the user's know is not to be seen.
+    Sharded layers learn in their first run where tensors are, and recomputed blocks which buffers
+    are written. State of hooks and functions of the user cannot be seen.
     """
     a = plan.assignment
     if plan.mesh.size("tp", "cp", "ep") > 1 or a.apply or a.compiled:
@@ -264,13 +268,13 @@ def _is_plain(model: nn.Module, plan: Plan) -> bool:
 
 
 def _known_by(model: nn.Module) -> Any:
-    """What a model's modules keep: to be told whether a microbatch changed it."""
+    """Return the state that a model's modules keep, to find out if a microbatch changed it."""
     buffers = {name: id(buffer) for name, buffer in model.named_buffers()}
     return buffers, contents(model)
 
 
 def note_held(ledger: MemoryTracker, model: nn.Module, batch: Any) -> set[int]:
-    """Say what is there already; returns the storages of the parameters."""
+    """Register existing tensors with the tracker, and return the storages of the parameters."""
     ledger.note(model.parameters(), Term.PARAMETERS)
     ledger.note(model.buffers(), Term.BUFFERS)
     for fqn, module in model.named_modules():
@@ -286,7 +290,15 @@ def hook_points_of(
     at: str = "",
     marks: list[HookPoint] | None = None,
 ) -> HookPointRecorder:
-    """Hooks where the plan has units."""
+    """Register hooks that record the hook points of the plan's units.
+
+    Args:
+        model: The model without wrappers; with a pipeline, one stage of it.
+        plan: The plan, restricted to that stage.
+        ledger: The memory tracker.
+        at: Suffix of every name, which says the stage; "" without a pipeline.
+        marks: List that hook points are appended to; None for a new one.
+    """
     params = {fqn: param for fqn, param in model.named_parameters() if param.requires_grad}
     marking = HookPointRecorder(ledger, params, at, marks)
     owned: dict[str | None, list[str]] = {}
@@ -302,7 +314,7 @@ def hook_points_of(
 def work_of(
     ledger: MemoryTracker, markings: Sequence[HookPointRecorder], held: set[int], loss: torch.Tensor
 ) -> MicrobatchTrace:
-    """What was noted, without the parameters, whose memory is the wrappers' affair."""
+    """Return what was recorded, without the parameters, whose memory the wrappers manage."""
     log = ledger.log()
     num_left_out = sum(event.storage in held for event in log.events)
     assert not any(event.storage in held for event in log.events if event.phase)

@@ -1,4 +1,4 @@
-"""The optimizers whose step can be traced, by the word of a plan: torch's own, and Lion."""
+"""The optimizers whose step can be traced, by their name in a plan: torch's own, and Lion."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LR: Final = 1e-3
 
 
 class MuonBesideAdamW(torch.optim.Optimizer):
-    """Muon for matrices and AdamW for all others, in one optimizer.
+    """Muon for matrices and AdamW for all other parameters, in one optimizer.
 
     Source: torch 2.13, optim/_muon.py: it takes matrices only, and others are left to another.
     """
@@ -36,13 +36,13 @@ class MuonBesideAdamW(torch.optim.Optimizer):
             part.state = self.state
 
     def step(self, closure: Any = None) -> None:
-        """One step of each."""
+        """Take one step of each optimizer."""
         for part in self._parts:
             part.step()
 
 
 class Lion(torch.optim.Optimizer):
-    """The sign of a mix of momentum and gradient.
+    """The Lion optimizer: updates by the sign of a mix of momentum and gradient.
 
     Source: Chen et al. 2023, algorithm 2, with the lines of its authors' lion_pytorch.py, which
     decide what a step takes.
@@ -59,7 +59,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """One step."""
+        """Take one step."""
         for group in self.param_groups:
             (now, later), lr = group["betas"], group["lr"]
             for param in group["params"]:
@@ -93,4 +93,4 @@ OPTIMIZERS: Final[Mapping[str, tuple[Make, str]]] = MappingProxyType(
         "lion": (_of(Lion), called("lion")),
     }
 )
-"""How to make each, and what is said of it."""
+"""For each name of a plan, a function that makes the optimizer, and its description."""

@@ -1,9 +1,9 @@
-"""One training step of one rank, without memory, numbers or other ranks: where its bytes go.
+"""One training step of one rank on fake tensors, without memory, numbers or other ranks.
 
-The user's model and the real wrappers run on fake tensors in a process group of fakes, so that
-whatever the plan says is traced as it is, and no second description of FSDP2, DTensor or the
-pipeline has to agree with the first. A process stands for one rank; ranks whose parts have other
-sizes are imagined one by one.
+The user's model and the real wrappers run on fake tensors in a fake process group. Whatever the
+plan says is traced as it is, and no second description of FSDP2, DTensor or the pipeline has to
+agree with the first. A process stands for one rank; ranks with shards of other sizes are run one by
+one.
 """
 
 from __future__ import annotations
@@ -61,22 +61,23 @@ def fake_step(
     rank: int = 0,
     device: str = CPU,
 ) -> EventLog:
-    """The events of the second training step, from which on all steps are alike.
+    """Return the events of the second training step, from which on all steps are equal.
 
     Args:
-        model: As one process has it, on any device; it is copied, and only shapes count.
-        plan: Made for this model.
+        model: The unsharded model of one process, on any device; it is copied, and only shapes
+            count.
+        plan: A plan made for this model.
         inputs: One rank's inputs of a step, as `train_step` takes them.
         targets: The same rank's targets.
-        loss_fn: As `train_step` takes it.
-        make_optimizer: Gets the wrapped model.
-        rank: Which rank to be.
-        device: Whose kernels to imagine: "cpu", "cuda", or a name of `hardware`. Libraries'
-            workspaces are not in the log (`memory.log.driver.with_workspaces`).
+        loss_fn: Maps the model's output and the targets to the loss, as for `train_step`.
+        make_optimizer: Makes the optimizer from the wrapped model.
+        rank: The rank that this process stands for.
+        device: The device whose kernels are emulated: "cpu", "cuda", or a name of `hardware`.
+            Workspaces of libraries are not in the log (`memory.log.driver.with_workspaces`).
 
     Raises:
-        ApplyError: This process is in a process group already, or the device runs an operator
-            that nothing is known of.
+        ApplyError: This process is in a process group already, or the behaviour of an operator on
+            the device is not known.
     """
     with fake_rank(model, plan, rank, device) as (twin, mesh, fake, behaviour):
         batch, goals = mapped(inputs, fake), mapped(targets, fake)
@@ -90,14 +91,17 @@ def fake_step(
 def fake_rank(
     model: nn.Module, plan: Plan, rank: int, device: str = CPU
 ) -> Iterator[tuple[nn.Module, DeviceMesh, Callable[[torch.Tensor], torch.Tensor], Behaviour]]:
-    """Be one rank of a job, on tensors without numbers.
+    """Let this process stand for one rank of a job, on fake tensors.
 
     Args:
-        device: As for `fake_step`.
+        model: The unsharded model of one process.
+        plan: A plan made for this model.
+        rank: The rank that this process stands for.
+        device: The device whose kernels are emulated, as for `fake_step`.
 
     Returns:
-        A copy of the model, the mesh of the plan, what makes a tensor such a one, and how the
-        device behaves.
+        A copy of the model on fake tensors, the mesh of the plan, a function that makes a tensor
+        fake, and the behaviour of the device.
 
     Raises:
         ApplyError: This process is in a process group already.
@@ -121,19 +125,23 @@ def fake_rank(
 def fake_single_rank(
     model: nn.Module, device: str = CPU, plan: Plan | None = None
 ) -> Iterator[tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor], Behaviour]]:
-    """The same, of what needs no other rank: in whatever group this process is, or in none.
+    """Run on fake tensors without any other rank, with or without a process group.
 
     Args:
-        plan: Whose experts are looked for.
+        model: The unsharded model of one process.
+        device: The device whose kernels are emulated, as for `fake_step`.
+        plan: The plan, whose expert modules are looked for and whose offloaded parameters change
+            the behaviour; None for neither.
 
     Returns:
-        A copy of the model, what makes a tensor one without numbers, and how the device behaves.
+        A copy of the model on fake tensors, a function that makes a tensor fake, and the behaviour
+        of the device.
     """
     with no_collection():
         mode = fake_mode()
         twin, _, _ = copy_to_run(model, (), mode)
         if plan is not None:
-            with mode:  # What is found of experts is known again by their dtype.
+            with mode:  # Results for experts are looked up by dtype, so cast first.
                 cast_parameters(twin, plan)
             find_for_twin(model, twin, plan)
         shadows = ConstantPropagation(mode)
@@ -162,11 +170,17 @@ def watch_steps(
     around: Callable[[int], AbstractContextManager[Any]] = lambda step: nullcontext(),
     behaviour: Behaviour = AS_IT_IS,
 ) -> list[EventLog]:
-    """Train one step, and log each of the next ones; on real tensors or on fakes.
+    """Train one step, then log each of the next ones; on real tensors or on fake ones.
 
     Args:
-        around: Gets the number of each step, from 0, and is opened around it.
-        behaviour: Of the device that the tensors stand for.
+        model: The wrapped model.
+        optimizer: An optimizer of its parameters.
+        inputs: This rank's inputs of every step.
+        targets: This rank's targets of every step.
+        loss_fn: Maps the model's output and the targets to the loss.
+        count: The number of steps that are logged.
+        around: Called with the number of each step, from 0; returns a context to run the step in.
+        behaviour: The behaviour of the device that the tensors stand for.
     """
     ledger = MemoryTracker(names_of(model), behaviour)
     ledger.note(model.parameters(), Term.PARAMETERS)
@@ -208,7 +222,7 @@ def watch_steps(
 
 
 def _note_gradients(model: nn.Module, ledger: MemoryTracker) -> None:
-    """Say of each gradient what it is, as soon as autograd has it.
+    """Categorise each gradient as soon as autograd has made it.
 
     Assumes: a step was done, so that units have gathered what they compute with.
     """
@@ -225,7 +239,7 @@ def _note_gradients(model: nn.Module, ledger: MemoryTracker) -> None:
 
 
 def _tell_handed_on(model: nn.Module, ledger: MemoryTracker) -> None:
-    """What a compiled module hands on is not of its inside: no compiler can spare it."""
+    """Assign outputs of compiled modules to the parent: no compiler can eliminate them."""
     compiled = frozenset(applied(model).plan.assignment.compiled)
     for module, fqn in names_of(model).items():
         if fqn in compiled:
@@ -238,7 +252,7 @@ def _tell_handed_on(model: nn.Module, ledger: MemoryTracker) -> None:
 
 
 def _counters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """The step counts that torch keeps on the host: those no kernel reads."""
+    """Iterate over the step counts that torch keeps on the host because no kernel reads them."""
     for group in optimizer.param_groups:
         if group.get("fused") or group.get("capturable"):
             continue
@@ -249,7 +263,7 @@ def _counters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _owners(model: nn.Module) -> dict[torch.Tensor, str]:
-    """The fqn of the module that each parameter and buffer lies in; of several, the first."""
+    """Map each parameter and buffer to the fqn of its module, the first of several if shared."""
     owners: dict[torch.Tensor, str] = {}
     for module, fqn in names_of(model).items():
         held = (*module.parameters(recurse=False), *module.buffers(recurse=False))
@@ -259,7 +273,7 @@ def _owners(model: nn.Module) -> dict[torch.Tensor, str]:
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, str]:
-    """Every module that runs on this rank, as the plan names it."""
+    """Map every module that runs on this rank to its fqn in the plan."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     roots = inner.stage_modules if isinstance(inner, PipelinedModule) else [inner]
     return {module: fqn for root in roots for fqn, module in root.named_modules()}

@@ -1,1 +1,1 @@
-"""Every private torch name, behind a function that gives the reason."""
+"""Every private name of torch, wrapped in a function or class that gives the reason for its use."""

@@ -1,8 +1,9 @@
-"""How torch comes to what an operator makes of fakes: private torch names, as in `private`.
+"""A shortcut through FakeTensor dispatch; private names of torch, as in `private`.
 
-Torch looks through a dozen special cases before it runs what most operators come to in the end:
-their kernel for meta tensors, or the operators that they are made of. Which of these it will be
-follows from the operator alone, so it is asked once, and torch's own last step is taken at once.
+Before torch runs an operator on fake tensors, it checks a dozen special cases. In the end most
+operators run their kernel for meta tensors, or a decomposition into other operators. Which of
+these it is depends on the operator alone. So it is determined once per operator, and afterwards
+torch's own last step is run directly.
 """
 
 from __future__ import annotations
@@ -20,35 +21,35 @@ _CPU: Final = torch.device("cpu")
 
 
 class _Leg(Enum):
-    """The last step of torch's way."""
+    """The last step of torch's dispatch of an operator on fake tensors."""
 
     KERNEL = auto()
-    """The kernel for meta tensors; results are where all that is given is."""
+    """The kernel for meta tensors; results are on the device of the arguments."""
     APART = auto()
-    """A function of torch that calls other operators."""
+    """A decomposition in torch's table: a Python function that calls other operators."""
     COMPOSITE = auto()
-    """The same, of operators that are always taken apart."""
+    """A composite operator, which always decomposes into other operators."""
     PRIM = auto()
-    """What refs are made of: a function says what it makes."""
+    """A prim, the building block of refs; a Python function gives its result on meta tensors."""
     RULED = auto()
-    """A function for fakes alone."""
+    """A function for fake tensors only, registered in `fake_impls`."""
     LONG = auto()
-    """All else."""
+    """Anything else: torch's full dispatch."""
 
 
 _LEGS: Final[dict[Any, _Leg]] = {}
 
 
 class Legs:
-    """Runs operators of the fakes of one mode as torch would.
+    """Runs operators on the fake tensors of one mode, with the same results as torch.
 
     Args:
-        mode: Of `private_fakes.fake_mode`; it is open.
-        inner: Runs the operators that another one is made of.
-        faked: Makes a fake of a meta tensor, on a device.
+        mode: The FakeTensorMode of `fakes.fake_mode`; it is active.
+        inner: Runs the operators that another operator decomposes into.
+        faked: Makes a fake tensor from a meta tensor and a device.
 
-    Assumes: an operator of torch's own that writes nothing, given tensors of that mode alone, which
-    lie on the CPU and hold no constant.
+    Assumes: the operator is one of torch's own that writes nothing. Its tensors all belong to this
+    mode, are on the CPU and hold no constant.
     """
 
     def __init__(self, mode: Any, inner: Run, faked: Callable[[torch.Tensor, Any], Any]) -> None:
@@ -58,7 +59,7 @@ class Legs:
         self._fake, self._faked_as = fake_tensor.FakeTensor, faked
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operator makes."""
+        """Run an operator and return its result."""
         leg = _LEGS.get(func)
         if leg is None:
             leg = _LEGS[func] = _leg_of(func, self._mode)
@@ -82,7 +83,7 @@ class Legs:
             plain_args, plain_kwargs = self._plain(args, given), self._plain(kwargs, given)
             try:
                 out = func(*plain_args, **plain_kwargs)
-            except NotImplementedError:  # Torch knows more ways then.
+            except NotImplementedError:  # The full dispatch tries further possibilities.
                 out = NotImplemented
         if isinstance(out, torch.Tensor):
             return self._faked(out, given)
@@ -91,7 +92,7 @@ class Legs:
         return self._long(func, args, kwargs)
 
     def _plain(self, value: Any, given: list[tuple[Any, torch.Tensor]]) -> Any:
-        """The same with plain meta tensors: a fake is asked for its device at every turn."""
+        """Replace fakes by meta tensors, since torch asks a fake for its device at every step."""
         kind = type(value)
         if kind is self._fake:
             meta = torch.empty(0, dtype=value.dtype, device="meta")
@@ -113,7 +114,7 @@ class Legs:
         return self._faked_as(made, _CPU)
 
     def _long(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Whoever asks remembers what is made; torch need not do so as well."""
+        """Run torch's full dispatch without its cache, because the caller caches results itself."""
         before, self._mode.cache_enabled = self._mode.cache_enabled, False
         try:
             return func(*args, **kwargs)
@@ -122,7 +123,7 @@ class Legs:
 
 
 class _Inner(Watching):
-    """Open while an operator is taken apart."""
+    """A mode that is active while an operator is decomposed; it runs each operator called."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -135,14 +136,14 @@ class _Inner(Watching):
 
 
 def _tables() -> tuple[Any, Any]:
-    """(operators with a kernel for meta tensors in Python, functions that take operators apart)."""
+    """Return torch's tables of Python kernels for meta tensors and of decompositions."""
     from torch._decomp import decomposition_table, meta_table
 
     return meta_table, decomposition_table
 
 
 def _leg_of(func: Any, mode: Any) -> _Leg:
-    """As `FakeTensorMode._dispatch_impl` comes to it, case by case."""
+    """Determine the last step of an operator, case by case as `FakeTensorMode._dispatch_impl`."""
     from torch._library.simple_registry import singleton
     from torch._subclasses import fake_impls, fake_tensor
 
@@ -162,7 +163,7 @@ def _leg_of(func: Any, mode: Any) -> _Leg:
 
 
 def _rule_of(func: Any) -> Any:
-    """For fakes alone; the first that torch would ask."""
+    """Return the function for fake tensors that torch would run first, or None."""
     from torch._subclasses import fake_impls
 
     checks = fake_impls.op_implementations_checks

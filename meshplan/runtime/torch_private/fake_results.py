@@ -1,8 +1,8 @@
-"""What operators make of fakes, by what they are given: private torch names, as in `private`.
+"""A cache of operators' results on fake tensors; private names of torch, as in `private`.
 
-torch remembers the same, and spends more on the question than most operators of fakes take. Here
-is asked for less: what a result is made of follows from the shapes, strides and dtypes of what an
-operator of torch's own is given, and from nothing else, or it is not remembered.
+torch has such a cache, but computing its key takes longer than most operators on fake tensors. The
+key here is smaller: a result is cached only if it depends on nothing but the shapes, strides and
+dtypes of the arguments, and if the operator is one of torch's own.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ _TELLING: Final = frozenset(
     {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout,
      torch.memory_format}
 )  # fmt: skip
-"""Arguments that are what they look like."""
+"""Types of arguments that become part of the key by their value."""
 _NUMBERS_TELL: Final = frozenset(
     {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 )
 _LIFTS: Final = frozenset({_ops.lift_fresh.default, _ops.lift_fresh_copy.default})
 _DETACH: Final = _ops.detach.default
 _SHARES: Final = _ops._unsafe_view.default
-"""Its result lies where what it is given does, though torch calls it no view."""
+"""Shares its argument's storage, though torch does not declare it a view."""
 _MOST: Final = 1 << 16
 _CPU: Final = torch.device("cpu")
 
 
 class _Made(NamedTuple):
-    """A result.
+    """The description of one result, from which an equal fake tensor is made.
 
     Attributes:
-        of: Which argument it is a view of; None where it has memory of its own.
+        of: Index of the argument that the result is a view of; None if it has its own storage.
+        offset: Storage offset in elements.
     """
 
     of: int | None
@@ -49,34 +50,35 @@ class _Made(NamedTuple):
 
 
 class _Recipe(NamedTuple):
-    """All results; `form` puts several together."""
+    """Descriptions of the results; `form` is the type of their sequence, None for one result."""
 
     form: type | None
     made: tuple[_Made | None, ...]
 
 
 _KNOWN: Final[dict[tuple[Any, ...], _Recipe | None]] = {}
-"""None: to be run each time. Of no model and no mode, so that it lasts."""
+"""Recipes by key; None if the operator must run each time. Entries fit every model and mode."""
 
 
 class _Asks(Enum):
-    """What an operator must know of what it is given."""
+    """The information about its arguments that determines an operator's result."""
 
     FORMS = auto()
-    """Shapes, strides and dtypes: they say all."""
+    """Shapes, strides and dtypes of the arguments determine the result."""
     FORMS_EACH_TIME = auto()
-    """The same, but what it makes is not remembered."""
+    """Shapes, strides and dtypes determine the result, but it is not cached."""
     ALL = auto()
+    """Anything else, so torch runs the operator."""
 
 
 _ASKS: Final[dict[Any, _Asks]] = {}
 
 
 class Results:
-    """Runs operators of the fakes of one mode.
+    """Runs operators on the fake tensors of one mode, with a cache of their results.
 
     Args:
-        mode: Of `private_fakes.fake_mode`; it is open.
+        mode: The FakeTensorMode of `fakes.fake_mode`; it is active.
     """
 
     def __init__(self, mode: Any) -> None:
@@ -94,9 +96,9 @@ class Results:
         )
 
     def of(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operator makes."""
+        """Run an operator, or reproduce its result from the cache."""
         if func is _DETACH and type(args[0]) is self._fake and self._is_plain(args[0]):
-            return self._beside(args[0])  # Autograd asks for these more than for all others.
+            return self._beside(args[0])  # The most frequent operator: autograd detaches often.
         asks = _ASKS.get(func)
         if asks is None:
             asks = _ASKS[func] = _asked_of(func)
@@ -114,14 +116,14 @@ class Results:
         return self._again(recipe, args)
 
     def _first(self, key: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Any:
-        """Run it, and see what it made."""
+        """Run an operator for the first time with this key, and cache a recipe of its result."""
         out = self._legs.run(func, args, kwargs)
         if len(_KNOWN) >= _MOST:
             _KNOWN.clear()
         _KNOWN[key] = self._recipe(func, args, kwargs, out)
         return out
 
-    # What it is given
+    # The key: a description of the arguments
 
     def _key(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
         told: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
@@ -134,10 +136,11 @@ class Results:
             if more is None:
                 return None
             fakes += more
-        return tuple(told) if fakes else None  # Made of nothing, it may be another mode's.
+        # Without a fake tensor among its arguments, the operator may belong to another mode.
+        return tuple(told) if fakes else None
 
     def _tell(self, values: Any, told: list[Any]) -> int | None:
-        """Add what counts of some arguments; how many are fakes, None where something else does."""
+        """Append arguments to the key; return the number of fakes, None if there is no key."""
         told.append(len(values))
         fakes = 0
         for value in values:
@@ -170,7 +173,7 @@ class Results:
             and not fake.is_inference()
         )
 
-    # What it makes
+    # The recipe: a description of the results
 
     def _recipe(self, func: Any, args: Any, kwargs: Any, out: Any) -> _Recipe | None:
         form = type(out) if type(out) in (tuple, list) else None
@@ -202,7 +205,7 @@ class Results:
                 return None
         elif own._cdata in given or offset or own.nbytes() != _spanned(result):
             return None
-        given.add(own._cdata)  # Another result in the same place is none that is known here.
+        given.add(own._cdata)  # A second result in the same storage cannot be described, so refuse.
         found = _Made(of, shape, stride, offset, result.dtype, result.fake_device)
         keys: Any = torch._C._dispatch_key_set
         return found if keys(self._fill(found, args)) == keys(result) else None
@@ -224,7 +227,7 @@ class Results:
         return self._faked(meta, made.device)
 
     def _beside(self, fake: Any) -> Any:
-        """Another fake in the same place."""
+        """Make another fake tensor with the storage, shape and strides of this one."""
         with torch._C._DisableTorchDispatch():
             meta = torch.empty(0, dtype=fake.dtype, device="meta")
             storage = fake.untyped_storage()
@@ -232,10 +235,11 @@ class Results:
         return self._faked(meta, fake.fake_device)
 
     def _faked(self, meta: torch.Tensor, device: torch.device) -> Any:
-        """`FakeTensor(mode, meta, device)`, whose attributes are those of all that it makes.
+        """Make `FakeTensor(mode, meta, device)`, but faster.
 
-        They are asked for once: it looks at each of its arguments for longer than it takes to make
-        one. What else there is to it is as there.
+        All fake tensors of a mode and device have equal attributes, so those of the first one are
+        copied: the constructor spends more time on checks of its arguments than on the tensor. The
+        rest of the constructor is repeated here.
         """
         known = self._attributes.get(device)
         if known is None:
@@ -251,7 +255,7 @@ class Results:
 
 
 def _asked_of(func: Any) -> _Asks:
-    """Whether shapes, strides and dtypes say all; what writes is run each time."""
+    """Return what determines the result of an operator; operators that write always run."""
     if func.namespace not in ("aten", "prims") or func._schema.is_mutable or func in _LIFTS:
         return _Asks.ALL
     if not _NUMBERS_TELL.isdisjoint(func.tags):
@@ -259,12 +263,12 @@ def _asked_of(func: Any) -> _Asks:
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     has: Any = torch._C._dispatch_has_kernel_for_dispatch_key
     if func.is_view and has(func.name(), composite):
-        return _Asks.FORMS_EACH_TIME  # Its result may be what it is given.
+        return _Asks.FORMS_EACH_TIME  # Its result may be its argument itself.
     return _Asks.FORMS
 
 
 def _spanned(tensor: torch.Tensor) -> int:
-    """Bytes from the first to the last element."""
+    """Return the bytes from the first to the last element."""
     if not tensor.numel():
         return 0
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,6 +1,6 @@
-"""Private torch names of fake tensors and of groups of fakes, each behind a function.
+"""Private names of torch for fake tensors and fake process groups, each wrapped in a function.
 
-As `private`, for what traces a model without numbers, memory or other ranks.
+Like `private`, for code that traces a model without values, memory or other ranks.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def fake_mode(*, leaves_open: bool = False) -> AbstractContextManager[object]:
-    """Tensors made inside have shapes and dtypes, but neither numbers nor memory.
+    """Return a mode under which new tensors have shapes and dtypes, but neither values nor memory.
 
-    Private, yet what `torch.export` and `torch.compile` rest on; there is no public name.
+    Private, although `torch.export` and `torch.compile` build on it; there is no public name.
 
     Args:
-        leaves_open: Whether sizes that depend on numbers, as those of `nonzero`, are left open;
-            else an operator that gives such a size raises.
+        leaves_open: If True, sizes that depend on values, such as those of `nonzero`, become
+            symbolic; if False, an operator with such a size raises.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -34,10 +34,10 @@ def fake_mode(*, leaves_open: bool = False) -> AbstractContextManager[object]:
 
 
 def fake_like(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """A fake tensor of the same shape, strides and dtype, a parameter where that is one.
+    """Return a fake tensor of the same shape, strides and dtype; a parameter for a parameter.
 
-    What an operator would make under the mode, which takes several times as long: a model has
-    thousands of tensors.
+    The result equals that of an operator under the mode, which takes several times as long: a model
+    has thousands of tensors.
     """
     shape, stride = tuple(tensor.shape), tensor.stride()
     with torch._C._DisableTorchDispatch():
@@ -51,7 +51,7 @@ def fake_like(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """Fake tensors log a traceback before they raise; what is expected to raise is not news."""
+    """Silence the traceback that fake tensors log before they raise, for expected errors."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -62,15 +62,15 @@ def quiet_fakes() -> Iterator[None]:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor was made under `fake_mode`; no public name tells."""
+    """Return True if a tensor was made under `fake_mode`, which no public name reveals."""
     return isinstance(tensor, FakeTensor)
 
 
 @contextmanager
 def meshes_outside_fakes() -> Iterator[None]:
-    """Let DeviceMesh be made while tensors are fake: it looks at the numbers of its ranks.
+    """Let a DeviceMesh be created while tensors are fake, though it reads the values of its ranks.
 
-    FSDP2 makes one of the data axes and tp inside `fully_shard`.
+    FSDP2 creates one of the data axes and tp inside `fully_shard`.
     """
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -89,11 +89,11 @@ def meshes_outside_fakes() -> Iterator[None]:
 
 @contextmanager
 def group_of_fakes(rank: int, world_size: int) -> Iterator[None]:
-    """A process group in which this process stands for one rank of many, and nothing is sent.
+    """Open a fake process group in which this process is one rank of many and sends nothing.
 
-    Private: torch keeps this backend, which its own tests rest on, out of the public names. What
-    DTensor has worked out holds the mesh that it was asked for first, and an equal mesh of the next
-    rank would be handed that one's groups.
+    Private: torch keeps this backend, which its own tests rely on, out of the public names.
+    DTensor's propagation cache refers to the first mesh it saw, and an equal mesh of the next rank
+    would get that mesh's groups. So the cache is cleared at the end.
     """
     from torch.distributed.tensor import debug
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -109,10 +109,10 @@ def group_of_fakes(rank: int, world_size: int) -> Iterator[None]:
 
 @contextmanager
 def fakes_unnoticed() -> Iterator[None]:
-    """Let transformers take fake tensors for what they stand for, and not for a compilation.
+    """Keep transformers from treating fake tensors as a sign of compilation.
 
-    It builds masks whenever a compiler traces, since those could be needed, and asks a name of its
-    own for it.
+    While a compiler traces, transformers builds masks that could be needed. It detects this with
+    a function of its own, which is replaced inside the `with` block.
     """
     utils: Any = sys.modules.get("transformers.utils.import_utils")
     if utils is None:
@@ -127,9 +127,11 @@ def fakes_unnoticed() -> Iterator[None]:
 
 
 def untraceable(error: BaseException) -> tuple[str, str] | None:
-    """(the operator, why fakes cannot run it: "number", "shape" or "rule"), None for other errors.
+    """Return (operator, reason) for an error of fake tensors that cannot run it, else None.
 
-    What fake tensors raise has private names and messages that only its makers understand.
+    The reason is "number" (the result depends on values), "shape" (its shape does) or "rule" (the
+    operator has no rule for fake tensors). These errors have private types, and messages that only
+    their authors understand.
     """
     from torch._subclasses import fake_tensor
 

@@ -1,6 +1,6 @@
-"""Private torch names of dispatch modes, each behind a function or a class with the reason.
+"""Private names of torch for dispatch modes, each wrapped with the reason for its use.
 
-As `private`, for what watches every operator.
+Like `private`, for code that watches every operator.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _DEVICE: Final = torch.ops.prim.device.default
 
 
 class Watching(TorchDispatchMode):
-    """A mode that torch calls as it is.
+    """A dispatch mode that torch calls without a check for its compiler.
 
-    torch wraps what a mode does in a question to its compiler, which costs as much as an operator
-    of fakes itself, and which no compiler is here to hear. Private, because torch means to settle
-    it for everyone some day.
+    torch wraps the code of a mode in such a check, which costs as much as an operator on fake
+    tensors itself, and no compiler runs here. Private, because torch plans to settle this for all
+    modes one day.
     """
 
     @classmethod
@@ -28,10 +28,10 @@ class Watching(TorchDispatchMode):
 
 
 def device_told(func: Any, args: Any) -> torch.device | None:
-    """The device of a fake tensor where an operator asks for just that; None for all others.
+    """Return the device of a fake tensor if an operator asks for just that; None otherwise.
 
-    Autograd asks several times for each gradient, and torch answers through every mode that is
-    open. The answer is the tensor's own, and private to it.
+    Autograd asks several times per gradient, and torch answers through every active mode. The
+    device is a private attribute of the fake tensor.
     """
     if func is not _DEVICE or not isinstance(args[0], FakeTensor):
         return None

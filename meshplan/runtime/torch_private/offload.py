@@ -1,4 +1,4 @@
-"""Private torch names of FSDP2's offloading, each behind a function with the reason."""
+"""Private names of torch for FSDP2's offloading, each wrapped with the reason for its use."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from meshplan.runtime.base.host_copies import MemorySide, crossing_to
 
 @contextmanager
 def units_cross() -> Iterator[None]:
-    """Let FSDP2 copy offloaded shards to the device and gradients to the host, though both are one.
+    """Make FSDP2 copy offloaded shards and gradients even if host and device are the same memory.
 
-    Where host and device are the same memory torch's `.to` gives back what it is given. Private,
-    because the two places where FSDP2 calls it are: what a shard gives to a gather, and the
-    making of a DTensor of a reduced gradient, which follows the copy at once.
+    In that case torch's `.to` returns its argument. Private, because the two places where FSDP2
+    calls it are: the inputs of an all-gather, and the creation of a DTensor from a reduced
+    gradient, which directly follows the copy.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam

@@ -1,6 +1,6 @@
-"""Private torch names of operators and optimizers, each behind a function with the reason.
+"""Private names of torch for operators and optimizers, each wrapped with the reason for its use.
 
-As `private`, for what takes the place of operators.
+Like `private`, for code that replaces operators.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 
 def below_autograd() -> AbstractContextManager[Any]:
-    """Run operators as if autograd did not see them, DTensor and fakes still do.
+    """Run operators below autograd: autograd does not record them, DTensor and fake modes still do.
 
     Private, because torch means it for its own kernels.
     """
@@ -26,12 +26,12 @@ def below_autograd() -> AbstractContextManager[Any]:
 
 @contextmanager
 def operators_replaced(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Let other functions compute aten operators of CPU tensors, above their autograd.
+    """Replace aten operators of CPU tensors, together with their autograd, by other functions.
 
     Args:
-        kernels: By name and overload.
+        kernels: The functions, by name and overload of the operator ("name.overload").
 
-    `torch.library.Library` is public, and how to take what it has registered back is not.
+    `torch.library.Library` is public, but removing what it has registered is not.
     """
     library = torch.library.Library("aten", "IMPL")
     try:
@@ -43,9 +43,9 @@ def operators_replaced(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[No
 
 
 def set_allocator_settings(settings: str) -> None:
-    """Tell CUDA's allocator what the environment would tell it before it starts.
+    """Apply settings to CUDA's caching allocator that the environment would give before it starts.
 
-    Private: torch 2.13 means to move it, and has deprecated the name that older ones have.
+    Private: torch 2.13 plans to move the function, and deprecates the name of older versions.
     """
     setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     (setter or torch.cuda.memory._set_allocator_settings)(settings)
@@ -53,10 +53,10 @@ def set_allocator_settings(settings: str) -> None:
 
 @contextmanager
 def optimizers_at_once() -> Iterator[None]:
-    """Let optimizers take all CPU parameters at once unless told otherwise, as on CUDA.
+    """Make optimizers use their foreach implementation on the CPU by default, as they do on CUDA.
 
-    Private: torch asks lists of devices and of types for it, under a name in each of two modules. A
-    parameter that is fake is of neither type that it stands for.
+    Private: torch decides by lists of devices and of tensor types, each imported into two modules.
+    A fake parameter is of neither type that it stands for, so FakeTensor is added to the types.
     """
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.optim import optimizer
@@ -79,10 +79,10 @@ def optimizers_at_once() -> Iterator[None]:
 def as_dtensor(
     local: torch.Tensor, mesh: DeviceMesh, lies: Placement, gradient: Placement
 ) -> DTensor:
-    """A DTensor of what each rank holds, whose gradient comes back laid as `gradient` says.
+    """Make a DTensor of each rank's local tensor, with a given placement of its gradient.
 
-    torch 2.12 gave `DTensor.from_local` the argument for it. Private before only in that the
-    backward is written out; what 2.11 does itself adds up the ranks' gradients.
+    torch 2.12 added the argument for this to `DTensor.from_local`. Before that, only the backward
+    is written out here, because what 2.11 does itself sums the ranks' gradients.
     """
     if "grad_placements" in signature(DTensor.from_local).parameters:
         return DTensor.from_local(local, mesh, [lies], run_check=False, grad_placements=[gradient])
@@ -91,7 +91,7 @@ def as_dtensor(
 
 
 class _FromLocal(torch.autograd.Function):
-    """`DTensor.from_local` with the layout of the gradient."""
+    """`DTensor.from_local` with a given placement of the gradient."""
 
     @staticmethod
     def forward(
@@ -108,10 +108,11 @@ class _FromLocal(torch.autograd.Function):
 
 @contextmanager
 def around_propagation(context: AbstractContextManager[Any]) -> Iterator[None]:
-    """Let DTensor open a context wherever it computes with tensors as large as all ranks' together.
+    """Make DTensor enter a context while it computes the shape of a result on global tensors.
 
-    It does so once for each operator, on tensors without memory, to learn the shape of a result.
-    Private: no public name lies between an operator of DTensors and those that it stands for.
+    DTensor does so once per operator, on tensors without memory that have the size of all ranks'
+    shards together. Private, because no public name lies between an operator of DTensors and the
+    operators it runs on their shards.
     """
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 

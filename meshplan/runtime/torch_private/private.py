@@ -1,6 +1,6 @@
-"""Private torch names, each behind a function with the reason.
+"""Private names of torch, each wrapped in a function that gives the reason for its use.
 
-Where torch changes one of them, this is the file to mend; those of DeviceMesh stand in `mesh`.
+If torch changes one of them, this file needs the fix; those of DeviceMesh are in `base.mesh`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def replicate_unit(
     policy: MixedPrecisionPolicy,
     ignored: set[nn.Parameter],
 ) -> None:
-    """FSDP2's machinery with nothing sharded: DDP that mixes with TP and mixed precision.
+    """Apply FSDP2's `replicate`, which shards nothing: DDP that works with TP and mixed precision.
 
     Private, because `torch.distributed._composable.replicate` of the public docs is classic
     DDP, which drops DTensor parameters from the state dict. A `fully_shard` that only keeps
@@ -38,10 +38,10 @@ def replicate_unit(
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes | None:
-    """The numbers of a plain tensor; None where it has none, on meta or fake.
+    """Return the values of a plain tensor as bytes; None if it is on meta, fake or empty.
 
-    Under a fake mode every operation gives a fake tensor, and only private names tell which
-    tensor is one and turn the modes off.
+    Under a fake mode every operation returns a fake tensor. Only private names identify a fake
+    tensor and disable the modes.
     """
     if tensor.is_meta or is_fake(tensor) or not tensor.numel():
         return None
@@ -51,10 +51,10 @@ def bytes_of(tensor: torch.Tensor) -> bytes | None:
 
 
 def forget_units(modules: Iterable[nn.Module]) -> None:
-    """Let modules be wrapped again after a wrapping that failed.
+    """Make modules wrappable again after wrapping has failed.
 
-    torch keeps the state of `fully_shard` and `replicate` in a private table of its own, and
-    refuses a module that is in it already.
+    torch keeps the state of `fully_shard` and `replicate` in a private table and rejects a module
+    that is already in it.
     """
     from torch.distributed._composable_state import _module_state_mapping
 
@@ -63,12 +63,12 @@ def forget_units(modules: Iterable[nn.Module]) -> None:
 
 
 def _param_groups(module: nn.Module) -> list[Any]:
-    """The groups of parameters that FSDP2 gathers and reduces together for one unit."""
+    """Return the groups of parameters that FSDP2 gathers and reduces together for one unit."""
     from torch.distributed._composable_state import _get_module_state
 
     state: Any = _get_module_state(module)
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # Before torch 2.12 there was one.
+    if groups is None:  # Before torch 2.12 there was a single group.
         group = getattr(state, "_fsdp_param_group", None)
         groups = [group] if group else []
     return list(groups)
@@ -80,20 +80,20 @@ def on_reduction(
     begin: Callable[[], None],
     finish: Callable[[], None],
 ) -> bool:
-    """Look at a unit's gradients just before it reduces them.
+    """Call back with a unit's gradients right before the unit reduces them.
 
     Args:
-        fill: Gets each parameter of the unit, and whether it has a gradient that waits to be
-            reduced; returns whether to make it zeros.
+        fill: Called with each sharded parameter of the unit, and True if it has a gradient waiting
+            to be reduced. If it returns True, the gradient is set to zeros.
         begin: Called after that, before the unit reduces.
-        finish: Called once after each backward (when accumulating, after the last) in which the
-            unit or another one with the same `finish` took part, when all gradients are there.
+        finish: Called once after each backward (when accumulating, after the last) in which this
+            unit, or another one with the same `finish`, took part. All gradients exist by then.
 
     Returns:
-        Whether the unit has parameters of its own.
+        True if the unit has parameters of its own.
 
-    Private, because no public hook lies between the backward of a unit and its reduction.
-    torch's own `set_reduce_scatter_unused_params` (2.13) does not tell which were unused.
+    Private, because no public hook runs between the backward of a unit and its reduction.
+    torch's own `set_reduce_scatter_unused_params` (2.13) does not report which were unused.
     """
     from torch.distributed._composable_state import _get_module_state
 
@@ -108,7 +108,7 @@ def on_reduction(
         if state._state_ctx.is_last_backward:
             finish()
 
-    # Whichever unit's backward begins first queues its own, and only that one is run.
+    # Whichever unit's backward begins first queues its callback, and only that one is run.
     state._root_post_backward_final_callback = end_and_finish
     return bool(groups)
 
@@ -122,7 +122,7 @@ def _look_before_reduction(
         is_used = False
         for param in group.fsdp_params if group.reduce_grads else ():
             if not hasattr(param, "_unsharded_param"):
-                continue  # Never gathered, so never used.
+                continue  # Never gathered, hence never used.
             is_used = True
             whole = param.unsharded_param
             waits = whole.grad is not None or param.unsharded_accumulated_grad is not None
@@ -136,9 +136,9 @@ def _look_before_reduction(
 
 
 def gathered_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """What a unit computes with in place of its parameters, once it was gathered.
+    """Yield the gathered parameters that a unit computes with in place of its sharded ones.
 
-    Private, since FSDP2 shows its gathered copies while a forward runs only.
+    Private, because FSDP2 exposes its gathered copies only while a forward runs.
     """
     for group in _param_groups(module):
         for param in group.fsdp_params:
@@ -147,10 +147,10 @@ def gathered_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def renew_reducer(model: DistributedDataParallel) -> None:
-    """Give DistributedDataParallel buckets for the parameters that are trainable now.
+    """Rebuild the buckets of DistributedDataParallel for the parameters that are trainable now.
 
-    Private: torch makes them once, and says that a model must not change afterwards
-    (pytorch/pytorch#42850 asks for more). The hooks of the old reducer go with it.
+    Private, because torch builds them once and documents that a model must not change afterwards
+    (pytorch/pytorch#42850 asks for more). The hooks of the old reducer are removed with it.
     """
     params, are_sparse = model._build_params_for_reducer()
     names = model._build_debug_param_to_name_mapping(params)
@@ -159,39 +159,41 @@ def renew_reducer(model: DistributedDataParallel) -> None:
 
 
 def renew_reduction_dtypes(module: nn.Module) -> None:
-    """Let a unit of FSDP2 see in which dtypes it reduces the parameters that are trainable now.
+    """Make a unit of FSDP2 determine anew in which dtypes it reduces its trainable parameters.
 
-    Private: it looks once, before its first forward, and finds none where all are frozen.
+    Private, because FSDP2 determines them once, before the first forward, and finds none if all
+    parameters are frozen.
     """
     for group in _param_groups(module):
         group._init_mp_dtypes()
 
 
 def store_gathered(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Copy a gathered parameter of a unit into the part of it that this rank holds.
+    """Copy a gathered parameter of a unit into this rank's shard of it.
 
-    Private: FSDP2 frees its gathered copies after a forward, whatever was written into them.
+    Private, because FSDP2 frees its gathered copies after a forward and drops what was written.
     """
     for param in (param for group in _param_groups(module) for param in group.fsdp_params):
         if getattr(param, "_unsharded_param", None) is parameter:
             whole: Any = getattr(parameter, "_local_tensor", parameter)
             dim, ranks = param.fsdp_placement.dim, param.mesh_info
             part = param.sharded_param._local_tensor
-            if part.numel():  # An uneven cut leaves nothing to the last ranks.
+            if part.numel():  # With an uneven sharding, the last ranks have no elements.
                 start = getattr(ranks, "shard_mesh_rank", 0) * param.padded_sharded_param_size[dim]
                 part.copy_(whole.detach().narrow(dim, start, part.shape[dim]))
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Let autograd take a tensor for unchanged that holds again what it held at this version.
+    """Set a tensor's version counter, so that autograd takes it for unchanged since that version.
 
-    Private: torch means it for tensors that are freed and filled again, as gathered ones are.
+    The caller must have restored the values of that version. Private, because torch means it for
+    tensors that are freed and filled again, as gathered parameters are.
     """
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def group_store() -> dist.Store:
-    """The store in which the ranks met, with the connection that torch uses itself.
+    """Return the store through which the ranks met, with the connection that torch itself uses.
 
     `ProcessGroup.get_group_store` is public but undocumented.
     """
@@ -201,9 +203,9 @@ def group_store() -> dist.Store:
 
 
 def store_port(store: dist.Store) -> int | None:
-    """The port at which a store is served, None where it is not a TCP store.
+    """Return the port at which a store is served, or None if it is not a TCP store.
 
-    Public names, but undocumented: stores of process groups are wrapped in prefixes.
+    The names are public but undocumented. Stores of process groups are wrapped in prefixes.
     """
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -211,14 +213,14 @@ def store_port(store: dist.Store) -> int | None:
 
 
 def num_groups() -> int:
-    """How many process groups this rank knows. torch counts them in a private table only."""
+    """Return the number of this rank's process groups, which are in a private table of torch."""
     return len(dist.distributed_c10d._world.pg_map)
 
 
 def group_sequences() -> dict[str, int] | None:
-    """How many collectives each group of this rank has begun; None where torch does not count.
+    """Return the collectives begun so far, by group name; None if a backend does not count them.
 
-    Private, because torch means them for its own desynchronisation reports.
+    Private, because torch means the numbers for its own reports of desynchronised ranks.
     """
     out = {}
     for group in list(dist.distributed_c10d._world.pg_map):
@@ -230,9 +232,9 @@ def group_sequences() -> dict[str, int] | None:
 
 
 def group_facts() -> list[tuple[tuple[int, ...], int, str]]:
-    """(ranks, collectives begun, backend) of each process group of this rank.
+    """Return (ranks, collectives begun, backend) of each process group of this rank.
 
-    Private for the reasons above.
+    The table of groups and the counts are private, as in `num_groups` and `group_sequences`.
     """
     counts = group_sequences() or {}
     return [
@@ -246,9 +248,9 @@ def group_facts() -> list[tuple[tuple[int, ...], int, str]]:
 
 
 def has_groups_of_program() -> bool:
-    """Whether the program made a process group itself, beside the default one and those of meshes.
+    """Return True if the program made a process group besides the default one and those of meshes.
 
-    Private for the reasons above; a group's description is public.
+    The table of groups is private, as in `num_groups`; a group's description is public.
     """
     made_by_torch = ("default_pg", "mesh_")
     return any(
@@ -258,7 +260,7 @@ def has_groups_of_program() -> bool:
 
 
 def abort_groups() -> None:
-    """Give up every collective of this rank, on backends that can (NCCL).
+    """Abort every collective of this rank, on backends that support it (NCCL).
 
     `ProcessGroup.abort` is public; the table of all groups is not.
     """
@@ -267,9 +269,9 @@ def abort_groups() -> None:
 
 
 def group_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dist.ProcessGroup:
-    """The process group among the arguments of a collective op: a boxed one, or its name.
+    """Return the process group among the arguments of a collective op: boxed, or by its name.
 
-    Private, because torch has no public way from an op's arguments to the group.
+    Private, because torch has no public function from an op's arguments to the group.
     """
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.ScriptObject):
@@ -283,12 +285,12 @@ def group_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dist.ProcessGrou
 
 
 def intercept_calls(module: nn.Module, around: Callable[..., Any]) -> None:
-    """Let `around(call, *args, **kwargs)` decide what a call of this module does, hooks and all.
+    """Make every call of this module run `around(call, *args, **kwargs)`, outside its hooks.
 
-    Private: `_compiled_call_impl` is what `nn.Module.compile` sets and `__call__` looks at first.
-    A wrapped `forward` would come too late, inside of every hook of the wrappers.
+    Private, because `__call__` looks for `_compiled_call_impl` first, which `nn.Module.compile`
+    sets. A wrapped `forward` would run too late, inside all hooks of the wrappers.
     """
-    # Not a closure over the module's own old value: copies of the module must not share it.
+    # No closure over the module's own previous value: copies of the module must not share it.
     call = module._compiled_call_impl or module._call_impl
     module._compiled_call_impl = partial(around, call)
 
@@ -299,9 +301,9 @@ def backward_of_inputs(
     inputs: list[torch.Tensor],
     weights: Iterable[nn.Parameter],
 ) -> list[dict[str, Any]]:
-    """Gradients of `inputs` alone; returns what `backward_of_weights` needs for the rest.
+    """Compute the gradients of `inputs` only; return what `backward_of_weights` needs for the rest.
 
-    Private until torch has a public name: the halves of the backward of its zero-bubble schedules.
+    Private until torch has a public name: one half of the backward in its zero-bubble schedules.
     """
     from torch.distributed.pipelining._backward import stage_backward_input
 
@@ -309,17 +311,17 @@ def backward_of_inputs(
 
 
 def backward_of_weights(weights: Iterable[nn.Parameter], groups: list[dict[str, Any]]) -> None:
-    """The rest of a backward that `backward_of_inputs` began."""
+    """Compute the gradients of the weights, after `backward_of_inputs` computed those of inputs."""
     from torch.distributed.pipelining._backward import stage_backward_weight
 
     stage_backward_weight(iter(list(weights)), groups)
 
 
 def reduce_units(module: nn.Module) -> None:
-    """Reduce the gradients that FSDP2's units have gathered, outside of any backward.
+    """Reduce the gradients that have accumulated in FSDP2's units, outside any backward.
 
     Private: torch's own pipeline schedules do the same (`PipelineStage.perform_reduce_grad`),
-    since a backward that is split in two ends in no hook.
+    because a backward that is split in two triggers no hook at its end.
     """
     from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
     from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -332,8 +334,9 @@ def reduce_units(module: nn.Module) -> None:
     kind = replicate if isinstance(module, ReplicateModule) else fully_shard
     root = kind.state(module)
     for state in root._state_ctx.all_states:
+        # Before torch 2.12 there was a single group.
         groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # Before torch 2.12 there was one.
+        if groups is None:
             groups = [state._fsdp_param_group] if state._fsdp_param_group else []
         for group in groups:
             group.post_backward()
@@ -342,9 +345,9 @@ def reduce_units(module: nn.Module) -> None:
 
 @contextmanager
 def on_resize(told: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Tell of every storage that changes its size in place, as FSDP2 frees gathered parameters.
+    """Report every storage that is resized in place, as FSDP2 does to free gathered parameters.
 
-    Private only in that a method of a torch class is replaced: resizing runs no operator.
+    Private only in that a method of a torch class is replaced: resizing dispatches no operator.
     """
     resize = torch.UntypedStorage.resize_
 
@@ -361,27 +364,27 @@ def on_resize(told: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
 
 
 def without_modes() -> AbstractContextManager[Any]:
-    """Run operators as if no mode were open, fake tensors and observers among them."""
+    """Run operators as if no dispatch mode were active, including fake modes and trackers."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
 
 
 def autograd_sequence() -> int:
-    """The number that autograd gives the next node; no public name tells."""
+    """Return the sequence number of the next autograd node, which no public name exposes."""
     number: int = torch._C._autograd._get_sequence_nr()
     return number
 
 
 def running_node() -> int | None:
-    """The number of the node whose backward runs; None in forward."""
+    """Return the sequence number of the node whose backward is running; None in forward."""
     node: Any = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call something once the running backward has run all it had to run.
+    """Run a callback when the running backward has finished everything else.
 
-    Private: FSDP2 ends its own backward by the same way, and no public hook comes as late.
+    Private: FSDP2 ends its own backward in the same manner, and no public hook runs as late.
     """
     torch.autograd.Variable._execution_engine.queue_callback(call)

@@ -1,6 +1,6 @@
-"""Private torch names of what modules take and give, each behind a function with the reason.
+"""Private names of torch for module inputs and outputs, each wrapped with the reason for its use.
 
-As `private`, for the tensors in nests of values that FSDP2's hooks look at.
+Like `private`, for the tensors in the nested values that FSDP2's hooks inspect.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 def tensors_with_gradient(value: Any) -> tuple[torch.Tensor, ...]:
-    """What FSDP2 hangs its hooks on in what a module takes or gives.
+    """Return the tensors in a module's inputs or outputs to which FSDP2 attaches its hooks.
 
-    Private: what it looks into, and what not, is its own business. torch 2.11 looks into what is
-    registered as a nest, later ones into dataclasses too.
+    Private, because FSDP2 alone decides which containers it searches. torch 2.11 searches
+    registered pytrees, later versions dataclasses too.
     """
     collect = getattr(_common_utils, "collect_grad_tensors", None)
     if collect is not None:
@@ -28,7 +28,7 @@ def tensors_with_gradient(value: Any) -> tuple[torch.Tensor, ...]:
 
 
 def with_tensors_replaced(value: Any, others: Iterable[torch.Tensor]) -> Any:
-    """`value` with others in place of `tensors_with_gradient(value)`."""
+    """Return `value` with `others` in place of `tensors_with_gradient(value)`."""
     replace, rest = getattr(_common_utils, "replace_grad_tensors", None), iter(others)
     if replace is not None:
         return replace(value, rest)
@@ -41,7 +41,7 @@ def _has_gradient(leaf: Any) -> bool:
 
 
 def with_floats_as(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with its floating tensors cast, as FSDP2 casts what a unit takes and gives."""
+    """Return `value` with its floating-point tensors cast, as FSDP2 casts inputs and outputs."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
     from torch.distributed.utils import _apply_to_tensors
 
@@ -49,8 +49,8 @@ def with_floats_as(value: Any, dtype: torch.dtype) -> Any:
 
 
 def versions_kept(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
-    """Let autograd not count what is written into tensors inside, whose numbers are put back.
+    """Keep the version counters of tensors while the `with` block writes to them.
 
-    Private, because torch cannot know that they are.
+    The caller restores the values afterwards. Private, because torch cannot check that.
     """
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))

@@ -1,1 +1,1 @@
-"""What a live model is and does, read from running it without memory or numbers."""
+"""Structure and behaviour of a live model, recorded from a run without memory or values."""

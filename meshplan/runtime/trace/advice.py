@@ -1,4 +1,4 @@
-"""Words to write in place of a line of the user's code that counts on the width of one process."""
+"""Replacements for a line of the user's code that relies on the width in one process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ _VIEWS = ("view", "reshape", "unflatten")
 
 
 def advice_at(frame: FrameType, line: int, size: int) -> str:
-    """Say what to write at a line that raised, where a tensor is cut in `size` parts.
+    """Suggest a replacement for a line that raised, where a tensor is sharded.
+
+    Args:
+        frame: Frame of the code that raised.
+        line: Line number in the frame's file.
+        size: Number of shards.
 
     Returns:
-        "" where the line says nothing that is known.
+        The suggestion; "" if the line has no known pattern.
     """
     for call in _calls(_statement(frame.f_code.co_filename, line)):
         assert isinstance(call[1].func, ast.Attribute)
@@ -30,7 +35,7 @@ def advice_at(frame: FrameType, line: int, size: int) -> str:
 
 
 def _statement(file: str, line: int) -> ast.stmt | None:
-    """The innermost statement that a line is part of."""
+    """Return the innermost statement that contains a line, or None."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
@@ -44,7 +49,7 @@ def _statement(file: str, line: int) -> ast.stmt | None:
 
 
 def _calls(statement: ast.stmt | None) -> Iterator[tuple[ast.stmt, ast.Call]]:
-    """The method calls of a statement that is no block."""
+    """Yield the method calls of a statement, unless it is a block."""
     if statement is None or hasattr(statement, "body"):
         return
     for node in ast.walk(statement):
@@ -53,7 +58,7 @@ def _calls(statement: ast.stmt | None) -> Iterator[tuple[ast.stmt, ast.Call]]:
 
 
 def _in_place_of_split(statement: ast.stmt, call: ast.Call) -> str:
-    """`x.split(C, dim=2)` in three names is `x.chunk(3, dim=2)`."""
+    """Suggest `x.chunk(3, dim=2)` for `x.split(C, dim=2)` that is assigned to three names."""
     assert isinstance(call.func, ast.Attribute)
     is_function = ast.unparse(call.func.value) == "torch"
     given = call.args[1:] if is_function else call.args
@@ -70,12 +75,12 @@ def _in_place_of_split(statement: ast.stmt, call: ast.Call) -> str:
 
 
 def _in_place_of_view(call: ast.Call, frame: FrameType, size: int) -> str:
-    """One size of several may be -1: that of the heads or features that are cut."""
+    """Suggest -1 for one size of a view: that of the sharded heads or features."""
     sizes = [each for arg in call.args for each in _elements(arg)]
     values = [_value(each, frame) for each in sizes]
     if any(value == -1 for value in values):
         return ""
-    # Samples and places come first, and read their sizes from the tensor.
+    # Batch and sequence dims come first, and code usually reads their sizes from the tensor.
     counts = [
         ast.unparse(each)
         for each, value in zip(sizes, values, strict=True)
@@ -91,7 +96,7 @@ def _elements(node: ast.expr) -> list[ast.expr]:
 
 
 def _value(node: ast.expr, frame: FrameType) -> object:
-    """The value of a plain expression of names, attributes and numbers; None of any other."""
+    """Evaluate an expression of names, attributes and numbers only; return None for any other."""
     plain = (
         ast.Name, ast.Attribute, ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop,
         ast.expr_context,
@@ -101,5 +106,5 @@ def _value(node: ast.expr, frame: FrameType) -> object:
     code = compile(ast.Expression(node), frame.f_code.co_filename, "eval")
     try:
         return eval(code, frame.f_globals, frame.f_locals)
-    except Exception:  # A property of the user's may raise anything.
+    except Exception:  # A property in the user's code may raise anything.
         return None

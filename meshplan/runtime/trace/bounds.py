@@ -1,8 +1,8 @@
-"""Operators whose results are as large as numbers say, made as large as they could be.
+"""Upper bounds for operators whose result shapes depend on values.
 
-A mask picks at most all it covers, `unique` keeps at most all it is given. What is traced so takes
-at least what the step takes, if picking fewer makes nothing larger: whether it does is looked at,
-by tracing the same step with half as much picked (`check_grows`).
+A mask selects at most all elements it covers, and `unique` keeps at most all of its input. A trace
+with these sizes needs at least as much memory as the step, provided that selecting fewer elements
+makes nothing larger. To check that, the same step is traced with half as many (`check_grows`).
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ _PICKING: ContextVar[Share | None] = ContextVar("_PICKING", default=None)
 
 
 class NoBoundError(Exception):
-    """Nothing proves that what was traced is the most."""
+    """There is no proof that the traced memory is an upper bound."""
 
 
 def everything(count: int) -> int:
-    """All that could be picked."""
+    """Select every element that could be selected."""
     return count
 
 
 def half(count: int) -> int:
-    """Half of it."""
+    """Select half of the elements that could be selected, rounded up."""
     return (count + 1) // 2
 
 
 @contextmanager
 def picking(share: Share) -> Iterator[None]:
-    """Inside, operators of fakes pick so many of those that they could."""
+    """Let operators on fake tensors select `share(count)` of `count` selectable elements."""
     token = _PICKING.set(share)
     try:
         yield
@@ -48,7 +48,7 @@ def picking(share: Share) -> Iterator[None]:
 
 
 def picked(func: Any, args: Any, kwargs: Any) -> Any:
-    """The results of an operator, as large as `picking` says; `NotImplemented` for all others."""
+    """Return an operator's results, sized by `picking`; `NotImplemented` for other operators."""
     share = _PICKING.get()
     rule = _RULES.get(func)
     if share is None or rule is None:
@@ -57,7 +57,10 @@ def picked(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def taken_to_pick(args: Any) -> tuple[int, ...]:
-    """Bytes that indexing with masks takes for the places of what they pick, where `picking`.
+    """Return the bytes of the index tensors that indexing with masks makes, inside `picking`.
+
+    Args:
+        args: Arguments of `aten.index.Tensor`: a tensor and its indices.
 
     Source: TensorIndexing, `expandTensors`: a mask becomes the result of `nonzero`.
     """
@@ -68,14 +71,14 @@ def taken_to_pick(args: Any) -> tuple[int, ...]:
 
 
 def check_grows(most: EventLog, less: EventLog) -> None:
-    """Refuse a step in which picking fewer makes anything larger, or takes another course.
+    """Reject a step in which selecting fewer makes a tensor larger, or changes the operators.
 
     Args:
-        most: Where everything was picked.
-        less: Where half of it was.
+        most: The log with every element selected.
+        less: The log with half of them selected.
 
     Raises:
-        NoBoundError: It does.
+        NoBoundError: There is such a tensor or operator.
     """
     for one, other in zip_longest(most.events, less.events):
         if one is None or other is None:
@@ -112,7 +115,7 @@ def _index(share: Share, x: torch.Tensor, indices: Any) -> Any:
 
 
 def _unique(share: Share, x: torch.Tensor, *flags: Any, **more: Any) -> tuple[torch.Tensor, ...]:
-    # Inverse and counts are made whether or not anybody asked for them: at the most.
+    # Upper bound: inverse and counts are made whether or not the caller asked for them.
     count = share(x.numel())
     whole = x.new_empty(x.shape, dtype=torch.int64)
     return x.new_empty((count,)), whole, x.new_empty((count,), dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""What really travels between the ranks: every collective of a block, as torch issues it."""
+"""Counts of the collectives that ranks really run, as torch issues them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KINDS: Final = {
     "scatter": "scatter",
     "reduce": "reduce",
 }
-"""How torch's op names begin, without underscores, and our words; the first that fits."""
+"""Beginnings of torch's op names, without underscores, and our words; the first match counts."""
 
 
 class _Count(TorchDispatchMode):
@@ -49,10 +49,13 @@ class _Count(TorchDispatchMode):
 
 @contextmanager
 def counting(mesh: Mesh) -> Iterator[Counter[Route]]:
-    """Count the collectives of this rank inside of the block.
+    """Count the collectives of this rank inside the `with` block.
+
+    Args:
+        mesh: The mesh whose axes name the groups.
 
     Yields:
-        How often each route was used; complete when the block has ended.
+        The number of uses of each route; complete when the block has ended.
 
     Assumes: backward runs in this thread, as it does on the CPU.
     """
@@ -61,17 +64,17 @@ def counting(mesh: Mesh) -> Iterator[Counter[Route]]:
 
 
 def sent_by(func: Any, args: Any, kwargs: Any, out: Any, mesh: Mesh) -> Route | None:
-    """The route of an operator that was called; None where it sends nothing."""
+    """Return the route of a call of an operator, or None if it sends nothing."""
     kind = _kind(func)
     if not kind:
         return None
     axes = _axes(dist.get_process_group_ranks(group_of(args, kwargs)), mesh)
-    # Alone in its group, a rank sends nothing.
+    # A rank that is alone in its group sends nothing.
     return Route(kind, axes, _bytes(kind, args, out)) if axes else None
 
 
 def _kind(op: Any) -> str:
-    """Our word for a collective op of torch; "" for every other op."""
+    """Return our word for a collective op of torch; "" for every other op."""
     if op.namespace not in ("c10d", "_c10d_functional"):
         return ""
     plain = op.overloadpacket.__name__.strip("_")
@@ -79,19 +82,19 @@ def _kind(op: Any) -> str:
 
 
 def _axes(ranks: list[int], mesh: Mesh) -> tuple[str, ...]:
-    """The mesh axes along which these ranks differ."""
+    """Return the mesh axes along which these ranks differ."""
     places = [mesh.coordinates(rank) for rank in ranks]
     differ = {name for name in places[0] if len({place[name] for place in places}) > 1}
     lent = {part for loan in mesh.loans for part in (loan.rest, loan.name)}
-    # A lender differs wherever a part of it does: the parts say more.
+    # A lender differs wherever one of its parts does; the parts are more specific.
     lenders = {loan.within for loan in mesh.loans if {loan.rest, loan.name} & differ}
     return mesh.spread(differ - lenders if differ & lent else differ)
 
 
 def _bytes(kind: str, args: tuple[Any, ...], out: Any) -> int:
-    """What is gathered, or what is reduced or scattered, whole; of an all_to_all what is sent."""
+    """Return the bytes of the full tensor gathered, reduced or scattered; sent in an all_to_all."""
     if kind == "all_to_all":
-        # torch's ops take (received, sent), its functional ones give back what is received.
+        # torch's c10d ops take (received, sent); its functional ones return what is received.
         return [_size(arg) for arg in args if _holds_tensors(arg)][-1]
     return max(_size(arg) for arg in (*args, out))
 

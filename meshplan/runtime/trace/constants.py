@@ -1,12 +1,12 @@
-"""Numbers beside fake tensors, where they follow from sizes: positions, masks, tables.
+"""Known values for fake tensors that follow from sizes: positions, masks, tables.
 
-Models ask such tensors before they choose a path: whether all tokens may be seen, whether several
-sequences are packed into one. On fake tensors that raises, or they take another path than they
-would. What is computed from sizes, constants and inputs with known numbers is therefore computed
-for real too, as long as it is small.
+Models read the values of such tensors before they choose a branch: whether all tokens may be seen,
+whether several sequences are packed into one. Fake tensors would raise, or lead to another branch.
+So small tensors computed from sizes, constants and inputs with known values are computed for real
+as well.
 
-An optimizer may ask for any number, a norm or how many steps there were: it scales its update by
-it, and is told 1.
+In the optimizer step, code may read any value, such as a norm or a step count: an optimizer only
+scales its update by it, so the answer is 1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshplan.runtime.torch_private.private import without_modes
 from meshplan.runtime.trace.bounds import picked
 
 MOST_NUMBERS: Final = 1 << 20
-"""Elements of the largest tensor whose numbers are kept."""
+"""Elements of the largest tensor whose values are kept."""
 
 _ANSWERS: Final = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 _GROUPED: Final = torch.ops.aten._grouped_mm.default
@@ -34,14 +34,14 @@ _NAMES: Final = (
     "arange", "ones", "zeros", "full", "scalar_tensor", "lift_fresh", "eye", "linspace",
 )  # fmt: skip
 _MAKERS: Final = tuple(getattr(torch.ops.aten, name) for name in _NAMES)
-"""Operators that make numbers out of nothing but their arguments."""
+"""Operators whose results depend on nothing but their arguments, which need not be tensors."""
 
 
 class ConstantPropagation(Watching):
-    """Open it inside a mode of fake tensors.
+    """A dispatch mode that tracks known values; enter it inside a fake mode.
 
     Args:
-        mode: That mode, where what operators make in it may be remembered.
+        mode: The fake mode, to cache the results of operators in it; None to run every operator.
     """
 
     def __init__(self, mode: Any = None) -> None:
@@ -49,15 +49,15 @@ class ConstantPropagation(Watching):
         self._results = None if mode is None else Results(mode)
         self._real = WeakTensorKeyDictionary()
         self._ids: set[int] = set()
-        """Of all that were ever in there: what is not among these need not be looked for."""
+        """Ids of all tensors ever in `_real`, to skip the slower lookup for all others."""
         self._phase = ""
 
     def hear(self, phase: str) -> None:
-        """Get told what the training step does."""
+        """Set the phase of the training step that begins."""
         self._phase = phase
 
     def know(self, fake: torch.Tensor, real: torch.Tensor) -> None:
-        """Say what the numbers of a fake tensor are, if there are any and not too many."""
+        """Attach known values to a fake tensor, unless they are on meta or too many to keep."""
         if real.numel() <= MOST_NUMBERS and not real.is_meta:
             with without_modes():
                 self._keep(fake, real.detach().clone())
@@ -121,7 +121,7 @@ class ConstantPropagation(Watching):
 
 
 def _grouped(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """Kernels multiply groups in every dtype, torch's rule for fakes in bfloat16 alone."""
+    """Run a grouped matmul in bfloat16, the only dtype that torch's rule for fakes accepts."""
 
     def narrow(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
@@ -137,5 +137,5 @@ def _one(dtype: torch.dtype) -> bool | int | float:
 
 
 def _has_free_shape(func: Any) -> bool:
-    """Whether the numbers say how large the result is, as of `nonzero`."""
+    """Return True if the shape of the result depends on values, as for `nonzero`."""
     return torch.Tag.dynamic_output_shape in func.tags

@@ -1,7 +1,7 @@
 """A model named as "pkg.mod:function", built on meta for its structure alone.
 
-The user's code runs here and may do anything: whatever it raises becomes one problem that says
-where, and what it prints goes to stderr, so that `--json` stays JSON.
+The user's code runs here and may do anything. Any error becomes a single problem with its location,
+and output goes to stderr, so that `--json` stays JSON.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ _FOUND = "modules are found among what is installed and in the working directory
 
 
 def graph_of_entry(entry: str, origin: Origin) -> ModelGraph:
-    """The graph of the model that "pkg.mod:function" makes; arguments as for `model_of_entry`."""
+    """Return the graph of the model that "pkg.mod:function" makes; see `model_of_entry`."""
     return graph_of(model_of_entry(entry, origin))
 
 
 def model_of_entry(entry: str, origin: Origin, *, on_meta: bool = True) -> nn.Module:
-    """The model that "pkg.mod:function" makes.
+    """Build the model that "pkg.mod:function" makes.
 
     Args:
         entry: A function or class without arguments that returns an `nn.Module`, or such a
-            module itself. Modules are found among what is installed, then in the working directory.
-        origin: Where the user named it.
-        on_meta: Without memory, else on the CPU.
+            module itself. Modules are searched among the installed ones first, then in the working
+            directory.
+        origin: The place where the user named it.
+        on_meta: If True, the model is built on meta, without memory; else on the CPU.
 
     Raises:
-        UntrustedError: A file names it that nobody trusts.
-        SpecError: It cannot be imported or called, or makes something else.
+        UntrustedError: The entry is named in a file that is not trusted.
+        SpecError: The entry cannot be imported or called, or does not give an `nn.Module`.
     """
     check_code(entry, origin)
     module_name, colon, name = entry.partition(":")
@@ -79,7 +80,7 @@ def model_of_entry(entry: str, origin: Origin, *, on_meta: bool = True) -> nn.Mo
 
 @contextlib.contextmanager
 def _told(doing: str, origin: Origin, fix: str) -> Iterator[None]:
-    """Turn whatever the user's code raises into a problem."""
+    """Turn any exception of the user's code into a problem."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -90,7 +91,7 @@ def _told(doing: str, origin: Origin, fix: str) -> Iterator[None]:
 
 
 def _place(error: BaseException) -> str:
-    """The last line of the user's own code that the error passed through, if any."""
+    """Return the last line of the user's own code that the error passed through; "" if none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}:{error.lineno})"
     foreign = (os.path.dirname(torch.__file__), os.path.dirname(os.__file__), "<frozen")
@@ -104,7 +105,7 @@ def _place(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _working_directory_last() -> Iterator[None]:
-    """Let modules of the working directory be found, and none of them in place of another one."""
+    """Append the working directory to `sys.path`, so that it does not shadow installed modules."""
     here = os.getcwd()
     if here in sys.path or "" in sys.path:
         yield
@@ -117,7 +118,7 @@ def _working_directory_last() -> Iterator[None]:
 
 
 def _check_place(module_name: str, origin: Origin) -> None:
-    """Refuse a module that is installed under a name that a file here has too."""
+    """Reject an installed module if a file in the working directory has the same name."""
     top = module_name.partition(".")[0]
     there = getattr(sys.modules[top], "__file__", None)
     here = os.path.join(os.getcwd(), top)

@@ -1,4 +1,4 @@
-"""Inputs to record a model with: the caller's, or what the plan and the model say of them."""
+"""Inputs to record a model with: the caller's, or those that the plan and the model describe."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from meshplan.runtime.trace.sample import sample_inputs
 from meshplan.spec.spec import AUTO, Spec
 
 _SAMPLES: Final = 2
-"""Samples of an example that nobody gave: few, and not 1, which would broadcast."""
+"""Samples of generated inputs: few, but not 1, which would broadcast."""
 
 
 def find_example(model: nn.Module, spec: Spec, given: Any = None) -> Any:
-    """A tensor, a tuple of arguments or a mapping of keyword arguments for the model's forward.
+    """Return a tensor, a tuple of arguments or a mapping of keyword arguments for the forward.
 
     Args:
-        given: The caller's; taken as it is. A very large one of nobody's has no numbers.
+        model: The model that takes the inputs.
+        spec: The plan's spec.
+        given: The caller's inputs, returned as they are. If None, inputs are generated; a tensor of
+            more than `MOST_NUMBERS` elements then has no values.
 
     Raises:
-        PlanError: Nobody says what the model takes.
+        PlanError: Neither the caller, the plan nor the model says what the model takes.
     """
     if given is not None:
         return given

@@ -1,8 +1,8 @@
 """Record one forward pass of a live model, on meta or real, as a `Flow`.
 
-The model runs as a copy whose tensors are fake: shapes and dtypes without numbers or memory, so
-a model of any size is recorded on a laptop, and nothing of the caller's model changes. Knows
-torch's operator schemas. Refuses to know what the record is read for.
+The model runs as a copy whose tensors are fake, with shapes and dtypes but no values or memory. So
+a model of any size can be recorded on a laptop, and the caller's model does not change. This module
+handles torch's operator schemas, and does not depend on what the record is used for.
 """
 
 from __future__ import annotations
@@ -31,26 +31,28 @@ from meshplan.runtime.trace.side_effects import Trace, nothing_left
 from meshplan.runtime.trace.trace_errors import place_of
 
 _REAL_BYTES_LIMIT = 4 * 2**30
-"""A model of more bytes is not copied to be run for real."""
+"""Largest model, in bytes, that is copied to run with real values."""
 
 
 def record(model: nn.Module, inputs: Any, forms: dict[int, Any] | None = None) -> Flow:
-    """One forward pass of `model` in the mode (train or eval) that it is in.
+    """Record one forward pass of `model` in its current mode (train or eval).
 
     Args:
+        model: The model, on meta or real.
         inputs: A tensor, a tuple of arguments or a mapping of keyword arguments; only shapes
             and dtypes count unless the model's control flow reads values.
-        forms: Takes the form (`nest.shape_of`) of every call's result, by `Call.id`.
+        forms: If given, is filled with the structure (`pytree.shape_of`) of every call's result, by
+            `Call.id`.
 
     Returns:
-        Every operation below autograd, composite ones taken apart.
+        The flow of all operations below autograd, with composite operators decomposed.
 
     Raises:
         ApplyError: The model cannot be copied, or its forward fails on these inputs.
 
-    A model whose control flow reads numbers cannot run without them: it is run a second time as
-    a real copy, if it has numbers and is small. Else one some of whose shapes depend on numbers
-    is run a second time with those sizes left open, which are 0 in the record.
+    A model whose control flow reads values cannot run on fake tensors. If it has values and is
+    small, a real copy of it runs instead. Otherwise, if only shapes depend on values, it runs on
+    fake tensors with symbolic sizes, which are 0 in the record.
     """
     try:
         return _record(model, inputs, forms, is_fake=True)
@@ -71,9 +73,9 @@ def record(model: nn.Module, inputs: Any, forms: dict[int, Any] | None = None) -
 def _record_open(
     model: nn.Module, inputs: Any, forms: dict[int, Any] | None, error: Exception
 ) -> Flow:
-    """One forward pass without numbers that leaves open the sizes that depend on them."""
+    """Record one forward pass on fake tensors, with symbolic sizes where they depend on values."""
     if (untraceable(error) or ("", ""))[1] == "shape":
-        with contextlib.suppress(Exception):  # What went wrong at first is the better message.
+        with contextlib.suppress(Exception):  # The first error makes the better message.
             return _record(model, inputs, forms, is_fake=True, leaves_open=True)
     raise ApplyError(_problem(model, error)) from error
 
@@ -138,10 +140,16 @@ def _run_copy(
 def copy_to_run(
     model: nn.Module, inputs: Any, mode: AbstractContextManager[object], *, is_fake: bool = True
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """A copy of the model, and of its inputs as arguments, to be run and thrown away.
+    """Copy the model, and its inputs as arguments, for a run after which they are thrown away.
 
     Args:
-        mode: The mode whose fake tensors take the place of the model's, if `is_fake`.
+        model: The model to copy.
+        inputs: A tensor, a tuple of arguments or a mapping of keyword arguments.
+        mode: The mode whose fake tensors replace the model's, if `is_fake`.
+        is_fake: If False, the copy has real tensors.
+
+    Returns:
+        The copy, its positional arguments and its keyword arguments.
     """
     memo: dict[int, Any] = {}
     with mode:
@@ -149,7 +157,7 @@ def copy_to_run(
             for tensor in (*model.parameters(), *model.buffers()):
                 memo[id(tensor)] = fake_like(mode, tensor)
         args, kwargs = _arguments(inputs, is_fake=is_fake)
-    # Outside the mode: what the copy makes of plain attributes must stay what it is.
+    # Outside the mode, so that copies of tensors in plain attributes stay real.
     return copy.deepcopy(model, memo), args, kwargs
 
 
@@ -157,7 +165,7 @@ _GROUPED_MM = torch.ops.aten._grouped_mm.default
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """The product, or its shape: the rule for fake tensors refuses dtypes that the kernel takes."""
+    """Run a grouped matmul; for fakes only its shape, as torch's rule rejects some valid dtypes."""
     is_fake = type(a).__name__ == "FakeTensor"
     offsets = kwargs.get("offs", args[0] if args else None)
     if not is_fake or a.dtype != b.dtype or offsets is None:
@@ -168,7 +176,10 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> 
 
 
 def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """A fake tensor of the same shape, strides and dtype, a parameter where that is one."""
+    """Return an empty tensor of the same shape, strides and dtype; a parameter for a parameter.
+
+    Under a fake mode the result is fake.
+    """
     fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
@@ -184,7 +195,7 @@ def _arguments(inputs: Any, *, is_fake: bool) -> tuple[tuple[Any, ...], dict[str
 
 
 class OpRecorder(TorchDispatchMode):
-    """Writes down operations as they are dispatched and module calls as hooks see them."""
+    """A mode that records operations as they are dispatched, and module calls through hooks."""
 
     def __init__(self, model: nn.Module, trace: Trace) -> None:
         super().__init__()
@@ -195,7 +206,7 @@ class OpRecorder(TorchDispatchMode):
         self._calls: list[Call] = []
         self._open: list[int] = []
         self.forms: dict[int, Any] = {}
-        # Tensors by id, held so that no id is given out twice.
+        # Tensors by id, kept alive so that no id is reused.
         self._known: dict[int, tuple[torch.Tensor, int]] = {}
         self._is_paused = False
         self._sharing: dict[int, dict[int, torch.Tensor]] = {}
@@ -205,20 +216,20 @@ class OpRecorder(TorchDispatchMode):
             self._new(buffer, "buffer", name)
         for fqn, module in model.named_modules():
             self._watch(fqn, module)
-        # The model's hooks hold the recorder: neither may outlive the run through the other.
+        # The model's hooks reference the recorder, so the recorder must not keep the model alive.
         self._model, self._remembered = weakref.ref(model), module_state_of(model)
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Name the model's inputs."""
+        """Record the model's inputs."""
         for path, tensor in (*tensors_in(args), *tensors_in(kwargs)):
             self._new(tensor, "input", path)
 
     def progress(self) -> tuple[str, int]:
-        """The innermost module that is running, and how many operations ran so far."""
+        """Return the innermost running module, and the number of operations so far."""
         return (self._calls[self._open[-1]].module if self._open else "", len(self._ops))
 
     def stand_in(self, tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Another tensor of this shape that counts as the same value from now on."""
+        """Return a tensor of another shape that counts as the same value from now on."""
         self._is_paused = True
         new = tensor.new_empty(shape)
         self._is_paused = False
@@ -226,7 +237,7 @@ class OpRecorder(TorchDispatchMode):
         return new
 
     def flow(self) -> Flow:
-        """What was recorded."""
+        """Return what was recorded."""
         model = self._model()
         assert model is not None
         changed = tuple(changes(self._remembered, module_state_of(model), self._value))
@@ -268,7 +279,7 @@ class OpRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim" or self._is_paused:  # Such as a question about its device.
+        if func.namespace == "prim" or self._is_paused:  # A prim is a query, as for the device.
             return func(*args, **kwargs)
         spelled, spelled_kwargs = self._spell(args), self._spell(kwargs)
         result = _grouped_mm(*args, **kwargs) if func is _GROUPED_MM else func(*args, **kwargs)
@@ -276,7 +287,7 @@ class OpRecorder(TorchDispatchMode):
         before = tuple(self._value(t) for t in written)
         outputs = [t for _, t in tensors_in(result)] or written
         ids = tuple(self._new(tensor, "op") for tensor in outputs)
-        # What the operation writes through `out=` or a hidden argument, and does not return.
+        # Tensors that the operation writes (`out=`, hidden arguments) but does not return.
         unreturned = [t for t in written if not any(t is out for out in outputs)]
         ids += tuple(self._new(tensor, "op") for tensor in unreturned)
         self._ops.append(
@@ -297,7 +308,7 @@ class OpRecorder(TorchDispatchMode):
         return result
 
     def _update_views(self, written: torch.Tensor) -> None:
-        """Every other tensor on the same memory is another value now."""
+        """Give every other tensor on the same storage a new value."""
         new = self._value(written)
         for other in tuple(self._sharing.get(_storage(written), {}).values()):
             if other is written:
@@ -326,14 +337,14 @@ class OpRecorder(TorchDispatchMode):
         return item
 
     def _value(self, tensor: torch.Tensor) -> int:
-        """The id of a tensor as it is now."""
+        """Return the id of a tensor's current value."""
         found = self._known.get(id(tensor))
         return found[1] if found else self._new(tensor, "constant")
 
     def _new(self, tensor: torch.Tensor, origin: Any, name: str = "") -> int:
         value = Value(
             id=len(self._values),
-            # A size that is left open says nothing.
+            # A symbolic size is recorded as 0.
             shape=tuple(n if isinstance(n, int) else 0 for n in tensor.shape),
             dtype=str(tensor.dtype).removeprefix("torch."),
             origin=origin,
@@ -349,7 +360,7 @@ class OpRecorder(TorchDispatchMode):
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    """Of the numbers of a constant; "" where it has none."""
+    """Return a hash of a constant's values; "" if it has none."""
     data = bytes_of(tensor)
     return "" if data is None else hashlib.sha256(data).hexdigest()
 
@@ -366,12 +377,12 @@ _WRITE_STATISTICS: Final = frozenset(
         "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts",
     )
 )  # fmt: skip
-"""Operators that write into the running statistics when they train, and whose schemas do not say
-so (torch 2.13)."""
+"""Operators that write into the running statistics in training, which their schemas do not declare
+(torch 2.13)."""
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Any]:
-    """The arguments that an operator writes into."""
+    """Yield the arguments that an operator writes."""
     schema = func._schema
     given = {
         argument.name: args[number] if number < len(args) else kwargs.get(argument.name)

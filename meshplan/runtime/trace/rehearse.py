@@ -1,7 +1,7 @@
-"""Run a model on shapes alone, as one rank of tp would: what proves `tp_plan: auto`.
+"""Run a model on shapes alone, as one rank of tp would, to check candidates of `tp_plan: auto`.
 
-A styled module computes with whole shapes inside, as a DTensor does, and takes or leaves parts;
-everything around it sees the parts. No process group, no numbers, no memory.
+Inside a styled module shapes are unsharded, as in a DTensor. Its inputs or outputs are shards, and
+the code around it sees these. There is no process group, and tensors have no values or memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshplan.runtime.trace.sp_boundary import with_argument
 
 
 def rehearser(model: nn.Module, inputs: Any) -> Rehearse:
-    """A function that rehearses this model on these inputs."""
+    """Return a function that rehearses this model on these inputs."""
 
     def rehearse(what: Rehearsal) -> Flow | Stopped:
         return _rehearse(model, inputs, what)
@@ -49,7 +49,7 @@ def _run_copy(model: nn.Module, inputs: Any, what: Rehearsal, trace: Trace) -> F
             with quiet_fakes(), mode, recorder:
                 recorder.begin(args, kwargs)
                 twin(*args, **kwargs)
-        except Exception as error:  # The user's forward may raise anything on such shapes.
+        except Exception as error:  # The user's forward may raise anything on sharded shapes.
             first = (str(error).strip() or repr(error)).splitlines()[0]
             module, num_ops = recorder.progress()
             return Stopped(module=module, num_ops=num_ops, text=f"{type(error).__name__}: {first}")
@@ -57,7 +57,7 @@ def _run_copy(model: nn.Module, inputs: Any, what: Rehearsal, trace: Trace) -> F
 
 
 def _at_the_border(recorder: OpRecorder, module: nn.Module, fqn: str, what: Rehearsal) -> None:
-    """Whole shapes inside, parts outside."""
+    """Make a module see unsharded shapes inside, while the code around it sees shards."""
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def whole(x: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ def _at_the_border(recorder: OpRecorder, module: nn.Module, fqn: str, what: Rehe
 
 
 def _along_the_sequence(recorder: OpRecorder, module: nn.Module, fqn: str, what: Rehearsal) -> None:
-    """A part of the sequence in place of all of it, or the other way round."""
+    """Replace the sequence by a rank's part of it, or a part by the whole sequence."""
 
     def turned(x: torch.Tensor, is_cut: bool) -> torch.Tensor:
         if is_cut and x.shape[1] % what.size:
@@ -100,7 +100,7 @@ def _along_the_sequence(recorder: OpRecorder, module: nn.Module, fqn: str, what:
 
 
 def _part_inside(recorder: OpRecorder, twin: nn.Module, fqn: str, dim: int, size: int) -> None:
-    """A parameter of which the rank holds a part, while its module runs."""
+    """Replace a parameter by the rank's shard of it while its module runs."""
     owner_name, _, leaf = fqn.rpartition(".")
     owner = twin.get_submodule(owner_name)
     parameter = owner.get_parameter(leaf)

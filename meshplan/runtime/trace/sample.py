@@ -1,4 +1,4 @@
-"""Inputs, targets and a loss for a model that nobody prepared: random numbers of the right form."""
+"""Random inputs, targets and a loss of the right shapes, for a model without a training script."""
 
 from __future__ import annotations
 
@@ -18,25 +18,29 @@ from meshplan.runtime.base.pytree import tensors_in
 from meshplan.spec.spec import InputSpec, Spec
 
 _MOST_ELEMENTS: Final = 1 << 20
-"""Of one sample that is trained on for real, to see whether a plan is right."""
+"""Elements of the largest sample that a real training accepts, to check whether a plan is right."""
 TOKENS: Final = 16
-"""The length of a sequence where the plan does not state one."""
+"""Length of a sequence if the plan does not state one."""
 
 
 def sample_inputs(
     model: nn.Module, spec: Spec, samples: int, step: int, most: int | None = None
 ) -> Any:
-    """A batch of this many samples, the same for the same step.
+    """Draw a batch of random samples, equal for equal `step`.
 
     Args:
-        most: Of how many elements a tensor may be and have numbers; a larger one lies on "meta".
+        model: The model that takes the inputs.
+        spec: The plan's spec, whose `input` and `batch` count.
+        samples: Number of samples.
+        step: Number of the step, which seeds the random numbers.
+        most: Elements up to which a tensor gets values; a larger one is on "meta". None: no limit.
 
     Returns:
-        A tensor, or keyword arguments, as the plan's `input`, transformers' `main_input_name`
-        or an embedding at the beginning of the model says.
+        A tensor or keyword arguments, as determined by the plan's `input`, by transformers'
+        `main_input_name`, or by an embedding at the beginning of the model.
 
     Raises:
-        SpecError: Nothing says what the model takes.
+        SpecError: None of these determines what the model takes.
     """
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = spec.batch.seq_len or TOKENS
@@ -47,7 +51,7 @@ def sample_inputs(
             return torch.empty(shape, dtype=None if are_real else torch.int64, device="meta")
         if are_real:
             return torch.randn(shape, generator=generator)
-        # Low numbers are special tokens, such as padding, wherever there are any.
+        # Low ids are special tokens, such as padding, in vocabularies that have any.
         return torch.randint(min(3, vocab - 1), vocab, shape, generator=generator)
 
     if (stated := with_dtype(model, spec).input) is not None:
@@ -74,7 +78,7 @@ def sample_inputs(
 
 
 def with_dtype(model: nn.Module, spec: Spec) -> Spec:
-    """The spec whose stated input has a dtype: its own, else what the model's first layer reads."""
+    """Return the spec with a dtype for its stated input; by default what the first layer reads."""
     if spec.input is None or spec.input.dtype is not None:
         return spec
     dtype = "int64" if isinstance(_first_layer(model), nn.Embedding) else "float32"
@@ -82,21 +86,21 @@ def with_dtype(model: nn.Module, spec: Spec) -> Spec:
 
 
 def is_tokens(stated: InputSpec) -> bool:
-    """Return whether an input, whose dtype is known, is a sequence of tokens."""
+    """Return True if an input with a known dtype is a sequence of tokens."""
     return len(stated.shape) == 2 and str(stated.dtype).startswith("int")
 
 
 def _first_layer(model: nn.Module) -> nn.Module | None:
-    """Return the first module with parameters and nothing inside; None where there is none."""
+    """Return the first module that has parameters and no submodules, or None if there is none."""
     layers = (m for m in model.modules() if not any(True for _ in m.children()))
     return next((m for m in layers if any(True for _ in m.parameters())), None)
 
 
 def check_size(spec: Spec) -> None:
-    """Refuse an input of which nobody waits for several to be trained on.
+    """Reject an input that is too large to train on several samples of it.
 
     Raises:
-        SpecError: It has more elements than fit in a minute.
+        SpecError: The input has more elements than fit in a minute.
     """
     size = math.prod(spec.input.shape[1:]) if spec.input is not None else 0
     if size > _MOST_ELEMENTS:
@@ -106,7 +110,7 @@ def check_size(spec: Spec) -> None:
 
 
 def _reads_tokens(model: nn.Module) -> bool:
-    """Return whether it takes one argument, which its first layer looks up in a table."""
+    """Return True if the model takes one argument, which its first layer looks up in a table."""
     needed = [
         p for p in inspect.signature(model.forward).parameters.values()
         if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
@@ -115,23 +119,27 @@ def _reads_tokens(model: nn.Module) -> bool:
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """The model's output."""
+    """Call the model on inputs in any of their forms, and return its output."""
     args, kwargs = as_arguments(inputs)
     return model(*args, **kwargs)
 
 
 def results(output: Any) -> list[torch.Tensor]:
-    """The part of an output that a loss can be made of."""
+    """Return the tensors in an output from which a loss can be made."""
     return [t for _, t in tensors_in(output) if t.ndim and t.is_floating_point()]
 
 
 def sample_targets(
     shapes: Sequence[Sequence[int]], samples: int, step: int, *, are_classes: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Targets for `results` of these shapes, for this many samples.
+    """Draw targets for `results` of these shapes, equal for equal `step`.
 
     Args:
-        are_classes: Which entry along the last dim is right; else random numbers of each shape.
+        shapes: Shapes of the results, with the samples along dim 0.
+        samples: Number of samples, in place of that dim's size.
+        step: Number of the step, which seeds the random numbers.
+        are_classes: If True, targets are indices along the last dim; else random numbers of each
+            shape.
     """
     generator = torch.Generator().manual_seed(2000 + step)
     if are_classes:
@@ -143,9 +151,9 @@ def sample_targets(
 
 
 def sample_loss(output: Any, targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Mean squares, or cross-entropy where targets are classes.
+    """Return the mean squared error, or the cross-entropy for classes, summed over the results.
 
-    The mean of equal parts is the mean of the whole.
+    The mean over equal parts of a batch equals the mean over the whole batch.
     """
     pairs = zip(results(output), targets, strict=True)
     return torch.stack([_distance(o.float(), target) for o, target in pairs]).sum()

@@ -1,9 +1,9 @@
-"""A forward that is run on a copy leaves nothing behind: no tensor of it in a cache.
+"""Removal of the side effects of a forward on a copy: no tensor of it stays in a cache.
 
-A copy of the model does not copy what lies outside of it: `functools.lru_cache` on a function,
-tables in globals and classes, closures of hooks. A fake tensor left there would be found by the
-first real forward. So what was put there is taken out again, and what cannot be is refused. Nor
-may a recording find what an earlier forward left: only some ranks may have run one.
+A copy of the model does not copy what is outside the model: `functools.lru_cache` on a function,
+tables in globals and classes, closures of hooks. The first real forward would find a fake tensor
+that was left there. So additions are removed again, and a run is rejected if that is impossible.
+Nor may a recording see what an earlier forward left, because only some ranks may have run one.
 """
 
 from __future__ import annotations
@@ -27,21 +27,24 @@ from meshplan.errors import ApplyError, Problem
 
 _LruCache: Final = type(functools.lru_cache(lambda: None))
 _DEPTH: Final = 4
-"""How many containers lie around a tensor at most: `cache[device][size] = (cos, sin)`."""
+"""Most containers around a tensor: `cache[device][size] = (cos, sin)`."""
 _REACH: Final = 7
-"""How far from a module's names: class, method, variable of its decorator, table, `[a][b]`."""
+"""Most steps from a module's names: class, method, variable of its decorator, table, `[a][b]`."""
 _CONTAINERS: Final = (dict, OrderedDict, defaultdict, list, deque, set)
 _NAMESPACES: Final = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType)
-"""Beyond these lies everything."""
+"""Types at which the search stops, since they lead to everything."""
 _KNOWN: Final = sys.stdlib_module_names | {"torch"}
 
 
 @dataclass(slots=True)
 class Trace:
-    """What one run made, by weak references, and what stood outside of the model before it.
+    """Weak references to what a run made, and the state outside the model before it.
 
-    `caches` are the functions that cache and that the model's code reaches by name: after
-    `gc.freeze` the collector no longer tells of them.
+    Attributes:
+        made: Weak references to the things watched.
+        before: Containers and cells outside the model, each with a copy of its contents.
+        caches: Functions with an `lru_cache` that the model's code reaches by name; after
+            `gc.freeze` the garbage collector does not list them any more.
     """
 
     made: list[weakref.ref[Any]] = field(default_factory=list)
@@ -49,22 +52,22 @@ class Trace:
     caches: list[Any] = field(default_factory=list)
 
     def watch(self, item: Any) -> None:
-        """Something that is to be gone after the run."""
+        """Watch an object that must be gone after the run."""
         self.made.append(weakref.ref(item))
 
     def alive(self) -> list[Any]:
-        """What is still there."""
+        """Return the watched objects that still exist."""
         return [item for ref in self.made if (item := ref()) is not None]
 
 
 @contextmanager
 def nothing_left(model: nn.Module) -> Iterator[Trace]:
-    """Run a copy of `model` inside; what is watched is out of all caches afterwards.
+    """Run a copy of `model` in the `with` block; remove what is watched from all caches afterwards.
 
-    Assumes: what made the watched things has returned, or raised, when the block ends.
+    Assumes: the code that made the watched objects has returned, or raised, when the block ends.
 
     Raises:
-        ApplyError: Something watched is kept where it cannot be taken out.
+        ApplyError: A watched object is kept where it cannot be removed.
     """
     outside = list(_outside(model))
     caches = [item for item in outside if type(item) is _LruCache]
@@ -76,12 +79,12 @@ def nothing_left(model: nn.Module) -> Iterator[Trace]:
     try:
         yield trace
     except BaseException:
-        # The traceback holds everything: what is elsewhere, too, cannot be told from the rest.
+        # The traceback keeps everything alive, so what else keeps it cannot be determined.
         _take_out(trace)
         raise
     if not trace.alive():
         return
-    gc.collect()  # Modules may hold each other.
+    gc.collect()  # Modules may reference each other.
     if not trace.alive():
         return
     _take_out(trace)
@@ -103,19 +106,22 @@ def _take_out(trace: Trace) -> None:
 
 
 def _holds(item: Any, ids: set[int]) -> bool:
-    """Whether one of these is inside, however it is wrapped."""
+    """Return True if one of these objects is in the item, at any nesting that is searched."""
     return any(id(part) in ids for part in _inside(item))
 
 
 def _holds_tables(cache: Any) -> bool:
-    """Whether a function keeps tensors that it can make anew: a module may have been trained."""
+    """Return True if a function caches tensors that it can compute again.
+
+    If it caches modules, they may have been trained, so the answer is False.
+    """
     kinds = [type(part) for part in _inside(cache, beside=cache.__wrapped__)]
     has_modules = any(issubclass(kind, nn.Module) for kind in kinds)
     return not has_modules and any(issubclass(kind, torch.Tensor) for kind in kinds)
 
 
 def _inside(item: Any, beside: Any = None) -> Iterator[Any]:
-    """The item and what it refers to, to some depth; not what lies behind `beside`."""
+    """Yield the item and what it refers to, down to `_DEPTH`, but nothing through `beside`."""
     edge, seen = [item], {id(item), id(beside)}
     yield item
     for _ in range(_DEPTH):
@@ -129,7 +135,7 @@ def _inside(item: Any, beside: Any = None) -> Iterator[Any]:
 
 
 def _put_back(at: Any, old: Any, ids: set[int]) -> None:
-    """Undo what brought one of these into a container, and only that."""
+    """Undo the changes that brought one of these objects into a container, and only those."""
     if isinstance(at, types.CellType):
         now = _copied(at)
         if now is not None and (old is None or now[0] is not old[0]) and _holds(now[0], ids):
@@ -156,10 +162,10 @@ def _put_back(at: Any, old: Any, ids: set[int]) -> None:
 
 
 def _outside(model: nn.Module) -> list[Any]:
-    """What the code of the model can reach and a copy of the model shares with it, each once.
+    """Return what the model's code can reach and a copy of the model would share, each once.
 
-    The names of its modules and classes, what its hooks and functions close over, and the plain
-    containers in all of these; and functions that cache.
+    These are the names in the modules and classes of its code, the closures of its hooks and
+    functions, the plain containers in all of these, and functions with an `lru_cache`.
     """
     found: dict[int, Any] = {}
     seen = {id(vars(builtins))}
@@ -185,7 +191,7 @@ def _roots(model: nn.Module) -> Iterator[Any]:
 
 
 def _can_change(item: Any) -> bool:
-    # By its type, not `isinstance`: a proxy may do anything when asked for its class.
+    # By type rather than `isinstance`, because a proxy may run code when asked for its class.
     if issubclass(type(item), type):
         return _is_foreign(item.__module__)
     return type(item) in (*_CONTAINERS, types.CellType)
@@ -204,12 +210,12 @@ def _parts(item: Any) -> Iterable[Any]:
 
 
 def _is_foreign(module: str) -> bool:
-    """Neither Python's nor torch's: those keep no tensors of a model."""
+    """Return True for modules other than Python's and torch's, which keep no tensors of a model."""
     return module.partition(".")[0] not in _KNOWN
 
 
 def _copied(item: Any) -> Any:
-    """A container as it is now; a cell as a tuple of what is in it, None where it is empty."""
+    """Copy a container, or a cell as a tuple of its contents; None for an empty cell."""
     if isinstance(item, type):
         return dict(vars(item))
     if isinstance(item, types.CellType):

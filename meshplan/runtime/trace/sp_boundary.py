@@ -1,6 +1,6 @@
-"""Where the sequence is cut over tp, and where it is put together again.
+"""Boundaries of sequence parallel regions, where the sequence is split over tp or gathered again.
 
-Between two such places every rank works on its own positions. Applied with the styles.
+Inside such a region every rank works on its own positions. Applied together with the styles.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from meshplan.errors import ApplyError, Problem
 
 
 def cross(module: nn.Module, crossing: SequenceBoundary, tp: DeviceMesh) -> None:
-    """Hooks that turn one argument, or what the module leaves, before anyone sees it.
+    """Register hooks that split or gather one argument of a module, or gather its output.
 
-    Hooks, and not part of the forward: what is recomputed starts from what they made.
+    They are hooks rather than part of the forward, so that a recomputed forward starts from their
+    results.
     """
     if crossing.path is None:
         turn = partial(_gathered, tp=tp, gradient=Replicate())
@@ -43,10 +44,13 @@ def with_argument(
     path: str,
     change: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with one of them changed.
+    """Return the arguments of a call with one of them changed.
 
     Args:
-        path: Its place or its name; "" for the first of all.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        path: Index or name of the argument to change; "" for the first one.
+        change: Maps the argument to its replacement.
     """
     if path == "":
         path = "0" if args else next(iter(kwargs))
@@ -57,7 +61,7 @@ def with_argument(
 
 
 def _part(x: torch.Tensor, tp: DeviceMesh) -> torch.Tensor:
-    """This rank's positions; their gradients are put together."""
+    """Return this rank's positions of a sequence; backward gathers their gradients."""
     if x.shape[1] % tp.size():
         raise ApplyError(
             Problem(
@@ -71,10 +75,12 @@ def _part(x: torch.Tensor, tp: DeviceMesh) -> torch.Tensor:
 
 
 def _gathered(x: torch.Tensor, tp: DeviceMesh, gradient: Replicate | Partial) -> torch.Tensor:
-    """All positions.
+    """Return all positions of a sequence.
 
     Args:
-        gradient: Whether each rank has all of it, or an addend.
+        x: This rank's positions, along dim 1.
+        tp: The tp axis of the mesh.
+        gradient: `Replicate` if each rank gets the full gradient, `Partial` if it gets an addend.
     """
     part = DTensor.from_local(x, tp, [Shard(1)], run_check=False)
     whole = part.redistribute(placements=[Replicate()])

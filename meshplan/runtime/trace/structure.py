@@ -1,7 +1,7 @@
-"""A live `nn.Module`, on meta or real, as a `ModelGraph`.
+"""Convert a live `nn.Module`, on meta or real, to a `ModelGraph`.
 
-Knows torch's modules; what attention modules call their sizes stands in `heads`. Reads structure
-only: nothing is run and nothing is changed.
+This module handles torch's modules; the attribute names of sizes in attention modules are in
+`model.heads`. It only reads structure: nothing is run and nothing is changed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from meshplan.model.heads import FUSED, HEAD_BY_HEAD, ROLES, pieces_of, role
 
 
 def graph_of(model: nn.Module, flow: Flow | None = None) -> ModelGraph:
-    """The module tree and tensors of a live model.
+    """Return the module tree and tensors of a live model.
 
     Args:
-        flow: Its recorded forward pass (`runtime.trace.ops`), if there is one.
+        model: The model, on meta or real.
+        flow: The model's recorded forward pass (`runtime.trace.ops`); None if there is none.
 
     Returns:
-        Each shared module and each tied tensor once, under its first name, with the other names
-        as aliases; in `named_modules` and `named_parameters` order.
+        A graph that contains each shared module and each tied tensor once, under its first name
+        and with the other names as aliases, in `named_modules` and `named_parameters` order.
     """
     modules = _modules(model)
     return ModelGraph(
@@ -40,7 +41,7 @@ def graph_of(model: nn.Module, flow: Flow | None = None) -> ModelGraph:
 
 
 def _tp_preset(model: nn.Module) -> dict[str, str]:
-    """The tp plan that transformers' models carry; the outermost one holds those inside it."""
+    """Return the tp plan in transformers' models; the outermost plan includes those inside it."""
     out: dict[str, str] = {}
     done: list[str] = []
     for fqn, module in model.named_modules():
@@ -113,9 +114,9 @@ def _tensors(model: nn.Module, modules: dict[str, ModuleInfo]) -> dict[str, Tens
 
 
 def _kind(module: nn.Module) -> str:
-    """What styles may do with it (`ModuleInfo.kind`)."""
+    """Return the kind of a module, which decides what styles can shard it (`ModuleInfo.kind`)."""
     name = type(module).__name__
-    weight = module._parameters.get("weight")  # An attribute may be computed: it is not read.
+    weight = module._parameters.get("weight")  # Not getattr: an attribute may be computed.
     if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
         return "container"
     if isinstance(module, nn.Linear) and not _is_bypassed(module):
@@ -137,10 +138,10 @@ def _kind(module: nn.Module) -> str:
 
 
 def _expert_dims(owner: nn.Module, tensor: torch.Tensor) -> tuple[str, ...]:
-    """Named dims of a parameter that has an entry per expert, () for any other.
+    """Return the named dims of a parameter with one entry per expert; () for any other parameter.
 
-    A module says so that counts experts and whose own parameters all begin with that number:
-    stacked experts, or the router that chooses among them.
+    The module must have an attribute that counts experts, and all of its own parameters must have
+    that size in dim 0: stacked experts, or the router that chooses among them.
     """
     own = [p for p in owner._parameters.values() if p is not None]
     counts = {
@@ -158,18 +159,18 @@ def _expert_dims(owner: nn.Module, tensor: torch.Tensor) -> tuple[str, ...]:
 
 
 def _is_bypassed(module: nn.Module) -> bool:
-    """nn.MultiheadAttention's out_proj: its weight is used, its forward is never called."""
+    """Return True for nn.MultiheadAttention's out_proj: its weight is used, its forward is not."""
     return type(module).__name__ == "NonDynamicallyQuantizableLinear"
 
 
 def _width(projection: nn.Module) -> int:
-    """The size of the output dim of a Linear or a Conv1D."""
+    """Return the size of the output dim of a Linear or a Conv1D."""
     name = "out_features" if isinstance(projection, nn.Linear) else "nf"
     return int(vars(projection)[name])
 
 
 def _sizes(module: nn.Module) -> dict[str, int]:
-    """The attributes that count heads, as the instance states them; properties are user code."""
+    """Return the instance's attributes that count heads; properties are skipped as user code."""
     return {
         name: value
         for name, value in vars(module).items()

@@ -1,4 +1,4 @@
-"""Why a step could not be imagined: the operator, the module, and what to do about it."""
+"""Explanations of why a fake step failed: the operator, the module, and how to fix it."""
 
 from __future__ import annotations
 
@@ -41,22 +41,23 @@ _WHY: Final = MappingProxyType(
 
 
 class UnknownShapeError(PlanError):
-    """A tensor is as large as numbers say: what it is at the most may be known."""
+    """A tensor's shape depends on values. An upper bound of its size may still be known."""
 
 
 def refused(error: Exception, model: nn.Module, origin: Origin | None) -> PlanError:
-    """The same as `problem_of`, as an error that tells whether a bound may be known."""
+    """Return `problem_of` as an error whose type shows whether an upper bound may be known."""
     found, problem = untraceable(error), problem_of(error, model, origin)
     is_shape = found is not None and found[1] == "shape"
     return UnknownShapeError(problem) if is_shape else PlanError(problem)
 
 
 def problem_of(error: Exception, model: nn.Module, origin: Origin | None) -> Problem:
-    """What a user has to know of an error that a step on fake tensors raised.
+    """Explain an error that a step on fake tensors raised.
 
     Args:
-        model: As one process has it, whose names count.
-        origin: Where the user named it.
+        error: The error.
+        model: The model as one process has it, for the names of modules.
+        origin: The place where the user named the model; None if unknown.
     """
     module, line = _where(error, model)
     place = f"in {module}" if module else f"in {type(model).__name__}"
@@ -78,18 +79,18 @@ def problem_of(error: Exception, model: nn.Module, origin: Origin | None) -> Pro
 
 @dataclass(frozen=True, slots=True)
 class StyledWidths:
-    """How wide what styled modules gave was: on one rank, and in one process.
+    """Sizes of the last dim of the outputs of styled modules.
 
     Args:
-        local: By module, the last one that ran last.
-        whole: Likewise.
+        local: Sizes on one rank, by fqn; the module that ran last is the last entry.
+        whole: Sizes in one process, by fqn; the module that ran last is the last entry.
     """
 
     local: Mapping[str, int]
     whole: Mapping[str, int]
 
     def cut_in(self, module: str) -> str | None:
-        """The module that ran last inside another one, of those whose output is a part."""
+        """Return the last module to run inside `module` whose output is sharded, or None."""
         found = [
             fqn
             for fqn, width in self.local.items()
@@ -101,10 +102,13 @@ class StyledWidths:
 def alone_problem(
     error: Exception, model: nn.Module, origin: Origin | None, inputs: Any
 ) -> Problem:
-    """A forward that one process cannot run either.
+    """Explain a forward that fails in one process too.
 
     Args:
-        inputs: Of the forward, whose shapes and dtypes are told.
+        error: The error that the forward raised.
+        model: The model as one process has it.
+        origin: The place where the user named the model; None if unknown.
+        inputs: Inputs of the forward, whose shapes and dtypes the message states.
     """
     if untraceable(error) is not None:
         return problem_of(error, model, origin)
@@ -120,10 +124,14 @@ def alone_problem(
 def sharded_problem(
     error: Exception, model: nn.Module, plan: Plan, widths: StyledWidths, origin: Origin | None
 ) -> Problem:
-    """A forward that one process runs, and a rank of the plan does not.
+    """Explain a forward that works in one process, but not on a rank of the plan.
 
     Args:
-        origin: Where the user named the model.
+        error: The error that the forward raised.
+        model: The model as one process has it.
+        plan: The plan applied to the model.
+        widths: Output widths of styled modules, on the rank and in one process.
+        origin: The place where the user named the model; None if unknown.
     """
     module, _ = _where(error, model)
     place = place_of(error) or module or type(model).__name__
@@ -152,7 +160,7 @@ def _said(error: Exception) -> str:
 
 
 def _untrained(error: Exception, model: nn.Module) -> str | None:
-    """Why there are no gradients; None where that is not what was wrong."""
+    """Explain why there are no gradients, or return None if the error has another cause."""
     name = type(model).__name__
     if not any(each.requires_grad for each in model.parameters()):
         return f"{name} has no parameters to train"
@@ -162,7 +170,7 @@ def _untrained(error: Exception, model: nn.Module) -> str | None:
 
 
 def place_of(error: BaseException) -> str:
-    """`file:line` of the innermost line of the user's own code; "" where there is none."""
+    """Return `file:line` of the innermost line of the user's own code; "" if there is none."""
     found = _own_frame(error)
     if found is None:
         return ""
@@ -176,13 +184,13 @@ def _own_frame(error: BaseException) -> tuple[FrameType, int] | None:
 
 
 def _where(error: BaseException, model: nn.Module) -> tuple[str, str]:
-    """(the fqn of the innermost module whose forward raised, the user's line)."""
+    """Return the fqn of the innermost module whose forward raised, and the user's line."""
     names = {type(m): fqn for fqn, m in model.named_modules()}
     outer: nn.Module | None = None
     found, line = "", ""
     for frame, number in _frames(error):
         own = frame.f_locals.get("self")
-        # FSDP2 gives a module a class of its own, made from the user's.
+        # FSDP2 replaces a module's class by a subclass of the user's.
         if isinstance(own, nn.Module) and not names.keys().isdisjoint(type(own).__mro__):
             outer = outer or own
             found = next((fqn for fqn, m in outer.named_modules() if m is own), found)
@@ -193,7 +201,7 @@ def _where(error: BaseException, model: nn.Module) -> tuple[str, str]:
 
 
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    """From the outermost to where it was raised, through what it was raised from."""
+    """Yield the frames of an error from the outermost to the innermost, following its causes."""
     if error.__cause__ is not None:
         yield from _frames(error.__cause__)
     else:

@@ -1,9 +1,10 @@
-"""Hooks on gradients that are whole: summed over microbatches, ranks and stages.
+"""Hooks on finished gradients: summed over microbatches, ranks and stages.
 
-torch's own hooks on parameters see what one rank's backward of one microbatch gives, or are never
-called where a unit of sharding computes on a gathered copy. `register_grad_hook` calls once a step,
-after the last backward and before clipping, with what this rank holds of the finished gradient.
-Hooks that were registered on sharded parameters by torch's means are called the same way.
+torch's own hooks on parameters get the gradient that one rank's backward of one microbatch
+computes, or are never called if a sharding unit computes with a gathered copy of the parameter.
+`register_grad_hook` calls its hook once per step, after the last backward and before clipping, with
+this rank's shard of the finished gradient. Hooks that were registered on sharded parameters with
+torch's own methods are called in the same manner.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ GradHook = Callable[[torch.Tensor], torch.Tensor | None]
 
 @dataclass(slots=True)
 class _GradHooks:
-    """The hooks of one model, and whose have been called since the last optimizer step."""
+    """The hooks of one model, and the parameters whose hooks ran since the last optimizer step."""
 
     plan: Plan
     params: dict[str, list[nn.Parameter]]
-    """By name; stages of one rank may hold a copy each."""
+    """The parameters by name; the stages of one rank may each have a copy."""
     by_name: dict[str, OrderedDict[int, GradHook]] = field(default_factory=dict)
     called: set[str] = field(default_factory=set)
     steps: int = 0
@@ -46,17 +47,17 @@ _by_model: weakref.WeakKeyDictionary[nn.Module, _GradHooks] = weakref.WeakKeyDic
 def register_grad_hook(model: nn.Module, name: str, hook: GradHook) -> RemovableHandle:
     """Call a function with the gradient of a parameter, once in every optimizer step.
 
-    The gradient is that of the global batch, and is clipped afterwards. On a rank that holds a
-    part of the parameter it is a DTensor, whose norms and sums are those of the whole; a rank that
-    holds nothing of it never calls.
+    The gradient is that of the global batch, and is clipped afterwards. If the rank has only a
+    shard of the parameter, the gradient is a DTensor, whose norms and sums are those of the whole;
+    a rank without any part of it never calls the hook.
 
     Args:
-        model: What `parallelize` returned.
+        model: The module that `parallelize` returned.
         name: The parameter's name in the model as it was before `parallelize`.
-        hook: Gets the gradient; what it returns, if not None, takes the gradient's place.
+        hook: Called with the gradient; a return value other than None replaces the gradient.
 
     Returns:
-        A handle whose `remove()` ends it.
+        A handle whose `remove()` unregisters the hook.
 
     Raises:
         ApplyError: The model has no parameter of this name.
@@ -78,7 +79,7 @@ def register_grad_hook(model: nn.Module, name: str, hook: GradHook) -> Removable
 
 
 def call_grad_hooks(model: nn.Module) -> None:
-    """Call the hooks that have not been called since the last step; gradients must be whole."""
+    """Call the hooks that were not called since the last step; the gradients must be finished."""
     hooks = _by_model.get(model)
     if hooks is None:
         return
@@ -95,10 +96,10 @@ def call_grad_hooks(model: nn.Module) -> None:
 
 
 def watch_torch_hooks(model: nn.Module, plan: Plan) -> None:
-    """Before each step, call hooks that wait for it; take over torch's own, or refuse them.
+    """Call pending hooks before each optimizer step, and take over or refuse torch's own hooks.
 
     Args:
-        model: What `parallelize` returns.
+        model: The module that `parallelize` returns.
     """
     params: dict[str, list[nn.Parameter]] = {}
     for name, param in own_module(model).named_parameters():
@@ -127,22 +128,22 @@ def watch_torch_hooks(model: nn.Module, plan: Plan) -> None:
     end = before_steps(look)
 
     def forget_calls(*_: Any) -> None:
-        if torch.is_grad_enabled():  # A step that was left out ended without `look`.
+        if torch.is_grad_enabled():  # A skipped step ended without a call of `look`.
             hooks.called.clear()
 
     model.register_forward_pre_hook(forget_calls)
 
 
 def _take_over(name: str, hooks: _GradHooks) -> None:
-    """Make a hook that torch would never call on a sharded parameter one of ours.
+    """Move torch hooks of a sharded parameter, which torch would never call, to our own hooks.
 
     Raises:
-        ApplyError: torch calls it, with the gradient of a part of the batch.
+        ApplyError: torch does call the hook, but with the gradient of a part of the batch.
     """
     placed = hooks.plan.assignment.tensors[name]
     is_sharded = placed.unit is not None and hooks.plan.assignment.wrapper == "units"
     for param in hooks.params[name]:
-        # FSDP2 hooks what a unit returns, to gather in backward: that may be a parameter.
+        # FSDP2 hooks a unit's outputs, to gather in backward, and an output may be a parameter.
         hooked = (param._backward_hooks or {}).items()
         found = {key: hook for key, hook in hooked if not _is_of_fsdp(hook)}
         if is_sharded:

@@ -1,4 +1,4 @@
-"""Gradients multiplied before a step: what is left of a loss's weight, the fp16 scale, clipping."""
+"""Scaling of gradients before a step: the rest of the loss's weight, the fp16 scale, clipping."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _SCALE_WINDOW: Final = 2000
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`.
 
-    torch's function raises where parameters lie on different meshes; this one counts each
-    element once whatever cuts it.
+    torch's function raises if parameters are on different meshes. This one counts each element
+    once, whatever mesh the parameter is sharded over.
 
     Args:
         max_norm: The largest norm allowed; infinity only measures.
         norm_type: p of the p-norm; `inf` for the largest element.
 
     Returns:
-        The norm before clipping, the same on every rank.
+        The norm before clipping, equal on all ranks.
     """
     mesh = applied(model).mesh
     call_grad_hooks(model)
@@ -51,11 +51,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     powers = []
     for (axes, is_there), parts in sorted(by_axes.items()):
         own = _power_sum(parts, norm_type)
-        own = to_device(own) if is_there else own  # Where collectives reach it.
+        own = to_device(own) if is_there else own  # The collectives run on the device.
         powers.append(_sum_over(own, axes, mesh, norm_type))
     stacked = torch.stack([*powers, torch.zeros((), device=device())])
     power = stacked.max() if math.isinf(norm_type) else stacked.sum()
-    if pipeline is not None:  # The other stages' gradients.
+    if pipeline is not None:  # Add the gradients of the other stages.
         power = _sum_over(power, ("pp",), mesh, norm_type)
     norm = power if math.isinf(norm_type) else power ** (1.0 / norm_type)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -69,17 +69,18 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
 
 def _on_host(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters whose gradients lie in the host's memory."""
+    """Return the parameters whose gradients are in host memory."""
     return set(params_on_host(model, applied(model).plan))
 
 
 def _gradients(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Every parameter with its gradient, pending sums done in place.
+    """Return every parameter with its gradient; pending sums of Partial DTensors are done in place.
 
     Args:
-        optimizer: Whose other parameters count too: those of a criterion.
+        optimizer: An optimizer whose parameters outside the model, such as a criterion's, are
+            included; None for the model's only.
     """
     out = []
     held = optimizer.param_groups if optimizer is not None else ()
@@ -102,7 +103,7 @@ def _power_sum(parts: Iterable[torch.Tensor], p: float) -> torch.Tensor:
 def _sum_over(
     value: torch.Tensor, axes: tuple[str, ...], mesh: DeviceMesh, p: float
 ) -> torch.Tensor:
-    """Along each axis that cuts these gradients, every rank holds other elements: add them."""
+    """Reduce over each axis that shards these gradients; its ranks have different elements."""
     for axis in axes:
         op = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
         dist.all_reduce(value, op=op, group=submesh(mesh, (axis,)).get_group())
@@ -115,7 +116,7 @@ def unscale(
     """Multiply gradients by what is left of the loss's weight, and undo the fp16 loss scale.
 
     Returns:
-        False when some gradient overflowed and the step is skipped.
+        False if a gradient overflowed, so that the step must be skipped.
 
     Source: Micikevicius et al. 2018, section 3.2 (dynamic loss scaling).
     """
@@ -145,5 +146,5 @@ def unscale(
 
 
 def _are_finite(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """1 where all of them are finite."""
+    """Return a tensor that is 1 if all elements are finite, 0 otherwise."""
     return torch.stack([g.isfinite().all() for g in gradients]).all().float()

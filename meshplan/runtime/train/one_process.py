@@ -1,9 +1,9 @@
-"""Training in one process that knows of no plan: what `verify` compares a plan with.
+"""Training in one process without any plan: the reference that `verify` compares a plan with.
 
-How far two right trainings may part depends on the model: a sum in another order rounds otherwise,
-what computes in half precision rounds at every step, and a deep network, or a kink that one of its
-numbers lies beside, makes more of it. So the process trains again with what rounding does, and the
-distance between these trainings is what the precision itself moves.
+How far two correct trainings may drift apart depends on the model. A sum in another order rounds
+differently, half precision rounds at every step, and a deep network, or a number close to a kink of
+its function, amplifies the difference. So the process also trains with simulated rounding; the
+distance between these trainings is the effect of the precision alone.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from meshplan.runtime.trace.sample import call, results, sample_inputs, sample_l
 from meshplan.spec.spec import Spec
 
 STEPS: Final = 3
-"""The third step sends what every later one sends: the self-tests are over."""
+"""Number of steps. The third communicates like every later one: self-tests are over."""
 _RELATIVE_UPDATE: Final = 0.02
-"""How far, relative to the weights, one step moves: far above rounding, far below divergence."""
+"""Size of one step relative to the weights: far above rounding, far below divergence."""
 _MOMENTUM: Final = 0.9
 SAFE_SCALE: Final = 2.0**8
-"""An fp16 loss scale that the losses here do not overflow: a skipped step proves nothing."""
+"""An fp16 loss scale that the losses here do not overflow; a skipped step proves nothing."""
 _MOST_GROWTH: Final = 1.5
-"""A loss, relative to the one of weights that stay as they are, that makes training unstable."""
+"""Loss relative to that of unchanged weights, above which training counts as unstable."""
 _NOISY: Final = 3
-"""Trainings with noise in float32: each one's may miss the number beside a kink."""
+"""Number of trainings with noise in float32; a single one may miss a number close to a kink."""
 _NOISE: Final = 2.0**-22
 _SLOWER: Final = 0.25
 _TRIES: Final = 6
@@ -44,7 +44,7 @@ _TRIES: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """The global batches, made from the model as one process has it."""
+    """The global batches, made from the model that one process has."""
 
     model: nn.Module
     plan: Plan
@@ -52,7 +52,7 @@ class Batches:
     samples: int
 
     def of(self, step: int, model: nn.Module) -> tuple[Any, tuple[torch.Tensor, ...]]:
-        """(inputs, targets) of a step, for the model of a plan or that of one process."""
+        """Return (inputs, targets) of a step, for the model of a plan or that of one process."""
         inputs = sample_inputs(self.model, self.plan.spec, self.samples, step)
         inputs = in_dtype_of(model, inputs)
         a = self.plan.assignment
@@ -62,14 +62,14 @@ class Batches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneProcess:
-    """Training in one process, and what the plan's precision moves of it.
+    """Training in one process, and the effect of the plan's precision on it.
 
     Args:
-        rate: The learning rate that the training is stable with.
-        model: After the last step.
+        rate: The learning rate with which the training is stable.
+        model: The model after the last step.
         training: Losses and gradient norms.
-        rounded: Likewise of trainings that round otherwise, as the plan's precision does.
-        rounded_models: Their models after the last step.
+        rounded: Losses and gradient norms of trainings with the rounding of the plan's precision.
+        rounded_models: Models of the `rounded` trainings after the last step.
     """
 
     rate: float
@@ -80,7 +80,7 @@ class OneProcess:
 
 
 def in_dtype_of(model: nn.Module, inputs: Any) -> Any:
-    """Inputs in the dtype that a model's parameters are stored in, as its user would give them."""
+    """Convert inputs to the dtype in which a model's parameters are stored, as its user would."""
     stored = (p.dtype for p in model.parameters() if p.is_floating_point())
     dtype = next(stored, torch.float32)
 
@@ -91,7 +91,12 @@ def in_dtype_of(model: nn.Module, inputs: Any) -> Any:
 
 
 def prepare(model: nn.Module, spec: Spec) -> tuple[list[tuple[int, ...]], float]:
-    """Return the shapes of the model's results, and a learning rate that moves it visibly."""
+    """Return the shapes of the model's results, and a learning rate that moves its weights visibly.
+
+    Raises:
+        ValueError: The output is no basis for a loss, the forward is random, or no parameter gets a
+            gradient.
+    """
     inputs = in_dtype_of(model, sample_inputs(model, spec, 2, 0))
     first = results(call(model, inputs))
     again = results(call(model, inputs))
@@ -112,9 +117,10 @@ def prepare(model: nn.Module, spec: Spec) -> tuple[list[tuple[int, ...]], float]
 
 
 def train_alone(batches: Batches, rate: float) -> OneProcess:
-    """Train copies of the model, slower until their losses stay where they are.
+    """Train copies of the model, with ever lower learning rates until the loss does not grow.
 
     Args:
+        batches: The global batches.
         rate: The learning rate to begin with.
     """
     plan = batches.plan
@@ -139,7 +145,7 @@ def train_alone(batches: Batches, rate: float) -> OneProcess:
 
 
 def _is_stable(training: TrainingRun, still: TrainingRun) -> bool:
-    """Return whether no loss is far above that of the untrained model; what is no number is."""
+    """Return True if no loss is far above that of the untrained model; NaN is unstable."""
     pairs = zip(training.losses, still.losses, strict=True)
     return all(loss <= _MOST_GROWTH * before for loss, before in pairs)
 
@@ -150,7 +156,7 @@ def _train(
     rate: float,
     after_step: Callable[[], None] = lambda: None,
 ) -> TrainingRun:
-    """Train in plain PyTorch: one process, and one batch wherever that is the same."""
+    """Train in plain PyTorch: one process, and whole batches unless that changes the result."""
     plan, optimizer = batches.plan, sgd(model, rate)
     losses, norms = [], []
     scale = SAFE_SCALE if plan.spec.precision.scales_loss else 1.0
@@ -181,10 +187,10 @@ def _train(
 def _parts(
     model: nn.Module, plan: Plan, batch: tuple[Any, tuple[torch.Tensor, ...]]
 ) -> list[tuple[Any, tuple[torch.Tensor, ...], bool]]:
-    """(inputs, targets, whether statistics of them are kept) of what must run apart.
+    """Return (inputs, targets, if their statistics are kept) of each part that must run separately.
 
-    Norms that are not synchronized take statistics of each rank's samples, and those of the first
-    rank are kept for later.
+    Norms that are not synchronized take statistics of each rank's samples, and only those of the
+    first rank are kept.
     """
     count, ranks = microbatches_alone(model, plan), plan.num_data_ranks
     if not own_statistics(model, plan):
@@ -201,9 +207,10 @@ def _parts(
 
 
 def microbatches_alone(model: nn.Module, plan: Plan) -> int:
-    """Return into how many microbatches one process must cut its batch to compute the same.
+    """Return the number of microbatches that one process must cut its batch into for equal results.
 
-    BatchNorm takes its statistics over what runs together, so its results depend on the cut.
+    BatchNorm takes its statistics over the samples that run together, so its results depend on the
+    cut.
     """
     if not any(isinstance(m, _BatchNorm) and m.training for m in model.modules()):
         return 1
@@ -211,7 +218,7 @@ def microbatches_alone(model: nn.Module, plan: Plan) -> int:
 
 
 def own_statistics(model: nn.Module, plan: Plan) -> list[str]:
-    """Names of the norms that take or keep statistics of each data rank's own samples."""
+    """Return names of the norms that take or keep statistics of each data rank's own samples."""
     if plan.mesh.size(*DATA_AXES) == 1:
         return []
     found = [n for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
@@ -220,13 +227,13 @@ def own_statistics(model: nn.Module, plan: Plan) -> list[str]:
 
 
 def sgd(model: nn.Module, rate: float) -> torch.optim.Optimizer:
-    """Return SGD, which unlike Adam does not make whole steps of rounding."""
+    """Return SGD with momentum. Unlike Adam, it does not turn rounding errors into whole steps."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.SGD(trained, lr=rate, momentum=_MOMENTUM)
 
 
 def is_half(plan: Plan) -> bool:
-    """Return whether anything is stored or computed in less than 32 bits."""
+    """Return True if anything is stored or computed in less than 32 bits."""
     words = {w for p in plan.assignment.tensors.values() for w in (p.dtype, p.compute_dtype)}
     kinds = [d for d in (getattr(torch, word) for word in words) if d.is_floating_point]
     return any(torch.finfo(kind).bits < 32 for kind in kinds)
@@ -236,15 +243,15 @@ def is_half(plan: Plan) -> bool:
 def _rounding(model: nn.Module, plan: Plan, seed: int) -> Iterator[Callable[[], None]]:
     """Round what the plan's precision rounds: weights, outputs of modules, and their gradients.
 
-    Numbers are rounded and computed with in float32, which any module can do, whatever it mixes.
-    In float32 itself outputs get noise of a few units in the last place of a typical one: which way
-    a sum of another order rounds nobody knows.
+    Numbers are rounded to the plan's dtype but computed with in float32, which any mix of modules
+    supports. If the plan computes in float32, outputs get noise of a few units in the last place of
+    a typical element instead, because the rounding of a sum in another order cannot be predicted.
 
     Args:
-        seed: Of the noise.
+        seed: Seed of the noise.
 
     Returns:
-        What rounds the parameters as they are stored, to call after a step.
+        A function that rounds the parameters to their stored dtype, to call after each step.
     """
     tensors = plan.assignment.tensors
     names = [n for n, p in model.named_parameters() if n in tensors and p.is_floating_point()]
@@ -296,5 +303,5 @@ def _is_plain(output: Any) -> bool:
 
 
 def _round(tensor: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    """Round a tensor of fractions to a dtype, and its gradient too."""
+    """Round a floating-point tensor to a dtype, and its gradient too."""
     return tensor.to(kind).to(tensor.dtype) if tensor.is_floating_point() else tensor

@@ -1,4 +1,4 @@
-"""State: the full state dict of a parallelized model, and what may be loaded into one."""
+"""State: the full state dict of a parallelized model, and checks of what is loaded into one."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from meshplan.runtime.watch.guard import come_together, guarded
 
 @guarded("full_state_dict")
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and persistent buffer, whole, under its plain name.
+    """Return every parameter and persistent buffer, whole, under its plain name.
 
     Raises:
         ApplyError: A parameter that several ranks hold is no longer the same on all of them.
 
     Returns:
-        Full CPU tensors on rank 0, as one process's `state_dict()` would have them; `{}` on
-        every other rank. All ranks must call it: each tensor is gathered in turn.
+        Full CPU tensors on rank 0, as one process's `state_dict()` would have them; `{}` on every
+        other rank. All ranks must call it, because each tensor is gathered in turn.
     """
     state = applied(model)
     come_together("full_state_dict")
@@ -45,7 +45,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
             continue
         if id(value) not in gathered:  # A tied tensor is gathered once, and stays tied.
             whole = full(value.detach())
-            # A copy, so that the next step does not change what the caller holds.
+            # Copy, so that the next step does not change the caller's tensors.
             gathered[id(value)] = whole.to("cpu", copy=True) if is_first else torch.empty(0)
         if is_first:
             out[name] = gathered[id(value)]
@@ -53,7 +53,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def refuse_whole_tensors(model: nn.Module) -> None:
-    """Let `load_state_dict` of a parallelized model say what it cannot take, before it begins."""
+    """Make `load_state_dict` of a parallelized model reject whole tensors before it loads any."""
     roots = model.stage_modules if isinstance(model, PipelinedModule) else [model]
     for root in roots:
         root.register_load_state_dict_pre_hook(_check_loaded)

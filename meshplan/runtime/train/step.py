@@ -1,4 +1,4 @@
-"""One loop for every plan: this rank's batch, one step, clipping."""
+"""The training loop that works under every plan: this rank's batch, one step, clipping."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from meshplan.runtime.watch.guard import guarded
 
 @guarded()
 def local_batch(model: nn.Module, batch: Any) -> Any:
-    """This rank's part of a global batch, on this rank's device.
+    """Return this rank's part of a global batch, on this rank's device.
 
     Args:
-        model: What `parallelize` returned.
-        batch: A tensor, or a tuple, list or mapping of tensors, each with the samples along
-            dim 0. What is not a tensor, or has no dims, is passed on as it is. Under cp the
-            tensors whose dim 1 is the sequence are cut along it too (`local_sequence`).
+        model: The module that `parallelize` returned.
+        batch: A tensor, or a tuple, list or mapping of tensors, each with the samples along dim 0.
+            Items that are not tensors, or have no dims, are passed on unchanged. Under cp, tensors
+            whose dim 1 is the sequence are also cut along it (`local_sequence`).
 
     Raises:
         ApplyError: The samples do not divide over the data ranks, or the sequence not over cp.
@@ -53,7 +53,7 @@ def local_batch(model: nn.Module, batch: Any) -> Any:
     plan = applied(model).plan
     whole: int | None = None
     if plan.assignment.context is not None:
-        # Parts differ along cp: what they were cut from is compared in their place.
+        # Parts differ along cp, so ranks compare a digest of the batch before it was cut.
         here, there = digest(batch, is_whole=False)
         whole = here + (0 if there is None else int(there))
         batch = local_sequence(plan, batch)
@@ -76,24 +76,25 @@ def train_step(
     targets: Any,
     loss_fn: Callable[[Any, Any], Any],
 ) -> float:
-    """Forward, backward, one optimizer step, gradients zeroed.
+    """Run forward, backward and one optimizer step, and zero the gradients.
 
     Args:
-        model: What `parallelize` returned.
-        optimizer: Made from `model.parameters()` after `parallelize`.
-        inputs: This rank's inputs (`local_batch`): a tensor, a tuple of arguments or a mapping
-            of keyword arguments.
-        targets: This rank's targets: whatever `loss_fn` takes, cut along dim 0 like the inputs.
-        loss_fn: Gets the model's output and the targets; returns the mean over the samples, or
-            what the plan's `loss` says, or (sum, count): the sum over what it was given, and over
-            how many samples or tokens it was taken.
+        model: The module that `parallelize` returned.
+        optimizer: An optimizer made from `model.parameters()` after `parallelize`.
+        inputs: This rank's inputs (`local_batch`): a tensor, a tuple of arguments or a mapping of
+            keyword arguments.
+        targets: This rank's targets in any form that `loss_fn` takes, cut along dim 0 like the
+            inputs.
+        loss_fn: Called with the model's output and the targets. Returns the mean over the samples,
+            or what the plan's `loss` states, or (sum, count): the sum, and the number of samples or
+            tokens that it was taken over.
 
     Returns:
-        The loss over the global batch, the same number on every rank: the mean, or the sum under
-        `loss: sum`. It is 0 where no token is left to take a mean over.
+        The loss over the global batch, equal on all ranks: the mean, or the sum under `loss: sum`.
+        It is 0 if no token is left to take a mean over.
 
-    The plan says how many microbatches the inputs are cut into (`batch.accumulate`) and at what
-    norm gradients are clipped (`clip_grad_norm`).
+    The plan states the number of microbatches that the inputs are cut into (`batch.accumulate`) and
+    the norm at which gradients are clipped (`clip_grad_norm`).
     """
     state = applied(model)
     guard: AbstractContextManager[object] = nullcontext()
@@ -133,7 +134,7 @@ def train_step(
             loss = take(output, target)
             del output
             (loss * (state.loss_scale / count)).backward()
-        # Kept at least as wide as float32: half precision would round the mean.
+        # Sum in float32 at least: half precision would round the mean.
         total = total + loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
     if not state.is_tested and state.plan.mesh.size("tp") > 1:
         assert isinstance(total, torch.Tensor)
@@ -163,7 +164,7 @@ def train_step(
 
 
 def _agreed_step(optimizer: torch.optim.Optimizer) -> None:
-    """The first step: what the self-test of one stage refuses is raised in all of them."""
+    """Take the first step; raise on all ranks if the self-test of one stage fails."""
     failure: ApplyError | None = None
     try:
         optimizer.step()
@@ -180,16 +181,16 @@ def _agreed_step(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def loss_parallel(model: nn.Module) -> Iterator[None]:
-    """Keep the logits cut over the vocabulary, in a loop of one's own.
+    """Keep the logits sharded over the vocabulary in a training loop of your own.
 
-    Inside, `F.cross_entropy` and `nn.CrossEntropyLoss` on the model's logits are computed on
-    parts; outside, the head gathers them. Put forward, loss and backward inside.
+    Inside the context, `F.cross_entropy` and `nn.CrossEntropyLoss` compute on the shards of the
+    model's logits; outside, the head gathers the logits. Put forward, loss and backward inside.
 
     Args:
-        model: What `parallelize` returned, under a plan that says `loss_parallel: true`.
+        model: The module that `parallelize` returned, under a plan with `loss_parallel: true`.
 
     Raises:
-        ApplyError: The plan does not say so.
+        ApplyError: The plan does not say `loss_parallel: true`.
     """
     plan = applied(model).plan
     if not plan.assignment.loss_parallel:
@@ -200,17 +201,17 @@ def loss_parallel(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def chunked_loss(model: nn.Module) -> Iterator[None]:
-    """Compute head and loss over parts of the tokens, in a loop of one's own.
+    """Compute head and loss in chunks of the tokens in a training loop of your own.
 
-    Inside, what the model gives in place of logits has no numbers: `F.cross_entropy` and
-    `nn.CrossEntropyLoss` of it compute head and loss together; outside, the head gives whole
-    logits. Put forward, loss and backward inside.
+    Inside the context, the model returns a placeholder for the logits, without numbers:
+    `F.cross_entropy` and `nn.CrossEntropyLoss` of it compute head and loss together. Outside, the
+    head returns whole logits. Put forward, loss and backward inside.
 
     Args:
-        model: What `parallelize` returned, under a plan that says `loss_chunks`.
+        model: The module that `parallelize` returned, under a plan with `loss_chunks`.
 
     Raises:
-        ApplyError: The plan does not say so, or no cross-entropy was taken inside.
+        ApplyError: The plan does not say `loss_chunks`, or no cross-entropy was computed inside.
     """
     plan = applied(model).plan
     if plan.assignment.chunked_loss is None:
@@ -220,18 +221,18 @@ def chunked_loss(model: nn.Module) -> Iterator[None]:
 
 
 def _unsaid(plan: Plan, statement: str, fix: str) -> ApplyError:
-    """A mode of the loss was asked for that the plan does not state."""
+    """Return the error for a mode of the loss that was requested but is not stated in the plan."""
     origin = plan.spec.origin(statement.partition(":")[0])
     return ApplyError(Problem(f"this model's plan does not say {statement}", origin, fix))
 
 
 def _check_optimizer(model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer of the parameters that the model had at another time."""
+    """Refuse an optimizer of parameters that the model no longer has."""
     if isinstance(model, PipelinedModule):
         if plan.mesh.size("pp") > 1 and (others := unknown_to_model(optimizer, model)):
             raise ApplyError(_beside_stages(others[0], plan))
     else:
-        reshard_units(model, plan)  # What a forward without a backward left gathered.
+        reshard_units(model, plan)  # A forward without a backward leaves units gathered.
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     own = {id(p) for p in model.parameters()}
     missing = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
@@ -255,10 +256,10 @@ def _beside_stages(parameter: nn.Parameter, plan: Plan) -> Problem:
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:
-    """The model's output.
+    """Return the model's output.
 
     Raises:
-        ApplyError: A parameter that lies in parts is used where nothing gathers it, or one that
+        ApplyError: A sharded parameter is used where no unit gathers it, or a parameter that
             DistributedDataParallel waits for got no gradient.
     """
     try:

@@ -1,1 +1,1 @@
-"""Ranks that stand still: where each of them is, and when it is certain that they wait in vain."""
+"""Detection of hangs: where each rank is, and when it is certain that no rank can go on."""

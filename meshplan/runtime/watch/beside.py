@@ -1,4 +1,4 @@
-"""The processes of the ranks of this machine, which the kernel tells of when they cannot."""
+"""Processes of the ranks on this machine, whose state the kernel reports if they do not answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ _LOOKS: Final = 20
 
 
 class Beside:
-    """Processes by rank, as each has introduced itself.
+    """The processes of the ranks on this machine, as each rank has introduced itself.
+
+    Iterating yields the ranks.
 
     Args:
         job: The job of this rank.
@@ -30,19 +32,19 @@ class Beside:
         self._job, self._store = job, store
         self._key = job.lasting(f"machine/{_machine()}")
         self._processes: dict[int, tuple[int, int]] = {}
-        """By rank, the number of its process and when that began."""
+        """Id and start tick of the process of each rank."""
         self._num_looks = 0
         self._stopped_since: dict[int, float] = {}
 
     def introduce(self) -> None:
-        """Tell the ranks of this machine the process of this one."""
+        """Publish the process of this rank to the ranks of this machine."""
         number = self._store.add(self._key, 1)
         began = process_state(self._job.process)[1]
         told = [self._job.rank, self._job.process, began]
         self._store.set(f"{self._key}/{number}", json.dumps(told))
 
     def meet(self) -> None:
-        """Read who has introduced itself."""
+        """Read which ranks have introduced themselves since the last call."""
         if self._num_looks > _LOOKS:
             return
         self._num_looks += 1
@@ -50,9 +52,9 @@ class Beside:
         while (known := len(self._processes)) < number:
             key = f"{self._key}/{known + 1}"
             if not self._store.check([key]):
-                return  # It is being written.
+                return  # It is still being written.
             rank, process, began = json.loads(self._store.get(key))
-            # Another thread may be reading them.
+            # A new dict, because another thread may be reading the old one.
             self._processes = {**self._processes, rank: (process, began)}
 
     def __iter__(self) -> Iterator[int]:
@@ -62,39 +64,39 @@ class Beside:
         return rank in self._processes
 
     def process(self, rank: int) -> int:
-        """The number of a rank's process."""
+        """Return the id of a rank's process."""
         return self._processes[rank][0]
 
     def is_stopped(self, rank: int) -> bool:
-        """Whether a rank's process is stopped; not by a debugger, which will let it go on."""
+        """Return True if a rank's process is stopped, except by a debugger, which resumes it."""
         process, began = self._processes[rank]
         return process_state(process) == ("T", began)
 
     def stopped_since(self, rank: int, now: float) -> float | None:
-        """When a rank was first seen stopped that has been so ever since; None where it runs."""
+        """Return when a rank was first seen in its current stop, or None if it runs."""
         if not self.is_stopped(rank):
             self._stopped_since.pop(rank, None)
             return None
         return self._stopped_since.setdefault(rank, now)
 
     def forget_stops(self) -> None:
-        """Begin anew to count how long others are stopped: this process did not run itself."""
+        """Restart the clocks of all stops, because this process was not running itself."""
         self._stopped_since.clear()
 
     def is_gone(self, rank: int) -> bool:
-        """Whether a rank's process has ended."""
+        """Return True if a rank's process has ended."""
         process, began = self._processes[rank]
         state, begun = process_state(process)
         return begun != began or state in "ZX"
 
     def tables(self) -> list[str]:
-        """The connections of the other ranks of this machine, without asking the store."""
+        """Return the connections of the other ranks on this machine, without asking the store."""
         others = [rank for rank in self if rank != self._job.rank]
         return [spell(own_ends(self.process(rank)).values()) for rank in others]
 
 
 def _machine() -> str:
-    """A name that only processes share which can see each other's numbers."""
+    """Return a name shared exactly by the processes that can see each other's ids."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip() + os.readlink("/proc/self/ns/pid")

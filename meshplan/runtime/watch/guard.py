@@ -1,9 +1,9 @@
 """Nothing hangs: what raises on one rank becomes an error on every rank, naming that rank.
 
-torch leaves the others waiting in a collective until its time-out. Here a rank that fails writes
-its cause into the store of the process group and ends its connections to the other ranks; their
-collectives then raise, and they find the cause in the store. Where every rank fails at the same
-place, as in a mistake of the model's own code, nothing is ended and each raises its own error.
+torch leaves the other ranks waiting in a collective until its time-out. Here a rank that fails
+writes its cause into the store of the process group and closes its connections to other ranks.
+Their collectives then raise, and they read the cause from the store. If every rank fails at the
+same place, as with a mistake in the model's code, nothing is closed and each raises its own error.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from meshplan.runtime.watch.meeting import enter_forward, meet, missed
 from meshplan.runtime.watch.server import Server
 
 GRACE_S: Final = 3.0
-"""How long a rank that failed waits for the others to fail alike before it ends the group."""
+"""Seconds that a failed rank waits for the others to fail too, before it ends the group."""
 _POLL_S: Final = 0.02
 LEAVE_S: Final = 0.7
-"""How long a rank that lost its connection to another waits to be told that it has left."""
+"""Seconds that a rank waits, after losing a connection, for the news that the peer has left."""
 _LOST: Final = ("connection", "socket", "broken pipe", "timed out")
-"""Words in the errors of gloo when another rank has gone."""
+"""Words in gloo's errors when another rank is gone."""
 
 _job: Job | None = None
 _dog: watchdog.Watchdog | None = None
@@ -59,18 +59,18 @@ _dog: watchdog.Watchdog | None = None
 
 @contextlib.contextmanager
 def guarded(verb: str = "") -> Iterator[None]:
-    """A block that every rank runs, and in which no rank is left waiting for one that failed.
+    """Guard a block that every rank runs: if one rank fails in it, no other rank waits for it.
 
-    `train_step` and the other verbs that talk to other ranks run inside one already. Around a
-    whole loop it also covers what happens between the steps, such as reading data.
+    `train_step` and the other functions that communicate are guarded already. A guard around a
+    whole loop also covers what happens between the steps, such as reading data.
 
     Args:
-        verb: The name under which other ranks are told of the block.
+        verb: Name of the block in messages to other ranks; "" for a block without a name.
 
     Raises:
         ApplyError: Another rank failed, or the ranks wait for each other in vain; the message
-            names it and its cause. On the rank that failed its own exception goes on as it is.
-            Afterwards the process group cannot be used any more, and every later guard says so.
+            names the rank and the cause. The rank that failed keeps its own exception. Afterwards
+            the process group is unusable, and every later guard raises this error.
     """
     job = _current()
     if job is None:
@@ -95,20 +95,23 @@ def guarded(verb: str = "") -> Iterator[None]:
     finally:
         if is_outermost:
             job.progress.last, job.progress.verb = job.progress.running, ""
-    if job.cause:  # A watchdog gave up a collective, which returned without a result.
+    if job.cause:  # A watchdog aborted a collective, which returned without a result.
         raise ApplyError(job.failed())
     publish_ends(job, job.store)
 
 
 def come_together(name: str) -> None:
-    """Wait until every rank is here, where a rank that comes alone meets no other's collective."""
+    """Wait until every rank is here, in the store rather than in a collective.
+
+    A rank that comes alone can therefore not run into another rank's collective.
+    """
     job = _current()
     if job is not None:
         meet(job, name, tuple(range(job.size)))
 
 
 def _enter(job: Job, verb: str) -> bool:
-    """Note that a verb begins; returns whether it is not part of another one."""
+    """Record that a verb begins; return False if it runs inside another one."""
     progress = job.progress
     if progress.verb:
         return False
@@ -119,9 +122,9 @@ def _enter(job: Job, verb: str) -> bool:
 
 
 _SETTLED: Final = "_meshplan_settled"
-"""Marks an exception that a guard has dealt with, so that those around it let it pass."""
+"""Marks an exception that a guard has handled, so that outer guards pass it on."""
 _ALONE: Final = "_meshplan_alone"
-"""Marks an exception that is known not to be raised on all ranks."""
+"""Marks an exception that is known to be raised on some ranks only."""
 
 
 def _failed(cause: str) -> Problem:
@@ -129,12 +132,12 @@ def _failed(cause: str) -> Problem:
 
 
 def _current() -> Job | None:
-    """The job of the present process group; None where there is nobody else."""
+    """Return the job of the current process group, or None if there are no other ranks."""
     global _job, _dog
     if is_fake_execution() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     world = dist.group.WORLD
-    if _job is not None and _job.process != os.getpid():  # A fork is none of the ranks.
+    if _job is not None and _job.process != os.getpid():  # A forked process is not a rank.
         return None
     if _job is None or _job.world is not world:
         server = Server()
@@ -147,7 +150,7 @@ def _current() -> Job | None:
 
 
 def ranks_of_forward(plan: Plan) -> tuple[int, ...]:
-    """The ranks that a forward on this rank cannot do without."""
+    """Return the ranks that must take part in a forward on this rank."""
     axes = [axis for axis in plan.mesh.names if axis not in DATA_AXES]
     if plan.assignment.wrapper != "ddp":
         axes += ["dp_shard"]
@@ -157,10 +160,15 @@ def ranks_of_forward(plan: Plan) -> tuple[int, ...]:
 
 
 def note_forward(ranks: tuple[int, ...], is_training: bool) -> None:
-    """Count a forward of a parallelized model, and let ranks evaluate together.
+    """Count a forward of a parallelized model, and synchronize the start of an evaluation.
 
-    Where a forward needs other ranks, they begin an evaluation together, and go back to training
-    together: a rank that evaluates alone would meet the training of the others.
+    If a forward needs other ranks, all of them begin an evaluation together, and go back to
+    training together: a rank that evaluates alone would run into the training collectives of the
+    others.
+
+    Args:
+        ranks: The ranks that must take part in the forward.
+        is_training: True if the forward is part of training.
     """
     if torch.compiler.is_compiling():
         return
@@ -170,27 +178,28 @@ def note_forward(ranks: tuple[int, ...], is_training: bool) -> None:
 
 
 def note_forwards(model: nn.Module, plan: Plan) -> None:
-    """Note every forward of a parallelized model that begins."""
+    """Register a hook that calls `note_forward` before every forward of a parallelized model."""
     ranks = ranks_of_forward(plan)
 
     def note(module: nn.Module, *unused: Any) -> None:
         note_forward(ranks, module.training and torch.is_grad_enabled())
 
-    # Before the hooks of the wrappers, which gather.
+    # First of all hooks, because those of the wrappers already communicate to gather parameters.
     model.register_forward_pre_hook(note, prepend=True)
 
 
 def publish() -> None:
-    """Tell the others this rank's connections now, after groups were made."""
+    """Publish this rank's connections now, after process groups were made."""
     job = _current()
     if job is not None:
         publish_ends(job, job.store)
 
 
 def fails_together(error: Exception, ranks: Sequence[int]) -> bool:
-    """Whether these ranks, of which this is one, all fail here, so that none waits for another.
+    """Return True if these ranks, including this one, all fail here, so that none of them waits.
 
-    Where it is False the error must be raised: the guard around then ends the group at once.
+    If it returns False, the caller must raise the error; the guard around it then ends the group at
+    once.
     """
     job = _current()
     if job is None or len(ranks) == 1:
@@ -199,7 +208,7 @@ def fails_together(error: Exception, ranks: Sequence[int]) -> bool:
     key = job.key(f"together/{name}/{job.partings[name]}")
     job.partings[name] += 1
     deadline = time.monotonic() + GRACE_S
-    with contextlib.suppress(RuntimeError, OSError):  # Where the store has gone already.
+    with contextlib.suppress(RuntimeError, OSError):  # The store may be gone.
         count = job.store.add(key, 1)
         while count < len(ranks) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -211,25 +220,25 @@ def fails_together(error: Exception, ranks: Sequence[int]) -> bool:
 
 
 _Sequences: TypeAlias = dict[str, int] | None
-"""How many collectives each group has begun on this rank, by the names of the groups."""
+"""Collectives begun on this rank, by name of the process group; None if a backend has no count."""
 
 
 def _settle(job: Job, error: BaseException, before: _Sequences) -> ApplyError | None:
-    """Agree with the others on what the failure of this rank means.
+    """Agree with the other ranks on what the failure of this rank means.
 
     Args:
         job: The job of the group.
-        error: What was raised inside of a guard.
-        before: The collectives that had begun where that guard did.
+        error: The exception raised inside a guard.
+        before: The collectives begun before that guard.
 
     Returns:
-        What to raise instead; None where the error is this rank's own.
+        The error to raise instead, or None if this rank's own error stands.
     """
     is_lost = is_lost_connection(error)
     while _dog is not None and _dog.is_store_silent() and not job.cause:
         _dog.is_asked = True
         time.sleep(_POLL_S)
-    if job.cause:  # Found out by the watchdog.
+    if job.cause:  # The watchdog has found it out.
         return ApplyError(job.failed()) if is_lost else None
     own = _failed(f"rank {job.rank} failed: {_spell(error)}")
     if is_lost:
@@ -244,7 +253,7 @@ def _settle(job: Job, error: BaseException, before: _Sequences) -> ApplyError | 
             wait_for_readers(job, GRACE_S, num_gone=int(is_lost))
         else:
             job.epoch += 1
-    except (RuntimeError, OSError):  # The store has gone with the process that held it.
+    except (RuntimeError, OSError):  # The process that served the store is gone.
         if not job.cause:
             job.cause, job.fix = own.what, own.fix or ""
     return ApplyError(job.failed()) if is_lost else None
@@ -256,7 +265,7 @@ def _lost(job: Job, peer: str) -> Problem:
 
 
 def _why_lost(job: Job, text: str) -> Problem:
-    """What became of the rank at the other end of a connection, by an error of gloo."""
+    """Return what happened to the rank at the other end of the connection in an error of gloo."""
     rank = _peer(job, text)
     if rank is None:
         return _lost(job, "another rank")
@@ -264,7 +273,7 @@ def _why_lost(job: Job, text: str) -> Problem:
     key = job.lasting(f"left/{rank}")
     while not job.store.check([key]) and time.monotonic() < deadline:
         if job.store.check([job.key("first")]) or (_dog is not None and _dog.has_died(rank)):
-            break  # Another rank knows already, or it can say no more.
+            break  # Another rank has reported the cause, or this one cannot report any more.
         time.sleep(_POLL_S)
     if job.store.check([key]):
         return missed(
@@ -280,7 +289,7 @@ def _spell(error: BaseException) -> str:
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether torch raised this because another rank went away."""
+    """Return True if torch raised this error because another rank went away."""
     if isinstance(error, ApplyError) or not isinstance(error, RuntimeError):
         return False
     text = str(error).lower()
@@ -288,10 +297,10 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 def _peer(job: Job, text: str) -> int | None:
-    """The rank at the other end of the connection that an error of gloo names."""
+    """Return the rank at the other end of the connection that an error of gloo names, or None."""
     found = re.search(r"\]:(\d+)", text)
     port = int(found[1]) if found else 0
-    # gloo prints the port as it lies in memory, with its two bytes swapped on most machines.
+    # gloo prints the port in network byte order, with its bytes swapped on most machines.
     ports = tuple(f":{number:04X}" for number in (port, port >> 8 | (port & 255) << 8))
     published = tables(job, job.store)
     mine = json.loads(published.get(job.rank, "[]"))
@@ -303,10 +312,10 @@ def _peer(job: Job, text: str) -> int | None:
 
 
 def _claim(job: Job, own: Problem, before: _Sequences = None) -> Problem:
-    """Write this rank's failure; returns that of the rank that was first.
+    """Record this rank's failure; return the problem of the rank that failed first.
 
-    The collectives are counted from the guard's beginning: a pipeline leaves other totals on
-    each rank, since torch counts what is sent from one to another in the same place.
+    Collectives are counted from the beginning of the guard. Totals differ between the ranks of a
+    pipeline, because torch counts point-to-point sends in the same counter.
     """
     now = group_sequences()
     since = None
@@ -318,9 +327,9 @@ def _claim(job: Job, own: Problem, before: _Sequences = None) -> Problem:
 
 
 def _all_failed_alike(job: Job) -> bool:
-    """Whether every rank failed, all after the same collectives, so that the group lives on.
+    """Return True if every rank failed, all after the same collectives, so that the group lives on.
 
-    All ranks come to the same answer: the first to know it writes it down.
+    All ranks get the same answer, because the first rank that finds it writes it into the store.
     """
     world = dist.get_world_size()
     deadline = time.monotonic() + GRACE_S
@@ -336,7 +345,7 @@ def _all_failed_alike(job: Job) -> bool:
 
 
 def _same(sequences: list[_Sequences]) -> bool:
-    """Whether no group has seen more collectives on one rank than on another."""
+    """Return True if every group has begun equally many collectives on all its ranks."""
     first: dict[str, int] = {}
     for each in sequences:
         if each is None:
@@ -347,7 +356,7 @@ def _same(sequences: list[_Sequences]) -> bool:
 
 
 def _report_uncaught() -> None:
-    """Tell the others what ends this process, also when it happens outside of every guard."""
+    """Report what ends this process to the other ranks, even if it happens outside every guard."""
     before = sys.excepthook
     if getattr(before, "_is_meshplan", False):
         return
@@ -355,7 +364,7 @@ def _report_uncaught() -> None:
     def report(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if is_lost_connection(error):  # Another rank's failure, which is found out first.
+        if is_lost_connection(error):  # Caused by another rank's failure: get its cause first.
             error = _report(error) or error
             before(type(error), error, error.__traceback__)
         else:
@@ -365,16 +374,16 @@ def _report_uncaught() -> None:
     report._is_meshplan = True  # type: ignore[attr-defined]
     sys.excepthook = report
     atexit.register(_end)
-    # A process that multiprocessing started goes by this way only.
+    # In a process that multiprocessing started, atexit does not run, only finalizers do.
     Finalize(None, _end, exitpriority=100)
 
 
 def _report(error: BaseException) -> ApplyError | None:
-    """Tell the others of an exception that ends this process; returns what to show in its place."""
+    """Report an exception that ends this process; return the error to show instead, or None."""
     job = _job
     if job is None or hasattr(error, _SETTLED) or not dist.is_initialized():
         return None
-    if job.process != os.getpid():  # What ends a fork does not end the rank.
+    if job.process != os.getpid():  # The end of a forked process is not the end of the rank.
         return None
     setattr(error, _ALONE, True)
     told = _settle(job, error, None)
@@ -385,7 +394,7 @@ def _report(error: BaseException) -> ApplyError | None:
 
 
 def _end() -> None:
-    """Tell the others that this process ends; what ends it, where that is an exception."""
+    """Report to the other ranks that this process ends, with the exception that ends it if any."""
     global _dog
     job, dog = _job, _dog
     if job is None or dog is None or job.process != os.getpid():
@@ -396,5 +405,5 @@ def _end() -> None:
         _report(error)
     dog.end()
     if job.cause:
-        with contextlib.suppress(RuntimeError, OSError):  # Where the store has gone already.
+        with contextlib.suppress(RuntimeError, OSError):  # The store may be gone.
             wait_for_readers(job, GRACE_S)

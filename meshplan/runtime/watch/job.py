@@ -1,6 +1,6 @@
-"""This rank's part in the process group: where it stands, and what it tells the others.
+"""State of this rank in its process group, and its messages to the other ranks.
 
-All of it goes through the store of the group, which answers while collectives stand still.
+All messages go through the store of the group, which answers even while collectives hang.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _POLL_S: Final = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """A place in the store where ranks wait for each other.
+    """A synchronization point in the store, at which ranks wait for each other.
 
     Attributes:
-        key: Its key.
-        name: What begins when all have come.
-        ranks: Those that must come.
-        where: The line of the user's code that this rank came from.
+        key: Key in the store.
+        name: The activity that begins when all ranks have come.
+        ranks: The ranks that must come.
+        where: The line of the user's code from which this rank came.
     """
 
     key: str
@@ -49,12 +49,12 @@ class Meeting:
 
 @dataclass(slots=True)
 class Forwards:
-    """The forwards that some ranks can only run together.
+    """The forwards that a set of ranks must run together.
 
     Attributes:
-        num: How many have begun.
-        is_training: Whether the last of them was one of training.
-        switches: How often training and evaluation have taken turns.
+        num: Number of forwards begun.
+        is_training: True if the last of them was part of training.
+        switches: Number of switches between training and evaluation.
     """
 
     num: int = 0
@@ -64,16 +64,16 @@ class Forwards:
 
 @dataclass(slots=True)
 class Progress:
-    """How far this rank's program has come.
+    """The progress of this rank's program.
 
     Attributes:
-        thread: The thread that runs the verbs: its identifier, and the kernel's.
-        verb: The outermost verb that runs now, "" outside of all.
-        counts: How often each verb has begun.
+        thread: The thread that runs the verbs: its Python identifier and its native (kernel) id.
+        verb: The outermost verb that is running, "" outside all verbs.
+        counts: Number of times that each verb has begun.
         last: The last verb that ended or forward that began, with its number.
-        num_forwards: How many forwards of parallelized models have begun.
-        forwards: The same by the ranks that run them together.
-        meeting: The meeting in which this rank waits.
+        num_forwards: Number of forwards of parallelized models begun.
+        forwards: Forwards by the ranks that must run them together.
+        meeting: The meeting at which this rank waits, None if it waits at none.
     """
 
     thread: tuple[int, int]
@@ -88,16 +88,16 @@ class Progress:
 
     @property
     def running(self) -> str:
-        """The verb that runs, with its number, and what it waits to begin; "" outside of all."""
+        """The running verb with its number, and what it is about to begin; "" outside all verbs."""
         if not self.verb:
             return ""
         number = f"{self.verb} {self.counts[self.verb]}"
         at = self.meeting.name if self.meeting is not None else self.verb
-        # A verb of its own, and a forward of either kind, are named already.
+        # A name without a space is a verb or a kind of forward, which messages name already.
         return number if " " not in at else f"{number}, before {at}"
 
     def facts(self) -> dict[str, Any]:
-        """The same for other ranks to read."""
+        """Return the progress as JSON-serializable facts for the other ranks."""
         return {
             "running": self.running,
             "counts": dict(self.counts),
@@ -108,24 +108,24 @@ class Progress:
 
 @dataclass(slots=True)
 class Job:
-    """What this rank knows about the process group it is in.
+    """The facts that this rank has about its process group.
 
     Attributes:
-        world: The group; another one is another job.
+        world: The default process group. A new one gets a new job.
         store: A connection to the store of the group, for the thread that runs the verbs.
-        number: How many groups this process was in before.
-        epoch: How many times all ranks failed together, and went on.
-        cause: Why the group is dead; "" while it lives.
-        fix: What to do about it.
-        groups: How many groups there were when the connections were last published.
-        partings: By ranks, how often they were asked whether they fail together.
-        meetings: By name, how many meetings this rank has come to.
-        progress: How far this rank has come.
+        number: Number of groups that this process was in before.
+        epoch: Number of times that all ranks failed together and went on.
+        cause: The reason why the group is dead, "" while it is alive.
+        fix: Advice on the cause.
+        groups: Number of process groups when this rank last published its connections.
+        partings: Number of calls of `guard.fails_together`, by ranks.
+        meetings: Number of meetings that this rank has come to, by name and ranks.
+        progress: The progress of this rank's program.
         rank: This rank.
-        size: How many ranks there are.
-        process: The number of this process.
-        has_read: Whether this rank has told that it knows why the group is dead.
-        publishing: Held while connections are published.
+        size: Number of ranks.
+        process: Id of this process.
+        has_read: True if this rank has reported that it has read why the group is dead.
+        publishing: Lock taken while connections are published.
     """
 
     world: object
@@ -150,29 +150,29 @@ class Job:
         return f"meshplan/{self.number}/{self.epoch}/{name}"
 
     def lasting(self, name: str) -> str:
-        """A key that outlives failures of all ranks together."""
+        """Return a key that stays the same when all ranks fail together and go on."""
         return f"meshplan/{self.number}/{name}"
 
     def failed(self) -> Problem:
-        """The problem of which the group died."""
+        """Return the problem that killed the group."""
         return Problem(self.cause, fix=self.fix or f"see the log of that rank; then {RESTART}")
 
 
 def door(meeting: str) -> str:
-    """The key that appears when all ranks have come to a meeting."""
+    """Return the key that appears in the store when all ranks have come to a meeting."""
     return f"{meeting}/all"
 
 
 def post(job: Job, store: dist.Store, kind: str, facts: Mapping[str, Any] | None = None) -> None:
-    """Tell all ranks of an event; their watchdogs read it soon."""
+    """Send an event to all ranks; their watchdogs read it at their next look."""
     number = store.add(job.lasting("events"), 1)
     told = {"kind": kind, "rank": job.rank, **(facts or {})}
     store.set(job.lasting(f"event/{number}"), json.dumps(told))
 
 
 def publish_ends(job: Job, store: dist.Store) -> None:
-    """Tell the others this rank's connections, when there are new groups."""
-    with job.publishing:  # An older list must not come after a newer one.
+    """Publish this rank's connections if process groups were added or removed."""
+    with job.publishing:  # Else an older list could overwrite a newer one.
         count = num_groups()
         if count != job.groups:
             store.set(job.lasting(f"ends/{job.rank}"), spell(own_ends().values()))
@@ -180,32 +180,32 @@ def publish_ends(job: Job, store: dist.Store) -> None:
 
 
 def tables(job: Job, store: dist.Store) -> dict[int, str]:
-    """The connections that each rank has published."""
+    """Return the connections that each rank has published, as JSON text by rank."""
     keys = {rank: job.lasting(f"ends/{rank}") for rank in range(job.size)}
     return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
 
 
 def tables_of_others(job: Job, store: dist.Store) -> list[str]:
-    """The connections that the other ranks have published."""
+    """Return the connections that the other ranks have published, as JSON texts."""
     return [table for rank, table in tables(job, store).items() if rank != job.rank]
 
 
 def claim(job: Job, store: dist.Store, problem: Problem) -> Problem:
-    """Say why the group died; returns the problem of the rank that was first to."""
+    """Report why the group died; return the problem of the rank that reported first."""
     own = json.dumps([problem.what[:_TEXT_LIMIT], problem.fix])
-    # Only the first writer finds the key empty.
+    # `compare_set` succeeds for the first writer only.
     what, fix = json.loads(store.compare_set(job.key("first"), "", own).decode())
     return Problem(what, fix=fix)
 
 
 def first_cause(job: Job, store: dist.Store) -> Problem:
-    """The problem that the first rank to fail has told."""
+    """Return the problem that the first rank to fail has reported."""
     what, fix = json.loads(store.get(job.key("first")).decode())
     return Problem(what, fix=fix)
 
 
 def bury(job: Job, store: dist.Store, cause: Problem) -> None:
-    """The group is dead: make the collectives of this rank and of its peers raise."""
+    """Declare the group dead, and make the collectives of this rank and of its peers raise."""
     job.fix = cause.fix or ""
     job.cause = cause.what
     store.compare_set(job.key("verdict"), "", DEAD)
@@ -223,18 +223,19 @@ def bury(job: Job, store: dist.Store, cause: Problem) -> None:
 
 
 def is_store_served_elsewhere() -> bool:
-    """Whether torchrun serves the store, and not rank 0, as far as this process can know."""
+    """Return True if torchrun serves the store, not rank 0, as far as this process can tell."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def wait_for_readers(job: Job, seconds: float, num_gone: int = 0) -> None:
-    """Stay until the others have read the cause, if the store goes with this process.
+    """Wait until the other ranks have read the cause, if the store ends with this process.
 
-    Rank 0 holds it, unless torchrun does.
+    Rank 0 serves the store, unless torchrun does.
 
     Args:
-        seconds: How long to stay at most.
-        num_gone: How many others are known to read no more.
+        job: The job of this rank.
+        seconds: Longest time to wait.
+        num_gone: Number of other ranks that are known to read nothing any more.
     """
     if job.rank or is_store_served_elsewhere():
         return

@@ -1,9 +1,9 @@
-"""Meetings: what ranks must begin together, and where one that comes alone is safe to wait.
+"""Meetings: synchronization points in the store, at which a rank that comes alone waits safely.
 
-A rank that waits in a collective may meet another one's collective there, which gives wrong
-numbers or ends the process. So what a program does rarely, and may do on some ranks only by
-mistake, begins with a meeting in the store. A rank that has waited a while tells the others for
-what, and these know whether they will ever come.
+A rank that waits in a collective may run into a different collective of another rank, which gives
+wrong numbers or aborts the process. So activities that are rare, and that a program may run on some
+ranks only by mistake, begin with a meeting in the store. A rank that has waited for a while reports
+to the others what it waits for, and they can judge whether they will ever come.
 """
 
 from __future__ import annotations
@@ -18,19 +18,24 @@ from meshplan.runtime.watch.job import NEEDS_ALL, RESTART, Job, Meeting, door
 from meshplan.runtime.watch.stack import user_line
 
 _LONG: Final = timedelta(days=30)
-"""The watchdog ends a wait that is in vain, so the store need not."""
+"""Time-out of the store. The watchdog ends a wait that is in vain, so the store need not."""
 TRAINING: Final = "training"
 EVALUATION: Final = "evaluation"
 _KINDS: Final = (TRAINING, EVALUATION)
 _FEW: Final = 8
-"""Switches between training and evaluation that are all met for; then fewer and fewer are."""
+"""Switches between training and evaluation that all meet; later ones meet less and less often."""
 
 
 def meet(job: Job, name: str, ranks: tuple[int, ...]) -> None:
     """Wait until all of `ranks` have come here, in the store and not in a collective.
 
+    Args:
+        job: The job of this rank.
+        name: The activity that begins when all have come.
+        ranks: The ranks that must come, this one among them.
+
     Raises:
-        ApplyError: They will not come.
+        ApplyError: The group is dead: another rank failed, or some ranks will not come.
     """
     label = f"{name}/{','.join(map(str, ranks))}"
     job.meetings[label] += 1
@@ -40,7 +45,7 @@ def meet(job: Job, name: str, ranks: tuple[int, ...]) -> None:
         return
     job.progress.meeting = Meeting(key, name, ranks, user_line())
     try:
-        if not job.cause:  # Else nobody opens any more.
+        if not job.cause:  # Otherwise no rank will open the door any more.
             job.store.wait([door(key)], _LONG)
     finally:
         job.progress.meeting = None
@@ -49,7 +54,7 @@ def meet(job: Job, name: str, ranks: tuple[int, ...]) -> None:
 
 
 def enter_forward(job: Job, is_training: bool, ranks: tuple[int, ...]) -> None:
-    """Note that a forward begins; `ranks` are those that it cannot do without."""
+    """Record that a forward begins; `ranks` are the ranks that must take part in it."""
     progress = job.progress
     progress.num_forwards += 1
     if not progress.verb:
@@ -61,7 +66,7 @@ def enter_forward(job: Job, is_training: bool, ranks: tuple[int, ...]) -> None:
             forwards.is_training = is_training
             forwards.switches += 1
             number = forwards.switches
-            # Every rank has the same switches, so all leave out the same ones.
+            # All ranks count equal switches, so all of them skip the same meetings.
             if number <= _FEW or number & (number - 1) == 0:
                 meet(job, TRAINING if is_training else EVALUATION, ranks)
     if not progress.verb:
@@ -69,7 +74,7 @@ def enter_forward(job: Job, is_training: bool, ranks: tuple[int, ...]) -> None:
 
 
 def says_of_meeting(job: Job, at: Meeting) -> dict[str, Any]:
-    """What a rank tells the others that waits in a meeting."""
+    """Return what a rank that waits in a meeting reports to the others."""
     forwards = job.progress.forwards[at.ranks]
     return {
         **job.progress.facts(),
@@ -82,10 +87,11 @@ def says_of_meeting(job: Job, at: Meeting) -> dict[str, Any]:
 
 
 def will_not_come(job: Job, told: Mapping[str, Any]) -> str:
-    """Where this rank is, when it can be told that it will not come to a meeting; else "".
+    """Return where this rank is if it will certainly not come to a meeting; else "".
 
     Args:
-        told: What a rank said that waits there, or that has left the group.
+        job: The job of this rank.
+        told: The report of a rank that waits in the meeting, or that has left the group.
     """
     own, at = job.progress, job.progress.meeting
     if told["kind"] == "waits":
@@ -93,7 +99,7 @@ def will_not_come(job: Job, told: Mapping[str, Any]) -> str:
             return ""
         forwards = own.forwards[tuple(told["ranks"])]
         num, switches = told["forwards"]
-        # This rank has begun the same forward, and not as the other kind.
+        # This rank has already begun that forward without the switch between the two kinds.
         if told["name"] in _KINDS and forwards.num >= num and forwards.switches < switches:
             return own.running or own.last
     if at is not None and told["rank"] in at.ranks:
@@ -104,7 +110,13 @@ def will_not_come(job: Job, told: Mapping[str, Any]) -> str:
 
 
 def missed(job: Job, told: Mapping[str, Any], own_where: str) -> Problem:
-    """What went wrong when this rank will not come to a meeting, or needs one that has left."""
+    """Return the problem of a meeting to which this rank will not come, or which a rank has left.
+
+    Args:
+        job: The job of this rank.
+        told: The report of a rank that waits in the meeting, or that has left the group.
+        own_where: Description of where this rank is.
+    """
     rank = told["rank"]
     here = f"rank {job.rank} is in {own_where}"
     if told["kind"] == "left":

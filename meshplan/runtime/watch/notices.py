@@ -1,4 +1,4 @@
-"""Warnings about a rank that is waited for and may be busy, with the line where it is."""
+"""Warnings that name a rank others wait for and that may be busy, with the line where it is."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ _logger = logging.getLogger("meshplan")
 
 
 class Notices:
-    """This rank's part in the warnings of all.
+    """This rank's part in warnings about ranks that keep others waiting.
 
-    One of the ranks that wait asks, all say where they are, and those that wait log the same.
+    One of the waiting ranks asks, all ranks report where they are, and the waiting ranks log the
+    same warning.
 
     Args:
         job: The job of this rank.
         store: A connection to the store of the group.
-        says: Tells where this rank is.
+        says: Returns where this rank is.
     """
 
     def __init__(self, job: Job, store: dist.Store, says: Callable[[], dict[str, Any]]) -> None:
@@ -34,18 +35,18 @@ class Notices:
         self._reported: set[str] = set()
 
     def begin_anew(self) -> None:
-        """Note that this rank has gone on."""
+        """Record that this rank has gone on."""
         self._is_warned = False
-        if self._asked >= 0:  # Nobody needs an answer any more.
+        if self._asked >= 0:  # No answer is needed any more.
             self._asked = -1
             self._store.add(self._job.lasting("notices"), 1)
 
     def ask(self, waited_s: float, patience_s: float) -> None:
-        """Find out which ranks are missing, once; called again and again while this rank waits.
+        """Find out once which ranks are missing; called repeatedly while this rank waits.
 
         Args:
-            waited_s: How long it has waited.
-            patience_s: How long to wait for the answers.
+            waited_s: Seconds that this rank has waited.
+            patience_s: Seconds to wait for the answers.
         """
         if self._is_warned:
             return
@@ -58,7 +59,7 @@ class Notices:
         number = self._store.add(self._job.lasting("notices"), 0)
         own = str(self._job.rank)
         won = self._store.compare_set(self._job.lasting(f"asker/{number}"), "", own).decode()
-        if won == own:  # Else the notice of another rank comes soon.
+        if won == own:  # Otherwise another rank asked first and will post the notice.
             self._asked, self._asked_at = number, time.monotonic()
             post(self._job, self._store, "ask", {"number": number})
 
@@ -79,12 +80,12 @@ class Notices:
         post(self._job, self._store, "notice", {"site": site, "text": text})
 
     def answer(self, number: int) -> None:
-        """Say where this rank is."""
+        """Report where this rank is, in answer to question `number`."""
         key = self._job.lasting(f"state/{number}/{self._job.rank}")
         self._store.set(key, json.dumps(self._says()))
 
     def take(self, event: dict[str, Any]) -> None:
-        """Log what was found out, if this rank waits as well."""
+        """Log the warning in `event` if this rank waits as well."""
         self._reported.add(event["site"])
         if self._says()["waits"]:
             self._is_warned = True

@@ -1,7 +1,7 @@
-"""The process that serves the store, found and looked at without asking the store.
+"""The process that serves the store, found and checked without a request to the store.
 
-It may be stopped at any time, also before the ranks have told each other anything; whoever asks
-the store then waits for ever.
+That process may be stopped at any time, even before the ranks have exchanged anything, and a
+request to the store would then hang for ever.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from meshplan.runtime.watch.stack import process_state, user_line
 
 _POLL_S: Final = 0.02
 _PATIENCE_S: Final = 1.0
-"""How long nobody asks where the process is: it answers, and to find it takes time."""
+"""Seconds at the start in which the process is not looked for: it has just answered, and the search
+takes time."""
 
 
 class Server:
@@ -34,22 +35,23 @@ class Server:
 
     @cached_property
     def _found(self) -> tuple[int | None, int]:
-        """(the number of the process, when it began), looked for among all of this machine."""
+        """Id and start tick of the process, searched among all processes of this machine."""
         found = processes_at(self._port) if self._port else []
         began = {process: process_state(process)[1] for process in found}
-        # Its own children may have inherited the connection.
+        # Children of the process may have inherited the connection, so take the oldest one.
         first = min(began, key=lambda process: (began[process], process), default=None)
         return first, began.get(first or 0, 0)
 
     @property
     def process(self) -> int | None:
-        """Its number; None where it is this process, or runs on another machine."""
+        """Id of the process; None if it is this process or runs on another machine."""
         return self._found[0]
 
     def is_stopped(self) -> bool:
-        """Whether it is a rank and stopped; not by a debugger, which will let it go on.
+        """Return True if the process is a rank and stopped, except by a debugger, which resumes it.
 
-        Nobody looks in the first second: to find it takes tens of milliseconds of each rank.
+        In the first second the answer is False without a search, which takes each rank tens of
+        milliseconds.
         """
         if time.monotonic() < self._looks_from or is_store_served_elsewhere():
             return False
@@ -57,14 +59,14 @@ class Server:
         return process is not None and process_state(process) == ("T", began)
 
     def connect(self, num: int, patience_s: float) -> list[dist.Store]:
-        """Make connections to the store: torch's own may be taken by a thread that waits.
+        """Make new connections to the store, because torch's own may be taken by a waiting thread.
 
         Args:
-            num: How many.
-            patience_s: How long the process may be stopped meanwhile.
+            num: Number of connections.
+            patience_s: Seconds that the process may be stopped in the meantime.
 
         Raises:
-            ApplyError: It was stopped for longer, and connecting has no time-out of its own.
+            ApplyError: The process was stopped for longer; connecting has no time-out of its own.
         """
         made: list[dist.Store] = []
         failed: list[Exception] = []
@@ -89,12 +91,12 @@ class Server:
         return made
 
     def table(self) -> list[str]:
-        """The connections that it holds, as one table or none."""
+        """Return the connections of the process as one table, or no table if it is unknown."""
         return [] if self.process is None else [spell(own_ends(self.process).values())]
 
 
 def stopped(rank: int, process: int | None, own_rank: int, where: str) -> Problem:
-    """What to say of a rank that is stopped while this one waits for it."""
+    """Return the problem of a rank that is stopped while this one waits for it."""
     what = (
         f"rank {rank} is stopped (process {process}, by SIGSTOP or the like) and does not "
         f"answer, while rank {own_rank} waits for it in {where}"

@@ -1,9 +1,9 @@
-"""The TCP connections between the ranks of this job, and how to end them.
+"""TCP connections between the ranks of this job, and a function to close them.
 
-gloo has no way to give up a collective: a rank that waits for another one waits until the
-time-out. It stops at once when a connection is closed, so that is what a failing rank does. Only
-connections whose both ends belong to ranks are touched: each rank publishes its ends, and what
-nobody else publishes is somebody else's.
+gloo cannot abort a collective: a rank that waits for another one waits until the time-out. It stops
+at once if a connection is closed, so a failing rank closes its connections. Only connections
+between two ranks are closed: each rank publishes its ends, and a connection that no other rank has
+published belongs to something else.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ _TABLES: Final = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 _ESTABLISHED: Final = "01"
 
 End = tuple[str, str]
-"""(local, remote) address of a connection, as the kernel spells them."""
+"""Local and remote address of a connection, as the kernel writes them."""
 
 
 def own_ends(process: int | str = "self") -> dict[int, End]:
-    """Every established TCP connection of a process, this one or another, by file descriptor.
+    """Return every established TCP connection of a process, by file descriptor.
 
-    Empty where the kernel has no /proc, so that nothing can be told apart.
+    Empty if the kernel has no /proc.
+
+    Args:
+        process: Id of a process on this machine, or "self".
     """
     connections = _connections()
     return {
@@ -42,9 +45,9 @@ def own_ends(process: int | str = "self") -> dict[int, End]:
 
 
 def processes_at(port: int) -> list[int]:
-    """The other processes of this machine that hold the far end of a connection to this port.
+    """Return the other processes on this machine at the far end of our connections to a port.
 
-    One that was forked holds what its parent held. Empty where the kernel tells of none.
+    A forked process has its parent's connections too. Empty if the kernel lists none.
     """
     connections = _connections()
     own = _sockets("self").keys() & connections
@@ -59,7 +62,7 @@ def _is_to(end: End, port: int) -> bool:
 
 
 def _listed(folder: str) -> list[str]:
-    """The names in a folder of /proc; none where it is another user's, or gone."""
+    """Return the names in a folder of /proc; none if it is another user's, or gone."""
     try:
         return os.listdir(folder)
     except OSError:
@@ -67,20 +70,20 @@ def _listed(folder: str) -> list[str]:
 
 
 def _sockets(process: int | str) -> dict[str, int]:
-    """The sockets of a process by inode, with one descriptor of each."""
+    """Return the sockets of a process, by inode, with one file descriptor of each."""
     out = {}
     for name in _listed(f"/proc/{process}/fd"):
         try:
             target = os.readlink(f"/proc/{process}/fd/{name}")
         except OSError:
-            continue  # Closed meanwhile.
+            continue  # Closed in the meantime.
         if target.startswith("socket:["):
             out[target[8:-1]] = int(name)
     return out
 
 
 def _connections() -> dict[str, End]:
-    """Every established TCP connection that this process can see, by inode."""
+    """Return every established TCP connection that this process can see, by inode."""
     out: dict[str, End] = {}
     for path in _TABLES:
         try:
@@ -96,39 +99,39 @@ def _connections() -> dict[str, End]:
 
 
 def spell(ends: Iterable[End]) -> str:
-    """The ends as text that other ranks read."""
+    """Write connection ends as JSON text for other ranks."""
     return json.dumps(sorted(ends))
 
 
 def close_between_ranks(tables: Iterable[str], spared_port: int | None = None) -> int:
-    """Shut down every connection of this process whose other end one of the tables lists.
+    """Shut down every connection of this process whose other end is listed in one of the tables.
 
-    The descriptors stay open: they are gloo's, which closes them when it notices.
+    The descriptors stay open: they belong to gloo, which closes them when it notices.
 
     Args:
-        tables: What the other ranks published, as `spell` made it.
-        spared_port: Connections to this port stay: the store's, which a rank may serve.
+        tables: Connections that the other ranks published, in the form of `spell`.
+        spared_port: Port whose connections stay open: that of the store, which a rank may serve.
 
     Returns:
-        How many connections were ended.
+        The number of connections shut down.
     """
     closed = 0
     for connection in _between_ranks(tables, spared_port):
         try:
             connection.shutdown(socket.SHUT_RDWR)
         except OSError:
-            continue  # The other end was first.
+            continue  # The other end has closed it already.
         closed += 1
     return closed
 
 
 def is_cut_off(own: str, other: str, spared_port: int | None = None) -> bool:
-    """Whether every connection that this rank once had with another one has ended.
+    """Return True if every connection that this rank once had with another rank has ended.
 
     Args:
-        own: What this rank published, as `spell` made it.
-        other: What the other rank published.
-        spared_port: Connections to this port do not count.
+        own: Connections that this rank published, in the form of `spell`.
+        other: Connections that the other rank published.
+        spared_port: Port whose connections do not count.
     """
     spared = f":{spared_port:04X}" if spared_port else "-"
     theirs = {(remote, local) for local, remote in json.loads(other)}
@@ -139,12 +142,12 @@ def is_cut_off(own: str, other: str, spared_port: int | None = None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Connections:
-    """The connections of this process to other ranks.
+    """Totals over the connections of this process to other ranks.
 
     Attributes:
-        moved_bytes: What has ever gone through them, either way.
-        waiting_bytes: What was sent and has not been taken at the other end, or here.
-        num: How many there are.
+        moved_bytes: Bytes ever transferred, in both directions.
+        waiting_bytes: Bytes sent that were not received yet, at the other end or here.
+        num: Number of connections.
     """
 
     moved_bytes: int
@@ -153,11 +156,14 @@ class Connections:
 
 
 def traffic(tables: Iterable[str], spared_port: int | None = None) -> Connections | None:
-    """Count what goes between the ranks; None where the kernel does not tell.
+    """Measure the traffic between this process and other ranks.
 
     Args:
-        tables: What the other ranks published, as `spell` made it.
-        spared_port: Connections to this port do not count.
+        tables: Connections that the other ranks published, in the form of `spell`.
+        spared_port: Port whose connections do not count.
+
+    Returns:
+        The totals; None if there is no connection or the kernel does not report the numbers.
     """
     moved = waiting = num = 0
     if sys.platform == "win32":
@@ -178,11 +184,11 @@ _TCP_INFO: Final = getattr(socket, "TCP_INFO", 11)
 _INFO_BYTES: Final = 192
 _MOVED: Final = struct.Struct("QQ")
 _MOVED_OFFSET: Final = 120
-"""Where `struct tcp_info` of linux/tcp.h has tcpi_bytes_acked and tcpi_bytes_received."""
+"""Offset of tcpi_bytes_acked and tcpi_bytes_received in `struct tcp_info` of linux/tcp.h."""
 
 
 def _between_ranks(tables: Iterable[str], spared_port: int | None) -> Iterator[socket.socket]:
-    """A duplicate of each connection of this process whose other end one of the tables lists."""
+    """Yield a duplicate of each connection of this process whose other end a table lists."""
     others = {(remote, local) for text in tables for local, remote in json.loads(text)}
     spared = f":{spared_port:04X}" if spared_port else None
     for descriptor, end in own_ends().items():
@@ -191,6 +197,6 @@ def _between_ranks(tables: Iterable[str], spared_port: int | None) -> Iterator[s
         try:
             duplicate = socket.socket(fileno=os.dup(descriptor))
         except OSError:
-            continue  # gloo has closed it meanwhile.
+            continue  # gloo has closed it in the meantime.
         with duplicate:
             yield duplicate

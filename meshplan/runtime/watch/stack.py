@@ -1,7 +1,7 @@
-"""Where a thread of this process stands, and whether that can only be a collective.
+"""The position of a thread of this process, and whether it can only be waiting in a collective.
 
-A rank that computes, reads data or saves must never be taken for one that waits. So only places
-are known here in which torch does nothing but wait once the thread is off the processor.
+A rank that computes, reads data or saves must never count as waiting. So the lists here name only
+places in which torch does nothing but wait once the thread is off the processor.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final, TypeAlias
 import torch
 
 Line: TypeAlias = tuple[str, int, str]
-"""File, line number, function."""
+"""File, line number and function."""
 
 _DEPTH: Final = 200
 _SHOWN: Final = 3
@@ -28,7 +28,7 @@ _STDLIB: Final = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES: Final = sysconfig.get_paths()["purelib"] + os.sep
 
 _PASSED: Final = tuple(_TORCH + n for n in ("_ops.py", "_library/", "autograd/function.py"))
-"""Files whose frames say only that an operator runs."""
+"""Files whose frames only show that an operator runs."""
 
 _COLLECTIVES: Final = _TORCH + "distributed/distributed_c10d.py"
 _WAITING: Final = tuple(
@@ -42,13 +42,13 @@ _WAITING: Final = tuple(
         "nn/parallel/distributed.py",
     )
 ) + (_OWN + "runtime/apply/pipeline/", _OWN + "runtime/watch/meeting.py")
-"""Files in which a thread that does not run waits for other ranks."""
+"""Files in which a thread that is off the processor waits for other ranks."""
 
 _IN_STORE: Final = (_OWN + "runtime/watch/",)
-"""Files that ask the store, or wait for what other ranks write there."""
+"""Files that send requests to the store, or wait for entries of other ranks in it."""
 
 _BACKWARD: Final = (_TORCH + "autograd/graph.py", "_engine_run_backward")
-"""A backward on the CPU that does not run waits for collectives that hooks in C++ began."""
+"""A CPU backward that is off the processor waits for collectives that hooks in C++ began."""
 
 _SETUP: Final = frozenset(
     {
@@ -57,7 +57,7 @@ _SETUP: Final = frozenset(
         "init_device_mesh", "monitored_barrier",
     }
 )  # fmt: skip
-"""Functions that also look up hosts and open connections, as long as that takes."""
+"""Functions that also look up hosts and open connections, which may take long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +65,13 @@ class Look:
     """One look at the thread that runs the verbs.
 
     Attributes:
-        lines: Its stack, innermost first.
-        state: The letter of the kernel for what it does, "" where there is no /proc.
-        ticks: The processor time that it has used, in the kernel's ticks.
-        wait: The function in which it can only be waiting for other ranks; "" where it may be
-            doing something.
-        is_shared: Whether another thread of this process is in a collective as well.
-        has_company: Whether another thread runs the program's own code, which may begin a
+        lines: The stack of the thread, innermost first.
+        state: The kernel's letter for the state of the thread, "" without /proc.
+        ticks: Processor time that the thread has used, in clock ticks of the kernel.
+        wait: The function in which the thread can only be waiting for other ranks; "" if it may be
+            doing something else.
+        is_shared: True if another thread of this process is in a collective as well.
+        has_company: True if another thread runs the program's own code, which may begin a
             collective next.
     """
 
@@ -84,24 +84,24 @@ class Look:
 
     @property
     def user_lines(self) -> list[str]:
-        """The innermost lines of the user's own code."""
+        """The innermost lines of the user's own code, at most `_SHOWN`."""
         own = [line for line in self.lines if is_of_user(line[0])]
         return [f"{os.path.basename(f)}:{n} in {name}" for f, n, name in own[:_SHOWN]]
 
     @property
     def needs_store(self) -> bool:
-        """Whether the thread cannot go on while the store of the group is silent."""
+        """True if the thread cannot go on while the store of the group is silent."""
         in_store = bool(self.lines) and self.lines[0][0].startswith(_IN_STORE)
         return in_store or _is_in_setup(self.lines) or bool(self.wait)
 
     @property
     def where(self) -> str:
-        """The line of the user's code."""
+        """The innermost line of the user's code, "" if there is none."""
         return next(iter(self.user_lines), "")
 
 
 def look_at(ident: int, native: int) -> Look:
-    """Where a thread is now."""
+    """Look at where a thread is now, by its Python identifier and its native id."""
     frames = sys._current_frames()
     lines = lines_of(frames.pop(ident, None))
     frames.pop(threading.get_ident(), None)
@@ -114,7 +114,7 @@ def look_at(ident: int, native: int) -> Look:
 
 
 def lines_of(frame: FrameType | None) -> tuple[Line, ...]:
-    """The stack of a frame, innermost first."""
+    """Return the stack of a frame, innermost first, down to `_DEPTH` frames."""
     out: list[Line] = []
     while frame is not None and len(out) < _DEPTH:
         out.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
@@ -123,12 +123,16 @@ def lines_of(frame: FrameType | None) -> tuple[Line, ...]:
 
 
 def user_line() -> str:
-    """The line of the user's code that the caller was called from."""
+    """Return the line of the user's code that led to the caller."""
     return Look(lines_of(sys._getframe(1)), "", 0, "").where
 
 
 def wait_in(lines: tuple[Line, ...]) -> str:
-    """The function in which a thread that does not run can only wait for other ranks."""
+    """Return the function in which a thread off the processor can only wait for other ranks, or "".
+
+    Args:
+        lines: The stack of the thread, innermost first.
+    """
     inner = next((line for line in lines if not line[0].startswith(_PASSED)), None)
     if inner is None or _is_in_setup(lines):
         return ""
@@ -139,7 +143,7 @@ def wait_in(lines: tuple[Line, ...]) -> str:
         return ""
     inside = takewhile(lambda line: not is_of_user(line[0]), lines)
     called = [line[2] for line in inside if line[0].startswith(_COLLECTIVES)]
-    # The outermost function of torch.distributed is the one that the user knows.
+    # Users see the outermost function of torch.distributed in their own code.
     return called[-1] if called else "a collective"
 
 
@@ -148,7 +152,7 @@ def _is_in_setup(lines: tuple[Line, ...]) -> bool:
 
 
 def is_of_user(file: str) -> bool:
-    """Whether a file is neither torch's, Python's nor meshplan's."""
+    """Return True if a file is neither torch's, Python's nor meshplan's."""
     if file.startswith((_TORCH, _OWN, "<")):
         return False
     return file.startswith(_PACKAGES) or not file.startswith(_STDLIB)
@@ -159,13 +163,13 @@ def _kernel_says(native: int) -> tuple[str, int]:
 
 
 def process_state(pid: int) -> tuple[str, int]:
-    """The kernel's letter for a process of this machine, and when it began; "" once it is gone."""
+    """Return the kernel's state letter of a process and its start tick; ("", 0) once it is gone."""
     state, _, began = _stat(f"/proc/{pid}/stat")
     return state, began
 
 
 def _stat(path: str) -> tuple[str, int, int]:
-    """(state, ticks used, tick of the beginning) by the kernel, ("", 0, 0) where it is silent."""
+    """Return (state, ticks used, start tick) from the kernel, or ("", 0, 0) if it has no entry."""
     try:
         with open(path) as file:
             words = file.read().rpartition(")")[2].split()

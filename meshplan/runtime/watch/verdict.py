@@ -1,4 +1,4 @@
-"""What is said of ranks that stand still, from what each of them has told."""
+"""Messages about ranks that hang, from the reports of the ranks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from meshplan.errors import Problem
 from meshplan.runtime.watch.job import NEEDS_ALL, RESTART
 
 _NAMED: Final = 8
-"""Ranks that are named one by one."""
+"""Ranks up to this number are listed one by one."""
 _BATCHES: Final = "give every rank equally many batches"
 
 
 def verdict(told: Mapping[int, Mapping[str, Any]]) -> Problem | None:
-    """Why ranks that all wait for one another wait in vain; None where nothing differs.
+    """Explain why ranks that all wait for one another wait in vain.
 
     Args:
-        told: By rank, what each said of itself that has not left.
+        told: The report of each rank that has not left, by rank.
+
+    Returns:
+        The problem; None if the reports do not differ, or if a process outside the job may be part
+        of a group.
     """
     if _has_foreign_group(told):
         return None
@@ -39,12 +43,12 @@ def verdict(told: Mapping[int, Mapping[str, Any]]) -> Problem | None:
 
 
 def notice(told: Mapping[int, Mapping[str, Any]], size: int, waited_s: float) -> str:
-    """Who is waited for, when it is not certain that it will never come.
+    """Write a warning about ranks that are waited for but may still come.
 
     Args:
-        told: By rank, what each rank said that answered.
-        size: How many ranks there are.
-        waited_s: How long the rank has waited that asked.
+        told: The report of each rank that answered, by rank.
+        size: Number of ranks.
+        waited_s: Seconds that the asking rank has waited.
     """
     waiting = {rank: each for rank, each in told.items() if each["waits"]}
     lines = [f"{len(waiting)} of {size} ranks have waited for {waited_s:.0f} s"]
@@ -65,7 +69,7 @@ def _busy(each: Mapping[str, Any]) -> str:
 
 
 def _place(each: Mapping[str, Any]) -> str:
-    """Where a rank waits, in words that are the same for ranks that wait for the same."""
+    """Describe where a rank waits; the text is equal for ranks that wait for the same thing."""
     where = [each["where"]] if each["where"] else []
     if each["running"]:
         return each["running"] + (f" ({where[0]})" if where else "")
@@ -84,9 +88,9 @@ def _collectives(each: Mapping[str, Any]) -> str:
 
 
 def _has_foreign_group(told: Mapping[int, Mapping[str, Any]]) -> bool:
-    """Whether a rank is in a group that others of its members do not know.
+    """Return True if a rank is in a group that some of its members do not report.
 
-    Processes outside of the job may be in it, such as servers that are sent new weights.
+    Processes outside the job may be members, such as servers that receive new weights.
     """
     known = {rank: {tuple(r) for r, _ in each["groups"]} for rank, each in told.items()}
     return any(
@@ -109,7 +113,7 @@ def _tell(places: Mapping[str, list[int]]) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks in a sentence: rank 1; ranks 0, 1 and 3; of many their number."""
+    """Name ranks in a sentence: "rank 1", "ranks 0, 1 and 3", or the range of many ranks."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > _NAMED:

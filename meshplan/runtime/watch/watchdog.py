@@ -1,10 +1,10 @@
-"""A thread of each rank that finds out why the rank stands still.
+"""A thread in each rank that finds out why the rank hangs.
 
-It hears what other ranks tell. While its own rank waits it asks the store whether all others wait
-as well: each rank is sure of itself only (`stack`), and what is under way between ranks is read
-from their connections. When all have waited at one moment, and nothing was under way, no rank
-can go on, and the group is ended with what the ranks say of where they are. A rank that may be
-computing, reading or saving is never taken for one that waits: it is named in a warning.
+The watchdog reads the events of other ranks. While its own rank waits, it asks the store whether
+all others wait as well. Each rank judges only itself (`stack`); data under way between ranks shows
+in the state of their connections. If all ranks waited at the same time and nothing was under way,
+no rank can go on, and the group is ended with a report of where each rank is. A rank that may be
+computing, reading or saving never counts as waiting: a warning names it instead.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ from meshplan.runtime.watch.stack import Look, look_at
 from meshplan.runtime.watch.verdict import verdict
 
 TICK_S = 0.5
-"""Time between two looks; longer with very many ranks, which share one store."""
+"""Seconds between two looks; longer with very many ranks, which share one store."""
 RANKS_PER_TICK: Final = 256
 STILL_S = 2.0
-"""How long a rank must stand still before it counts as waiting."""
+"""Seconds that a rank must stand still before it counts as waiting."""
 STOPPED_S = 3.5
-"""How long a process must be stopped before the ranks that wait for it give up."""
+"""Seconds that a process must be stopped before the ranks that wait for it give up."""
 WARN_S = 30.0
-"""How long a rank waits for one that may be busy before it says so."""
+"""Seconds that a rank waits for one that may be busy before it logs a warning."""
 _FIRST_LOOKS: Final = 10
 _LATE_S: Final = 1.0
-"""A look that comes so much too late says that this process did not run itself."""
+"""A look that is late by more seconds than this shows that this process was not running itself."""
 _QUIET_LOOKS: Final = 1
-"""Looks at the connections between which nothing may move."""
+"""Further looks at the connections during which no byte may move."""
 _OWN_TICKS: Final = 2
-"""Processor time that a waiting thread may use between two looks, in the kernel's ticks."""
+"""Processor time that a waiting thread may use between two looks, in clock ticks of the kernel."""
 
 
 class Watchdog(threading.Thread):
-    """Looks after one rank until its group ends.
+    """Watches one rank until its process group ends.
 
     Args:
         job: The job of this rank.
@@ -82,9 +82,9 @@ class Watchdog(threading.Thread):
         self._interval_s = TICK_S * max(1.0, job.size / RANKS_PER_TICK)
         self._heard = 0
         self._absent: dict[int, dict[str, Any]] = {}
-        """By rank, what was told by those that wait in a meeting, or have left."""
+        """Last report of each rank that waits in a meeting or has left."""
         self._met = self._told = ""
-        """The meeting in which this rank was at the last look, and the last that it told."""
+        """The meeting of this rank at the last look, and the last one reported."""
         self._in_vain: tuple[int, str] | None = None
         self._look: tuple[Look, Any] | None = None
         self._looked = self._still_since = self._steady_since = time.monotonic()
@@ -97,21 +97,21 @@ class Watchdog(threading.Thread):
         )
         self._num_looks = 0
         self.is_asked = False
-        """Whether the rank lost a connection, and waits to be told why."""
+        """True if the rank lost a connection and waits for the reason."""
         self._notices = Notices(job, self._store, self._says)
 
     def start(self) -> None:
-        """Begin to watch, once the others can know this process, whenever it may be stopped."""
+        """Start watching, after publishing this process so that others can see if it is stopped."""
         self._store_watch.start()
-        with contextlib.suppress(RuntimeError, OSError):  # The guard says why the store has gone.
+        with contextlib.suppress(RuntimeError, OSError):  # The guard reports why the store is gone.
             self._beside.introduce()
         super().start()
 
     def end(self) -> None:
-        """Stop watching, and tell the others that this rank has left; it may have ended well."""
+        """Stop watching, and tell the other ranks that this rank has left, perhaps normally."""
         self._ended.set()
         if threading.current_thread() is not self and self.is_alive():
-            # Where the interpreter goes, a thread that comes back from C++ would end the process.
+            # When the interpreter exits, a thread that returns from C++ would abort the process.
             self.join(timeout=2.0)
         if self._store_watch.is_alive():
             self._store_watch.join(timeout=2.0)
@@ -120,23 +120,23 @@ class Watchdog(threading.Thread):
                 self._leave()
 
     def run(self) -> None:
-        with contextlib.suppress(RuntimeError, OSError):  # Where the store has gone.
+        with contextlib.suppress(RuntimeError, OSError):  # The store may be gone.
             while not self._ended.wait(self._pause_s()) and not self._job.cause:
                 if self._is_over():
                     self._leave()
                     return
                 try:
                     self._tick()
-                except (RuntimeError, OSError):  # Groups come and go while they are looked at.
+                except (RuntimeError, OSError):  # Groups may change during a look.
                     self._store.check([self._job.key("verdict")])
 
     def _pause_s(self) -> float:
-        """Time to the next look: short at first, when the ranks of a machine meet."""
+        """Return the seconds to the next look: short at first, while ranks introduce themselves."""
         self._num_looks += 1
         return self._interval_s / (5 if self._num_looks < _FIRST_LOOKS else 1)
 
     def _is_over(self) -> bool:
-        """Whether the group was destroyed, or another one took its place."""
+        """Return True if the group was destroyed or replaced by another one."""
         return dist.group.WORLD is not self._job.world
 
     def _leave(self) -> None:
@@ -167,24 +167,25 @@ class Watchdog(threading.Thread):
         if self._is_counted:
             self._look_around()
         steady_s = now - self._steady_since
-        # Where devices compute, a verb that stands still may be waiting in any line.
+        # If devices compute, a verb that stands still may wait for others at any line of the code.
         waits = look[0].wait or (not is_certain and self._job.progress.verb)
         if waits and not self._job.cause:
             self._look_beside(now)
             if steady_s >= WARN_S:
                 self._notices.ask(steady_s, patience_s=4 * self._interval_s)
 
-    # What this rank does.
+    # The state of this rank.
 
     def _look_here(self) -> tuple[Look, Any]:
         progress = self._job.progress
         return look_at(*progress.thread), (group_sequences(), progress.facts(), progress.meeting)
 
     def _can_be_certain(self) -> bool:
-        """Whether a wait shows in the stack: where the processor waits, and not a device.
+        """Return True if the stack shows every wait: the CPU waits itself, not on a device.
 
-        Nor may another thread bring about what the ranks wait for. One that reads batches and sends
-        them is seen in a collective only once it has read; it needs a group of its own.
+        In addition, no other thread may bring about what the ranks wait for. A thread that reads
+        batches and sends them appears in a collective only after reading; it needs a process group
+        of its own.
         """
         has_company = self._look is not None and self._look[0].has_company
         if self._is_shared or (has_company and has_groups_of_program()):
@@ -206,7 +207,7 @@ class Watchdog(threading.Thread):
             self._store.add(self._job.key("waiting"), -1)
 
     def _says(self) -> dict[str, Any]:
-        """What this rank tells the others of where it is."""
+        """Return where this rank is, as JSON-serializable facts for the other ranks."""
         if self._look is None:
             self._look = self._look_here()
         look = self._look[0]
@@ -221,7 +222,7 @@ class Watchdog(threading.Thread):
             "groups": sorted((ranks, count) for ranks, count, _ in group_facts()),
         }
 
-    # What all ranks do.
+    # The state of all ranks.
 
     def _look_around(self) -> None:
         """Vote that no rank can go on, once all wait and nothing is under way between them."""
@@ -241,6 +242,7 @@ class Watchdog(threading.Thread):
         if looks < _QUIET_LOOKS or self._voted == moves:
             return
         self._voted = moves
+        # Votes are counted per number of moves, so they expire as soon as any rank goes on.
         name = self._job.key(f"votes/{moves}")
         self._store.set(f"{name}/{self._job.rank}", json.dumps(self._says()))
         if self._store.add(name, 1) == len(present):
@@ -256,14 +258,14 @@ class Watchdog(threading.Thread):
     def _give_up(self, problem: Problem) -> None:
         bury(self._job, self._store, claim(self._job, self._store, problem))
 
-    # What other ranks tell.
+    # Events from other ranks.
 
     def _hear(self) -> None:
         newest = self._store.add(self._job.lasting("events"), 0)
         while self._heard < newest:
             key = self._job.lasting(f"event/{self._heard + 1}")
             if not self._store.check([key]):
-                return  # It is being written.
+                return  # It is still being written.
             self._heard += 1
             self._take(json.loads(self._store.get(key)))
 
@@ -284,18 +286,18 @@ class Watchdog(threading.Thread):
             bury(self._job, self._store, first_cause(self._job, self._store))
 
     def _judge_meetings(self) -> None:
-        """Give up where another rank waits for this one, which will not come, or has left."""
+        """Give up if another rank waits for this one in vain, or if a needed rank has left."""
         at = self._job.progress.meeting
         if at is None:
             self._met = ""
         elif at.key != self._met:
-            self._met = at.key  # The others are told if it is still there at the next look.
+            self._met = at.key  # Reported to the others if it still waits at the next look.
         elif at.key != self._told:
             self._told = at.key
             post(self._job, self._store, "waits", says_of_meeting(self._job, at))
         found = None
         if at is not None and self._store.check([door(at.key)]):
-            return  # All have come, and this rank goes on as soon as it wakes.
+            return  # All have come; this rank goes on as soon as it wakes up.
         for rank, told in list(self._absent.items()):
             if told["kind"] == "waits" and self._store.check([door(str(told["meeting"]))]):
                 del self._absent[rank]
@@ -306,18 +308,18 @@ class Watchdog(threading.Thread):
             self._give_up(missed(self._job, self._absent[found[0]], found[1]))
         self._in_vain = found
 
-    # The processes beside this one.
+    # Processes of other ranks on this machine.
 
     def has_died(self, rank: int) -> bool:
-        """Whether a rank's process is known to have ended."""
+        """Return True if a rank's process is known to have ended."""
         return rank in self._beside and self._beside.is_gone(rank)
 
     def is_store_silent(self) -> bool:
-        """Whether the rank that serves the store is stopped, so that this must not be asked."""
+        """Return True if the process serving the store is stopped, so that requests would hang."""
         return self._server.is_stopped()
 
     def _watch_store(self) -> None:
-        """Give up where the store is silent, without asking it: another thread may hang there."""
+        """Give up if the store is silent, without a request to it, which would hang as well."""
         since = looked = time.monotonic()
         while not (self._ended.wait(self._interval_s) or self._job.cause or self._is_over()):
             now = time.monotonic()
@@ -328,15 +330,15 @@ class Watchdog(threading.Thread):
             elif now - since >= STOPPED_S and (self.is_asked or self._look_here()[0].needs_store):
                 told = self._stopped(0, self._server.process)
                 self._job.fix, self._job.cause = told.fix or "", told.what
-                # The store's connections are ended as well: this rank may be waiting there.
+                # Close the connections to the store too, because this rank may be waiting in one.
                 close_between_ranks(self._beside.tables() + self._server.table())
 
     def _look_beside(self, now: float) -> None:
-        """Give up where another rank is stopped or dead, and nothing else would tell."""
+        """Give up if another rank is stopped or dead and nothing else would reveal it."""
         verb, at = self._job.progress.verb, self._job.progress.meeting
         is_still = now - self._steady_since >= STILL_S
         is_long = now - self._steady_since >= STOPPED_S
-        # Connections of gloo break by themselves, but who waits in the store does not see it.
+        # gloo notices a broken connection by itself, but a rank that waits in the store does not.
         awaited = at.ranks if at is not None else ()
         if at is None and verb == NEEDS_ALL and not self._can_be_certain():
             awaited = tuple(self._beside)

@@ -1,4 +1,4 @@
-"""The cp axis on a live model: two steps, around the wrapping."""
+"""Apply the cp axis to a live model, in one step before and one after wrapping."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ from meshplan.runtime.base.mesh import device, submesh
 
 
 class ContextParallelism:
-    """What is kept between the two steps.
+    """Context parallelism of one model; does nothing without a cp axis.
+
+    The constructor is the step before wrapping, `watch` the one after.
 
     Args:
         model: The model before it is wrapped; its forwards are wrapped in place.
+        plan: The plan of the model.
+        mesh: The live DeviceMesh.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -38,10 +42,10 @@ class ContextParallelism:
         answer_for_whole(model, self._mode)
 
     def watch(self, model: nn.Module) -> None:
-        """Prove the model before its first forward of each length, and tell it positions.
+        """Prove the model before its first forward of each length, and feed it positions.
 
         Args:
-            model: The model as it was wrapped.
+            model: The wrapped model.
         """
         if self._mode is not None:
             model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
@@ -68,7 +72,7 @@ class ContextParallelism:
         return args, local_kwargs
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Raise on every rank what a rank could not make right."""
+        """Raise on every rank if a call of any rank could not be answered."""
         mode = self._mode
         assert mode is not None
         if mode.trial is None:

@@ -1,11 +1,11 @@
-"""What a model calls while it runs on a part of the sequence, answered for the whole.
+"""Calls of a model that runs on a part of the sequence, intercepted to see the whole of it.
 
-A torch function mode is on while the model runs, also when checkpointed blocks run again in
-backward. It answers three calls: `scaled_dot_product_attention` over the sequence attends to the
-whole of it, and `torch.arange(n)` and `table[:n]`, which models make positions of, give those of
-this rank's tokens. Which calls are meant is not guessed from a number: a call is told by the
-place in the model's code that makes it, and counts if its length was that of the whole
-sequence when the proof ran the model on the whole, and that of the part when it ran on a part.
+A torch function mode is active while the model runs, also when checkpointed blocks are recomputed
+in backward. It intercepts three calls. `scaled_dot_product_attention` over the sequence attends to
+the whole sequence; `torch.arange(n)` and `table[:n]`, from which models make positions, return
+those of this rank's tokens. A call is not recognised by its length alone, but by its place in the
+model's code: it counts if its length was that of the whole sequence when the proof ran the model on
+the whole, and that of the part when it ran on a part.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.runtime.apply.context.parts import Parts, gather_sequence, to_heads, to_parts
 
 Site = tuple[int, ...]
-"""A call in the model's code: its code object, the place in its bytecode, and the dim asked for."""
+"""A call in the model's code: id of its code object, offset in the bytecode, and the dim."""
 
 _TORCH: Final = os.path.dirname(torch.__file__) + os.sep
 _OPTIONS: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -38,46 +38,52 @@ MASKED: Final = Problem(
     fix="under cp give no attention_mask (pad at the end and ignore those targets), and use models "
     "with plain causal or full attention",
 )
-"""Masks of parts do not add up to that of the whole."""
+"""The problem of a mask: masks made for parts do not combine to that of the whole."""
 
 
 class AttentionTrial:
-    """One run of the proof, which sees every call; `proof` says what it makes of them.
+    """One run of the proof, which observes every intercepted call; implemented in `proof`.
 
     Attributes:
-        is_whole: Whether the model runs on the whole sequence, and calls are left alone.
-        length: Of the whole sequence.
+        is_whole: True if the model runs on the whole sequence, and calls are not changed.
+        length: Length of the whole sequence.
     """
 
     is_whole: bool
     length: int
 
     def seen(self, site: Site, *lengths: int) -> bool:
-        """Note a call for so many items; whether it is about the sequence."""
+        """Record a call for these numbers of items; return True if it is about the sequence."""
         raise NotImplementedError
 
     def attended(self, form: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Note what an attention over the sequence got and gave."""
+        """Record the inputs and the output of an attention over the sequence.
+
+        Args:
+            form: Options of the call: "causal", "masked" and "scale".
+            tensors: "queries", "keys", "values" and the output "attention".
+        """
         raise NotImplementedError
 
     def refuse(self, problem: Problem) -> None:
-        """Note what cannot be made right."""
+        """Record that a call cannot be answered for the whole sequence."""
         raise NotImplementedError
 
 
 class SequenceMode(TorchFunctionMode):
-    """Answers for the whole sequence.
+    """Torch function mode that answers calls on a part of the sequence for the whole of it.
 
     Attributes:
-        parts: Which part this rank holds.
-        lengths: Lengths of parts that the proof has passed.
-        known: By site and lengths, whether the call is about the sequence.
-        shapes: By site, the heads and widths that keys and values had on the whole sequence.
-        trial: The run of the proof that is going on, None in ordinary runs.
-        is_fed: Whether the whole model's forward is running, which feeds positions and tells all
-            ranks at its end what was refused.
-        refused: What an ordinary run could not make right. It goes on all the same, so that no
-            rank waits for another, and is told to all after the forward.
+        parts: The parts of the sequence.
+        lengths: Lengths of a part for which the proof has passed.
+        known: True for calls that are about the sequence, by site and lengths.
+        shapes: Heads and widths of keys and values in the run on the whole sequence, by site.
+        trial: The current run of the proof; None in ordinary runs.
+        is_fed: True while the whole model's forward runs, which feeds positions and, at its end,
+            reports what was refused to all ranks.
+        refused: The first problem of an ordinary run; None if there is none. The run continues, so
+            that no rank waits for another, and the problem is raised on all ranks afterwards.
+        is_on: True while the mode is active.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -102,10 +108,16 @@ class SequenceMode(TorchFunctionMode):
         return answer(self, sys._getframe(1), args, kwargs)
 
     def is_about_sequence(self, frame: FrameType, *lengths: int, dim: int = 0) -> bool:
-        """Whether this call is about the sequence; one that the proof never saw is refused."""
+        """Return True if this call is about the sequence; refuse one that the proof never saw.
+
+        Args:
+            frame: The frame that makes the call.
+            lengths: Number of items asked for; of queries and of keys for attention.
+            dim: The dim asked for.
+        """
         site = (id(frame.f_code), frame.f_lasti, dim)
         if self.trial is not None:
-            self._kept[site[0]] = frame.f_code  # Or another could come to have its id.
+            self._kept[site[0]] = frame.f_code  # Keeps the id from being reused.
             return self.trial.seen(site, *lengths)
         found = self.known.get((*site, *lengths))
         is_attention = len(lengths) > 1
@@ -119,11 +131,11 @@ class SequenceMode(TorchFunctionMode):
                     "is so, leave cp out or pad to another length",
                 )
             )
-            return is_attention  # Other ranks may be about to exchange.
+            return is_attention  # Other ranks may enter the collective of this attention.
         return bool(found)
 
     def refuse(self, problem: Problem) -> None:
-        """Tell the proof, or keep it for the end of the forward.
+        """Report a problem to the proof, or keep it for the end of the forward.
 
         Raises:
             ApplyError: The whole model's forward is not running.
@@ -137,7 +149,7 @@ class SequenceMode(TorchFunctionMode):
 
 
 def run_with(mode: SequenceMode, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that runs under the mode, which is on once however forwards are nested."""
+    """Wrap a forward to run under the mode, which nested forwards activate once."""
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -154,9 +166,9 @@ def run_with(mode: SequenceMode, forward: Callable[..., Any]) -> Callable[..., A
 
 
 def answer_for_whole(model: nn.Module, mode: SequenceMode) -> None:
-    """Turn the mode on in every forward of the model's own code, in place.
+    """Activate the mode in every forward of the model's own code, in place.
 
-    In every one, and not the outermost only: a checkpointed block is run again by itself.
+    The outermost forward would not suffice, since a checkpointed block is recomputed by itself.
     """
     for module in model.modules():
         if module is model or not type(module).__module__.startswith("torch.nn"):
@@ -164,7 +176,7 @@ def answer_for_whole(model: nn.Module, mode: SequenceMode) -> None:
 
 
 def _arange(mode: SequenceMode, frame: FrameType, args: Any, kwargs: Any) -> torch.Tensor:
-    """`torch.arange(n)` over the sequence: the positions of this rank's tokens."""
+    """Answer `torch.arange(n)` over the sequence with the positions of this rank's tokens."""
     out: torch.Tensor = torch.arange(*args, **kwargs)
     names = ("end",) if len(args) == 1 else ("start", "end", "step")
     bounds = {"start": 0, "step": 1} | dict(zip(names, args, strict=False)) | kwargs
@@ -172,14 +184,14 @@ def _arange(mode: SequenceMode, frame: FrameType, args: Any, kwargs: Any) -> tor
     if not all(isinstance(end, int) for end in ends) or ends[0] != 0 or ends[2] != 1:
         return out
     if frame.f_code.co_filename.startswith(_TORCH):
-        return out  # torch's own code knows nothing of a sequence.
+        return out  # Not a call of the model.
     if not mode.is_about_sequence(frame, out.numel()):
         return out
     return mode.parts.positions(out.numel(), out.device).to(out.dtype)
 
 
 def _getitem(mode: SequenceMode, frame: FrameType, args: Any, kwargs: Any) -> Any:
-    """`table[:n]` over the sequence: the rows of this rank's tokens."""
+    """Answer `table[:n]` over the sequence with the rows of this rank's tokens."""
     table, index = args
     entries = index if isinstance(index, tuple) else (index,)
     if not any(isinstance(entry, slice) for entry in entries) or (
@@ -199,13 +211,13 @@ def _getitem(mode: SequenceMode, frame: FrameType, args: Any, kwargs: Any) -> An
 
 
 def _from_start(entry: slice) -> int | None:
-    """How many items a slice from the start takes; None for any other."""
+    """Return the stop of a slice `[:n]`; None for any other slice."""
     is_plain = entry.start in (None, 0) and entry.step in (None, 1)
     return entry.stop if is_plain and isinstance(entry.stop, int) and entry.stop > 0 else None
 
 
 def _dims(entries: tuple[Any, ...], ndim: int) -> dict[int, int]:
-    """The tensor dim of each slice of an index; nothing where a tensor is in it."""
+    """Return the tensor dim of each slice of an index; empty if the index contains a tensor."""
     if any(not (e is None or e is ... or isinstance(e, int | slice)) for e in entries):
         return {}
     out: dict[int, int] = {}
@@ -221,7 +233,7 @@ def _dims(entries: tuple[Any, ...], ndim: int) -> dict[int, int]:
 
 
 def _attention(mode: SequenceMode, frame: FrameType, args: Any, kwargs: Any) -> torch.Tensor:
-    """Attention of this rank's tokens to all tokens."""
+    """Answer attention over the sequence: this rank's queries attend to all tokens."""
     given = dict(zip(_OPTIONS, args, strict=False)) | kwargs
     q, k, v = (given.pop(name) for name in _OPTIONS[:3])
     is_over = mode.is_about_sequence(frame, q.shape[-2], k.shape[-2])
@@ -247,24 +259,26 @@ def _attention(mode: SequenceMode, frame: FrameType, args: Any, kwargs: Any) -> 
 
 
 def _shapes(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Size, ...]:
-    """Heads and widths of keys and values: what ranks of cp must agree on to exchange them."""
+    """Return heads and widths of keys and values, on which ranks of cp must agree."""
     return tuple(torch.Size((*t.shape[1:-2], t.shape[-1])) for t in (k, v))
 
 
 def _as_proved(
     mode: SequenceMode, site: Site, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values in the shapes that the other ranks exchange.
+    """Return keys and values in the shapes that the other ranks exchange.
 
-    A model that makes a mask of its positions may do so on some ranks only, and then repeat its
-    key heads there: what such a rank has is refused, and zeros are exchanged in its place.
+    A model that makes a mask from its positions may do so on some ranks only, and then repeat its
+    key heads on these. Such a rank refuses its call, and exchanges zeros in place of its keys and
+    values.
     """
     proved = mode.shapes.get(site, set())
     is_masked = options.get("attn_mask") is not None
     if not proved or _shapes(k, v) in proved or not (is_masked or mode.trial):
         return k, v
-    if is_masked:  # The proof sees every other difference by itself.
+    if is_masked:  # The proof detects every other difference itself.
         mode.refuse(MASKED)
+    # The proved shape may have fewer key heads than this rank has query heads.
     options["enable_gqa"] = True
     first = min(proved)
     made = [
@@ -315,7 +329,10 @@ def _other_queries(q: torch.Tensor, k: torch.Tensor) -> Problem:
 def _causal(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: Parts, options: dict[str, Any]
 ) -> torch.Tensor:
-    """Each chunk of queries attends to the keys up to its own end, and to no others."""
+    """Let each chunk of queries attend to the keys up to its own end.
+
+    Shape: q (..., heads, part, dim), k and v (..., heads, whole, dim) -> (..., heads, part, dim).
+    """
     out = []
     numbers = parts.context.chunks(parts.size, parts.rank)
     for number, chunk in zip(numbers, q.chunk(len(numbers), -2), strict=True):
@@ -323,7 +340,7 @@ def _causal(
         start, stop = number * length, (number + 1) * length
         rows = torch.arange(start, stop, device=q.device)
         keys, values = k[..., :stop, :], v[..., :stop, :]
-        # The first chunk attends to itself alone, which kernels know without a mask.
+        # The first chunk attends to itself only, for which kernels need no mask.
         mask = rows[:, None] >= torch.arange(stop, device=q.device) if start else None
         out.append(
             F.scaled_dot_product_attention(
@@ -338,3 +355,4 @@ _ANSWERS: Final[Mapping[Any, Callable[..., Any]]] = {
     torch.Tensor.__getitem__: _getitem,
     F.scaled_dot_product_attention: _attention,
 }
+"""Intercepted functions."""

@@ -1,4 +1,4 @@
-"""What a model is fed under cp: this rank's part of the sequence, and where its tokens stand."""
+"""Inputs of a model under cp: this rank's part of the sequence, and its tokens' positions."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from meshplan.runtime.base.fake_mode import numbers
 from meshplan.runtime.base.pytree import tensors_in
 
 _IGNORED: Final = -100
-"""The target that torch's cross-entropy leaves out."""
+"""Target that torch's cross-entropy ignores by default."""
 
 
 def sequence_length(value: Any, stated: int | None) -> int:
-    """The length of the sequence in a batch.
+    """Return the length of the sequence in a batch.
 
-    That is the size of dim 1 of its tensors of whole numbers with two dims (tokens, masks), or
-    where there are none, of its tensors of three dims (embeddings).
+    It is the size of dim 1 of the integer tensors with two dims (tokens, masks) or, if there are
+    none, of the tensors with three dims (embeddings).
 
     Args:
         value: A tensor, or a tuple, list or mapping of tensors.
-        stated: What the plan says, which decides where they differ.
+        stated: The length that the plan states, which decides if tensors differ; None if it states
+            none.
 
     Raises:
-        ApplyError: No tensor says, or they differ.
+        ApplyError: No tensor shows the length, or they differ.
     """
     tensors = [t for _, t in tensors_in(value)]
     tokens = [t for t in tensors if t.ndim == 2 and not t.is_floating_point()]
@@ -59,10 +60,10 @@ def sequence_length(value: Any, stated: int | None) -> int:
 
 
 def has_sequence(tensor: torch.Tensor, length: int) -> bool:
-    """Whether dim 1 of a tensor is the sequence.
+    """Return True if dim 1 of a tensor is the sequence.
 
     Raises:
-        ApplyError: Another dim could be.
+        ApplyError: A later dim has the length of the sequence.
     """
     others = [d for d, size in enumerate(tensor.shape) if size == length and d > 1]
     if others:
@@ -78,14 +79,15 @@ def has_sequence(tensor: torch.Tensor, length: int) -> bool:
 
 
 def local_sequence(plan: Plan, batch: Any) -> Any:
-    """This rank's part of the sequence of a global batch.
+    """Return this rank's part of the sequence of a global batch.
 
     Args:
-        batch: As for `local_batch`; every tensor whose dim 1 has the length of the sequence
-            (`sequence_length`) is cut, the others are left whole.
+        plan: The plan of the model.
+        batch: A tensor, or a tuple, list or mapping of tensors. Every tensor whose dim 1 has the
+            length of the sequence (`sequence_length`) is cut; others are returned whole.
 
     Raises:
-        ApplyError: The sequence cannot be told or does not divide.
+        ApplyError: The length of the sequence is ambiguous or does not divide.
     """
     context, size = plan.assignment.context, plan.mesh.size("cp")
     assert context is not None
@@ -112,7 +114,10 @@ def local_sequence(plan: Plan, batch: Any) -> Any:
 
 
 def _warn_if_uneven(held: list[list[torch.Tensor]]) -> None:
-    """Ignored targets make the mean of means another number than the mean."""
+    """Warn if ranks have different numbers of ignored targets.
+
+    The mean of the ranks' means then differs from the mean.
+    """
     counts = {sum(int((piece == _IGNORED).sum()) for piece in pieces) for pieces in held}
     if len(counts) > 1:
         warnings.warn(
@@ -124,11 +129,11 @@ def _warn_if_uneven(held: list[list[torch.Tensor]]) -> None:
 
 
 class Feed:
-    """Says to a model where its tokens stand, if its forward can be told.
+    """Passes a model the positions of its tokens, if its forward accepts them.
 
     Args:
         model: The model as the user wrote it, whose forward's signature is read.
-        parts: Which part this rank holds.
+        parts: The parts of the sequence.
     """
 
     def __init__(self, model: nn.Module, parts: Parts) -> None:
@@ -136,23 +141,28 @@ class Feed:
         self._parts = parts
 
     def hides_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
-        """Whether an `attention_mask` hides some token; None without one."""
+        """Return True if an `attention_mask` masks out any token; None without a mask."""
         mask = self._given(args, kwargs).get("attention_mask")
         return None if mask is None else not bool(numbers(mask.all(), True))
 
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What is passed, by name."""
+        """Return the arguments that are not None, by name."""
         named = dict(zip(self._names, args, strict=False)) | kwargs
         return {name: value for name, value in named.items() if value is not None}
 
     def with_positions(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], length: int
     ) -> dict[str, Any]:
-        """The keyword arguments, with the positions of this rank's tokens.
+        """Return the keyword arguments with the positions of this rank's tokens added.
 
-        Transformers takes positions with a gap for several samples packed in one, unless a mask
-        says that there is one sample: balanced parts, which have a gap, come with one of ones.
-        Positions that are given are left as they are.
+        Transformers interprets positions with a gap as several samples packed into one, unless a
+        mask says that there is one sample. Balanced parts have a gap, so they get a mask of ones.
+        Positions that the caller passes are left unchanged.
+
+        Args:
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+            length: Tokens in this rank's part.
         """
         given = self._given(args, kwargs)
         if "position_ids" not in self._names:
@@ -172,7 +182,8 @@ class Feed:
         return out
 
     def _is_one_sample(self, given: Any, positions: torch.Tensor) -> bool:
-        """Whether positions that were given run on through each row; the same on all ranks."""
+        """Return True if given positions are those of one sample in every row, on all ranks."""
+        # One sample's positions differ from this rank's by the same shift in all parts.
         shift = given - positions if isinstance(given, torch.Tensor) else None
         if shift is None or shift.shape[-1:] != positions.shape[-1:]:
             return False

@@ -1,4 +1,4 @@
-"""Parts of a sequence: where each lies, and how ranks of cp exchange them.
+"""Parts of a sequence: the tokens of each rank, and their exchange between ranks of cp.
 
 Every exchange is an autograd function whose backward is the opposite exchange.
 """
@@ -21,10 +21,10 @@ class Parts:
     """The parts of the sequence along one group of cp.
 
     Args:
-        context: Which chunks each rank holds.
+        context: The assignment of chunks to ranks.
         group: The ranks that hold the parts.
-        rank: This rank's place in the group.
-        size: How many ranks it has.
+        rank: This rank's position in the group.
+        size: Number of ranks in the group.
     """
 
     context: ContextParallel
@@ -37,16 +37,19 @@ class Parts:
         return len(self.context.chunks(self.size, self.rank))
 
     def positions(self, length: int, device: torch.device) -> torch.Tensor:
-        """Where the tokens of this rank stand in the whole sequence.
+        """Return the positions of this rank's tokens in the whole sequence.
 
         Args:
-            length: Of this rank's part.
+            length: Tokens in this rank's part.
+            device: Device of the result.
+
+        Shape: (length,).
         """
         whole = torch.arange(length * self.size, device=device)
         return self.cut(whole, 0)
 
     def cut(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's part of something whole."""
+        """Return this rank's part of a whole tensor along `dim`."""
         return self._part(whole, dim, self.rank)
 
     def _part(self, whole: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
@@ -55,11 +58,11 @@ class Parts:
         return own[0] if len(own) == 1 else torch.cat(own, dim)
 
     def stack(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """The parts of every rank, stacked along a new dim 0."""
+        """Stack the parts of every rank along a new dim 0."""
         return torch.stack([self._part(whole, dim, rank) for rank in range(self.size)])
 
     def join(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-        """The whole from the parts of every rank."""
+        """Reassemble the whole tensor from the parts of every rank."""
         by_chunk: dict[int, torch.Tensor] = {}
         for rank, part in enumerate(parts):
             numbers = self.context.chunks(self.size, rank)
@@ -67,14 +70,14 @@ class Parts:
         return torch.cat([by_chunk[number] for number in sorted(by_chunk)], dim)
 
     def gather(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        """The whole, on every rank; without gradient."""
+        """Gather the whole tensor on every rank, without gradient."""
         every = part.new_empty((self.size, *part.shape))
         gather_into(every, part, self.group)
         return self.join(every.unbind(0), dim)
 
 
 class _GatherSequence(torch.autograd.Function):
-    """Parts along dim -2 to the whole on every rank; the gradients of the whole are added up."""
+    """Gather parts along dim -2 on every rank; backward sums gradients over ranks."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, parts: Parts) -> torch.Tensor:
@@ -91,7 +94,7 @@ class _GatherSequence(torch.autograd.Function):
 
 
 class _ToHeads(torch.autograd.Function):
-    """A part of the sequence of all heads to the whole sequence of a part of the heads."""
+    """All heads of a part of the sequence to a share of the heads of the whole sequence."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, parts: Parts) -> torch.Tensor:
@@ -104,7 +107,7 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToParts(torch.autograd.Function):
-    """The whole sequence of a part of the heads to a part of the sequence of all heads."""
+    """A share of the heads of the whole sequence to all heads of a part of the sequence."""
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, parts: Parts) -> torch.Tensor:
@@ -129,25 +132,31 @@ def _to_parts(whole: torch.Tensor, parts: Parts) -> torch.Tensor:
 
 
 def _exchange(pieces: torch.Tensor, parts: Parts) -> torch.Tensor:
-    """Piece i of this rank goes to rank i; the i-th received is from rank i."""
+    """Send piece i to rank i; the i-th piece of the result comes from rank i."""
     received = torch.empty_like(pieces)
     dist.all_to_all_single(received, pieces, group=parts.group)
     return received
 
 
 def gather_sequence(part: torch.Tensor, parts: Parts) -> torch.Tensor:
-    """The whole sequence (dim -2) on every rank, with gradient."""
+    """Gather the whole sequence (dim -2) on every rank, with gradient."""
     whole: torch.Tensor = _GatherSequence.apply(part, parts)
     return whole
 
 
 def to_heads(part: torch.Tensor, parts: Parts) -> torch.Tensor:
-    """Exchange a part of the sequence for a part of the heads, with gradient."""
+    """Exchange a part of the sequence for a share of the heads, with gradient.
+
+    Shape: (..., heads, part, dim) -> (..., heads / ranks, whole, dim).
+    """
     out: torch.Tensor = _ToHeads.apply(part, parts)
     return out
 
 
 def to_parts(whole: torch.Tensor, parts: Parts) -> torch.Tensor:
-    """Exchange a part of the heads for a part of the sequence, with gradient."""
+    """Exchange a share of the heads for a part of the sequence, with gradient.
+
+    Shape: (..., heads / ranks, whole, dim) -> (..., heads, part, dim).
+    """
     out: torch.Tensor = _ToParts.apply(whole, parts)
     return out

@@ -1,9 +1,9 @@
 """Proof that a model on parts of the sequence computes what it computes on the whole.
 
 Before the first forward of each length, one sample is run whole, as one process would, and in
-parts. What attention gets and gives, and every output, must agree. Whatever makes a number of a
-token from others by another way than the attention that is exchanged differs: positions that
-start anew on each rank, attention that is written out, convolutions along the sequence, pooling.
+parts. Inputs and output of attention, and every output of the model, must agree. Any dependence
+between tokens other than the exchanged attention makes a difference: positions that restart on each
+rank, attention written out by hand, convolutions along the sequence, pooling.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ from meshplan.runtime.base.mesh import local_of
 from meshplan.runtime.checks.dry_run import dry_run, noise
 
 _TOLERANCE: Final = (1e-3, 1e-1)
-"""Relative difference of a token in single and in half precision that another order of addition
-does not make and a wrong position does [Empirical]."""
+"""Relative difference of a token, in single and in half precision, that a different order of
+additions stays below and a wrong position exceeds [Empirical].
+"""
 _FIRST_TOLERANCE: Final = 1e-2
-"""The same in half precision for what the first attention gets: until then no two tokens were
-added, and a few last bits at most can differ."""
+"""Tolerance in half precision for the inputs of the first attention: up to it no two tokens are
+added, so only the last few bits can differ.
+"""
 _MEAN_TOLERANCE: Final = 1e-5
-"""The same for a mean over tokens, in single precision."""
+"""Relative tolerance for a mean over tokens, in single precision."""
 _MOST: Final = 32
+"""Tokens compared that are spread over the part."""
 _EDGE: Final = 4
-"""Tokens compared: this many all over the part, and at both ends of each of its chunks."""
+"""Tokens compared at both ends of each chunk of the part."""
 
 
 _CANNOT: Final = "this model cannot be run on parts of the sequence"
@@ -45,7 +48,7 @@ _UNSEEN: Final = Problem(
 
 
 class _Whole(AttentionTrial):
-    """The run on the whole sequence: calls are noted, attention is sampled."""
+    """The run on the whole sequence: records calls and samples of attention."""
 
     is_whole = True
 
@@ -64,7 +67,7 @@ class _Whole(AttentionTrial):
 
 
 class _PartRun(AttentionTrial):
-    """The run on parts: calls are told apart, attention is compared."""
+    """The run on parts: identifies calls about the sequence and compares attention."""
 
     is_whole = False
 
@@ -79,7 +82,7 @@ class _PartRun(AttentionTrial):
         if lengths[-1] != self.part_length and len(lengths) == 1:
             return False
         before = self.whole.calls.get(site, set())
-        # A call that asked for as many when the sequence was longer means something else.
+        # A call with the same lengths in the run on the whole is not about the sequence.
         scaled = tuple(self.length if n == self.part_length else n for n in lengths)
         found = lengths[-1] == self.part_length and scaled in before and lengths not in before
         self.known[(*site, *lengths)] = found
@@ -117,7 +120,7 @@ class _PartRun(AttentionTrial):
             self.problems.append(problem)
 
     def _report(self, what: str, fix: str) -> None:
-        """What comes after the first difference differs too."""
+        """Report a difference; only the first one counts, since later ones follow from it."""
         self.refuse(Problem(f"{_CANNOT}: {what}", fix=fix))
 
 
@@ -129,18 +132,18 @@ def prove(
     local_kwargs: dict[str, Any],
     length: int,
 ) -> None:
-    """Run one sample whole and in parts, and compare.
+    """Run one sample whole and in parts, and compare; on success record the length in `mode`.
 
     Args:
-        model: What `parallelize` returned.
-        mode: Told which calls are about the sequence.
-        args: This rank's inputs, as the user gave them.
-        kwargs: The same by keyword.
-        local_kwargs: Those with what a rank is told besides.
-        length: Of this rank's part.
+        model: The module that `parallelize` returned.
+        mode: Gets the calls that are about the sequence.
+        args: This rank's positional inputs, as the user passed them.
+        kwargs: This rank's keyword inputs, as the user passed them.
+        local_kwargs: `kwargs` with the positions that each rank is fed.
+        length: Tokens in this rank's part.
 
     Raises:
-        ApplyError: On every rank, when they differ on any.
+        ApplyError: On every rank, if the runs differ on any.
     """
     parts = mode.parts
     first = next(t for t in _all_tensors((args, kwargs)) if t.ndim > 1 and t.shape[1] == length)
@@ -155,7 +158,7 @@ def prove(
 
     local = _sampled(length, parts.num_local_chunks, where)
     in_whole = _Whole(length * parts.size, parts.positions(length, where)[local])
-    # In inference mode sharded parameters cannot be written to.
+    # In inference mode, sharded parameters cannot be written to.
     with (
         torch.inference_mode(False),
         torch.no_grad(),
@@ -184,7 +187,7 @@ def _run_part(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return model(*args, **kwargs)
     except MeshplanError:
         raise
-    except Exception as error:  # The model's code may raise anything.
+    except Exception as error:  # User code may raise anything.
         problem = Problem(
             f"{_CANNOT}: there it raises {error!r}, and on the whole it does not",
             fix="see the traceback above; say context: {balance: false}, so that no rank's tokens "
@@ -194,7 +197,7 @@ def _run_part(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def raise_remote(problem: Problem | None) -> None:
-    """Raise on every rank what the first of them has to say, if any has."""
+    """Raise, on every rank, the problem of the first rank that has one."""
     told: list[Problem | None] = [problem] * dist.get_world_size()
     if not is_fake_execution():
         dist.all_gather_object(told, problem)
@@ -215,7 +218,10 @@ def _call_problems(whole: _Whole, part: _PartRun) -> Iterator[Problem]:
 def _output_problems(
     expected: Any, found: Any, whole: _Whole, part: _PartRun, group: dist.ProcessGroup
 ) -> Iterator[Problem]:
-    """Every output has the sequence along a dim, and the same numbers there."""
+    """Yield outputs whose values on the part differ from those on the whole.
+
+    An output either has the sequence along one dim or is a mean over tokens.
+    """
     own = dict(_named(found))
     for name, before in _named(expected):
         after = own.get(name)
@@ -243,7 +249,7 @@ def _output_problems(
 def _sequence_dim(
     before: torch.Tensor, after: torch.Tensor, length: int, part_length: int
 ) -> int | None:
-    """The one dim in which they differ, if it is the sequence in both."""
+    """Return the only dim in which two shapes differ, if it is the sequence; else None."""
     if before.ndim != after.ndim:
         return None
     dims = [d for d in range(before.ndim) if before.shape[d] != after.shape[d]]
@@ -253,7 +259,10 @@ def _sequence_dim(
 
 
 def _is_mean(before: torch.Tensor, after: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether a number is the mean of those of the parts; half precision could not tell."""
+    """Return True if an output is a scalar and the mean of the parts' outputs is that of the whole.
+
+    False in half precision, which is too coarse to decide.
+    """
     mean = after.detach().float().clone()
     dist.all_reduce(mean, group=group)
     mean /= group.size()
@@ -263,7 +272,7 @@ def _is_mean(before: torch.Tensor, after: torch.Tensor, group: dist.ProcessGroup
 
 
 def _difference(before: torch.Tensor, after: torch.Tensor, dim: int) -> float:
-    """The largest distance of a token, relative to the mean norm of a token."""
+    """Return the largest distance of a token, relative to the mean norm of a token."""
     if before.shape != after.shape:
         return float("inf")
     pairs = torch.stack((before, after)).double().movedim(dim if dim < 0 else dim + 1, 0)
@@ -271,6 +280,7 @@ def _difference(before: torch.Tensor, after: torch.Tensor, dim: int) -> float:
     norms = pairs[:, 0].norm(dim=-1).mean()
     apart = (pairs[:, 0] - pairs[:, 1]).norm(dim=-1).max()
     share = float(numbers(apart / norms.clamp(min=1e-30), 0.0))
+    # NaN compares as no difference, so it must become the largest one.
     return share if share == share else float("inf")
 
 
@@ -287,7 +297,7 @@ def _spell(form: Mapping[str, Any]) -> str:
 
 
 def _sampled(length: int, num_chunks: int, device: torch.device) -> torch.Tensor:
-    """Which tokens of a part are compared."""
+    """Return the indices of the tokens of a part that are compared."""
     size = length // num_chunks
     edges = [c * size + e for c in range(num_chunks) for i in range(min(_EDGE, size))
              for e in (i, size - 1 - i)]  # fmt: skip
@@ -300,7 +310,7 @@ def _all_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _named(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in nested tuples, lists and mappings, by path."""
+    """Yield the tensors in nested tuples, lists and mappings, with their path."""
     if isinstance(value, torch.Tensor):
         yield name, local_of(value)
     elif isinstance(value, Mapping):
@@ -313,7 +323,10 @@ def _named(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 @contextmanager
 def _nothing_equal(model: nn.Module) -> Iterator[None]:
-    """Weights of which all numbers are equal are noise for a while, the same on every replica."""
+    """Replace weights of equal values by noise in the context, the same on every replica.
+
+    With weights of zero, for example, a wrong position would not show.
+    """
     before: list[tuple[torch.Tensor, torch.Tensor]] = []
     for name, parameter in model.named_parameters():
         local = local_of(parameter.detach())

@@ -1,4 +1,4 @@
-"""The output of the last stage on every rank along pp."""
+"""The output of the last stage on every rank along pp, and a call's arguments as one value."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ from meshplan.runtime.base.pytree import fill, opaque_in, tensors_in
 def told_to_all(
     output: Any, form: Any, group: dist.ProcessGroup, *, is_source: bool, source: int
 ) -> Any:
-    """Give each rank of a group what one of them has.
+    """Broadcast a pytree of tensors from one rank of a group to all others.
 
     Args:
-        output: What the source has; not looked at elsewhere.
-        form: The form of it, which all ranks know.
-        source: The global rank that has it.
+        output: The pytree on the source rank; ignored on others.
+        form: Pytree structure of the output, known on all ranks.
+        group: The ranks that get it.
+        is_source: True on the source rank.
+        source: Global rank of the source.
+
+    Returns:
+        The pytree, on every rank.
 
     Raises:
-        ApplyError: Something in it cannot be made again on another rank.
+        ApplyError: The output contains an object that other ranks cannot rebuild.
     """
     for kind in opaque_in(form):
         raise ApplyError(
@@ -49,7 +54,11 @@ def told_to_all(
 
 
 def as_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The arguments of a call as one value: a tuple, or a mapping where some have names."""
+    """Return the arguments of a call as one value: a tuple, or a mapping if there are keywords.
+
+    Raises:
+        ApplyError: The call has both keywords and arguments for a `*args` parameter.
+    """
     if not kwargs:
         return args
     signature = inspect.signature(model.forward)

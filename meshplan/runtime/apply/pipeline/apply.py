@@ -1,4 +1,4 @@
-"""Cut a model into this rank's stages, and let each be wrapped as a model of its own."""
+"""Split a model into this rank's stages and wrap each of them like a model of its own."""
 
 from __future__ import annotations
 
@@ -25,11 +25,18 @@ Wrap = Callable[[nn.Module, Plan, DeviceMesh, InitialValues], nn.Module]
 def apply_pipeline(
     model: nn.Module, plan: Plan, mesh: DeviceMesh, values: InitialValues, wrap: Wrap
 ) -> PipelinedModule:
-    """This rank's stages; the model itself is left without numbers.
+    """Build this rank's stages; the model's own parameters move to meta.
 
     Args:
-        values: Of a model on meta, for all that this rank holds.
-        wrap: Applies everything but the pipeline to a module, in place.
+        model: The whole model.
+        plan: The plan of the whole model, with stages.
+        mesh: The live DeviceMesh.
+        values: Initial values of all tensors that this rank stores, if the model is on meta; empty
+            otherwise.
+        wrap: Applies everything except the pipeline to a module, in place.
+
+    Returns:
+        The module to train.
     """
     stages = plan.assignment.stages
     assert stages is not None
@@ -45,7 +52,7 @@ def apply_pipeline(
         wrap(
             module, part, mesh, InitialValues({f: v for f, v in values.local.items() if f in held})
         )
-        replay = Replay(stage)  # Its early end is inside of no unit: `restrict` leaves none there.
+        replay = Replay(stage)  # It ends early outside all units of the restricted plan.
         watch_calls(module, hooks, replay)
         watch_first_forward(module, part)
         parts[stage] = StageRuntime(module, part, replay)
@@ -54,7 +61,7 @@ def apply_pipeline(
 
 
 def _empty(model: nn.Module) -> None:
-    """Take the numbers out of a model: what a rank does not hold must not stay in its memory."""
+    """Move a model's parameters to meta, so that this rank's memory holds its stages only."""
     hollow: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):

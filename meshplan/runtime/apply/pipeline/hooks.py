@@ -1,7 +1,7 @@
-"""Hooks on a unit that another stage runs, called here with what stands in for its result.
+"""Hooks on a unit of another stage, called in this stage with the placeholder of its result.
 
-A hook lies outside of the module that it is registered on: what it keeps of the result (hidden
-states, features), code between units may read in any stage.
+A hook lies outside of the module that it is registered on, and code between units may read what it
+keeps of the result (hidden states, features) in any stage.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class UnitHooks:
     """The hooks of one unit in one stage.
 
     Attributes:
-        wrapping: Those that meshplan and torch's wrappers added, which are not called.
+        wrapping: Ids of hooks that meshplan and torch's wrappers added, which are not called.
     """
 
     wrapping: frozenset[int]
@@ -33,7 +33,14 @@ class UnitHooks:
         kwargs: dict[str, Any],
         output: Any,
     ) -> None:
-        """Call what is the model's own, or came to it later.
+        """Call the hooks of the model's own code, registered before or after wrapping.
+
+        Args:
+            module: The unit.
+            fqn: The unit's fqn.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+            output: The placeholder of the result.
 
         Raises:
             ApplyError: A hook changes the result.
@@ -52,7 +59,7 @@ class UnitHooks:
             else:
                 given = hook(module, args, output)
             if given is not None:
-                # Of a result that it has changed already it may keep another than it kept there.
+                # In the unit's own stage the hook may keep a changed result; here it would differ.
                 raise ApplyError(
                     Problem(
                         f"a forward hook changes what '{fqn}' returns, which stages that do not "
@@ -62,7 +69,7 @@ class UnitHooks:
                 )
 
     def _called(self, hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:
-        # Those of torch itself prepare the module's own weights, which are not here.
+        # Hooks from torch itself prepare the module's weights, which are not on this rank.
         return [
             (number, hook)
             for number, hook in hooks.items()
@@ -72,10 +79,10 @@ class UnitHooks:
 
 
 def numbers_of(module: nn.Module) -> frozenset[int]:
-    """The hooks that a module has now."""
+    """Return the ids of the forward hooks and pre-hooks that a module has now."""
     return frozenset((*module._forward_pre_hooks, *module._forward_hooks))
 
 
 def hooks_of(part: nn.Module, units: Iterable[str]) -> Mapping[str, frozenset[int]]:
-    """The model's own hooks on each unit; before anything is wrapped."""
+    """Return the ids of each unit's hooks, by fqn; to be called before anything is wrapped."""
     return {fqn: numbers_of(part.get_submodule(fqn)) for fqn in units}

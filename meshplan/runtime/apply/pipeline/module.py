@@ -37,16 +37,23 @@ from meshplan.traffic.sequence import SequenceCuts
 class PipelinedModule(nn.Module):
     """This rank's stages of a model.
 
-    Its parameters, buffers and state dict are those that the rank holds, under the model's own
-    names. A tensor that two stages of this rank share is there twice: the second time as
-    "NAME@stage3", and not in the state dict. It trains by `meshplan.train_step` or `step`. Without
-    gradients a call of it answers on every rank, and `eval_step` on those of the last stage.
+    Its parameters, buffers and state dict are those that this rank stores, under the model's own
+    names. A tensor that two stages of this rank share appears twice: the second time as
+    "NAME@stage3", and not in the state dict. It is trained by `meshplan.train_step` or `step`.
+    Without gradients, calling it returns the output on every rank, and `eval_step` returns it on
+    the ranks of the last stage.
 
     Args:
-        skeleton: The model without numbers, to record forwards with.
-        parts: By stage.
-        plan: The whole model's.
-        names: The keys of the whole model's state dict, in order.
+        skeleton: The whole model, its parameters on meta, to record forwards with.
+        parts: This rank's stages, by stage index.
+        plan: The plan of the whole model.
+        mesh: The live DeviceMesh.
+        names: Keys of the whole model's state dict, in order.
+
+    Attributes:
+        watch_batch: Called with the inputs and targets of every `step`.
+        group: The ranks along pp.
+        shared: Parameters that several stages hold.
     """
 
     def __init__(
@@ -81,31 +88,31 @@ class PipelinedModule(nn.Module):
 
     @property
     def stages(self) -> dict[int, nn.Module]:
-        """The stage modules of this rank, by stage."""
+        """The stage modules of this rank, by stage index."""
         return {stage: part.module for stage, part in self._parts.items()}
 
     @property
     def pipeline(self) -> Stages:
-        """What runs where."""
+        """The assignment of units and tensors to stages and of stages to ranks."""
         return self._stages
 
     @property
     def has_output(self) -> bool:
-        """Whether this rank holds the last stage."""
+        """True if this rank holds the last stage."""
         return self._stages.num - 1 in self._parts
 
     @property
     def stage_modules(self) -> list[nn.Module]:
-        """The modules of this rank's stages, each with the names of the whole model."""
+        """The modules of this rank's stages, each with the fqns of the whole model."""
         return [part.module for part in self._parts.values()]
 
     @guarded()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The output for a whole batch on every rank along pp, without gradients.
+        """Return the output for a whole batch on every rank along pp, without gradients.
 
         Raises:
-            ApplyError: Gradients are enabled: a step of a pipeline is forward and backward of
-                many microbatches in turn.
+            ApplyError: Gradients are enabled. A pipeline interleaves forward and backward of many
+                microbatches, so a forward alone cannot be trained with.
         """
         if torch.is_grad_enabled():
             raise ApplyError(
@@ -141,7 +148,7 @@ class PipelinedModule(nn.Module):
 
     @property
     def skeleton(self) -> nn.Module:
-        """The model without numbers, that forwards are recorded with."""
+        """The whole model, its parameters on meta, which forwards are recorded with."""
         return self._hidden[0]
 
     @guarded("step")
@@ -155,21 +162,21 @@ class PipelinedModule(nn.Module):
         is_last: bool = True,
         number: int = 0,
     ) -> torch.Tensor:
-        """Forward and backward of one batch in microbatches; gradients are added up.
+        """Run forward and backward of one batch in microbatches; gradients accumulate.
 
         Args:
             inputs: This rank's inputs, the same on every rank along pp.
-            targets: Whatever `loss_fn` takes, cut along dim 0 like the inputs.
+            targets: Whatever `loss_fn` takes, split along dim 0 like the inputs.
             loss_fn: (output, targets) -> the mean over the samples.
             scale: Multiplies the gradients.
-            is_last: Whether the optimizer steps after this.
-            number: How many such batches went before in the same optimizer step.
+            is_last: If True, the optimizer steps after this batch.
+            number: Index of this batch among those of the same optimizer step.
 
         Returns:
             The mean loss over this batch in float64, the same on every rank along pp.
         """
         note_forward(self._mates, is_training=True)
-        self.watch_batch(inputs, targets)  # In loops by hand, now and then.
+        self.watch_batch(inputs, targets)  # In hand-written loops, compares batches at times.
         count = self._stages.microbatches
         cut = chunked(inputs, count)
         wanted = chunked(targets, count)
@@ -206,11 +213,12 @@ class PipelinedModule(nn.Module):
 
     @guarded("eval_step")
     def eval_step(self, inputs: Any) -> Any:
-        """The output for a whole batch, without gradients, in the mode that the model is in.
+        """Return the output for a whole batch, without gradients, in the model's current mode.
 
         Returns:
-            The model's output on the ranks of the last stage (`has_output`), None on others. To
-            have it everywhere call the model itself.
+            The model's output on the ranks of the last stage (`has_output`), None on others. Call
+                the
+            model itself to get it everywhere.
         """
         note_forward(self._mates, is_training=False)
         outputs: list[Any] = []
@@ -237,13 +245,13 @@ class PipelinedModule(nn.Module):
         if not self._schedule.splits_backward:
             set_gradient_sync(part.module, part.plan, is_last)
         elif isinstance(part.module, FSDPModule):
-            # A backward in two halves ends in no hook: reduced once, by `end_split_backward`.
+            # A split backward triggers no final hook: `end_split_backward` reduces once per step.
             part.module.set_is_last_backward(False)
             part.module.set_reshard_after_backward(False)
             part.module.set_requires_gradient_sync(False)
 
     def _form(self, inputs: Any) -> InputForm:
-        """What is known of such inputs; recorded when they are met first."""
+        """Return the record of inputs of this form; made when such inputs are first seen."""
         key = (self.training, torch.is_grad_enabled(), _form_of(inputs))
         if key not in self._forms:
             program = make_program(self._hidden[0], self._stages, inputs)
@@ -251,10 +259,10 @@ class PipelinedModule(nn.Module):
         return self._forms[key]
 
     def _agree(self, run: PipelineStep, form: InputForm) -> None:
-        """Raise on every rank what went wrong on one.
+        """Raise on every rank if a pass failed on one, or if NaN crossed a stage boundary.
 
-        Later than the first time with such inputs, only the ranks along pp are told: what one
-        rank cannot do, the others of its stage cannot either, or it has raised already.
+        After the first pass with inputs of a form, only the ranks along pp communicate: what fails
+        on one rank fails on the others of its stage too, or was raised there already.
         """
         group = None if form.is_new else self.group
         form.is_new = False
@@ -262,7 +270,7 @@ class PipelinedModule(nn.Module):
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
         failed, has_poison = numbers(flags, [False, False])
         if failed:
-            self._forms.clear()  # What was exchanged may be half of it.
+            self._forms.clear()  # Exchanged shapes may be incomplete.
             is_own = run.failure is not None and not isinstance(run.failure, RemoteFailure)
             told: list[Any] = [None] * dist.get_world_size(group)
             own = f"{type(run.failure).__name__}: {run.failure}" if is_own else ""
@@ -282,18 +290,18 @@ class PipelinedModule(nn.Module):
                 )
             )
 
-    # What `nn.Module` is asked for.
+    # Overrides of `nn.Module`.
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this rank."""
+        """Yield the parameters of this rank."""
         yield from self._named("named_parameters", prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The buffers of this rank."""
+        """Yield the buffers of this rank."""
         yield from self._named("named_buffers", prefix, recurse, remove_duplicate)
 
     def _named(self, method: str, prefix: str, recurse: bool, remove_duplicate: bool) -> Any:
@@ -309,13 +317,13 @@ class PipelinedModule(nn.Module):
                 yield (f"{prefix}.{full}" if prefix else full), tensor
 
     def modules(self) -> Iterator[nn.Module]:
-        """The modules of this rank's stages."""
+        """Yield this module and all modules of this rank's stages."""
         yield self
         for part in self._parts.values():
             yield from part.module.modules()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """What this rank holds, under the model's own names."""
+        """Return the tensors of this rank, under the model's own names."""
         out: dict[str, Any] = {}
         for part in self._parts.values():
             for name, value in part.module.state_dict(*args, **kwargs).items():
@@ -325,10 +333,10 @@ class PipelinedModule(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load what this rank holds; more may be there.
+        """Load the tensors of this rank from a state dict, which may contain more.
 
         Raises:
-            ApplyError: With `strict`, something that this rank holds is missing.
+            ApplyError: With `strict`, a tensor of this rank is missing.
         """
         for part in self._parts.values():
             own = part.module.state_dict(keep_vars=True)
@@ -340,10 +348,10 @@ class PipelinedModule(nn.Module):
         return nn.modules.module._IncompatibleKeys([], [])
 
     def train(self, mode: bool = True) -> PipelinedModule:
-        """Set the mode of every stage, and of the forward that is recorded.
+        """Set the mode of every stage and of the model that forwards are recorded with.
 
-        Stages then tell each other anew which gradients come back, as they must after parameters
-        were frozen or unfrozen; like every verb it is to be called on all ranks.
+        The next pass exchanges anew which gradients come back between stages, as is needed after
+        parameters were frozen or unfrozen. Call it on all ranks.
         """
         self.training = mode
         for form in self._forms.values():
@@ -354,13 +362,13 @@ class PipelinedModule(nn.Module):
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> PipelinedModule:
-        """Freeze or unfreeze every parameter, on all ranks."""
+        """Freeze or unfreeze every parameter; call it on all ranks."""
         super().requires_grad_(requires_grad)
         return self.train(self.training)
 
 
 def _form_of(inputs: Any) -> Any:
-    """What must be equal for two inputs to take the same way through the model."""
+    """Return a key that is equal for inputs that take the same path through the model."""
     args, kwargs = as_arguments(inputs)
     tensors = [(p, t.shape, t.dtype) for p, t in (*tensors_in(args), *tensors_in(kwargs))]
     return (tuple(tensors), repr(_without_tensors((args, kwargs))))

@@ -1,4 +1,4 @@
-"""What the stages do for inputs of one form: recorded anew for each, on every rank alike."""
+"""The work of each stage for inputs of one form, recorded identically on every rank."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from meshplan.runtime.trace.ops import record
 
 
 def make_program(skeleton: nn.Module, stages: Stages, inputs: Any) -> Program:
-    """Record the forward on these inputs and see what crosses the cuts.
+    """Record the forward on these inputs and find the values that cross the cuts.
 
     Args:
-        skeleton: The model, with or without numbers, in the mode it is to run in.
+        skeleton: The model, with or without values, in the mode it is to run in.
+        stages: The assignment of units to stages.
         inputs: One microbatch.
 
     Raises:
-        ApplyError: The forward takes a way that the plan's cut does not fit.
+        ApplyError: The forward takes a path that the plan's stages do not fit.
     """
     forms: dict[int, Any] = {}
     flow = record(skeleton, inputs, forms)
@@ -48,7 +49,7 @@ def make_program(skeleton: nn.Module, stages: Stages, inputs: Any) -> Program:
 
 
 def _stages_of(calls: tuple[Call, ...], stages: Stages) -> list[int]:
-    """The stage of each call."""
+    """Return the stage of each call."""
     places = stages_of(calls, stages.units)
     for call, place in zip(calls, places, strict=True):
         if place is None:
@@ -65,6 +66,7 @@ def _stages_of(calls: tuple[Call, ...], stages: Stages) -> list[int]:
 def _problems(
     cut: UnitFlow, places: list[int], stages: Stages, forms: dict[int, Any]
 ) -> Iterator[Problem]:
+    """Yield the reasons why the model cannot be cut at these places."""
     origin = stages.reason.origin
     for bond in cut.bonds():
         if places[bond.first] != places[bond.last]:

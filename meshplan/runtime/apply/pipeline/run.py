@@ -1,10 +1,10 @@
-"""Play a schedule on this rank: compute, send, receive.
+"""Run a pipeline schedule on this rank: compute, send, receive.
 
-Shapes are exchanged once per form of the inputs, with the first microbatch. A stage in which
-something raises computes no more, but sends and receives on, so that no other waits for it: what
-happened is told at the end. Where only some of the ranks of a stage fail, the others wait for
-them in collectives of the stage, and the error is raised at once. Nothing here knows which
-schedule it plays.
+Shapes are exchanged once per form of the inputs, with the first microbatch. After an exception a
+stage stops computing but keeps sending and receiving, so that no other rank waits for it forever;
+the error is reported at the end. If only some ranks of a stage fail, the others wait for them in
+collectives of the stage, so the error is raised at once. Nothing here depends on which schedule is
+run.
 """
 
 from __future__ import annotations
@@ -39,12 +39,18 @@ from meshplan.runtime.watch.guard import fails_together, is_lost_connection
 from meshplan.traffic.sequence import SequenceCuts
 
 Meta = tuple[tuple[int, ...], torch.dtype, bool]
-"""Shape, dtype, and whether a gradient comes back."""
+"""Shape, dtype, and True if a gradient comes back."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageRuntime:
-    """A stage of this rank: its module, its part of the plan, and its replay."""
+    """A stage of this rank.
+
+    Attributes:
+        module: The wrapped stage module.
+        plan: The plan, restricted to this stage.
+        replay: Decides what calls of units do while the stage's forward runs.
+    """
 
     module: nn.Module
     plan: Plan
@@ -53,13 +59,14 @@ class StageRuntime:
 
 @dataclass(slots=True)
 class InputForm:
-    """What is known of inputs of one form.
+    """The record of inputs of one form, that is of equal structure, shapes and dtypes.
 
     Attributes:
-        program: What the stages do.
-        sequence: Which values are cut along it.
-        metas: By cut, what crosses it, as it was the first time.
-        is_new: Nothing was run with it yet.
+        program: The work of each stage for such inputs.
+        sequence: Finds the values that are sharded along the sequence.
+        metas: Shape, dtype and need of a gradient of each tensor that crosses a cut, as recorded
+            the first time, by (stage before the cut, True if gradients are enabled).
+        is_new: True until a first pass with such inputs has ended.
     """
 
     program: Program
@@ -70,7 +77,14 @@ class InputForm:
 
 @dataclass(slots=True)
 class _InFlight:
-    """One microbatch in one stage, between forward and backward."""
+    """The tensors of one microbatch in one stage, between forward and backward.
+
+    Attributes:
+        received: Leaf tensors from the previous stage, by value id.
+        outputs: Tensors for the next stage; the loss in the last stage.
+        gradients: Gradients of the outputs, received from the next stage.
+        halves: Remaining work of a split backward.
+    """
 
     received: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: list[torch.Tensor] = field(default_factory=list)
@@ -79,23 +93,31 @@ class _InFlight:
 
 
 class RemoteFailure(Exception):
-    """Another rank failed."""
+    """Raised when another rank failed."""
 
 
 class PipelineStep:
     """One pass of all microbatches through this rank's stages.
 
     Args:
-        parts: By stage.
-        schedule: Where stages lie.
+        parts: This rank's stages, by stage index.
+        schedule: The schedule, which places stages on ranks.
         group: The ranks along pp.
-        peers: The ranks that hold the same stages, this one among them.
-        form: Of the inputs.
-        microbatches: Arguments and keyword arguments of each.
-        finish: (output, microbatch) -> what backward starts from; only called in the last stage.
-        sync: (part, is last) -> says whether the coming backward is the last of its part.
-        before: How many microbatches of the same optimizer step went before these.
-        released: By a step, what was sent and has arrived before it; the rest is kept to the end.
+        peers: Global ranks that hold the same stages, including this one.
+        form: The record of inputs of this form.
+        microbatches: (args, kwargs) of each microbatch.
+        finish: (output, microbatch) -> the tensor that backward starts from, None without one;
+            called in the last stage only.
+        sync: (stage, is_last) -> None; called before each backward, with True if it is the last of
+            its stage in this pass.
+        before: Number of microbatches of the same optimizer step that ran before these.
+        released: Earlier sends that have arrived when an action starts, by that action; their
+            tensors are then freed, all others are kept until the end.
+
+    Attributes:
+        last: Index of the last stage.
+        has_poison: True if a stage's output contained NaN; checked for new forms only.
+        failure: The first exception on this rank, None if there is none.
     """
 
     def __init__(
@@ -126,7 +148,7 @@ class PipelineStep:
         self._backwards: dict[int, int] = dict.fromkeys(parts, 0)
 
     def play(self, actions: Sequence[Action]) -> None:
-        """Do these actions in order."""
+        """Run these actions in order, then wait for all communication."""
         steps = {
             "F": self._forward, "B": self._backward, "I": self._backward_inputs,
             "W": self._backward_weights, "SEND_F": self._send_forward,
@@ -141,7 +163,7 @@ class PipelineStep:
                 begin("forward" if action.kind == "F" else "backward")
                 try:
                     step(action.stage, action.microbatch)
-                except Exception as error:  # The user's forward and loss may raise anything.
+                except Exception as error:  # User code may raise anything.
                     self._fail(error)
         for works in (*self._arriving.values(), *(works for works, _ in self._leaving.values())):
             for work in works:
@@ -150,9 +172,11 @@ class PipelineStep:
         self._leaving.clear()
 
     def _fail(self, error: Exception) -> None:
-        """Compute no more; raise where the other ranks of the stage go on computing.
+        """Record an exception, so that no more is computed, or raise it at once.
 
-        Or where there are none: what is left of the step would be taken for all of it.
+        It is raised if the other ranks of the stage keep computing, since they would wait for this
+        one in a collective; and in a fake step or after a lost connection, where an incomplete pass
+        must not be taken for a complete one.
         """
         if self.failure is None:
             is_alone = is_fake_execution() or is_lost_connection(error)
@@ -168,6 +192,7 @@ class PipelineStep:
         if stage and self._peer(stage - 1) is None:
             values = program.sent(stage - 1)
             for value, tensor in zip(values, self._flight(stage - 1, m).outputs, strict=True):
+                # The previous stage is on this rank: a detached leaf separates the two backwards.
                 leaf = tensor.detach().requires_grad_(tensor.requires_grad)
                 flight.received[value] = leaf
         self._wait("F", stage, m)
@@ -237,7 +262,7 @@ class PipelineStep:
         return [leaf for leaf in flight.received.values() if leaf.requires_grad]
 
     def _gradients(self, flight: _InFlight) -> list[torch.Tensor]:
-        """Of what was received, zero where nothing came back."""
+        """Return gradients of received tensors, zeros where there is none; free the tensors."""
         out = []
         for leaf in self._leaves(flight):
             gradient = leaf.grad
@@ -245,10 +270,10 @@ class PipelineStep:
         flight.received = {}
         return out
 
-    # What goes between ranks.
+    # Communication between ranks.
 
     def _peer(self, stage: int) -> int | None:
-        """The global rank that holds a stage; None if it is this one."""
+        """Return the global rank that holds a stage; None if it is this rank."""
         place = self.schedule.rank_of(stage, self._size)
         if place == dist.get_rank(self.group):
             return None
@@ -293,7 +318,12 @@ class PipelineStep:
             self._flight(stage, m).received[value] = tensor.requires_grad_(meta[2])
 
     def _expected(self, stage: int) -> list[Meta]:
-        """What a stage sends, by the recorded forward, where nobody is there to tell."""
+        """Return what a stage sends according to the recorded forward, for a fake step.
+
+        Raises:
+            ApplyError: The recorded forward does not show whether a value is sharded along the
+                sequence.
+        """
         precision = self.parts[stage + 1].plan.spec.precision
         dtype = getattr(torch, precision.param) if precision.is_mixed and precision.param else None
         out: list[Meta] = []
@@ -311,7 +341,7 @@ class PipelineStep:
     def _send_backward(self, stage: int, m: int) -> None:
         peer = self._peer(stage - 1)
         assert peer is not None
-        self._wait("F", stage, m)  # After a failure nobody has.
+        self._wait("F", stage, m)  # After a failure, no forward has waited for it.
         gradients = self._gradients(self._flight(stage, m))
         self._send(gradients, peer, Action("SEND_B", stage, m))
 
@@ -334,7 +364,7 @@ class PipelineStep:
             self._leaving[action] = (dist.batch_isend_irecv(ops), whole)
 
     def _release(self, step: Action) -> None:
-        """Let go of what was sent and is known to have arrived."""
+        """Free tensors that were sent and are known to have arrived before this action."""
         for sent in self._released.get(step, ()):
             works, _ = self._leaving.pop(sent, ((), ()))
             for work in works:
@@ -351,7 +381,7 @@ class PipelineStep:
 
 
 def _changed(stage: int, known: list[Meta], found: list[Meta]) -> Problem:
-    """What a stage sends is not what the next one waits for."""
+    """Return the problem that a stage sends other tensors than the next one expects."""
     if [meta[:2] for meta in known] == [meta[:2] for meta in found]:
         return Problem(
             f"parameters of stage {stage} or of one before it were frozen or unfrozen, and the "
@@ -366,5 +396,5 @@ def _changed(stage: int, known: list[Meta], found: list[Meta]) -> Problem:
 
 
 def end_split_backward(part: StageRuntime) -> None:
-    """Reduce what a backward in two halves left unreduced."""
+    """Reduce the gradients of a stage after the last split backward of a step."""
     reduce_units(part.module)

@@ -1,7 +1,7 @@
 """Parameters that several stages hold: tied embeddings, a layer that runs twice.
 
-Each stage has a copy, starting from the same numbers. The gradients of all copies are added,
-so that every optimizer makes the same step on each.
+Each stage has a copy with the same initial values. The gradients of all copies are added, so that
+every optimizer makes the same step on each.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from meshplan.runtime.base.mesh import device, local_of, submesh, without_partia
 
 
 class SharedTensors:
-    """The copies that this rank holds, and with whom it shares them.
+    """The copies of shared parameters on this rank, and the ranks that hold the others.
 
     Args:
-        plan: The whole model's.
-        parts: This rank's stage modules, by stage.
+        plan: The plan of the whole model.
+        mesh: The live DeviceMesh.
+        parts: This rank's stage modules, by stage index.
     """
 
     def __init__(self, plan: Plan, mesh: DeviceMesh, parts: dict[int, nn.Module]) -> None:
@@ -55,18 +56,18 @@ class SharedTensors:
             self._extra.update(id(copy) for copy in counted)
 
     def is_counted(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter is the one of its copies that a sum over the model counts."""
+        """Return True unless a sum over the model's parameters must skip this copy."""
         return id(parameter) not in self._extra
 
     def copies(self) -> Iterator[tuple[str, nn.Parameter, ProcessGroup]]:
-        """(fqn, this rank's copy, the ranks that hold one) of what several ranks share."""
+        """Yield (fqn, this rank's copy, the ranks with one) of parameters on several ranks."""
         for fqn, copies in self._copies:
             group = self._groups[fqn]
             if group is not None:
                 yield fqn, copies[0], group
 
     def add_gradients(self) -> None:
-        """Give every copy the sum of the gradients of all."""
+        """Set the gradient of every copy to the sum over all copies."""
         if not self._copies:
             return
         for fqn, copies in self._copies:
@@ -87,15 +88,15 @@ class SharedTensors:
                 dist.all_reduce(total, group=group)
             for copy in copies:
                 if copy.grad is not None:
-                    # In place: another tensor would leave this one's part of the unit's reduced
-                    # gradients behind, which live as long as those of the other parameters.
+                    # In place: a new tensor would be allocated while the old gradient, a slice
+                    # of the unit's reduced gradients, lives as long as that buffer.
                     local_of(copy.grad).copy_(total)
                 else:
                     copy.grad = _like(copy, total.clone() if len(copies) > 1 else total)
 
 
 def _like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
-    """A gradient with these local numbers, laid out as the parameter is."""
+    """Return a gradient of the parameter's layout with these local values."""
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(
@@ -109,9 +110,14 @@ def _like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
 
 
 def _group_of(places: tuple[int, ...], pp: DeviceMesh, mesh: DeviceMesh) -> ProcessGroup | None:
-    """The ranks at these places along pp of this rank's column; None where it is not among them.
+    """Return the ranks at these positions of this rank's pp group; None if it is not among them.
 
-    Every rank makes every group: torch wants it so.
+    Also None if there is one position only. Every rank creates every group, as torch requires.
+
+    Args:
+        places: Positions along pp.
+        pp: The mesh of pp.
+        mesh: The whole mesh.
     """
     if len(places) == 1:
         return None

@@ -1,4 +1,4 @@
-"""A backward in two halves: first the gradients of what was received, later those of weights."""
+"""Backward in two halves: first the gradients of received tensors, later those of weights."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from meshplan.runtime.torch_private.private import backward_of_inputs, backward_
 
 @dataclass(slots=True)
 class PendingWeightGrads:
-    """What the first half leaves to the second.
+    """Work that the first half of a backward leaves to the second.
 
     Attributes:
-        groups: For the weights that lie on the way to an input.
-        roots: Outputs that depend on weights alone, with their gradients: nothing was done yet.
+        groups: torch's records of weights on a path from an output to an input.
+        roots: (output, gradient) of outputs that depend on weights only, whose whole backward is
+            left.
     """
 
     groups: list[dict[str, Any]] = field(default_factory=list)
@@ -33,19 +34,27 @@ def first_half(
     leaves: list[torch.Tensor],
     weights: Iterable[nn.Parameter],
 ) -> PendingWeightGrads:
-    """Give `leaves` their gradients.
+    """Compute the gradients of `leaves` only.
 
     Args:
-        outputs: What backward starts from.
-        gradients: Of the outputs; None for a loss.
+        outputs: Tensors that backward starts from.
+        gradients: Gradients of the outputs; None for a loss.
+        leaves: Tensors received from the previous stage.
+        weights: Parameters of the stage.
+
+    Returns:
+        The remaining work, for `second_half`.
+
+    Raises:
+        ApplyError: torch cannot split this backward.
     """
     out = PendingWeightGrads()
     ids = {id(leaf) for leaf in leaves}
     joined: list[tuple[torch.Tensor, torch.Tensor | None]] = []
     pairs = zip(outputs, gradients or [None] * len(outputs), strict=True)
     for output, gradient in pairs:
-        # torch's halves meet where a weight joins what comes from an input: they would lose the
-        # weights of an output that comes from none.
+        # torch's halves meet where a weight joins a path from an input. They would lose the
+        # weights of an output that depends on no input.
         comes_from_input = any(id(variable) in ids for variable in leaves_of(output))
         (joined if comes_from_input else out.roots).append((output, gradient))
     if joined:
@@ -57,7 +66,12 @@ def first_half(
 
 
 def second_half(halves: PendingWeightGrads, weights: Iterable[nn.Parameter]) -> None:
-    """Give the weights their gradients."""
+    """Compute the gradients of the weights.
+
+    Args:
+        halves: The work that `first_half` left.
+        weights: Parameters of the stage.
+    """
     if halves.roots:
         tensors, gradients = zip(*halves.roots, strict=True)
         torch.autograd.backward(tensors, gradients, retain_graph=bool(halves.groups))
@@ -68,7 +82,10 @@ def second_half(halves: PendingWeightGrads, weights: Iterable[nn.Parameter]) -> 
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Tell what torch's halves cannot do, such as a weight that is used twice in one chain."""
+    """Turn errors of torch's halves into an ApplyError.
+
+    They cannot handle, for example, a weight that is used twice in one chain.
+    """
     try:
         yield
     except torch.OutOfMemoryError:
@@ -85,7 +102,12 @@ def _refusing() -> Iterator[None]:
 def check_weights(
     outputs: list[torch.Tensor], leaves: list[torch.Tensor], weights: Iterable[nn.Parameter]
 ) -> None:
-    """Everything that a gradient flows to is a weight of the stage or came from another one.
+    """Check that all leaves of the graph are weights of the stage or received from another stage.
+
+    Args:
+        outputs: Tensors that backward starts from.
+        leaves: Tensors received from the previous stage.
+        weights: Parameters of the stage.
 
     Raises:
         ApplyError: The second half would not find a weight, and would lose its gradient.
@@ -102,7 +124,7 @@ def check_weights(
 
 
 def leaves_of(output: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The leaves of the graph behind a tensor, each once."""
+    """Yield each leaf of the autograd graph of a tensor once."""
     if output.grad_fn is None:
         if output.requires_grad:
             yield output

@@ -1,10 +1,11 @@
-"""One stage: the model's own forward, with stand-ins for what other stages run.
+"""One pipeline stage: the model's own forward, with placeholders for units of other stages.
 
-A stage is a copy of the module tree that shares the parameters it holds and has no others. Its
-forward is the model's. Only calls of units are looked at: one of this stage runs as ever, one
-of another is not run, and its result is what was received of it, or poison where nobody that
-counts reads it. So everything between modules (masks, residuals, tables) is computed here again
-from the model's inputs, and every wrapper works on ordinary modules.
+A stage is a copy of the module tree that shares the parameters of its stage and has no others. Its
+forward is the model's. Only calls of units are intercepted: a unit of this stage runs normally; a
+unit of another stage is skipped, and its result is replaced by the received tensors, or by poison
+(NaN) if no tensor was sent because nothing in this stage depends on it. Everything between units
+(masks, residuals, tables) is computed here again from the model's inputs, and every wrapper works
+on ordinary modules.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ _HooksOf = tuple[nn.Module, UnitHooks]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What stages do for inputs of one form.
+    """The work of every stage for inputs of one form.
 
     Args:
-        flow: The forward on these inputs.
-        calls: The units' calls, in order.
-        stages: Of each call.
-        forms: Of each call's result.
-        relay: What crosses each cut.
-        written: Values that something writes over.
-        keeps_state: What stands between units leaves something for the next forward.
-        last: The last stage.
-        answer: The form of what the model returns.
+        flow: The recorded forward on these inputs.
+        calls: Calls of units, in order.
+        stages: Stage of each call.
+        forms: Pytree structure of each call's result.
+        relay: The values that cross each cut.
+        written: Ids of values that are overwritten in place.
+        keeps_state: True if code between units leaves something for the next forward.
+        last: Index of the last stage.
+        answer: Pytree structure of the model's output.
     """
 
     flow: Flow
@@ -62,23 +63,30 @@ class Program:
     answer: Any
 
     def sent(self, stage: int) -> tuple[int, ...]:
-        """What a stage hands to the next."""
+        """Return the ids of the values that a stage sends to the next one."""
         return self.relay.crossing[stage] if stage < len(self.relay.crossing) else ()
 
 
 class _StageDone(BaseException):
-    """Everything that leaves the stage is there; not an Exception, which the model may catch."""
+    """Raised to end a forward once everything that the stage sends is computed.
+
+    Not an Exception, which the model's code may catch.
+    """
 
 
 @dataclass(slots=True)
 class Replay:
-    """The run of one microbatch through one stage.
+    """The interception of unit calls while one microbatch runs through one stage.
 
     Attributes:
-        stage: Which one.
-        program: The present one; None outside of a run.
-        received: Values from the stage before.
-        kept: Values for the stage behind, and those handed out, by value id.
+        stage: Index of the stage.
+        program: The program of the current run; None outside of a run.
+        received: Tensors from the previous stage, by value id.
+        kept: Tensors to be sent to the next stage, by value id.
+        _given: Placeholders that were used as results of skipped calls, by value id.
+        _place: Index of the next expected call of a unit.
+        _is_inside: True while a unit of this stage runs.
+        _has_grad: True if gradients were enabled when the forward began.
     """
 
     stage: int
@@ -91,7 +99,15 @@ class Replay:
     _has_grad: bool = False
 
     def forward(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The stage's forward: what it sends, or the model's output in the last stage."""
+        """Run the stage's forward.
+
+        Returns:
+            A tuple of the tensors that the stage sends; in the last stage the model's output.
+
+        Raises:
+            ApplyError: The forward differs from the recorded one, or code between units fails on
+                placeholders.
+        """
         program = self.program
         assert program is not None
         self._place, self._is_inside = 0, False
@@ -106,7 +122,7 @@ class Replay:
             raise
         except Exception as error:
             if self._is_inside:
-                raise  # A module of this stage, which runs as ever.
+                raise  # Raised by a unit of this stage.
             raise ApplyError(_glue_problem(self.stage, error)) from error
         else:
             if self._place < len(program.calls):
@@ -119,13 +135,13 @@ class Replay:
         return tuple(self._outgoing(value) for value in program.sent(self.stage))
 
     def forget(self) -> None:
-        """Hold no tensor of a run that is over."""
+        """Free the tensors of a finished run."""
         self.kept, self._given = {}, {}
 
     def call(
         self, fqn: str, hooks: _HooksOf, run: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """A call of a unit's module."""
+        """Handle the call of a unit's module: run it, or return its placeholders."""
         program = self.program
         if program is None or self._is_inside:  # Recomputed in backward, or inside a unit.
             return run(*args, **kwargs)
@@ -158,7 +174,7 @@ class Replay:
         return output
 
     def _has_more(self) -> bool:
-        """Whether a later call is of this stage too."""
+        """Return True if a later call belongs to this stage too."""
         assert self.program is not None
         return self.stage in self.program.stages[self._place :]
 
@@ -191,7 +207,7 @@ class Replay:
                 self.kept[value] = tensor.clone() if value in program.written else tensor
 
     def _outgoing(self, value: int) -> torch.Tensor:
-        # Neither a leaf, in which a backward would end twice, nor a view, of which FSDP2 warns.
+        # Not the leaf itself, where two backwards would end, and not a view: FSDP2 warns of those.
         if value in self.received:
             return self.received[value].clone()
         kept = self.kept[value]
@@ -200,8 +216,8 @@ class Replay:
     def _stand_ins(
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[int], torch.Tensor]:
-        """What the result of a call that is not run is made of."""
-        # A module may return what it was given: that is here.
+        """Return a function that maps a value id to the placeholder of a skipped call's result."""
+        # A module may return one of its arguments, which exist in this stage.
         arguments = [tensor for _, tensor in (*tensors_in(args), *tensors_in(kwargs))]
         here = dict(zip((v for _, v in call.inputs), arguments, strict=False))
         program = self.program
@@ -217,7 +233,7 @@ class Replay:
                     self._given[value] = leaf.clone() if is_written else leaf.view_as(leaf)
                 else:
                     given = poison(program.flow, value)
-                    # What is written over needs memory of its own.
+                    # A value that is written in place needs memory of its own.
                     self._given[value] = given.contiguous() if value in program.written else given
             return self._given[value]
 
@@ -234,7 +250,7 @@ def _glue_problem(stage: int, error: Exception) -> Problem:
 
 
 def _is_reentrant() -> bool:
-    """Whether a reentrant checkpoint is running what is called now."""
+    """Return True if the current call was made by a reentrant checkpoint."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
         frame = frame.f_back
@@ -242,7 +258,7 @@ def _is_reentrant() -> bool:
 
 
 def poison(flow: Flow, value: int) -> torch.Tensor:
-    """A tensor of the right shape that holds no memory, and NaN where its dtype has that."""
+    """Return a placeholder of a value: one NaN expanded to its shape, zero for integer dtypes."""
     info = flow.values[value]
     return _poison(info.shape, getattr(torch, info.dtype))
 
@@ -253,8 +269,12 @@ def _poison(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def make_stage(model: nn.Module, graph: ModelGraph, stages: Stages, stage: int) -> nn.Module:
-    """A copy of the model that holds what the stage holds, and nothing else."""
-    # Buffers are copied: what writes one runs in every stage of this rank.
+    """Return a copy of the model with only the parameters and buffers of one stage.
+
+    Parameters are shared with the model, buffers are copied. Every other tensor becomes a
+    placeholder attribute.
+    """
+    # Buffers are copied, because code that writes one runs in every stage of this rank.
     part = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     kept = {
         name
@@ -267,27 +287,29 @@ def make_stage(model: nn.Module, graph: ModelGraph, stages: Stages, stage: int) 
             for leaf, tensor in list(table.items()):
                 if tensor is not None and (f"{fqn}.{leaf}" if fqn else leaf) not in kept:
                     del table[leaf]
-                    # Code between modules may ask for its dtype, or compute with it what nobody
-                    # reads here.
+                    # Code between modules may read its dtype, or compute results with it that
+                    # are not used in this stage.
                     vars(module)[leaf] = _poison(tuple(tensor.shape), tensor.dtype)
-                    # A `train` of the module's own may write into what is not here, as adapters
-                    # that are merged for evaluation do.
+                    # The module's own `train` may write into tensors that are missing here, as
+                    # adapters that are merged for evaluation do.
                     vars(module)["train"] = partial(_set_mode, module)
     return part
 
 
 def _set_mode(module: nn.Module, mode: bool = True) -> nn.Module:
-    """Do what `nn.Module.train` does, past an override of it."""
+    """Call `nn.Module.train`, bypassing an override of it."""
     return nn.Module.train(module, mode)
 
 
 def watch_calls(part: nn.Module, own: Mapping[str, frozenset[int]], replay: Replay) -> None:
-    """Let the replay decide what the calls of the units do.
+    """Route the calls of units, and the stage's forward, through a replay.
 
     Args:
-        own: Per unit, the hooks that it had before it was wrapped.
+        part: The stage module.
+        own: Ids of the hooks that a unit had before it was wrapped, by the unit's fqn.
+        replay: The stage's replay.
 
-    Assumes: everything else is applied: what leaves a unit is what its last wrapper returns.
+    Assumes: everything else is applied, so that a unit's result is what its last wrapper returns.
     """
     for fqn, numbers in own.items():
         module = part.get_submodule(fqn)

@@ -1,4 +1,4 @@
-"""The whole state dict of a pipelined model, on rank 0."""
+"""The full state dict of a pipelined model, on rank 0."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from meshplan.runtime.base.mesh import device, full
 
 
 def gather_stages(model: PipelinedModule) -> dict[str, torch.Tensor]:
-    """Every tensor of every stage on rank 0, `{}` elsewhere; all ranks must call it.
+    """Gather every tensor of every stage on rank 0; all ranks must call it.
 
     Each tensor is gathered by the ranks of one stage that holds it, and sent along pp.
+
+    Returns:
+        CPU tensors by their name in the model's state dict on rank 0, `{}` elsewhere.
     """
     stages, placed = model.pipeline, model.plan.assignment.tensors
     first = {name: fqn for fqn, p in placed.items() for name in p.info.names}
@@ -27,7 +30,7 @@ def gather_stages(model: PipelinedModule) -> dict[str, torch.Tensor]:
         if fqn is None:
             continue
         if fqn not in gathered:
-            # Only the last stage runs a forward to its end, so it has written every buffer.
+            # Only the last stage runs the whole forward, so only it has updated every buffer.
             stage = stages.tensors[fqn][-1 if placed[fqn].info.is_buffer else 0]
             holder = stages.rank_of(stage)
             info = placed[fqn].info

@@ -9,10 +9,10 @@ from typing import Final
 from meshplan.memory.answer.estimate import MemoryEstimate, RankGroup, left_in_words, size_in_words
 from meshplan.memory.answer.rank_classes import equal_ranks
 from meshplan.memory.answer.states import state_bytes
-from meshplan.pictures.palette import DRIVER, ROUNDING, TERMS, UNKNOWN, UNUSED, Ink, Theme
-from meshplan.pictures.sheet import SMALL, TEXT, Sheet, box, fitted, width_of, write
-from meshplan.pictures.types import Picture
-from meshplan.pictures.words import ranks_in_words
+from meshplan.pictures.base.page import SMALL, TEXT, Sheet, box, fitted, width_of, write
+from meshplan.pictures.base.palette import DRIVER, ROUNDING, TERMS, UNKNOWN, UNUSED, Ink, Theme
+from meshplan.pictures.base.types import Picture
+from meshplan.pictures.base.words import ranks_in_words
 from meshplan.plan.plan import Plan
 from meshplan.units import GIB, format_bytes, format_gib
 

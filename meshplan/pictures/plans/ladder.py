@@ -6,10 +6,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshplan.errors import PlanError, Problem
-from meshplan.pictures.palette import BLUE, GREEN, GREY, SKY, Ink, Theme
-from meshplan.pictures.sheet import SMALL, TEXT, Sheet, box, fitted, ticks_up_to, width_of, write
-from meshplan.pictures.types import Picture
-from meshplan.pictures.words import counted
+from meshplan.pictures.base.page import (
+    SMALL,
+    TEXT,
+    Sheet,
+    box,
+    fitted,
+    ticks_up_to,
+    width_of,
+    write,
+)
+from meshplan.pictures.base.palette import BLUE, GREEN, GREY, SKY, Ink, Theme
+from meshplan.pictures.base.types import Picture
+from meshplan.pictures.base.words import counted
 from meshplan.units import format_seconds
 
 if TYPE_CHECKING:

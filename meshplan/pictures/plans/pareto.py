@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from meshplan.pictures.palette import BLUE, YELLOW, Ink, Theme
-from meshplan.pictures.sheet import SMALL, Sheet, fitted, width_of, write
-from meshplan.pictures.types import Picture
-from meshplan.pictures.words import counted
+from meshplan.pictures.base.page import SMALL, Sheet, fitted, width_of, write
+from meshplan.pictures.base.palette import BLUE, YELLOW, Ink, Theme
+from meshplan.pictures.base.types import Picture
+from meshplan.pictures.base.words import counted
 from meshplan.units import GIB, format_gib, format_seconds
 
 if TYPE_CHECKING:

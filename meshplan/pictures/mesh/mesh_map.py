@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from meshplan.pictures.links import Lane, Links, links_of, machine_of, strides
-from meshplan.pictures.palette import COLLECTIVES, GREY, Ink, Theme, ink_on, shard_ink
-from meshplan.pictures.sheet import (
+from meshplan.pictures.base.page import (
     EDGE,
     SMALL,
     TEXT,
@@ -20,8 +18,10 @@ from meshplan.pictures.sheet import (
     width_of,
     write,
 )
-from meshplan.pictures.types import Picture
-from meshplan.pictures.words import at_in_words, counted, in_short, speed
+from meshplan.pictures.base.palette import COLLECTIVES, GREY, Ink, Theme, ink_on, shard_ink
+from meshplan.pictures.base.types import Picture
+from meshplan.pictures.base.words import at_in_words, counted, in_short, speed
+from meshplan.pictures.mesh.links import Lane, Links, links_of, machine_of, strides
 from meshplan.plan.plan import Plan
 from meshplan.units import format_bytes
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from meshplan.model.graph import ModelGraph
-from meshplan.pictures.words import counted
+from meshplan.pictures.base.words import counted
 from meshplan.plan.plan import Plan
 from meshplan.spec.match import fold
 from meshplan.units import format_count

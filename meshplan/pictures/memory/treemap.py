@@ -12,8 +12,7 @@ from typing import Final, Literal
 from meshplan.assign import Placed
 from meshplan.layout.dtypes import DTYPE_BYTES
 from meshplan.model.graph import pattern_of
-from meshplan.pictures.palette import PLACEMENTS, WHOLE, Ink, Theme, ink_on
-from meshplan.pictures.sheet import (
+from meshplan.pictures.base.page import (
     EDGE,
     TEXT,
     WIDTH,
@@ -24,8 +23,9 @@ from meshplan.pictures.sheet import (
     width_of,
     write,
 )
-from meshplan.pictures.types import Picture
-from meshplan.pictures.words import counted
+from meshplan.pictures.base.palette import PLACEMENTS, WHOLE, Ink, Theme, ink_on
+from meshplan.pictures.base.types import Picture
+from meshplan.pictures.base.words import counted
 from meshplan.plan.plan import Plan
 from meshplan.spec.match import fold
 from meshplan.units import format_bytes

@@ -6,12 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from meshplan.pictures.layered import Key, LayeredPositions, Link, Point, lay_out
-from meshplan.pictures.module_arrows import ENTRY, EXIT, Box
-from meshplan.pictures.module_graph import SEVERAL, Graph
-from meshplan.pictures.module_tree import NOTHING
-from meshplan.pictures.palette import GREY, PLACEMENTS, STAGES, WHOLE, Ink, Theme, ink_on
-from meshplan.pictures.sheet import (
+from meshplan.pictures.base.page import (
     EDGE,
     SMALL,
     TEXT,
@@ -25,8 +20,13 @@ from meshplan.pictures.sheet import (
     width_of,
     write,
 )
-from meshplan.pictures.types import Picture
-from meshplan.pictures.words import counted
+from meshplan.pictures.base.palette import GREY, PLACEMENTS, STAGES, WHOLE, Ink, Theme, ink_on
+from meshplan.pictures.base.types import Picture
+from meshplan.pictures.base.words import counted
+from meshplan.pictures.graphs.arrows import ENTRY, EXIT, Box
+from meshplan.pictures.graphs.layered import Key, LayeredPositions, Link, Point, lay_out
+from meshplan.pictures.graphs.modules import SEVERAL, Graph
+from meshplan.pictures.graphs.tree import NOTHING
 from meshplan.units import format_count
 
 _TALL: Final = 0.5

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.files import check_writable, write_bytes
-from meshplan.pictures.fonts import drawable, families_of
-from meshplan.pictures.views import POLICY, STYLE, script, switched
+from meshplan.pictures.base.fonts import drawable, families_of
+from meshplan.pictures.base.views import POLICY, STYLE, script, switched
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

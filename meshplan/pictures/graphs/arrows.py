@@ -8,7 +8,7 @@ from typing import Final
 
 from meshplan.model.flow import Flow, Op
 from meshplan.model.graph import around
-from meshplan.pictures.module_tree import Folded
+from meshplan.pictures.graphs.tree import Folded
 
 ENTRY: Final = -1
 """In the links of a frame: what comes from outside of it."""

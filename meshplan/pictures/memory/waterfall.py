@@ -9,12 +9,12 @@ from meshplan.memory.answer.estimate import MemoryEstimate, ReconcileStep
 from meshplan.memory.answer.rank_classes import equal_ranks
 from meshplan.memory.answer.reconcile import textbook_row
 from meshplan.memory.answer.states import state_bytes
-from meshplan.pictures.counted import is_counted
-from meshplan.pictures.memory_bars import INKS, missing_of
-from meshplan.pictures.palette import GREY, Ink, Theme
-from meshplan.pictures.sheet import SMALL, Sheet, box, fitted, width_of, wrapped, write
-from meshplan.pictures.types import Picture
-from meshplan.pictures.words import ranks_in_words
+from meshplan.pictures.base.page import SMALL, Sheet, box, fitted, width_of, wrapped, write
+from meshplan.pictures.base.palette import GREY, Ink, Theme
+from meshplan.pictures.base.types import Picture
+from meshplan.pictures.base.words import ranks_in_words
+from meshplan.pictures.memory.bars import INKS, missing_of
+from meshplan.pictures.mesh.counted import is_counted
 from meshplan.plan.plan import Plan
 from meshplan.units import GIB, format_bytes, format_gib
 

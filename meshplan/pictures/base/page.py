@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
-from meshplan.pictures.fonts import drawable, families_of, font_of
-from meshplan.pictures.palette import Ink, Theme, between, ink_on
+from meshplan.pictures.base.fonts import drawable, families_of, font_of
+from meshplan.pictures.base.palette import Ink, Theme, between, ink_on
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,7 +17,7 @@ from meshplan.cost.stages import chain_of_plan, stage_of_places
 from meshplan.errors import PlanError
 from meshplan.layout.hardware import find_device
 from meshplan.layout.mesh import Mesh
-from meshplan.pictures.counted import ONLY_COUNT, is_counted
+from meshplan.pictures.mesh.counted import ONLY_COUNT, is_counted
 from meshplan.plan.plan import Plan
 from meshplan.traffic import forecast
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.pictures.links import Lane, links_of, machine_of, strides
-from meshplan.pictures.palette import COLLECTIVES, GREY, Ink, Theme, between, ink_on, rgb
-from meshplan.pictures.sheet import SMALL, TEXT, Sheet, box, fitted, width_of, write
-from meshplan.pictures.types import Picture
-from meshplan.pictures.words import counted, in_short, speed
+from meshplan.pictures.base.page import SMALL, TEXT, Sheet, box, fitted, width_of, write
+from meshplan.pictures.base.palette import COLLECTIVES, GREY, Ink, Theme, between, ink_on, rgb
+from meshplan.pictures.base.types import Picture
+from meshplan.pictures.base.words import counted, in_short, speed
+from meshplan.pictures.mesh.links import Lane, links_of, machine_of, strides
 from meshplan.plan.plan import Plan
 from meshplan.units import GIB, format_bytes
 

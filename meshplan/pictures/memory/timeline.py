@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Final
 from meshplan.memory.analytic.estimate import analytic_log_of_rank
 from meshplan.memory.log.driver import with_workspaces
 from meshplan.memory.log.events import EventLog, Term
-from meshplan.pictures.palette import TERMS, Theme
-from meshplan.pictures.sheet import SMALL, TEXT, Sheet, fitted, hatch_colour, width_of, write
-from meshplan.pictures.types import Picture
+from meshplan.pictures.base.page import SMALL, TEXT, Sheet, fitted, hatch_colour, width_of, write
+from meshplan.pictures.base.palette import TERMS, Theme
+from meshplan.pictures.base.types import Picture
 from meshplan.plan.plan import Plan
 from meshplan.units import GIB, MIB, format_bytes
 

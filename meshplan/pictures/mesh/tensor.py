@@ -13,9 +13,7 @@ from meshplan.layout.dtypes import DTYPE_BYTES
 from meshplan.layout.layout import Layout
 from meshplan.layout.mesh import SHARD_AXES, Mesh
 from meshplan.model.graph import is_inside
-from meshplan.pictures.links import members, strides
-from meshplan.pictures.palette import Ink, Theme, ink_on, shard_ink
-from meshplan.pictures.sheet import (
+from meshplan.pictures.base.page import (
     EDGE,
     SMALL,
     TEXT,
@@ -27,8 +25,10 @@ from meshplan.pictures.sheet import (
     width_of,
     write,
 )
-from meshplan.pictures.types import Picture
-from meshplan.pictures.words import ranks_in_words
+from meshplan.pictures.base.palette import Ink, Theme, ink_on, shard_ink
+from meshplan.pictures.base.types import Picture
+from meshplan.pictures.base.words import ranks_in_words
+from meshplan.pictures.mesh.links import members, strides
 from meshplan.plan.plan import Plan
 from meshplan.spec.match import nearest
 from meshplan.units import format_bytes

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Final
 from meshplan.cost.simulate import SimulatedStep, simulate
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.schedules import SCHEDULES
-from meshplan.pictures.palette import PASSES, STAGES, Ink, Theme, ink_on
-from meshplan.pictures.sheet import SMALL, Item, Sheet, box, fitted, width_of, write
-from meshplan.pictures.types import Picture
-from meshplan.pictures.words import counted
+from meshplan.pictures.base.page import SMALL, Item, Sheet, box, fitted, width_of, write
+from meshplan.pictures.base.palette import PASSES, STAGES, Ink, Theme, ink_on
+from meshplan.pictures.base.types import Picture
+from meshplan.pictures.base.words import counted
 from meshplan.plan.plan import Plan
 from meshplan.units import format_seconds
 

@@ -47,4 +47,4 @@ def switched(what: str, views: Sequence[tuple[str, str]]) -> str:
 
 def script() -> str:
     """What the buttons do."""
-    return (files("meshplan.pictures") / "views.js").read_text(encoding="utf-8")
+    return (files("meshplan.pictures.base") / "views.js").read_text(encoding="utf-8")

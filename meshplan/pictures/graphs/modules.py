@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from meshplan.pictures.module_arrows import Box, Item, Links, Reader
-from meshplan.pictures.module_tree import Folded, folded, group_of, sizes_of, title_of
-from meshplan.pictures.told_flow import layout_flow
-from meshplan.pictures.words import counted
+from meshplan.pictures.base.words import counted
+from meshplan.pictures.graphs.arrows import Box, Item, Links, Reader
+from meshplan.pictures.graphs.layout_flow import layout_flow
+from meshplan.pictures.graphs.tree import Folded, folded, group_of, sizes_of, title_of
 from meshplan.plan.plan import Plan
 from meshplan.spec.match import fold
 

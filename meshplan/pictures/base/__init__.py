@@ -1,0 +1,1 @@
+"""Themes, fonts, pages and files that every picture shares."""
