@@ -1,6 +1,6 @@
-"""Views that values give of themselves in a notebook, in packages that import those values.
+"""Views of values for notebooks, defined in packages that import the values' packages.
 
-Here alone a lower package names a higher one: by text, imported when the view is first asked for.
+Only here does a lower package name a higher one: as text, imported on first use of the view.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ VIEWS: Final = MappingProxyType(
         "draw": "meshplan.pictures.main",
     }
 )
-"""The module of each view, by the name of its function."""
+"""Module of each view, by the name of the view's function."""
 
 
 def view(name: str) -> Callable[..., Any]:
-    """Return the function that shows a value."""
+    """Return the function that shows a value, by its name in `VIEWS`."""
     function: Callable[..., Any] = getattr(import_module(VIEWS[name]), name)
     return function

@@ -1,1 +1,1 @@
-"""The functions behind the command line and the public names, one module a kind of question."""
+"""Functions behind the command line and the public names, one module per kind of question."""

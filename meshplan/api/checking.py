@@ -1,4 +1,4 @@
-"""The verbs, each a straight line through the rooms."""
+"""Functions behind `meshplan estimate`, `check` and `verify`, and `decide`, which others share."""
 
 from __future__ import annotations
 
@@ -48,19 +48,22 @@ def estimate_states(
     ask_max_params: bool = False,
     ask_min_gpus: bool = False,
 ) -> StatesEstimate:
-    """Memory of the training states under every textbook strategy.
+    """Estimate the memory of the training states under every textbook strategy.
 
     Args:
-        params: Number of parameters, or `config`, a Hugging Face config to count them in.
-        gpus: All GPUs together; `nodes` divides them.
-        gpu: Name of the device whose memory is the limit, or `memory`, the limit itself.
-        plan: A plan file that states any of these; what both state must agree.
-        overrides: `KEY=VALUE` for the plan file.
-        ask_max_params: Also solve for the largest model.
-        ask_min_gpus: Also solve for the fewest GPUs.
+        params: Number of parameters.
+        config: A Hugging Face config from which the parameters are counted; instead of `params`.
+        gpus: Number of GPUs on all nodes together.
+        nodes: Number of nodes that the GPUs are divided over.
+        gpu: Name of the device whose memory is the limit.
+        memory: The memory limit itself; instead of `gpu`.
+        plan: A plan file that states any of these. Values stated in both places must agree.
+        overrides: `KEY=VALUE` statements that change the plan file.
+        ask_max_params: If True, also solve for the largest model.
+        ask_min_gpus: If True, also solve for the fewest GPUs.
 
     Raises:
-        SpecError: Something is missing, cannot be read, or is stated twice and differs.
+        SpecError: A value is missing, cannot be read, or is stated twice with different values.
         PlanError: The plan's mesh and strategy contradict each other.
 
     >>> estimate = estimate_states(params="3e9", gpus=8)
@@ -120,14 +123,14 @@ def check_plan(
     model: str | None = None,
     config: str | Path | None = None,
 ) -> CheckResult:
-    """Everything that can be known to be wrong before a process starts.
+    """Find every mistake of a plan that can be found before a process starts.
 
     Args:
-        plan: A plan file, or the same thing as a mapping.
-        overrides: `KEY=VALUE` for the plan.
-        model: "pkg.mod:function" that builds the model, or `config`, its Hugging Face config;
-            both go before the plan's own `model`. Without any, or where the plan names code that
-            may not run, rules are not matched.
+        plan: Path of a plan file, or its content as a mapping.
+        overrides: `KEY=VALUE` statements that change the plan.
+        model: "pkg.mod:function" that builds the model. It replaces the plan's own `model`.
+        config: A Hugging Face config of the model, instead of `model`. If no model is known, or the
+            plan names code that may not run, rules are not matched.
 
     Raises:
         SpecError: The plan or the model cannot be read.
@@ -144,7 +147,7 @@ def check_plan(
 
 
 def _tried(checked: CheckResult, model: str | None, config: str | Path | None) -> CheckResult:
-    """The same, with the forward of a live model run as a rank of the plan would run it."""
+    """Run the forward of a live model as a rank of the plan would, and add the result."""
     decided = checked.plan
     if decided is None or checked.problems or (model is None and config is not None):
         return checked
@@ -194,7 +197,7 @@ def _closed(
     plan: PlanSource, overrides: Sequence[str], model: str | None, config: str | Path | None,
     told: Callable[[str], None],
 ) -> tuple[Spec, tuple[str, ...]]:  # fmt: skip
-    """(the spec that is in force, which lock it goes by) for a model that has yet to be found."""
+    """Return the spec with nothing left to the planner, and notes on the lock that it uses."""
     from meshplan.planner.lock.lock import has_lock
     from meshplan.spec.reader import load_spec
 
@@ -220,14 +223,19 @@ def decide(
     lock: Lock | None = None,
     noted: Callable[[str], None] = lambda text: None,
 ) -> Plan:
-    """The Plan of a plan file, decided for its model; other arguments as for `check_plan`.
+    """Return the plan that a plan file and its model decide.
 
     Args:
-        lock: Its choices complete the plan; None takes those of the lock beside the file.
-        noted: Is told what a reader has to know, which lock the plan goes by among it.
+        plan: Path of a plan file, or its content as a mapping.
+        overrides: `KEY=VALUE` statements that change the plan.
+        model: "pkg.mod:function" that builds the model; None for the plan's own model.
+        config: A Hugging Face config of the model, instead of `model`.
+        lock: A lock whose choices complete the plan; None takes the lock next to the plan file.
+        noted: Called with each note for the reader, such as which lock the plan uses.
 
     Raises:
-        SpecError: One of them cannot be read, the lock does not hold, or no model is known.
+        SpecError: The plan or the model cannot be read, the lock does not hold, or no model is
+            known.
         PlanError: The plan does not fit the model.
     """
     checked = _checked(plan, overrides, model, config, lock)
@@ -250,15 +258,18 @@ def verify_plan(
     max_ranks: int | None = None,
     told: Callable[[str], None] = lambda text: None,
 ) -> Verdict:
-    """Run a plan, made small, on local processes beside one process that knows of no plan.
+    """Run a scaled-down plan on local processes and compare it with one process without a plan.
 
     Args:
-        plan: As for `check_plan`, like the arguments after it.
-        max_ranks: The most processes to start; 16 when not stated.
-        told: Is told what is being done.
+        plan: Path of a plan file, or its content as a mapping.
+        overrides: `KEY=VALUE` statements that change the plan.
+        model: "pkg.mod:function" that builds the model; None for the plan's own model.
+        config: A Hugging Face config of the model, instead of `model`.
+        max_ranks: Maximum number of processes to start; None for 16.
+        told: Called with lines on the progress.
 
     Raises:
-        SpecError: The plan or the model cannot be read or made small.
+        SpecError: The plan or the model cannot be read or scaled down.
         PlanError: The plan's mesh contradicts itself.
     """
     from meshplan.plan.verdict import refused
@@ -275,7 +286,7 @@ def verify_plan(
         problems = ()
         told(f"the plan was not checked on the whole model: {error.problems[0].what}")
     if problems:
-        # A small model may divide where the whole one does not.
+        # The scaled-down model may divide evenly where the whole model does not.
         return refused(problems)
     for code, origin in spec.applied_code:
         check_code(code, origin)
@@ -295,24 +306,28 @@ def estimate_memory(
     tier: int | None = None,
     told: Callable[[str], None] = lambda text: None,
 ) -> MemoryEstimate:
-    """The peak memory of every rank, to the byte, without a GPU, and whether it fits.
+    """Estimate the peak memory of every rank to the byte, without a GPU, and check that it fits.
 
     Args:
-        plan: As for `check_plan`, like the arguments after it.
-        gpu: Name of the device whose memory is the limit, or `memory`, the limit itself; where
-            the plan states one too, they must agree.
-        fixes: Whether to look for single changes that would fit, where it does not; None looks
-            where that takes seconds.
-        trace: Whether to trace the step with torch even where the config alone tells it, in a
-            second and to within one per cent.
+        plan: Path of a plan file, or its content as a mapping.
+        overrides: `KEY=VALUE` statements that change the plan.
+        model: "pkg.mod:function" that builds the model; None for the plan's own model.
+        config: A Hugging Face config of the model, instead of `model`.
+        gpu: Name of the device whose memory is the limit.
+        memory: The memory limit itself, instead of `gpu`. If the plan states a limit too, both must
+            agree.
+        fixes: If True and the plan does not fit, look for single changes that would make it fit.
+            None looks only if that takes seconds.
+        trace: If True, trace the step with torch even if the config alone gives an estimate, which
+            takes a second and is within one per cent.
         tier: 1 composes blocks that were traced once, 2 traces the step with few blocks, 3 traces
-            it whole; None takes the cheapest that can.
-        told: Is told what is being done.
+            the whole step; None takes the cheapest tier that works.
+        told: Called with lines on the progress.
 
     Raises:
         SpecError: The plan or the model cannot be read or built.
         PlanError: The plan does not fit the model, says too little, or its step cannot be traced.
-        ApplyError: A process that traces was killed.
+        ApplyError: A tracing process was killed.
     """
     spec, by = _closed(plan, overrides, model, config, told)
     device, limit_bytes, notes = read_limit(gpu, memory, spec)
@@ -336,7 +351,7 @@ def estimate_memory(
             raise
         except (PlanError, OtherModelError) as error:
             if graph is not None and planned is None and rehearse is None:
-                raise  # As `check` says it: a trace has the same modules, and refuses the plan too.
+                raise  # A trace has the same modules and would refuse the plan too.
             told(f"the config alone does not tell it: {error.problems[0].what}")
         else:
             if not fixes:
@@ -387,7 +402,22 @@ def traced_log(
     memory: str | int | None = None,
     told: Callable[[str], None] = lambda text: None,
 ) -> EventLog:
-    """Trace the step of one rank, event by event; arguments and errors as of `estimate_memory`."""
+    """Trace the step of one rank event by event.
+
+    Args:
+        plan: A plan decided for its model.
+        rank: The rank to trace.
+        model: "pkg.mod:function" that builds the model; None for the plan's own model.
+        config: A Hugging Face config of the model, instead of `model`.
+        gpu: Name of the device whose memory is the limit.
+        memory: The memory limit itself, instead of `gpu`.
+        told: Called with lines on the progress.
+
+    Raises:
+        SpecError: The model cannot be read or built.
+        PlanError: The step cannot be traced.
+        ApplyError: A tracing process was killed.
+    """
     from meshplan.runtime.estimate.estimate import log_of_rank  # torch
     from meshplan.runtime.estimate.request import EstimateRequest
     from meshplan.runtime.estimate.scale_down import source_of

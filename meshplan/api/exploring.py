@@ -1,4 +1,4 @@
-"""`meshplan.explore`: sliders beside the pictures of a plan, where a notebook has them."""
+"""`meshplan.explore`: sliders next to the pictures of a plan, in a notebook."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from meshplan.textbook.inputs import graph_of
 _WIDGETS: Final = "pip install 'ipywidgets>=8' and run this again: there are sliders then"
 _STILL: Final = "A still: where this notebook runs there are sliders beside it."
 _KEPT: Final = 64
-"""Settings whose pictures are kept, so that the way back costs nothing."""
+"""Number of settings whose pictures are cached, so that going back to them costs nothing."""
 
 
 def explore(
@@ -40,19 +40,23 @@ def explore(
     memory: str | int | None = None,
     theme: str = "light",
 ) -> Explorer:
-    """A plan to turn: sliders for nodes, GPUs and micro batch redraw its mesh and its memory.
+    """Explore a plan: sliders for nodes, GPUs and micro batch redraw its mesh and its memory.
 
     Args:
-        plan: As for `check_plan`, or what `load_spec` or `decide` gave.
-        overrides, model, config: As for `check_plan`; not with a `Plan`, which has its model.
-        gpu, memory: As for `estimate_memory`.
+        plan: Path of a plan file, its content as a mapping, or the result of `load_spec` or
+            `decide`.
+        overrides: `KEY=VALUE` statements that change the plan; not with a `Plan` or a `Spec`.
+        model: "pkg.mod:function" that builds the model; not with a `Plan`, which has its model.
+        config: A Hugging Face config of the model, instead of `model`; not with a `Plan`.
+        gpu: Name of the device whose memory is the limit.
+        memory: The memory limit itself, instead of `gpu`.
         theme: "light" or "dark".
 
     Returns:
-        What a notebook shows: sliders where ipywidgets is installed, a picture where it is not.
+        An object that a notebook shows as sliders if ipywidgets is installed, else as a picture.
 
     Raises:
-        SpecError: The plan or the model cannot be read, or nothing says which model it is.
+        SpecError: The plan or the model cannot be read, or no model is named.
         PlanError: The plan as it stands does not fit the model.
     """
     theme_of(theme)
@@ -66,7 +70,7 @@ def _start(
     model: str | None,
     config: str | Path | None,
 ) -> tuple[Plan, Rehearse | None]:
-    """The plan as it stands, and of a live model whose forward is read, what runs it again."""
+    """Return the plan as it stands, and the rehearsal of a live model whose data flow is read."""
     if isinstance(plan, Plan | Spec) and overrides:
         what = "what was read already takes no overrides"
         raise SpecError(Problem(what, Origin("overrides"), "give the plan file in its place"))
@@ -98,13 +102,13 @@ def _start(
 
 
 class Explorer:
-    """What `explore` shows.
+    """The object that `explore` returns.
 
     Attributes:
-        plan: What it starts from.
-        scene: What is shown now.
-        controls: By setting, its widget; empty without ipywidgets.
-        widget: All of it, None without ipywidgets.
+        plan: The plan that the sliders start from.
+        scene: The current settings, with their pictures.
+        controls: Widgets by the name of their setting; empty without ipywidgets.
+        widget: The whole widget; None without ipywidgets.
     """
 
     def __init__(
@@ -128,10 +132,10 @@ class Explorer:
         self._make_widgets()
 
     def set(self, **settings: int | str) -> Scene:
-        """Turn settings, by the names of `Knobs`; the sliders go along.
+        """Change settings, by the names of `Knobs`, move the sliders and return the new scene.
 
         Raises:
-            SpecError: There is no such setting, or it has no such value.
+            SpecError: There is no such setting, or it does not take this value.
         """
         now = asdict(self.scene.knobs)
         for name, value in settings.items():
@@ -186,7 +190,7 @@ class Explorer:
         if knobs == self.scene.knobs:
             return
         is_collected = gc.isenabled()
-        gc.disable()  # It would go through all of matplotlib, for as long as a picture takes.
+        gc.disable()  # A collection would scan all of matplotlib, which takes as long as a picture.
         try:
             self.scene = self._scene_at(knobs)
             if self.widget is not None:
@@ -202,7 +206,7 @@ class Explorer:
                 control.max = max(control.max, value)
             elif value not in control.options:
                 control.options = sorted([*control.options, value])
-            control.unobserve(self._turned, "value")  # Else what is between would be drawn too.
+            control.unobserve(self._turned, "value")  # Else each step in between is drawn too.
             control.value = value
             control.observe(self._turned, "value")
 
@@ -210,12 +214,12 @@ class Explorer:
         return f"<Explorer of {self.plan.graph.name}: {self.scene.verdict}>"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        """Sliders for a notebook that runs, and a still for one that is only looked at."""
+        """Return sliders for a running notebook, and a still picture for one that is only read."""
         note = _WIDGETS if self.widget is None else _STILL
         still = base64.b64encode(png_of(self.scene, [note], theme=self._theme)).decode()
         shown: dict[str, Any] = {"text/plain": repr(self), "image/png": still}
         if self.widget is not None:
-            # What a notebook makes of them is the widget's own to say.
+            # The widget itself decides which MIME types a notebook gets.
             shown = {**self.widget._repr_mimebundle_(), **shown}
         return shown
 

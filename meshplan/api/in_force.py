@@ -1,7 +1,7 @@
-"""The model of a question, and the spec that is in force for it: by its lock, or by its defaults.
+"""Find the model of a request, and complete its spec by its lock, by planning or by defaults.
 
-`planner.objectives.complete` decides it; here are the ways into that room that need no planner
-where there is nothing to plan.
+`planner.objectives.complete` makes the choices. This module imports the planner only if there is
+something to plan.
 """
 
 from __future__ import annotations
@@ -30,7 +30,20 @@ WITHOUT_MODEL = "rules, heads and shapes were not checked"
 def find_model(
     spec: Spec, model: str | None, config: str | Path | None
 ) -> tuple[ModelGraph | None, tuple[str, ...], Rehearse | None]:
-    """The model that the flags or else the plan name, notes, and a rehearsal if it is live."""
+    """Find the model that the flags or the plan name.
+
+    Args:
+        spec: The spec of the plan file.
+        model: "pkg.mod:function" that builds the model; None for the plan's own model.
+        config: A Hugging Face config of the model, instead of `model`.
+
+    Returns:
+        The model's graph, notes for the reader, and the model's rehearsal. The graph is None if no
+        model is named. The rehearsal is None unless the model is live.
+
+    Raises:
+        SpecError: Both `model` and `config` are given.
+    """
     if model is not None and config is not None:
         what = "--model and --config both state the model"
         raise SpecError(Problem(what, Origin("--model"), "leave one of them out"))
@@ -72,16 +85,20 @@ def spec_in_force(
     told: Callable[[str], None] = lambda text: None,
     lock: Lock | None = None,
 ) -> tuple[Spec, ModelGraph, Rehearse | None]:
-    """The spec with nothing left to the planner, by its lock, by planning or by its defaults.
+    """Return the spec with nothing left to the planner, by its lock, by planning or by defaults.
 
     Args:
-        spec: As the plan file says it.
-        found: The model that `model` and `config` name as for `check_plan`, and its rehearsal. It
-            is given back, with its data flow if the whole spec reads that.
-        noted: Is told in one line which lock the plan goes by, or why by none; nothing where there
-            is none to go by, and nothing that needs one.
-        told: Is told what is being done.
-        lock: Somebody's choice among the locks; None asks the one beside the plan file.
+        plan: Path of the plan file, or its content as a mapping.
+        overrides: `KEY=VALUE` statements that change the plan.
+        spec: The spec of the plan file.
+        found: The graph of the model that `model` and `config` name, and its rehearsal. Both are
+            returned, with the model's data flow if the completed spec reads it.
+        model: "pkg.mod:function" that builds the model; None for the plan's own model.
+        config: A Hugging Face config of the model, instead of `model`.
+        noted: Called with one line on which lock the plan uses, or why it uses none; not called if
+            there is no lock and the plan needs none.
+        told: Called with lines on the progress.
+        lock: The lock that the user named; None takes the lock next to the plan file.
     """
     from meshplan.planner.lock.lock import has_lock
 

@@ -1,4 +1,4 @@
-"""The verbs of planning: what `meshplan plan` and `meshplan calibrate` answer."""
+"""Functions behind `meshplan plan`, `explain`, `diff` and `calibrate`."""
 
 from __future__ import annotations
 
@@ -50,14 +50,22 @@ def search_plan(
     told: Callable[[str], None] = lambda text: None,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> Decision:
-    """The fastest plan for all that a plan file leaves open, proved, and what was left out.
+    """Search the fastest plan over everything that a plan file leaves open, with a proof.
 
     Args:
-        plan, model, config: As for `check_plan`.
-        gpu, memory: As for `estimate_memory`.
-        profile: What `meshplan calibrate` wrote; None takes what is known of such devices.
-        told: Is told of each better plan.
-        is_stopped: Whether the best so far is wanted now.
+        plan: Path of a plan file, or its content as a mapping.
+        overrides: `KEY=VALUE` statements that change the plan.
+        model: "pkg.mod:function" that builds the model; None for the plan's own model.
+        config: A Hugging Face config of the model, instead of `model`.
+        gpu: Name of the device whose memory is the limit.
+        memory: The memory limit itself, instead of `gpu`.
+        profile: A profile written by `meshplan calibrate`; None takes the known figures of the
+            device.
+        told: Called with a line for each better plan.
+        is_stopped: Returns True once the user wants the best plan found so far.
+
+    Returns:
+        The chosen plan, its alternatives, and what was left out.
 
     Raises:
         SpecError: The plan or the model cannot be read.
@@ -79,10 +87,22 @@ def find_frontier(
     told: Callable[[str], None] = lambda text: None,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[tuple[Evaluated, ...], bool]:
-    """(the fastest plans within less and less memory, whether the time sufficed).
+    """Search the fastest plans within less and less memory.
 
     Args:
-        plan, model, config, gpu, memory, profile, is_stopped: As for `search_plan`.
+        plan: Path of a plan file, or its content as a mapping.
+        overrides: `KEY=VALUE` statements that change the plan.
+        model: "pkg.mod:function" that builds the model; None for the plan's own model.
+        config: A Hugging Face config of the model, instead of `model`.
+        gpu: Name of the device whose memory is the limit.
+        memory: The memory limit itself, instead of `gpu`.
+        profile: A profile written by `meshplan calibrate`; None takes the known figures of the
+            device.
+        told: Called with lines on the progress.
+        is_stopped: Returns True once the user wants the plans found so far.
+
+    Returns:
+        The plans, fastest first, and True if all searches ended by themselves.
     """
     from meshplan.planner.answers.frontier import frontier
 
@@ -104,12 +124,22 @@ def fewest_devices(
     told: Callable[[str], None] = lambda text: None,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> TrainingTarget:
-    """The fewest whole nodes that train on so many tokens in so many days.
+    """Find the fewest whole nodes that train on a number of tokens in a number of days.
 
     Args:
-        plan, model, config, gpu, memory, profile, is_stopped: As for `search_plan`; how many
-            nodes the plan's `hardware` has does not matter.
-        tokens, days: Of the whole training.
+        plan: Path of a plan file, or its content as a mapping. Its own number of nodes does not
+            matter.
+        overrides: `KEY=VALUE` statements that change the plan.
+        tokens: Tokens of the whole training.
+        days: Days that the whole training may take.
+        model: "pkg.mod:function" that builds the model; None for the plan's own model.
+        config: A Hugging Face config of the model, instead of `model`.
+        gpu: Name of the device whose memory is the limit.
+        memory: The memory limit itself, instead of `gpu`.
+        profile: A profile written by `meshplan calibrate`; None takes the known figures of the
+            device.
+        told: Called with lines on the progress.
+        is_stopped: Returns True once the user wants the best answer found so far.
     """
     from meshplan.planner.objectives.num_devices import fewest, positive
 
@@ -128,14 +158,14 @@ def _question(
     profile: str | Path | None,
     told: Callable[[str], None],
 ) -> PlanRequest:
-    """What is asked, of a model that its config tells of, or of one that has to be run."""
+    """Build the request, from the model's config or by running a live model."""
     if why := unlike(installed()):
         told(why)
     stated = load_spec(plan, overrides).model
     is_live = model is not None or (config is None and stated is not None and stated.entry)
     if not is_live:
         return question_of_file(plan, overrides, config, gpu, memory, profile)
-    with collecting_rarely():  # Many modules are loaded, and a model is built.
+    with collecting_rarely():  # Imports and building a model create many long-lived objects.
         from meshplan.runtime.live.planned import question_of_entry  # torch
 
         return question_of_entry(
@@ -156,11 +186,19 @@ def find_trouble(
     told: Callable[[str], None] = lambda text: None,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> Trouble:
-    """Why `search_plan` finds nothing: what contradicts what, and what would help.
+    """Explain why `search_plan` finds no plan: which statements contradict, and what would help.
 
     Args:
-        plan, model, config, gpu, memory, profile, is_stopped: As for `search_plan`.
-        told: Is told what is looked for.
+        plan: Path of a plan file, or its content as a mapping.
+        overrides: `KEY=VALUE` statements that change the plan.
+        model: "pkg.mod:function" that builds the model; None for the plan's own model.
+        config: A Hugging Face config of the model, instead of `model`.
+        gpu: Name of the device whose memory is the limit.
+        memory: The memory limit itself, instead of `gpu`.
+        profile: A profile written by `meshplan calibrate`; None takes the known figures of the
+            device.
+        told: Called with lines on the progress.
+        is_stopped: Returns True once the user wants the answer found so far.
     """
     from meshplan.planner.answers.infeasible import trouble_of
 
@@ -180,16 +218,26 @@ def explain(
     profile: str | Path | None = None,
     told: Callable[[str], None] = lambda text: None,
 ) -> list[WhyNot]:
-    """Why the plan is not another.
+    """Explain why the plan does not have another setting.
 
     Args:
-        plan, model, config, gpu, memory: As for `search_plan`.
-        profile: Likewise; None takes the one that the lock was made with.
+        plan: Path of a plan file, or its content as a mapping.
         words: "why-not" and a setting such as "mesh.tp=8", or "why" and a field such as "mesh.tp",
-            which asks of each of its values.
+            which asks about each of its values.
+        overrides: `KEY=VALUE` statements that change the plan.
+        model: "pkg.mod:function" that builds the model; None for the plan's own model.
+        config: A Hugging Face config of the model, instead of `model`.
+        gpu: Name of the device whose memory is the limit.
+        memory: The memory limit itself, instead of `gpu`.
+        profile: A profile written by `meshplan calibrate`; None takes the profile that the lock was
+            made with.
+        told: Called with lines on the progress.
+
+    Returns:
+        One answer per setting.
 
     Raises:
-        SpecError: The words ask nothing that is planned, or something cannot be read.
+        SpecError: The words name nothing that is planned, or something cannot be read.
         PlanError: The plan contradicts itself, or says too little.
     """
     from meshplan.planner.answers.explain import Asker
@@ -210,11 +258,13 @@ def explain(
 
 
 def explain_module(plan: Plan, name: str, *, profile: str | Path | None = None) -> ModuleAnswer:
-    """How the tensors of a module lie and why, what they hold, and what its block takes.
+    """Explain the layouts of a module's tensors, their memory, and the time of the module's block.
 
     Args:
-        plan: Decided for its model.
-        profile: As for `explain`.
+        plan: A plan decided for its model.
+        name: Fqn of the module.
+        profile: A profile written by `meshplan calibrate`; None takes the profile that the lock was
+            made with.
 
     Raises:
         SpecError: The model has no such module.
@@ -232,18 +282,20 @@ def compare(
     profile: str | Path | None = None,
     known: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {}),
 ) -> PlanDifference:
-    """What one plan decides otherwise than another, and what that costs.
+    """Compare two plans: which decisions differ, and what that costs.
 
     Args:
-        old, new: (what it is called, the plan).
-        profile: As for `explain`.
-        known: Of each, what its lock or the planner says where no config tells it, as of `Side`;
-            by the same profile.
+        old: Name of the first plan for the reader, and the plan.
+        new: Name of the second plan for the reader, and the plan.
+        profile: A profile written by `meshplan calibrate`; None takes the profile of the locks, if
+            they do not name different ones.
+        known: Figures of the old and the new plan from a lock or the planner, by their names in
+            `DiffSide`. They are used if there is no config, and must come from the same profile.
     """
     from meshplan.planner.answers.difference import difference, side_of
 
     if profile is None:
-        # What was measured holds for both sides, where their locks say no different things.
+        # One measured profile serves both sides, unless their locks name different ones.
         found = {profile_of_lock(plan.spec.source) for _, plan in (old, new)} - {None}
         profile = found.pop() if len(found) == 1 else None
     measured = read_profile(Path(profile), Origin("--profile")) if profile is not None else None
@@ -252,24 +304,32 @@ def compare(
 
 
 def locks_alone(old: str, new: str) -> tuple[Lock, Lock] | None:
-    """Two locks to compare by what they say alone, as of `lock_difference.locks_alone`."""
+    """Return two locks if one of them does not hold for the plan file next to it; else None.
+
+    Args:
+        old: Path of the first lock.
+        new: Path of the second lock.
+
+    Raises:
+        SpecError: One of them cannot be read.
+    """
     from meshplan.planner.answers import lock_difference
 
     return lock_difference.locks_alone(old, new)
 
 
 def compare_locks(old: Lock, new: Lock) -> PlanDifference:
-    """Differences between two locks, such as two versions of one."""
+    """Compare two locks, such as two versions of one lock."""
     from meshplan.planner.answers import lock_difference
 
     return lock_difference.difference_of_locks(old, new)
 
 
 def moved_between(old: Plan, new: Plan) -> Reshard:
-    """Bytes of parameters and optimizer state that change hands from one plan to another.
+    """Count the bytes of parameters and optimizer state that a change of plan moves.
 
     Raises:
-        PlanError: They are not of one model and one optimizer.
+        PlanError: The plans differ in their model or their optimizer.
     """
     from meshplan.planner.answers.reshard import reshard
 
@@ -277,10 +337,10 @@ def moved_between(old: Plan, new: Plan) -> Reshard:
 
 
 def plan_of_lock(path: str | os.PathLike[str]) -> tuple[str, Lock] | None:
-    """(the plan file that a lock was made for, the lock, for `decide`); None of other files.
+    """Return the plan file that a lock was made for, and the lock; None if `path` is not a lock.
 
     Raises:
-        SpecError: It is a lock, and cannot be read, or the plan is not beside it.
+        SpecError: The lock cannot be read, or the plan file is not next to it.
     """
     found = lock_words.source_of_lock(Path(path))
     return found and (str(found[0]), found[1])
@@ -289,13 +349,15 @@ def plan_of_lock(path: str | os.PathLike[str]) -> tuple[str, Lock] | None:
 def figures_of_lock(
     plan: str | os.PathLike[str], decided: Plan, lock: Lock | None = None
 ) -> dict[str, float]:
-    """What the lock beside a plan file expects of the plan, for `compare`; {} without one.
+    """Return the figures stated by the lock next to a plan file, for `compare`; {} without a lock.
 
     Args:
-        lock: With which the plan was decided.
+        plan: Path of the plan file.
+        decided: The plan that the file decides.
+        lock: The lock that completed the plan; None looks for the one next to the plan file.
 
     Raises:
-        SpecError: There is a lock, and it cannot be read.
+        SpecError: The lock cannot be read.
     """
     return lock_words.figures_of_lock(plan, decided, lock)
 
@@ -306,10 +368,13 @@ def lock_plan(
     path: str | Path | None = None,
     free: Sequence[str] = (),
 ) -> Path:
-    """Write a decision beside its plan file; returns where.
+    """Write the lock of a decision and return its path.
 
     Args:
-        free: Keys that `overrides_of_free` left to the planner, and the file does not.
+        plan: Path of the plan file.
+        decision: A decision that chose a plan.
+        path: Path of the lock; None puts it next to the plan file.
+        free: Keys given to `overrides_of_free`, left to the planner although the file states them.
     """
     return lock_words.write_lock(plan, decision, path, free)
 
@@ -317,10 +382,16 @@ def lock_plan(
 def as_written(
     decision: Decision, gpu: str | None = None, memory: str | int | None = None
 ) -> Written | None:
-    """Estimate a plan as its file stands, without the choices; None where that is no other.
+    """Estimate a plan file as it stands, with its defaults in place of the planner's choices.
 
     Args:
-        gpu, memory: As for the search.
+        decision: The planner's decision on that file.
+        gpu: Name of the device whose memory is the limit, as given to the search.
+        memory: The memory limit, as given to the search.
+
+    Returns:
+        The estimate; None if something in the file is `auto`, if the planner chose the same plan,
+        or if the plan cannot be estimated from the model's config.
     """
     from meshplan.planner.answers import written
 
@@ -329,10 +400,10 @@ def as_written(
 
 
 def overrides_of_free(keys: Sequence[str]) -> list[str]:
-    """The overrides that leave keys to the planner although the plan file states them.
+    """Return the overrides that leave keys to the planner although the plan file states them.
 
     Raises:
-        SpecError: One of them is nothing that the planner chooses.
+        SpecError: The planner does not choose one of the keys.
     """
     check_free(keys)
     return overrides_of(freed(keys))
@@ -344,28 +415,34 @@ def changes_since(
     path: str | Path | None = None,
     free: Sequence[str] = (),
 ) -> tuple[FieldChange, ...] | None:
-    """What a decision says otherwise than the lock beside its plan file; None without one.
+    """Return the changes of a decision from the existing lock; None if there is no lock.
 
     Args:
-        free: As for `lock_plan`.
+        plan: Path of the plan file.
+        decision: A decision that chose a plan.
+        path: Path of the lock; None looks next to the plan file.
+        free: Keys given to `overrides_of_free`, left to the planner although the file states them.
 
     Raises:
-        SpecError: There is a lock, and it cannot be read.
+        SpecError: The lock cannot be read.
     """
     return lock_words.changes_since(plan, decision, path, free)
 
 
 def calibrate(out: str | os.PathLike[str]) -> Profile | None:
-    """Time this machine and write what it reaches as a profile, for `read_profile` to take.
+    """Time this machine and write the measured speeds as a profile that `read_profile` reads.
 
-    Under torchrun every rank times what the ranks send to each other, and the first one writes.
+    Under torchrun all ranks time the communication between them, and the first rank writes.
+
+    Args:
+        out: Path of the profile.
 
     Returns:
-        None on any other rank.
+        The profile on the first rank; None on any other rank.
 
     Raises:
-        PlanError: The times are too noisy to follow from any constants.
-        SpecError: The profile cannot be written there.
+        PlanError: The times are too noisy to fit constants to.
+        SpecError: The profile cannot be written to `out`.
     """
     from meshplan.runtime.calibrate import measure, together  # torch
 

@@ -1,4 +1,4 @@
-"""`meshplan report`: everything that is known of a plan, asked once, and put on a page."""
+"""`meshplan report`: collect the answers to every question about a plan for one page."""
 
 from __future__ import annotations
 
@@ -35,14 +35,20 @@ def make_report(
     why_not: Sequence[str] = (),
     told: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """One page about a plan: its verdict, every picture, tables, why, and why not.
+    """Make one page about a plan: its verdict, every picture, tables, why, and why not.
 
     Args:
-        plan, model, config, gpu, memory: As for `estimate_memory`.
-        profile: As for `search_plan`.
-        why_not: Settings such as "mesh.tp=8", or fields such as "mesh.tp", which ask of each of
+        plan: Path of a plan file, or its content as a mapping.
+        overrides: `KEY=VALUE` statements that change the plan.
+        model: "pkg.mod:function" that builds the model; None for the plan's own model.
+        config: A Hugging Face config of the model, instead of `model`.
+        gpu: Name of the device whose memory is the limit.
+        memory: The memory limit itself, instead of `gpu`.
+        profile: A profile written by `meshplan calibrate`; None takes the known figures of the
+            device.
+        why_not: Settings such as "mesh.tp=8", or fields such as "mesh.tp", which ask about each of
             their values.
-        told: Is told what is being done.
+        told: Called with lines on the progress.
 
     Raises:
         SpecError: The plan or the model cannot be read.
@@ -54,7 +60,7 @@ def make_report(
 
 
 class _ReportBuilder:
-    """All questions about one plan file; what has no answer is left out, and why is said."""
+    """The answers about one plan file. What has no answer is left out, with the reason."""
 
     def __init__(
         self,
@@ -80,7 +86,7 @@ class _ReportBuilder:
         self._known = ReportFacts(name=name, text=self._text(), on_top=on_top, **self._machine)
 
     def all(self, why_not: Sequence[str]) -> ReportFacts:
-        """The answers."""
+        """Ask all questions and return the facts of the report."""
         try:
             decision = self._search()
         except EmptySpaceError as error:
@@ -91,7 +97,7 @@ class _ReportBuilder:
             return self._known
         self._learn(decision=decision)
         if decision is not None and decision.chosen is None and self._spec.free_fields:
-            if decision.is_whole:  # What was not searched to its end may be no trouble.
+            if decision.is_whole:  # An unfinished search does not prove that nothing fits.
                 self._find_trouble()
             for each in why_not:
                 self._leave_out(f"why not {each}", "nothing fits, whatever it is")
@@ -101,7 +107,7 @@ class _ReportBuilder:
         return self._known
 
     def _ask(self, why_not: Sequence[str], decision: Decision | None) -> None:
-        """Why settings are not as they were asked about."""
+        """Explain why the settings in `why_not` are not as asked about."""
         if decision is None:
             for each in why_not:
                 self._leave_out(f"why not {each}", "the planner does not hold this plan")
@@ -113,12 +119,12 @@ class _ReportBuilder:
                 answers += planning.explain(
                     self._plan, [verb, words], self._overrides, **self._question
                 )
-            except PlanError as error:  # A plan that is priced as it stands has no others.
+            except PlanError as error:  # A fully stated plan has no alternatives.
                 self._leave_out(f"why not {words}", error.problems[0].what)
         self._learn(why_not=tuple(answers))
 
     def _search(self) -> Decision | None:
-        """What the planner says of the plan; None where it cannot."""
+        """Return the planner's decision; None if the plan cannot be searched."""
         self._told("searching")
         try:
             return planning.search_plan(self._plan, self._overrides, **self._question)
@@ -136,7 +142,7 @@ class _ReportBuilder:
         self._learn(trouble=found)
 
     def _decide(self, decision: Decision | None) -> None:
-        """The plan that everything else goes by, and its memory."""
+        """Find the plan that the rest of the report describes, and its memory."""
         chosen = decision.chosen if decision else None
         if chosen is not None and self._spec.free_fields and not self._has_lock(decision):
             plan, memory = self._with_origins(chosen), chosen.memory
@@ -152,7 +158,7 @@ class _ReportBuilder:
         notes = checked.notes
         self._learn(plan=checked.plan, warnings=tuple(map(str, checked.warnings)), notes=notes)
         if checked.plan is None:
-            if self._is_entry:  # Code that nobody said may run.
+            if self._is_entry:  # The user has not allowed this code to run.
                 self._leave_out("the model", notes[0].partition("\n")[0])
             self._textbook()
             return
@@ -173,7 +179,7 @@ class _ReportBuilder:
             self._trace(checked.plan, estimate.worst.ranks[0])
 
     def _trace(self, plan: Plan, rank: int) -> None:
-        """What the picture of a step over time shows of a model that no config describes."""
+        """Trace one rank for the timeline picture, if the model has no config."""
         if plan.graph.config:
             return
         try:
@@ -184,7 +190,7 @@ class _ReportBuilder:
             self._learn(traced=(rank, log))
 
     def _with_origins(self, chosen: Evaluated) -> Plan:
-        """The plan that was chosen; what was is said to be the planner's."""
+        """Return the chosen plan, with the planner named as the origin of its choices."""
         if not self._spec.free_fields:
             return chosen.plan
         load = lambda more: load_spec(self._plan, [*self._overrides, *more])  # noqa: E731
@@ -193,7 +199,7 @@ class _ReportBuilder:
         return plan
 
     def _textbook(self) -> None:
-        """Without a model, what its number of parameters tells."""
+        """Add what the number of parameters alone gives, for a plan without a model."""
         try:
             self._learn(counted=counted_plan(self._spec))
         except PlanError as error:

@@ -1,4 +1,4 @@
-"""`meshplan.retarget`: the best plan for other hardware, beside the one that there is."""
+"""`meshplan.retarget`: compare the best plan for other hardware with the existing plan."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ _HARDWARE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retarget:
-    """What other hardware would change.
+    """The result of planning for other hardware.
 
     Args:
-        decision: What the planner says for it; `decision.chosen` is None where nothing fits.
-        difference: The old plan beside the new one; None without a new one.
-        moved: Bytes of parameters and optimizer state that change hands between them, likewise.
+        decision: The planner's decision for the new hardware; `decision.chosen` is None if nothing
+            fits.
+        difference: The comparison of the old plan with the new one; None without a new plan.
+        moved: Bytes of parameters and optimizer state that move between the plans; None without a
+            new plan.
     """
 
     decision: Decision
@@ -45,16 +47,20 @@ def retarget(
     profile: str | Path | None = None,
     told: Callable[[str], None] = lambda text: None,
 ) -> Retarget:
-    """The best plan for other hardware, and what it takes to go on with it.
+    """Search the best plan for other hardware, and compute the cost of continuing training with it.
 
     Args:
-        plan, overrides, config: As for `search_plan`.
-        hardware: What is otherwise: `{"nodes": 4, "gpu": "h200"}`, or "nodes=4,gpu=h200".
-        old: What runs now; None takes what the plan file says, or its lock, or a search.
-        profile, told: As for `search_plan`.
+        plan: Path of a plan file, or its content as a mapping.
+        hardware: The changed fields: `{"nodes": 4, "gpu": "h200"}`, or "nodes=4,gpu=h200".
+        overrides: `KEY=VALUE` statements that change the plan.
+        config: A Hugging Face config of the model; None for the plan's own model.
+        old: The plan that runs now; None takes the plan file, completed by its lock or a search.
+        profile: A profile written by `meshplan calibrate`; None takes the known figures of the
+            device.
+        told: Called with a line for each better plan.
 
     Raises:
-        SpecError: The plan or the model cannot be read, or this is nothing of hardware.
+        SpecError: The plan or the model cannot be read, or `hardware` names other fields.
         PlanError: The plan contradicts itself, or says too little.
     """
     words = hardware if isinstance(hardware, str) else ",".join(
@@ -82,13 +88,13 @@ def retarget(
 
 
 def retarget_settings(words: str) -> list[str]:
-    """Other hardware, as statements.
+    """Return the statements that set other hardware.
 
     Args:
-        words: Such as "nodes=4,gpu=h200".
+        words: The changed fields, such as "nodes=4,gpu=h200".
 
     Raises:
-        SpecError: It says something that is not of hardware.
+        SpecError: The words name a field that is not of hardware.
     """
     out = []
     for word in words.split(","):

@@ -1,4 +1,4 @@
-"""The command line: `app` has the parser, the other modules one group of verbs each."""
+"""The command line. `app` has the parser; each other module has a group of subcommands."""
 
 from meshplan.cli.app import main
 

@@ -1,7 +1,7 @@
-"""The command line: one function per verb, each printing what `api` answers.
+"""The command line: one function per subcommand, which prints the answer of `api`.
 
-Results go to stdout, notes and problems to stderr. Exit codes: 0 yes, 1 an honest no, 2 could
-not answer, 70 a mistake of meshplan's own, 130 interrupted.
+Results go to stdout, notes and problems to stderr. Exit codes: 0 yes, 1 no (the question was
+answered), 2 the question could not be answered, 70 a bug of meshplan, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from meshplan.version import __version__
 
 INTERRUPTED = 130
 CRASHED = 70
-"""As sysexits.h has it for an error inside a program."""
+"""Exit code of sysexits.h for an internal software error (EX_SOFTWARE)."""
 _REPORT_TO = "https://github.com/meshplan/meshplan/issues"
 
 _DEMO_PLAN = "hybrid_2x4"
@@ -104,7 +104,7 @@ def _estimate(args: argparse.Namespace) -> int:
 
 
 def _asks_for_peaks(args: argparse.Namespace) -> bool:
-    """Whether a plan and its model are named, and nothing that is asked of states alone."""
+    """Return True if a plan and its model are named, and no flag asks about states alone."""
     of_states = (args.params, args.gpus, args.nodes)
     is_of_states = args.explain or args.max_params or args.min_gpus
     if args.file is None or is_of_states or any(flag is not None for flag in of_states):
@@ -251,11 +251,11 @@ VERBS: tuple[Verb, ...] = (
     Verb("verify", "run a plan, made small, beside one process", _verify_flags, _verify),
     Verb("demo", "train under a plan on this machine, beside one process", _demo_flags, _demo),
 )
-"""Every verb, in the order of `meshplan --help`."""
+"""All subcommands, in the order of `meshplan --help`."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse whose usage errors look like every other problem, and whose flags are whole."""
+    """A parser that reports usage errors as problems and accepts no abbreviated flags."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
@@ -297,7 +297,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @contextmanager
 def _streams() -> Iterator[None]:
-    """Streams that take everything: closed ones, letters that a terminal lacks, orders to it."""
+    """Make stdout and stderr writable if closed, and escape unencodable and control characters."""
     before = sys.stdout, sys.stderr
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -314,9 +314,10 @@ def _streams() -> Iterator[None]:
 
 @contextmanager
 def _environment(args: argparse.Namespace) -> Iterator[None]:
-    """Set what processes that a verb starts have to know, and set it back.
+    """Set environment variables for processes that a subcommand starts, and restore them.
 
-    These begin as `python -c`, which looks for every module in the working directory first.
+    These processes begin as `python -c`, which otherwise looks for every module in the working
+    directory first.
     """
     stated = {"PYTHONSAFEPATH": "1"} | ({ALLOW_CODE: "1"} if args.allow_code else {})
     before = {name: os.environ.get(name) for name in stated}
@@ -332,9 +333,10 @@ def _environment(args: argparse.Namespace) -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; never raises for a user's mistake.
+    """Run one command and return its exit code; a user's mistake never raises.
 
-    With `--json` what could not be answered is JSON too: schema problems/1, as check/1 has them.
+    With `--json` a question that could not be answered prints JSON too: schema problems/1, in the
+    form of check/1.
     """
     leave_at_once()
     with _streams():
@@ -342,17 +344,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    """As `main`, with streams that take everything but may be full, or closed by their reader."""
+    """Run one command, and handle a stdout that is full or was closed by its reader."""
     try:
         return _answer(argv)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader has gone (`| head`): point stdout away, or its last flush complains.
+        # The reader has gone (`| head`). Redirect stdout, or its last flush raises again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return YES
     except OSError as error:
-        # A full disk behind stdout; what reads files has its own words for it.
+        # Stdout goes to a full disk. Code that reads files reports its own errors.
         print(f"meshplan: the answer cannot be written: {error.strerror}", file=sys.stderr)
         return COULD_NOT
     except Exception as error:
@@ -373,13 +375,13 @@ def _answer(argv: Sequence[str] | None) -> int:
             print(envelope("problems/1", findings_to_json(error.problems)))
         sys.stdout.flush()
         return COULD_NOT
-    except SystemExit as stop:  # argparse's way out of --help and --version
+    except SystemExit as stop:  # argparse exits like this after --help and --version
         return stop.code if isinstance(stop.code, int) else YES
     return code
 
 
 def _crash(error: Exception) -> int:
-    """Tell of a mistake of meshplan's own, which is no answer about the plan."""
+    """Report a bug of meshplan itself, which is no answer about the plan."""
     if os.environ.get("MESHPLAN_TRACEBACK"):
         traceback.print_exception(error)
     frame = traceback.extract_tb(error.__traceback__)[-1]

@@ -1,4 +1,4 @@
-"""What every verb of the command line shares: its row, its exit codes, its plan file, its notes."""
+"""Helpers that all subcommands share: exit codes, common flags, the plan file, and output."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ YES, NO, COULD_NOT = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """One row of the command line.
+    """A subcommand of `meshplan`.
 
     Args:
-        name: The word.
+        name: Name of the subcommand.
         help: One line for `meshplan --help`.
-        add_flags: Declares its own flags; the common ones are there already.
-        run: Answers and returns the exit code.
+        add_flags: Declares the subcommand's own flags; the parser has the common ones already.
+        run: Prints the answer and returns the exit code.
     """
 
     name: str
@@ -40,7 +40,7 @@ def model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def free_flag(parser: argparse.ArgumentParser) -> None:
-    """Declare `--free`, of verbs that plan."""
+    """Declare `--free`, for subcommands that plan."""
     parser.add_argument(
         "--free", metavar="KEY", action="append", default=[],
         help="leave a key to the planner that the plan states: mesh.tp, loss_chunks",
@@ -54,10 +54,10 @@ def plan_file(args: argparse.Namespace) -> str:
 
 
 def answer(args: argparse.Namespace, *lines: str) -> None:
-    """Print lines of the answer.
+    """Print lines of the answer to `args.answers`.
 
-    They go to `args.answers`: stdout as it was before the verb ran. What a model's own code prints
-    while a verb builds it or runs its forward goes to stderr, and an answer in JSON stays JSON.
+    This is stdout as it was before the subcommand ran. Output of a model's own code, while it is
+    built or its forward runs, goes to stderr, so that an answer in JSON stays JSON.
     """
     print(*lines, sep="\n", file=args.answers, flush=True)
 
@@ -69,10 +69,13 @@ def colours(args: argparse.Namespace) -> bool:
 
 @contextmanager
 def until_interrupted() -> Iterator[Callable[[], bool]]:
-    """Gives whether Ctrl-C was pressed: the first asks for an answer, the second one stops all."""
+    """Yield a function that returns True once Ctrl-C was pressed.
+
+    The first Ctrl-C asks for the best answer so far; the second one ends the process.
+    """
     pressed: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield lambda: False  # Python lets no other thread know.
+        yield lambda: False  # Python allows signal handlers in the main thread only.
         return
 
     def press(number: int, frame: object) -> None:
@@ -87,7 +90,7 @@ def until_interrupted() -> Iterator[Callable[[], bool]]:
 
 
 def noting(args: argparse.Namespace, kept: list[str] | None = None) -> Callable[[str], None]:
-    """Return what prints a note at once, and keeps it for `--json`."""
+    """Return a function that prints a note at once and appends it to `kept`, for `--json`."""
 
     def note(text: str) -> None:
         if kept is not None:
@@ -98,7 +101,7 @@ def noting(args: argparse.Namespace, kept: list[str] | None = None) -> Callable[
 
 
 def print_notes(args: argparse.Namespace, notes: Sequence[str]) -> None:
-    """What is good to know but not the answer: on stderr, silenced by `-q`."""
+    """Print notes to stderr, next to the answer on stdout; `-q` silences them."""
     if not args.quiet:
         for note in notes:
             print(f"note: {note}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`meshplan diff`: two plans, or two locks, beside each other."""
+"""`meshplan diff`: compare two plans, or two locks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _diff(args: argparse.Namespace) -> int:
             noted=lambda text, name=name: notes.append(f"{name}: {text}"),  # type: ignore[misc]
         )  # fmt: skip
         sides.append((name, plan))
-        # What --set changes no lock tells of, nor what another machine takes.
+        # A lock states no figures for a plan changed by --set, nor for another machine's profile.
         is_told = not args.set and args.profile is None
         figures = planning.figures_of_lock(path, plan, lock) if is_told else {}
         if not figures and not plan.graph.config and lock is None:

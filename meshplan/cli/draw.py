@@ -103,7 +103,7 @@ def _draw(args: argparse.Namespace) -> int:
 
 
 def _in_terminal(path: str, args: argparse.Namespace) -> int:
-    """The twin of a picture, where it has one."""
+    """Print the text version of a picture, if the picture has one."""
     from meshplan.pictures.main import facts_of
     from meshplan.render.drawn import (
         gantt_lines,
@@ -141,7 +141,7 @@ def _picture(path: str, args: argparse.Namespace, notes: list[str]) -> Picture:
 
 
 def _check_profile(args: argparse.Namespace) -> None:
-    """Refuse a profile beside a picture without seconds of candidates."""
+    """Refuse `--profile` with a picture that does not show step times of candidates."""
     from meshplan.pictures.main import OF_DECISIONS
 
     if args.profile is not None and args.what not in OF_DECISIONS:
@@ -150,7 +150,7 @@ def _check_profile(args: argparse.Namespace) -> None:
 
 
 def _decided(path: str, args: argparse.Namespace, notes: list[str]) -> Plan:
-    """The plan, and notes about it; of a model that is a number of parameters too."""
+    """Return the plan and collect notes; the model may be just a number of parameters."""
     from meshplan.pictures.mesh.counted import counted_plan
     from meshplan.spec.reader import load_spec
 
@@ -163,7 +163,7 @@ def _decided(path: str, args: argparse.Namespace, notes: list[str]) -> Plan:
 
 
 def _of_search(path: str, args: argparse.Namespace) -> Picture:
-    """What is about all candidates, and not about one plan."""
+    """Draw a picture of all candidates of a search, not of one plan."""
     from meshplan.api.planning import search_plan
     from meshplan.pictures.main import draw_decision
 
@@ -179,7 +179,7 @@ def _of_search(path: str, args: argparse.Namespace) -> Picture:
 
 
 def _given(path: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
-    """What goes with the question."""
+    """Return the keyword arguments of `draw` that the flags give."""
     from meshplan.pictures.main import check_rank
 
     if args.rank is not None and not args.rank.isdigit():
@@ -194,7 +194,7 @@ def _given(path: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
     if args.what not in (*_OF_MEMORY, "timeline"):
         return given
-    # As `meshplan estimate` does: the config alone, and what it does not tell is traced.
+    # Estimate as `meshplan estimate` does: from the config alone if possible, else by a trace.
     if is_counted(plan):
         return given
     estimate = _told(plan, args)
@@ -214,14 +214,14 @@ def _given(path: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
                 memory=args.memory, fixes=False, told=lambda text: print_notes(args, [text]),
             )  # fmt: skip
         except PlanError:
-            # Where nothing tells the step, what is drawn are the states, and the picture says so.
+            # Without an estimate of the step, the picture shows the states only, and says so.
             estimate = None
     given["estimate"] = estimate
     return given
 
 
 def _told(plan: Plan, args: argparse.Namespace) -> MemoryEstimate | None:
-    """What the config alone tells; None where it does not, or where there is none."""
+    """Estimate from the config alone; None if there is no config or it does not suffice."""
     from meshplan.memory.analytic.estimate import estimate_analytic
 
     if not plan.graph.config:

@@ -1,4 +1,4 @@
-"""The verbs of planning on the command line."""
+"""`meshplan plan`, `meshplan explain` and `meshplan calibrate`."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _plan(args: argparse.Namespace) -> int:
             return _print_trouble(asked, error, is_stopped)
         if decision.chosen is None:
             return _print_trouble(asked, decision, is_stopped)
-        # Of a space of one plan that is its frontier.
+        # In a space of one plan, that plan is the frontier.
         ways, is_whole = undominated(decision.ways), decision.num_configs == 1
         if args.frontier and not is_whole:
             ways, is_whole = planning.find_frontier(**asked.flags, is_stopped=is_stopped)
@@ -105,7 +105,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _plan_training(asked: _PlanFlags) -> int:
-    """The fewest nodes for a whole training, and the plan on them."""
+    """Find the fewest nodes for a whole training, and print the plan for them."""
     from meshplan.api import planning
     from meshplan.render.sizing import training_to_json, training_to_text
 
@@ -131,7 +131,7 @@ def _plan_training(asked: _PlanFlags) -> int:
 
 
 class _PlanFlags:
-    """The flags of a question about a plan file, as `planning` has them."""
+    """The flags of a question about a plan file, as keyword arguments for `api.planning`."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         from meshplan.api.planning import overrides_of_free
@@ -151,7 +151,7 @@ class _PlanFlags:
         self.price = self._price()
 
     def _price(self) -> float | None:
-        """Of a GPU for an hour; None where nobody says."""
+        """Return the price of one GPU-hour; None if it is not stated."""
         stated = getattr(self.args, "price", None)
         if stated is None:
             return None
@@ -163,7 +163,7 @@ class _PlanFlags:
 def _print_trouble(
     asked: _PlanFlags, found: Decision | EmptySpaceError, is_stopped: Callable[[], bool]
 ) -> int:
-    """That there is no plan, why, and what would help."""
+    """Report that there is no plan, with the reason and changes that would help."""
     from meshplan.api import planning
     from meshplan.planner.space.space import UnsearchedError
     from meshplan.render.plan import (
@@ -183,7 +183,7 @@ def _print_trouble(
         result, is_whole = decision_to_json(found), found.is_whole
         lines = decision_to_text(found, asked.path, colour=colour)
     trouble = None
-    # What was not searched, or not to its end, may be no trouble.
+    # Only a complete search proves that nothing fits.
     if is_whole and not isinstance(found, UnsearchedError):
         trouble = planning.find_trouble(**asked.flags, is_stopped=is_stopped)
     if args.json:
@@ -197,10 +197,13 @@ def _print_trouble(
 def _print_plan(
     asked: _PlanFlags, decision: Decision, more: Mapping[str, Any], lines: Sequence[str]
 ) -> int:
-    """A plan, and its lock.
+    """Print a plan and write its lock.
 
     Args:
-        more, lines: What else was asked, as JSON and in words.
+        asked: The flags.
+        decision: The planner's decision, which chose a plan.
+        more: Further keys of the JSON result.
+        lines: Further lines of the text.
     """
     from meshplan.api import planning
     from meshplan.render.changes import changes_to_json, changes_to_text
@@ -236,7 +239,7 @@ def _print_plan(
     elif not args.dry_run:
         try:
             target = planning.lock_plan(asked.path, decision, args.output, args.free)
-        except SpecError as error:  # The answer stands already, and took its time.
+        except SpecError as error:  # The answer is printed already: do not lose it.
             print(error, file=sys.stderr)
             return COULD_NOT
         print_notes(args, [f"wrote {target}"])
@@ -244,7 +247,7 @@ def _print_plan(
 
 
 def _more_nodes(asked: _PlanFlags, decision: Decision) -> str | None:
-    """Why there is no lock of a decision for more nodes than the plan says there are."""
+    """Return why no lock is written if the plan needs more nodes than stated, else None."""
     from meshplan.spec.reader import load_spec
 
     assert decision.chosen is not None
@@ -258,7 +261,7 @@ def _more_nodes(asked: _PlanFlags, decision: Decision) -> str | None:
 def _changes(
     args: argparse.Namespace, path: str, decision: Decision
 ) -> tuple[FieldChange, ...] | None:
-    """What is not as the last lock says; a lock that cannot be read is only told of."""
+    """Return the changes since the last lock; None if there is no lock, or if it cannot be read."""
     from meshplan.api import planning
 
     try:

@@ -1,4 +1,4 @@
-"""`meshplan report`: all that is known of a plan as one page."""
+"""`meshplan report`: write everything that is known about a plan to one page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`meshplan trust`: remember that code which a plan file names may run."""
+"""`meshplan trust`: allow code that a plan file names to run, and remember it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _trust(args: argparse.Namespace) -> int:
         answer(args, envelope("trust/1", result))
     else:
         for each, origin in named:
-            answer(args, f"{origin}: {each}")  # What a person could not see is not trusted.
+            answer(args, f"{origin}: {each}")  # Show the user all code before it is trusted.
     is_known = trust.forget(whole) if args.forget else trust.is_trusted(whole)
     if not args.forget:
         trust.trust(whole)

@@ -1,1 +1,1 @@
-"""What a reader sees: text for terminals, JSON for scripts. Computes nothing, reads values."""
+"""Output for readers: text for terminals, JSON for scripts. These modules compute no results."""

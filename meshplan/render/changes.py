@@ -1,4 +1,4 @@
-"""What a new answer of the planner changes, on paper."""
+"""Changes from the last lock to a new decision, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ _FIGURES: Final = {
 
 
 def changes_to_json(changes: Sequence[FieldChange] | None) -> list[dict[str, Any]] | None:
-    """`result.changed` of schema plan/1; None without a last lock."""
+    """Return `result.changed` of schema plan/1; None without a last lock."""
     if changes is None:
         return None
     return [{"field": each.field, "old": each.old, "new": each.new} for each in changes]
 
 
 def changes_to_text(changes: Sequence[FieldChange] | None, blocks: Sequence[str] = ()) -> list[str]:
-    """A line for each; none without a last lock.
+    """Return a line per change; [] without a last lock.
 
     Args:
-        blocks: Of the model that is planned now, in order.
+        changes: The changed fields; None without a last lock.
+        blocks: Fqns of the blocks of the model that is planned now, in order.
     """
     if changes is None:
         return []

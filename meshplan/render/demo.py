@@ -1,4 +1,4 @@
-"""`meshplan demo` on paper: losses beside losses, bytes held beside bytes predicted."""
+"""Output of `meshplan demo`: losses of both runs, and measured next to predicted bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_ROWS = 12
 def losses_to_text(
     losses: Sequence[float], alone: Sequence[float], num_ranks: int, tolerance: float
 ) -> list[str]:
-    """A row for some of the steps, and the verdict on all."""
+    """Return a row for some of the steps, and the verdict on all of them."""
     apart = differences(losses, alone)
     every = -(-len(losses) // _MOST_ROWS)
     last = len(losses) - 1
@@ -36,7 +36,7 @@ def losses_to_text(
 
 
 def bytes_to_text(live: Sequence[StateBytes], predicted: Sequence[StateBytes]) -> list[str]:
-    """A row per rank: what it held, what the plan said, and the difference."""
+    """Return a row per rank: bytes measured, bytes predicted, and their difference."""
     header = ("rank", "parameters", "gradients", "optimizer", "held", "predicted", "difference")
     rows: list[tuple[str, ...]] = [header]
     for rank, (held, said) in enumerate(zip(live, predicted, strict=True)):
@@ -60,7 +60,7 @@ def demo_to_json(
     live: Sequence[StateBytes],
     predicted: Sequence[StateBytes],
 ) -> dict[str, Any]:
-    """The `result` of schema demo/1."""
+    """Return the `result` of schema demo/1."""
     return {
         "ok": agrees(losses, alone, tolerance) and list(live) == list(predicted),
         "losses": list(losses),
@@ -73,12 +73,12 @@ def demo_to_json(
 
 
 def differences(losses: Sequence[float], alone: Sequence[float]) -> list[float]:
-    """How far apart the two runs are, step by step."""
+    """Return the absolute difference of the two runs' losses, step by step."""
     return [abs(a - b) for a, b in zip(losses, alone, strict=True)]
 
 
 def agrees(losses: Sequence[float], alone: Sequence[float], tolerance: float) -> bool:
-    """Whether no step differs by more than the tolerance; a loss that is not a number does."""
+    """Return True if no step differs by more than the tolerance; NaN counts as different."""
     return all(apart <= tolerance for apart in differences(losses, alone))
 
 
@@ -87,6 +87,6 @@ def _ranks(count: int) -> str:
 
 
 def _apart(held: StateBytes, said: StateBytes) -> int:
-    """The sum of the terms' differences: two mistakes must not cancel each other."""
+    """Sum the absolute differences of the terms, so that two mistakes cannot cancel each other."""
     one, other = states_to_json(held), states_to_json(said)
     return sum(abs(one[term] - other[term]) for term in one if term != "total_bytes")

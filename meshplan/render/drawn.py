@@ -1,6 +1,6 @@
 """Pictures in the terminal: mesh, layout, memory, pipeline and modules as lines of characters.
 
-Every line reads the same without colour, so that what is piped loses nothing.
+Every line reads the same without colour, so that piped output loses nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshplan.pictures.plans.gantt import Gantt
 from meshplan.units import format_count, format_gib
 
 Run = tuple[str, str]
-"""A text and the style that rich gives it, "" for none."""
+"""A text and its style in rich; "" for no style."""
 Line = Sequence[Run]
 
 _WIDE: Final = 64
@@ -32,7 +32,7 @@ _LETTERS: Final = {
 
 
 def print_lines(lines: Iterable[Line], stream: TextIO, *, colour: bool) -> None:
-    """Write them, in colour where that is wanted."""
+    """Print the lines, in colour if `colour` is True."""
     if not colour:
         for line in lines:
             print("".join(text for text, _ in line).rstrip(), file=stream)
@@ -46,7 +46,7 @@ def print_lines(lines: Iterable[Line], stream: TextIO, *, colour: bool) -> None:
 
 
 def mesh_lines(facts: MeshMap) -> list[Line]:
-    """A row for each node, a cell for each rank with its shard."""
+    """Return a row per node, with a cell per rank that shows its shard."""
     lines: list[Line] = [[(facts.title, "bold")], []]
     wide = len(str(facts.num_ranks - 1))
     shards = len(str(facts.num_shards - 1))
@@ -77,7 +77,7 @@ def _links(links: Links, facts: MeshMap) -> list[Line]:
 
 
 def memory_lines(facts: MemoryBars) -> list[Line]:
-    """A bar for each group of ranks, a letter for each part of it, and the limit."""
+    """Return a bar per group of ranks, made of one letter per term, and the limit."""
     used = [name for name in INKS if any(name in dict(bar.parts) for bar in facts.bars)]
     limit = facts.limit_bytes or 0
     most = max([limit, *(bar.high_bytes or bar.total_bytes for bar in facts.bars)]) or 1
@@ -116,7 +116,7 @@ def memory_lines(facts: MemoryBars) -> list[Line]:
 
 
 def layout_lines(facts: TensorLayout) -> list[Line]:
-    """A table for each time: a row for each part, and who holds it."""
+    """Return a table per phase, with a cell per shard that names the ranks that have it."""
     lines: list[Line] = [[(facts.title, "bold")]]
     for face in facts.faces:
         sides = [side.words for side in (face.rows, face.columns) if side is not None]
@@ -159,12 +159,12 @@ def _held(face: Face, row: DimSlice | None, column: DimSlice | None) -> Run:
 
 
 def gantt_lines(facts: Gantt, wide: int = 96) -> list[Line]:
-    """A row for each rank, a character for each moment."""
+    """Return a row per rank, with a character per interval of time."""
     lines: list[Line] = [[(facts.title, "bold")], []]
     rows: dict[int, list[str]] = {rank: ["."] * wide for rank in range(facts.ranks)}
     per = facts.step / wide
     for block in facts.blocks:
-        # A moment is what the rank does in its middle.
+        # A character shows what the rank does in the middle of its interval.
         for cell in range(wide):
             if block.begin <= (cell + 0.5) * per < block.end:
                 rows[block.rank][cell] = block.kind
@@ -189,12 +189,12 @@ def gantt_lines(facts: Gantt, wide: int = 96) -> list[Line]:
 
 
 def _on(ink: Ink) -> str:
-    """Rich's words for a text on a colour."""
+    """Return the rich style of text on a background colour."""
     return f"{ink_on(ink.colour)} on {ink.colour}"
 
 
 def graph_lines(facts: Tree) -> list[Line]:
-    """A row for each place of the tree; what stands for many says how many."""
+    """Return a row per node of the tree; folded nodes state how many they stand for."""
     lines: list[Line] = [[(facts.title, "bold")], []]
     names = [f"{'  ' * (row.depth + 1)}{row.name}" for row in facts.rows]
     wide = min(max(map(len, names)), _WIDE)

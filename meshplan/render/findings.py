@@ -1,4 +1,4 @@
-"""`meshplan check` on paper: problems and warnings, as text and as JSON."""
+"""Output of `meshplan check`: problems and warnings, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshplan.errors import Origin, Problem
 
 
 def findings_to_text(noun: str, findings: Sequence[Problem]) -> str:
-    """A count, then each finding.
+    """Return a count, then each finding.
 
     >>> print(findings_to_text("warning", [Problem("this decides nothing", fix="remove it")]))
     meshplan: 1 warning
@@ -23,7 +23,7 @@ def findings_to_text(noun: str, findings: Sequence[Problem]) -> str:
 def findings_to_json(
     problems: Sequence[Problem], warnings: Sequence[Problem] = ()
 ) -> dict[str, Any]:
-    """The `result` of schema check/1; what stands nowhere has null for its place."""
+    """Return the `result` of schema check/1; a finding without a place has null for its place."""
     return {
         "ok": not problems,
         "problems": [_finding_to_json(problem) for problem in problems],
@@ -36,7 +36,7 @@ def _finding_to_json(finding: Problem) -> dict[str, Any]:
 
 
 def place_to_json(origin: Origin | None) -> dict[str, Any]:
-    """File, line, column and path, each null where there is none."""
+    """Return file, line, column and path, each None if it is unknown."""
     if origin is None:
         return dict.fromkeys(("file", "line", "column", "path"))
     return {

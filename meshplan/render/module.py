@@ -1,4 +1,4 @@
-"""`meshplan explain MODULE` and `meshplan explain memory` on paper."""
+"""Output of `meshplan explain MODULE` and `meshplan explain memory`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshplan.units import format_bytes, format_seconds
 
 
 def module_to_json(answer: ModuleAnswer) -> dict[str, Any]:
-    """`result.module` of schema explain/1."""
+    """Return `result.module` of schema explain/1."""
     cost = answer.cost
     return {
         "name": answer.name,
@@ -55,7 +55,7 @@ def _reason(reason: Reason) -> dict[str, Any]:
 
 
 def module_to_text(answer: ModuleAnswer) -> list[str]:
-    """The lines of the answer."""
+    """Return the lines of the answer on a module."""
     plan = answer.plan
     title = f"{answer.name}: {answer.type or 'a tensor'} of {plan.graph.name}"
     title = title if answer.name else f"the model: {plan.graph.name}"
@@ -83,7 +83,7 @@ def _tensors(answer: ModuleAnswer) -> list[str]:
             shape_to_text(each.placed.local_shape(plan.mesh, each.rank)),
             "; ".join(why_to_text(reason, plan) for reason in each.decided_by),
         )
-        # One row for what is alike but for numbers in its name.
+        # Tensors that differ only in the numbers of their names share a row.
         kind = ".".join("*" if part.isdigit() else part for part in name.split("."))
         alike.setdefault((kind, *cells), []).append(name)
     rows = [(name, *cells) for (_, *cells), names in alike.items() for name in fold(names)]
@@ -119,7 +119,7 @@ def _cost(answer: ModuleAnswer) -> list[str]:
 
 
 def explained_memory_to_json(estimate: MemoryEstimate) -> dict[str, Any]:
-    """`result.memory` of schema explain/1."""
+    """Return `result.memory` of schema explain/1."""
     whole = memory_to_json(estimate)
     worst = whole["groups"][whole["worst"]]
     return {
@@ -136,5 +136,5 @@ def explained_memory_to_json(estimate: MemoryEstimate) -> dict[str, Any]:
 
 
 def explained_memory_to_text(estimate: MemoryEstimate) -> list[str]:
-    """From the textbook to the figure that has to fit, term by term."""
+    """Return the steps from the textbook to the figure that has to fit, term by term."""
     return explained_to_text(estimate)

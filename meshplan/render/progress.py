@@ -13,7 +13,7 @@ _NUM_LINES = 8
 def loss_progress(
     title: str, steps: int, *, is_quiet: bool = False
 ) -> Iterator[Callable[[int, float], None]]:
-    """A function to be told each step's number, counted from 1, and its loss."""
+    """Yield a function to call after each step with its number, counted from 1, and its loss."""
     if is_quiet:
         yield lambda step, loss: None
     elif sys.stderr.isatty():

@@ -14,10 +14,10 @@ _GAP = "..."
 
 
 def map_of_ranks(plan: Plan) -> list[str]:
-    """Title and map.
+    """Return a title and a map of the ranks.
 
-    An axis that varies within every node alike heads the columns, one that tells nodes apart
-    heads the rows, any other is written behind each rank.
+    An axis that varies in the same pattern within every node heads the columns, and one that is
+    constant within each node heads the rows. Coordinates of any other axis follow each rank.
     """
     mesh, hardware = plan.mesh, plan.spec.hardware
     world = mesh.world_size
@@ -25,7 +25,7 @@ def map_of_ranks(plan: Plan) -> list[str]:
         per_row, noun = hardware.gpus_per_node, "node"
         where = f"{hardware.nodes} node{'s' if hardware.nodes > 1 else ''} x {per_row}"
     else:
-        # Nothing says where a node ends: a row per position on the outermost axis.
+        # Node boundaries are unknown: use a row per position on the outermost axis.
         per_row, noun = world // mesh.axes[0].size if len(mesh.axes) > 1 else world, "row"
         where = "nodes not stated"
     num_rows = world // per_row
@@ -65,7 +65,7 @@ def map_of_ranks(plan: Plan) -> list[str]:
 
 
 def _steps(mesh: Mesh) -> dict[str, tuple[int, int]]:
-    """By axis: how many ranks stand at one position before the next follows, and its size."""
+    """Return the stride of each axis in ranks, and its size, by the axis name."""
     out, step = {}, mesh.world_size
     for axis in mesh:
         step //= axis.size
@@ -77,7 +77,7 @@ def _steps(mesh: Mesh) -> dict[str, tuple[int, int]]:
 
 
 def _some(count: int, most: int) -> Sequence[int | None]:
-    """All of 0..count-1, or the first few, a gap and the last."""
+    """Return all of 0..count-1, or the first few, None for a gap, and the last."""
     if count <= most:
         return range(count)
     return [*range(most - 2), None, count - 1]

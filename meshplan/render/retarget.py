@@ -1,4 +1,4 @@
-"""`meshplan plan --retarget` on paper: the plan for other hardware beside the one that there is."""
+"""Output of `meshplan plan --retarget`: the plan for other hardware next to the existing one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshplan.units import format_bytes
 
 
 def retarget_to_json(found: PlanDifference, moved: Reshard) -> dict[str, Any]:
-    """`result.retarget` of schema plan/1: as schema diff/1, with what a reshard moves."""
+    """Return `result.retarget` of schema plan/1: the keys of diff/1, and the bytes that move."""
     return {
         **difference_to_json(found),
         "reshard": {
@@ -26,7 +26,7 @@ def retarget_to_json(found: PlanDifference, moved: Reshard) -> dict[str, Any]:
 
 
 def retarget_to_text(found: PlanDifference, moved: Reshard) -> list[str]:
-    """The lines of the answer."""
+    """Return the lines of the answer."""
     share = moved.moved_bytes / moved.needed_bytes if moved.needed_bytes else 0.0
     rows = [
         ("  the model's once", format_bytes(moved.state_bytes)),

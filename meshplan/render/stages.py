@@ -1,4 +1,4 @@
-"""The pipeline of a plan as a table: each stage, where it lies, and what runs in it."""
+"""The pipeline of a plan as a table: each stage, its pp rank, and its modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshplan.spec.match import fold
 
 
 def stages_to_text(plan: Plan) -> list[str]:
-    """Title and a row per stage; nothing without a pp axis."""
+    """Return a title and a row per stage; [] without a pp axis."""
     stages = plan.assignment.stages
     if stages is None:
         return []
@@ -25,7 +25,7 @@ def stages_to_text(plan: Plan) -> list[str]:
 
 
 def stages_to_json(plan: Plan) -> dict[str, Any] | None:
-    """The same as data."""
+    """Return the pipeline as JSON values; None without a pp axis."""
     stages = plan.assignment.stages
     if stages is None:
         return None

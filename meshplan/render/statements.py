@@ -1,7 +1,7 @@
-"""Statements of a plan on paper: as they would stand in its file, but for what nobody could read.
+"""Statements of a plan as text: as they would be in its file, but shortened for the reader.
 
-Names of a hundred stages become how many of them hold how many blocks, and lists of blocks one
-pattern; the lock and the JSON have them name by name.
+Stages are written as how many stages have how many blocks, and lists of blocks as one pattern.
+The lock and the JSON output name each of them.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from meshplan.units import spans_of
 
 _SPLIT: Final = "pipeline.split"
 _MOST_NAMED: Final = 3
-"""Runs of stages that hold as many blocks: of so many it is said where each begins."""
+"""Maximum number of runs of equally large stages for which the first module of each is named."""
 _MOST_LISTED: Final = 4
-"""Numbers that are all written."""
+"""Maximum number of values that are all written."""
 _NUMBERED: Final = re.compile(r"(.*\.|)(?:([0-9]+)|\{([0-9]+)\.\.([0-9]+)\})")
 
 
 def way_lines(way: Evaluated) -> Iterator[str]:
-    """What the plan file would have to say for a way, one a line."""
+    """Yield the statements that the plan file needs to become this plan, one per line."""
     return statement_lines(way.stated, way.plan.graph.blocks())
 
 
 def statement_lines(stated: Mapping[str, Any], blocks: Sequence[str] = ()) -> Iterator[str]:
-    """Statements as they would stand in a plan file, one a line.
+    """Yield statements as they would be in a plan file, one per line.
 
     Args:
-        blocks: Of the model, in the order in which they run.
+        stated: Values by path; None values are left out.
+        blocks: Fqns of the model's blocks, in the order in which they run.
     """
     for path, value in stated.items():
         if value is not None:
@@ -41,7 +42,7 @@ def statement_lines(stated: Mapping[str, Any], blocks: Sequence[str] = ()) -> It
 
 
 def statement_value(path: str, value: Any, blocks: Sequence[str] = ()) -> str:
-    """What is stated at a path, in short.
+    """Return the value stated at a path as short text.
 
     >>> statement_value("rules[0]", {"match": ["a.{0..3}", "a.5"], "stage": 1})
     '{match: "a.{0..3,5}", stage: 1}'
@@ -55,7 +56,7 @@ def statement_value(path: str, value: Any, blocks: Sequence[str] = ()) -> str:
 
 
 def flow(value: Any) -> str:
-    """A value as YAML on one line."""
+    """Return a value as YAML on one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {flow(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
@@ -66,11 +67,12 @@ def flow(value: Any) -> str:
 
 
 def stages_in_words(firsts: Sequence[str], blocks: Sequence[str]) -> str:
-    """How many stages hold how many blocks, in their order.
+    """Describe how many stages have how many blocks, in their order.
 
     Args:
-        firsts: With which module each stage begins.
-        blocks: Of the model, in order; where stages do not begin with them, their names are told.
+        firsts: Fqn of the first module of each stage.
+        blocks: Fqns of the model's blocks, in order. If stages begin with other modules, the first
+            modules are listed instead.
 
     >>> layers = [f"layers.{n}" for n in range(8)]
     >>> stages_in_words(["layers.0", "layers.4"], layers)
@@ -102,7 +104,7 @@ def _blocks(count: int) -> str:
 
 
 def _is_split(value: Any) -> bool:
-    """Whether it is as the planner states it; people may have edited a lock."""
+    """Return True if the value has the planner's form; a user may have edited a lock."""
     return bool(value) and isinstance(value, list) and all(
         isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
         for names in value
@@ -110,7 +112,7 @@ def _is_split(value: Any) -> bool:
 
 
 def _joined(patterns: Sequence[Any]) -> list[str]:
-    """The same as fewer patterns: numbers of one container in one."""
+    """Merge patterns that differ only in the number of one container."""
     spans: dict[str, list[int]] = {}
     for pattern in map(str, patterns):
         found = _NUMBERED.fullmatch(pattern)
@@ -130,7 +132,7 @@ def _braced(numbers: Sequence[int]) -> str:
 
 
 def settings_in_words(settings: Iterable[str]) -> str:
-    """Settings such as "mesh.pp=128", those of one path together, long lists in short.
+    """Join settings such as "mesh.pp=128": values of one path together, long lists shortened.
 
     >>> settings_in_words(["mesh.cp=16, 32", "mesh.cp=64", "mesh.cp=128, 256, 512", "mesh.ep=2"])
     'mesh.cp=16, 32, ..., 512 (6 sizes), mesh.ep=2'

@@ -1,4 +1,4 @@
-"""Why there is no plan, and what would help, on paper."""
+"""Output of `meshplan plan` if there is no plan: the reason, and changes that would help."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HOPELESS: Final = (
 
 
 def trouble_to_json(trouble: Trouble) -> dict[str, Any]:
-    """`result.conflict` and `result.fixes` of schema plan/1."""
+    """Return `result.conflict` and `result.fixes` of schema plan/1."""
     return {
         "conflict": {
             "statements": [{"path": s.path, "value": s.text} for s in trouble.conflict],
@@ -43,12 +43,12 @@ def _remedy_to_json(each: Remedy) -> dict[str, Any]:
 
 
 def trouble_to_text(trouble: Trouble) -> list[str]:
-    """The lines of the answer."""
+    """Return the lines of the answer."""
     return [*conflict_to_text(trouble), "", *_remedies(trouble)]
 
 
 def conflict_to_text(trouble: Trouble) -> list[str]:
-    """What contradicts what: a sentence, and the statements."""
+    """Return a sentence on the conflict, and the statements that contradict each other."""
     why = wrapped(f"  {trouble.why}", indent=4) if trouble.why else []
     if not trouble.conflict:
         if not trouble.is_hopeless:
@@ -64,7 +64,7 @@ def conflict_to_text(trouble: Trouble) -> list[str]:
 
 
 def ended(trouble: Trouble) -> str:
-    """What ended the search before its end."""
+    """Return the reason why the search ended early."""
     return "it was interrupted" if trouble.is_interrupted else "the time was up"
 
 

@@ -1,4 +1,4 @@
-"""`meshplan verify` on paper: what was made small, both trainings side by side, the verdict."""
+"""Output of `meshplan verify`: what was scaled down, both trainings side by side, the verdict."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST_LINES = 6
 
 
 def verdict_to_text(verdict: Verdict, plan: str) -> list[str]:
-    """The report, its last line the verdict."""
+    """Return the lines of the report; the last line is the verdict."""
     out = _list("made smaller", verdict.notes)
     out += _list("rules that match nothing of the small model", verdict.unmatched)
     if verdict.refusal:
@@ -63,7 +63,7 @@ def _moved(verdict: Verdict) -> list[str]:
 
 
 def _remarks(verdict: Verdict) -> list[str]:
-    """What a reader has to know of the one process."""
+    """Return lines that explain the tolerances and how the single process was run."""
     out = [
         f"allowed: {ROUNDINGS:g} times what rounding moves in one process, and never less than "
         f"{verdict.tolerance.loss:.3g} of a loss and {verdict.tolerance.relative:.3g} of a movement"
@@ -132,7 +132,7 @@ def _ranks(verdict: Verdict) -> str:
 
 
 def verdict_to_json(verdict: Verdict) -> dict[str, Any]:
-    """The `result` of schema verify/1."""
+    """Return the `result` of schema verify/1."""
     out: dict[str, Any] = {
         "ok": verdict.is_ok,
         "ranks": verdict.world,

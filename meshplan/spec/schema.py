@@ -223,11 +223,11 @@ def _input_dtype(value: PlanValue, found: Findings) -> str | None:
 
 def _input(value: PlanValue, found: Findings) -> InputSpec | None:
     def shape(value: PlanValue, found: Findings) -> tuple[int, ...]:
-        sizes = [integer(1)(v, found) for v in items(value, found, "shape: [3, 224, 224]")]
+        sizes = [integer(1)(v, found) for v in items(value, found, "shape: [4, 3, 224, 224]")]
         return tuple(size for size in sizes if size is not None)
 
-    example = "input: {shape: [3, 224, 224], dtype: float32}"
-    required = {"shape": "add shape: [3, 224, 224]"}
+    example = "input: {shape: [4, 3, 224, 224], dtype: float32}"
+    required = {"shape": "add shape: [4, 3, 224, 224]"}
     fields: Mapping[str, Decoder] = {"shape": shape, "dtype": _input_dtype}
     got = section(value, found, fields, example, required=required)
     return InputSpec(**got) if got and "shape" in got else None

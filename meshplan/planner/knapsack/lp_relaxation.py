@@ -62,7 +62,7 @@ def solve_relaxations(asked: Sequence[tuple[Options, Counts, float]]) -> list[Fl
     share = np.where(width > 0, (over - ends[row, at]) / np.where(width > 0, width, 1.0), 1.0)
     price = prices[row, at] + share * (prices[row, to] - prices[row, at])
     bound = np.where(smallest <= capacity, seconds + np.where(over > 0, price, 0.0), np.inf)
-    # Blocks of a kind without any option counted as 0 seconds so far: such queries have no answer.
+    # Blocks of a kind without any option counted as 0 seconds so far: such queries are infeasible.
     for n, (menu, (end, size)) in enumerate(zip(menus, _ends(sizes), strict=True)):
         there = menu.there[2]
         if not there.all():

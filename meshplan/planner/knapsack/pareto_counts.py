@@ -99,7 +99,8 @@ def _undominated_each(groups: Counts, seconds: Floats, memory: Floats) -> Counts
     """
     _, rank = np.unique(memory, return_inverse=True)
     order = np.lexsort((rank, seconds, groups))
-    # Ranks of later groups lie below those of earlier ones, so that each begins anew.
+    # Shift the bytes' ranks so that later groups lie below earlier ones: the running minimum over
+    # all entries then begins anew with each group.
     own = rank[order] - groups[order] * (len(rank) + 1)
     least = np.minimum.accumulate(own)
     is_better = np.ones(len(order), dtype=bool)

@@ -65,7 +65,7 @@ class Lock:
 
     @property
     def statements(self) -> dict[str, Any]:
-        """All statements that go on top of the plan file: the freed keys first, then the choices."""
+        """All statements that go on top of the plan file: freed keys first, then the choices."""
         return {**freed(self.free), **self.chosen}
 
     @property

@@ -1,4 +1,7 @@
-"""Solve one configuration: its fastest candidate, and its smallest, within a linear memory."""
+"""Solve one configuration: its fastest candidate, and its smallest, within a linear memory.
+
+"Linear bytes" are lower bounds on the memory of a rank that are sums over its blocks (`CostTable`).
+"""
 
 from __future__ import annotations
 

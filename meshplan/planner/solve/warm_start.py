@@ -39,7 +39,7 @@ class WarmStart:
         times: [configs] lower bounds on the seconds of a step (`cost_table.time_bounds`).
         held: [configs] lower bounds on the bytes of the fullest rank (`cost_table.memory_bounds`).
         measure: Replays the memory of a candidate.
-        is_open: Returns True if nothing speaks against a configuration, or one of its candidates.
+        is_open: Returns True if nothing excludes a configuration, or this candidate of it.
         is_late: Returns True once the search has to end.
     """
 

@@ -135,6 +135,7 @@ def cost_table_of(
                     passes[rows] = np.minimum(passes[rows], own)
             floor[rows] += counts[number] * step_bytes(part, kind, sizes)
             boundary = max(boundary, kind.boundary_bytes)
+        # Without a pipeline, a rank has all blocks. With one, only a single block is sure.
         reducing[rows] = np.where(part["pp"] == 1, always + passing, reducing[rows])
         reducing[rows] += _known(pooled[rows])
         ends = chain.kinds[chain.order[0]], chain.kinds[chain.order[-1]]

@@ -37,8 +37,8 @@ def in_flight_of(row: np.void, rank: int) -> tuple[float, ...]:
 def had_backward(row: np.void, rank: int) -> bool:
     """Return True if the last stage of a rank has had a backward at such a moment.
 
-    The rank's other stages may not have had one. The moment is then the next forward: as much is in
-    flight as before the first backward.
+    The rank's other stages need not have had one. The moment is then the next forward, which brings
+    as much in flight as there was before the first backward.
     """
     p, m, v = int(row["pp"]), int(row["microbatches"]), int(row["virtual"])
     if p == 1 or in_halves(row) or SCHEDULE_WORDS[row["schedule"]] == "GPipe":

@@ -191,7 +191,7 @@ def passing_bytes(grid: NDArray[np.void], kind: BlockKind, offered: Options) -> 
 def turning_bytes(
     made: Floats, grid: NDArray[np.void], kind: BlockKind, offered: Options
 ) -> Floats:
-    """[configs] bytes that a rank needs more than before a block's pass at the end of its backward.
+    """[configs] bytes that a rank needs more at the end of a block's backward than before its pass.
 
     What the block saved is freed by then.
 

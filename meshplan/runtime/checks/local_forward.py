@@ -93,14 +93,17 @@ def prove_first_forward(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
 
     def before(module: nn.Module, args: Any) -> None:
         if not handles:  # Registered late, to run after every hook that watches the forward itself.
+            if is_compiled:  # The stance is the process's: a forward that raises must not leave it.
+                handles.append(module.register_forward_hook(compile_again, always_call=True))
             handles.append(module.register_forward_hook(after))
-            proof.undo.append(handles[0].remove)
+            proof.undo += [handle.remove for handle in handles]
         if is_compiled:  # Capturing and comparing must not become part of a compiled graph.
             torch.compiler.set_stance("force_eager")
 
+    def compile_again(module: nn.Module, args: Any, output: Any) -> None:
+        torch.compiler.set_stance("default")
+
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        if is_compiled:
-            torch.compiler.set_stance("default")
         proof.settle(module)
 
     def step(optimizer: torch.optim.Optimizer) -> None:

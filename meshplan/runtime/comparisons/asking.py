@@ -1,7 +1,8 @@
-"""Asking the user's loss function beside the training: nothing of it stays, nothing is disturbed.
+"""Call the user's loss function outside of the training, without side effects.
 
-Every call gets tensors of its own, so that it may write into them; starts from the state that the
-function had in the training, which is put back; and finds the generators as they were.
+Every call gets its own tensors, so that it may write into them. It starts from the state that the
+function has in the training, which is restored afterwards, and leaves the random generators as they
+were.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from meshplan.runtime.watch.guard import fails_together, is_lost_connection
 
 LossFn = Callable[[Any, Any], Any]
 _WIDE_ENOUGH: Final = 32
-"""Bits of the dtype that casts to half precision give way to, where all is asked in double."""
+"""Bits of the dtype that casts to half precision use instead, if all inputs are in double
+precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +37,9 @@ class LossCall:
     """One call of a loss function.
 
     Attributes:
-        given: What it returned.
-        dtype: The coarsest dtype that it rounded to; float64 where it rounded to none.
-        is_random: Whether it drew random numbers.
+        given: The return value.
+        dtype: The coarsest dtype that it rounded to; float64 if it rounded to none.
+        is_random: If True, it drew random numbers.
     """
 
     given: Any
@@ -46,10 +48,13 @@ class LossCall:
 
 
 def ask(loss_fn: LossFn, output: Any, targets: Any, dtype: torch.dtype | None = None) -> LossCall:
-    """Call a loss function about copies of an output and targets.
+    """Call a loss function on copies of an output and targets.
 
     Args:
-        dtype: Of all tensors of fractions; None leaves them in their own.
+        loss_fn: The user's loss function.
+        output: Output of the model.
+        targets: Targets of the same samples.
+        dtype: Dtype that all floating-point tensors are converted to; None leaves them as they are.
     """
     drawn: list[bool] = []
     rounding = _Rounding(is_widened=dtype is not None)
@@ -60,9 +65,10 @@ def ask(loss_fn: LossFn, output: Any, targets: Any, dtype: torch.dtype | None = 
 
 
 def refuse_alone(error: Exception) -> None:
-    """Raise what was raised beside the training, unless all ranks have: they wait for each other.
+    """Raise an error from outside the training, unless all ranks had one: they wait for each other.
 
-    Some ranks may then stand in a collective that the user's code on another one never came to.
+    If only some ranks raise, others may wait in a collective that the user's code never reaches
+    here.
     """
     if is_lost_connection(error) or not fails_together(error, range(dist.get_world_size())):
         raise error
@@ -70,20 +76,20 @@ def refuse_alone(error: Exception) -> None:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run what was compiled as it is written: other sizes would be compiled anew."""
+    """Run compiled code eagerly inside the context, as other sizes would be compiled anew."""
     is_compiled = "torch._dynamo" in sys.modules
     with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
         yield
 
 
 class Watched:
-    """What the training's own calls of a loss function do besides returning a loss.
+    """Observes side effects of the training's own calls of a loss function.
 
     Attributes:
-        sends: Whether they run collectives of their own: asked aside, unequally often on ranks,
-            they would meet other ranks' collectives.
-        writes: Whether they write into what they are given: it told of other numbers than those
-            that are left.
+        sends: If True, the calls run collectives of their own. Extra calls, of which ranks may make
+            unequally many, would be matched with other collectives of other ranks.
+        writes: If True, the calls write into their arguments, so that the loss was computed from
+            other values than those that are left.
     """
 
     def __init__(self) -> None:
@@ -91,9 +97,9 @@ class Watched:
 
     @contextmanager
     def call(self, output: Any, targets: Any) -> Iterator[None]:
-        """Watch one call."""
+        """Observe one call."""
         tensors = [tensor for _, tensor in tensors_in((output, targets))]
-        # Parts of logits, or of the head that makes them, are put together inside of it.
+        # With sharded logits, or a sharded head, meshplan's own collectives run inside the call.
         is_own = any(isinstance(tensor, LazyLogits | DTensor) for tensor in tensors)
         begun, versions = group_sequences(), _versions(tensors)
         yield
@@ -106,7 +112,7 @@ def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def _copied(item: Any, dtype: torch.dtype | None) -> Any:
-    """Copy all tensors of something nested but logits that are not there yet."""
+    """Copy all tensors of a nested value, except logits that are not computed yet."""
     tensors: list[torch.Tensor] = []
 
     def place(tensor: torch.Tensor) -> int:
@@ -121,11 +127,11 @@ def _copied(item: Any, dtype: torch.dtype | None) -> Any:
 
 
 class _Rounding(TorchDispatchMode):
-    """Tells to which dtypes a function rounds what it is given.
+    """Records the coarsest dtype to which a function rounds its inputs.
 
     Args:
-        is_widened: Whether it casts to single precision where it would cast to half: tolerances of
-            halves hide much.
+        is_widened: If True, casts to half precision go to single precision instead, because the
+            tolerances of half precision hide too much.
     """
 
     def __init__(self, *, is_widened: bool) -> None:
@@ -158,5 +164,5 @@ def _bits(tensor: torch.Tensor) -> int:
 
 
 def coarsest(*dtypes: torch.dtype) -> torch.dtype:
-    """Return the dtype of fractions that rounds the most."""
+    """Return the floating-point dtype that rounds the most."""
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)

@@ -1,6 +1,7 @@
-"""Loops by hand: what ranks are given, compared at growing intervals.
+"""Compare what ranks are given in training loops of the user's own, at growing intervals.
 
-`train_step` compares its own batches. Here forwards are counted, and steps of the optimizer.
+`train_step` compares its own batches. In other loops, forwards and steps of the optimizer are
+counted.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _COMPARED: Final[ContextVar[bool]] = ContextVar("compared", default=False)
 
 @contextmanager
 def compared() -> Iterator[None]:
-    """Inside, somebody has compared the batch already."""
+    """Mark the batch as compared already inside the context."""
     token = _COMPARED.set(True)
     try:
         yield
@@ -39,10 +40,11 @@ def compared() -> Iterator[None]:
 
 
 class BatchWatch:
-    """Compares the batches of a loop by hand that a model is trained on.
+    """Compares the batches of a training loop of the user's own.
 
-    Inside a replica the 1st, 2nd, 4th, 8th, ... forward; between data ranks what forwards were
-    given before these steps of the optimizer, since ranks may differ in how many forwards they run.
+    Inside a replica, the batches of the 1st, 2nd, 4th, 8th, ... forward are compared. Between data
+    ranks, all batches since the last optimizer step are compared before the 1st, 2nd, 4th, ...
+    step, because ranks may differ in how many forwards they run.
     """
 
     def __init__(self, found: ParallelModel) -> None:
@@ -59,7 +61,12 @@ class BatchWatch:
         """Count a batch, and compare it if it is due.
 
         Args:
-            is_training: Whether the model is in training mode.
+            inputs: Inputs of the forward.
+            targets: Targets; () if they are not known.
+            is_training: If True, the model is in training mode.
+
+        Raises:
+            ApplyError: Ranks of a replica were given different batches.
         """
         if _COMPARED.get() or in_dry_run() or is_fake_execution() or not torch.is_grad_enabled():
             return
@@ -75,7 +82,7 @@ class BatchWatch:
             watch.add((inputs, targets))
 
     def add(self, batch: Any) -> None:
-        """Take what a forward of any model is given into account."""
+        """Take the batch of one more forward, of any model, into account."""
         if self._compares_ranks and (is_due(self._steps + 1) or self._is_doubtful):
             self._given.add(batch)
 
@@ -83,7 +90,7 @@ class BatchWatch:
         """Compare what data ranks were given since the last step.
 
         Raises:
-            ApplyError: Ranks that train on different samples were given the same.
+            ApplyError: Ranks that must train on different samples were given the same.
         """
         if _COMPARED.get() or not is_stepped(optimizer, self._found):
             return
@@ -93,7 +100,7 @@ class BatchWatch:
         given, self._given = self._given, Given()
         group = submesh(self._found.mesh, GRADIENT_AXES, flat=True).get_group()
         axis = given.axis_of_twins(self._found.plan, group, device())
-        # Once may be chance, but for the first time.
+        # Equal samples may be drawn once by chance, but not in the first step.
         is_repeated, self._is_doubtful = self._is_doubtful, axis is not None
         if axis is not None and (self._steps == 1 or is_repeated):
             raise ApplyError(same_samples(axis, self._samples, self._found.plan))
@@ -103,7 +110,7 @@ _watches: Final[weakref.WeakSet[BatchWatch]] = weakref.WeakSet()
 
 
 def watch_batches(model: nn.Module) -> None:
-    """Compare what forwards of a model are given, and steps of a pipeline."""
+    """Compare the batches of forwards of a model, and of steps of a pipeline."""
     found = next(each for each in reversed(known_models()) if each.model() is model)
     plan = found.plan
     watch = BatchWatch(found)
@@ -115,7 +122,7 @@ def watch_batches(model: nn.Module) -> None:
         return
 
     def see(module: nn.Module, args: Any, kwargs: Any) -> None:
-        # Where it is compiled the hook must leave no trace in the graph.
+        # In a compiled model the hook must leave no trace in the graph.
         if not torch.compiler.is_compiling():
             watch.see((args, kwargs), (), is_training=module.training)
 

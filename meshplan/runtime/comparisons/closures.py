@@ -1,4 +1,4 @@
-"""What a function keeps from one call to the next: modules, its closure, globals, attributes."""
+"""Restore a function's state after a call: modules, its closure, globals, attributes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from meshplan.runtime.checks.dry_run import dry_run, untouched
 
 _UNSET: Final = object()
 _NOT_THE_USERS: Final = ("builtins", "torch", "meshplan")
-"""Packages whose functions and objects hold no state of a user's loss."""
+"""Packages whose functions and objects contain no state of a user's loss."""
 
 
 @dataclass(slots=True)
 class _ClosureWalk:
-    """Everything found so far, each object once."""
+    """The state reachable from a function, each object once."""
 
     modules: list[nn.Module] = field(default_factory=list)
     cells: list[tuple[types.CellType, Any]] = field(default_factory=list)
@@ -31,10 +31,12 @@ class _ClosureWalk:
     seen: dict[int, Any] = field(default_factory=dict)
 
     def add(self, item: Any, *, is_called: bool = False) -> None:
-        """Look into what a function is, holds or names.
+        """Collect what a function is, contains or names.
 
         Args:
-            is_called: Whether it is the function itself, of whichever package.
+            item: A function, or an object that it uses.
+            is_called: If True, `item` is the function itself, which is searched whatever its
+                package.
         """
         if id(item) in self.seen or isinstance(item, type | types.ModuleType):
             return
@@ -83,12 +85,12 @@ def _package(item: Any) -> str:
 def _contents(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # A variable that is not set yet.
+    except ValueError:  # The variable is not set yet.
         return _UNSET
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Names that a function and those inside of it may look up among globals."""
+    """Yield names that a function, and those defined inside it, may look up among globals."""
     yield from code.co_names
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
@@ -97,9 +99,9 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 @contextmanager
 def kept(function: Any) -> Iterator[None]:
-    """Leave what a function and the modules that it uses remember as it was.
+    """Restore the state of a function, and of the modules that it uses, at the end of the context.
 
-    What lies deeper than one list, dict, set or object inside of that is not looked at.
+    State nested deeper than one list, dict, set or object is not restored.
     """
     state = _ClosureWalk()
     state.add(function, is_called=True)

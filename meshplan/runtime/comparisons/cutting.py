@@ -1,4 +1,4 @@
-"""Parts of outputs and targets: some of their samples, some of the tokens of each."""
+"""Parts of outputs and targets: some of the samples, or some of the tokens of each sample."""
 
 from __future__ import annotations
 
@@ -22,17 +22,20 @@ def cut(
     dim: int = 0,
     like: Any = (),
 ) -> list[Any] | None:
-    """Parts of something nested.
+    """Cut parts out of all tensors of a nested value.
 
     Args:
-        samples: The size of the dim that is cut.
-        parts: Which of them.
-        is_output: Whether a model may have put them along another dim.
-        like: Targets, which say where samples and tokens are if an output begins with the sizes
-            of one.
+        item: An output or targets.
+        samples: Size of the dim that is cut.
+        parts: Indices along this dim, for each part.
+        is_output: If True, the item comes from the model, which may have put samples along another
+            dim.
+        dim: The dim that is cut.
+        like: Targets; an output that begins with the sizes of one has samples and tokens where the
+            target has them.
 
     Returns:
-        None where it is not clear that all of its tensors hold them along this dim.
+        The parts, or None if it is not clear that all tensors have the samples along this dim.
     """
     tensors: list[torch.Tensor] = []
 
@@ -53,7 +56,7 @@ def cut(
             return None
         if tensor.ndim and (tensor.ndim <= dim or tensor.shape[dim] != samples):
             return None
-        # Where another dim is as long, who says which one the samples are?
+        # If another dim has the same size, only targets can show which one has the samples.
         is_told = any(tensor.shape[:2] == each[:2] for each in shapes)
         if is_output and not is_told and samples in tensor.shape[dim + 1 :]:
             return None
@@ -71,7 +74,7 @@ def cut(
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
-    """Return whether a model that gave this gave a parameter, or a view of one: of no sample."""
+    """Return True if a tensor of an output is a parameter, or a view of one: of no sample."""
     if isinstance(tensor, LazyLogits):
         return False
     owner = tensor if tensor._base is None else tensor._base
@@ -79,10 +82,10 @@ def is_parameter(tensor: torch.Tensor) -> bool:
 
 
 def spread(targets: Any, length: int, count: int) -> list[int]:
-    """Choose tokens of a sequence: half of them where all samples have a target, if there are such.
+    """Choose tokens of a sequence, half of them from places where all samples have a target.
 
-    The others are where some samples have one: parts that hold as many targets tell no law of a
-    mean from another one.
+    The others are from places where only some samples have one: parts with equal numbers of targets
+    cannot distinguish one rule for a mean from another.
     """
     rows = [t for t in token_targets(targets) if t.ndim > 1 and t.shape[1] == length]
     if count >= length or not rows:
@@ -103,10 +106,10 @@ def _evenly(places: list[int], count: int) -> list[int]:
 
 
 def thinned(output: Any, targets: Any, samples: int, most: int) -> tuple[Any, Any, int] | None:
-    """Take a few tokens of some samples, which together have no more elements than this.
+    """Take a few tokens of some samples, with at most `most` elements together.
 
     Returns:
-        Output, targets and how many samples these are; None where tokens do not lie along dim 1.
+        (output, targets, number of samples), or None if tokens do not lie along dim 1.
     """
     tensors = [tensor for _, tensor in tensors_in((output, targets))]
     rows = [tensor for _, tensor in tensors_in(targets) if tensor.ndim > 1]
@@ -131,7 +134,7 @@ def thinned(output: Any, targets: Any, samples: int, most: int) -> tuple[Any, An
 
 
 def mask_sum(targets: Any) -> float | None:
-    """Add up the one tensor of zeros and ones for tokens among targets; None without one."""
+    """Add up the one tensor of zeros and ones for tokens among targets; None if there is none."""
     found = [
         tensor
         for _, tensor in tensors_in(targets)
@@ -141,5 +144,5 @@ def mask_sum(targets: Any) -> float | None:
 
 
 def num_elements(targets: Any) -> float:
-    """Count the elements of targets that lie along more than samples."""
+    """Count the elements of targets that have more dims than that of the samples."""
     return float(sum(tensor.numel() for _, tensor in tensors_in(targets) if tensor.ndim > 1))

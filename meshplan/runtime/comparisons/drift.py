@@ -1,9 +1,9 @@
-"""Parameters that several ranks hold whole are one and the same there, in every step.
+"""Check that all copies of a parameter that several ranks have whole are equal.
 
-Gradients are averaged and every rank makes the same step, so copies stay equal. They part where
+Gradients are averaged and every rank takes the same step, so copies stay equal. They drift apart if
 something else writes to one of them: a forward that renormalises its weights, a loop that loads
-other numbers on one rank, samples that differ along tp. Each rank then trains a model of its own.
-Two sums of each copy tell, before the optimizer steps and before a state is saved.
+other values on one rank, samples that differ along tp. Each rank then trains a different model. Two
+sums of each copy are compared, before the optimizer steps and before a state is saved.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from meshplan.runtime.base.parallel_models import ParallelModel, is_stepped, kno
 _EVERY: Final = 1024
 """Steps after which copies are compared at the latest."""
 _OF_DATA, _OF_TP, _HALF = 1e-5, 1e-2, 1e-2
-"""Relative differences of the sums that say that copies have parted. Along the data axes gradients
-are equal to the last bit; along tp each rank computes those of a copy for itself, and optimizers
-that divide by them make much of rounding; in half precision a step may be rounded at random."""
+"""Relative differences of the sums from which on copies have drifted apart. Along the data axes
+gradients are equal to the last bit. Along tp each rank computes those of a copy for itself, and
+optimizers that divide by them amplify rounding. In half precision a step may be rounded at
+random."""
 
 
 @dataclass(slots=True)
@@ -62,10 +63,10 @@ def _before_step(watch: _DriftWatch, optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_drift(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Refuse parameters whose copies have parted; every rank calls it.
+    """Refuse parameters whose copies have drifted apart; all ranks must call it.
 
     Raises:
-        ApplyError: On all ranks of a stage, with their names.
+        ApplyError: Some have; it is raised on all ranks of a stage, with their names.
     """
     by_axes: dict[tuple[str, ...], dict[str, nn.Parameter]] = {}
     for axes, name, parameter in _alike(model, plan):
@@ -75,7 +76,7 @@ def check_drift(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     wrong: list[str] = []
     if names:
         flags = torch.cat(parted)
-        # What some ranks find all of the stage must hear: nobody goes on alone.
+        # All ranks of the stage must raise together: none may go on alone.
         stage = [axis for axis in mesh.mesh_dim_names or () if axis != "pp"]
         reduce_along(flags, mesh, stage, dist.ReduceOp.MAX)
         wrong = [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
@@ -101,12 +102,12 @@ def check_drift(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
 
 
 def _alike(model: nn.Module, plan: Plan) -> Iterator[tuple[tuple[str, ...], str, nn.Parameter]]:
-    """(axes along which a parameter is whole on each rank, its name, it)."""
+    """Yield (axes along which each rank has the whole parameter, its name, the parameter)."""
     for name, parameter in model.named_parameters():
         fqn = name.partition("@")[0].removeprefix("module.")
         placed = plan.assignment.tensors.get(fqn) or plan.assignment.tensors.get(name)
         cut = {*shard_axes(parameter), *(placed.stored.axes if placed else ())}
-        # Whatever else cuts is a data axis, or has borrowed its ranks from one.
+        # Any other axis that shards it is a data axis, or borrows its ranks from one.
         wanted = ("dp_replicate",) if cut - {"tp"} else GRADIENT_AXES
         axes = plan.mesh.present((*wanted, *(() if "tp" in cut else ("tp",))))
         axes = tuple(axis for axis in axes if plan.mesh.size(axis) > 1)
@@ -117,7 +118,7 @@ def _alike(model: nn.Module, plan: Plan) -> Iterator[tuple[tuple[str, ...], str,
 def _parted(
     found: dict[str, nn.Parameter], axes: tuple[str, ...], mesh: DeviceMesh
 ) -> torch.Tensor:
-    """1 for each parameter whose copies differ along one of the axes."""
+    """Return 1 for each parameter whose copies differ along one of the axes, 0 for the others."""
     parameters = list(found.values())
     sums = _sums(parameters)
     out = torch.zeros(len(parameters), device=device())
@@ -129,7 +130,7 @@ def _parted(
 
 
 def _sums(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """Shape: (parameters, 2): the sum of the elements, and of their squares."""
+    """Return the sum of the elements, and of their squares: shape (parameters, 2)."""
     rows = []
     for parameter in parameters:
         own = local_of(parameter.detach())
@@ -140,12 +141,12 @@ def _sums(parameters: list[nn.Parameter]) -> torch.Tensor:
 
 
 def _ends(sums: torch.Tensor) -> torch.Tensor:
-    """Numbers whose largest over ranks tell the largest and the smallest of the sums."""
+    """Return numbers whose maximum over ranks gives the largest and the smallest of the sums."""
     return torch.stack((sums, -sums))
 
 
 def _differ(both: torch.Tensor, tolerance: torch.Tensor) -> torch.Tensor:
-    """Which copies are not the same; what is not a number is not compared.
+    """Return True for each parameter whose copies differ; NaN is not compared.
 
     Shape: both (2, parameters, 2), tolerance (parameters,) -> (parameters,)
     """

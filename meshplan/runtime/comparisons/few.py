@@ -1,8 +1,9 @@
-"""Outputs of a few samples of every microbatch and of some data ranks, as one batch.
+"""Outputs of a few samples of every microbatch and of some data ranks, compared as one batch.
 
-Halves of a microbatch tell little of a loss where it has one or two samples, of which the best
-half is one, and where all of its samples hold as much of what the loss is a mean over: batches of
-one length. So some outputs of all microbatches are laid together, as one process would have them.
+Halves of a microbatch show little about a loss in two cases: with one or two samples, where the
+larger half is a single one, and if all samples contain the same amount of what the loss is a mean
+over, as in batches of one length. So some outputs of all microbatches are joined, as one process
+would have them.
 """
 
 from __future__ import annotations
@@ -28,27 +29,28 @@ from meshplan.runtime.comparisons.samples import ENOUGH
 
 _RANKS: Final = 4
 _ELEMENTS: Final = 1 << 16
-"""The most that a rank keeps, which is copied to the host and sent to every rank."""
+"""The most elements that a rank keeps, which are copied to the host and sent to every rank."""
 
 
 class FewSamples:
-    """Keeps outputs and targets of some samples of this rank, and asks the loss about all ranks'.
+    """Keeps outputs of some samples of this rank, and checks the loss on those of all ranks.
 
     Args:
-        samples: Of a microbatch.
+        plan: The plan that the model runs under.
+        samples: Number of samples of a microbatch.
     """
 
     def __init__(self, plan: Plan, samples: int) -> None:
         self._plan, self._samples = plan, samples
         self._parts = min(ENOUGH, num_parts(plan) // plan.mesh.size(*GRADIENT_AXES))
         self._each = min(samples, ENOUGH // self._parts)
-        """Samples of a microbatch that are kept."""
+        """Samples of each microbatch that are kept."""
         self._kept: list[list[torch.Tensor]] = []
         self._form: Any = None
         self._is_on = True
 
     def keep(self, output: Any, targets: Any) -> None:
-        """Remember what a microbatch gave, as far as it is little."""
+        """Keep a part of a microbatch's output and targets, if it is small enough."""
         room = ENOUGH - self._each * len(self._kept)
         if not self._is_on or room <= 0:
             return
@@ -70,16 +72,17 @@ class FewSamples:
         """Compare the loss of all kept samples with those of parts; collective over all ranks.
 
         Args:
-            can_ask: Whether this rank may call the loss function beside the training.
+            loss_fn: The user's loss function.
+            can_ask: If True, this rank may call the loss function outside of the training.
 
         Returns:
-            A problem, and whether it is certainly a mean over samples: also where they hold
-            unequal amounts of what it might be taken over.
+            (a problem or None, is certainly a mean over samples). The latter is True only if the
+            parts contain unequal amounts of what else it might be a mean over.
         """
         plan = self._plan
         others = [name for name in plan.mesh.names if name not in (*DATA_AXES, "cp", "pp")]
         rank = dist.get_rank()
-        part = plan.mesh.index(rank, ("cp",))  # Along cp each asks about its part of all samples.
+        part = plan.mesh.index(rank, ("cp",))  # Along cp each checks its part of all samples.
         is_asked = plan.mesh.index(rank, DATA_AXES) < _RANKS and not plan.mesh.index(rank, others)
         told: list[list[list[torch.Tensor]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(told, self._kept if is_asked else [])
@@ -101,7 +104,7 @@ class FewSamples:
         if len(every) < 2 or len(shapes) > 1:
             return None, False
         is_mean = False
-        # Microbatches may take turns: halves that hold as much tell little.
+        # Amounts may alternate over microbatches, and halves with equal amounts show little.
         by_amount = sorted(every, key=_amount)
         is_sorted = [*map(_amount, every)] == [*map(_amount, by_amount)]
         for each in [every] if is_sorted else [every, by_amount]:
@@ -132,11 +135,11 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _split(item: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Split something nested into its form and its tensors, copied to the host."""
+    """Split a nested value into its structure and its tensors, copied to the host."""
     found: list[torch.Tensor] = []
 
     def place(tensor: torch.Tensor) -> int:
-        copy = tensor.detach().clone().cpu()  # Not with all that it is a view of.
+        copy = tensor.detach().clone().cpu()  # Clone first: a view would take its whole base along.
         found.append(copy.requires_grad_(is_parameter(tensor)))
         return len(found) - 1
 

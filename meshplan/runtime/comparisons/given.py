@@ -1,8 +1,8 @@
-"""Ranks of the data axes are given different samples, and as many of them as the plan says.
+"""Check that data ranks are given different samples, and as many of them as the plan says.
 
-A loop that forgets `local_batch`, or a sampler that counts too few ranks, trains several ranks on
-the same samples: the loss falls, and the batch is smaller than it seems. Digests tell; they are
-sent beside what a step exchanges anyway.
+If a loop forgets `local_batch`, or a sampler counts too few ranks, several ranks train on the same
+samples: the loss falls, and the batch is smaller than it seems. Digests of the samples show this;
+they are sent along with what a step exchanges anyway.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from meshplan.runtime.base.mesh import local_of
 from meshplan.runtime.base.pytree import tensors_in
 
 _ENOUGH_BITS: Final = 20
-"""Two batches that could hold less are equal by chance: zeros and ones, or a few classes."""
+"""Bits below which two batches may be equal by chance: zeros and ones, or a few classes."""
 _FEW: Final = 256
-"""Elements of a tensor that are looked at to see how much it can tell."""
+"""Elements of a tensor that are examined to estimate how much information it can contain."""
 
 
 def compares_ranks(plan: Plan) -> bool:
-    """Return whether ranks of this plan must be given different samples."""
+    """Return True if ranks of this plan must be given different samples."""
     return plan.num_data_ranks > 1 and not plan.spec.batch.per_rank
 
 
 def number_of(batch: Any, *, is_whole: bool) -> int:
-    """A number for the contents of a batch, above 0 and exact in float64."""
+    """Return a number for the contents of a batch, above 0 and exact in float64."""
     here, there = digest(batch, is_whole=is_whole)
     return 1 + here + (0 if there is None else int(there))
 
 
 def slots(number: int, plan: Plan) -> list[int]:
-    """One place for each data rank, of which this rank fills its own.
+    """Return a number for each data rank, of which this rank sets its own and leaves the others 0.
 
-    The largest over ranks of all places are the numbers of all data ranks.
+    The maximum over ranks of each slot gives the numbers of all data ranks.
     """
     found = [0] * plan.num_data_ranks
     if plan.mesh.index(dist.get_rank(), ("cp",)) == 0:  # Along cp, parts of a sample differ.
@@ -52,12 +52,13 @@ def slots(number: int, plan: Plan) -> list[int]:
 
 
 def axis_of_twins(numbers: Sequence[float], plan: Plan) -> str | None:
-    """The data axis along which all ranks were given the same; None where ranks differ.
+    """Return the data axis along which all ranks were given the same; None if ranks differ.
 
     Two ranks of many may draw the same samples by chance. Along a whole axis it is a mistake.
 
     Args:
-        numbers: Of each data rank.
+        numbers: Number of the samples of each data rank, as from `number_of`.
+        plan: The plan that the model runs under.
     """
     names = [name for name in plan.mesh.names if name in DATA_AXES]
     for axis in names:
@@ -72,10 +73,10 @@ def axis_of_twins(numbers: Sequence[float], plan: Plan) -> str | None:
 
 
 def is_telling(batch: Any) -> bool:
-    """Return whether an equal batch elsewhere shows that a rank was given the wrong one.
+    """Return True if an equal batch elsewhere shows that a rank was given the wrong one.
 
-    It does not where the batch was cut by `local_batch`, where all samples are alike, and where
-    they hold so little that they are equal by chance.
+    It does not if the batch was cut by `local_batch`, if all its samples are equal, or if they
+    contain so little that they may be equal by chance.
     """
     if is_marked(batch):
         return False
@@ -90,18 +91,19 @@ def _has_equal_rows(tensor: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> float:
-    """The most that a tensor can hold, by how many of its elements are different."""
+    """Return the most bits that a tensor can contain, by its number of distinct elements."""
     flat = tensor.reshape(-1)
     few = flat[:: max(1, flat.numel() // _FEW)].tolist()
     return flat.numel() * math.log2(len(set(few)) or 1)
 
 
 def same_samples(axis: str, samples: int, plan: Plan) -> Problem:
-    """The problem of ranks that were given the same samples.
+    """Return the problem of ranks that were given the same samples.
 
     Args:
-        axis: Along which.
-        samples: How many each rank was given.
+        axis: The axis along which all ranks were given the same.
+        samples: Number of samples that each rank was given.
+        plan: The plan that the model runs under.
     """
     other = next(rank for rank in range(plan.mesh.world_size) if plan.mesh.index(rank, (axis,)))
     return Problem(
@@ -121,11 +123,13 @@ def _planned(plan: Plan) -> str:
 
 
 def note_size(batch: Any, plan: Plan, *, may_be_micro: bool = False) -> None:
-    """Warn on rank 0 that a rank was given more or fewer samples than the plan says.
+    """Warn on rank 0 if a rank was given more or fewer samples than the plan says.
 
     Args:
-        may_be_micro: Whether this is a forward of a loop by hand, which may be of one microbatch,
-            and whose tensors may have the samples along dim 1.
+        batch: The rank's inputs and targets.
+        plan: The plan that the model runs under.
+        may_be_micro: If True, this is a forward of a loop of the user's own. It may be of one
+            microbatch, and its tensors may have the samples along dim 1.
     """
     if plan.micro is None or dist.get_rank() != 0:
         return
@@ -149,10 +153,10 @@ def note_size(batch: Any, plan: Plan, *, may_be_micro: bool = False) -> None:
 
 
 class Given:
-    """What forwards of a loop by hand are given between two steps of the optimizer.
+    """Digest of the inputs between two optimizer steps in a training loop of the user's own.
 
-    What all models of a process are given counts together: a generator may draw the same noise on
-    all ranks, and a text tower read the same class names, beside samples that differ.
+    The inputs of all models of a process count together: besides samples that differ, a generator
+    may draw the same noise on all ranks, and a text tower may read the same class names.
     """
 
     def __init__(self) -> None:
@@ -169,7 +173,7 @@ class Given:
     def axis_of_twins(
         self, plan: Plan, group: dist.ProcessGroup, device: torch.device
     ) -> str | None:
-        """Where ranks were given the same; every rank of the group calls it."""
+        """Return the axis along which ranks were given the same, or None; collective."""
         is_open = self._is_cut or not self._is_telling
         told = [int(is_open), *slots(1 + self._number, plan)]
         both = torch.tensor(told, dtype=torch.float64, device=device)

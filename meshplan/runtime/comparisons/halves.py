@@ -1,9 +1,9 @@
-"""A loss of a batch beside the losses of its halves: whether parts add up to the whole.
+"""Compare the loss of a batch with the losses of its halves: do the parts add up to the whole?
 
-A step is computed in parts and put together as the plan says the loss is: a mean, a sum, a mean
-over tokens. If that is wrong every gradient is, and nothing shows. So where a step has several
-parts, the loss function is asked three times about the same output: all samples, and each half of
-them.
+A step is computed in parts, which are combined as the plan says the loss is: a mean, a sum, a mean
+over tokens. If that is wrong, every gradient is wrong, and nothing shows it. So if a step has
+several parts, the loss function is called three times on the same output: for all samples, and for
+each half of them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from meshplan.runtime.comparisons.asking import LossCall, LossFn, ask, coarsest,
 from meshplan.runtime.comparisons.cutting import cut, mask_sum, spread, thinned
 
 WIDE: Final = 1 << 22
-"""Elements that are compared in double precision: where rounding hides nothing, also of means that
-are small beside what they are taken of."""
+"""Elements up to which losses are compared in double precision. There rounding hides nothing, not
+even in means that are small compared with what they are taken of."""
 _TOLERANCE: Final = {torch.float64: 1e-7, torch.float32: 3e-5}
 _HALF: Final = 2e-2
-"""Relative differences that rounding does not make [Empirical]."""
+"""Relative differences up to which rounding may be the cause [Empirical]."""
 _GATHER: Final = (
     "gather what is compared with meshplan.gather_batch; or say batch: {per_rank: true}, where "
     "each rank's batch is meant to stand alone"
@@ -49,11 +49,11 @@ class LossValue:
 
     Attributes:
         loss: The loss, or the sum.
-        count: What the sum was taken over, where the loss function says it.
-        tokens: Targets that are not -100, where the targets hold such.
-        shifted: Those of them that are not the first of their row: transformers' models shift
-            the labels themselves.
-        masked: The sum of a mask of zeros and ones among the targets.
+        count: Number that the sum was taken over, if the loss function returns it; None otherwise.
+        tokens: Number of targets that are not -100; None if no targets are of that kind.
+        shifted: Those of them that are not the first of their row, because transformers' models
+            shift the labels themselves; None if there are no such rows.
+        masked: Sum of a mask of zeros and ones among the targets; None if there is no mask.
     """
 
     loss: float
@@ -65,11 +65,14 @@ class LossValue:
 
 @dataclass(frozen=True, slots=True)
 class Three:
-    """A loss of a batch, and of its halves.
+    """Losses of a batch and of its two halves.
 
     Attributes:
-        tolerance: The absolute difference that rounding may make.
-        again: Asks about the whole once more; None where this cannot be done.
+        whole: Loss of the batch.
+        first: Loss of its first half.
+        second: Loss of its second half.
+        tolerance: Absolute difference that rounding may cause.
+        again: Computes the loss of the whole once more; None if that is not possible.
     """
 
     whole: LossValue
@@ -79,26 +82,26 @@ class Three:
     again: Callable[[], LossCall] | None = None
 
     def confirms(self, problem: Problem | None) -> Problem | None:
-        """Return a problem that these losses show, if the function says the same once more.
+        """Return a problem that these losses show, if the function returns the same once more.
 
-        One that goes by the number of its calls, as a weight that warms up does, or by anything
-        else that cannot be put back, tells nothing about parts.
+        A function that depends on the number of its calls, such as a weight that warms up, or on
+        anything else that cannot be restored, shows nothing about parts; then None is returned.
         """
         if problem is None or self.again is None:
             return problem
         try:
             answer = self.again()
-        except Exception:  # The user's function: it did not raise the first time.
+        except Exception:  # The user's function did not raise the first time.
             return None
         told = value_of(answer.given, ())
         if told is None or answer.is_random:
             return None
-        are_none = math.isnan(told[0].loss) and math.isnan(self.whole.loss)  # Over no token.
+        are_none = math.isnan(told[0].loss) and math.isnan(self.whole.loss)  # Means over no token.
         return problem if are_none or agrees(told[0].loss, self) else None
 
 
 def value_of(given: Any, targets: Any) -> tuple[LossValue, torch.dtype] | None:
-    """A number, and the dtype it was computed in; None where it is none."""
+    """Return the value of a loss, and the dtype it was computed in; None if it is no number."""
     is_pair = isinstance(given, tuple | list) and len(given) == 2
     loss, count = given if is_pair else (given, None)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_complex():
@@ -120,17 +123,21 @@ def three_of(
     tokens: int | None = None,
     most: int = WIDE,
 ) -> Three | None:
-    """The loss function about all samples and about halves of them.
+    """Call the loss function for all samples and for halves of them.
 
-    Of a single sample the halves are those of its tokens.
+    For a single sample, the halves are those of its tokens.
 
     Args:
-        given: What it returned for all; None where it was not called.
-        tokens: The size of dim 1, to cut that in halves instead, whatever the targets are.
-        most: Elements that are asked about in double precision.
+        loss_fn: The user's loss function.
+        output: Output of the model.
+        targets: Targets of the same samples.
+        given: Return value of the loss function for all samples; None if it was not called.
+        samples: Number of samples.
+        tokens: Size of dim 1, to halve the tokens instead of the samples; None for the samples.
+        most: Elements up to which losses are computed in double precision.
 
     Returns:
-        None where that cannot be told: samples do not lie along dim 0, or it is random.
+        None if the losses cannot be compared: samples do not lie along dim 0, or it is random.
     """
     tensors = [t for _, t in tensors_in((output, targets))]
     size = sum(
@@ -141,13 +148,13 @@ def three_of(
         rows = [t for t in token_targets(targets) if t.ndim > 1]
         dim, length = 1, rows[0].shape[1] if rows else 1
     if dim == 0 and size // max(1, length) > most // 2:
-        # Not even two samples of some vocabularies are small.
+        # With some vocabularies even two samples are too large.
         fewer = thinned(output, targets, samples, most)
         if fewer is not None:
             return three_of(loss_fn, fewer[0], fewer[1], None, fewer[2])
     row = max(1, size // max(1, length))
     half = min(length // 2, most // (2 * row))
-    # These in the dtype that they have.
+    # If not even two rows fit, compare all of them in their own dtype.
     is_wide, half = half > 0, half or length // 2
     if not half:
         return None
@@ -163,7 +170,7 @@ def three_of(
     wanted = cut(targets, length, parts, is_output=False, dim=dim)
     if outputs is None or wanted is None:
         return None
-    # Large outputs are asked about in halves only: less than their backward takes.
+    # Of large outputs only halves are computed, which takes less memory than their backward.
     is_known = given is not None and 2 * half == length
     return three_of_parts(
         loss_fn,
@@ -182,14 +189,17 @@ def three_of_parts(
     is_wide: bool = True,
     known: tuple[LossValue, torch.dtype] | None = None,
 ) -> Three | None:
-    """The loss function about a whole and two parts of it.
+    """Call the loss function for a whole and for two parts of it.
 
     Args:
-        is_wide: Whether to ask in double precision first.
-        known: What it says of the whole in the dtype that this has.
+        loss_fn: The user's loss function.
+        outputs: Outputs of the whole, the first part and the second part.
+        targets: Targets of the same three.
+        is_wide: If True, try double precision first.
+        known: Loss of the whole in its own dtype, if it is known; None otherwise.
 
     Returns:
-        None where that cannot be told: it raises, or is random.
+        None if the losses cannot be compared: the function raises, or is random.
     """
     found = [t for _, t in tensors_in((outputs[0], targets[0])) if not isinstance(t, LazyLogits)]
     found = [tensor for tensor in found if tensor.is_floating_point()]
@@ -203,14 +213,14 @@ def three_of_parts(
         try:
             for o, t in asked[len(values) :]:
                 values.append(told_by(ask(loss_fn, o, t, dtype), t))
-        except Exception as error:  # The user's function, about what it was not made for: fewer
-            # samples, another dtype. What it does with its own is raised where it is called.
+        except Exception as error:  # The user's function may not support this: fewer
+            # samples, another dtype. Errors on its own inputs are raised in the training.
             if any(isinstance(t, LazyLogits) for _, t in tensors_in(outputs[0])):
-                refuse_alone(error)  # Other ranks may be in the head.
+                refuse_alone(error)  # Other ranks may wait in the head's collectives.
             continue
         if None in values:
             return None
-        # A rank alone must not ask for what ranks put together.
+        # If ranks compute the loss together, one rank must not call it alone once more.
         is_apart = any(isinstance(t, LazyLogits | DTensor) for _, t in tensors_in(outputs[0]))
         again = None if is_apart else partial(ask, loss_fn, *asked[0], dtype)
         return three_from([value for value in values if value is not None], found, again=again)
@@ -218,7 +228,7 @@ def three_of_parts(
 
 
 def told_by(answer: LossCall, targets: Any) -> tuple[LossValue, torch.dtype] | None:
-    """What an answer says, and the coarsest dtype that it rounded to; None where it is random."""
+    """Return the value of a call, and the coarsest dtype it rounded to; None if it is random."""
     value = None if answer.is_random else value_of(answer.given, targets)
     return value and (
         value[0],
@@ -232,13 +242,14 @@ def three_from(
     of_forwards: torch.dtype | None = None,
     again: Callable[[], LossCall] | None = None,
 ) -> Three:
-    """Losses to compare, with what rounding may make of them.
+    """Return three losses to compare, with the tolerance for rounding.
 
     Args:
-        terms: What they were computed from.
-        of_forwards: Where each had a forward of its own, whose kernels may differ: the coarsest
-            dtype of these.
-        again: Asks about the whole once more.
+        values: Losses of the whole, the first half and the second half, each with its dtype.
+        terms: Tensors that the losses were computed from.
+        of_forwards: The coarsest dtype of the forwards, if each loss had one of its own, whose
+            kernels may differ; None for a common forward.
+        again: Computes the loss of the whole once more; None if that is not possible.
     """
     whole, first, second = (value for value, _ in values)
     dtype = of_forwards or coarsest(*(d for _, d in values))
@@ -251,7 +262,7 @@ def three_from(
 
 
 def loss_problem(three: Three, plan: Plan) -> Problem | None:
-    """Why the losses of parts do not make up the loss of the whole."""
+    """Return why the losses of parts do not add up to the loss of the whole; None if they do."""
     whole, first, second = three.whole, three.first, three.second
     if not math.isfinite(whole.loss):
         return None
@@ -325,7 +336,7 @@ def _pair_problem(three: Three, shown: str) -> Problem | None:
     whole, first, second = three.whole, three.first, three.second
     counts = [v.count for v in (whole, first, second) if v.count is not None]
     adds_up = len(counts) == 3 and abs(counts[0] - counts[1] - counts[2]) <= 1e-6 * abs(counts[0])
-    # A mean over no token is not a number, and times none of them it stays that.
+    # A mean over no token is NaN, and NaN times a count of 0 is still NaN.
     parts = [value.loss for value in (first, second) if value.count or math.isfinite(value.loss)]
     if adds_up and agrees(sum(parts), three):
         return None
@@ -338,17 +349,17 @@ def _pair_problem(three: Three, shown: str) -> Problem | None:
 
 
 def token_mean(three: Three) -> float | None:
-    """The mean over all tokens from those of the halves."""
+    """Return the mean over all tokens, computed from those of the halves."""
     return _weighted(three, three.first.tokens, three.second.tokens)
 
 
 def mask_mean(three: Three) -> float | None:
-    """The mean over what a mask leaves from those of the halves."""
+    """Return the mean over what a mask leaves, computed from those of the halves."""
     return _weighted(three, three.first.masked, three.second.masked)
 
 
 def _is_shifted(three: Three) -> bool:
-    """Whether it is a mean over the targets that are not the first of their row."""
+    """Return True if the loss is a mean over the targets that are not the first of their row."""
     counts = three.first.shifted, three.second.shifted
     of_tokens = _weighted(three, *counts)
     return of_tokens is not None and counts[0] != counts[1] and agrees(of_tokens, three)
@@ -362,5 +373,5 @@ def _weighted(three: Three, first: float | None, second: float | None) -> float 
 
 
 def agrees(expected: float, three: Three) -> bool:
-    """Whether the loss of the whole is as expected, but for rounding."""
+    """Return True if the loss of the whole is as expected, except for rounding."""
     return abs(three.whole.loss - expected) <= three.tolerance

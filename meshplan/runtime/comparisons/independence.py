@@ -1,13 +1,13 @@
-"""Samples that look at one another: a forward beside one of other samples, and of fewer.
+"""Check that samples do not affect each other, by forwards with other samples and with fewer.
 
-A rank computes on some of the samples. That is what one process does with them only if what the
-model makes of a sample does not depend on the others: statistics of a batch, a stopping rule that
-asks all of them, logits of every pair. So before an update the model runs again, in evaluation and
-without gradients, with some of the samples exchanged for others. Sizes and kernels stay the same,
-so a model that takes samples one by one gives the same numbers to the last bit, and where it does
-not, a forward whose numbers are rounded otherwise says how much that may be. Norms that follow the
-statistics of training are independent then: what they do in training is what
-DistributedDataParallel does, and `check` says it.
+A rank computes on some of the samples. Its results are those of one process only if the model's
+output for a sample does not depend on the others, as it does with statistics of a batch, a stopping
+rule over all samples, or logits of every pair. So before an update the model runs again, in
+evaluation mode and without gradients, with some samples exchanged for others. Sizes and kernels
+stay the same, so a model that processes samples one by one returns the same values to the last bit.
+If it does not, a forward with different rounding shows how large the effect of rounding may be.
+Norms with running statistics are independent in evaluation mode: in training they do what they do
+under DistributedDataParallel, which `check` reports.
 """
 
 from __future__ import annotations
@@ -55,24 +55,24 @@ from meshplan.runtime.comparisons.samples import (
 from meshplan.runtime.watch.stack import user_line
 
 KERNELS, _HALF = (1e-5, 1e-3), 0.1
-"""Relative differences of outputs that other kernels for another number of samples may make, in
-single precision a little and at most, and in half precision [Empirical]."""
+"""Relative differences of outputs that other kernels, for another number of samples, may cause:
+`KERNELS` has a small and the largest one in single precision, `_HALF` is for half precision
+[Empirical]."""
 
 _ROUNDINGS, _ROUNDINGS_OF_HALF, _OTHER_KERNELS = 10, 3, 100
-"""Factors by which a difference exceeds that of rounding once again, and is not rounding's.
+"""Factors by which a difference must exceed that of rounding once more not to be due to rounding.
 
-The first two between runs of one size: kernels inside may have other sizes where samples are sent
-to experts, and add up in another order; half precision adds up in single. The last between runs of
-two sizes [Empirical].
-"""
+The first two are for runs of one size, in single and half precision: kernels inside may still have
+other sizes if samples are routed to experts, and sum in another order; half precision sums in
+single. The last one is for runs of two sizes [Empirical]."""
 
 _TF32: Final = 2.0**-11
-"""The relative precision to which accelerators round factors of products in single precision."""
+"""Relative precision to which accelerators round factors of products in single precision."""
 _COMPARED: Final = 1 << 22
 """Elements of an output that are compared."""
 
 _Pair = tuple[tuple[int, int], tuple[int, int]]
-"""Two (run, 0 for its first part or 1 for its last) that hold the same samples."""
+"""Two (run, 0 for its first part or 1 for its last) with the same samples."""
 
 SAME_SIZE: Final[tuple[_Pair, ...]] = (
     ((WHOLE, 0), (FIRST_AGAIN, 0)),
@@ -87,10 +87,10 @@ class SampleFindings:
     """The findings of forwards of some samples.
 
     Attributes:
-        mixes: Whether outputs of samples depend on the other samples.
-        problem: Of the loss.
-        asks_values: Whether the forward asks tensors for numbers that other samples change: what
-            it does with them may be the same for some batches and not for others.
+        mixes: If True, outputs of samples depend on the other samples.
+        problem: Problem of the loss; None if there is none.
+        asks_values: If True, the forward reads tensor values that other samples change. Its result
+            may then be independent for some batches and not for others.
     """
 
     mixes: bool = False
@@ -101,14 +101,17 @@ class SampleFindings:
 def compare_forwards(
     model: nn.Module, plan: Plan, samples: Samples, loss_fn: LossFn | None, *, asks_fewer: bool
 ) -> SampleFindings | None:
-    """Run the model on some samples and on others; all ranks together.
+    """Run the model on some samples and on others; collective over all ranks.
 
     Args:
-        loss_fn: Whose losses of two parts are compared too; None for outputs only.
-        asks_fewer: Whether to run it on one part alone, too.
+        model: The parallelized model.
+        plan: The plan that it runs under.
+        samples: The samples to run on.
+        loss_fn: Loss function whose losses of two parts are compared too; None for outputs only.
+        asks_fewer: If True, also run on one part alone.
 
     Returns:
-        None where nothing can be told: the forward is random, or does not take such samples.
+        None if nothing can be concluded: the forward is random, or does not accept such samples.
     """
     dtype = _dtype(plan)
     changed: list[bool] = []
@@ -118,7 +121,7 @@ def compare_forwards(
 
     def run(part: int) -> list[torch.Tensor]:
         args, kwargs = as_arguments(samples.inputs[part])
-        # Stages send their output to one another, and that whole.
+        # Stages of a pipeline send whole outputs to each other.
         is_pipelined = isinstance(inner, PipelinedModule)
         mode = nullcontext() if is_pipelined else loss_mode(plan, is_trial=True)
         with in_evaluation(inner), undisturbed(changed), mode, _TensorReads() as asked[part]:
@@ -128,15 +131,15 @@ def compare_forwards(
         return kept.of(output)
 
     found: dict[int, list[torch.Tensor]] = {}
-    # The user's code may raise anything when it gets other samples.
+    # The user's code may raise anything on other samples.
     with trying(plan):
         found |= {part: run(part) for part in (WHOLE, FIRST_AGAIN, LAST_AGAIN)}
     if largest(not found or any(changed))[0]:
         return None
-    # It goes by numbers of the batch, or goes on until one of them says so.
+    # The forward branches on values of the batch, or loops until one meets a condition.
     asks_values = asked[WHOLE].told != asked[FIRST_AGAIN].told or asked[WHOLE].has_changed
     if asks_fewer or loss_fn is not None:
-        # A model may be made for so many samples and no fewer.
+        # A model may require exactly this number of samples.
         with trying(plan):
             found |= {part: run(part) for part in (FIRST, LAST)}
     among_as_many = _largest_distance(found, samples, SAME_SIZE)
@@ -151,7 +154,7 @@ def compare_forwards(
             rounding = _largest_distance(again, samples, SAME_SIZE[:1])
         most = max(floor, min(ceiling, _OTHER_KERNELS * rounding))
         if rounding > ceiling:
-            most = math.inf  # It makes so much of rounding that another size tells nothing.
+            most = math.inf  # It amplifies rounding so much that another size shows nothing.
         roundings = _ROUNDINGS if is_single else _ROUNDINGS_OF_HALF
         mixes = among_as_many > roundings * rounding or among_fewer > most
         if largest(mixes)[0]:
@@ -166,9 +169,10 @@ def compare_forwards(
 
 @contextmanager
 def trying(plan: Plan) -> Iterator[None]:
-    """Let the user's code raise about other samples: all ranks then do, as they hold the same.
+    """Ignore errors of the user's code on other samples, which all ranks raise together.
 
-    Not along cp, where each has another part of them, and one that raises is waited for.
+    They do because all have the same samples. Along cp each has another part of them, so one rank
+    may raise alone while others wait for it; such an error is raised.
     """
     try:
         yield
@@ -182,8 +186,8 @@ def _three(
 ) -> Three | None:
     """Return the losses of two parts, and of both together.
 
-    They are of one output where its parts can be told from the outputs of parts: exact, whatever
-    the model rounds. A model that returns its loss is asked three times.
+    They are computed from one output if its parts can be matched with the outputs of parts: that is
+    exact, whatever the model rounds. A model that returns its loss is run three times.
     """
     targets = samples.targets[: LAST + 1]
     pieces = [_piece(outputs[WHOLE], outputs[part], part) for part in (FIRST, LAST)]
@@ -193,7 +197,7 @@ def _three(
     try:
         for part in (WHOLE, FIRST, LAST):
             values.append(told_by(ask(loss_fn, outputs[part], targets[part]), targets[part]))
-    except Exception as error:  # The user's code, about fewer samples.
+    except Exception as error:  # The user's code may not accept fewer samples.
         if any(isinstance(t, LazyLogits) for _, t in tensors_in(outputs[WHOLE])):
             refuse_alone(error)
         return None
@@ -205,10 +209,10 @@ def _three(
 
 
 def _piece(whole: Any, like: Any, part: int) -> Any:
-    """Return what an output of two parts holds of one of them, or None.
+    """Return the part of an output that belongs to one of two parts of the samples, or None.
 
-    What has the shape that it has of one part, and the numbers, does not belong to samples: a
-    parameter that the model returns.
+    A tensor with the same shape and values as in the output of one part belongs to no sample: it is
+    a parameter that the model returns.
     """
     taken: list[torch.Tensor] = []
     tensors = [[tensor for _, tensor in tensors_in(each)] for each in (whole, like)]
@@ -231,13 +235,13 @@ def _piece(whole: Any, like: Any, part: int) -> Any:
 
 
 class _KeptOutputs:
-    """Tensors of outputs, in place of the outputs: caches of generation go with these."""
+    """Keeps tensors of outputs, and lets go of the outputs with their generation caches."""
 
     def __init__(self) -> None:
         self._steps: dict[int, int] = {}
 
     def of(self, output: Any) -> list[torch.Tensor]:
-        """Return the tensors to compare: of large ones some columns, the same of each run."""
+        """Return the tensors to compare; of large ones some columns, the same of each run."""
         found = []
         for number, (_, tensor) in enumerate(tensors_in(output)):
             own = tensor._view.hidden if isinstance(tensor, LazyLogits) else tensor
@@ -249,12 +253,13 @@ class _KeptOutputs:
 
 
 class _TensorReads(TorchDispatchMode):
-    """Keeps what code in Python asks tensors for and may go by: `.item()`, `if tensor:`.
+    """Records values that Python code reads from tensors: `.item()`, `if tensor:`.
 
-    Not whole numbers: these are sizes, such as how many tokens an expert gets.
+    The code may branch on them. Integers are not recorded: they are sizes, such as the number of
+    tokens of an expert.
 
     Attributes:
-        told: The line of the model's code that asked, and the answer.
+        told: (line of the model's code that read a value, the value).
     """
 
     def __init__(self) -> None:
@@ -263,7 +268,7 @@ class _TensorReads(TorchDispatchMode):
 
     @property
     def has_changed(self) -> bool:
-        """Whether one line got two answers, as the condition of a loop does in the end."""
+        """True if one line read two values, as the condition of a loop does in the end."""
         return len({line for line, _ in self.told}) < len(self.told)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -275,7 +280,7 @@ class _TensorReads(TorchDispatchMode):
 
 @contextmanager
 def _rounded_otherwise(model: nn.Module) -> Iterator[None]:
-    """Let what each innermost module gives be off by as much as rounding it again may make."""
+    """Change the output of each innermost module by as much as rounding it once more may."""
 
     def shaken(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point() or isinstance(tensor, LazyLogits) or not tensor.numel():
@@ -284,7 +289,7 @@ def _rounded_otherwise(model: nn.Module) -> Iterator[None]:
         if device_type() != "cpu" and tensor.dtype == torch.float32:
             step = _TF32
         waves = torch.sin(tensor.double() * 1e4).to(tensor.dtype)
-        # What lies between bounds, as probabilities do, stays there.
+        # Clamp, so that values with bounds, such as probabilities, stay inside them.
         return (tensor + tensor * (step * waves)).clamp(*torch.aminmax(tensor))
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
@@ -305,7 +310,7 @@ def _rounded_otherwise(model: nn.Module) -> Iterator[None]:
 
 
 def _modules_run(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that run on this rank: of a pipeline those in its stages' own units."""
+    """Yield the modules that run on this rank; with a pipeline, those of its stages' units."""
     if not isinstance(model, PipelinedModule):
         yield from model.modules()
         return
@@ -316,7 +321,7 @@ def _modules_run(model: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Run a model aside and as it is written; of a pipeline also the forward that it records."""
+    """Run a model dry and uncompiled; with a pipeline, also the forward that it records."""
     with (
         uncompiled(),
         dry_run(model),
@@ -326,21 +331,21 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
 
 
 def _dtype(plan: Plan) -> torch.dtype:
-    """The coarsest dtype that forwards compute with."""
+    """Return the coarsest dtype that forwards compute with."""
     kind = device_type()
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     dtype = coarsest_dtype(plan)
-    # Accelerators multiply float32 with fewer bits (TF32), in the order that a size suggests.
+    # Accelerators multiply float32 with fewer bits (TF32), and in an order that depends on sizes.
     return torch.bfloat16 if kind != "cpu" and dtype == torch.float32 else dtype
 
 
 def _largest_distance(
     found: Mapping[int, Sequence[torch.Tensor]], samples: Samples, pairs: Sequence[_Pair]
 ) -> float:
-    """The largest relative distance that the same samples have in two runs."""
+    """Return the largest relative distance between outputs of the same samples in two runs."""
     largest_yet = 0.0
-    # A list may hold as many tensors as there are samples.
+    # An output may be a list with one tensor per sample.
     for number in range(min(map(len, found.values()))):
         whole = found[WHOLE][number]
         if not (whole.is_floating_point() or whole.is_complex()):
@@ -356,7 +361,8 @@ def _largest_distance(
                 if left.shape == right.shape:
                     largest_yet = max(largest_yet, _distance(left, right))
                 elif FIRST_AGAIN in found and whole.shape == found[FIRST_AGAIN][number].shape:
-                    # Another length may be that of the longest sample; that of all samples is none.
+                    # Another length may be that of the longest sample. The numbers of
+                    # samples along a second dim mean that outputs are of pairs.
                     as_pairs = samples.size, samples.size * samples.parts
                     is_of_pairs = as_pairs in zip(right.shape[1:], left.shape[1:], strict=True)
                     largest_yet = math.inf if is_of_pairs else largest_yet
@@ -364,12 +370,12 @@ def _largest_distance(
 
 
 def _samples_dim(whole: Sequence[int], fewer: Sequence[int] | None, samples: Samples) -> int | None:
-    """Where samples lie in an output, which is along its first dim or the second."""
+    """Return the dim of an output along which samples lie, 0 or 1; None if it is not clear."""
     dims = [dim for dim, size in enumerate(whole[:2]) if size == samples.size * samples.parts]
     if fewer is not None:
         dims = [dim for dim in dims if fewer[dim : dim + 1] == (samples.size,)]
     elif len(dims) > 1:
-        return None  # A sequence may be as long as there are samples.
+        return None  # A sequence may be as long as the number of samples.
     return dims[0] if dims else None
 
 

@@ -1,4 +1,4 @@
-"""Naming the module that lets samples look at one another."""
+"""Find the module that lets samples affect each other."""
 
 from __future__ import annotations
 
@@ -35,15 +35,18 @@ from meshplan.runtime.comparisons.samples import (
 )
 
 _ALIKE: Final = 1e-6
-"""The relative difference of sums that one kernel makes of a sample in another row."""
+"""Relative difference of sums that one kernel may cause for a sample in another row."""
 
 _Digests = dict[tuple[str, int], tuple[Any, Any]]
 
 
 def name_mixing(model: nn.Module, plan: Plan, samples: Samples) -> tuple[str, nn.Module] | None:
-    """The first module whose outputs differ with the other samples though its inputs do not.
+    """Return the first module whose outputs depend on other samples although its inputs do not.
 
-    Collective, as `compare_forwards` is.
+    It is collective, as `compare_forwards` is.
+
+    Returns:
+        (fqn, module), or None if no module is found.
     """
     inner = own_module(model)
     parts = inner.stage_modules if isinstance(inner, PipelinedModule) else [inner]
@@ -91,7 +94,7 @@ def _digest(name: str, digests: _Digests, rows: int) -> Callable[..., None]:
 
 
 def _sums(item: Any, rows: int) -> list[torch.Tensor | None]:
-    """Two numbers for each sample, tensor by tensor; None where none lie along dim 0."""
+    """Return two sums for each sample, tensor by tensor; None if samples are not along dim 0."""
     out: list[torch.Tensor | None] = []
     for _, tensor in tensors_in(item):
         own = local_of(tensor)
@@ -124,12 +127,12 @@ def _same(
 
 
 def follows_statistics(module: nn.Module) -> bool:
-    """Whether a module is a norm over the batch, which DistributedDataParallel leaves as it is."""
+    """Return True for a norm over the batch, which DistributedDataParallel leaves as it is."""
     return isinstance(module, _NormBase)
 
 
 def mixing_problem(found: tuple[str, nn.Module] | None, plan: Plan) -> Problem:
-    """Describe a forward whose samples look at one another."""
+    """Return the problem of a forward whose samples affect each other."""
     if found is not None and found[0]:
         name, module = found
         who = f"'{name}' ({type(module).__name__}) gives"

@@ -1,7 +1,7 @@
-"""Parameters that no plan knows, beside those of a parallelized model, in one optimizer.
+"""Check for parameters in an optimizer that belong to no parallelized model.
 
-A criterion with weights of its own, made beside the model: nobody averages its gradients, so
-every rank trains other weights, and the model with them.
+They may be of a criterion with weights of its own, made outside of the model. Nothing averages
+their gradients, so every rank trains other weights, and other weights of the model with them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDi
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Look at every optimizer before its first step, and after parameters were added to it."""
+    """Check every optimizer before its first step, and after parameters were added to it."""
     before_steps(_look)
 
 
@@ -48,14 +48,14 @@ def _look(optimizer: torch.optim.Optimizer) -> None:
 
 
 def unknown_to_plans(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """What an optimizer trains that belongs to no parallelized model."""
+    """Return the parameters that an optimizer trains and that no parallelized model has."""
     known = known_parameters()
     held = (p for group in optimizer.param_groups for p in group["params"])
     return [p for p in held if p.requires_grad and id(p) not in known]
 
 
 def unknown_to_model(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[nn.Parameter]:
-    """What an optimizer trains that is not in this model, if it trains this model at all."""
+    """Return what an optimizer trains outside of this model; [] if it does not train this model."""
     own = {id(p) for p in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     others = [p for p in held if id(p) not in own]

@@ -1,4 +1,4 @@
-"""Samples to compare a forward with itself on: a microbatch, and others beside it."""
+"""Samples to compare forwards on: a microbatch, and other samples next to it."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from meshplan.runtime.comparisons.cutting import cut
 
 ENOUGH: Final = 8
 LITTLE: Final = 1 << 13
-"""A microbatch of so many samples, and more elements, is cut in two; a smaller one stands beside
-another one, and as many others as have so many elements together."""
+"""Elements from which on a microbatch of at least `ENOUGH` samples is cut in two. A smaller one is
+joined with other microbatches, as many as have so many elements together, and at least one."""
 _MUCH: Final = 1 << 25
 """Elements of a microbatch that is too large to be sent to every rank."""
 
 WHOLE, FIRST, LAST, FIRST_AGAIN, LAST_AGAIN = range(5)
-"""Places in `Samples.inputs` and `Samples.targets`."""
+"""Indices into `Samples.inputs` and `Samples.targets`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Some samples in parts of one size.
+    """Some samples, in parts of one size.
 
     Attributes:
-        inputs: Of all samples, of the first part, of the last, and of each of these repeated until
-            there are as many samples again.
-        targets: Likewise.
-        size: Samples of a part.
-        parts: How many parts all of them are.
+        inputs: Inputs of five runs: all samples, the first part, the last part, and each of these
+            two parts repeated as often as there are parts.
+        targets: Targets of the same five runs.
+        size: Number of samples of a part.
+        parts: Number of parts.
     """
 
     inputs: tuple[Any, ...]
@@ -45,7 +45,7 @@ class Samples:
     parts: int
 
     def rows(self, run: int, which: int) -> slice:
-        """Where the first part (0) or the last one (1) lies in what a run gives."""
+        """Return the rows of the first part (0) or the last one (1) in the output of a run."""
         there = self.size if run in (FIRST, LAST) else self.size * self.parts
         start = (there - self.size) * which
         return slice(start, start + self.size)
@@ -54,21 +54,22 @@ class Samples:
 def samples_of(
     batch: tuple[Any, Any], size: int, plan: Plan, *, most: int, turn: int
 ) -> Samples | None:
-    """Microbatches of several ranks, the same on every rank; collective over all.
+    """Return microbatches of several ranks, the same on every rank; collective over all ranks.
 
-    What a model makes of them, it makes of them everywhere: where it raises, it does so on all
-    ranks, and none is left in a collective. A large microbatch is cut in two, so that no forward is
-    larger than one of the training.
+    As all ranks run the same samples, the model behaves equally on all of them: if it raises, it
+    does so on all ranks, and none is left in a collective. A large microbatch is cut in two, so
+    that no forward is larger than one of the training.
 
     Args:
         batch: Inputs and targets of this rank.
-        size: Samples of a microbatch.
-        most: Parts at most.
-        turn: Which data rank's microbatch comes first.
+        size: Number of samples of a microbatch.
+        plan: The plan that the model runs under.
+        most: The most parts.
+        turn: Number of the data rank whose microbatch comes first, modulo the number of data ranks.
 
     Returns:
-        None where there is nothing to compare: samples do not lie along dim 0 of all tensors, there
-        is only one, or microbatches differ in more than numbers.
+        None if there is nothing to compare: samples do not lie along dim 0 of all tensors, there is
+        only one, or microbatches differ in more than values.
     """
     tensors = [tensor for _, tensor in tensors_in(batch)]
     is_odd = any(opaque_in(shape_of(batch, lambda tensor: 0))) or any(t.is_nested for t in tensors)
@@ -96,9 +97,9 @@ def samples_of(
 
 
 def _told_by(place: int, batch: tuple[Any, Any], samples: int, plan: Plan) -> tuple[Any, Any]:
-    """The first samples of a data rank, on every rank; along cp each has its part of them."""
+    """Return a data rank's first samples on every rank; along cp, each gets its part of them."""
     own = plan.mesh.index(dist.get_rank(), ("cp",))
-    # Every rank takes part in all broadcasts.
+    # Every rank must take part in all broadcasts.
     told = [_told_to(at, place, batch, samples, plan) for at in range(plan.mesh.size("cp"))]
     return told[own]
 
@@ -106,7 +107,7 @@ def _told_by(place: int, batch: tuple[Any, Any], samples: int, plan: Plan) -> tu
 def _told_to(
     part: int, place: int, batch: tuple[Any, Any], samples: int, plan: Plan
 ) -> tuple[Any, Any]:
-    """One part of the sequence of the first samples of a data rank, on every rank."""
+    """Return one part of the sequence of a data rank's first samples on every rank."""
     copies = [axis for axis in plan.mesh.names if axis not in (*DATA_AXES, "cp")]
     at = (place, part, 0)
     ranks = range(dist.get_world_size())
@@ -115,7 +116,7 @@ def _told_to(
     source = next((rank for rank, its in enumerate(places) if tuple(its) == at), 0)
 
     def here(tensor: torch.Tensor) -> torch.Tensor:
-        # A view would be sent with all that it is a view of.
+        # Clone, because a view would be sent with its whole base.
         return (tensor[:samples] if tensor.ndim else tensor).detach().clone().cpu()
 
     told: list[Any] = [mapped(batch, here) if dist.get_rank() == source else None]
@@ -125,7 +126,7 @@ def _told_to(
 
 
 def _joined(given: list[tuple[Any, Any]]) -> tuple[Any, Any]:
-    """The samples of those whose tensors differ from the first one's in numbers only."""
+    """Join the samples of those whose tensors differ from the first one's in values only."""
     tensors = [[tensor for _, tensor in tensors_in(item)] for item in given]
     shapes = [[(t.shape[1:], t.dtype) for t in each] for each in tensors]
     alike = [each for each, own in zip(tensors, shapes, strict=True) if own == shapes[0]]
@@ -137,7 +138,7 @@ def _joined(given: list[tuple[Any, Any]]) -> tuple[Any, Any]:
 
 
 def largest(*values: float) -> list[float]:
-    """The largest of each value over all ranks: 1 where it is so on some rank."""
+    """Return the largest of each value over all ranks; a flag is 1 if it is set on some rank."""
     told = torch.tensor(values, dtype=torch.float64, device=device())
     dist.all_reduce(told, op=dist.ReduceOp.MAX)
     found: list[float] = told.tolist()

@@ -1,8 +1,9 @@
-"""Losses of halves of the tokens: what they tell where samples cannot be parted, or are under cp.
+"""Losses of halves of the tokens: used if samples cannot be divided, and under cp.
 
-Along cp every rank has a part of each sample, and the step averages over ranks: so a loss must be
-put together from those of parts of the sequence as it is from those of samples. Only exact laws
-are refused. A loss that looks at neighbouring tokens follows none of them, and is let be.
+Along cp every rank has a part of each sample, and the step averages over ranks. So a loss must be
+combined from those of parts of the sequence in the same manner as from those of samples. Only
+losses that follow a wrong rule exactly are refused. A loss that depends on neighbouring tokens
+follows none of them, and is accepted.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from meshplan.runtime.comparisons.cutting import mask_sum, num_elements
 from meshplan.runtime.comparisons.halves import Three, agrees, mask_mean, token_mean
 
 TOKENS, MASK, ELEMENTS = AMOUNTS = range(3)
-"""Of what parts of a batch may hold unequal amounts: see `amounts_of`."""
+"""Amounts of which parts of a batch may contain unequal numbers: see `amounts_of`."""
 
 
 def amounts_of(targets: Any) -> tuple[float, ...]:
-    """How many targets are not -100, the sum of a mask, elements: those of which there are any."""
+    """Return (targets that are not -100, sum of a mask, elements); each is 0 if there are none."""
     tokens = tokens_by_sample(targets)
     if tokens is None:
         return 0.0, mask_sum(targets) or 0.0, num_elements(targets)
@@ -31,11 +32,12 @@ def amounts_of(targets: Any) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Uneven:
-    """What losses of halves of the tokens tell of a mean, if parts hold unequal amounts.
+    """Conclusions from losses of halves of the tokens about a mean of unequal parts.
 
     Attributes:
-        problems: By the amount that the mean is taken over, as far as these losses can tell.
-        is_over: False where it is certainly not taken over that amount.
+        problems: The problem for each amount that the mean is taken over, as far as these losses
+            show.
+        is_over: For each amount, False if the mean is certainly not taken over it.
     """
 
     problems: dict[int, Problem] = field(default_factory=dict)
@@ -43,14 +45,14 @@ class Uneven:
 
 
 def uneven_of(three: Three, plan: Plan) -> Uneven:
-    """Tell what a mean is taken over."""
+    """Find the amounts that a mean is taken over."""
     whole, first, second = three.whole, three.first, three.second
     if plan.spec.loss != "mean" or whole.count is not None:
         return Uneven()
     is_none = math.isnan(whole.loss) and whole.tokens == 0
     if not math.isfinite(whole.loss) and not is_none:
         return Uneven()
-    if agrees(first.loss + second.loss, three):  # Zeros, or one half without any token.
+    if agrees(first.loss + second.loss, three):  # All zeros, or one half without any token.
         return Uneven()
     shown = f"it is {whole.loss:.6g}, and {first.loss:.6g} and {second.loss:.6g} for each half"
     of_all = (first.loss + second.loss) / 2 if first.tokens is None else None
@@ -81,9 +83,9 @@ def uneven_of(three: Three, plan: Plan) -> Uneven:
 
 
 def lone_problem(three: Three, plan: Plan) -> Problem | None:
-    """What the halves of one sample tell of a loss that the plan takes for a mean over samples.
+    """Return the problem that halves of one sample show, if the plan assumes a mean over samples.
 
-    A loss that looks at neighbours says no more about parts of one sample than that it is no sum.
+    For a loss that depends on neighbouring tokens, parts of one sample only show that it is no sum.
     """
     whole, first, second = three.whole, three.first, three.second
     if plan.spec.loss != "mean" or whole.count is not None or not math.isfinite(whole.loss):
@@ -99,7 +101,7 @@ def lone_problem(three: Three, plan: Plan) -> Problem | None:
 
 
 def sequence_problem(three: Three, plan: Plan) -> Problem | None:
-    """Why losses of parts of the sequence, put together as the plan says, are not the loss."""
+    """Return why losses of parts of the sequence do not combine to the loss; None if they do."""
     whole, first, second = three.whole, three.first, three.second
     kind, origin = plan.spec.loss, plan.spec.origin("loss")
     if not math.isfinite(whole.loss):
@@ -108,7 +110,7 @@ def sequence_problem(three: Three, plan: Plan) -> Problem | None:
     is_mean = agrees((first.loss + second.loss) / 2, three)
     of_tokens = token_mean(three)
     is_token_mean = of_tokens is not None and agrees(of_tokens, three)
-    if is_sum and (is_mean or is_token_mean):  # Zeros, or one half without any token.
+    if is_sum and (is_mean or is_token_mean):  # All zeros, or one half without any token.
         return None
     shown = (
         f"it is {whole.loss:.6g} for a part of the sequence, and {first.loss:.6g} and "
@@ -132,7 +134,7 @@ def sequence_problem(three: Three, plan: Plan) -> Problem | None:
 
 
 def _count_problem(three: Three, is_sum: bool, is_mean: bool, shown: str) -> Problem | None:
-    """Why the sums over parts of the sequence, divided by their counts, are not the mean."""
+    """Return why sums over parts of the sequence, divided by their counts, are not the mean."""
     counts = [value.count or 0.0 for value in (three.whole, three.first, three.second)]
     is_counted = abs(counts[0] - counts[1] - counts[2]) <= 1e-6 * abs(counts[0])
     is_constant = counts[0] == counts[1] == counts[2]

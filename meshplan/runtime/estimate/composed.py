@@ -1,8 +1,8 @@
-"""Tier 1: one microbatch of a live model, traced apart, and the step that is composed from it.
+"""Tier 1: trace one microbatch of a live model, and compose the step from it.
 
-Blocks that are alike are traced a few times, ranks that compute the same once. What wrappers and
-the optimizer add is composed by `memory.replay`; what that has no rules for is refused here, and
-another tier answers.
+Only a few of a run of equal blocks are traced, and ranks that compute the same are traced once.
+`memory.replay` adds the wrappers and the optimizer. If it has no rules for something, that is
+refused here, and another tier answers.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from meshplan.runtime.torch_private.fakes import untraceable
 from meshplan.runtime.trace.trace_errors import refused
 
 COMPOSED_ERROR: Final = 0.001
-"""How far a composed step may be from the traced one, as a share. [Empirical]: of the models and
-layouts of tests/bench/tiers.md none is further."""
+"""Largest relative error of a composed step against the traced one. [Empirical]: none of the models
+and layouts of tests/bench/tiers.md has a larger one."""
 
 
 class NotComposedError(Exception):
-    """No rules tell this step."""
+    """There are no rules to compose this step."""
 
 
 def is_cheaper(model: nn.Module, plan: Plan, ranks: Sequence[int]) -> bool:
-    """Whether less has to be run than a whole step of each of these ranks."""
+    """Return True if composing runs less than a whole step of each of these ranks."""
     saves = len(alike_ranks(plan, ranks)) < len(ranks) or plan.assignment.stages is not None
     return saves or bool(not plan.assignment.apply and runs_of(model, plan))
 
 
 def composed(question: EstimateRequest, plan: Plan, ranks: Sequence[int]) -> list[FakeStepResult]:
-    """The step of each of these ranks.
+    """Return the composed step of each of these ranks, in their order.
 
     Raises:
-        NotComposedError: No rules tell it.
-        PlanError: The model cannot be run on tensors without numbers.
+        NotComposedError: There are no rules for it.
+        PlanError: The model cannot run on fake tensors.
     """
     try:
         check_rules(plan)
@@ -69,7 +69,7 @@ def composed(question: EstimateRequest, plan: Plan, ranks: Sequence[int]) -> lis
 
 
 def alike_ranks(plan: Plan, ranks: Sequence[int]) -> list[list[int]]:
-    """The ranks, together where they stand at one place of all axes but the data axes."""
+    """Group ranks with equal coordinates on all axes but the data axes."""
     mesh = plan.mesh
     axes = tuple(axis for axis in mesh.names if axis not in DATA_AXES)
     out: dict[int, list[int]] = {}
@@ -81,7 +81,7 @@ def alike_ranks(plan: Plan, ranks: Sequence[int]) -> list[list[int]]:
 def _compose(
     question: EstimateRequest, ranks: Sequence[int]
 ) -> tuple[list[EventLog], tuple[tuple[str, str], ...]] | str:
-    """In a process of its own: the steps of ranks that compute the same; or why there are none."""
+    """In a subprocess, compose the steps of ranks that compute the same; or return why not."""
     model, plan = decided(question.spec, question.source)
     warnings.simplefilter("ignore")
     try:

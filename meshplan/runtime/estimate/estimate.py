@@ -1,7 +1,7 @@
-"""A plan's step on every rank that differs, imagined in processes of their own: tiers 1, 2 and 3.
+"""Estimate a plan's memory by fake steps of the ranks that differ, in subprocesses: tiers 1 to 3.
 
-Decides which tier answers, and nothing else: the plan decides what is run, `imagine` runs it, and
-`memory` reads the logs.
+This module chooses the tier that answers, and does nothing else: the plan decides what is run,
+`fake_step` runs it, and `memory` reads the logs.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from meshplan.runtime.trace.bounds import NoBoundError, check_grows, everything,
 from meshplan.runtime.trace.trace_errors import UnknownShapeError, refused
 
 _MOST_PLAYED: Final = 1 << 12
-"""Blocks, each as often as there are microbatches, that a trace runs in minutes."""
+"""Number of blocks, times microbatches, that a trace can run in minutes."""
 _CERTIFYING: Final = 2
-"""How many periods more than the smallest model the one has that proves the others."""
+"""Periods that the model that proves the extrapolation has in addition to the smallest model."""
 _NOT_CERTIFIED: Final = "nothing is extrapolated"
 _BY_RULES: Final = (
     "a microbatch was traced, and what wrappers and the optimizer add to it was composed by rules; "
@@ -50,7 +50,7 @@ _BY_RULES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class _TieredLogs:
-    """The logs, and how they were found."""
+    """The logs of some ranks, and the tier that found them."""
 
     logs: list[EventLog]
     assumed: tuple[tuple[str, str], ...]
@@ -63,15 +63,16 @@ class _TieredLogs:
 def estimate_by_trace(
     question: EstimateRequest, told: Callable[[str], None], notes: Sequence[str] = ()
 ) -> MemoryEstimate:
-    """The memory of every rank.
+    """Estimate the memory of every rank by fake steps.
 
     Args:
-        told: Is told what is being done.
-        notes: What is known already that a reader has to know.
+        question: The request.
+        told: Progress callback.
+        notes: Notes that the estimate must include.
 
     Raises:
-        SpecError: The model cannot be built, or nothing says what it takes.
-        PlanError: The plan does not fit the model, says too little, or its step cannot be imagined.
+        SpecError: The model cannot be built, or nothing states what it takes as input.
+        PlanError: The plan does not fit the model, says too little, or its step cannot be traced.
     """
     model, plan = decided(question.spec, question.source)
     check_stated(question.spec, plan.micro, reads_tokens=False)
@@ -99,7 +100,7 @@ def estimate_by_trace(
 
 
 def log_of_rank(question: EstimateRequest, rank: int, told: Callable[[str], None]) -> EventLog:
-    """The step of one rank, event by event; arguments and errors as of `estimate_by_trace`."""
+    """Return the event log of one rank's step; arguments and errors as of `estimate_by_trace`."""
     model, plan = decided(question.spec, question.source)
     check_stated(question.spec, plan.micro, reads_tokens=False)
     return _logs(question, model, plan, [rank], told).logs[0]
@@ -112,10 +113,10 @@ def _logs(
     ranks: Sequence[int],
     told: Callable[[str], None],
 ) -> _TieredLogs:
-    """The logs of these ranks, by the tier that was asked for, or the cheapest that can tell.
+    """Return the logs of these ranks, by the requested tier or the cheapest that can answer.
 
-    THE place where tiers are chosen. Where nothing repeats a composed step costs as much as the
-    whole one, and tells less.
+    This is the only place where tiers are chosen. If nothing repeats, a composed step costs as much
+    as the whole one and is less accurate.
     """
     _check_played(plan, 1)
     words = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
@@ -147,11 +148,12 @@ def _logs(
 
 
 def _check_played(plan: Plan, accumulate: int, blocks: int | None = None) -> None:
-    """Refuse to run so many microbatches one by one that nobody waits for it.
+    """Refuse to run more microbatches one by one than anyone would wait for.
 
     Args:
-        accumulate: Passes of a step that are run; of a pipeline each has all its microbatches.
-        blocks: That are run of a rank's; None is all of them.
+        plan: The plan.
+        accumulate: Passes of a step that are run; with a pipeline each has all its microbatches.
+        blocks: Number of a rank's blocks that are run; None for all of them.
     """
     stages = plan.assignment.stages
     ranks, passes = (stages.num_ranks, stages.microbatches) if stages is not None else (1, 1)
@@ -176,7 +178,7 @@ def _not_by(tier: Tier, why: str) -> PlanError:
 
 
 def _composed(question: EstimateRequest, plan: Plan, ranks: Sequence[int]) -> _TieredLogs:
-    """Tier 1."""
+    """Answer by tier 1."""
     found = composed(question, plan, ranks)
     logs = [each.log for each in found]
     return _TieredLogs(logs, found[0].assumed, Tier.REPLAY, _BY_RULES, COMPOSED_ERROR)
@@ -185,7 +187,7 @@ def _composed(question: EstimateRequest, plan: Plan, ranks: Sequence[int]) -> _T
 def _beside_composed(
     question: EstimateRequest, plan: Plan, ranks: Sequence[int], found: _TieredLogs
 ) -> _TieredLogs:
-    """An answer that was asked for certifies the cheaper one, and says how well."""
+    """Add to `certified` how far tier 1's answer is off, if another tier was requested."""
     if question.tier is None:
         return found
     try:
@@ -207,10 +209,10 @@ def _bounded(
     told: Callable[[str], None],
     error: UnknownShapeError,
 ) -> _TieredLogs:
-    """Tier 3 of a step some of whose tensors are as large as numbers say: what it is at the most.
+    """Answer by tier 3 with an upper bound, if sizes of some tensors depend on values.
 
     Raises:
-        PlanError: Nothing proves that it is.
+        PlanError: No upper bound can be proved.
     """
     (problem,) = error.problems
     told("imagining the step with everything picked that could be")
@@ -229,7 +231,7 @@ def _bounded(
 
 
 def _fake_step_at_most(question: EstimateRequest, rank: int) -> FakeStepResult | str:
-    """One rank's step with everything picked; or why that is not known to be the most."""
+    """Run one rank's step with all selected that could be; or return why that is no maximum."""
     model, plan = decided(question.spec, question.source)
     with picking(everything):
         most = _fake_steps(model, plan, question, rank)
@@ -243,9 +245,9 @@ def _fake_step_at_most(question: EstimateRequest, rank: int) -> FakeStepResult |
 
 
 def _worth_cutting(model: nn.Module, plan: Plan) -> Repeats | None:
-    """What can be left out, if three models with few blocks cost less than the whole one.
+    """Return what can be left out, if three models with few blocks cost less than the whole one.
 
-    Stages are cut from the whole list of blocks: with fewer blocks they would be others.
+    A pipeline's stages are cut from the whole list of blocks: with fewer blocks they would differ.
     """
     if plan.assignment.stages is not None:
         return None
@@ -259,21 +261,22 @@ def _worth_cutting(model: nn.Module, plan: Plan) -> Repeats | None:
 
 
 def _left_out(repeats: Repeats) -> tuple[int, int, int]:
-    """How many periods the three models leave out."""
+    """Return the number of periods that each of the three models leaves out."""
     return (repeats.spare, repeats.spare - 1, repeats.spare - _CERTIFYING)
 
 
 def _with_few_blocks(
     question: EstimateRequest, plan: Plan, ranks: Sequence[int], repeats: Repeats
 ) -> _TieredLogs:
-    """Tier 2: two models tell what one more block adds, a third one proves it.
+    """Answer by tier 2: extrapolate from two models with few blocks, and verify by a third.
 
     Raises:
-        NotRepeatingError: It is not so.
+        NotRepeatingError: One more block does not add the same, or a model with few blocks cannot
+            run.
     """
     left_out = _left_out(repeats)
     wanted = [(rank, num) for rank in ranks for num in left_out[:2]]
-    wanted.append((ranks[0], left_out[2]))  # Other ranks do the same with parts of other sizes.
+    wanted.append((ranks[0], left_out[2]))  # Other ranks do the same with other shard sizes.
     tasks = [(question, rank, (repeats.blocks, num, plan)) for rank, num in wanted]
     found = run_in_subprocesses(_fake_truncated_step, tasks)
     refused = next((each for each in found if isinstance(each, str)), None)
@@ -296,7 +299,7 @@ def _with_few_blocks(
 
 
 def _fake_step(question: EstimateRequest, rank: int) -> FakeStepResult:
-    """One rank's step, in a process of its own."""
+    """Run one rank's step, in a subprocess."""
     model, plan = decided(question.spec, question.source)
     return _fake_steps(model, plan, question, rank)
 
@@ -304,7 +307,7 @@ def _fake_step(question: EstimateRequest, rank: int) -> FakeStepResult:
 def _fake_truncated_step(
     question: EstimateRequest, rank: int, cutting: tuple[Blocks, int, Plan]
 ) -> FakeStepResult | str:
-    """The same with periods of blocks left out; or why that is not the same step."""
+    """Run one rank's step with periods of blocks left out; return why not if it is another step."""
     blocks, num, whole = cutting
 
     def without(model: nn.Module) -> nn.Module:

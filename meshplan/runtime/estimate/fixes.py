@@ -1,7 +1,7 @@
-"""What would make a step fit: single changes to a plan, each estimated like the plan itself.
+"""Find single changes to a plan that would make its step fit, each estimated like the plan itself.
 
-The cheapest first, by what it costs a training run: nothing, a little sending, more computing, more
-machines. A change that the plan or the model does not admit is not offered.
+Changes are sorted by what they cost a training run: nothing, a little communication, more
+computing, more machines. A change that the plan or the model does not admit is not offered.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from meshplan.spec.spec import ActivationCheckpointing, Rule, Selector, Spec
 
 _A_FEW_SECONDS: Final = 8.0
 _MOST_TIMES: Final = 8
-"""As many times as many GPUs are tried."""
+"""Factor up to which more GPUs are tried."""
 _CHUNKS: Final = 8
-"""Parts of a loss. Source: torchtune's default for chunked cross-entropy."""
+"""Number of chunks of a loss. Source: torchtune's default for chunked cross-entropy."""
 _SHARDED: Final = ("zero1", "zero2", "full_shard")
 
 
 @dataclass(frozen=True, slots=True)
 class _TriedChange:
-    """One change.
+    """A change to a plan, and its variants.
 
     Args:
-        text: What it does.
-        setting: How a plan would state it.
-        spec: The plan with it.
-        further: More of the same, to be tried where this is not enough.
-        count: How much of it this is.
-        fails: How much of it is known not to be enough.
-        part: The same in another measure, so that the least that fits can be looked for.
-        is_whole: Whether it is offered beside its part that fits.
+        text: Description of the change.
+        setting: The statement of a plan that makes it.
+        spec: The plan with the change.
+        further: Makes a stronger change, to try if this one is not enough; None if there is none.
+        count: Size of the change, in units of `part`.
+        fails: Size that is known not to be enough.
+        part: Makes the change with a given size, to search for the smallest that fits; None if it
+            has no parts.
+        is_whole: If True, the whole change is offered in addition to its smallest part that fits.
     """
 
     text: str
@@ -54,7 +55,7 @@ class _TriedChange:
 
     @property
     def num_parts(self) -> int:
-        """How many parts of it are looked at, at the most."""
+        """The most parts that a binary search estimates."""
         return (self.count - self.fails - 1).bit_length() if self.part is not None else 0
 
 
@@ -66,14 +67,19 @@ def with_fixes(
     told: Callable[[str], None],
     took_s: float,
 ) -> MemoryEstimate:
-    """The estimate with what would fit, if it does not.
+    """Add the changes that would fit to an estimate that does not fit.
 
     Args:
-        plan: That was estimated.
-        again: Estimates another spec in the way that the estimate was found, so that what is said
-            of a change can be held against it.
-        is_asked: Whether to look; None looks if that takes a few seconds.
-        took_s: How long the estimate itself took.
+        plan: The plan that was estimated.
+        estimate: The estimate of the plan.
+        again: Estimates another spec by the same method, so that the results can be compared.
+        is_asked: If True, look for changes; if False, do not; None looks if that takes a few
+            seconds.
+        told: Progress callback.
+        took_s: Seconds that the estimate took.
+
+    Returns:
+        The estimate with fixes, or unchanged if it fits.
     """
     if estimate.fits is not False or is_asked is False:
         return estimate
@@ -86,12 +92,12 @@ def with_fixes(
     waiting = deque(changes)
 
     def high_of(change: _TriedChange) -> int | None:
-        """The upper end of the band of the worst ranks; None where that cannot be."""
+        """Return the upper end of the worst rank's band; None if the change is impossible."""
         told(f"what if: {change.text}")
         try:
             other = again(change.spec)
         except MeshplanError:
-            return None  # It does not go with this plan or this model.
+            return None  # The change does not fit this plan or this model.
         if other.host is not None and other.host.is_over:
             return None
         return other.worst.band[1]
@@ -122,7 +128,7 @@ def _fix(change: _TriedChange, high: int, limit: int) -> Fix:
 def _least(
     change: _TriedChange, high_of: Callable[[_TriedChange], int | None], limit: int
 ) -> Fix | None:
-    """The least of a change that fits, where less than the whole of it does."""
+    """Find the smallest part of a change that fits; None if only the whole change does."""
     fails, fits, found = change.fails, change.count, None
     while change.part is not None and fits - fails > 1:
         middle = (fails + fits) // 2
@@ -136,7 +142,7 @@ def _least(
 
 
 def _free(estimate: MemoryEstimate) -> Iterator[Fix]:
-    """What the allocator can do without the plan: known from the logs that are there."""
+    """Yield what the allocator gains with expandable segments, as the existing logs show."""
     highs = []
     for group in estimate.groups:
         packed = group.packed_bytes
@@ -153,7 +159,7 @@ def _free(estimate: MemoryEstimate) -> Iterator[Fix]:
 
 
 def changes_of(plan: Plan) -> Iterator[_TriedChange]:
-    """Single changes to a plan that may take less memory, cheapest first."""
+    """Yield single changes to a plan that may take less memory, cheapest first."""
     spec, assignment = plan.spec, plan.assignment
     if assignment.wrapper == "ddp" and not spec.ddp.get("gradient_as_bucket_view", False):
         ddp = MappingProxyType({**spec.ddp, "gradient_as_bucket_view": True})
@@ -210,7 +216,7 @@ def changes_of(plan: Plan) -> Iterator[_TriedChange]:
 
 
 def _offloads(plan: Plan) -> Iterator[_TriedChange]:
-    """What may wait on the host: no device is added, but everything waits for copies."""
+    """Yield changes that offload to the host: no device is added, but copies cost time."""
     spec, a = plan.spec, plan.assignment
     offload = spec.offload
     if any(unit.is_sharded and not unit.on_host for unit in a.units.values()):
@@ -230,7 +236,7 @@ def _offloads(plan: Plan) -> Iterator[_TriedChange]:
 
 
 def _first_blocks(spec: Spec, blocks: Sequence[str], count: int) -> _TriedChange:
-    """So many blocks run again, from the first on: the others' backward needs no forward twice."""
+    """Return the change that recomputes the first `count` blocks."""
     numbers: dict[str, list[str]] = {}
     for fqn in blocks[:count]:
         container, _, number = fqn.rpartition(".")
@@ -250,7 +256,7 @@ def _first_blocks(spec: Spec, blocks: Sequence[str], count: int) -> _TriedChange
 
 
 def _range(names: Sequence[str]) -> str:
-    """What matches these children of one container, and no others."""
+    """Return a glob that matches exactly these children of one container."""
     if len(names) == 1:
         return names[0]
     if [*names] == [str(n) for n in range(int(names[0]), int(names[0]) + len(names))]:
@@ -259,7 +265,7 @@ def _range(names: Sequence[str]) -> str:
 
 
 def _large_of_the_root(plan: Plan) -> list[str]:
-    """Modules that hold a tenth or more of the outermost unit's parameters.
+    """Return modules that hold a tenth or more of the outermost unit's parameters.
 
     These stay gathered from the first forward to the last backward.
     """
@@ -279,7 +285,7 @@ def _large_of_the_root(plan: Plan) -> list[str]:
 
 
 def _batches(plan: Plan) -> Iterator[_TriedChange]:
-    """Half of the samples at once, and as often twice, as far down as need be."""
+    """Yield the change to half the samples per microbatch, further halved if needed."""
     if plan.micro is not None and plan.micro % 2 == 0:
         yield _halved(plan.spec, plan.micro, plan.micro, plan.accumulate)
 
@@ -295,7 +301,7 @@ def _halved(spec: Spec, first: int, micro: int, count: int) -> _TriedChange:
 
 
 def _strategies(plan: Plan) -> Iterator[_TriedChange]:
-    """The next strategies, which cut more."""
+    """Yield the next strategies, which shard more."""
     spec, mesh = plan.spec, plan.mesh
     name = plan.assignment.strategy.name
     if name == "hybrid_shard_zero2":
@@ -320,13 +326,13 @@ def _strategies(plan: Plan) -> Iterator[_TriedChange]:
 
 
 def _more_machines(plan: Plan) -> Iterator[_TriedChange]:
-    """More ranks that share what is cut."""
+    """Yield the change to more ranks along dp_shard."""
     if plan.mesh.size("dp_shard") > 1 and not plan.mesh.loans:
         yield _times(plan, 2)
 
 
 def _times(plan: Plan, times: int) -> _TriedChange:
-    """So many times as many GPUs, or the fewest below that do, a whole node at a time."""
+    """Return the change to `times` as many GPUs, with parts in steps of whole nodes."""
     shard, hardware = plan.mesh.size("dp_shard"), plan.spec.hardware
     step = 1
     if hardware is not None:
@@ -346,7 +352,7 @@ def _times(plan: Plan, times: int) -> _TriedChange:
 
 
 def _on(plan: Plan, shard: int) -> _TriedChange:
-    """As many ranks along dp_shard."""
+    """Return the change to `shard` ranks along dp_shard."""
     spec, mesh = plan.spec, plan.mesh
     before = mesh.size("dp_shard")
     sizes = {axis.name: shard if axis.name == "dp_shard" else axis.size for axis in mesh}

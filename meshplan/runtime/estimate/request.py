@@ -1,4 +1,4 @@
-"""What is asked about a plan's memory, and the model and the decisions that it is asked about."""
+"""The request for a memory estimate, and the model and the decided plan that it is about."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from meshplan.spec.spec import Spec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateRequest:
-    """What is asked.
+    """A request for a memory estimate.
 
     Args:
         spec: The plan, as declared.
-        source: How to build its model.
-        device: The name of the GPU, or "cuda" where nobody says.
-        limit_bytes: What it may hold; None where nobody says.
-        tier: Which one must answer; None for the cheapest that can.
+        source: The source that builds its model.
+        device: Name of the GPU, or "cuda" if none is stated.
+        limit_bytes: Bytes that a device may reserve; None if not stated.
+        tier: Number of the tier that must answer; None for the cheapest that can.
     """
 
     spec: Spec
@@ -45,10 +45,11 @@ class EstimateRequest:
 
 @dataclass(frozen=True, slots=True)
 class FakeStepResult:
-    """What a process found out about one rank.
+    """The findings of a subprocess about one rank.
 
     Args:
-        assumed: As of `Loop`.
+        log: Events of the rank's step.
+        assumed: The assumptions in words, as in `DefaultLoop`.
     """
 
     log: EventLog
@@ -58,10 +59,13 @@ class FakeStepResult:
 def decided(
     spec: Spec, source: Source, change: Callable[[nn.Module], nn.Module] | None = None
 ) -> tuple[nn.Module, Plan]:
-    """The model, without memory, and its plan.
+    """Return the model, without memory, and its plan.
 
     Args:
-        change: Made to the model first; rules that then match nothing are left out.
+        spec: The plan, as declared.
+        source: The source that builds the model.
+        change: Changes a copy of the model first; rules that then match nothing become optional.
+            None for no change.
 
     Raises:
         SpecError: The model cannot be built.
@@ -77,10 +81,12 @@ def decided(
 
 
 def decided_of(model: nn.Module, spec: Spec, origin: Origin | None) -> Plan:
-    """The plan of a model that is there.
+    """Return the plan of an existing model.
 
     Args:
-        origin: Where the user named the model.
+        model: The model, on any device.
+        spec: The plan, as declared.
+        origin: Place where the user named the model; None if there is none.
 
     Raises:
         PlanError: The plan does not fit it.
@@ -98,14 +104,14 @@ def decided_of(model: nn.Module, spec: Spec, origin: Origin | None) -> Plan:
 
 
 def built_without_memory(source: Source) -> nn.Module:
-    """The model without memory: on meta, or where its code reads numbers meanwhile, as fakes.
+    """Build the model on meta, or on fake tensors if its code reads values while it is built.
 
     Raises:
-        SpecError: It cannot be built.
+        SpecError: The model cannot be built.
     """
     if source.config is not None and getattr(source.config, "use_cache", False):
         config = copy.deepcopy(source.config)
-        config.use_cache = False  # It is for generating; in training it would only hold tensors.
+        config.use_cache = False  # A cache is for generation; in training it only keeps tensors.
         source = replace(source, config=config)
     try:
         return model_of_source(source, on_meta=True)

@@ -1,7 +1,7 @@
-"""A plan and its model made small enough for a few processes on this machine, in structure alike.
+"""Scale a plan and its model down to a few processes on this machine, with the same structure.
 
-Every axis, every stage, every kind of layer and every rule stay; sizes go. What was changed is
-told. Refuses to know what the plan does: it is run, not read.
+Every axis, stage, kind of layer and rule is kept; only sizes shrink, and what was changed is
+reported. This module does not interpret the plan, because the small plan is run.
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ from meshplan.units import format_gib
 
 MAX_RANKS: Final = 16
 MODEL_LIMIT: Final = 2 * 2**30
-"""Bytes of parameters and buffers of the small model: every process holds it once."""
+"""Bytes of parameters and buffers of the small model, of which every process has a copy."""
 _FULL: Final = 8
 """Microbatches per rank of a pipeline up to which all of them are run."""
 _SMALL: Final = 2
-"""To this size every axis is cut: the smallest at which it does anything."""
+"""Size to which every axis is cut: the smallest at which an axis has an effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """How every process builds the same model.
+    """A description from which every process builds the same model.
 
     Args:
         entry: "pkg.mod:function", or "" for a config.
-        origin: Where the user named it.
-        config: The config of a transformers model, already small.
-        architecture: Its class in transformers.
-        blocks: How many of each list's equal blocks are kept; None keeps all.
-        is_built_on_meta: It is too large to be built whole: blocks are cut on meta.
+        origin: Place where the user named it.
+        config: The config of a transformers model, already small; None with an entry.
+        architecture: Name of the model's class in transformers; "" with an entry.
+        blocks: Number of blocks that are kept of each list of equal blocks; None keeps all.
+        is_built_on_meta: If True, the model is too large to be built whole, so its blocks are
+            removed on meta.
     """
 
     entry: str = ""
@@ -64,10 +65,12 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Small:
-    """What is run in place of the plan.
+    """The plan and model that run in place of the plan's own.
 
     Args:
-        notes: What was made smaller.
+        spec: The small plan.
+        source: The source of the small model.
+        notes: Descriptions of what was made smaller.
         unmatched: Rules that match the whole model and nothing of the small one.
     """
 
@@ -78,11 +81,11 @@ class Small:
 
 
 def shrink(spec: Spec, source: Source, max_ranks: int = MAX_RANKS) -> Small:
-    """The small plan and model of a plan.
+    """Scale a plan and its model down to at most `max_ranks` ranks.
 
     Raises:
-        SpecError: It cannot be made small enough, or its mesh cannot be known.
-        PlanError: Its mesh contradicts itself.
+        SpecError: No plan or model is small enough, or the mesh cannot be determined.
+        PlanError: The mesh contradicts itself.
     """
     mesh, _ = resolve_mesh(spec)
     sizes = _small_sizes(spec, mesh)
@@ -121,10 +124,15 @@ def shrink(spec: Spec, source: Source, max_ranks: int = MAX_RANKS) -> Small:
 
 
 def source_of(spec: Spec, model: str | None, config: str | Path | None) -> Source:
-    """The model that the flags or else the plan name.
+    """Return the source of the model that the flags name, or else the plan.
+
+    Args:
+        spec: The plan.
+        model: "pkg.mod:function" of the flag `--model`; None if it was not given.
+        config: Path of the flag `--config`; None if it was not given.
 
     Raises:
-        SpecError: None does, both do, or it cannot be read.
+        SpecError: No model is named, both flags are given, or the config cannot be read.
     """
     if model is not None and config is not None:
         what = "--model and --config both state the model"
@@ -144,10 +152,10 @@ def source_of(spec: Spec, model: str | None, config: str | Path | None) -> Sourc
 
 
 def source_of_config(path: str | Path, origin: Origin) -> Source:
-    """The source of a Hugging Face config.json or of the folder that holds one.
+    """Return the source of a Hugging Face config.json, or of the folder that contains one.
 
     Raises:
-        SpecError: It cannot be read, or transformers does not know it.
+        SpecError: The file cannot be read, or transformers has no such model.
     """
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
@@ -162,7 +170,7 @@ def source_of_config(path: str | Path, origin: Origin) -> Source:
         fix = "install transformers, or name a function that builds the model: --model pkg.mod:fn"
         what = "a config is built by transformers, which is not installed"
         raise SpecError(Problem(what, origin, fix)) from None
-    except Exception as error:  # Classes of two hundred families, each with checks of its own.
+    except Exception as error:  # Two hundred config classes raise errors of their own.
         what = f"{file} is no config that transformers can read: {type(error).__name__}: {error}"
         raise SpecError(Problem(what, origin, "name a config.json or its folder")) from None
     names = content.get("architectures") or [f"{type(config).__name__[:-6]}ForCausalLM"]
@@ -175,15 +183,15 @@ def source_of_config(path: str | Path, origin: Origin) -> Source:
 
 
 def _transformers() -> Any:
-    """The package; importing it takes seconds."""
+    """Import transformers late, because that takes seconds."""
     return importlib.import_module("transformers")
 
 
 @contextlib.contextmanager
 def _offline() -> Iterator[None]:
-    """Keep transformers from the network while it builds a config that anybody may have written.
+    """Keep transformers offline while it builds a config that anybody may have written.
 
-    As HF_HUB_OFFLINE=1 does, which the hub reads only once, when it is imported.
+    HF_HUB_OFFLINE=1 has the same effect, but the hub reads it only once, when it is imported.
     """
     constants: Any = importlib.import_module("huggingface_hub.constants")
     before = constants.HF_HUB_OFFLINE
@@ -195,9 +203,10 @@ def _offline() -> Iterator[None]:
 
 
 def _model_class(name: str) -> Any:
-    """The class of models in transformers that a config names; None where it names anything else.
+    """Return the model class of transformers that a config names; None if it names anything else.
 
-    A config names any attribute of the package, and what it names is called.
+    The check is needed because a config may name any attribute of the package, which is then
+    called.
     """
     found = getattr(_transformers(), name, None) if name.isidentifier() else None
     base = _transformers().PreTrainedModel
@@ -206,7 +215,7 @@ def _model_class(name: str) -> Any:
 
 
 def model_of_source(source: Source, *, on_meta: bool = False) -> nn.Module:
-    """Build the model, on the CPU with the values it draws, or on meta.
+    """Build the model, on the CPU with its initial values, or on meta.
 
     Raises:
         SpecError: The user's code cannot build it.
@@ -221,18 +230,18 @@ def model_of_source(source: Source, *, on_meta: bool = False) -> nn.Module:
         with device, _offline():
             model = cls(source.config)
     if source.blocks is not None:
-        model = copy.deepcopy(model)  # The user may have named a model instead of a function.
+        model = copy.deepcopy(model)  # The entry may be a model instead of a function.
         _keep_blocks(model, source.blocks)
     return model
 
 
 def num_bytes(model: nn.Module) -> int:
-    """Of all parameters and buffers."""
+    """Bytes of all parameters and buffers."""
     return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
 
 
 def _small_sizes(spec: Spec, mesh: Mesh) -> dict[str, int | Any]:
-    """Every axis at its smallest, except where the plan names ranks or stages by number."""
+    """Shrink every axis to its smallest, except where the plan names ranks or stages by number."""
     stated: Mapping[str, Any] = spec.mesh if isinstance(spec.mesh, Mapping) else mesh.sizes
     out: dict[str, int | Any] = {}
     for axis, size in stated.items():
@@ -242,7 +251,7 @@ def _small_sizes(spec: Spec, mesh: Mesh) -> dict[str, int | Any]:
         real = mesh.size(axis) if size == AUTO else int(size)
         least = _SMALL
         if axis == "dp_shard" and any(_is_count(r.reshard_after_forward) for r in spec.rules):
-            least = 2 * _SMALL  # Resharding to fewer ranks needs ranks to be fewer than.
+            least = 2 * _SMALL  # Resharding to fewer ranks needs more than the smallest axis.
         if axis == "pp" and (
             any(_is_count(r.stage) for r in spec.rules)
             or (spec.pipeline is not None and spec.pipeline.split != AUTO)
@@ -261,7 +270,7 @@ def _number(size: Any) -> int:
 
 
 def _world(sizes: Mapping[str, Any]) -> int:
-    """Ranks in all; a borrowed axis has none of its own."""
+    """Return the number of ranks; a borrowed axis adds none of its own."""
     world = 1
     for size in sizes.values():
         world *= 1 if isinstance(size, Borrow) else int(size)
@@ -269,17 +278,18 @@ def _world(sizes: Mapping[str, Any]) -> int:
 
 
 def _small_batch(spec: Spec, pp: int) -> Batch:
-    """Two samples a microbatch: of one sample BatchNorm may have no statistics.
+    """Return a batch of two samples per microbatch: BatchNorm may have no statistics of one sample.
 
     Args:
-        pp: Of the small mesh, whose schedule cuts each microbatch into more.
+        spec: The plan.
+        pp: Size of pp in the small mesh, whose schedule cuts each microbatch further.
     """
     batch = spec.batch
     accumulate = 1
     if isinstance(batch.accumulate, int):
         accumulate = batch.accumulate
     elif batch.global_ is not None and isinstance(batch.micro, int):
-        accumulate = 2  # The quotient is at least one; two tells apart whether it is done.
+        accumulate = 2  # The real count is at least one; two shows if gradients accumulate.
     asked = _small_microbatches(spec, pp)
     cut = 1
     if pp > 1:
@@ -289,7 +299,7 @@ def _small_batch(spec: Spec, pp: int) -> Batch:
 
 
 def _small_microbatches(spec: Spec, pp: int) -> Any:
-    """As the plan has them; where they are very many, so few that rounds of ranks are as full."""
+    """Return the plan's microbatches; if very many, fewer with the same remainder by pp."""
     asked = spec.pipeline.microbatches if spec.pipeline else AUTO
     if asked == AUTO or asked <= _FULL * pp:
         return asked
@@ -299,7 +309,7 @@ def _small_microbatches(spec: Spec, pp: int) -> Any:
 def _small_source(
     source: Source, spec: Spec, whole: nn.Module, mesh: Mesh, sizes: Mapping[str, Any], blocks: int
 ) -> tuple[Source, nn.Module, list[str]]:
-    """The smallest source that builds and runs, its model, and what was changed."""
+    """Return the smallest source that builds and runs, its model, and what was changed."""
     small_tp, ep = _number(sizes.get("tp", 1)), _number(sizes.get("ep", 1))
     config = source.config if source.config is not None else getattr(whole, "config", None)
     candidates: list[tuple[Source, list[str]]] = []
@@ -331,7 +341,7 @@ def _small_source(
 
 
 def _try(source: Source, spec: Spec) -> tuple[nn.Module | None, str]:
-    """(the model if it is small and runs, why not)."""
+    """Return (the model, "") if it is small and runs, else (None, the reason)."""
     try:
         on_meta = model_of_source(source, on_meta=True)
         size = num_bytes(on_meta)
@@ -350,7 +360,7 @@ def _try(source: Source, spec: Spec) -> tuple[nn.Module | None, str]:
 
 
 def _keep_blocks(model: nn.Module, keep: int) -> list[str]:
-    """Cut every list of equal blocks down to its first ones; returns what was cut, as words."""
+    """Cut every list of equal blocks down to its first `keep`; return descriptions of the cuts."""
     out = []
     for fqn, blocks in list(model.named_modules()):
         if not isinstance(blocks, nn.ModuleList) or len(blocks) <= keep:
@@ -365,7 +375,11 @@ def _keep_blocks(model: nn.Module, keep: int) -> list[str]:
 def rules_that_match(
     spec: Spec, whole: ModelGraph, small: ModelGraph
 ) -> tuple[tuple[Rule, ...], tuple[str, ...]]:
-    """The rules, with what matches the whole model but not the small one made optional."""
+    """Make rules optional that match the whole model but not the small one.
+
+    Returns:
+        (the rules, descriptions of those that were made optional).
+    """
     rules, unmatched = [], []
     for rule in spec.rules:
         lost = [

@@ -1,7 +1,7 @@
-"""A transformers config made small, with what a plan divides by left divisible.
+"""Make a transformers config small, with the sizes that a plan divides still divisible.
 
-Knows the names under which configs state sizes. Keeps the ratio of query to key heads, whether a
-size divides by tp, the kinds of layers, and special tokens inside of the vocabulary.
+This module has the names under which configs state sizes. It keeps the ratio of query to key heads,
+whether a size divides by tp, the kinds of layers, and special tokens inside the vocabulary.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _AT_MOST: Final[Mapping[str, int]] = MappingProxyType(
         "n_group": 2, "topk_group": 2, "first_k_dense_replace": 1,
     }
 )  # fmt: skip
-"""Sizes that divide nothing: DeepSeek's latent attention and expert groups."""
+"""Upper limits of sizes that nothing divides: DeepSeek's latent attention and expert groups."""
 _SMALL_HEAD, _SMALL_VOCAB, _SMALL_POSITIONS = 16, 128, 128
 _ODD: Final = 1
-"""Added to a size that tp does not divide in the original."""
+"""Number added to a size that tp does not divide in the original."""
 
 
 def shrink_layers(config: Any, layers: int) -> tuple[Any, list[str]]:
-    """A copy with at most so many layers, and what was changed, as words."""
+    """Return a copy with at most `layers` layers, and descriptions of the changes."""
     small = copy.deepcopy(config)
     notes: list[str] = []
     for each in _parts(small):
@@ -58,11 +58,13 @@ def shrink_layers(config: Any, layers: int) -> tuple[Any, list[str]]:
 def shrink_sizes(
     config: Any, *, layers: int, tp: int, small_tp: int, ep: int
 ) -> tuple[Any, list[str]]:
-    """A copy with few layers and small dims, and what was changed, as words.
+    """Return a copy with few layers and small dims, and descriptions of the changes.
 
     Args:
+        config: The config, which is not changed.
+        layers: The most layers of the copy.
         tp: The size of tp that the plan states, which decides what must divide.
-        small_tp: The size that the copy is run with.
+        small_tp: The size of tp that the copy is run with.
         ep: The size of ep that the copy is run with.
     """
     small, notes = shrink_layers(config, layers)
@@ -96,7 +98,7 @@ def shrink_sizes(
 
 
 def _parts(config: Any) -> list[Any]:
-    """The config and those inside of it, as of a text and a vision tower."""
+    """Return the config and those inside it, such as those of a text and a vision tower."""
     kind = next(c for c in type(config).__mro__ if c.__name__.startswith("PreTrained")
                 or c.__name__ == "PretrainedConfig")  # fmt: skip
     inner = [value for value in vars(config).values() if isinstance(value, kind)]
@@ -104,7 +106,7 @@ def _parts(config: Any) -> list[Any]:
 
 
 def _get(config: Any, name: str) -> int | None:
-    """A size that the config states, 0 and lists aside."""
+    """Return a size that the config states; None for 0, lists and other values."""
     value = getattr(config, name, None)
     return value if type(value) is int and value > 0 else None
 
@@ -112,7 +114,7 @@ def _get(config: Any, name: str) -> int | None:
 def _set(
     config: Any, names: Sequence[str], value: Any, notes: list[str], *, is_told: bool = True
 ) -> None:
-    """Replace a value that the config has."""
+    """Replace a value under each of these names that the config has."""
     for name in names:
         old = getattr(config, name, None)
         if old is not None and old != value:
@@ -133,13 +135,13 @@ def _cut_layers(config: Any, layers: int, notes: list[str]) -> None:
 
 
 def _divisible(size: int, small: int, tp: int) -> int:
-    """A small size that divides by tp if, and only if, the original does."""
+    """Return a small size that divides by tp if, and only if, the original does."""
     small = min(size, small)
     return small if size % tp == 0 or small == size else small + _ODD
 
 
 def _shrink_heads(config: Any, tp: int, small_tp: int, notes: list[str]) -> None:
-    """Few heads in the same ratio, and a width that fits them."""
+    """Set few heads in the same ratio, and a width that fits them."""
     name = next((n for n in _HEADS if _get(config, n)), None)
     width = next((n for n in _HIDDEN if _get(config, n)), None)
     if name is None or width is None:

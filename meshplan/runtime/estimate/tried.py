@@ -1,9 +1,9 @@
-"""The forward of one rank on tensors without numbers: what `check` runs before a process starts.
+"""Run one rank's forward on fake tensors: what `check` does before any process starts.
 
-What the layouts say can be right and the model's own code still not run on them: it divides by the
-width that one process has, or unpacks as many pieces. The real wrappers run here in a process group
-of fakes, so what raises in them raises on a rank. What one process cannot run either is told as a
-mistake of the model.
+Layouts can be right and the model's own code still fail under them, if it divides by the full width
+or unpacks a fixed number of pieces. The real wrappers run here in a fake process group, so what
+raises in them would raise on a rank. What fails in a single process, too, is reported as a mistake
+of the model.
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ def try_entry(entry: str, origin: Origin, plan: Plan) -> tuple[Problem | None, s
 
 
 def try_forward(model: nn.Module, plan: Plan, origin: Origin | None) -> tuple[Problem | None, str]:
-    """Run the forward of a model as rank 0 of a plan would, in a process without a group.
+    """Run the forward of a model as rank 0 of a plan would, in a process without a process group.
 
     Args:
-        plan: Decided for the model.
-        origin: Where the user named it.
+        model: The unsharded model of one process.
+        plan: A plan decided for the model.
+        origin: Place where the user named the model; None if there is none.
 
     Returns:
-        The problem, if there is one, and else why the forward was not run; "" where it was, or
-        where the plan's own code, numbers of tokens or of a router would decide what it does.
+        (the problem or None, why the forward was not run). The latter is "" if the forward ran, or
+        if it would depend on the plan's own code, on numbers of tokens or on a router.
     """
     if plan.assignment.apply or plan.mesh.size("cp", "ep") > 1:
         return None, ""
@@ -80,7 +81,7 @@ def _try(
                 _run(wrapped, in_dtype_of(wrapped, mapped(inputs, fake)))
         return None, ""
     except MeshplanError as error:
-        # What a forward is refused for may be the size of this very example.
+        # A forward may be refused only for the size of this example.
         return (None if is_wrapped else error.problems[0]), ""
     except Exception as error:  # The model's code may raise anything.
         if (odd := untraceable(error)) is not None:
@@ -91,7 +92,7 @@ def _try(
         with fake_single_rank(model) as (twin, fake, _), _widths(twin, plan, whole):
             _run(twin, in_dtype_of(twin, mapped(inputs, fake)))
     except Exception as error:
-        # Inputs that nobody stated may be wrong ones.
+        # If the plan does not state the inputs, the assumed ones may be wrong.
         problem = alone_problem(error, model, origin, inputs)
         if plan.spec.input is None or untraceable(error) is not None:
             return None, f"{problem.what}; state the input of the model in the plan"
@@ -100,7 +101,7 @@ def _try(
 
 
 def _with_length(plan: Plan) -> Spec:
-    """The spec with a sequence that divides over tp, if it states none."""
+    """Return the spec with a sequence length that divides over tp, if it states none."""
     spec, tp = plan.spec, plan.mesh.size("tp")
     if spec.batch.seq_len is not None or TOKENS % tp == 0:
         return spec
@@ -116,7 +117,7 @@ def _run(model: nn.Module, inputs: Any) -> None:
 
 @contextmanager
 def _widths(model: nn.Module, plan: Plan, found: dict[str, int]) -> Iterator[None]:
-    """Note how wide the outputs of modules with a style are, the last one last."""
+    """Record output widths of modules with a style in `found`, in the order of last calls."""
 
     def noting(fqn: str) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, output: Any) -> None:

@@ -173,7 +173,7 @@ def check_speed(
         flops: FLOPs of products and convolutions.
         convolved: Share of them that are convolutions.
         unknown: Names of operators outside of aten.
-        origin: Where the user named the model; None if nowhere.
+        origin: Place where the user named the model; None if there is none.
         told: Progress callback; reports operators whose FLOPs are not known.
 
     Raises:

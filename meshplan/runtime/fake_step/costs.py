@@ -41,7 +41,7 @@ FULL = ActivationCheckpointing(mode="full")
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchCosts:
-    """What was recorded of one microbatch.
+    """Memory and work recorded of one microbatch.
 
     Args:
         work: The memory trace of the whole model.

@@ -1,4 +1,4 @@
-"""What a trace of the live model says of the plan that was chosen for it by its config."""
+"""Trace a live model under the plan that was chosen for it from its config."""
 
 from __future__ import annotations
 
@@ -31,17 +31,19 @@ _CERTIFIED = (
 )
 
 _MOST_BLOCKS = 128
-"""That are run in the end; each takes 30 to 60 ms, forward and backward and twice."""
+"""The most runs of a block in a trace; each takes 30 to 60 ms, forward and backward and twice."""
 
 
 class Certifier:
-    """Traces a live model as a plan has it.
+    """Traces a live model under a plan.
 
     Args:
-        model: As one process has it, on any device; it is copied, and only shapes count.
-        device, limit_bytes: As for `assemble`.
-        origin: Where the user named the model.
-        told: Is told what is being done.
+        model: The unsharded model of one process, on any device; it is copied, and only shapes
+            count.
+        device: Name of the device, as in `hardware`.
+        limit_bytes: Bytes that a device may reserve.
+        origin: Place where the user named the model; None if there is none.
+        told: Progress callback.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class Certifier:
         self._origin, self._told = origin, told
 
     def of(self, spec: Spec) -> MemoryEstimate | str:
-        """What every rank needs; or why no trace tells.
+        """Estimate every rank's memory by a trace; or return why no trace is made.
 
         Args:
             spec: The plan file with all that was chosen, and nothing left open.
@@ -110,7 +112,7 @@ class Certifier:
 
 
 def _why_not(plan: Plan) -> str:
-    """Why nobody waits for a trace: ranks of a pipeline do all their microbatches at once."""
+    """Return why a trace takes too long, "" if not: a pipeline runs all microbatches at once."""
     stages = plan.assignment.stages
     if stages is None:
         return ""

@@ -1,8 +1,9 @@
-"""A live model that is what its config describes: it can be planned from there, tp and pp included.
+"""Check that a live model is what its config describes, so that it can be planned from the config.
 
-That it is so is proved and not assumed. Made again from its config alone, the model has the same
-modules with the same attributes and no hooks; its classes run the code that they were published
-with; and its graph, tensor by tensor, is the one that the blueprint draws of the config.
+Planned from its config, a model can also use tp and pp. The equality is proved, not assumed: built
+again from its config alone, the model has the same modules with the same attributes and no hooks;
+its classes run the code that they were published with; and its graph, tensor by tensor, is the one
+that the blueprint makes from the config.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from meshplan.spec.spec import Spec
 
 _ATTENTION: Final = "sdpa"
 _EXPERTS: Final = "grouped_mm"
-"""What a step told from a config takes for granted, in transformers' words."""
+"""Implementations that an analytic estimate assumes, as transformers names them."""
 _OF_NO_STEP: Final = frozenset({"_is_hf_initialized", "generation_config", "name_or_path"})
-"""Attributes by which transformers knows where a model is from; no training step reads them."""
+"""Attributes that say where a transformers model comes from; no training step reads them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A model by its config.
+    """A model as its config describes it.
 
     Attributes:
-        graph: As the blueprint has it.
-        shorter: The same of so many blocks, or of these of its own.
+        graph: The graph that the blueprint makes from the config.
+        shorter: Makes the graph with a given number of blocks, or with the blocks of these numbers.
     """
 
     graph: ModelGraph
@@ -46,11 +47,12 @@ class Described:
 
 
 def described(model: nn.Module, graph: ModelGraph, spec: Spec) -> Described | str:
-    """The model by its config; or why it has to be traced, "" where no config is there to speak of.
+    """Return the model as its config describes it; or why to trace it, "" if it has no config.
 
     Args:
-        graph: Of the model.
-        spec: The plan file, whatever it leaves open.
+        model: The live model.
+        graph: The graph of the live model.
+        spec: The plan file, with whatever it leaves open.
     """
     config = getattr(model, "config", None)
     if not isinstance(config, _config_class()):
@@ -65,13 +67,13 @@ def described(model: nn.Module, graph: ModelGraph, spec: Spec) -> Described | st
 
 
 def _config_class() -> Any:
-    """Of transformers, where that is loaded: a model of it has loaded it."""
+    """Return transformers' config class; () if transformers is not loaded."""
     module: Any = sys.modules.get("transformers.configuration_utils")
     return () if module is None else (module.PreTrainedConfig,)
 
 
 def _runs_otherwise(config: Any) -> str:
-    """What the config asks for that a step told from it does not do."""
+    """Return what the config asks for that an analytic estimate does not cover; "" if nothing."""
     if config.use_cache:
         return "its config has use_cache: true, and a cache holds tensors: say use_cache=False"
     attention = config._attn_implementation
@@ -87,11 +89,11 @@ def _runs_otherwise(config: Any) -> str:
 
 
 def _is_other(model: nn.Module, graph: ModelGraph, told: ModelGraph) -> str:
-    """What the model has that its config does not say."""
+    """Return how the model differs from its config; "" if it does not."""
     with torch.device("meta"):
         try:
             again = type(model)(model.config)
-        except Exception as error:  # Its class is the user's, and may take anything.
+        except Exception as error:  # A class of the user may take any arguments.
             return f"its config alone does not make it: {type(error).__name__}"
     if not is_alike(model, again, but=_OF_NO_STEP):
         return "it was changed after its config had made it, or it does not train"
@@ -106,14 +108,14 @@ def _is_other(model: nn.Module, graph: ModelGraph, told: ModelGraph) -> str:
 
 
 def _runs_its_own(cls: type) -> bool:
-    """Whether a class's forward was written where the class was."""
+    """Return True if a class's forward was defined in the module of the class."""
     owner: Any = next((each for each in cls.__mro__ if "forward" in vars(each)), cls)
     forward = owner.forward
     return bool(getattr(forward, "__module__", None) == owner.__module__)
 
 
 def _untold(spec: Spec, told: ModelGraph) -> str:
-    """What the plan says for which a step told from a config has no rules."""
+    """Return what the plan states that analytic estimates have no rules for; "" if nothing."""
     if spec.batch.seq_len is None:
         return "the plan does not say how long a sample is"
     given = spec.input

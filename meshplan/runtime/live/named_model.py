@@ -1,4 +1,4 @@
-"""A model named on the command line, with what its plan wants to know of it."""
+"""The graph and data flow of a model named on the command line."""
 
 from __future__ import annotations
 
@@ -15,11 +15,19 @@ from meshplan.spec.spec import Spec
 
 
 def live_graph(entry: str, origin: Origin, spec: Spec) -> tuple[ModelGraph, Rehearse | None]:
-    """The graph of the model that "pkg.mod:function" makes, with its data flow if that is read.
+    """Return the graph of the model that "pkg.mod:function" makes, and a rehearser if flow is read.
+
+    Args:
+        entry: "pkg.mod:function".
+        origin: Place where the user named it.
+        spec: The plan, which decides if the data flow is read.
+
+    Returns:
+        The graph, with the data flow if the plan reads it, and else None as the second item.
 
     Raises:
         SpecError: The model cannot be made.
-        PlanError: Nothing says what the model takes, or it cannot run on that.
+        PlanError: Nothing states what the model takes as input, or it cannot run on that.
     """
     model = model_of_entry(entry, origin)
     if not spec.reads_flow:

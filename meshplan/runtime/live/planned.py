@@ -1,4 +1,4 @@
-"""Planning a live model: what is asked about it, and how all ranks come to one answer."""
+"""Plan a live model: build the planner's request, and give all ranks the same answer."""
 
 from __future__ import annotations
 
@@ -44,14 +44,17 @@ def question_of_model(
     source: Source | None = None,
     told: Callable[[str], None] = lambda text: None,
 ) -> PlanRequest:
-    """What a plan file asks of the planner about a live model.
+    """Build the planner's request of a plan file about a live model.
 
     Args:
-        model: As one process has it, on any device.
-        load: The plan file with more statements.
-        gpu, memory, profile: As for `question_of`.
-        example_inputs: Of the model, where the plan states none.
-        source: How a process builds the model; None where only the caller has it.
+        model: The unsharded model of one process, on any device.
+        load: Reads the plan file with more statements on top.
+        gpu: Name of the device whose memory is the limit; None for the one of the plan.
+        memory: The memory limit itself; None for that of the device.
+        profile: Path of a file that `meshplan calibrate` wrote; None for known figures.
+        example_inputs: Inputs of the model, used if the plan states none.
+        source: Source from which a process builds the model; None if only the caller has it.
+        told: Progress callback.
 
     Raises:
         SpecError: The device cannot be found, or is stated twice and differs.
@@ -99,13 +102,20 @@ def question_of_entry(
     profile: Path | None = None,
     told: Callable[[str], None] = lambda text: None,
 ) -> PlanRequest:
-    """The same of the model that a flag or else the plan names as "pkg.mod:function".
+    """Build the planner's request about the model that a flag, or else the plan, names.
 
     Args:
+        source: Path of the plan file, or its content as a mapping.
         more: Statements on top of the plan file.
+        model: "pkg.mod:function" of the flag `--model`; None if it was not given.
+        config: Path of the flag `--config`; None if it was not given.
+        gpu: Name of the device whose memory is the limit; None for the one of the plan.
+        memory: The memory limit itself; None for that of the device.
+        profile: Path of a file that `meshplan calibrate` wrote; None for known figures.
+        told: Progress callback.
 
     Raises:
-        SpecError: It cannot be built, or the device cannot be found.
+        SpecError: The model cannot be built, or the device cannot be found.
         PlanError: The plan says too little.
     """
 
@@ -120,7 +130,7 @@ def question_of_entry(
 
 
 def _with_input(spec: Spec, given: Any) -> Spec:
-    """The spec with the input that the caller gave, where it states none and that is one tensor."""
+    """Return the spec with the caller's input, if it states none and the input is one tensor."""
     if isinstance(given, tuple) and len(given) == 1:
         (given,) = given
     if spec.input is not None or not isinstance(given, torch.Tensor):
@@ -130,17 +140,19 @@ def _with_input(spec: Spec, given: Any) -> Spec:
 
 
 def closed_together(model: nn.Module, plan: Any, example_inputs: Any) -> Any:
-    """The plan of every rank with nothing left open: as rank 0 has it by its lock, or plans it.
+    """Return the plan with nothing left open, from rank 0's lock or planner, on every rank.
 
     Args:
-        plan: As `parallelize` takes it; what leaves nothing open and has no lock is given back as
-            it is.
+        model: The unsharded model of one process.
+        plan: The plan as `parallelize` takes it; returned unchanged if it leaves nothing open and
+            has no lock.
+        example_inputs: Inputs of the model, used if the plan states none.
 
     Raises:
-        MeshplanError: The plan cannot be read or planned, on whichever rank that is.
+        MeshplanError: The plan cannot be read or planned, on any rank.
         ApplyError: The ranks disagree on what is left open.
 
-    All ranks send the same messages, whatever any of them found.
+    All ranks exchange the same messages, whatever any of them found.
     """
     error: MeshplanError | None = None
     outcome = "closed", ""
@@ -161,14 +173,14 @@ def closed_together(model: nn.Module, plan: Any, example_inputs: Any) -> Any:
     if other is not None and any(each == "open" for each, _ in outcomes):
         what = f"rank {other} has another plan file than rank 0, and one is left to the planner"
         raise ApplyError(Problem(what, fix="give every rank the same plan file"))
-    if kind == "closed":  # A lock counts where rank 0 has it.
+    if kind == "closed":  # Only rank 0's lock counts.
         return plan
     stated, source = _stated(model, plan, example_inputs)
     return chosen_spec(lambda more: load_spec(plan, more), stated, source)
 
 
 def _stated(model: nn.Module, plan: Any, example_inputs: Any) -> tuple[Mapping[str, Any], str]:
-    """What rank 0 chose, on every rank."""
+    """Return rank 0's choices and their source on every rank."""
     outcome = "", ""
     error: Exception | None = None
     if dist.get_rank() == 0:
@@ -176,7 +188,7 @@ def _stated(model: nn.Module, plan: Any, example_inputs: Any) -> tuple[Mapping[s
             outcome = "stated", json.dumps(_choose(model, plan, example_inputs))
         except MeshplanError as caught:
             error, outcome = caught, ("error", caught.render())
-        except Exception as caught:  # Told to the others, then raised as it is.
+        except Exception as caught:  # Report it to the other ranks, then raise it unchanged.
             error, outcome = caught, ("error", f"{type(caught).__name__}: {caught}")
     outcomes = exchange(outcome)
     if error is not None:

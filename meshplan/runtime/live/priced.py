@@ -1,8 +1,8 @@
-"""A live model under a plan that the search has no pieces of: its bytes and its blocks, as run.
+"""Price a live model under a plan that the search cannot compose: its memory and block costs.
 
-The search composes microbatches that were traced without tp, cp and pp. What these change is priced
-here as the plan states it: `estimate_by_trace` traces the step of every rank that differs, and one
-rank's microbatch is counted, with what tp sends and what recomputation runs again in it.
+The search composes microbatches that were traced without tp, cp and pp. A plan with any of these is
+priced here as it stands: `estimate_by_trace` traces the step of every rank that differs, and one
+rank's microbatch is counted, with the communication of tp and with recomputation.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ from meshplan.runtime.trace.trace_errors import refused
 from meshplan.spec.spec import Spec
 
 _FEW: Final = 2
-"""Samples that flops are counted with: one alone is more than some norms take."""
+"""Samples that FLOPs are counted with; some norms cannot run with a single one."""
 
 
 def priced(question: EstimateRequest, told: Callable[[str], None]) -> Priced:
     """Price a plan as it is stated.
 
     Args:
-        told: Is told what is being done.
+        question: The request, whose spec leaves nothing open.
+        told: Progress callback.
 
     Raises:
         SpecError: The model cannot be built.
-        PlanError: The plan does not fit the model, its step cannot be traced, or how fast
-            something in it runs is not known.
+        PlanError: The plan does not fit the model, its step cannot be traced, or the speed of some
+            of its operators is not known.
     """
     model, plan = decided(question.spec, question.source)
     memory = estimate_by_trace(question, told)
@@ -63,18 +64,20 @@ def priced(question: EstimateRequest, told: Callable[[str], None]) -> Priced:
 
 
 def _micro(plan: Plan) -> int:
-    """Samples of the microbatches that a rank runs one after the other."""
+    """Return the samples of the microbatches that a rank runs one after the other."""
     stages = plan.assignment.stages
     assert plan.micro is not None
     return plan.micro // (stages.microbatches if stages is not None else 1)
 
 
 class _Ran(NamedTuple):
-    """The findings of the process that counted.
+    """The findings of the subprocess that counted.
 
     Attributes:
-        flops: Of one sample, in a process that has all of the model and runs nothing again.
-        convolved, unknown: As of `Counted`.
+        chain: Costs of the blocks.
+        flops: FLOPs of one sample, in a process that has the whole model and recomputes nothing.
+        convolved: Share of the counted FLOPs that are convolutions.
+        unknown: Names of operators whose FLOPs are not known.
     """
 
     chain: Chain
@@ -84,7 +87,7 @@ class _Ran(NamedTuple):
 
 
 def _ran(question: EstimateRequest, micro: int) -> _Ran:
-    """Count in a process of its own."""
+    """Count in a subprocess."""
     model, plan = decided(question.spec, question.source)
     origin = question.source.origin
     try:
@@ -101,10 +104,10 @@ def _ran(question: EstimateRequest, micro: int) -> _Ran:
 
 
 def _unparted(spec: Spec, tp: int, micro: int) -> Spec:
-    """The spec of ranks that run the whole model on one microbatch, so many of them together.
+    """Return the spec without pp, cp and ep: all ranks of tp run the whole model on one microbatch.
 
-    Which stage runs a block, and what cp gathers, is for the cost model to say. Units are marked,
-    as for the search: they cast, and tell what is gathered with what.
+    Which stage runs a block, and what cp gathers, is up to the cost model. Hook points of units are
+    recorded as for the search: units cast, and show which parameters are gathered together.
     """
     sizes = {"dp_replicate" if spec.strategy == "ddp" else "dp_shard": 2, "tp": tp}
     if tp == 1:
@@ -123,12 +126,13 @@ def _unparted(spec: Spec, tp: int, micro: int) -> Spec:
 
 
 def count(model: nn.Module, plan: Plan, device: str) -> Counted:
-    """Count what rank 0 does in one microbatch, from the second one on.
+    """Count the work of rank 0 in one microbatch, from the second one on.
 
     Args:
-        model: As one process has it, on any device; it is copied, and only shapes count.
-        plan: Without pp and cp.
-        device: As for `fake_step`.
+        model: The unsharded model of one process, on any device; it is copied, and only shapes
+            count.
+        plan: A plan without pp and cp.
+        device: The device whose kernels are emulated, as for `fake_step`.
     """
     blocks = plan.graph.blocks()
     shown = shown_of(blocks, runs_of(model, plan))
@@ -151,7 +155,7 @@ def count(model: nn.Module, plan: Plan, device: str) -> Counted:
         loop = loop_of(model, plan)
         inputs, targets = mapped((loop.inputs, loop.targets), lambda tensor: tensor.clone())
         work = trace_work(model, plan, inputs, targets, loop.loss_fn, 0, device, ledger)
-    found = ledgers[-1]  # Blocks that turn out not to be alike are all run once more.
+    found = ledgers[-1]  # If blocks turn out to differ, a second run has all of them.
     return Counted(
         done=MappingProxyType(dict(found.done)),
         shown={block: block for block in blocks} if is_whole else shown,
@@ -163,7 +167,7 @@ def count(model: nn.Module, plan: Plan, device: str) -> Counted:
 
 
 def _note_handed(module: nn.Module, fqn: str, handed: dict[str, int]) -> None:
-    """Note the bytes of what a module takes that has a gradient, each time that it runs."""
+    """Record the bytes of a module's inputs that have a gradient, each time that it runs."""
 
     def note(_: nn.Module, args: Any, kwargs: Any) -> None:
         given = [tensor for _, tensor in tensors_in((args, kwargs)) if tensor.requires_grad]

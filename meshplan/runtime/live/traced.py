@@ -1,9 +1,9 @@
-"""A live model as the planner asks about it: run on tensors without numbers, and read from there.
+"""A live model as the planner sees it: run on fake tensors, with costs and memory from the traces.
 
-A few microbatches tell all: of two numbers of samples, with nothing run again in backward and with
-every block. What blocks cost follows from what was done, what a plan holds from what was held,
-composed (`memory.repeat.compose`) and replayed with the plan's wrappers. The plan that is chosen is
-traced once more, as it is.
+A few microbatches are enough: with two numbers of samples, each without recomputation and with
+every block recomputed. Block costs follow from the recorded work. The memory of a plan is composed
+from the recorded storages (`memory.repeat.compose`) and replayed with the plan's wrappers. The plan
+that is chosen is traced once more under its own choices.
 """
 
 from __future__ import annotations
@@ -46,22 +46,24 @@ from meshplan.runtime.trace.trace_errors import problem_of
 from meshplan.spec.spec import Spec
 
 _MOST: Final = 3
-"""Samples of the largest microbatch that is always run: where one takes another course than two,
-two and three tell the rest."""
+"""Samples of the largest microbatch that is always run. Two and three samples are used to
+extrapolate if one sample runs differently from two."""
 _AS_STATED: Final = "of a live model: priced where the plan states it, and not searched"
 
 
 class TracedModel:
-    """A live model, as the planner asks about it.
+    """A live model as the planner asks about it.
 
     Args:
-        model: As one process has it, on any device; it is copied, and only shapes count.
-        spec: The plan file, whatever it leaves open.
-        device: A name of `hardware`.
-        limit_bytes: What one may hold.
-        source: How a process builds the model; None where only the caller has it.
-        origin: Where the user named the model.
-        told: Is told what is being done.
+        model: The unsharded model of one process, on any device; it is copied, and only shapes
+            count.
+        graph: The graph of the model.
+        spec: The plan file, with whatever it leaves open.
+        device: Name of the device, as in `hardware`.
+        limit_bytes: Bytes that a device may reserve.
+        source: Source from which a process builds the model; None if only the caller has it.
+        origin: Place where the user named the model; None if there is none.
+        told: Progress callback.
     """
 
     def __init__(
@@ -85,18 +87,18 @@ class TracedModel:
         self._composers: dict[int, Composer] = {}
         self._is_steady = False
         self._doubted: set[int] = set()
-        """Numbers of samples of which something composed was found to be less than it is."""
+        """Numbers of samples for which a composed trace turned out to be too small."""
 
-    # What the planner asks
+    # Interface of the planner
 
     def refuses(self, spec: Spec) -> str:
-        """Why something in a spec has no figures, "" if all has."""
+        """Return why a spec has no costs or cannot be searched; "" if it can."""
         stated = replace(self._spec, mesh=None)
         whys = ((*_unsearched(each), *_without_figures(each)) for each in (spec, stated))
         return next((why for each in whys for why in each), "")
 
     def is_priced(self, spec: Spec) -> bool:
-        """Tell whether a spec with nothing left open has figures, searched or not."""
+        """Return True if a spec with nothing left open can be priced, searched or not."""
         return self._source is not None and not any(_without_figures(spec))
 
     def priced(self, spec: Spec) -> Priced:
@@ -110,25 +112,31 @@ class TracedModel:
         )
 
     def chain(self) -> Chain:
-        """What the blocks cost, and what lies before and after them."""
+        """Return the costs of the blocks, and of what lies before and after them."""
         return self._chain
 
     def memory(self, plan: Plan, most_bytes: float = float("inf")) -> MemoryEstimate:
-        """What every rank needs, never less than it is."""
+        """Estimate every rank's memory, never too low.
+
+        Raises:
+            OverError: A rank needs more than `most_bytes`.
+            PlanError: The plan cannot be composed from what was traced.
+        """
         least, most = self._works(plan)
         try:
             return self._estimate(plan, most, most_bytes)
         except OverError:
             if least is most:
                 raise
-        self._estimate(plan, least, most_bytes)  # Over, if that is.
+        self._estimate(plan, least, most_bytes)  # Raises if even the lower bound is over.
         self._trace_as_is(plan)
         return self._estimate(plan, self._exact[_key(plan)], most_bytes)
 
     def certify(self, plan: Plan, most_bytes: float = float("inf")) -> MemoryEstimate:
-        """The same from a microbatch traced as the plan has it; where a process can, as `estimate`.
+        """Estimate every rank's memory from a microbatch traced under the plan itself.
 
-        Whichever tier that takes, what is planned and what is estimated have the same bytes.
+        If a process can build the model, `estimate_by_trace` does it, so that planner and
+        `estimate` report the same bytes, whichever tier answers.
         """
         self._trace_as_is(plan)
         if self._source is not None:
@@ -136,7 +144,7 @@ class TracedModel:
         return self._estimate(plan, self._exact[_key(plan)], most_bytes)
 
     def _trace_as_is(self, plan: Plan) -> None:
-        """Trace a microbatch as a plan has it, for `memory` to go by from now on."""
+        """Trace a microbatch under a plan; `memory` uses it from now on."""
         key = _key(plan)
         if key not in self._exact:
             composed = self._known.get(key)
@@ -147,7 +155,7 @@ class TracedModel:
     # Traces
 
     def _traced_already(self, key: tuple[int, frozenset[str]]) -> MicrobatchTrace | None:
-        """What was traced for the search, where a plan does just that."""
+        """Return the trace made for the search if the plan does just the same; None otherwise."""
         samples, again = key
         found = self._traces[0].get(samples)
         if found is None or again not in (frozenset(), frozenset(self._blocks)):
@@ -160,7 +168,7 @@ class TracedModel:
 
     @cached_property
     def _plan(self) -> Plan:
-        """One whose units are marked, with the largest microbatch that is always run."""
+        """A plan whose units are recorded, with the largest microbatch that is always run."""
         axis = "dp_replicate" if self._spec.strategy == "ddp" else "dp_shard"
         trial = with_axes(self._spec, {axis: 2})
         trial = replace(trial, batch=replace(trial.batch, micro=_MOST))
@@ -171,7 +179,7 @@ class TracedModel:
         return self._in_words(lambda: loop_of(self._model, self._plan))
 
     def _loop(self, plan: Plan) -> DefaultLoop:
-        """Of one microbatch of a plan."""
+        """Return the loop of one microbatch of a plan."""
         if plan.micro is not None and plan.micro <= _MOST:
             return self._few
         one = replace(plan, accumulate=1)
@@ -188,7 +196,7 @@ class TracedModel:
         )  # fmt: skip
 
     def _in_words(self, run: Callable[[], Any]) -> Any:
-        """Whatever the model's own code raises, as a problem."""
+        """Run something, and turn whatever the model's own code raises into a problem."""
         try:
             return run()
         except MeshplanError as error:
@@ -198,7 +206,7 @@ class TracedModel:
 
     @cached_property
     def _traces(self) -> tuple[dict[int, Traces], int]:
-        """By number of samples; and the number from which on others follow."""
+        """Traces by number of samples, and the first of two numbers that others scale from."""
         blocks = frozenset(self._graph.blocks())
         found = self._seen((1, 2), blocks)
         try:
@@ -249,7 +257,7 @@ class TracedModel:
     # Memory
 
     def _works(self, plan: Plan) -> tuple[Prepared, Prepared]:
-        """The least and the most that a microbatch of a plan holds."""
+        """Return the least and the most that a microbatch of a plan allocates."""
         if problems := list(self._clashes(plan)):
             raise PlanError(problems)
         key = _key(plan)
@@ -283,9 +291,9 @@ class TracedModel:
         return self._composers[samples]
 
     def _clashes(self, plan: Plan) -> Iterator[Problem]:
-        """What was traced is not what a plan computes."""
+        """Yield why what was traced is not what a plan computes."""
         asked, traced = _computed(plan), _computed(self._plan)
-        # Wrappers that cast what has the dtype already compute as those that do not cast.
+        # Casts to the dtype that a tensor already has change nothing.
         is_cast = any(each.plain.has_cast for each in self._traces[0].values())
         if asked.dtypes != traced.dtypes or (is_cast and asked.casts != traced.casts):
             what = "parameters are computed with in other dtypes than under the other strategies"
@@ -321,7 +329,7 @@ class TracedModel:
         )
 
     def _assumed(self, plan: Plan) -> tuple[tuple[str, str], ...]:
-        """As of the loop, with the samples of the plan."""
+        """Return the assumptions of the loop, with the samples of the plan."""
         samples = (plan.micro or 1) * plan.accumulate
         parts = [
             f"{[samples, *t.shape[1:]]} {str(t.dtype)[6:]}" for _, t in tensors_in(self._few.inputs)
@@ -332,7 +340,7 @@ class TracedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """What a microbatch depends on, beside samples and what runs again."""
+    """The dtypes that a microbatch's trace depends on, in addition to samples and recomputation."""
 
     dtypes: tuple[tuple[str, str], ...]
     casts: tuple[tuple[str, str, bool], ...]
@@ -362,7 +370,7 @@ def _peak(work: Prepared) -> int:
 
 
 def _unsearched(spec: Spec) -> Iterator[str]:
-    """Reasons why a spec is priced as it stands, and not searched."""
+    """Yield reasons why a spec is priced as it stands, and not searched."""
     axes = {"pp": "pipelines", "tp": "tensor parallelism", "cp": "context parallelism"}
     yield from (f"{word} {_AS_STATED}" for axis, word in axes.items() if _spreads(spec, axis))
     again = {spec.activation_checkpointing.mode} | {
@@ -381,7 +389,7 @@ def _spreads(spec: Spec, axis: str) -> bool:
 
 
 def _without_figures(spec: Spec) -> Iterator[str]:
-    """Reasons why nothing tells how long a live model's step takes, or what it holds."""
+    """Yield reasons why a live model's step time or memory is not known under a spec."""
     ddp = spec.ddp.get("find_unused_parameters") or spec.ddp.get("static_graph")
     for is_there, why in (
         (_spreads(spec, "ep"), "expert parallelism of a live model is not planned yet"),

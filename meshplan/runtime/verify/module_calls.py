@@ -1,4 +1,4 @@
-"""What one forward of one process does: the facts about activations that no layout holds."""
+"""Record one forward of one process: the facts about activations that layouts do not contain."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HARMLESS: Final = frozenset(
     getattr(torch.Tensor, name)
     for name in ("flatten", "view", "reshape", "contiguous", "double", "float", "to", "detach")
 )
-"""What may be done with cut logits before their loss without a word to other ranks."""
+"""Operations on sharded logits before their loss that need no communication."""
 
 
 def record_forward(
@@ -36,14 +36,14 @@ def record_forward(
     targets: Any = None,
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
 ) -> Forward:
-    """Run a model that knows of no plan on the first microbatch of one rank, and record it.
+    """Run a model without any plan on the first microbatch of one rank, and record it.
 
     Args:
-        model: As one process has it, with its numbers.
-        plan: Says into how many microbatches a batch is cut, and what is computed in which dtype.
-        inputs: This rank's (`local_batch`).
-        targets: This rank's.
-        loss_fn: (output, targets) -> the loss, of which a plan with loss_parallel asks.
+        model: The unsharded model of one process, with its values.
+        plan: The plan, which states the number of microbatches and the compute dtypes.
+        inputs: This rank's inputs (`local_batch`).
+        targets: This rank's targets; None without `loss_fn`.
+        loss_fn: Maps (output, targets) to the loss; needed by a plan with loss_parallel, else None.
     """
     stages = plan.assignment.stages
     for count in (plan.accumulate, stages.microbatches if stages else 1):
@@ -53,9 +53,9 @@ def record_forward(
     recorder = _CallRecorder(heads, training)
     with ExitStack() as stack:
         for fqn in plan.assignment.synchronized:
-            # Alone, one sample of a rank may be too few for statistics.
+            # One rank's samples alone may be too few for the statistics of a synchronized norm.
             stack.enter_context(_in_evaluation(model.get_submodule(fqn)))
-        # First, so that what a unit casts is recorded as it was cast.
+        # Registered first, so that inputs are recorded as a unit casts them.
         _cast_at_units(model, plan, stack)
         recorder.watch(model, stack)
         stack.enter_context(torch.enable_grad())
@@ -85,7 +85,7 @@ def _in_evaluation(module: nn.Module) -> Iterator[None]:
 
 
 def _length(plan: Plan, inputs: Any) -> int | None:
-    """Of this rank's part of the sequence; None where nothing is cut along it."""
+    """Return the length of this rank's part of the sequence; None without cp."""
     if plan.assignment.context is None:
         return None
     stated = plan.spec.batch.seq_len
@@ -93,7 +93,7 @@ def _length(plan: Plan, inputs: Any) -> int | None:
 
 
 def _call(model: nn.Module, plan: Plan, inputs: Any) -> Any:
-    """The model's output, with its parameters in the dtypes that the plan computes in."""
+    """Return the model's output, with its parameters in the dtypes that the plan computes in."""
     args, kwargs = as_arguments(inputs)
     placed = plan.assignment.tensors
     cast: dict[str, torch.Tensor] = {}
@@ -105,7 +105,7 @@ def _call(model: nn.Module, plan: Plan, inputs: Any) -> Any:
 
 
 def _cast_at_units(model: nn.Module, plan: Plan, stack: ExitStack) -> None:
-    """Let units change dtypes as FSDP2's do."""
+    """Make units cast as FSDP2's do."""
     for fqn, unit in plan.assignment.units.items():
         taken = unit.precision.param if unit.casts_inputs else None
         given = unit.precision.output
@@ -128,18 +128,18 @@ def _input_cast(dtype: torch.dtype) -> Callable[..., Any]:
 
 def _output_cast(dtype: torch.dtype) -> Callable[..., Any]:
     def cast(module: nn.Module, args: Any, output: Any) -> Any:
-        # A mapping is the whole model's output, of which only losses are made, in single precision.
+        # A mapping is the whole model's output; only losses, in single precision, are made of it.
         return output if isinstance(output, Mapping) else mapped(output, _cast(dtype))
 
     return cast
 
 
 class _CallRecorder(TorchFunctionMode):
-    """Notes module calls, what autograd keeps, attention, and what becomes of a head's output.
+    """Records module calls, tensors saved by autograd, attention, and uses of a head's output.
 
     Args:
-        heads: Modules that leave their output cut over the vocabulary.
-        training: Modules in training mode.
+        heads: Fqns of modules whose output stays sharded over the vocabulary.
+        training: Fqns of modules in training mode.
     """
 
     def __init__(self, heads: set[str], training: set[str]) -> None:
@@ -153,12 +153,12 @@ class _CallRecorder(TorchFunctionMode):
         self._strays: dict[str, None] = {}
         self._running: list[str] = []
         self._sources: dict[int, int] = {}
-        # Held, so that no id is given to another tensor.
+        # Kept alive, so that no id is reused for another tensor.
         self._alive: list[torch.Tensor] = []
         self._logits: dict[int, torch.Tensor] = {}
 
     def forward(self) -> Forward:
-        """What was recorded."""
+        """Return what was recorded."""
         return Forward(
             calls=tuple(sorted(self._calls, key=lambda call: call.begin)),
             saves=tuple(self._saves),
@@ -176,7 +176,7 @@ class _CallRecorder(TorchFunctionMode):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Note when autograd keeps a tensor."""
+        """Record when autograd saves a tensor."""
 
         def save(tensor: torch.Tensor) -> torch.Tensor:
             self._saves.append(self._now())
@@ -186,7 +186,7 @@ class _CallRecorder(TorchFunctionMode):
             yield
 
     def watch(self, model: nn.Module, stack: ExitStack) -> None:
-        """Note every call of every module."""
+        """Record every call of every module."""
         for fqn, module in model.named_modules():
             self._watch(fqn, module, stack)
 
@@ -246,7 +246,7 @@ class _CallRecorder(TorchFunctionMode):
     def _follow(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        """See what becomes of logits."""
+        """Record an operation on logits."""
         if func is F.cross_entropy:
             given = dict(zip(("input", "target"), args, strict=False)) | dict(kwargs)
             logits, target = given["input"], given["target"]

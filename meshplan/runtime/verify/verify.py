@@ -1,8 +1,8 @@
-"""`meshplan verify`: a plan run on local processes, beside one process that knows of no plan.
+"""`meshplan verify`: run a plan on local processes, and compare it with one process without a plan.
 
-Every process builds the same small model; the first one also trains a copy of it alone. Compared
-are losses, gradient norms and every parameter after SGD; live bytes with those of the layouts,
-and the collectives of one step with those the layouts predict.
+Every process builds the same small model; the first one also trains a copy of it alone. Losses,
+gradient norms and every parameter after SGD are compared; also live bytes with those of the
+layouts, and the collectives of one step with those that the layouts predict.
 """
 
 from __future__ import annotations
@@ -65,10 +65,11 @@ _OPTIMIZER: Final = "sgd_momentum"
 
 
 def verify(small: Small, told: Callable[[str], None]) -> Verdict:
-    """Run the small plan.
+    """Run the small plan and compare it with training in one process.
 
     Args:
-        told: Is told what is being done.
+        small: The scaled-down plan and model.
+        told: Progress callback.
 
     Raises:
         SpecError: The model alone cannot be trained, so that there is nothing to compare with.
@@ -103,7 +104,7 @@ def verify(small: Small, told: Callable[[str], None]) -> Verdict:
 
 
 def _verify_rank(send: Send, spec: Spec, source: Source) -> None:
-    """One rank's part; rank 0 also trains alone, and compares."""
+    """Run one rank's part; rank 0 also trains alone, and compares."""
     warnings.filterwarnings("ignore")
     is_first = dist.get_rank() == 0
     torch.manual_seed(SEED)
@@ -125,7 +126,7 @@ def _verify_rank(send: Send, spec: Spec, source: Source) -> None:
     shapes, rate = shared[0]
     before = {n: t.detach().clone() for n, t in _state_of(model)}
     micro = int(spec.batch.micro or 1)
-    spec = replace(spec, loss="mean")  # Which is what the losses here are.
+    spec = replace(spec, loss="mean")  # The losses here are means.
     inputs = sample_inputs(model, spec, micro, 0)
     model = parallelize(model, spec, example_inputs=inputs)
     plan = applied(model).plan
@@ -157,14 +158,14 @@ def _verify_rank(send: Send, spec: Spec, source: Source) -> None:
 
 
 def _state_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, and buffers that are saved."""
+    """Yield parameters, and buffers that are saved in the state dict."""
     yield from model.named_parameters()
     saved = model.state_dict()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
 def _materialise(model: nn.Module) -> nn.Module:
-    """A model on meta with the values that one process would draw."""
+    """Give a model on meta the initial values that one process would draw."""
     if not any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         return model
     names = {fqn: info.names for fqn, info in graph_of(model).tensors.items()}
@@ -185,7 +186,7 @@ def _is_parameter(model: nn.Module, fqn: str) -> bool:
 
 
 def _without_dropout(model: nn.Module) -> None:
-    """Set every drop rate to zero: processes draw other masks than one process does."""
+    """Set every drop rate to zero: several processes draw other masks than one process does."""
     for module in model.modules():
         for name, value in vars(module).items():
             is_rate = "drop" in name or (name == "p" and isinstance(module, nn.Dropout))
@@ -198,7 +199,7 @@ def _without_dropout(model: nn.Module) -> None:
 def _train_together(
     model: nn.Module, plan: Plan, told: Forecast, batches: Batches, rate: float
 ) -> tuple[TrainingRun, RankReport]:
-    """Train under the plan; the last step is counted."""
+    """Train under the plan; the collectives of the last step are counted."""
     optimizer = sgd(model, rate)
     losses: list[float] = []
     norms: list[float] = []
@@ -237,7 +238,7 @@ def _compare(
     tolerance: Tolerance,
     plan: Plan,
 ) -> StateComparison:
-    """Compare where each parameter and each buffer is with where one process moved it."""
+    """Compare each parameter and buffer with where one process moved it."""
     after = dict(_state_of(single.model))
     rounded = [dict(_state_of(model)) for model in single.rounded_models]
     trained = {name for name, _ in single.model.named_parameters()}

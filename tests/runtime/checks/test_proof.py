@@ -6,6 +6,7 @@ that refuses what is right: dropout, caches, recomputation, half precision.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import meshplan
 from tests.helpers import attention_models as own
 from tests.helpers import models, parity
 from tests.helpers.graphs import tp
+from tests.runtime.apply.test_compile import without_code_generation
 from tests.runtime.apply.test_packed import FUSED, GPT2
 from tests.runtime.apply.test_parity import assert_same
 
@@ -340,3 +342,35 @@ def test_code_between_a_pair_that_keeps_features_apart_passes(
     world = 2 * len(mesh)
     answers = pool(world).run(first_of_pairs, (*APART, "plain"), mesh=mesh)
     assert answers == [("", [1.0] * 4)] * world
+
+
+class Refusing(nn.Module):
+    """Blocks that raise where they are given one token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(own.FusedAttention(own.HEADS) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] == 1:
+            raise ValueError("one token")
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def stance_after_a_forward_that_raised() -> list[str]:
+    rules = [tp("layers.*.qkv", "packed_colwise"), tp("layers.*.out", "rowwise")]
+    plan = {"version": 1, "mesh": {"tp": 2}, "rules": rules, "compile": True}
+    stances = []
+    with without_code_generation():
+        model = meshplan.parallelize(Refusing(), plan)
+        for tokens in (1, 5):
+            with contextlib.suppress(ValueError):
+                model(torch.randn(2, tokens, own.DIM))
+            stances.append(torch._dynamo.eval_frame._stance.stance)
+    return stances
+
+
+def test_a_first_forward_that_raises_does_not_end_compilation(pool):
+    assert pool(2).run(stance_after_a_forward_that_raised) == [["default"] * 2] * 2
