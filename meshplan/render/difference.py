@@ -1,4 +1,4 @@
-"""`meshplan diff A B` on paper."""
+"""Output of `meshplan diff A B`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshplan.units import format_bytes, format_step
 
 
 def difference_to_json(found: PlanDifference) -> dict[str, Any]:
-    """The `result` of schema diff/1."""
+    """Return the `result` of schema diff/1."""
 
     def lines(items: Sequence[Differs]) -> list[dict[str, Any]]:
         return [{"what": each.what, "old": each.old, "new": each.new} for each in items]
@@ -40,7 +40,7 @@ _FIGURES = {
 
 
 _MOST_IN_COLUMN = 40
-"""Letters: what is longer would push all that is beside it away."""
+"""Maximum characters of a cell; longer values get lines of their own to keep columns narrow."""
 
 
 def _side_to_json(side: DiffSide) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def _minus(new: Figure, old: Figure) -> float | None:
 
 
 def difference_to_text(found: PlanDifference) -> list[str]:
-    """The lines of the answer."""
+    """Return the lines of the answer."""
     title = f"{found.old.name} -> {found.new.name}"
     if found.is_same:
         title += ": the same plan"
@@ -73,7 +73,7 @@ def difference_to_text(found: PlanDifference) -> list[str]:
 
 
 def _rows(found: PlanDifference, items: Sequence[Differs]) -> list[str]:
-    """A row for each, long ones below."""
+    """Return a row per difference; long ones come last, on lines of their own."""
     rows, long = [], []
     for item in items:
         old = _word(item.what, item.old, found.old)

@@ -1,4 +1,4 @@
-"""`meshplan estimate` on paper: the table, the formulas with their numbers, the inverse answers."""
+"""Output of `meshplan estimate` for states: the table, formulas with numbers, inverse answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshplan.units import format_bytes, format_count, format_gib
 
 
 def estimate_to_json(estimate: StatesEstimate, *, explain: bool = False) -> dict[str, Any]:
-    """The `result` of schema estimate/1; keys beyond the six of a row come only when asked."""
+    """Return the `result` of schema estimate/1; `explain` adds keys to the six of each row."""
     result: dict[str, Any] = {
         "num_params": estimate.num_params,
         "num_gpus": estimate.num_gpus,
@@ -57,7 +57,7 @@ def _row_to_json(row: StatesRow, estimate: StatesEstimate, explain: bool) -> dic
 def estimate_to_text(
     estimate: StatesEstimate, *, explain: bool = False, colour: bool = False
 ) -> list[str]:
-    """The lines of the answer; of the notes only that these are states."""
+    """Return the lines of the answer, and one note: that these are states only."""
     sections = []
     if estimate.rows:
         sections.append(_table(estimate, colour))
@@ -166,7 +166,7 @@ def _fewest_gpus(estimate: StatesEstimate, explain: bool) -> list[str]:
 
 
 def _solution(answer: Answer, estimate: StatesEstimate, explain: bool) -> tuple[str, ...]:
-    """How the answer was found: the solved equation and, explained, its numbers."""
+    """Return the solved equation of an answer and, with `explain`, also with its numbers."""
     solution = answer.solution or f"{answer.row.formula} does not shrink with n"
     if not explain:
         return (solution,)
@@ -183,7 +183,7 @@ def _values(estimate: StatesEstimate) -> Mapping[str, int | None]:
 
 
 def _substitute(formula: str, values: Mapping[str, int | None]) -> str:
-    """The formula with numbers for the symbols on its right-hand side."""
+    """Replace the symbols on a formula's right-hand side by their numbers."""
     left, equals, right = formula.rpartition("= ")
     right = re.sub(r"[A-Za-z]+", lambda m: str(values[m[0]] or m[0]), right)
     return left + equals + right

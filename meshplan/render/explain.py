@@ -1,4 +1,4 @@
-"""`meshplan explain` on paper."""
+"""Output of `meshplan explain why` and `why-not`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from meshplan.render.text import wrapped
 from meshplan.units import format_bytes, format_gib, format_step
 
 _SAME: Final = 5e-4
-"""A step that differs by a smaller share is as long."""
+"""Steps whose times differ by a smaller share count as equally long."""
 _TAKEN: Final = "; the fastest takes {:.1%} less, and is not as simple"
 
 
 def why_not_to_json(answer: WhyNot) -> dict[str, Any]:
-    """The `result` of schema explain/1."""
+    """Return the `result` of schema explain/1."""
 
     def shares(of: Any) -> dict[str, float] | None:
         return None if of is None else {f"{k}_s": v for k, v in dataclasses.asdict(of).items()}
@@ -44,7 +44,7 @@ def why_not_to_json(answer: WhyNot) -> dict[str, Any]:
 
 
 def verdict(answer: WhyNot) -> str:
-    """The answer in a line."""
+    """Return the answer in one line."""
     return ("" if answer.is_whole else "so far, the time was up: ") + _verdict(answer)
 
 
@@ -89,7 +89,7 @@ def _alone(answer: WhyNot) -> str:
 
 
 def _on_another_mesh(answer: WhyNot) -> str:
-    """Name the other mesh where the best plan with a setting needs one: that is what costs."""
+    """Name the mesh of the best plan with the setting if it differs: it explains the cost."""
     if answer.way is None or answer.plan is None:
         return ""
     mesh = answer.way.stated.get("mesh")
@@ -99,7 +99,7 @@ def _on_another_mesh(answer: WhyNot) -> str:
 
 
 def _axes(answer: WhyNot, cause: str) -> str:
-    """Which axes of the best with a setting send in the way of what is computed."""
+    """Name the axes with exposed communication in the best plan with the setting."""
     if cause != "tensor_parallel" or answer.way is None:
         return ""
     mesh = answer.way.plan.mesh
@@ -108,7 +108,7 @@ def _axes(answer: WhyNot, cause: str) -> str:
 
 
 def _by_memory(answer: WhyNot, plan: Evaluated) -> str:
-    """Where the plan is the one that holds the least."""
+    """Compare memory and time with the plan, for the objective "memory"."""
     assert answer.way is not None
     if answer.is_planned:
         return "the plan has it"
@@ -118,7 +118,7 @@ def _by_memory(answer: WhyNot, plan: Evaluated) -> str:
 
 
 def why_not_to_text(answer: WhyNot) -> list[str]:
-    """The lines of the answer."""
+    """Return the lines of the answer."""
     lines = [f"{answer.setting}: {verdict(answer)}"]
     if answer.way is not None and answer.seconds is not None:
         held = format_gib(answer.way.memory.worst.band[1])

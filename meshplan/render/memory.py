@@ -1,4 +1,4 @@
-"""`meshplan estimate -f` on paper: what every group of ranks needs, and of what that is made."""
+"""Output of `meshplan estimate -f`: the peak of every group of ranks, and its composition."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _COLUMNS: Final[Mapping[str, tuple[Term, ...]]] = {
     "gathered": (Term.GATHERED,),
     "activations": (Term.ACTIVATIONS, Term.LOSS),
 }
-"""What the table of modules tells apart."""
+"""Columns of the table of modules, with the terms that each one sums."""
 
 
 def memory_to_json(estimate: MemoryEstimate) -> dict[str, Any]:
-    """The `result` of schema memory/1."""
+    """Return the `result` of schema memory/1."""
     result: dict[str, Any] = {
         "groups": [_group_to_json(group) for group in estimate.groups],
         "tier": int(estimate.tier),
@@ -89,11 +89,13 @@ def _group_to_json(group: RankGroup) -> dict[str, Any]:
 def memory_to_text(
     estimate: MemoryEstimate, model: str, *, colour: bool = False, by_module: bool = False
 ) -> list[str]:
-    """The lines of the answer, without the notes.
+    """Return the lines of the answer, without the notes.
 
     Args:
-        model: What the title calls the plan and its model.
-        by_module: Whether to tell of which modules the peak is.
+        estimate: The estimate.
+        model: Name of the plan and its model in the title.
+        colour: If True, the lines are coloured.
+        by_module: If True, also break the peak down by module.
     """
     sections = [_table(estimate, model, colour), _peak(estimate)]
     if by_module and estimate.worst.modules:
@@ -134,13 +136,13 @@ def _table(estimate: MemoryEstimate, model: str, colour: bool) -> list[str]:
 
 
 def _fits(estimate: MemoryEstimate) -> str:
-    """The worst ranks in a line, as every verb has it."""
+    """Return the peak of the worst ranks in one line, worded as in every subcommand."""
     left = left_in_words(estimate.worst.band[1], estimate.limit_bytes)
     return estimate.size + (f": {left}" if left else "")
 
 
 def _on_host(estimate: MemoryEstimate) -> list[str]:
-    """What is offloaded: of how many ranks a machine holds it, the reader knows."""
+    """Return lines on offloaded bytes; [] if nothing is offloaded."""
     most = max(estimate.groups, key=lambda group: group.host_bytes)
     if not most.host_bytes:
         return []
@@ -181,7 +183,7 @@ def _peak(estimate: MemoryEstimate) -> list[str]:
 
 
 def _modules(group: RankGroup) -> list[str]:
-    """Of which modules the peak is: a row for each, the last ones together."""
+    """Return a table of the peak by module; all beyond the first `_MOST_MODULES` share a row."""
     shown, rest = group.modules[:_MOST_MODULES], group.modules[_MOST_MODULES:]
     names = [row.module or "(no module)" for row in shown]
     rows = [
@@ -201,7 +203,7 @@ def _sum(rows: Sequence[ModuleBytes]) -> Mapping[Term, int]:
 
 
 def _columns(terms: Mapping[Term, int]) -> tuple[str, ...]:
-    """The largest terms apart, and the rest together."""
+    """Return cells for the columns of `_COLUMNS`, for all other terms, and for the total."""
     apart = [sum(terms.get(term, 0) for term in kinds) for kinds in _COLUMNS.values()]
     whole = sum(terms.values())
     return tuple(
@@ -210,7 +212,7 @@ def _columns(terms: Mapping[Term, int]) -> tuple[str, ...]:
 
 
 def reconciliation_to_text(estimate: MemoryEstimate) -> list[str]:
-    """From the textbook to the exact figure of the worst ranks, term by term."""
+    """Return the steps from the textbook to the exact figure of the worst ranks, term by term."""
     return ["from the textbook to this figure:", *columns(_steps(estimate), "<>><")]
 
 
@@ -225,7 +227,7 @@ def _steps(estimate: MemoryEstimate) -> list[tuple[str, str, str, str]]:
 
 
 def explained_to_text(estimate: MemoryEstimate) -> list[str]:
-    """The same, up to what has to fit: the upper end of the band."""
+    """Return the steps from the textbook to the upper end of the band, which has to fit."""
     group = estimate.worst
     low, high = group.band
     where = f" of {group.at.module}" if group.at.module else ""
@@ -268,7 +270,7 @@ def _signed(num_bytes: int) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """The same in a sentence.
+    """Return ranks as part of a sentence.
 
     >>> ranks_in_words([3]), ranks_in_words(range(4))
     ('rank 3', 'ranks 0-3')
@@ -277,7 +279,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def ranks_to_text(ranks: Sequence[int]) -> str:
-    """Runs of neighbours, the first few.
+    """Return the first few runs of consecutive ranks.
 
     >>> ranks_to_text([0, 1, 2, 4]), ranks_to_text(range(0, 99, 2))
     ('0-2, 4', '0, 2, 4, 6, ... 98 (50)')

@@ -1,4 +1,4 @@
-"""`meshplan plan` on paper: what was chosen, how near the limits it is, and what was not chosen."""
+"""Output of `meshplan plan`: the chosen plan, its distance to the limits, and the alternatives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_REJECTED = 12
 
 
 def decision_to_json(decision: Decision) -> dict[str, Any]:
-    """The `result` of schema plan/1."""
+    """Return the `result` of schema plan/1."""
     chosen = decision.chosen
     ladder = decision.ladder
     return {
@@ -61,7 +61,7 @@ _KEYS = (
 
 
 def way_to_json(decision: Decision, way: Evaluated) -> dict[str, Any]:
-    """One way, as in `result` of schema plan/1 and in its lists."""
+    """Return one plan as in `result` of schema plan/1 and in its lists."""
     plan = way.plan
     a, stages = plan.assignment, plan.assignment.stages
     batch = plan.spec.batch
@@ -92,7 +92,7 @@ def way_to_json(decision: Decision, way: Evaluated) -> dict[str, Any]:
 
 
 def written_to_json(written: Written) -> dict[str, Any]:
-    """Key `as_written` of schema plan/1."""
+    """Return the key `as_written` of schema plan/1."""
     memory = written.memory
     return {
         "step_s": written.seconds,
@@ -103,13 +103,13 @@ def written_to_json(written: Written) -> dict[str, Any]:
 
 
 def written_to_text(written: Written) -> str:
-    """The same as a note."""
+    """Return a note on the plan file as it stands."""
     left = left_in_words(written.memory.worst.band[1], written.memory.limit_bytes)
     return f"as the file stands, without the lock: {written.memory.size}: {left}"
 
 
 def no_space_to_json(error: EmptySpaceError) -> dict[str, Any]:
-    """The `result` of schema plan/1 where what is stated leaves nothing to choose from."""
+    """Return the `result` of schema plan/1 for statements that leave nothing to choose from."""
     return {
         **dict.fromkeys(_KEYS),
         "fits": False,
@@ -127,10 +127,11 @@ def no_space_to_json(error: EmptySpaceError) -> dict[str, Any]:
 
 
 def no_space_to_text(error: EmptySpaceError, title: str) -> list[str]:
-    """The same as lines.
+    """Return the lines of the answer for statements that leave nothing to choose from.
 
     Args:
-        title: What the plan is called.
+        error: The error of the search.
+        title: Name of the plan.
     """
     problem = error.problems[0]
     fix = problem.fix if problem.origin and problem.origin.path == "batch.global" else ""
@@ -141,11 +142,13 @@ def no_space_to_text(error: EmptySpaceError, title: str) -> list[str]:
 def decision_to_text(
     decision: Decision, title: str, costs: Sequence[str] = (), *, colour: bool = False
 ) -> list[str]:
-    """The lines of the answer, without the notes.
+    """Return the lines of the answer, without the notes.
 
     Args:
-        title: What the plan is called.
-        costs: What it costs, where somebody asks.
+        decision: The planner's decision.
+        title: Name of the plan.
+        costs: Lines on the cost; empty if the user did not ask for it.
+        colour: If True, the lines are coloured.
     """
     chosen = decision.chosen
     if chosen is None:
@@ -175,14 +178,14 @@ def decision_to_text(
 
 
 def _section(lines: Sequence[str]) -> list[str]:
-    """With an empty line before; nothing where there is nothing."""
+    """Return the lines with an empty line before them; [] for no lines."""
     return ["", *lines] if lines else []
 
 
 def _offload(decision: Decision, chosen: Evaluated) -> str:
-    """What the planner put on the host, and what there would be without; "" where it put nothing.
+    """Describe what the planner offloads to the host, and the time without offload; "" if nothing.
 
-    The plan does not state it, and a step waits for it: nobody should learn of it by chance.
+    The plan file does not ask for offload, and a step waits for it, so the title line reports it.
     """
     host = chosen.memory.host
     if chosen.stated.get("offload", "none") == "none" or host is None:
@@ -200,7 +203,7 @@ def _offload(decision: Decision, chosen: Evaluated) -> str:
 
 
 def _rate(decision: Decision, way: Evaluated) -> str:
-    """Tokens, or samples where these have no length."""
+    """Return tokens per second of one GPU, or samples per second if samples have no length."""
     if decision.tokens:
         return f"{decision.tokens_per_s(way):,.0f} tokens/s"
     return f"{decision.samples_per_s(way):,.1f} samples/s"
@@ -225,7 +228,7 @@ def _memory(decision: Decision, way: Evaluated) -> list[str]:
 
 
 def _allocator(way: Evaluated) -> Iterator[str]:
-    """How the process comes to the allocator that memory is told with."""
+    """Yield lines on how a process gets the allocator that the memory estimate assumes."""
     if way.stated.get("allocator") == "expandable":
         yield "        with expandable segments, which parallelize turns on before it moves the"
         yield "        model; to allocate on the GPU sooner, start the job with"
@@ -233,7 +236,7 @@ def _allocator(way: Evaluated) -> Iterator[str]:
 
 
 def _host(way: Evaluated) -> Iterator[str]:
-    """What lies there, of what there is."""
+    """Yield the memory used on the host, and its limit."""
     held = way.memory.host
     if held is not None:
         much, limit = format_gib(held.held_bytes), format_gib(held.limit_bytes)
@@ -295,7 +298,7 @@ def _alternatives(decision: Decision) -> list[str]:
 
 
 def _other_lines(way: Evaluated, chosen: Evaluated) -> Iterator[str]:
-    """What a way states otherwise than the one that was chosen."""
+    """Yield the statements of a plan that differ from the chosen plan."""
     there = set(way_lines(chosen))
     yield from (line for line in way_lines(way) if line not in there)
     for path in chosen.stated:
@@ -306,7 +309,7 @@ def _other_lines(way: Evaluated, chosen: Evaluated) -> Iterator[str]:
 
 
 def _rejected(rejected: Iterable[Rejected]) -> list[str]:
-    """What is not in the space; equal reasons together."""
+    """Return lines on what is not in the space, one per reason."""
     by_why: dict[str, list[str]] = {}
     for each in rejected:
         by_why.setdefault(each.why, []).append(each.what)

@@ -1,6 +1,7 @@
-"""`meshplan show` on paper: the mesh, every layout with the line that decided it, the bytes.
+"""Output of `meshplan show`: the mesh, every layout with the line that decided it, the bytes.
 
-Reads a `Plan`. Blocks that are equal in everything shown here become one (`layers.{0..31}`).
+The module reads a `Plan`. Blocks that are equal in everything shown are folded into one row
+(`layers.{0..31}`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _WRAPPERS: Mapping[str, str] = {
 
 
 def plan_to_text(plan: Plan, *, colour: bool = False) -> list[str]:
-    """The whole plan: mesh, settings, tree and resident state."""
+    """Return the lines on the whole plan: mesh, settings, tree and resident state."""
     graph = plan.graph
     title = f"{graph.name}, {graph.num_params:,} parameters, under {plan.spec.source}"
     sections = [
@@ -41,7 +42,7 @@ def plan_to_text(plan: Plan, *, colour: bool = False) -> list[str]:
 
 
 def settings(plan: Plan) -> list[tuple[str, str]]:
-    """What holds for the whole model, by name."""
+    """Return the settings of the whole model, as pairs of name and text."""
     spec, assignment = plan.spec, plan.assignment
     stated = spec.strategy is not None
     source = spec.origin("strategy" if stated else "mesh")
@@ -71,7 +72,7 @@ def _loss(plan: Plan) -> str:
 
 
 def _context(plan: Plan) -> str:
-    """What decided how attention over parts is computed, and which part rank 0 holds."""
+    """Describe context parallelism: its attention, what decided it, and rank 0's sequence shard."""
     context, size = plan.assignment.context, plan.mesh.size("cp")
     assert context is not None
     chunks, seq_len = context.chunks(size, 0), plan.spec.batch.seq_len
@@ -105,15 +106,15 @@ def _tree(plan: Plan) -> list[str]:
 
 
 def tree(plan: Plan) -> list[TreeLine]:
-    """A row for each module that is decided upon and each tensor, equal blocks folded.
+    """Return a row per tensor and per module with a decision of its own, with equal blocks folded.
 
-    Its cells: class, shape, layout, piece of rank 0, dtype, what decided it.
+    The cells are: class, shape, layout, local shape on rank 0, dtype, and what decided the layout.
     """
     return fold_tree(_entries(plan))
 
 
 def _entries(plan: Plan) -> list[Entry]:
-    """A row per module that is decided upon and per tensor, in definition order."""
+    """Return a row per tensor and per module with a decision of its own, in definition order."""
     graph, assignment = plan.graph, plan.assignment
     notes: dict[str, list[str]] = {fqn: [] for fqn in graph.modules}
     for fqn, unit in assignment.units.items():
@@ -177,7 +178,7 @@ def _tensor_cells(
     dtype = placed.dtype
     if placed.compute_dtype != dtype:
         dtype += f", computed in {placed.compute_dtype}"
-    # What made the unit, ", repeated block", is said on its own row.
+    # The unit's own row has the reason why it is a unit (", repeated block").
     data = Reason(placed.data_reason.text.partition(", ")[0], placed.data_reason.origin)
     why = [why_to_text(r, plan) for r in (placed.tp_reason, placed.ep_reason, data) if r]
     if not info.is_buffer and not info.trainable:
@@ -188,7 +189,7 @@ def _tensor_cells(
 
 
 def _pieces(plan: Plan, placed: Placed) -> str:
-    """What rank 0 holds, and the smallest piece where pieces differ."""
+    """Return the local shape on rank 0, and the smallest local shape if they differ."""
     first = placed.local_shape(plan.mesh)
     smallest = placed.stored.least_local_shape(placed.info.shape, plan.mesh)
     return shape_to_text(first) + (
@@ -201,7 +202,7 @@ def shape_to_text(shape: Sequence[int]) -> str:
 
 
 def why_to_text(reason: Reason, plan: Plan) -> str:
-    """`13:17 tp: colwise`: the line first; the file only where it is another one."""
+    """Return a reason after its line, such as `13:17 tp: colwise`; another file is named."""
     origin = reason.origin
     if origin is None:
         return reason.text
@@ -211,7 +212,7 @@ def why_to_text(reason: Reason, plan: Plan) -> str:
 
 
 def states_to_text(plan: Plan) -> list[str]:
-    """The resident bytes of a rank: one row where all are equal, else the fullest and the least."""
+    """Return resident bytes: one row if all ranks are equal, else the fullest and emptiest rank."""
     every = state_bytes_by_rank(plan.assignment, plan.spec.optimizer)
     totals = [states.total_bytes for states in every]
     most, least = totals.index(max(totals)), totals.index(min(totals))
@@ -234,7 +235,7 @@ def _states_row(name: str, states: StateBytes) -> tuple[str, ...]:
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """The `result` of schema show/1: nothing folded, every rank's bytes."""
+    """Return the `result` of schema show/1, with nothing folded and the bytes of every rank."""
     assignment, spec, mesh = plan.assignment, plan.spec, plan.mesh
     return {
         "source": spec.source,
@@ -329,7 +330,7 @@ def _tensor_to_json(plan: Plan, placed: Placed) -> dict[str, Any]:
 
 
 def states_to_json(states: StateBytes) -> dict[str, int]:
-    """The bytes of one rank, term by term."""
+    """Return the state bytes of one rank, term by term."""
     return {
         "parameters_bytes": states.parameters_bytes,
         "gradients_bytes": states.gradients_bytes,

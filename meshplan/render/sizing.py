@@ -1,4 +1,4 @@
-"""Memory against time, prices, and numbers of devices, on paper."""
+"""Output of `meshplan plan`: the frontier of memory and time, costs, and numbers of devices."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ _KNOWN_BY = (
 def frontier_to_json(
     decision: Decision, ways: Sequence[Evaluated], *, is_whole: bool
 ) -> dict[str, Any]:
-    """`result.frontier` of schema plan/1: fastest first, each with less memory than the one before.
+    """Return `result.frontier` of schema plan/1: fastest first, each with less memory.
 
     Args:
-        is_whole: Whether it was looked for, and to its end; else it is of what was told anyway.
+        decision: The planner's decision.
+        ways: The plans of the frontier.
+        is_whole: If True, the frontier was searched completely; else it only has plans that the
+            search evaluated anyway.
     """
     return {
         "frontier": [way_to_json(decision, way) for way in ways],
@@ -36,11 +39,13 @@ def frontier_to_json(
 def frontier_to_text(
     ways: Sequence[Evaluated], *, is_whole: bool, is_interrupted: bool = False
 ) -> list[str]:
-    """A line for each.
+    """Return the lines on the frontier, at least one per plan.
 
     Args:
-        is_whole: Whether it was looked for to its end.
-        is_interrupted: Whether somebody ended it; else the time was up.
+        ways: The plans of the frontier.
+        is_whole: If True, the frontier was searched completely.
+        is_interrupted: If True, the user ended the search; if not, and the frontier is not whole,
+            the time limit was reached.
     """
     heads = columns(
         [(f"  {format_step(way.seconds)}", format_gib(way.memory.worst.band[1])) for way in ways],
@@ -57,17 +62,18 @@ def frontier_to_text(
 
 
 def _words(way: Evaluated) -> Iterator[str]:
-    """What one is known by: all but how a pipeline is run and what follows from the rest."""
+    """Yield the statements that characterise a plan, without those on pipeline schedules."""
     for line in way_lines(way):
         if line.startswith(_KNOWN_BY):
             yield line
 
 
 def cost_to_json(decision: Decision, price: float | None) -> dict[str, Any] | None:
-    """`result.cost` of schema plan/1.
+    """Return `result.cost` of schema plan/1; None if nothing was chosen.
 
     Args:
-        price: Of a GPU for an hour; None where nobody says.
+        decision: The planner's decision.
+        price: Price of one GPU-hour; None if it is not stated.
     """
     way = decision.chosen
     if way is None:
@@ -80,7 +86,7 @@ def cost_to_json(decision: Decision, price: float | None) -> dict[str, Any] | No
         "price_per_step": priced,
     }
     for what, count in (("tokens", decision.tokens), ("samples", decision.samples)):
-        # Samples that are no sequences have no tokens.
+        # Samples that are not sequences have no tokens.
         each = 1e6 / count if count else None
         found[f"gpu_hours_per_million_{what}"] = None if each is None else hours * each
         found[f"price_per_million_{what}"] = (
@@ -90,7 +96,7 @@ def cost_to_json(decision: Decision, price: float | None) -> dict[str, Any] | No
 
 
 def cost_to_text(decision: Decision, price: float | None) -> list[str]:
-    """A line, where somebody asks."""
+    """Return a line on the cost; [] if neither a price nor the objective "cost" is given."""
     found = cost_to_json(decision, price)
     if found is None or (price is None and decision.objective != "cost"):
         return []
@@ -102,7 +108,7 @@ def cost_to_text(decision: Decision, price: float | None) -> list[str]:
 
 
 def training_to_json(found: TrainingTarget, price: float | None) -> dict[str, Any]:
-    """`result.training` of schema plan/1."""
+    """Return `result.training` of schema plan/1."""
     return {
         "tokens": found.tokens,
         "days_allowed": found.days,
@@ -137,7 +143,7 @@ def _allowed(days: float) -> str:
 
 
 def _more(found: TrainingTarget) -> str:
-    """What would: more samples of a step, which more GPUs can share out."""
+    """Describe the larger batch with which more GPUs help; "" if the batch is large enough."""
     if found.samples is None:
         return ""
     few = f": {found.samples:,} samples of a step are too few for more GPUs to be faster"
@@ -150,7 +156,7 @@ def _more(found: TrainingTarget) -> str:
 
 
 def training_to_text(found: TrainingTarget, price: float | None) -> list[str]:
-    """What the sizes take, and which is the answer."""
+    """Return the lines on the numbers of nodes that were planned, with the answer marked."""
     rows = []
     for size in found.sizes:
         mark = "<- the fewest" if size is found.answer else ""

@@ -1,6 +1,6 @@
-"""The terminal: aligned columns, colour that is never the only sign, the JSON envelope.
+"""Text for terminals: aligned columns, colour that is never the only sign, and the JSON envelope.
 
-Plain text only: a table of rich would double the start-up of the quick verbs.
+The tables are plain text: importing rich would double the start-up of the quick subcommands.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any, Final, TextIO
 from meshplan.version import __version__
 
 WIDTH: Final = 100
-"""Of the lines that are broken, whatever the terminal: what is piped reads the same."""
+"""Characters per wrapped line, whatever the terminal, so that piped output is the same."""
 _COLOURS: Final[Mapping[str, str]] = {
     "green": "32", "red": "31", "yellow": "33", "bold": "1", "dim": "2",
 }  # fmt: skip
 
 
 def wants_colour(stream: TextIO | None = None, no_color: bool = False) -> bool:
-    """Whether to colour: a terminal, and neither `--no-color` nor NO_COLOR forbids it.
+    """Return True if the stream is a terminal and neither `--no-color` nor NO_COLOR forbids colour.
 
     Source: no-color.org: the variable counts when it is not empty.
     """
@@ -32,7 +32,7 @@ def wants_colour(stream: TextIO | None = None, no_color: bool = False) -> bool:
 
 
 def paint(text: str, colour: str, is_on: bool) -> str:
-    """The text in a colour or weight, or as it is."""
+    """Return the text in a colour or weight; unchanged if `is_on` is False."""
     return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m" if is_on else text
 
 
@@ -40,13 +40,13 @@ _STEERING: Final = re.compile(
     rf"\x1b\[(?:{'|'.join(_COLOURS.values())}|0)m"
     r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 )
-"""Characters that steer a terminal, or turn a text's direction; or whole, a colour of ours."""
+"""Control characters of a terminal or of text direction; a whole match is a sequence of `paint`."""
 
 
 def without_steering(text: str) -> str:
-    r"""The text with orders to a terminal spelled out, but for colours as `paint` makes them.
+    r"""Escape all control sequences of a terminal, except the colours of `paint`.
 
-    Names of modules, files and models come from anybody.
+    Names of modules, files and models may come from anyone.
 
     >>> print(without_steering("a" + chr(27) + "]0;title" + chr(7)))
     a\x1b]0;title\x07
@@ -60,10 +60,10 @@ def without_steering(text: str) -> str:
 
 
 class PlainStream:
-    """A stream to which nothing is written that would steer a terminal.
+    """A text stream that escapes control sequences of a terminal.
 
     Attributes:
-        beneath: The stream itself, for what has to steer: a bar of progress.
+        beneath: The stream itself, for output that needs control sequences, such as a progress bar.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -78,7 +78,7 @@ class PlainStream:
 
 
 def columns(rows: Iterable[Sequence[str]], align: str, gap: int = 2) -> list[str]:
-    """Lines of aligned cells; `align` has "<" or ">" per column.
+    """Format rows as lines of aligned cells; `align` has "<" or ">" per column.
 
     >>> columns([("ddp", "9.5"), ("zero1", "10.0")], "<>")
     ['ddp     9.5', 'zero1  10.0']
@@ -94,7 +94,7 @@ def columns(rows: Iterable[Sequence[str]], align: str, gap: int = 2) -> list[str
 
 
 def wrapped(text: str, indent: int = 0) -> list[str]:
-    """Lines of at most WIDTH letters, broken at spaces; those after the first are indented.
+    """Wrap text at spaces to lines of at most WIDTH characters; all but the first are indented.
 
     >>> wrapped("  " + "word " * 20, indent=4)[1]
     '    word'
@@ -107,7 +107,7 @@ def wrapped(text: str, indent: int = 0) -> list[str]:
 
 
 def packed(head: str, parts: Iterable[str]) -> list[str]:
-    """Lines that begin under each other after a head, with as many parts each as there is room for.
+    """Join parts behind a head, with as many parts per line as fit; further lines are indented.
 
     >>> packed("+1%  ", ["mesh: {dp_shard: 8}", "strategy: zero1"])
     ['+1%  mesh: {dp_shard: 8}; strategy: zero1']
@@ -126,7 +126,7 @@ def packed(head: str, parts: Iterable[str]) -> list[str]:
 
 
 def envelope(schema: str, result: Mapping[str, Any], notes: Sequence[str] = ()) -> str:
-    """What `--json` prints: version, schema, result and notes.
+    """Return the JSON that `--json` prints: version, schema, result and notes.
 
     >>> envelope("estimate/1", {"num_gpus": 8})
     '{"meshplan": "0.1.0", "schema": "estimate/1", "result": {"num_gpus": 8}, "notes": []}'

@@ -1,4 +1,4 @@
-"""A long tree as a short one: equal branches whose names differ in numbers become one row."""
+"""Fold a long tree into a short one: equal branches whose names differ in numbers share a row."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _NUMBERS = re.compile(r"\{([0-9]+)[0-9.,]*\}")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A module or a tensor, and what is to be shown of it.
+    """A module or a tensor, with its columns.
 
     Args:
-        fqn: Its dotted name.
-        is_module: Whether what lies below it is shown inside it.
+        fqn: Fqn of the module or tensor.
+        is_module: If True, entries below it are nested in it.
         cells: The columns after the name.
     """
 
@@ -28,7 +28,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class TreeLine:
-    """One line: how deep, its name relative to the row around it, the other columns."""
+    """One line of the tree: depth, name relative to the line around it, other columns."""
 
     depth: int
     name: str
@@ -43,12 +43,12 @@ class _TreeNode:
 
 
 def fold_tree(entries: Iterable[Entry]) -> list[TreeLine]:
-    """The rows of a tree, equal branches folded.
+    """Return the lines of a tree, with equal branches folded.
 
-    Two branches are equal when every cell and every relative name in them is.
+    Two branches are equal if all their cells and all their relative names are.
 
     Args:
-        entries: The root module (fqn "") first, then parents before what is in them.
+        entries: The root module (fqn "") first, then parents before their children.
 
     >>> rows = fold_tree([
     ...     Entry("", True, ("Net",)),
@@ -64,7 +64,7 @@ def fold_tree(entries: Iterable[Entry]) -> list[TreeLine]:
 
 
 def _grow(entries: Iterable[Entry]) -> _TreeNode:
-    """Hang every entry below the innermost module around it."""
+    """Build the tree: each entry becomes a child of the innermost module around it."""
     modules: dict[str, _TreeNode] = {}
     for entry in entries:
         node = _TreeNode(entry.fqn, entry)
@@ -80,7 +80,7 @@ def _grow(entries: Iterable[Entry]) -> _TreeNode:
 
 
 def _number(node: _TreeNode, shapes: dict[tuple[object, ...], int]) -> dict[int, int]:
-    """By node, a number that equal branches share."""
+    """Number the nodes so that equal branches share a number; keys are `id(node)`."""
     out: dict[int, int] = {}
     todo = [(node, False)]
     while todo:

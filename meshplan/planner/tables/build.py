@@ -146,7 +146,7 @@ def cost_table_of(
         top[rows] += waiting_bytes(part, *ends, reduce_bytes)
         top[rows] = np.maximum(top[rows], _known(turn[rows]) - behind)
         cut_at = [k.boundary_bytes for k in chain.kinds if k.has_options] or [0.0]
-        sent[rows] = np.where(part["pp"] > 1, part["micro"] * min(cut_at), 0.0)
+        sent[rows] = np.where(part["pp"] > 1, part["micro"] / part["cp"] * min(cut_at), 0.0)
         crossing[rows] = crossing_seconds(part, boundary, profile, gpus_per_node)
     zero = np.zeros(len(grid))
     counts = np.bincount(first.order, minlength=len(first.kinds))

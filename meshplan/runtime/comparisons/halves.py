@@ -51,7 +51,7 @@ class LossValue:
         loss: The loss, or the sum.
         count: Number that the sum was taken over, if the loss function returns it; None otherwise.
         tokens: Number of targets that are not -100; None if no targets are of that kind.
-        shifted: Those of them that are not the first of their row, because transformers' models
+        shifted: Number of these that are not the first of their row, because transformers' models
             shift the labels themselves; None if there are no such rows.
         masked: Sum of a mask of zeros and ones among the targets; None if there is no mask.
     """

@@ -1,6 +1,6 @@
-"""Comparisons of a step's parts with the whole, at the steps 1, 2, 4, 8, ...
+"""Compare the parts of a step with the whole, at the steps 1, 2, 4, 8, ...
 
-A batch whose masks happen to be even tells nothing of the next one.
+One check is not enough: a batch with masks that happen to be even shows nothing about the next one.
 """
 
 from __future__ import annotations
@@ -51,18 +51,19 @@ from meshplan.runtime.comparisons.tokens import (
 )
 
 _OFTEN: Final = 16
-"""Until which step forwards that ask for numbers of the batch are compared in every one."""
+"""Step up to which forwards that read values of the batch are compared in every step."""
 _LITTLE: Final = 1 << 16
-"""Elements of an output that are asked about by tokens where samples tell almost all."""
+"""Elements of an output that are compared by tokens, if samples already show almost everything."""
 
 
 class StepCheck:
     """Compares one step's parts with the whole.
 
     Args:
-        model: What `parallelize` returned.
-        loss_fn: Of the step.
-        history: Of the steps before.
+        model: The module that `parallelize` returned.
+        plan: The plan that it runs under.
+        loss_fn: The loss function of the step.
+        history: Observations from the steps before.
         batch: This rank's inputs and targets.
     """
 
@@ -93,14 +94,16 @@ class StepCheck:
             self._amounts = [amounts_of(part) for part in chunked(batch[1], microbatches)]
 
     def calling(self, output: Any, targets: Any) -> AbstractContextManager[None]:
-        """Watch the training's own call of the loss function."""
+        """Observe the training's own call of the loss function."""
         return self._watched.call(output, targets) if self._is_on else nullcontext()
 
     def see(self, output: Any, targets: Any, given: Any) -> None:
-        """Compare the loss of a microbatch with those of its halves, the first time.
+        """Compare the loss of the first microbatch with those of its halves.
 
         Args:
-            given: What the loss function returned.
+            output: Output of the model for the microbatch.
+            targets: Targets of the microbatch.
+            given: Return value of the loss function.
         """
         if not self._is_on:
             return
@@ -138,16 +141,16 @@ class StepCheck:
             self._if_uneven = found if is_sure else Uneven({}, found.is_over)
 
     def _part_length(self) -> int:
-        """The tokens of a sample that this rank of cp holds."""
+        """Return the number of tokens of a sample that this rank of cp has."""
         stated = self._plan.spec.batch.seq_len
         part = stated // self._plan.mesh.size("cp") if stated is not None else None
         return sequence_length(self._batch[0], part)
 
     def settle(self) -> None:
-        """Refuse on all ranks what one of them has found; every rank calls it.
+        """Raise on all ranks what one of them has found; collective over all ranks.
 
         Raises:
-            ApplyError: What is wrong, before anything is updated.
+            ApplyError: A part of the step is wrong; it is raised before anything is updated.
         """
         if not self._is_on:
             return
@@ -184,7 +187,7 @@ class StepCheck:
         """Refuse samples that several data ranks were given.
 
         Args:
-            numbers: Of a part of the elements that each data rank was given.
+            numbers: Digest of a part of the elements that each data rank was given.
         """
         axis = axis_of_twins(numbers, self._plan)
         if axis is not None:
@@ -196,13 +199,13 @@ class StepCheck:
             raise ApplyError(same_samples(axis, num_samples(self._batch), self._plan))
 
     def _compare_forwards(self, *, is_untold: bool) -> None:
-        # Losses of three parts or more would not tell how to put together those of two.
+        # Use two parts, as losses of three or more do not show how those of two are combined.
         most = 2 if is_untold else num_parts(self._plan)
         turn = self._step.bit_length() - 1 if is_due(self._step) else self._step
         samples = samples_of(self._batch, self._samples, self._plan, most=most, turn=turn)
         if samples is None:
             return
-        # Stages record a forward anew for every size.
+        # A pipeline would have to record its forward again for another size.
         asks_fewer = self._plan.assignment.stages is None
         found = compare_forwards(
             self._model,
@@ -222,14 +225,14 @@ class StepCheck:
             _raise_first(found.problem)
 
     def _asks_forward(self) -> bool:
-        """Return whether to run forwards, which cost more than losses: 1, 16, 256, 4096, ..."""
+        """Return True if forwards run; they cost more than losses: steps 1, 16, 256, 4096, ..."""
         exponent = self._step.bit_length() - 1
         return self._history.asks_values or (is_due(self._step) and exponent % 4 == 0)
 
     def _leaves_traces(self) -> bool:
-        """Return whether another forward would meet what this one has left behind.
+        """Return True if another forward would depend on what this one has left behind.
 
-        What hooks of the user's own keep, in lists and closures, cannot be put back.
+        State that hooks of the user's own keep, in lists and closures, cannot be restored.
         """
         model = self._model
         parts = model.stage_modules if isinstance(model, PipelinedModule) else [own_module(model)]
@@ -237,7 +240,7 @@ class StepCheck:
 
     def _refuse_mixing(self, found: SampleFindings, named: tuple[str, nn.Module] | None) -> None:
         is_norm = named is not None and follows_statistics(named[1])
-        # One rank's first such module may be another one's second.
+        # The first such module of one rank may be the second of another.
         if not largest(found.mixes and not is_norm)[0]:
             if named is not None and dist.get_rank() == 0 and self._step == 1:
                 name, module = named
@@ -252,7 +255,7 @@ class StepCheck:
 
 
 def _has_own_hooks(model: nn.Module) -> bool:
-    """Return whether a forward hook stands anywhere that neither meshplan nor torch put there."""
+    """Return True if any module has a forward hook that neither meshplan nor torch registered."""
     return any(
         _owner_of(hook) not in ("meshplan", "torch")
         for module in model.modules()
@@ -262,7 +265,7 @@ def _has_own_hooks(model: nn.Module) -> bool:
 
 
 def _owner_of(hook: Any) -> str:
-    """The package that a hook was written in."""
+    """Return the package that a hook was defined in."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     return (getattr(hook, "__module__", None) or "").partition(".")[0]
