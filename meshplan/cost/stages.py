@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from meshplan.cost.chain import chain_of
-from meshplan.cost.grid import GRID, MODES, OPTIONS, RECOMPUTE, SCHEDULE_WORDS
+from meshplan.cost.config import option_of, plan_as_config
 from meshplan.cost.pipeline import crossing_seconds
 from meshplan.cost.profile import Profile
 from meshplan.cost.step import terms
@@ -79,18 +77,7 @@ def stage_seconds(plan: Plan, profile: Profile, gpus_per_node: int) -> StageSeco
         PlanError: `chain_of_plan` cannot read the plan's model.
     """
     chain = chain_of_plan(plan)
-    a, stages = plan.assignment, plan.assignment.stages
-    assert plan.micro is not None
-    parts = stages.microbatches if stages is not None else 1
-    row = np.zeros(1, GRID)
-    for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"):
-        row[axis] = plan.mesh.size(axis)
-    mode = "ddp" if a.wrapper != "units" else "zero1" if a.strategy.name == "zero1" else "shard"
-    row["virtual"] = stages.virtual if stages is not None else 1
-    word = stages.schedule if stages is not None else ""
-    row["schedule"] = SCHEDULE_WORDS.index(word) if word in SCHEDULE_WORDS else 0
-    row["micro"], row["microbatches"] = plan.micro // parts, parts * plan.accumulate
-    row["mode"] = MODES.index(mode)
+    a, stages, row = plan.assignment, plan.assignment.stages, plan_as_config(plan)
     dtype = next(p.info.dtype for p in a.tensors.values() if not p.info.is_buffer)
     found = [
         terms(
@@ -109,10 +96,7 @@ def stage_seconds(plan: Plan, profile: Profile, gpus_per_node: int) -> StageSeco
     for number, name, stage in zip(
         chain.order, chain.names, stage_of_places(plan, chain), strict=True
     ):
-        recompute, unit = a.recompute.get(name), a.units.get(name)
-        again = RECOMPUTE.index(recompute.policy.mode) if recompute and name else 0
-        gives_back = mode == "shard" and bool(name and unit and unit.reshard_after_forward)
-        option = OPTIONS.index((again, int(gives_back)))
+        option = option_of(plan, name)
         forward[stage] += float(found[number].forward_s[0, option])
         backward[stage] += float(found[number].backward_s[0, option])
     boundary = max(kind.boundary_bytes for kind in chain.kinds)

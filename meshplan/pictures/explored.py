@@ -1,7 +1,7 @@
-"""A plan with a few settings turned: what sliders ask for, and what is shown of it.
+"""A plan with a few settings changed by sliders, and the pictures of the result.
 
-Everything is decided anew, by the rooms that decide plans; nothing here knows of widgets, of torch,
-or of a search. What cannot be is said in the words of whoever refuses it.
+Each change is decided anew by the code that decides plans. This module uses no widgets, no torch
+and no search. For impossible settings it shows the message of the code that refused them.
 """
 
 from __future__ import annotations
@@ -35,12 +35,21 @@ __all__ = ["Knobs", "Scene", "knobs_of", "png_of", "scene_of", "spec_at"]
 _ORIGIN: Final = Origin("what was set by hand")
 _LINE: Final = 0.22
 _MOST_NODES: Final = 4
-"""That are drawn: pictures that are turned are drawn anew many times a second."""
+"""Maximum number of nodes drawn, because sliders redraw the picture many times a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knobs:
-    """What can be turned; in samples, ranks and nodes."""
+    """The settings that sliders can change.
+
+    Args:
+        nodes: Number of nodes.
+        gpus_per_node: GPUs of one node.
+        micro: Samples per rank and microbatch.
+        strategy: Name of a strategy in `STRATEGIES`.
+        tp: Size of the tp axis; 1 for no axis.
+        pp: Size of the pp axis; 1 for no axis.
+    """
 
     nodes: int
     gpus_per_node: int
@@ -52,14 +61,14 @@ class Knobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """What is shown of some settings.
+    """The view of one combination of settings.
 
     Args:
         knobs: The settings.
-        verdict: What becomes of them, in a sentence; why nothing, where they cannot be.
-        words: The rest that is to be said, a line each.
-        is_possible: Whether there is such a plan.
-        pictures: None where there is none.
+        verdict: The result in a sentence; if the settings are impossible, a sentence that says so.
+        words: Further lines of text; if the settings are impossible, the reasons.
+        is_possible: If True, the settings make a plan.
+        pictures: Pictures of the plan; () if there is no plan.
     """
 
     knobs: Knobs
@@ -69,7 +78,7 @@ class Scene:
     pictures: tuple[Picture, ...]
 
     def html(self) -> str:
-        """As an element of a page; whoever hears it is told the verdict when it changes."""
+        """Return an element of a page; screen readers announce the verdict when it changes."""
         mark = "" if self.is_possible else "border-left:4px solid #C8102E;padding-left:.6em;"
         said = "".join(f"<div>{escape(line)}</div>" for line in self.words)
         role = "status" if self.is_possible else "alert"
@@ -83,7 +92,7 @@ class Scene:
 
 
 def knobs_of(plan: Plan) -> Knobs:
-    """The settings of a plan."""
+    """Return the settings of a plan."""
     hardware, mesh = plan.spec.hardware, plan.mesh
     return Knobs(
         nodes=hardware.nodes if hardware is not None else 1,
@@ -96,9 +105,10 @@ def knobs_of(plan: Plan) -> Knobs:
 
 
 def spec_at(plan: Plan, knobs: Knobs) -> Spec:
-    """What one would declare for other settings; nothing else of the plan changes.
+    """Return the spec for other settings; nothing else of the plan changes.
 
-    The samples of a step stay where they are stated; else how often gradients accumulate does.
+    A stated number of samples per step stays the same, and gradient accumulation follows from it.
+    Otherwise gradient accumulation stays the same.
     """
     spec, now = plan.spec, knobs_of(plan)
     if knobs == now and spec.hardware is not None and plan.micro is not None:
@@ -130,7 +140,7 @@ def _places_tp(spec: Spec) -> bool:
 
 
 def _stated(plan: Plan) -> dict[str, int | Auto | Borrow]:
-    """The axes that the plan has."""
+    """Return the axes that the plan has."""
     lent: dict[str, int | Auto | Borrow] = {
         loan.name: Borrow(loan.size, loan.within) for loan in plan.mesh.loans
     }
@@ -138,7 +148,10 @@ def _stated(plan: Plan) -> dict[str, int | Auto | Borrow]:
 
 
 def _mesh(plan: Plan, knobs: Knobs) -> dict[str, int | Auto | Borrow]:
-    """The axes for other settings: data axes take what is left, shards of a copy in one node."""
+    """Return the axes for other settings.
+
+    Data axes take the remaining ranks. With two data axes, the inner one stays within a node.
+    """
     old = _stated(plan)
     data = STRATEGIES[knobs.strategy].axes
     inner = plan.mesh.size("cp") * knobs.tp
@@ -164,12 +177,15 @@ def scene_of(
     memory: str | int | None = None,
     rehearse: Rehearse | None = None,
 ) -> Scene:
-    """What is shown of a plan with other settings.
+    """Return the view of a plan with other settings.
 
     Args:
-        plan: What is not turned is as it says.
-        gpu, memory: As of `estimate_memory`.
-        rehearse: As of `make_plan`.
+        plan: The plan, which gives everything that the settings do not change.
+        knobs: The settings.
+        theme: "light" or "dark".
+        gpu: Name of the device whose memory is the limit.
+        memory: The memory limit itself, instead of `gpu`.
+        rehearse: Runs a rehearsal of a live model, as in `make_plan`; None for other models.
     """
     try:
         spec = spec_at(plan, knobs)
@@ -191,7 +207,7 @@ def scene_of(
     )
 
 
-# What a move leaves as it is, such as the map when the micro batch grows, is drawn once.
+# The caches keep pictures that a change does not affect, such as the map for a new micro batch.
 
 
 @lru_cache(maxsize=8)
@@ -215,7 +231,7 @@ def _in_words(problem: Problem) -> str:
 
 
 def _settings(turned: Plan, start: Plan) -> str:
-    """The lines of the plan file that would say so."""
+    """Return the lines of a plan file that state these settings."""
     axes = ", ".join(f"{axis.name}: {axis.size}" for axis in turned.mesh)
     said = [f"mesh: {{{axes}}}", f"strategy: {turned.assignment.strategy.name}"]
     if turned.micro is not None:
@@ -229,10 +245,12 @@ def _settings(turned: Plan, start: Plan) -> str:
 
 
 def png_of(scene: Scene, notes: Sequence[str] = (), *, theme: str = "light") -> bytes:
-    """Words and pictures of a scene below each other, for where nothing can be turned.
+    """Return the text and pictures of a scene in one image, for viewers without sliders.
 
     Args:
-        notes: What else is to be said.
+        scene: The scene.
+        notes: Further lines of text.
+        theme: "light" or "dark".
     """
     import matplotlib.image
 
@@ -246,7 +264,7 @@ def png_of(scene: Scene, notes: Sequence[str] = (), *, theme: str = "light") -> 
 
 
 def _still(scene: Scene, notes: Sequence[str], theme: Theme) -> Picture:
-    """The words of a scene."""
+    """Draw the text of a scene as a picture."""
     lines = [line for words in scene.words for line in wrapped(words, WIDTH - 2 * EDGE, TEXT)]
     sheet = Sheet(theme, scene.verdict, _LINE * len(lines) + 0.05, notes=notes)
     plane = sheet.plane()

@@ -1,5 +1,5 @@
-"""A report of a plan: one page with verdict, pictures and tables, that needs no network.
+"""A report on a plan: one page with verdict, pictures and tables that needs no network.
 
-Puts on paper what other rooms have answered: it computes nothing, and asks nobody. `figures` makes
-pictures part of a page, `tables` tables, `page` the page; `sections` says what stands where.
+The package formats answers that others computed. `figures` turns pictures into elements of the
+page, `tables` does so for tables, `sections` defines the content, and `page` makes the page.
 """

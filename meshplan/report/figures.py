@@ -1,4 +1,4 @@
-"""Pictures as elements of a page: names of their own, colours that follow the reader's theme."""
+"""Pictures as elements of a page, with unique ids, and colours that follow the reader's theme."""
 
 from __future__ import annotations
 
@@ -23,32 +23,33 @@ _BLANK: Final = re.compile(r">\s+<")
 
 @dataclass(slots=True)
 class Colours:
-    """The colours of a page that are not the same in light and in dark, each with a name.
+    """Names for all colours of a page that differ between the light and the dark theme.
 
     Attributes:
-        names: By (light, dark).
+        names: Names of CSS variables, by (light colour, dark colour).
     """
 
     names: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def name(self, light: str, dark: str) -> str:
-        """As style sheets write it; the colour itself where it is the same in both."""
+        """Return the colour as CSS: a variable, or the colour itself if both themes share it."""
         if light == dark:
             return light
         return f"var({self.names.setdefault((light, dark), f'--c{len(self.names)}')})"
 
     def sheet(self, *, is_dark: bool) -> str:
-        """What each name stands for."""
+        """Return the CSS that sets each variable for one theme."""
         return " ".join(f"{name}: {pair[is_dark]};" for pair, name in self.names.items())
 
 
 def figure(key: str, light: Picture, dark: Picture, colours: Colours) -> str:
-    """A picture that follows the theme, with its sentence for those who cannot see it.
+    """Return a picture that follows the theme, with a caption for readers who cannot see it.
 
     Args:
-        key: Begins all names in it: no other picture of the page may have it.
-        light, dark: The same picture.
-        colours: Those of the page; the picture's are added.
+        key: Prefix of all ids in the picture; no other picture of the page may have it.
+        light: The picture in the light theme.
+        dark: The picture in the dark theme.
+        colours: Colours of the page; those of the picture are added.
     """
     shown = _element(key, light, dark, colours)
     if light.views:
@@ -60,7 +61,7 @@ def figure(key: str, light: Picture, dark: Picture, colours: Colours) -> str:
 
 
 def _element(key: str, light: Picture, dark: Picture, colours: Colours) -> str:
-    """What is in a figure."""
+    """Return the content of a figure: the drawing and its caption."""
     label = html.escape(f"{light.title}. {light.alt}", quote=True)
     drawn = _both(_bare(light, key), _bare(dark, key), colours) or (
         f'<div class="light">{_bare(light, key)}</div>'
@@ -76,18 +77,18 @@ def _element(key: str, light: Picture, dark: Picture, colours: Colours) -> str:
 
 
 def _both(light: str, dark: str, colours: Colours) -> str:
-    """One drawing whose colours have names; "" where the two differ in more than in colours."""
+    """Return one drawing with named colours; "" if the two differ in more than colours."""
     if _COLOUR.split(light) != _COLOUR.split(dark):
         return ""
     pairs = zip(_COLOUR.findall(light), _COLOUR.findall(dark), strict=True)
     named = iter([colours.name(*pair) for pair in pairs])
     text = _COLOUR.sub(lambda _: next(named), light)
-    # Names are known in styles only.
+    # CSS variables work in `style` attributes, but not in attributes such as `fill`.
     return "" if '="var(' in text else text
 
 
 def _bare(picture: Picture, key: str) -> str:
-    """Its svg: as wide as there is room, without names that nothing uses, and short."""
+    """Return the svg as wide as its place, without unused ids, and with short numbers."""
     text = picture.svg()
     text = _METADATA.sub("", _STYLE.sub("", text[text.index("<svg") :]))
     for _ in range(2):
@@ -97,7 +98,7 @@ def _bare(picture: Picture, key: str) -> str:
 
 
 def _renamed(text: str, key: str) -> str:
-    """Names that are used are numbered, all others are left out: they may stand elsewhere too."""
+    """Number the ids that are used and drop all others, which could collide with other pictures."""
     used = dict.fromkeys(found[1] or found[3] for found in _USE.finditer(text))
     new = {old: f"{key}-{number}" for number, old in enumerate(used)}
 
@@ -110,5 +111,5 @@ def _renamed(text: str, key: str) -> str:
 
 
 def _shorter(found: re.Match[str]) -> str:
-    """A hundredth of a point is less than anybody sees."""
+    """Round to a hundredth of a point, which no reader can see."""
     return f"{float(found[0]):.2f}".rstrip("0").rstrip(".")

@@ -1,4 +1,4 @@
-"""The page: what is around its sections, how it looks, what its script does."""
+"""The page of a report: its frame, style and script, and elements for its content."""
 
 from __future__ import annotations
 
@@ -32,14 +32,20 @@ _PAGE: Final = """<!DOCTYPE html>
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A question and its answers, as elements of the page."""
+    """A question and its answers.
+
+    Args:
+        key: Id of the section's element.
+        title: The question.
+        parts: Elements of the page.
+    """
 
     key: str
     title: str
     parts: Sequence[str]
 
     def to_html(self) -> str:
-        """A section with its heading."""
+        """Return the section with its heading."""
         return (
             f'<section id="{self.key}" aria-labelledby="{self.key}-title">'
             f'<h2 id="{self.key}-title">{html.escape(self.title)}</h2>{"".join(self.parts)}'
@@ -48,11 +54,14 @@ class Section:
 
 
 def page(title: str, top: str, sections: Iterable[Section], foot: str, colours: Colours) -> str:
-    """All of it.
+    """Return the whole page.
 
     Args:
-        top, foot: Elements before and behind the sections.
-        colours: Of the pictures in them.
+        title: Title of the document.
+        top: Elements before the sections.
+        sections: The sections; those without parts are left out.
+        foot: Elements after the sections.
+        colours: Colours of the pictures in the sections.
     """
     shown = [section for section in sections if section.parts]
     links = "".join(f'<li><a href="#{s.key}">{html.escape(s.title)}</a></li>' for s in shown)
@@ -74,23 +83,23 @@ def page(title: str, top: str, sections: Iterable[Section], foot: str, colours: 
 
 
 def paragraph(text: str, kind: str = "") -> str:
-    """A text."""
+    """Return a paragraph, with an optional CSS class."""
     return f"<p{_class(kind)}>{html.escape(text)}</p>"
 
 
 def heading(text: str) -> str:
-    """A title within a section."""
+    """Return a heading within a section."""
     return f"<h3>{html.escape(text)}</h3>"
 
 
 def bullets(items: Iterable[str]) -> str:
-    """A list; "" of nothing."""
+    """Return a list; "" for no items."""
     found = "".join(f"<li>{html.escape(item)}</li>" for item in items)
     return f"<ul>{found}</ul>" if found else ""
 
 
 def pairs(items: Iterable[tuple[str, str]], kind: str = "pairs") -> str:
-    """Names and what they stand for; "" of nothing."""
+    """Return names with their values; "" for no items."""
     found = "".join(
         f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd></div>"
         if kind == "figures"
@@ -101,7 +110,7 @@ def pairs(items: Iterable[tuple[str, str]], kind: str = "pairs") -> str:
 
 
 def numbered(text: str) -> str:
-    """A file, its lines numbered."""
+    """Return a file with its lines numbered."""
     lines = text.rstrip("\n").split("\n")
     wide = len(str(len(lines)))
     found = "\n".join(

@@ -1,4 +1,4 @@
-"""Tables of a page, which its script lets readers sort."""
+"""Tables of a page; the page's script lets readers sort them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ from typing import Final, NamedTuple
 from meshplan.units import format_bytes, format_gib, format_step
 
 _LONG: Final = 24
-"""Characters from which a text is broken into lines."""
+"""Number of characters above which a cell's text is wrapped."""
 
 
 class Cell(NamedTuple):
-    """What stands there, and the number that it is sorted by; None sorts by what stands there."""
+    """A cell of a table.
+
+    Attributes:
+        text: The text.
+        number: Sort key; None sorts by the text.
+        depth: Indentation in levels of a tree.
+        mark: CSS class of the text, such as "good" or "bad"; "" for none.
+    """
 
     text: str
     number: float | None = None
@@ -24,13 +31,14 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows under names.
+    """A table with a caption.
 
     Args:
-        caption: What they are.
-        columns: A ">" in front says that it holds numbers, which stand right.
-        rows: As long as `columns` each.
-        is_ordered: Whether the order means something, so that nobody may change it.
+        caption: Caption of the table.
+        columns: Names of the columns. A leading ">" marks a column of numbers, which is
+            right-aligned.
+        rows: Rows with one cell per column.
+        is_ordered: If True, the order of the rows has a meaning, and readers cannot sort them.
     """
 
     caption: str
@@ -39,7 +47,7 @@ class Table:
     is_ordered: bool = False
 
     def to_html(self) -> str:
-        """In a box of its own that scrolls where the table is wider than the page."""
+        """Return the table in a box that scrolls if the table is wider than the page."""
         kinds = [' class="number"' if name.startswith(">") else "" for name in self.columns]
         heads = "".join(
             f'<th scope="col"{kind}>{html.escape(name.removeprefix(">"))}</th>'
@@ -73,20 +81,20 @@ def _cell(cell: Cell, kind: str, is_first: bool) -> str:
 
 
 def gib(num_bytes: int | float) -> Cell:
-    """Sorted by the bytes."""
+    """Return a cell of bytes in GiB."""
     return Cell(format_gib(num_bytes), float(num_bytes))
 
 
 def size(num_bytes: int | float) -> Cell:
-    """The same in the unit that suits."""
+    """Return a cell of bytes in a suitable unit."""
     return Cell(format_bytes(num_bytes), float(num_bytes))
 
 
 def share(value: float, *, signed: bool = False) -> Cell:
-    """A part of one, as per cent."""
+    """Return a cell of a fraction, in per cent."""
     return Cell(f"{value:+.1%}" if signed else f"{value:.1%}", value)
 
 
 def seconds(value: float) -> Cell:
-    """Of a step: milliseconds tell candidates apart."""
+    """Return a cell of a step time, precise to milliseconds because candidates differ by those."""
     return Cell(format_step(value), value)

@@ -1,4 +1,4 @@
-"""Which font draws a character: one that has it, of those that matplotlib finds on this machine."""
+"""Find a font that has a character, among those that matplotlib finds on this machine."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ if TYPE_CHECKING:
     from matplotlib.ft2font import FT2Font
 
 FIRST: Final = "DejaVu Sans"
-"""Comes with matplotlib, and has Latin, Greek and Cyrillic letters."""
+"""The font that comes with matplotlib; it has Latin, Greek and Cyrillic letters."""
 _KNOWN: Final = (
     "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans CJK KR", "Noto Sans SC", "Noto Sans JP",
     "Source Han Sans SC", "WenQuanYi Zen Hei", "WenQuanYi Micro Hei", "Droid Sans Fallback",
     "PingFang SC", "Hiragino Sans", "Apple SD Gothic Neo", "Microsoft YaHei", "Yu Gothic",
     "Malgun Gothic", "Noto Sans", "Arial Unicode MS",
 )  # fmt: skip
-"""Asked before all others: plain letters of many scripts."""
+"""Fonts with plain letters of many scripts, which are tried before all others."""
 _NO_LETTERS: Final = ("Last Resort",)
-"""Fonts that draw a box for whatever they are asked."""
+"""Fonts that draw a box for every character."""
 
 
 def families_of(text: str) -> list[str]:
-    """The families that draw a text, the first one first.
+    """Return the font families that draw a text, the first choice first.
 
     >>> families_of("layer 0")
     ['DejaVu Sans']
@@ -36,7 +36,7 @@ def families_of(text: str) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def family_of(character: str) -> str | None:
-    """The family that draws a character; None where no font has it."""
+    """Return the font family that draws a character; None if no font has it."""
     code = ord(character)
     if _font(FIRST).get_char_index(code):
         return FIRST
@@ -44,13 +44,13 @@ def family_of(character: str) -> str | None:
 
 
 def font_of(character: str, *, bold: bool = False) -> FT2Font | None:
-    """The font that draws a character; None where no font has it."""
+    """Return the font that draws a character; None if no font has it."""
     family = family_of(character)
     return None if family is None else _font(family, bold=bold)
 
 
 def drawable(text: str) -> str:
-    """The text, what no font here has written by its number.
+    """Replace characters that no font has by their escapes.
 
     >>> drawable("слой")
     'слой'
@@ -70,7 +70,7 @@ def _font(family: str, *, bold: bool = False) -> FT2Font:
 
 @lru_cache(maxsize=1)
 def _others() -> Sequence[tuple[str, frozenset[int]]]:
-    """The other families of this machine, and the characters that each has."""
+    """Return the other font families of this machine, with the characters that each has."""
     from matplotlib.font_manager import fontManager, get_font
 
     paths: dict[str, str] = {}
@@ -82,7 +82,7 @@ def _others() -> Sequence[tuple[str, frozenset[int]]]:
         try:
             font = get_font(paths[name])
         except (OSError, RuntimeError):
-            continue  # It was there when matplotlib looked, or is none that can be read.
+            continue  # The file was removed since matplotlib listed it, or cannot be read.
         if font.scalable:
             found.append((name, frozenset(font.get_charmap())))
     return found

@@ -1,7 +1,7 @@
-"""One meaning for each colour, in all pictures, in light and in dark.
+"""The colours of all pictures, in light and in dark: each colour has one meaning.
 
-Hues are those of Okabe and Ito, which colour-blind readers tell apart; since eleven terms are more
-than anybody tells apart by hue, each has a hatch too, and is named in words beside it.
+The hues are those of Okabe and Ito, which colour-blind readers can distinguish. Eleven terms are
+more than anyone can distinguish by hue, so each also has a hatch and is named in words.
 
 Source: Okabe and Ito 2008, "Color universal design".
 """
@@ -19,11 +19,11 @@ from meshplan.memory.log.events import Term
 
 @dataclass(frozen=True, slots=True)
 class Ink:
-    """How something is filled.
+    """The fill of a shape.
 
     Args:
-        colour: As "#rrggbb".
-        hatch: matplotlib's word for it; "" for none.
+        colour: Colour as "#rrggbb".
+        hatch: Hatch pattern of matplotlib; "" for none.
     """
 
     colour: str
@@ -54,13 +54,13 @@ TERMS: Final[Mapping[str, Ink]] = MappingProxyType(
         Term.TEMPORARIES: Ink("#B9B9B9", "oo"),
     }
 )
-"""Of everything in the memory of a rank."""
+"""Fills of the terms in the memory of a rank."""
 
 ROUNDING: Final = Ink("#D8C7B0", "||")
 UNUSED: Final = Ink("#CFCFCF", "//")
 DRIVER: Final = Ink("#4D4D4D")
 UNKNOWN: Final = Ink("#FFFFFF", "////")
-"""What nothing tells: never a plain colour."""
+"""Fill for bytes that are not known; never a plain colour."""
 
 PASSES: Final[Mapping[str, Ink]] = MappingProxyType(
     {
@@ -70,16 +70,16 @@ PASSES: Final[Mapping[str, Ink]] = MappingProxyType(
         "W": Ink(YELLOW),
     }
 )
-"""Forwards are the colour of parameters, backwards that of gradients."""
+"""Fills of forwards and backwards: forwards look like parameters, backwards like gradients."""
 
 PLACEMENTS: Final = (
     Ink(BLUE), Ink(GREEN), Ink(SKY, "//"), Ink(PINK), Ink(YELLOW, ".."), Ink("#7FA6C9", "\\\\"),
     Ink("#B08D57", "--"), Ink(GREY, "xx"),
 )  # fmt: skip
-"""Of layouts that cut something, in the order in which they are met; the last is for all others."""
+"""Fills of sharded layouts, in the order of their first use; the last one is for all others."""
 
 WHOLE: Final = Ink("#C44E6A", "xx")
-"""Of what several ranks hold whole although an axis could cut it: looked at first."""
+"""Fill of tensors that several ranks replicate although an axis could shard them; it stands out."""
 
 STAGES: Final = (
     Ink(BLUE), Ink(SKY, "//"), Ink(GREEN), Ink("#8C6BB1", ".."), Ink(PINK, "\\\\"), Ink("#B08D57"),
@@ -89,7 +89,7 @@ SHARDS: Final = (
     Ink(BLUE), Ink(YELLOW), Ink(GREEN), Ink(PINK), Ink(SKY), Ink("#B08D57"), Ink("#5F4B8B"),
     Ink("#A6C36F"),
 )  # fmt: skip
-"""Of parts of a tensor; more of them than these repeat with a hatch, then by brightness."""
+"""Fills of the shards of a tensor; more shards repeat them with a hatch, then by brightness."""
 
 _HATCHES: Final = ("", "//", "..", "\\\\")
 
@@ -108,15 +108,18 @@ COLLECTIVES: Final[Mapping[str, str]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Theme:
-    """What is light and dark.
+    """Colours that differ between light and dark.
 
     Args:
-        paper: Behind everything.
-        panel: Behind a group of things.
-        line: Of frames and grids.
-        ink: Of what is to be read.
-        quiet: Of what need not be read first.
-        good, bad: Of verdicts, beside their words.
+        name: "light" or "dark".
+        paper: Background of the figure.
+        panel: Background of a group of things.
+        line: Colour of frames and grids.
+        ink: Colour of text.
+        quiet: Colour of less important text.
+        good: Colour of a good verdict, in addition to its words.
+        bad: Colour of a bad verdict, in addition to its words.
+        forbidden: Background of an area beyond a limit.
     """
 
     name: str
@@ -145,10 +148,10 @@ THEMES: Final[Mapping[str, Theme]] = MappingProxyType(
 
 
 def theme_of(name: str) -> Theme:
-    """The theme of that name.
+    """Return the theme of this name.
 
     Raises:
-        SpecError: There is none.
+        SpecError: There is no such theme.
     """
     if name not in THEMES:
         what = f"'{name}' is no theme"
@@ -157,7 +160,7 @@ def theme_of(name: str) -> Theme:
 
 
 def shard_ink(number: int, count: int) -> Ink:
-    """Of one of so many parts: all different up to 32, then from dark to bright.
+    """Return the fill of one of `count` shards: all different up to 32, then from dark to bright.
 
     >>> shard_ink(0, 4).colour, shard_ink(9, 16).hatch, shard_ink(0, 64) == shard_ink(63, 64)
     ('#0072B2', '//', False)
@@ -169,13 +172,13 @@ def shard_ink(number: int, count: int) -> Ink:
 
 
 def between(low: str, high: str, share: float) -> str:
-    """A colour on the way from one to another."""
+    """Return the colour at a share of the distance between two colours."""
     pairs = zip(rgb(low), rgb(high), strict=True)
     return "#" + "".join(f"{round(a + (b - a) * share):02X}" for a, b in pairs)
 
 
 def ink_on(colour: str) -> str:
-    """Black or white, whichever is read better on a colour.
+    """Return black or white, whichever has more contrast on a colour.
 
     Source: WCAG 2.1, relative luminance.
     """
@@ -188,5 +191,5 @@ def ink_on(colour: str) -> str:
 
 
 def rgb(colour: str) -> tuple[int, int, int]:
-    """Red, green and blue of "#rrggbb", of 255 each."""
+    """Return red, green and blue of "#rrggbb", each from 0 to 255."""
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)

@@ -28,12 +28,12 @@ SUFFIXES: Final = (".png", ".svg", ".html")
 DPI: Final = 120
 
 _SAVING: Final = Lock()
-"""How text is written in svg is a setting of matplotlib's, for the whole process."""
+"""Lock for saving, because matplotlib's setting for text in svg is global to the process."""
 _SVG: Final = {"svg.fonttype": "none", "svg.hashsalt": "meshplan"}
 _FONT: Final = "'DejaVu Sans'"
 _GROUP: Final = re.compile(r'<g id="([^"]*)"([^>]*)>')
 _NUMBERED: Final = re.compile(r"[\w.]+_\d+")
-"""What matplotlib calls groups that nobody named."""
+"""Ids that matplotlib gives to groups without a name."""
 
 _PAGE: Final = """<!DOCTYPE html>
 <html lang="en">
@@ -58,16 +58,16 @@ svg {{ width: 100%; min-width: 44rem; height: auto; }}
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Picture:
-    """One question about a plan, answered.
+    """A picture that answers one question about a plan.
 
     Args:
-        what: Which question: a word of `pictures.main.WHATS`.
+        what: Name of the picture in `pictures.main.WHATS`.
         title: The verdict, in words.
-        alt: What the picture says, for those who cannot see it.
-        figure: matplotlib's.
-        views: (name, picture) of all that a page lets its reader choose from, this one first;
-            () where there is nothing to choose.
-        choice: What is chosen by that.
+        alt: A description for readers who cannot see the picture.
+        figure: The matplotlib figure.
+        views: Pairs (name, picture) that the reader of a page can choose from, this picture first;
+            () for no choice.
+        choice: Label of that choice.
     """
 
     what: str
@@ -78,13 +78,13 @@ class Picture:
     choice: str = ""
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write it as png, svg, or html with the svg inside, by the name's end.
+        """Write the picture as png, svg, or html with the svg inside, by the suffix of the name.
 
         Returns:
-            Where.
+            The path.
 
         Raises:
-            SpecError: The name ends otherwise, or it cannot be written there.
+            SpecError: The name has another suffix, or the file cannot be written.
         """
         target = Path(path)
         check_target(target)
@@ -98,10 +98,10 @@ class Picture:
         return target
 
     def svg(self) -> str:
-        """As svg, its texts as text."""
+        """Return the picture as svg, with its text as text."""
         out = io.StringIO()
         with _settings(), warnings.catch_warnings():
-            # Whoever shows it has fonts of their own.
+            # The viewer of the svg uses its own fonts.
             warnings.filterwarnings("ignore", message="Glyph .* missing from font")
             self.figure.savefig(
                 out, format="svg", facecolor=self.figure.get_facecolor(),
@@ -112,15 +112,15 @@ class Picture:
         return _GROUP.sub(_titled, text)
 
     def inline(self, *, caption: bool = True) -> str:
-        """As an element of a page: the svg, with its sentence for those who cannot see it.
+        """Return an element of a page: the svg, with a description for readers who cannot see it.
 
         Args:
-            caption: Whether the sentence stands below it, too.
+            caption: If True, the description is also shown below the picture.
         """
         text = self.svg()
         text = text[text.index("<svg") :]
         label = html.escape(f"{self.title}. {self.alt}", quote=True)
-        # No wider than what it is in.
+        # Not wider than the surrounding element.
         style = 'style="max-width:100%;height:auto"'
         text = text.replace("<svg ", f'<svg role="img" aria-label="{label}" {style} ', 1)
         if not caption:
@@ -128,7 +128,7 @@ class Picture:
         return f"<figure>{text}<figcaption>{html.escape(self.alt)}</figcaption></figure>"
 
     def page(self) -> str:
-        """As a page of its own that needs nothing else."""
+        """Return a self-contained page with the picture."""
         from matplotlib.colors import to_hex
 
         paper = to_hex(self.figure.get_facecolor())
@@ -160,9 +160,9 @@ class Picture:
 
 
 def _titled(group: re.Match[str]) -> str:
-    """A named part with its name as a title, which browsers show where the pointer is.
+    """Turn a group's name into its title, which browsers show as a tooltip.
 
-    Names are no ids: several parts, and several pictures of a page, may have the same.
+    Names are no ids: several groups, or pictures of one page, may have the same name.
     """
     name, more = group.groups()
     if _NUMBERED.fullmatch(name):
@@ -171,10 +171,10 @@ def _titled(group: re.Match[str]) -> str:
 
 
 def check_target(path: Path) -> None:
-    """Whether a picture can have this name, before it is drawn.
+    """Check that a picture can have this name, before it is drawn.
 
     Raises:
-        SpecError: It cannot.
+        SpecError: The suffix is not one of `SUFFIXES`, or the file cannot be written.
     """
     origin = Origin(str(path))
     if path.suffix.lower() not in SUFFIXES:
@@ -187,10 +187,10 @@ def check_target(path: Path) -> None:
 def import_matplotlib() -> None:
     """Import matplotlib without the `matplotlibrc` of the working directory.
 
-    matplotlib looks there first, whatever the environment says, and that folder may be a
-    stranger's. So it is imported from the root folder; the file in the user's home, or the one
-    that MATPLOTLIBRC names, is still found. For the command line: in a program of the user's the
-    working directory is the user's too, and changing it would disturb other threads.
+    matplotlib looks there first, whatever the environment says, and that directory may belong to a
+    stranger. It is therefore imported from the root directory; the file in the user's home, or the
+    one that MATPLOTLIBRC names, is still found. This is for the command line only: in a user's own
+    program the working directory is the user's too, and changing it would disturb other threads.
     """
     if "matplotlib" in sys.modules:
         return
@@ -221,7 +221,7 @@ def _settings() -> Iterator[None]:
 
 @contextmanager
 def _known_glyphs(figure: Figure) -> Iterator[None]:
-    """Letters are of fonts that have them; what none has is a number, not an empty box."""
+    """Draw each character in a font that has it, and escape characters without one."""
     from matplotlib.text import Text
 
     before: list[tuple[Any, str]] = []
@@ -241,5 +241,5 @@ def _known_glyphs(figure: Figure) -> Iterator[None]:
 
 
 def _latin(text: str) -> str:
-    """What png's own texts can hold."""
+    """Escape characters that the text fields of a png cannot store."""
     return text.encode("latin-1", "backslashreplace").decode("latin-1")

@@ -1,4 +1,4 @@
-"""Several pictures in one place of a page, and buttons that say which is shown."""
+"""Several pictures in one place of a page, with buttons to choose the one that is shown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ POLICY: Final = (
     """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; """
     """style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">"""
 )
-"""In the head of every page: that nothing is fetched is not only so, browsers allow nothing."""
+"""Content security policy of every page: it makes browsers refuse to fetch anything."""
 
 STYLE: Final = (
     ".views { display: flex; flex-wrap: wrap; gap: .4rem; margin: .4rem 0; } "
@@ -22,15 +22,15 @@ STYLE: Final = (
     ".views button:focus-visible { outline: 3px solid; outline-offset: 2px; } "
     "@media print { .views button[aria-pressed=false] { display: none; } }"
 )
-"""Which button is pressed is seen by more than its colour."""
+"""Styles of the buttons; the pressed one differs in more than its colour."""
 
 
 def switched(what: str, views: Sequence[tuple[str, str]]) -> str:
-    """One element after another, the first one shown, with a button for each.
+    """Return elements of which one is shown, the first at the start, with a button for each.
 
     Args:
-        what: What the buttons choose.
-        views: (name, element).
+        what: Label of the choice.
+        views: Pairs (name, element).
     """
     buttons = "".join(
         f'<button type="button" aria-pressed="{str(not number).lower()}">{html.escape(name)}'
@@ -46,5 +46,5 @@ def switched(what: str, views: Sequence[tuple[str, str]]) -> str:
 
 
 def script() -> str:
-    """What the buttons do."""
+    """Return the script of the buttons."""
     return (files("meshplan.pictures.base") / "views.js").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Words that several pictures use."""
+"""Text helpers that several pictures use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST_RUNS = 4
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """The ranks in runs, the first few.
+    """Return the first few runs of consecutive ranks.
 
     >>> ranks_in_words([0]), ranks_in_words(range(8)), ranks_in_words([0, 1, 4, 5])
     ('rank 0', 'ranks 0–7', 'ranks 0–1, 4–5')
@@ -25,7 +25,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def counted(number: int, noun: str, several: str = "") -> str:
-    """A number with its noun.
+    """Return a number with its noun.
 
     >>> counted(1, "rank"), counted(16384, "rank"), counted(2, "copy", "copies")
     ('1 rank', '16,384 ranks', '2 copies')
@@ -34,12 +34,12 @@ def counted(number: int, noun: str, several: str = "") -> str:
 
 
 def at_in_words(at: Mapping[str, int], axes: Sequence[str]) -> list[str]:
-    """Where a rank stands on these axes."""
+    """Return the coordinates of a rank on these axes."""
     return [f"{axis} {at[axis]}" for axis in axes]
 
 
 def in_short(reasons: Sequence[str]) -> str:
-    """Reasons in a row, those that differ in numbers of blocks only once.
+    """Join reasons; those that differ only in block numbers appear once.
 
     >>> in_short(["what 'layers.0.mlp' sends", "what 'layers.1.mlp' sends"])
     "what 'layers.*.mlp' sends"
@@ -48,7 +48,7 @@ def in_short(reasons: Sequence[str]) -> str:
 
 
 def speed(bytes_per_s: float | None) -> str:
-    """Of a link.
+    """Return the speed of a link as text.
 
     >>> speed(450e9), speed(None)
     ('450 GB/s', 'speed not stated')

@@ -1,4 +1,4 @@
-"""How far a plan is from the physical limit, and what each thing in between costs."""
+"""The distance of a plan from the physical limit, and the cost of each step in between."""
 
 from __future__ import annotations
 
@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """The best step of a machine that is better than the real one."""
+    """The fastest step on a machine that is better than the real one.
+
+    Args:
+        name: Name of the machine.
+        seconds: Seconds of a step.
+        why: Comment next to the bar.
+    """
 
     name: str
     seconds: float
@@ -36,7 +42,12 @@ class Rung:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LadderFacts:
-    """What the picture shows: rungs from the limit to the plan."""
+    """The facts of the picture.
+
+    Args:
+        rungs: Rungs from the physical limit to the plan.
+        num_configs: Number of configurations in the space.
+    """
 
     rungs: tuple[Rung, ...]
     num_configs: int
@@ -52,16 +63,16 @@ class LadderFacts:
 
     @property
     def alt(self) -> str:
-        """What is to be seen."""
+        """A description for readers who cannot see the picture."""
         ways = ", ".join(f"{rung.name} {format_seconds(rung.seconds)}" for rung in self.rungs)
         return f"A bar for the fastest step of each machine, from the best to the real one: {ways}."
 
 
 def ladder(decision: Decision) -> LadderFacts:
-    """The facts.
+    """Collect the facts of a search.
 
     Raises:
-        PlanError: Nothing fits, so that nothing is to be compared.
+        PlanError: Nothing fits, so there is nothing to compare.
     """
     found = decision.ladder
     if found is None or decision.chosen is None:
@@ -87,7 +98,7 @@ def ladder(decision: Decision) -> LadderFacts:
 
 
 def draw_ladder(facts: LadderFacts, theme: Theme) -> Picture:
-    """A bar for each rung."""
+    """Draw a bar for each rung."""
     inks = [Ink(GREY), Ink(SKY, "//"), Ink(SKY), Ink(BLUE), Ink(GREEN)]
     notes = [
         "Each bar is the fastest step of the whole space on such a machine. Seconds are a cost "

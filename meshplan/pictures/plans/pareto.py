@@ -1,4 +1,4 @@
-"""All candidates of a search, memory against time: what cannot fit, what was measured, what won."""
+"""All candidates of a search, memory against time: lower bounds, measured plans, and the choice."""
 
 from __future__ import annotations
 
@@ -19,13 +19,19 @@ if TYPE_CHECKING:
     from meshplan.planner.problem.decision import Decision, Evaluated
 
 _LOG: Final = 12.0
-"""From which ratio of the largest to the smallest an axis is logarithmic."""
+"""Ratio of the largest to the smallest value above which an axis is logarithmic."""
 _BINS: Final = 90
 
 
 @dataclass(frozen=True, slots=True)
 class Dot:
-    """One candidate: bytes of the rank that needs most, seconds of a step, and what it is."""
+    """One candidate.
+
+    Args:
+        num_bytes: Bytes of the rank with the highest peak.
+        seconds: Seconds of a step.
+        words: Description of the plan; "" for a lower bound.
+    """
 
     num_bytes: int
     seconds: float
@@ -34,14 +40,15 @@ class Dot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pareto:
-    """What the picture shows.
+    """The facts of the picture.
 
     Args:
-        bounds: Of all configurations from below: none of its plans is left of it, or beneath it.
-        measured: Exact, by the memory room's word.
-        chosen: The answer; None where nothing fits.
-        limit_bytes: What one may hold.
-        num_configs: Configurations in all.
+        bounds: Lower bounds of all configurations: no plan of one takes less memory or less time.
+        measured: Plans whose memory was replayed exactly.
+        chosen: The chosen plan; None if nothing fits.
+        limit_bytes: Bytes that one device may use.
+        num_configs: Number of configurations in the space.
+        is_whole: If True, the search ended by itself.
     """
 
     bounds: tuple[Dot, ...]
@@ -53,7 +60,7 @@ class Pareto:
 
     @property
     def frontier(self) -> tuple[Dot, ...]:
-        """Of what was measured, what nothing beats in both."""
+        """Measured plans that no other measured plan beats in both memory and time."""
         out: list[Dot] = []
         for dot in sorted(self.measured, key=lambda d: (d.num_bytes, d.seconds)):
             if not out or dot.seconds < out[-1].seconds:
@@ -62,7 +69,7 @@ class Pareto:
 
     @property
     def num_hopeless(self) -> int:
-        """Configurations of which even the least does not fit."""
+        """Number of configurations whose lower bound already exceeds the limit."""
         return sum(dot.num_bytes > self.limit_bytes for dot in self.bounds)
 
     @property
@@ -80,7 +87,7 @@ class Pareto:
 
     @property
     def alt(self) -> str:
-        """What is to be seen."""
+        """A description for readers who cannot see the picture."""
         won = f" The star is the plan: {self.chosen.words}." if self.chosen else ""
         return (
             "Seconds of a step against memory of the rank that needs most: "
@@ -91,7 +98,7 @@ class Pareto:
 
 
 def pareto(decision: Decision) -> Pareto:
-    """The facts."""
+    """Collect the facts of a search."""
     chosen = decision.chosen
     ways = [*decision.measured, *([chosen] if chosen else []), *decision.alternatives]
     measured = dict.fromkeys(_dot(way) for way in ways)
@@ -110,7 +117,7 @@ def _dot(way: Evaluated) -> Dot:
 
 
 def words_of(way: Evaluated) -> str:
-    """A plan in a line."""
+    """Describe a plan in one line."""
     plan, again = way.plan, way.plan.assignment.recompute
     modes = [each.policy.mode for each in again.values()]
     recomputed = [f"recomputed: {modes.count(m)} blocks {m}" for m in dict.fromkeys(modes)]
@@ -119,7 +126,7 @@ def words_of(way: Evaluated) -> str:
 
 
 def draw_pareto(facts: Pareto, theme: Theme) -> Picture:
-    """Time upward, memory to the right, and what does not fit shaded."""
+    """Draw step time upward against memory to the right, with the area beyond the limit shaded."""
     notes = [
         "A ring is what a configuration takes at the least: its memory whatever the time, its time "
         "whatever the memory. Dots are exact for the memory, and the cost model's for the time."
@@ -167,7 +174,7 @@ def draw_pareto(facts: Pareto, theme: Theme) -> Picture:
 
 
 def _scale(axis: Any, values: Sequence[float]) -> tuple[float, float]:
-    """The limits of an axis, which is made logarithmic where its values are far apart."""
+    """Return the limits of an axis; make the axis logarithmic if its values are far apart."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     low, high = min(values), max(values)
@@ -185,7 +192,7 @@ def _scale(axis: Any, values: Sequence[float]) -> tuple[float, float]:
 
 
 def _limit(axes: Axes, facts: Pareto, room: float, theme: Theme) -> None:
-    """What the line is, above it."""
+    """Write the label of the limit's line above it."""
     text = f"limit {format_gib(facts.limit_bytes)}"
     half = width_of(text, SMALL, bold=True) / 2 / room
     at = _across(axes, facts.limit_bytes / GIB)
@@ -195,13 +202,13 @@ def _limit(axes: Axes, facts: Pareto, room: float, theme: Theme) -> None:
 
 
 def _across(axes: Axes, value: float) -> float:
-    """Where a value is, as a share of the axis."""
+    """Return the position of a value as a share of the horizontal axis."""
     point = axes.transData.transform((value, axes.get_ylim()[0]))
     return float(axes.transAxes.inverted().transform(point)[0])
 
 
 def _star(sheet: Sheet, axes: Axes, facts: Pareto, chosen: Dot, room: float, theme: Theme) -> None:
-    """The answer, and its words in a box where few dots are."""
+    """Draw the chosen plan, and its description in a box where there are few dots."""
     x, y = chosen.num_bytes / GIB, chosen.seconds
     axes.plot([x], [y], marker="*", ms=19, color=YELLOW, mec="#000000", mew=1.0, zorder=6,
               ls="", gid="chosen")  # fmt: skip
@@ -242,7 +249,7 @@ def _star(sheet: Sheet, axes: Axes, facts: Pareto, chosen: Dot, room: float, the
 
 
 def _thinned(dots: Sequence[Dot]) -> Iterator[Dot]:
-    """Of those that would lie on each other, one."""
+    """Yield one of each group of dots that would overlap."""
     seen = set()
     for dot in dots:
         key = (round(_BINS * math.log(max(dot.num_bytes, 1))),

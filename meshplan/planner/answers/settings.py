@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from meshplan.cost.config import STRATEGIES, offload_of
 from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, RECOMPUTE
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.layout.mesh import AXES
 from meshplan.planner.problem.decision import Evaluated
-from meshplan.planner.space.offload import ONLY_IN_FULL, WORDS, offload_of
-from meshplan.planner.space.space import STRATEGIES, Freedom, divisors
+from meshplan.planner.space.offload import ONLY_IN_FULL, WORDS
+from meshplan.planner.space.space import Freedom, divisors
 from meshplan.spec.spec import STRATEGY_WORDS
 
 FIELDS: Final = (

@@ -65,19 +65,6 @@ def offload_words(spec: Spec, what: int) -> dict[str, Any]:
     return {"offload": {name: True for name, there in parts.items() if there}}
 
 
-def offload_of(plan: Plan) -> int:
-    """Return what a complete plan offloads, as a value of the grid's `offload`.
-
-    Offload of only a part of the model is not counted.
-    """
-    a = plan.assignment
-    full = {fqn for fqn, again in a.recompute.items() if again.policy.mode == "full"}
-    blocks = set(plan.graph.blocks())
-    there = PARAMS_THERE * (bool(a.units) and all(unit.on_host for unit in a.units.values()))
-    waits = bool(blocks) and blocks == a.host_activations.keys() and blocks <= full
-    return there | ACTIVATIONS_THERE * waits
-
-
 def may_lie_there(free: Freedom, sizes: Sequence[int], mode: int, what: int) -> bool:
     """Return True if FSDP2 shards the parameters, and stages may have them on the host if asked.
 

@@ -10,8 +10,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from typing import Literal
 
+from meshplan.cost.config import SHARD, STRATEGIES
 from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, OPTIONS, PARAMS_THERE, RECOMPUTE
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.mesh import AXES
@@ -23,17 +24,6 @@ from meshplan.planner.space.offload import ONLY_IN_FULL, stated_offloads
 from meshplan.planner.space.schedule import schedules_of, stated_virtual
 from meshplan.planner.space.trials import with_axes, with_offload
 from meshplan.spec.spec import AUTO, Allocator, Borrow, Spec
-
-_DDP, _ZERO1, _SHARD = range(len(MODES))
-STRATEGIES: Final[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
-    "ddp": ((_DDP,), (0,)),
-    "zero1": ((_ZERO1,), (0,)),
-    "zero2": ((_SHARD,), (0,)),
-    "full_shard": ((_SHARD,), (1,)),
-    "hybrid_shard": ((_SHARD,), (1,)),
-    "hybrid_shard_zero2": ((_SHARD,), (0,)),
-}
-"""Modes (indices into `cost.grid.MODES`) and values of reshard of each strategy, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +169,7 @@ def freedom_of(
     hybrid = None
     if spec.strategy not in (None, AUTO):
         modes, reshard = STRATEGIES[spec.strategy or ""]
-        hybrid = spec.strategy.startswith("hybrid") if modes == (_SHARD,) else None
+        hybrid = spec.strategy.startswith("hybrid") if modes == (SHARD,) else None
     trial = with_axes(spec, {"dp_shard": 2})
     chunks, why = chunks_of(spec, refuses, trial, is_traced=is_traced)
     rejected += [Rejected("loss_chunks", why)] if why else []

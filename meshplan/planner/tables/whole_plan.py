@@ -7,13 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-from numpy.typing import NDArray
-
 from meshplan.cost.chain import chain_of
+from meshplan.cost.config import STRATEGIES, offload_of, option_of, plan_as_config
 from meshplan.cost.grid import (
     ACTIVATIONS_THERE,
-    GRID,
     MODES,
     OPTIONS,
     PARAMS_THERE,
@@ -29,8 +26,6 @@ from meshplan.layout.schedules import SCHEDULES
 from meshplan.memory.analytic.microbatches import loss_chunks_of, refusals, styled_of
 from meshplan.model.graph import is_inside
 from meshplan.plan.plan import Plan
-from meshplan.planner.space.offload import offload_of
-from meshplan.planner.space.space import STRATEGIES
 from meshplan.planner.tables.build import cost_table_of
 from meshplan.planner.tables.cost_table import CostTable, weights
 from meshplan.planner.tables.memory_bounds import element_bytes_of
@@ -91,7 +86,7 @@ class Costed:
             if profile is not None
             else profile_of(cluster, dtype=dtype)
         )
-        self.row = _row(plan)
+        self.row = plan_as_config(plan)
 
     @cached_property
     def chain(self) -> Chain:
@@ -154,19 +149,8 @@ class Costed:
         return out
 
     def option(self, name: str) -> int:
-        """Return the option of a block, as an index into `cost.grid.OPTIONS`.
-
-        The name "" stands for what lies outside the blocks and has no choice.
-        """
-        if not name:
-            return OPTIONS.index((0, 0))
-        a = self.plan.assignment
-        again = a.recompute.get(name)
-        mode = again.policy.mode if again is not None else "none"
-        back = int(self.row["mode"][0] == MODES.index("shard"))
-        if back:
-            back = int(a.units[name].reshard_after_forward)
-        return OPTIONS.index((RECOMPUTE.index(mode), back))
+        """Return the option of a block, as `option_of` does."""
+        return option_of(self.plan, name)
 
     def block(self, name: str) -> BlockCost:
         """Return the cost of one block; "" stands for all that lies outside the blocks together."""
@@ -224,25 +208,6 @@ def _stage_of(plan: Plan, block: str) -> int:
     return next(s for fqn, s in (*stages.units, *held) if is_inside(fqn, block))
 
 
-def _row(plan: Plan) -> NDArray[np.void]:
-    """Return the plan as a grid with one configuration."""
-    mesh, stages = plan.mesh, plan.assignment.stages
-    micro, count, schedule, virtual = plan.micro, plan.accumulate, 0, 1
-    assert micro is not None
-    if stages is not None:
-        micro, count = micro // stages.microbatches, stages.microbatches
-        schedule, virtual = SCHEDULE_WORDS.index(stages.schedule), stages.virtual
-    sizes = [mesh.size(axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")]
-    there, chunks = offload_of(plan), loss_chunks_of(plan)
-    return np.array(
-        [(*sizes, 1, virtual, micro, count, _mode(plan), schedule, there, chunks)], GRID
-    )
-
-
-def _mode(plan: Plan) -> int:
-    return STRATEGIES[plan.assignment.strategy.name][0][0]
-
-
 def _not_read(plan: Plan) -> Iterator[Problem]:
     """Yield problems of a plan whose config, or stated batch, says too little to derive costs."""
     if not plan.graph.config:
@@ -258,7 +223,7 @@ def _no_figures(plan: Plan, what: str) -> Problem:
 def _unknown(plan: Plan) -> Iterator[Problem]:
     """Yield a problem for each feature of the plan that the cost model has no figures for."""
     a, mesh, stages = plan.assignment, plan.mesh, plan.assignment.stages
-    mode = MODES[_mode(plan)]
+    mode = MODES[STRATEGIES[a.strategy.name][0][0]]
     units = {(unit.shard_axes, unit.replicate_axes) for unit in a.units.values()}
     odd_data = (mode == "ddp" and mesh.size("dp_shard") > 1) or (
         mode == "zero1" and mesh.size("dp_replicate") > 1

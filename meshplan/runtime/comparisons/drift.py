@@ -150,6 +150,7 @@ def _differ(both: torch.Tensor, tolerance: torch.Tensor) -> torch.Tensor:
 
     Shape: both (2, parameters, 2), tolerance (parameters,) -> (parameters,)
     """
+    # both[1] is the maximum of the negated sums, so `apart` is the largest minus the smallest.
     apart, size = both[0] + both[1], both[0][:, 1].sqrt()
     return (apart[:, 0] > tolerance * size) | (apart[:, 1] > 2 * tolerance * size.square())
 

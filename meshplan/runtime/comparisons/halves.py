@@ -137,7 +137,8 @@ def three_of(
         most: Elements up to which losses are computed in double precision.
 
     Returns:
-        None if the losses cannot be compared: samples do not lie along dim 0, or it is random.
+        The three losses, or None if they cannot be compared: samples do not lie along dim 0, or
+        the function is random.
     """
     tensors = [t for _, t in tensors_in((output, targets))]
     size = sum(
@@ -199,12 +200,13 @@ def three_of_parts(
         known: Loss of the whole in its own dtype, if it is known; None otherwise.
 
     Returns:
-        None if the losses cannot be compared: the function raises, or is random.
+        The three losses, or None if they cannot be compared: the function raises, or is random.
     """
     found = [t for _, t in tensors_in((outputs[0], targets[0])) if not isinstance(t, LazyLogits)]
     found = [tensor for tensor in found if tensor.is_floating_point()]
     is_half = any(torch.finfo(tensor.dtype).bits < 32 for tensor in found)
     wide = [torch.float64] if is_wide else [torch.float32] if is_half else []
+    # Try a wide dtype first; a function that does not accept it is called with its own.
     for dtype in (*wide, None):
         asked = list(zip(outputs, targets, strict=True))
         values: list[tuple[LossValue, torch.dtype] | None] = []

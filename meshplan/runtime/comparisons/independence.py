@@ -111,7 +111,8 @@ def compare_forwards(
         asks_fewer: If True, also run on one part alone.
 
     Returns:
-        None if nothing can be concluded: the forward is random, or does not accept such samples.
+        The findings, or None if nothing can be concluded: the forward is random, or does not
+        accept such samples.
     """
     dtype = _dtype(plan)
     changed: list[bool] = []
@@ -147,6 +148,7 @@ def compare_forwards(
     is_single = torch.finfo(dtype).bits >= 32
     floor, ceiling = KERNELS if is_single else (_HALF, _HALF)
     told = largest(among_as_many, among_fewer)
+    # Outputs differ: compare the difference with that of rounding once more.
     if told[0] or told[1] > floor:
         rounding = math.inf
         with trying(plan), _rounded_otherwise(inner):

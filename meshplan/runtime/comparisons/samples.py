@@ -68,8 +68,8 @@ def samples_of(
         turn: Number of the data rank whose microbatch comes first, modulo the number of data ranks.
 
     Returns:
-        None if there is nothing to compare: samples do not lie along dim 0 of all tensors, there is
-        only one, or microbatches differ in more than values.
+        The samples, or None if there is nothing to compare: samples do not lie along dim 0 of all
+        tensors, there is only one, or microbatches differ in more than values.
     """
     tensors = [tensor for _, tensor in tensors_in(batch)]
     is_odd = any(opaque_in(shape_of(batch, lambda tensor: 0))) or any(t.is_nested for t in tensors)

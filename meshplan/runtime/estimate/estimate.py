@@ -283,6 +283,7 @@ def _with_few_blocks(
     if refused is not None:
         raise NotRepeatingError(refused)
     *pairs, proof = [each.log for each in found]
+    # Adding one more period to the second model must give the log of the third, event by event.
     again = extrapolate(pairs[0], pairs[1], repeats.blocks, _CERTIFYING - 1)
     if not is_same(again, proof):
         raise NotRepeatingError("a third model with few blocks came out differently")

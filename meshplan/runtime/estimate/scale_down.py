@@ -312,6 +312,7 @@ def _small_source(
     """Return the smallest source that builds and runs, its model, and what was changed."""
     small_tp, ep = _number(sizes.get("tp", 1)), _number(sizes.get("ep", 1))
     config = source.config if source.config is not None else getattr(whole, "config", None)
+    # In order: smaller sizes, only fewer layers, the user's function with fewer blocks, all of it.
     candidates: list[tuple[Source, list[str]]] = []
     if config is not None and hasattr(config, "model_type"):
         architecture = source.architecture or type(whole).__name__

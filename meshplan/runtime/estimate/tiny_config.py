@@ -151,6 +151,7 @@ def _shrink_heads(config: Any, tp: int, small_tp: int, notes: list[str]) -> None
     kv_heads = (_get(config, kv_name) if kv_name else None) or heads
     ratio = max(1, heads // kv_heads)
     few = kv_heads
+    # Keep the original's case: key heads divide by tp, or are fewer than its ranks.
     if kv_heads % tp == 0:
         few = min(kv_heads, max(2, small_tp))
     elif kv_heads < tp:

@@ -87,6 +87,7 @@ def _try(
         if (odd := untraceable(error)) is not None:
             return None, f"{odd[0]} asks for numbers, and there are none before it runs"
         sharded = error
+    # Run without the plan: what fails there, too, is a mistake of the model.
     whole: dict[str, int] = {}
     try:
         with fake_single_rank(model) as (twin, fake, _), _widths(twin, plan, whole):

@@ -117,6 +117,7 @@ def chain_as_run(plan: Plan, counted: Counted) -> Chain:
     for name in (FIRST, *order, LAST):
         forward, backward = shares[False, name], shares[True, name]
         numels, frozen = sizes[name]
+        # Forward reads every parameter; backward reads it again, and writes its gradient.
         read, written = sum(numels) * width, (sum(numels) - frozen) * width
         found.append(
             BlockKind(
@@ -267,6 +268,7 @@ def _numels(
 
 def _for_each(one: int, two: int, samples: int) -> float:
     """Return bytes per sample that overestimate no number of samples."""
+    # For n >= 1, constant + n * slope is at least n * (slope + min(constant, 0)).
     slope = two - one
     constant = one - samples * slope
     return float(slope + min(constant, 0))
@@ -279,6 +281,7 @@ def _tally(done: Sequence[OperatorWork], samples: int) -> Tally:
         done: Work with `samples` samples, and with one more.
         samples: Number of samples of the first.
     """
+    # The difference is the work of one sample; the rest of `one` is done once per microbatch.
     one, two = done
     each = OperatorWork(*(max(0.0, b - a) for a, b in zip(one, two, strict=True)))
     once = OperatorWork(*(max(0.0, a - samples * b) for a, b in zip(one, each, strict=True)))

@@ -59,7 +59,7 @@ def _efficient_backward(args: Any, out: Any) -> tuple[int, ...]:
 
 
 def _embedding_backward(args: Any, out: Any) -> tuple[int, ...]:
-    """Source: Embedding.cu, EmbeddingBackwardKernel.cu: indices sorted, rows summed in segments."""
+    """Source: Embedding.cu, EmbeddingBackwardKernel.cu: indices sorted, rows summed apart."""
     gradient, indices, rows, *_ = args
     count, width = indices.numel(), gradient.shape[-1]
     if count <= _FEW_ROWS:
@@ -74,7 +74,7 @@ def _embedding_backward(args: Any, out: Any) -> tuple[int, ...]:
 
 
 def _put_and_add(args: Any, out: Any) -> tuple[int, ...]:
-    """Source: Indexing.cu, `index_put_with_sort_kernel`: indices joined and sorted, sort's own."""
+    """Source: Indexing.cu, `index_put_with_sort_kernel`: indices joined, sorted, and sort's own."""
     target, indices, _, *accumulate = args
     if not accumulate or not accumulate[0]:
         return ()
@@ -89,9 +89,9 @@ def _put_and_add(args: Any, out: Any) -> tuple[int, ...]:
 
 
 def _sort(args: Any, out: Any) -> tuple[int, ...]:
-    """Source: Sort.cu: up to 4096 elements are sorted in place.
+    """Return the index array and the second copies of keys and indices that a long 1-d sort needs.
 
-    A longer 1-d tensor takes an array of indices, and second copies of keys and indices.
+    Source: Sort.cu: up to 4096 in place; one list's indices counted, keys and indices twice.
     """
     x, *_ = args
     count = x.numel()

@@ -27,7 +27,7 @@ class CurrentModule:
         self._is_loss = False
         self._numbers: list[int] = [-1]
         self._owners: list[tuple[str, bool]] = [("", False)]
-        """For each entry of `_numbers`, the (module, is the loss) that nodes belong to from it on.
+        """Owners of nodes as (module, is loss), each from the number in `_numbers` at its index on.
         """
         self._open = ExitStack()
 

@@ -47,7 +47,7 @@ def runs_of(model: nn.Module, plan: Plan) -> list[RepeatedBlocks]:
 
 
 class _Number(int):
-    """The number of a block, which records that somebody computes with it.
+    """The number of a block, which records every computation with it.
 
     A block may behave differently because of its number, and most numbers are left out.
     """
@@ -266,6 +266,7 @@ def _run(container: str, blocks: list[nn.Module], plan: Plan) -> RepeatedBlocks 
             return True
         return said(at) is None or bool(said(at) != said(before))
 
+    # Of the shortest period that repeats at all, take the longest run.
     best: RepeatedBlocks | None = None
     for period in range(1, min(_LONGEST_PERIOD, len(blocks) // _LEAST) + 1):
         first = 0

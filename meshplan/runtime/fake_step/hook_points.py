@@ -173,6 +173,7 @@ class _HookedUnit:
         taken = tensors_with_gradient((args, kwargs)) if torch.is_grad_enabled() else ()
         if not taken or not self._owned:
             return args, kwargs
+        # A unit's backward ends when the gradients of all its inputs exist.
         passed = _AfterBackward.apply(self._end_backward, *taken)
         out: tuple[tuple[Any, ...], dict[str, Any]]
         out = with_tensors_replaced((args, kwargs), passed)

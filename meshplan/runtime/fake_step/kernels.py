@@ -208,6 +208,7 @@ class KernelCounter(MemoryTracker):
 
     def _where(self) -> Where:
         is_backward = self.phases[-1] == "backward"
+        # Work outside of all blocks is attributed to the place after the last block that ran.
         block = self._around(self._place.module)
         if block and not self._place.is_loss:
             self._last = block

@@ -145,7 +145,7 @@ class MemoryTracker(Watching):
             return device
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # Operators on its local tensors are dispatched separately.
-        if self._muted.depth:
+        if self._muted.depth:  # DTensor computes a global shape, on tensors without memory.
             return func(*args, **(kwargs or {}))
         # A real wait returns its argument; only the fake implementation makes a new tensor.
         is_wait = func is _WAIT and is_fake_execution()
@@ -231,6 +231,7 @@ class MemoryTracker(Watching):
             self._change(known[0], storage.nbytes())
 
     def _dies(self, key: int, number: int, _: Any) -> None:
+        # The address may already belong to a new storage.
         if key in self._live and self._live[key][0] == number:
             del self._live[key]
         self._change(number, 0)

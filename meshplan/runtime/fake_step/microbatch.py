@@ -224,7 +224,8 @@ def _watched(
         return loss
 
     def microbatch() -> torch.Tensor:
-        # Same local variables as in `train_step`, which decide how long tensors live.
+        # Same local variables as in `train_step`, which decide how long tensors live. The product
+        # with 1.0 stands for the scale of the loss.
         begin("forward")
         with loss_mode(plan):
             loss = take(model(*args, **kwargs))

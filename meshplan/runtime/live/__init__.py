@@ -1,1 +1,1 @@
-"""Planning a live model: what is asked of it, and the plan that all ranks agree on."""
+"""Planning a live model: the planner's request, and the plan that all ranks agree on."""

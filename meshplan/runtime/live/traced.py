@@ -52,7 +52,7 @@ _AS_STATED: Final = "of a live model: priced where the plan states it, and not s
 
 
 class TracedModel:
-    """A live model as the planner asks about it.
+    """A live model as the planner sees it.
 
     Args:
         model: The unsharded model of one process, on any device; it is copied, and only shapes
@@ -123,6 +123,7 @@ class TracedModel:
             PlanError: The plan cannot be composed from what was traced.
         """
         least, most = self._works(plan)
+        # Composed bounds are enough if the upper one fits, or the lower one does not.
         try:
             return self._estimate(plan, most, most_bytes)
         except OverError:
@@ -149,6 +150,7 @@ class TracedModel:
         if key not in self._exact:
             composed = self._known.get(key)
             self._exact[key] = Prepared(self._traced_already(key) or self._traced(plan, key))
+            # The composed upper bound was too low: trace all plans with so many samples.
             if composed is not None and _peak(composed[1]) < _peak(self._exact[key]):
                 self._doubted.add(key[0])
 
@@ -209,6 +211,7 @@ class TracedModel:
         """Traces by number of samples, and the first of two numbers that others scale from."""
         blocks = frozenset(self._graph.blocks())
         found = self._seen((1, 2), blocks)
+        # One sample may run differently from two; then two and three are the basis.
         try:
             scaled(found[1].plain.work, found[2].plain.work, 1)
             scaled(found[1].again.work, found[2].again.work, 1)

@@ -1,1 +1,1 @@
-"""`meshplan verify`: a plan on local processes, beside one process without any plan."""
+"""`meshplan verify`: a plan on local processes, compared with one process without any plan."""

@@ -71,8 +71,11 @@ def verify(small: Small, told: Callable[[str], None]) -> Verdict:
         small: The scaled-down plan and model.
         told: Progress callback.
 
+    Returns:
+        The verdict, with all comparisons, or with the refusal if the plan cannot be applied.
+
     Raises:
-        SpecError: The model alone cannot be trained, so that there is nothing to compare with.
+        SpecError: The model alone cannot be trained, so it is no reference.
     """
     sizes = small.spec.mesh
     assert sizes is not None
