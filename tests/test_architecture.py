@@ -41,7 +41,8 @@ LEVELS = [
         planner.answers
         planner
         pictures.base
-        pictures.graphs pictures.mesh pictures.memory pictures.plans
+        pictures.graphs pictures.mesh
+        pictures.memory pictures.plans
         pictures
         render runtime.base runtime.demo_model
         runtime.torch_private runtime.calibrate runtime.demo_moe

@@ -270,10 +270,11 @@ def test_ranks_told_by_two_processes_are_those_of_one() -> None:
         begin = cores._from_both_ends
         cores._from_both_ends = lambda *args: copied.append(args) or begin(*args)
 
-        def found(packs=False, **more):
+        def found(try_expandable=False, **more):
             try:
                 return estimate_analytic(
-                    plan, device="h100-sxm-80gb", limit_bytes=80 << 30, packs=packs, **more
+                    plan, device="h100-sxm-80gb", limit_bytes=80 << 30,
+                    try_expandable=try_expandable, **more
                 )
             except OverError as over:
                 return over.args
@@ -282,13 +283,13 @@ def test_ranks_told_by_two_processes_are_those_of_one() -> None:
         assert len(copied) >= 2 and len(whole.groups) > 4
         peaks = sorted({group.peak.reserved_bytes for group in whole.groups})
         orders = [(), (1.0, 2.0, 3.0, 4.0)]
-        for likely in orders:
+        for stage_guess_bytes in orders:
             for most in (float("inf"), *(p + more for p in peaks for more in (-1, 0))):
-                asked = {"likely": likely, "most_bytes": most}
+                asked = {"stage_guess_bytes": stage_guess_bytes, "stop_above_bytes": most}
                 two = found(**asked)
                 with cores._SECOND:
                     assert found(**asked) == two, asked
-                assert type(two) is tuple or found(**asked, packs=True) == two, asked
+                assert type(two) is tuple or found(**asked, try_expandable=True) == two, asked
                 print(type(two).__name__)
         """
     kinds = said(script).split()
@@ -305,25 +306,25 @@ def test_a_rank_whose_turn_never_comes_is_not_over() -> None:
         from meshplan.memory.analytic.ranks import AnalyticRanks
         from meshplan.spec.reader import load_spec
 
-        in_brief, in_full, wrote = [1000, 990], [1040, 1200], []  # Beside workspaces.
+        summarised, expanded, wrote = [1000, 990], [1040, 1200], []  # Beside workspaces.
 
-        def write(rank, is_brief):
-            wrote.append((rank, is_brief))
-            size = (in_brief if is_brief else in_full)[rank] << 20
+        def write(rank, is_summarised):
+            wrote.append((rank, is_summarised))
+            size = (summarised if is_summarised else expanded)[rank] << 20
             return EventLog((Storage(Term.ACTIVATIONS),), ((size, 0, 0),), ("before",))
 
         def told():
             wrote.clear()
             ranks = AnalyticRanks(
-                [0, 1], write, ReplayCache("", load_spec({"version": 1})), in_brief=True,
-                only_in_brief=False, most_bytes=1164 << 20, keeps_logs=False,
+                [0, 1], write, ReplayCache("", load_spec({"version": 1})), summarised=True,
+                only_summarised=False, stop_above_bytes=1164 << 20, keeps_logs=False,
             )
             return [each.figures.reserve.reserved_bytes >> 20 for each in ranks.tell([0, 1])]
 
         assert told() == [1104, 1054]
         with cores._SECOND:
             assert told() == [1104, 1054] and wrote == [(0, True), (1, True), (0, False)]
-        in_full[0] = 1000  # Now its turn comes.
+        expanded[0] = 1000  # Now its turn comes.
         try:
             print(told())
         except Exception as over:

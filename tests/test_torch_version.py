@@ -83,7 +83,7 @@ def test_bytes_of_another_version_are_not_called_exact(plan, monkeypatch):
 def test_a_search_says_it_first(plan, monkeypatch):
     pretend(monkeypatch, "2.15.0")
     said: list[str] = []
-    planning.search_plan(plan, told=said.append)
+    planning.search_plan(plan, report=said.append)
     assert said[0].startswith("torch 2.15.0 is installed")
 
 

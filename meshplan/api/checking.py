@@ -168,7 +168,7 @@ def _tried(checked: CheckResult, model: str | None, config: str | Path | None) -
 
 def _checked(
     plan: PlanSource, overrides: Sequence[str], model: str | None, config: str | Path | None,
-    lock: Lock | None = None, told: Callable[[str], None] = lambda text: None,
+    lock: Lock | None = None, report: Callable[[str], None] = lambda text: None,
 ) -> CheckResult:  # fmt: skip
     from meshplan.plan.plan import make_plan, problems_without_model  # half of the start-up
     from meshplan.spec.reader import load_spec
@@ -184,7 +184,7 @@ def _checked(
     try:
         whole, graph, rehearse = spec_in_force(
             plan, overrides, spec, (graph, rehearse), model, config,
-            noted=noted.append, told=told, lock=lock,
+            noted=noted.append, report=report, lock=lock,
         )  # fmt: skip
         decided = make_plan(whole, graph, rehearse=rehearse)
     except PlanError as error:
@@ -195,7 +195,7 @@ def _checked(
 
 def _closed(
     plan: PlanSource, overrides: Sequence[str], model: str | None, config: str | Path | None,
-    told: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> tuple[Spec, tuple[str, ...]]:  # fmt: skip
     """Return the spec with nothing left to the planner, and notes on the lock that it uses."""
     from meshplan.planner.lock.lock import has_lock
@@ -209,7 +209,7 @@ def _closed(
         return spec, ()
     noted: list[str] = []
     whole, _, _ = spec_in_force(
-        plan, overrides, spec, (graph, rehearse), model, config, noted=noted.append, told=told
+        plan, overrides, spec, (graph, rehearse), model, config, noted=noted.append, report=report
     )
     return whole, tuple(noted)
 
@@ -256,7 +256,7 @@ def verify_plan(
     model: str | None = None,
     config: str | Path | None = None,
     max_ranks: int | None = None,
-    told: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda text: None,
 ) -> Verdict:
     """Run a scaled-down plan on local processes and compare it with one process without a plan.
 
@@ -266,7 +266,7 @@ def verify_plan(
         model: "pkg.mod:function" that builds the model; None for the plan's own model.
         config: A Hugging Face config of the model, instead of `model`.
         max_ranks: Maximum number of processes to start; None for 16.
-        told: Called with lines on the progress.
+        report: Called with lines on the progress.
 
     Raises:
         SpecError: The plan or the model cannot be read or scaled down.
@@ -276,21 +276,21 @@ def verify_plan(
     from meshplan.runtime.estimate.scale_down import MAX_RANKS, shrink, source_of
     from meshplan.runtime.verify.verify import verify
 
-    spec, notes = _closed(plan, overrides, model, config, told)
+    spec, notes = _closed(plan, overrides, model, config, report)
     for note in notes:
-        told(note)
+        report(note)
     source = source_of(spec, model, config)
     try:
         problems = check_plan(plan, overrides, model=model, config=config).problems
     except OtherModelError as error:
         problems = ()
-        told(f"the plan was not checked on the whole model: {error.problems[0].what}")
+        report(f"the plan was not checked on the whole model: {error.problems[0].what}")
     if problems:
         # The scaled-down model may divide evenly where the whole model does not.
         return refused(problems)
     for code, origin in spec.applied_code:
         check_code(code, origin)
-    return verify(shrink(spec, source, max_ranks or MAX_RANKS), told)
+    return verify(shrink(spec, source, max_ranks or MAX_RANKS), report)
 
 
 def estimate_memory(
@@ -304,7 +304,7 @@ def estimate_memory(
     fixes: bool | None = None,
     trace: bool = False,
     tier: int | None = None,
-    told: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda text: None,
 ) -> MemoryEstimate:
     """Estimate the peak memory of every rank to the byte, without a GPU, and check that it fits.
 
@@ -322,14 +322,14 @@ def estimate_memory(
             takes a second and is within one per cent.
         tier: 1 composes blocks that were traced once, 2 traces the step with few blocks, 3 traces
             the whole step; None takes the cheapest tier that works.
-        told: Called with lines on the progress.
+        report: Called with lines on the progress.
 
     Raises:
         SpecError: The plan or the model cannot be read or built.
         PlanError: The plan does not fit the model, says too little, or its step cannot be traced.
         ApplyError: A tracing process was killed.
     """
-    spec, by = _closed(plan, overrides, model, config, told)
+    spec, by = _closed(plan, overrides, model, config, report)
     device, limit_bytes, notes = read_limit(gpu, memory, spec)
     notes = (*by, *notes)
     is_config = model is None and (config is not None or (spec.model and spec.model.config))
@@ -345,14 +345,14 @@ def estimate_memory(
             planned = make_plan(spec, graph)
             estimate = estimate_analytic(
                 planned, device=device, limit_bytes=limit_bytes, notes=(*notes, *more),
-                tells_worst=True, tells_modules=True,
+                worst_routing=True, tells_modules=True,
             )  # fmt: skip
         except UnstatedError:
             raise
         except (PlanError, OtherModelError) as error:
             if graph is not None and planned is None and rehearse is None:
                 raise  # A trace has the same modules and would refuse the plan too.
-            told(f"the config alone does not tell it: {error.problems[0].what}")
+            report(f"the config alone does not tell it: {error.problems[0].what}")
         else:
             if not fixes:
                 return estimate
@@ -361,11 +361,11 @@ def estimate_memory(
             def told_again(other: Spec) -> MemoryEstimate:
                 changed = make_plan(other, graph)
                 return estimate_analytic(
-                    changed, device=device, limit_bytes=limit_bytes, packs=False
+                    changed, device=device, limit_bytes=limit_bytes, try_expandable=False
                 )
 
             took_s = time.monotonic() - began
-            return with_fixes(planned, estimate, told_again, fixes, told, took_s)
+            return with_fixes(planned, estimate, told_again, fixes, report, took_s)
     from meshplan.runtime.estimate.estimate import estimate_by_trace
     from meshplan.runtime.estimate.fixes import with_fixes  # torch
     from meshplan.runtime.estimate.request import EstimateRequest, decided
@@ -378,7 +378,7 @@ def estimate_memory(
         limit_bytes=limit_bytes,
         tier=tier,
     )
-    estimate = estimate_by_trace(question, told, notes)
+    estimate = estimate_by_trace(question, report, notes)
     took_s = time.monotonic() - began
     if estimate.fits is not False or fixes is False:
         return estimate
@@ -389,7 +389,7 @@ def estimate_memory(
         )
 
     _, planned = decided(question.spec, question.source)
-    return with_fixes(planned, estimate, traced_again, fixes, told, took_s)
+    return with_fixes(planned, estimate, traced_again, fixes, report, took_s)
 
 
 def traced_log(
@@ -400,7 +400,7 @@ def traced_log(
     config: str | Path | None = None,
     gpu: str | None = None,
     memory: str | int | None = None,
-    told: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda text: None,
 ) -> EventLog:
     """Trace the step of one rank event by event.
 
@@ -411,7 +411,7 @@ def traced_log(
         config: A Hugging Face config of the model, instead of `model`.
         gpu: Name of the device whose memory is the limit.
         memory: The memory limit itself, instead of `gpu`.
-        told: Called with lines on the progress.
+        report: Called with lines on the progress.
 
     Raises:
         SpecError: The model cannot be read or built.
@@ -427,4 +427,4 @@ def traced_log(
     question = EstimateRequest(
         spec=plan.spec, source=source, device=device, limit_bytes=limit_bytes
     )
-    return log_of_rank(question, rank, told)
+    return log_of_rank(question, rank, report)

@@ -82,7 +82,7 @@ def spec_in_force(
     config: str | Path | None,
     *,
     noted: Callable[[str], None],
-    told: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda text: None,
     lock: Lock | None = None,
 ) -> tuple[Spec, ModelGraph, Rehearse | None]:
     """Return the spec with nothing left to the planner, by its lock, by planning or by defaults.
@@ -97,7 +97,7 @@ def spec_in_force(
         config: A Hugging Face config of the model, instead of `model`.
         noted: Called with one line on which lock the plan uses, or why it uses none; not called if
             there is no lock and the plan needs none.
-        told: Called with lines on the progress.
+        report: Called with lines on the progress.
         lock: The lock that the user named; None takes the lock next to the plan file.
     """
     from meshplan.planner.lock.lock import has_lock
@@ -110,13 +110,13 @@ def spec_in_force(
     def ask(profile: Path | None) -> PlanRequest:
         from meshplan.runtime.live.planned import question_of_entry  # torch
 
-        return question_of_entry(plan, overrides, model, profile=profile, told=told)
+        return question_of_entry(plan, overrides, model, profile=profile, report=report)
 
     is_live = model is not None or (spec.model is not None and spec.model.entry is not None)
     path = None if is_live else request.config_of(spec, config)[0]
     load = request.loading(plan, overrides)
     stated = complete.complete_spec(
-        plan, load, found[0], told, ask if is_live else None, path, lock, noted=noted
+        plan, load, found[0], report, ask if is_live else None, path, lock, noted=noted
     )
     if stated.reads_flow and not spec.reads_flow:
         graph, _, rehearse = find_model(stated, model, config)

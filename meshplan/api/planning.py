@@ -47,7 +47,7 @@ def search_plan(
     gpu: str | None = None,
     memory: str | int | None = None,
     profile: str | Path | None = None,
-    told: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda text: None,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> Decision:
     """Search the fastest plan over everything that a plan file leaves open, with a proof.
@@ -61,7 +61,7 @@ def search_plan(
         memory: The memory limit itself, instead of `gpu`.
         profile: A profile written by `meshplan calibrate`; None takes the known figures of the
             device.
-        told: Called with a line for each better plan.
+        report: Called with a line for each better plan.
         is_stopped: Returns True once the user wants the best plan found so far.
 
     Returns:
@@ -71,8 +71,8 @@ def search_plan(
         SpecError: The plan or the model cannot be read.
         PlanError: The plan contradicts itself, or says too little.
     """
-    question = _question(plan, overrides, model, config, gpu, memory, profile, told)
-    return answer(replace(question, is_stopped=is_stopped), told)
+    question = _question(plan, overrides, model, config, gpu, memory, profile, report)
+    return answer(replace(question, is_stopped=is_stopped), report)
 
 
 def find_frontier(
@@ -84,7 +84,7 @@ def find_frontier(
     gpu: str | None = None,
     memory: str | int | None = None,
     profile: str | Path | None = None,
-    told: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda text: None,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[tuple[Evaluated, ...], bool]:
     """Search the fastest plans within less and less memory.
@@ -98,7 +98,7 @@ def find_frontier(
         memory: The memory limit itself, instead of `gpu`.
         profile: A profile written by `meshplan calibrate`; None takes the known figures of the
             device.
-        told: Called with lines on the progress.
+        report: Called with lines on the progress.
         is_stopped: Returns True once the user wants the plans found so far.
 
     Returns:
@@ -106,8 +106,8 @@ def find_frontier(
     """
     from meshplan.planner.answers.frontier import frontier
 
-    question = _question(plan, overrides, model, config, gpu, memory, profile, told)
-    return frontier(replace(question, is_stopped=is_stopped), told)
+    question = _question(plan, overrides, model, config, gpu, memory, profile, report)
+    return frontier(replace(question, is_stopped=is_stopped), report)
 
 
 def fewest_devices(
@@ -121,7 +121,7 @@ def fewest_devices(
     gpu: str | None = None,
     memory: str | int | None = None,
     profile: str | Path | None = None,
-    told: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda text: None,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> TrainingTarget:
     """Find the fewest whole nodes that train on a number of tokens in a number of days.
@@ -138,14 +138,14 @@ def fewest_devices(
         memory: The memory limit itself, instead of `gpu`.
         profile: A profile written by `meshplan calibrate`; None takes the known figures of the
             device.
-        told: Called with lines on the progress.
+        report: Called with lines on the progress.
         is_stopped: Returns True once the user wants the best answer found so far.
     """
     from meshplan.planner.objectives.num_devices import fewest, positive
 
     amounts = positive(tokens, "--tokens"), positive(days, "--days")
-    question = _question(plan, overrides, model, config, gpu, memory, profile, told)
-    return fewest(replace(question, is_stopped=is_stopped), *amounts, told)
+    question = _question(plan, overrides, model, config, gpu, memory, profile, report)
+    return fewest(replace(question, is_stopped=is_stopped), *amounts, report)
 
 
 def _question(
@@ -156,21 +156,21 @@ def _question(
     gpu: str | None,
     memory: str | int | None,
     profile: str | Path | None,
-    told: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> PlanRequest:
     """Build the request, from the model's config or by running a live model."""
     if why := unlike(installed()):
-        told(why)
+        report(why)
     stated = load_spec(plan, overrides).model
     is_live = model is not None or (config is None and stated is not None and stated.entry)
     if not is_live:
         return question_of_file(plan, overrides, config, gpu, memory, profile)
-    with collecting_rarely():  # Imports and building a model create many long-lived objects.
+    with collecting_rarely():  # Loading modules and building a model create many objects.
         from meshplan.runtime.live.planned import question_of_entry  # torch
 
         return question_of_entry(
             plan, overrides, model, config, gpu=gpu, memory=memory,
-            profile=Path(profile) if profile is not None else None, told=told,
+            profile=Path(profile) if profile is not None else None, report=report,
         )  # fmt: skip
 
 
@@ -183,7 +183,7 @@ def find_trouble(
     gpu: str | None = None,
     memory: str | int | None = None,
     profile: str | Path | None = None,
-    told: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda text: None,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> Trouble:
     """Explain why `search_plan` finds no plan: which statements contradict, and what would help.
@@ -197,13 +197,13 @@ def find_trouble(
         memory: The memory limit itself, instead of `gpu`.
         profile: A profile written by `meshplan calibrate`; None takes the known figures of the
             device.
-        told: Called with lines on the progress.
+        report: Called with lines on the progress.
         is_stopped: Returns True once the user wants the answer found so far.
     """
     from meshplan.planner.answers.infeasible import trouble_of
 
-    question = _question(plan, overrides, model, config, gpu, memory, profile, told)
-    return trouble_of(replace(question, is_stopped=is_stopped), told)
+    question = _question(plan, overrides, model, config, gpu, memory, profile, report)
+    return trouble_of(replace(question, is_stopped=is_stopped), report)
 
 
 def explain(
@@ -216,7 +216,7 @@ def explain(
     gpu: str | None = None,
     memory: str | int | None = None,
     profile: str | Path | None = None,
-    told: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda text: None,
 ) -> list[WhyNot]:
     """Explain why the plan does not have another setting.
 
@@ -231,7 +231,7 @@ def explain(
         memory: The memory limit itself, instead of `gpu`.
         profile: A profile written by `meshplan calibrate`; None takes the profile that the lock was
             made with.
-        told: Called with lines on the progress.
+        report: Called with lines on the progress.
 
     Returns:
         One answer per setting.
@@ -246,14 +246,14 @@ def explain(
         what, fix = f"'{' '.join(words)}' is no question", "ask why FIELD, or why-not FIELD=VALUE"
         raise SpecError(Problem(what, Origin("explain"), fix))
     if profile is None and (profile := profile_of_lock(plan)) is not None:
-        told(f"by the figures of {profile.name}, as the lock")
-    question = _question(plan, overrides, model, config, gpu, memory, profile, told)
-    asker = Asker(question, told)
+        report(f"by the figures of {profile.name}, as the lock")
+    question = _question(plan, overrides, model, config, gpu, memory, profile, report)
+    asker = Asker(question, report)
     settings = [words[1]] if words[0] == "why-not" else asker.settings(words[1])
     answers = [asker.why_not(each) for each in settings]
     by = locked(plan, question.read, question.graph)
     if line := lock_in_words(by, plan, question.read(())):
-        told(line)
+        report(line)
     return answers
 
 

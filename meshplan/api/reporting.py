@@ -33,7 +33,7 @@ def make_report(
     memory: str | int | None = None,
     profile: str | Path | None = None,
     why_not: Sequence[str] = (),
-    told: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda text: None,
 ) -> Report:
     """Make one page about a plan: its verdict, every picture, tables, why, and why not.
 
@@ -48,14 +48,14 @@ def make_report(
             device.
         why_not: Settings such as "mesh.tp=8", or fields such as "mesh.tp", which ask about each of
             their values.
-        told: Called with lines on the progress.
+        report: Called with lines on the progress.
 
     Raises:
         SpecError: The plan or the model cannot be read.
         PlanError: The plan does not fit the model.
     """
     return report_of(
-        _ReportBuilder(plan, overrides, model, config, gpu, memory, profile, told).all(why_not)
+        _ReportBuilder(plan, overrides, model, config, gpu, memory, profile, report).all(why_not)
     )
 
 
@@ -71,9 +71,9 @@ class _ReportBuilder:
         gpu: str | None,
         memory: str | int | None,
         profile: str | Path | None,
-        told: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
-        self._plan, self._overrides, self._told = plan, overrides, told
+        self._plan, self._overrides, self._report = plan, overrides, report
         self._model: dict[str, Any] = {"model": model, "config": config}
         self._machine: dict[str, Any] = {"gpu": gpu, "memory": memory}
         self._question: dict[str, Any] = {**self._machine, **self._model, "profile": profile}
@@ -125,7 +125,7 @@ class _ReportBuilder:
 
     def _search(self) -> Decision | None:
         """Return the planner's decision; None if the plan cannot be searched."""
-        self._told("searching")
+        self._report("searching")
         try:
             return planning.search_plan(self._plan, self._overrides, **self._question)
         except EmptySpaceError:
@@ -137,7 +137,7 @@ class _ReportBuilder:
             return None
 
     def _find_trouble(self) -> None:
-        self._told("nothing fits: looking for what contradicts what")
+        self._report("nothing fits: looking for what contradicts what")
         found = planning.find_trouble(self._plan, self._overrides, **self._question)
         self._learn(trouble=found)
 
@@ -170,7 +170,7 @@ class _ReportBuilder:
         try:
             estimate = checking.estimate_memory(
                 self._plan, self._overrides, **self._model, **self._machine, fixes=False,
-                told=self._told,
+                report=self._report,
             )  # fmt: skip
         except MeshplanError as error:
             self._leave_out("the memory of a step", error)
@@ -183,7 +183,9 @@ class _ReportBuilder:
         if plan.graph.config:
             return
         try:
-            log = checking.traced_log(plan, rank, **self._model, **self._machine, told=self._told)
+            log = checking.traced_log(
+                plan, rank, **self._model, **self._machine, report=self._report
+            )
         except MeshplanError as error:
             self._leave_out("the step event by event", error)
         else:

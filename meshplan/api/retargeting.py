@@ -45,7 +45,7 @@ def retarget(
     config: str | Path | None = None,
     old: Plan | None = None,
     profile: str | Path | None = None,
-    told: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda text: None,
 ) -> Retarget:
     """Search the best plan for other hardware, and compute the cost of continuing training with it.
 
@@ -57,7 +57,7 @@ def retarget(
         old: The plan that runs now; None takes the plan file, completed by its lock or a search.
         profile: A profile written by `meshplan calibrate`; None takes the known figures of the
             device.
-        told: Called with a line for each better plan.
+        report: Called with a line for each better plan.
 
     Raises:
         SpecError: The plan or the model cannot be read, or `hardware` names other fields.
@@ -73,7 +73,7 @@ def retarget(
     if old is None:
         old = checking.decide(plan, overrides, config=config)
     decision = planning.search_plan(
-        plan, [*overrides, *settings], config=config, profile=profile, told=told
+        plan, [*overrides, *settings], config=config, profile=profile, report=report
     )
     if decision.chosen is None:
         return Retarget(decision=decision, difference=None, moved=None)

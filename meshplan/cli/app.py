@@ -130,7 +130,7 @@ def _estimate_peaks(args: argparse.Namespace) -> int:
         fixes=True if args.fixes else None,
         trace=args.trace,
         tier=args.tier,
-        told=noting(args),
+        report=noting(args),
     )
     if args.json:
         answer(args, envelope("memory/1", memory_to_json(estimate), estimate.notes))
@@ -226,7 +226,7 @@ def _verify(args: argparse.Namespace) -> int:
         model=args.model,
         config=args.config,
         max_ranks=args.ranks,
-        told=noting(args, notes),
+        report=noting(args, notes),
     )
     if args.json:
         answer(args, envelope("verify/1", {"plan": path, **verdict_to_json(verdict)}, notes))

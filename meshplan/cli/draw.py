@@ -169,7 +169,7 @@ def _of_search(path: str, args: argparse.Namespace) -> Picture:
 
     decision = search_plan(
         path, args.set, model=args.model, config=args.config, gpu=args.gpu, memory=args.memory,
-        profile=args.profile, told=lambda text: print_notes(args, [text]),
+        profile=args.profile, report=lambda text: print_notes(args, [text]),
     )  # fmt: skip
     for flag in ("module", "rank", "bytes"):
         if getattr(args, flag) is not None:
@@ -202,7 +202,7 @@ def _given(path: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
         if estimate is None:
             given["log"] = checking.traced_log(
                 plan, int(args.rank or 0), model=args.model, config=args.config, gpu=args.gpu,
-                memory=args.memory, told=lambda text: print_notes(args, [text]),
+                memory=args.memory, report=lambda text: print_notes(args, [text]),
             )  # fmt: skip
         elif args.rank is None:
             given["rank"] = estimate.worst.ranks[0]
@@ -211,7 +211,7 @@ def _given(path: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
         try:
             estimate = checking.estimate_memory(
                 path, args.set, model=args.model, config=args.config, gpu=args.gpu,
-                memory=args.memory, fixes=False, told=lambda text: print_notes(args, [text]),
+                memory=args.memory, fixes=False, report=lambda text: print_notes(args, [text]),
             )  # fmt: skip
         except PlanError:
             # Without an estimate of the step, the picture shows the states only, and says so.

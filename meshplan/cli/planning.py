@@ -80,13 +80,16 @@ def _plan(args: argparse.Namespace) -> int:
         if decision.chosen is None:
             return _print_trouble(asked, decision, is_stopped)
         # In a space of one plan, that plan is the frontier.
-        ways, is_whole = undominated(decision.ways), decision.num_configs == 1
+        evaluated_plans, is_whole = undominated(decision.evaluated_plans), decision.num_configs == 1
         if args.frontier and not is_whole:
-            ways, is_whole = planning.find_frontier(**asked.flags, is_stopped=is_stopped)
-    more = frontier_to_json(decision, ways, is_whole=is_whole)
+            evaluated_plans, is_whole = planning.find_frontier(**asked.flags, is_stopped=is_stopped)
+    more = frontier_to_json(decision, evaluated_plans, is_whole=is_whole)
     lines: list[str] = []
     if args.frontier:
-        lines = ["", *frontier_to_text(ways, is_whole=is_whole, is_interrupted=is_stopped())]
+        lines = [
+            "",
+            *frontier_to_text(evaluated_plans, is_whole=is_whole, is_interrupted=is_stopped()),
+        ]
     if old is not None:
         from meshplan.planner.answers.difference import figures_of
         from meshplan.render.retarget import retarget_to_json, retarget_to_text
@@ -146,7 +149,7 @@ class _PlanFlags:
             "gpu": args.gpu,
             "memory": args.memory,
             "profile": args.profile,
-            "told": noting(args, self.notes),
+            "report": noting(args, self.notes),
         }
         self.price = self._price()
 
@@ -326,7 +329,7 @@ def _explain_memory(args: argparse.Namespace) -> int:
         config=args.config,
         gpu=args.gpu,
         memory=args.memory,
-        told=noting(args),
+        report=noting(args),
     )
     if args.json:
         result = {"memory": explained_memory_to_json(estimate)}

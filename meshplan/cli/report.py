@@ -39,7 +39,7 @@ def _report(args: argparse.Namespace) -> int:
     report = make_report(
         path, args.set, model=args.model, config=args.config, gpu=args.gpu,
         memory=args.memory, profile=args.profile, why_not=args.why_not,
-        told=lambda text: print_notes(args, [text]),
+        report=lambda text: print_notes(args, [text]),
     )  # fmt: skip
     saved = report.save(args.output)
     if args.json:

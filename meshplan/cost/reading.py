@@ -207,11 +207,13 @@ class Reading:
 
     def _given(self, row: TapeOp) -> int:
         """Bytes of the input of a product, whole if it is gathered first."""
-        return max(self._size(row.reads[0]), row.takes_back if row.op == "column" else 0)
+        return max(
+            self._size(row.reads[0]), row.workspace_backward_bytes if row.op == "column" else 0
+        )
 
     def _made(self, row: TapeOp) -> int:
         """Bytes of the output of a product, whole if it is scattered afterwards."""
-        return max(self._size(row.makes[0]), row.takes if row.op == "row" else 0)
+        return max(self._size(row.makes[0]), row.workspace_bytes if row.op == "row" else 0)
 
     def _is_view(self, row: TapeOp) -> bool:
         return all(self._tape.base[value] != value for value in row.makes)
@@ -221,9 +223,9 @@ class Reading:
 
         In backward, a column gathers its input again, since it did not save it.
         """
-        if row.op == "column" and row.takes_back:
+        if row.op == "column" and row.workspace_backward_bytes:
             times, size = 1 + direction, self._given(row)
-        elif row.op == "row" and row.takes:
+        elif row.op == "row" and row.workspace_bytes:
             times, size = 1, self._made(row)
         else:
             return WorkCounts()
@@ -241,7 +243,7 @@ class Reading:
         if row.op == "all_to_all":
             return self._exchanged(row, direction)
         kind = _SENT[row.op][direction]
-        if row.op == "all_gather" and row.takes and direction:
+        if row.op == "all_gather" and row.workspace_bytes and direction:
             kind = ""  # Ranks go on with equal tensors: backward only slices.
         size = float(self._size(row.makes[0]))
         if kind == "gather":  # Count the whole tensor: the output, or the input.
@@ -264,7 +266,7 @@ class Reading:
         if (row.makes and self._is_view(row)) or self._is_made(number):
             return WorkCounts()
         # An op without outputs writes into its first input.
-        made = self._sizes(row.makes or row.reads[:1]) + 2 * row.takes
+        made = self._sizes(row.makes or row.reads[:1]) + 2 * row.workspace_bytes
         if row.op == "embedding":  # Only the rows of the table that are looked up are read.
             return WorkCounts(kernels=1, moved_bytes=self._sizes(row.reads) + 2 * made)
         weights = sum(nbytes for _, nbytes in row.parameters)
@@ -310,7 +312,7 @@ class Reading:
         if not new and not row.parameters:
             return added
         given = self._sizes(row.makes) if row.op == "split" else self._size(row.makes[0])
-        moved = given + self._sizes(row.keeps) + new + 2 * row.takes_back
+        moved = given + self._sizes(row.keeps) + new + 2 * row.workspace_backward_bytes
         kernels = 1 + bool(row.parameters)
         return self._work(row, kernels, moved, 2 * weights, _ATTENTION_BACK).plus(added)
 

@@ -1,4 +1,4 @@
-"""One line from a plan to a picture: which question, its facts, its drawing."""
+"""Entry points of the pictures: check a request, collect its facts, draw it."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from meshplan.planner.problem.decision import Decision
 
 OF_DECISIONS: Final = ("pareto", "ladder")
-"""What is about a search, and not about one plan."""
+"""Pictures of a search instead of a single plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawRequest:
-    """A question, and what was given with it; arguments of `draw`."""
+    """A request for a picture; the fields are the arguments of `draw`."""
 
     plan: Plan
     theme: Theme
@@ -58,23 +58,23 @@ class DrawRequest:
 
     @property
     def limit(self) -> tuple[str, int | None, tuple[str, ...]]:
-        """(device, bytes that it may hold, notes), as `meshplan estimate` reads them."""
+        """The device, its limit in bytes or None, and notes, as `meshplan estimate` reads them."""
         return read_limit(self.gpu, self.memory, self.plan.spec)
 
     @property
     def known(self) -> MemoryEstimate:
-        """The estimate that was given, or the one that `meshplan estimate` tells from a config.
+        """The given estimate, or the estimate from the model's config.
 
         Raises:
-            PlanError: Nothing tells it.
+            PlanError: The config alone gives no estimate.
         """
         if self.estimate is not None:
             return self.estimate
         device, limit_bytes, notes = self.limit
         try:
             return estimate_analytic(
-                self.plan, device=device, limit_bytes=limit_bytes, notes=notes, packs=False
-            )  # No picture shows what it would be under another allocator.
+                self.plan, device=device, limit_bytes=limit_bytes, notes=notes, try_expandable=False
+            )  # No picture shows the memory under another allocator.
         except PlanError as error:
             first = error.problems[0]
             fix = f"{first.fix or 'see the plan'}; or give estimate=meshplan.estimate_memory(...)"
@@ -98,7 +98,7 @@ def _layout_facts(asked: DrawRequest) -> TensorLayout:
 
 
 def memory_facts(asked: DrawRequest) -> MemoryBars:
-    """Of the step where it is known, of the states where it is not."""
+    """Return bars of the whole step if it can be estimated, else of the states alone."""
     if asked.estimate is None and is_counted(asked.plan):
         return states_alone(asked.plan, asked.limit[1], ONLY_COUNT)
     try:
@@ -124,7 +124,7 @@ def _waterfall(asked: DrawRequest) -> Picture:
 
 
 def _timeline(asked: DrawRequest) -> Picture:
-    """Of the rank that was asked for, or of one that needs most."""
+    """Draw the timeline of the requested rank, or of a rank with the highest peak."""
     plan, stages = asked.plan, asked.plan.assignment.stages
     count = plan.accumulate * (stages.microbatches * stages.virtual if stages is not None else 1)
     if asked.log is not None:
@@ -136,7 +136,7 @@ def _timeline(asked: DrawRequest) -> Picture:
 
 
 def _treemap(asked: DrawRequest) -> Picture:
-    """The bytes that were asked for, and beside them the others."""
+    """Draw the treemap of the requested bytes, with the other kind as a second view."""
     rank = asked.rank or 0
     names: dict[Of, str] = {"local": f"bytes of rank {rank}", "global": "bytes of the model"}
     order = sorted(names, key=lambda of: of != asked.of)
@@ -146,7 +146,7 @@ def _treemap(asked: DrawRequest) -> Picture:
 
 
 def gantt_facts(asked: DrawRequest) -> Gantt:
-    """In seconds where the model and the machine are known, else in forwards of a stage."""
+    """Return the facts in seconds if model and machine are known, else in forwards of a stage."""
     hardware = asked.plan.spec.hardware
     if hardware is None or hardware.gpu is None:
         return gantt(asked.plan)
@@ -194,7 +194,7 @@ def _graph(asked: DrawRequest) -> Picture:
 
 
 def _graph_facts(asked: DrawRequest) -> Tree:
-    """Of the twin, a tree: lines below each other have no room for arrows."""
+    """Return a tree for the terminal, because lines of text have no room for arrows."""
     return module_tree(asked.plan)
 
 
@@ -222,7 +222,7 @@ _FACTS: Final[Mapping[str, Callable[[DrawRequest], Any]]] = MappingProxyType(
         "graph": _graph_facts,
     }
 )
-"""Of those that have a twin in the terminal."""
+"""Pictures that have a text version for the terminal."""
 _TAKES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "name": ("layout",),
@@ -235,43 +235,46 @@ _TAKES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "memory": ("memory", "waterfall", "timeline"),
     }
 )
-"""By option, the pictures that it says something about."""
+"""Pictures that take each option, by the option."""
 WHATS: Final = tuple(_DRAWN)
-"""Every question, in the order in which they are listed."""
+"""Names of all pictures, in the order in which they are listed."""
 
 
 def draw(plan: Plan, what: str, *, theme: str = "light", **given: Any) -> Picture:
-    """A picture of a plan.
+    """Draw a picture of a plan.
 
     Args:
-        what: A word of `WHATS`.
+        plan: The plan.
+        what: A name in `WHATS`.
         theme: "light" or "dark".
-        given: What some pictures take: `name` of a module or parameter (layout), `rank`
-            (timeline, treemap, comm), `of`, "local" or "global" bytes (treemap), `estimate`, what
-            `estimate_memory` answered (memory, waterfall), `decision`, what `search_plan` answered
-            (pareto, ladder), `log`, a traced step of the rank (timeline), `gpu` and `memory`, as of
-            `estimate_memory` (memory, waterfall, timeline).
+        given: Options of some pictures: `name` of a module or parameter (layout), `rank` (timeline,
+            treemap, comm), `of`, "local" or "global" bytes (treemap), `estimate`, the result of
+            `estimate_memory` (memory, waterfall), `decision`, the result of `search_plan` (pareto,
+            ladder), `log`, a traced step of the rank (timeline), `gpu`, the name of the device
+            whose memory is the limit, and `memory`, the limit itself (memory, waterfall, timeline).
 
     Raises:
         SpecError: There is no such picture, theme, module or rank.
-        PlanError: What the picture shows is not known of this plan.
+        PlanError: The facts of the picture are not known for this plan.
     """
     asked = _asked(plan, what, theme, given)
     return _DRAWN[what](asked)
 
 
 def facts_of(plan: Plan, what: str, **given: Any) -> Any:
-    """What a picture shows, before it is drawn: for those with a twin in the terminal.
+    """Return the facts of a picture before it is drawn, for pictures with a text version.
 
     Args:
-        given: As of `draw`.
+        plan: The plan.
+        what: A name in `WHATS`.
+        given: Options of the picture, with the same names as for `draw`.
     """
     asked = _asked(plan, what, "light", given)
     return _FACTS[what](asked)
 
 
 def _asked(plan: Plan, what: str, theme: str, given: Mapping[str, Any]) -> DrawRequest:
-    """A question that makes sense."""
+    """Check the options and return the request."""
     check_what(what)
     given = {option: value for option, value in given.items() if value is not None}
     for option in given:
@@ -294,10 +297,10 @@ def _asked(plan: Plan, what: str, theme: str, given: Mapping[str, Any]) -> DrawR
 
 
 def check_rank(plan: Plan, rank: int) -> None:
-    """Whether the mesh has such a rank.
+    """Check that the mesh has this rank.
 
     Raises:
-        SpecError: It has not.
+        SpecError: The mesh has no such rank.
     """
     world = plan.mesh.world_size
     if not 0 <= rank < world:
@@ -306,10 +309,12 @@ def check_rank(plan: Plan, rank: int) -> None:
 
 
 def draw_decision(decision: Decision, what: str, *, theme: str = "light") -> Picture:
-    """A picture of a search, whether or not it found a plan.
+    """Draw a picture of a search, which need not have found a plan.
 
     Args:
-        what: A word of `OF_DECISIONS`.
+        decision: The planner's decision.
+        what: A name in `OF_DECISIONS`.
+        theme: "light" or "dark".
 
     Raises:
         PlanError: There is nothing to compare.
@@ -321,10 +326,10 @@ def draw_decision(decision: Decision, what: str, *, theme: str = "light") -> Pic
 
 
 def check_what(what: str) -> None:
-    """Whether there is such a picture.
+    """Check that there is such a picture.
 
     Raises:
-        SpecError: There is none.
+        SpecError: There is no such picture.
     """
     if what not in _DRAWN:
         fix = f"ask for one of {', '.join(WHATS)}"

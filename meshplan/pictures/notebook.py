@@ -1,4 +1,4 @@
-"""What a notebook shows of a spec, a plan, an estimate and a layout: small tables, all escaped."""
+"""Notebook views of a spec, a plan, an estimate and a layout: small tables, all text escaped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST = 40
 
 
 def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
-    """Rows of texts, each escaped."""
+    """Return an HTML table with all text escaped."""
 
     def line(cells: Sequence[str], tag: str) -> str:
         return "".join(f'<{tag} style="{_CELL}">{escape(cell)}</{tag}>' for cell in cells)
@@ -31,7 +31,7 @@ def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
 
 
 def spec_html(spec: Spec) -> str:
-    """What was stated, and where."""
+    """Return the statements of a spec, with their places in the file."""
     paths = sorted(spec.origins, key=lambda path: (spec.origins[path].line, path))
     tops = dict.fromkeys(path.split(".")[0].split("[")[0] for path in paths if path)
     rows = [
@@ -52,7 +52,7 @@ def _of(spec: Spec, name: str) -> Any:
 
 
 def _value(value: Any) -> str:
-    """A value as one would write it."""
+    """Return a value as one would write it in a plan file."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, tuple | list):
@@ -74,7 +74,7 @@ def _rule(rule: Any) -> str:
 
 
 def plan_html(plan: Plan) -> str:
-    """The mesh as tiles, and what was decided in a few lines."""
+    """Return the mesh as tiles, and the main decisions of the plan."""
     facts, a = mesh_map(plan), plan.assignment
     rows = []
     for node in facts.nodes:
@@ -111,7 +111,7 @@ def _tile(text: str, colour: str, title: str) -> str:
 
 
 def memory_html(estimate: MemoryEstimate) -> str:
-    """A bar for each group of ranks, and its verdict."""
+    """Return a bar and a verdict for each group of ranks."""
     facts = memory_bars(estimate)
     most = max([facts.limit_bytes or 0, *(bar.total_bytes for bar in facts.bars)]) or 1
     lines = []
@@ -138,7 +138,7 @@ def memory_html(estimate: MemoryEstimate) -> str:
 
 
 def layout_html(layout: Layout) -> str:
-    """Which axes cut which dim."""
+    """Return the axes that shard each dim."""
     rows = [
         (f"dim {dim}", f"cut by {', '.join(axes)}" if axes else "whole")
         for dim, axes in enumerate(layout.cuts)

@@ -31,13 +31,13 @@ def why_not_to_json(answer: WhyNot) -> dict[str, Any]:
         "is_planned": answer.is_planned,
         "blocks": {"with": answer.num_with[0], "of": answer.num_with[1]},
         "objective": answer.objective,
-        "peak_bytes": answer.way.memory.worst.band[1] if answer.way else None,
+        "peak_bytes": answer.evaluated.memory.worst.band[1] if answer.evaluated else None,
         "plan_peak_bytes": answer.plan.memory.worst.band[1] if answer.plan else None,
         "missing_bytes": answer.missing_bytes,
         "is_whole": answer.is_whole,
         "why": answer.why,
         "verdict": verdict(answer),
-        "chosen": dict(answer.way.stated) if answer.way else None,
+        "chosen": dict(answer.evaluated.stated) if answer.evaluated else None,
         "shares": shares(answer.shares),
         "plan_shares": shares(answer.plan_shares),
     }
@@ -90,9 +90,9 @@ def _alone(answer: WhyNot) -> str:
 
 def _on_another_mesh(answer: WhyNot) -> str:
     """Name the mesh of the best plan with the setting if it differs: it explains the cost."""
-    if answer.way is None or answer.plan is None:
+    if answer.evaluated is None or answer.plan is None:
         return ""
-    mesh = answer.way.stated.get("mesh")
+    mesh = answer.evaluated.stated.get("mesh")
     if mesh is None or mesh == answer.plan.stated.get("mesh"):
         return ""
     return f"it takes mesh: {flow(mesh)}, "
@@ -100,31 +100,31 @@ def _on_another_mesh(answer: WhyNot) -> str:
 
 def _axes(answer: WhyNot, cause: str) -> str:
     """Name the axes with exposed communication in the best plan with the setting."""
-    if cause != "tensor_parallel" or answer.way is None:
+    if cause != "tensor_parallel" or answer.evaluated is None:
         return ""
-    mesh = answer.way.plan.mesh
+    mesh = answer.evaluated.plan.mesh
     axes = [axis for axis in ("tp", "cp", "ep") if mesh.size(axis) > 1]
     return f" of {' and '.join(axes)}" if axes else ""
 
 
 def _by_memory(answer: WhyNot, plan: Evaluated) -> str:
     """Compare memory and time with the plan, for the objective "memory"."""
-    assert answer.way is not None
+    assert answer.evaluated is not None
     if answer.is_planned:
         return "the plan has it"
-    more = answer.way.memory.worst.band[1] - plan.memory.worst.band[1]
+    more = answer.evaluated.memory.worst.band[1] - plan.memory.worst.band[1]
     held = f"holds {format_bytes(more)} more" if more > 0 else "holds no more than the plan"
-    return f"{held}, {answer.way.seconds / plan.seconds - 1:+.1%} time"
+    return f"{held}, {answer.evaluated.seconds / plan.seconds - 1:+.1%} time"
 
 
 def why_not_to_text(answer: WhyNot) -> list[str]:
     """Return the lines of the answer."""
     lines = [f"{answer.setting}: {verdict(answer)}"]
-    if answer.way is not None and answer.seconds is not None:
-        held = format_gib(answer.way.memory.worst.band[1])
+    if answer.evaluated is not None and answer.seconds is not None:
+        held = format_gib(answer.evaluated.memory.worst.band[1])
         lines += [
             "",
             f"the best with it, {format_step(answer.seconds)} a step, {held} at the most:",
         ]
-        lines += [part for line in way_lines(answer.way) for part in wrapped(f"  {line}", 4)]
+        lines += [part for line in way_lines(answer.evaluated) for part in wrapped(f"  {line}", 4)]
     return lines

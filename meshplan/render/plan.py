@@ -41,7 +41,7 @@ def decision_to_json(decision: Decision) -> dict[str, Any]:
             "plan_s": ladder.plan_s,
         },
         "chosen": dict(chosen.stated) if chosen else None,
-        "alternatives": [way_to_json(decision, way) for way in decision.alternatives],
+        "alternatives": [way_to_json(decision, evaluated) for evaluated in decision.alternatives],
         "rejected": [{"what": each.what, "why": each.why} for each in decision.rejected],
         "profile": {
             "device": decision.profile.device,
@@ -60,9 +60,9 @@ _KEYS = (
 )  # fmt: skip
 
 
-def way_to_json(decision: Decision, way: Evaluated) -> dict[str, Any]:
+def way_to_json(decision: Decision, evaluated: Evaluated) -> dict[str, Any]:
     """Return one plan as in `result` of schema plan/1 and in its lists."""
-    plan = way.plan
+    plan = evaluated.plan
     a, stages = plan.assignment, plan.assignment.stages
     batch = plan.spec.batch
     return {
@@ -82,12 +82,12 @@ def way_to_json(decision: Decision, way: Evaluated) -> dict[str, Any]:
             mode: sum(r.policy.mode == mode for r in a.recompute.values())
             for mode in ("selective", "full")
         },
-        "step_s": way.seconds,
-        "tokens_per_s_per_gpu": decision.tokens_per_s(way),
-        "mfu": decision.mfu(way),
-        "expected_bytes": way.memory.worst.peak.total_bytes,
-        "peak_bytes": way.memory.worst.band[1],
-        "host_bytes": way.memory.host.held_bytes if way.memory.host else 0,
+        "step_s": evaluated.seconds,
+        "tokens_per_s_per_gpu": decision.tokens_per_s(evaluated),
+        "mfu": decision.mfu(evaluated),
+        "expected_bytes": evaluated.memory.worst.peak.total_bytes,
+        "peak_bytes": evaluated.memory.worst.band[1],
+        "host_bytes": evaluated.memory.host.held_bytes if evaluated.memory.host else 0,
     }  # fmt: skip
 
 
@@ -202,42 +202,42 @@ def _offload(decision: Decision, chosen: Evaluated) -> str:
     return f", with offload: {what}{price}: {held} of a node's {limit}{known}"
 
 
-def _rate(decision: Decision, way: Evaluated) -> str:
+def _rate(decision: Decision, evaluated: Evaluated) -> str:
     """Return tokens per second of one GPU, or samples per second if samples have no length."""
     if decision.tokens:
-        return f"{decision.tokens_per_s(way):,.0f} tokens/s"
-    return f"{decision.samples_per_s(way):,.1f} samples/s"
+        return f"{decision.tokens_per_s(evaluated):,.0f} tokens/s"
+    return f"{decision.samples_per_s(evaluated):,.1f} samples/s"
 
 
-def _memory(decision: Decision, way: Evaluated) -> list[str]:
-    worst = way.memory.worst
-    left = left_in_words(worst.band[1], way.memory.limit_bytes)
+def _memory(decision: Decision, evaluated: Evaluated) -> list[str]:
+    worst = evaluated.memory.worst
+    left = left_in_words(worst.band[1], evaluated.memory.limit_bytes)
     return [
-        f"memory  {way.memory.size}: {left}",
+        f"memory  {evaluated.memory.size}: {left}",
         f"        on {ranks_in_words(worst.ranks)}, in {worst.at.phase}"
         + (f" of {worst.at.module}" if worst.at.module else ""),
         *(
             line
-            for what, value in way.memory.assumed
+            for what, value in evaluated.memory.assumed
             if what == "routing"
             for line in wrapped(f"        if {value}", 8)
         ),
-        *(f"host    {line}" for line in _host(way)),
-        *_allocator(way),
+        *(f"host    {line}" for line in _host(evaluated)),
+        *_allocator(evaluated),
     ]
 
 
-def _allocator(way: Evaluated) -> Iterator[str]:
+def _allocator(evaluated: Evaluated) -> Iterator[str]:
     """Yield lines on how a process gets the allocator that the memory estimate assumes."""
-    if way.stated.get("allocator") == "expandable":
+    if evaluated.stated.get("allocator") == "expandable":
         yield "        with expandable segments, which parallelize turns on before it moves the"
         yield "        model; to allocate on the GPU sooner, start the job with"
         yield "        PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
-def _host(way: Evaluated) -> Iterator[str]:
+def _host(evaluated: Evaluated) -> Iterator[str]:
     """Yield the memory used on the host, and its limit."""
-    held = way.memory.host
+    held = evaluated.memory.host
     if held is not None:
         much, limit = format_gib(held.held_bytes), format_gib(held.limit_bytes)
         known = "" if held.is_stated else ", assumed: hardware.host_memory states it"
@@ -284,27 +284,34 @@ def _alternatives(decision: Decision) -> list[str]:
     assert chosen is not None
     heads = columns(
         [
-            (f"{way.seconds / chosen.seconds - 1:+.1%}", format_gib(way.memory.worst.band[1]))
-            for way in decision.alternatives
+            (
+                f"{evaluated.seconds / chosen.seconds - 1:+.1%}",
+                format_gib(evaluated.memory.worst.band[1]),
+            )
+            for evaluated in decision.alternatives
         ],
         ">>",
     )
     lines = [
         part
-        for head, way in zip(heads, decision.alternatives, strict=True)
-        for part in packed(f"  {head}  ", _other_lines(way, chosen))
+        for head, evaluated in zip(heads, decision.alternatives, strict=True)
+        for part in packed(f"  {head}  ", _other_lines(evaluated, chosen))
     ]
     return ["others that fit", *lines]
 
 
-def _other_lines(way: Evaluated, chosen: Evaluated) -> Iterator[str]:
+def _other_lines(evaluated: Evaluated, chosen: Evaluated) -> Iterator[str]:
     """Yield the statements of a plan that differ from the chosen plan."""
     there = set(way_lines(chosen))
-    yield from (line for line in way_lines(way) if line not in there)
+    yield from (line for line in way_lines(evaluated) if line not in there)
     for path in chosen.stated:
-        if path not in way.stated and path.startswith("rules["):
+        if path not in evaluated.stated and path.startswith("rules["):
             yield f"without {path}"
-        elif path == "pipeline.virtual" and path not in way.stated and way.plan.assignment.stages:
+        elif (
+            path == "pipeline.virtual"
+            and path not in evaluated.stated
+            and evaluated.plan.assignment.stages
+        ):
             yield f"{path}: 1"
 
 

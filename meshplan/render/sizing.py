@@ -20,50 +20,56 @@ _KNOWN_BY = (
 
 
 def frontier_to_json(
-    decision: Decision, ways: Sequence[Evaluated], *, is_whole: bool
+    decision: Decision, evaluated_plans: Sequence[Evaluated], *, is_whole: bool
 ) -> dict[str, Any]:
     """Return `result.frontier` of schema plan/1: fastest first, each with less memory.
 
     Args:
         decision: The planner's decision.
-        ways: The plans of the frontier.
+        evaluated_plans: The plans of the frontier.
         is_whole: If True, the frontier was searched completely; else it only has plans that the
             search evaluated anyway.
     """
     return {
-        "frontier": [way_to_json(decision, way) for way in ways],
+        "frontier": [way_to_json(decision, evaluated) for evaluated in evaluated_plans],
         "frontier_is_whole": is_whole,
     }
 
 
 def frontier_to_text(
-    ways: Sequence[Evaluated], *, is_whole: bool, is_interrupted: bool = False
+    evaluated_plans: Sequence[Evaluated], *, is_whole: bool, is_interrupted: bool = False
 ) -> list[str]:
     """Return the lines on the frontier, at least one per plan.
 
     Args:
-        ways: The plans of the frontier.
+        evaluated_plans: The plans of the frontier.
         is_whole: If True, the frontier was searched completely.
         is_interrupted: If True, the user ended the search; if not, and the frontier is not whole,
             the time limit was reached.
     """
     heads = columns(
-        [(f"  {format_step(way.seconds)}", format_gib(way.memory.worst.band[1])) for way in ways],
+        [
+            (
+                f"  {format_step(evaluated.seconds)}",
+                format_gib(evaluated.memory.worst.band[1]),
+            )
+            for evaluated in evaluated_plans
+        ],
         ">>",
     )
     lines = [
         part
-        for head, way in zip(heads, ways, strict=True)
-        for part in packed(f"{head}  ", _words(way))
+        for head, evaluated in zip(heads, evaluated_plans, strict=True)
+        for part in packed(f"{head}  ", _words(evaluated))
     ]
     end = "it was interrupted" if is_interrupted else "the time was up"
     end = "" if is_whole else f", so far: {end}"
     return [f"the fastest within less and less memory{end}", *lines]
 
 
-def _words(way: Evaluated) -> Iterator[str]:
+def _words(evaluated: Evaluated) -> Iterator[str]:
     """Yield the statements that characterise a plan, without those on pipeline schedules."""
-    for line in way_lines(way):
+    for line in way_lines(evaluated):
         if line.startswith(_KNOWN_BY):
             yield line
 
@@ -75,10 +81,10 @@ def cost_to_json(decision: Decision, price: float | None) -> dict[str, Any] | No
         decision: The planner's decision.
         price: Price of one GPU-hour; None if it is not stated.
     """
-    way = decision.chosen
-    if way is None:
+    evaluated = decision.chosen
+    if evaluated is None:
         return None
-    hours = way.seconds * way.plan.mesh.world_size / 3600
+    hours = evaluated.seconds * evaluated.plan.mesh.world_size / 3600
     priced = None if price is None else hours * price
     found = {
         "gpu_hours_per_step": hours,
@@ -123,15 +129,15 @@ def training_to_json(found: TrainingTarget, price: float | None) -> dict[str, An
 
 
 def _size_to_json(found: TrainingTarget, size: Size, price: float | None) -> dict[str, Any]:
-    way = size.decision.chosen if size.decision else None
+    evaluated = size.decision.chosen if size.decision else None
     hours = size.days * 24 * size.num_gpus if size.days is not None else None
     return {
         "nodes": size.nodes,
         "num_gpus": size.num_gpus,
         "days": size.days,
         "least_days": size.least_days,
-        "step_s": way.seconds if way else None,
-        "peak_bytes": way.memory.worst.band[1] if way else None,
+        "step_s": evaluated.seconds if evaluated else None,
+        "peak_bytes": evaluated.memory.worst.band[1] if evaluated else None,
         "gpu_hours": hours,
         "price": hours * price if hours is not None and price is not None else None,
         "why": size.why,

@@ -24,9 +24,9 @@ _MOST_LISTED: Final = 4
 _NUMBERED: Final = re.compile(r"(.*\.|)(?:([0-9]+)|\{([0-9]+)\.\.([0-9]+)\})")
 
 
-def way_lines(way: Evaluated) -> Iterator[str]:
+def way_lines(evaluated: Evaluated) -> Iterator[str]:
     """Yield the statements that the plan file needs to become this plan, one per line."""
-    return statement_lines(way.stated, way.plan.graph.blocks())
+    return statement_lines(evaluated.stated, evaluated.plan.graph.blocks())
 
 
 def statement_lines(stated: Mapping[str, Any], blocks: Sequence[str] = ()) -> Iterator[str]:

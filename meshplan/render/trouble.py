@@ -35,10 +35,10 @@ def _remedy_to_json(each: Remedy) -> dict[str, Any]:
         "change": each.change,
         "setting": dict(each.setting),
         "num_gpus": each.num_gpus,
-        "step_s": each.way.seconds,
+        "step_s": each.evaluated.seconds,
         "is_whole": each.is_whole,
-        "peak_bytes": each.way.memory.worst.band[1],
-        "chosen": dict(each.way.stated),
+        "peak_bytes": each.evaluated.memory.worst.band[1],
+        "chosen": dict(each.evaluated.stated),
     }
 
 
@@ -78,8 +78,8 @@ def _remedies(trouble: Trouble) -> list[str]:
         [
             (
                 f"  {each.change}",
-                f"{format_step(each.way.seconds)} a step",
-                f"{format_gib(each.way.memory.worst.band[1])} at the most",
+                f"{format_step(each.evaluated.seconds)} a step",
+                f"{format_gib(each.evaluated.memory.worst.band[1])} at the most",
             )
             for each in trouble.remedies
         ],
@@ -87,6 +87,6 @@ def _remedies(trouble: Trouble) -> list[str]:
     )
     lines = []
     for head, each in zip(heads, trouble.remedies, strict=True):
-        says = statement_lines(each.setting, each.way.plan.graph.blocks())
+        says = statement_lines(each.setting, each.evaluated.plan.graph.blocks())
         lines += [head, *packed("      ", says)]
     return ["one change at a time, each searched and replayed:", *lines, *devices]

@@ -83,7 +83,7 @@ def _both(light: str, dark: str, colours: Colours) -> str:
     pairs = zip(_COLOUR.findall(light), _COLOUR.findall(dark), strict=True)
     named = iter([colours.name(*pair) for pair in pairs])
     text = _COLOUR.sub(lambda _: next(named), light)
-    # CSS variables work in `style` attributes, but not in attributes such as `fill`.
+    # CSS variables are resolved in `style` attributes only.
     return "" if '="var(' in text else text
 
 

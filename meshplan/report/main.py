@@ -1,4 +1,4 @@
-"""From what is known of a plan to its report."""
+"""Build the report of a plan from the facts that were collected about it."""
 
 from __future__ import annotations
 
@@ -38,25 +38,32 @@ _SHOWN: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "choice": ("pareto", "ladder"),
     }
 )
-"""By section, its pictures."""
+"""Pictures of each section, by the section's key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportFacts:
-    """What a report tells; None is what nobody knows.
+    """The facts that a report shows; None if a fact is not known.
 
     Args:
-        name: What the plan is called.
-        text: Its file, as it is written; "" where it is none.
-        on_top: What was stated beside it, as "KEY=VALUE".
-        counted: Where there is no model, the plan for as many parameters as are stated.
-        states: The textbook's table, likewise.
-        decision: What the planner says of it; of a plan that leaves nothing open, too.
-        trouble: Why there is no plan, and what would help.
-        why_not: Settings that were asked about.
-        traced: The rank that needs most with its step, event by event, where it had to be traced.
-        gpu, memory: As of `estimate_memory`.
-        left_out: (what, why) beside the pictures that cannot be drawn.
+        name: Name of the plan.
+        text: Content of the plan file; "" without a file.
+        on_top: Statements in addition to the file, as "KEY=VALUE".
+        plan: The plan; None if no model is known or nothing fits.
+        counted: Without a model, the plan for the stated number of parameters.
+        states: Without a model, the textbook's table of the states.
+        estimate: Memory estimate of the plan.
+        decision: The planner's decision, also for a plan that leaves nothing open.
+        trouble: The reason why there is no plan, and changes that would help.
+        why_not: Answers about the settings that the user asked about.
+        traced: If the step had to be traced, the rank with the highest peak and the log of its
+            step.
+        gpu: Name of the device whose memory is the limit.
+        memory: The memory limit itself, instead of `gpu`.
+        left_out: Parts that are left out, as pairs (what, why), in addition to pictures that cannot
+            be drawn.
+        warnings: Warnings about the plan.
+        notes: Notes for the reader.
     """
 
     name: str
@@ -78,7 +85,7 @@ class ReportFacts:
 
     @property
     def of_plan(self) -> Decision | None:
-        """What the planner says of this very plan, and not of one that it would choose now."""
+        """The decision if it chose this very plan; None if the planner would now choose another."""
         chosen = self.decision.chosen if self.decision else None
         if self.plan is None or chosen is None or chosen.plan.digest() != self.plan.digest():
             return None
@@ -87,15 +94,15 @@ class ReportFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A page that tells what a plan does.
+    """The finished page about a plan.
 
     Args:
-        verdict: Its title.
-        html: All of it.
-        fits: Whether the plan does, and is there at all; None where nobody can say.
-        shown: The pictures on it.
-        left_out: (what, why).
-        notes: What a reader has to know.
+        verdict: Title of the page.
+        html: The whole page.
+        fits: True if there is a plan and it fits; None if that is not known.
+        shown: Names of the pictures on the page.
+        left_out: Parts that are left out, as pairs (what, why).
+        notes: Notes for the reader.
     """
 
     verdict: str
@@ -106,10 +113,10 @@ class Report:
     notes: tuple[str, ...] = ()
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write it; returns where.
+        """Write the page and return its path.
 
         Raises:
-            SpecError: It cannot be written there.
+            SpecError: The name does not end in .html or .htm, or the file cannot be written.
         """
         target = Path(path)
         check_target(target)
@@ -118,10 +125,10 @@ class Report:
 
 
 def check_target(path: Path) -> None:
-    """Whether a report can have this name, before it is made.
+    """Check that a report can have this name, before it is made.
 
     Raises:
-        SpecError: It cannot.
+        SpecError: The name does not end in .html or .htm, or the file cannot be written.
     """
     if path.suffix.lower() not in (".html", ".htm"):
         what = "a report is a page, and the name does not say so"
@@ -130,7 +137,7 @@ def check_target(path: Path) -> None:
 
 
 def report_of(known: ReportFacts) -> Report:
-    """The page."""
+    """Build the report from its facts."""
     colours = Colours()
     figures: dict[str, str] = {}
     missing: dict[str, list[str]] = {}
@@ -175,7 +182,7 @@ def report_of(known: ReportFacts) -> Report:
 
 
 class _AlreadyToldError(Exception):
-    """What a picture shows is not known, and why stands with what is left out."""
+    """The facts of a picture are not known, and `left_out` has the reason already."""
 
 
 def _picture(known: ReportFacts, what: str, theme: str) -> Picture:
@@ -197,7 +204,7 @@ def _picture(known: ReportFacts, what: str, theme: str) -> Picture:
 
 
 def _tables(known: ReportFacts, left_out: list[tuple[str, str]]) -> Mapping[str, Iterator[str]]:
-    """By section, what follows its pictures."""
+    """Return the elements that follow the pictures of each section, by the section's key."""
     plan, estimate, decision = known.plan, known.estimate, known.decision
     return {
         "memory": _each(estimate, sections.about_memory, known.states, sections.about_states),
@@ -213,7 +220,7 @@ def _tables(known: ReportFacts, left_out: list[tuple[str, str]]) -> Mapping[str,
 
 
 def _each(*pairs: Any) -> Iterator[str]:
-    """What each function says of what stands before it, where that is known."""
+    """Call each function with the value before it if that is known, and chain the results."""
     values: tuple[Any, ...] = pairs[::2]
     functions: tuple[Callable[[Any], Iterator[str]], ...] = pairs[1::2]
     for value, function in zip(values, functions, strict=True):
@@ -222,7 +229,7 @@ def _each(*pairs: Any) -> Iterator[str]:
 
 
 def _verdict(known: ReportFacts) -> tuple[str, bool | None]:
-    """(in words, whether it fits)."""
+    """Return the verdict in words, and True if the plan fits or None if that is not known."""
     plan, estimate, decision = known.plan, known.estimate, known.decision
     if plan is not None and estimate is not None:
         return memory_bars(estimate).title, estimate.fits
@@ -237,13 +244,13 @@ def _verdict(known: ReportFacts) -> tuple[str, bool | None]:
 
 
 def _limit(known: ReportFacts) -> int | None:
-    """Bytes that a GPU may hold."""
+    """Return the bytes that one GPU may use; None if no limit is known."""
     assert known.plan is not None
     return read_limit(known.gpu, known.memory, known.plan.spec)[1]
 
 
 def _about(known: ReportFacts) -> str:
-    """What the page is about."""
+    """Return the line above the title: the plan, its model and its number of parameters."""
     graph = known.plan.graph if known.plan else None
     if graph is None:
         return known.name

@@ -1,4 +1,4 @@
-"""What stands where on the page: each section is a question, its pictures and its tables."""
+"""Content of the report's sections: the tables and texts that answer each question."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from meshplan.units import format_bytes, format_seconds
 def key_figures(
     plan: Plan | None, estimate: MemoryEstimate | None, decision: Decision | None
 ) -> str:
-    """The numbers that are asked for first."""
+    """Return the most important numbers: GPUs, memory, step time, throughput and MFU."""
     found: list[tuple[str, str]] = []
     if plan is not None:
         found.append(("GPUs", f"{plan.mesh.world_size:,}"))
     if estimate is not None:
         found.append(("memory of a GPU", estimate.size))
-    way = decision.chosen if decision else None
-    if decision is not None and way is not None:
-        found.append(("a step, by the cost model", format_seconds(way.seconds)))
+    evaluated = decision.chosen if decision else None
+    if decision is not None and evaluated is not None:
+        found.append(("a step, by the cost model", format_seconds(evaluated.seconds)))
         if decision.tokens:
-            found.append(("tokens a second and GPU", f"{decision.tokens_per_s(way):,.0f}"))
+            found.append(("tokens a second and GPU", f"{decision.tokens_per_s(evaluated):,.0f}"))
         else:
-            found.append(("samples a second and GPU", f"{decision.samples_per_s(way):,.1f}"))
-        found.append(("MFU", f"{decision.mfu(way):.1%}"))
+            found.append(("samples a second and GPU", f"{decision.samples_per_s(evaluated):,.1f}"))
+        found.append(("MFU", f"{decision.mfu(evaluated):.1%}"))
     return pairs(found, "figures")
 
 
 def about_plan(
     plan: Plan | None, decision: Decision | None, text: str, on_top: Sequence[str]
 ) -> Iterator[str]:
-    """What it says, and what was chosen in its place."""
+    """Yield the plan's settings, the planner's choices, the overrides and the file."""
     if plan is not None:
         yield pairs([("mesh", str(plan.mesh)), *settings(plan)])
     chosen = decision.chosen if decision else None
@@ -63,7 +63,7 @@ def about_plan(
 
 
 def about_memory(estimate: MemoryEstimate) -> Iterator[str]:
-    """Who needs how much, of what, and why it is more than the textbook's figure."""
+    """Yield tables of memory by rank and by term, and the difference to the textbook's figure."""
     yield _groups(estimate).to_html()
     worst = estimate.worst
     where = f"in {worst.at.module}" if worst.at.module else f"for {worst.at.term}"
@@ -125,7 +125,7 @@ def _left(group: RankGroup, limit_bytes: int | None) -> Cell:
 
 
 def about_states(states: StatesEstimate) -> Iterator[str]:
-    """The textbook's table, where nothing more is known."""
+    """Yield the textbook's table, for plans without a model."""
     rows = [
         [Cell(row.row.strategy + (" (the plan's)" if row.is_plan else "")),
          Cell(row.row.precision), Cell(row.row.formula), gib(row.bytes_per_gpu), _fits(row.fits)]
@@ -145,7 +145,7 @@ def _fits(fits: bool | None) -> Cell:
 
 
 def about_layouts(plan: Plan) -> Iterator[str]:
-    """Every tensor, and the line that decided how it lies."""
+    """Yield a table of all tensors with their layouts and the lines that decided them."""
     rows = []
     for row in tree(plan):
         kind, shape, at_rest, piece, dtype, why = row.cells
@@ -161,7 +161,7 @@ def about_layouts(plan: Plan) -> Iterator[str]:
 
 
 def about_traffic(plan: Plan) -> Iterator[str]:
-    """What rank 0 sends."""
+    """Yield a table of the collectives of rank 0."""
     links = links_of(plan)
     crosses = {True: "across nodes", False: "within a node", None: "not stated"}
     rows = [
@@ -180,7 +180,7 @@ def about_traffic(plan: Plan) -> Iterator[str]:
 
 
 def about_choice(decision: Decision, why_not: Sequence[WhyNot]) -> Iterator[str]:
-    """Others that were measured, and what was not in the space."""
+    """Yield tables of measured plans, of `why_not` answers, and of what is not in the space."""
     chosen = decision.chosen
     found = (
         f"{decision.num_configs:,} configurations, {decision.num_options} choices for each block"
@@ -191,11 +191,13 @@ def about_choice(decision: Decision, why_not: Sequence[WhyNot]) -> Iterator[str]
     else:
         end = "it was interrupted" if decision.is_interrupted else "the time was up"
         yield paragraph(f"So far, {end}: {found}; nothing is more than {decision.gap:.1%} faster.")
-    ways = {id(way): way for way in (*([chosen] if chosen else []), *decision.alternatives,
-                                     *decision.measured)}  # fmt: skip
+    evaluated_plans = {
+        id(evaluated): evaluated
+        for evaluated in (*([chosen] if chosen else []), *decision.alternatives, *decision.measured)
+    }
     unique: dict[tuple[str, float], Evaluated] = {}
-    for way in ways.values():
-        unique.setdefault((words_of(way), way.seconds), way)
+    for evaluated in evaluated_plans.values():
+        unique.setdefault((words_of(evaluated), evaluated.seconds), evaluated)
     if unique:
         yield _candidates(decision, list(unique.values()))
     if why_not:
@@ -203,7 +205,7 @@ def about_choice(decision: Decision, why_not: Sequence[WhyNot]) -> Iterator[str]
             [Cell(answer.setting),
              Cell("") if answer.seconds is None else seconds(answer.seconds),
              Cell(verdict(answer)),
-             Cell("; ".join(way_lines(answer.way)) if answer.way else "")]
+             Cell("; ".join(way_lines(answer.evaluated)) if answer.evaluated else "")]
             for answer in why_not
         ]  # fmt: skip
         yield Table(
@@ -218,16 +220,22 @@ def about_choice(decision: Decision, why_not: Sequence[WhyNot]) -> Iterator[str]
         ).to_html()
 
 
-def _candidates(decision: Decision, ways: Sequence[Evaluated]) -> str:
+def _candidates(decision: Decision, evaluated_plans: Sequence[Evaluated]) -> str:
     base = decision.chosen.seconds if decision.chosen else None
     rows = []
-    for way in sorted(ways, key=lambda each: each.seconds):
-        is_over = way.memory.fits is False
-        name = "chosen" if way is decision.chosen else "does not fit" if is_over else "fits"
-        slower = Cell("") if base is None else share(way.seconds / base - 1, signed=True)
-        rows.append([Cell(words_of(way)), seconds(way.seconds), slower,
-                     gib(way.memory.worst.band[1]), Cell(name, mark="bad" if is_over else "good"),
-                     ])  # fmt: skip
+    for evaluated in sorted(evaluated_plans, key=lambda each: each.seconds):
+        is_over = evaluated.memory.fits is False
+        name = "chosen" if evaluated is decision.chosen else "does not fit" if is_over else "fits"
+        slower = Cell("") if base is None else share(evaluated.seconds / base - 1, signed=True)
+        rows.append(
+            [
+                Cell(words_of(evaluated)),
+                seconds(evaluated.seconds),
+                slower,
+                gib(evaluated.memory.worst.band[1]),
+                Cell(name, mark="bad" if is_over else "good"),
+            ]
+        )
     return Table(
         caption="Candidates whose memory was replayed to the byte",
         columns=("candidate", ">a step", ">slower by", ">memory at the most", "verdict"),
@@ -236,7 +244,7 @@ def _candidates(decision: Decision, ways: Sequence[Evaluated]) -> str:
 
 
 def about_trouble(trouble: Trouble) -> Iterator[str]:
-    """What contradicts what, and what would help."""
+    """Yield the statements that contradict each other, and changes that would help."""
     first, *rest = conflict_to_text(trouble)
     yield heading("Why nothing fits")
     yield paragraph(f"{first[0].upper()}{first[1:]}.")
@@ -247,8 +255,8 @@ def about_trouble(trouble: Trouble) -> Iterator[str]:
         return
     rows = [
         [Cell(each.change),
-         Cell("; ".join(statement_lines(each.setting, each.way.plan.graph.blocks()))),
-         seconds(each.way.seconds), gib(each.way.memory.worst.band[1]),
+         Cell("; ".join(statement_lines(each.setting, each.evaluated.plan.graph.blocks()))),
+         seconds(each.evaluated.seconds), gib(each.evaluated.memory.worst.band[1]),
          Cell(f"{each.num_gpus:,}", each.num_gpus)]
         for each in trouble.remedies
     ]  # fmt: skip
@@ -262,7 +270,7 @@ def about_trouble(trouble: Trouble) -> Iterator[str]:
 def about_rest(
     left_out: Iterable[tuple[str, str]], warnings: Iterable[str], notes: Iterable[str]
 ) -> Iterator[str]:
-    """What is not on the page, and what a reader has to know."""
+    """Yield what is not on the page, the warnings and the notes."""
     rows = [[Cell(what), Cell(why)] for what, why in left_out]
     if rows:
         columns = ("left out", "why")

@@ -306,6 +306,6 @@ def test_what_check_refuses_is_not_traced(tmp_path):
     path.write_text(json.dumps({**PLAN, "model": {"config": "config.json"}, "rules": rules}))
     told: list[str] = []
     with pytest.raises(PlanError) as refused:
-        checking.estimate_memory(path, told=told.append)
+        checking.estimate_memory(path, report=told.append)
     assert [*refused.value.problems] == [*checking.check_plan(path).problems]
     assert told == []

@@ -51,15 +51,15 @@ def random_numbers(seed: int, num_rows: int = 6) -> tuple[CostTable, float]:
         seconds=np.where(offered, seconds, np.inf),
         saved=saved,
         resident=resident,
-        later=rng.uniform(0, 3, (num_rows, kinds)),
-        first=rng.uniform(0, 2, num_rows),
-        last=rng.uniform(0, 2, num_rows),
-        top=rng.uniform(0, 5, num_rows),
-        turn=rng.uniform(0, 3, num_rows),
-        reducing=np.zeros(num_rows),
+        unreduced_grad_bytes=rng.uniform(0, 3, (num_rows, kinds)),
+        first_rank_extra_bytes=rng.uniform(0, 2, num_rows),
+        last_rank_extra_bytes=rng.uniform(0, 2, num_rows),
+        last_stage_extra_bytes=rng.uniform(0, 5, num_rows),
+        backward_extra_bytes=rng.uniform(0, 3, num_rows),
+        reduction_floor_bytes=np.zeros(num_rows),
         sent=rng.uniform(0, 2, num_rows),
-        beside=rng.uniform(0, 2, num_rows),
-        floor=np.zeros(num_rows),
+        all_ranks_extra_bytes=rng.uniform(0, 2, num_rows),
+        step_floor_bytes=np.zeros(num_rows),
         once_s=rng.uniform(0, 0.5, num_rows),
     )
     return numbers, float(rng.uniform(5, 12 * length))
@@ -125,7 +125,7 @@ def random_rounds(seed: int, num_rows: int = 6) -> tuple[CostTable, float]:
         seconds=np.where(offered, seconds, np.inf),
         saved=saved,
         resident=resident,
-        later=rng.uniform(0, 3, (num_rows, 3)),
+        unreduced_grad_bytes=rng.uniform(0, 3, (num_rows, 3)),
     )
     return rounds, float(rng.uniform(8, 12 * blocks))
 
@@ -166,7 +166,12 @@ def _kept_by(
             continue
         steps = [step for step in order if step.kind in "FB"]
         warm = [s.stage for s in itertools.takewhile(lambda step: step.kind == "F", steps)]
-        out.append(tuple(float(warm.count(rank + ranks * turn)) for turn in range(virtual)))
+        out.append(
+            tuple(
+                float(warm.count(rank + ranks * backward_extra_bytes))
+                for backward_extra_bytes in range(virtual)
+            )
+        )
     return tuple(out)
 
 
@@ -181,7 +186,10 @@ def began_by(schedule: str, ranks: int, virtual: int, count: int) -> tuple[bool,
         is_again = at + 1 < len(steps) and steps[at + 1].kind == "F"
         last = rank + ranks * (virtual - 1)
         is_again = is_again and steps[at].stage == steps[at + 1].stage == last
-        others = [warm.count(rank + ranks * turn) for turn in range(virtual - 1)]
+        others = [
+            warm.count(rank + ranks * backward_extra_bytes)
+            for backward_extra_bytes in range(virtual - 1)
+        ]
         out.append(ranks > 1 and is_again and warm.count(last) not in others)
     return tuple(out)
 
@@ -189,8 +197,14 @@ def began_by(schedule: str, ranks: int, virtual: int, count: int) -> tuple[bool,
 def beside_blocks(numbers: CostTable, row: int, rank: int) -> float:
     """Bytes of a rank whatever its blocks do: a block's pass, or on the last rank the loss."""
     is_last = rank == int(numbers.grid[row]["pp"]) - 1
-    held = float((numbers.top if is_last else numbers.turn)[row] + numbers.beside[row])
-    held += float(numbers.first[row]) * (rank == 0) + float(numbers.last[row]) * is_last
+    held = float(
+        (numbers.last_stage_extra_bytes if is_last else numbers.backward_extra_bytes)[row]
+        + numbers.all_ranks_extra_bytes[row]
+    )
+    held += (
+        float(numbers.first_rank_extra_bytes[row]) * (rank == 0)
+        + float(numbers.last_rank_extra_bytes[row]) * is_last
+    )
     return held
 
 
@@ -199,7 +213,7 @@ def rank_value(
 ) -> float:
     """The least seconds of some stages' blocks on a rank, by trying all options of each."""
     if began:
-        room -= sum(float(numbers.later[row, kind]) for kind in stages[-1])
+        room -= sum(float(numbers.unreduced_grad_bytes[row, kind]) for kind in stages[-1])
     return least_seconds(
         numbers,
         row,
@@ -226,10 +240,12 @@ def least_seconds(
     held = seconds = np.zeros(1)
     for kind, count, keep in blocks:
         options = np.flatnonzero(np.isfinite(numbers.seconds[row, kind]))
-        takes = options[ways_of(len(options), count)]
+        option_counts = options[ways_of(len(options), count)]
         each = numbers.resident[row, kind] + keep * numbers.saved[row, kind]
-        held = np.add.outer(held, each[takes].sum(axis=1)).ravel()
-        seconds = np.add.outer(seconds, numbers.seconds[row, kind][takes].sum(axis=1)).ravel()
+        held = np.add.outer(held, each[option_counts].sum(axis=1)).ravel()
+        seconds = np.add.outer(
+            seconds, numbers.seconds[row, kind][option_counts].sum(axis=1)
+        ).ravel()
     return float(seconds[held <= room * (1 + 1e-12)].min(initial=float("inf")))
 
 
@@ -274,7 +290,7 @@ def stage_values(numbers: CostTable, row: int, stage: int, blocks: Any, room: fl
     config = numbers.grid[row]
     played = SCHEDULE_WORDS[config["schedule"]], int(config["pp"]), 1, int(config["microbatches"])
     if played[1] > 1 and began_by(*played)[stage]:
-        room -= sum(float(numbers.later[row, kind]) for kind in blocks)
+        room -= sum(float(numbers.unreduced_grad_bytes[row, kind]) for kind in blocks)
     return least_seconds(numbers, row, [(k, blocks.count(k), keeps) for k in {*blocks}], room)
 
 

@@ -347,9 +347,11 @@ def test_kernels_take_for_themselves_what_a_trace_knows_that_they_take() -> None
     q, k, ids = empty(2, 2, 2000, 48), empty(2, 1, 2000, 48), empty(2, 2000, dtype=torch.long)
     flash = ops._scaled_dot_product_flash_attention_backward.default
     table = ops.embedding_dense_backward.default
-    assert rows["attention"].takes_back == sum(taken_inside(flash, (None, q, k), None))
+    assert rows["attention"].workspace_backward_bytes == sum(
+        taken_inside(flash, (None, q, k), None)
+    )
     summed = taken_inside(table, (empty(2, 2000, 48), ids, 2500), None)  # Of this rank.
-    assert rows["embedding"].takes_back == sum(summed) > 0
+    assert rows["embedding"].workspace_backward_bytes == sum(summed) > 0
 
 
 def test_a_block_is_gathered_before_it_runs_again() -> None:

@@ -309,5 +309,5 @@ def test_long_lists_are_sorted_beside_themselves_on_cuda(
     run = MicrobatchSpec(
         batch=1, seq_len=seq_len, element_bytes=2, is_cuda=is_cuda, spread=Spread(2)
     )
-    sorts = [row.takes for row in tape_of(shape, run).rows if row.op == "sort"]
+    sorts = [row.workspace_bytes for row in tape_of(shape, run).rows if row.op == "sort"]
     assert set(sorts) == {taken}

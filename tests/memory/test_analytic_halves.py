@@ -167,12 +167,12 @@ def test_a_long_step_is_told_by_few_of_its_microbatches(
     config = FUSED | {"num_hidden_layers": 12} if ranks == 3 else FUSED
     plan = decided(config, plan_of(schedule, ranks, count, **more, **MIXED))
 
-    def log(rank: int, *, in_brief: bool = False) -> EventLog:
+    def log(rank: int, *, summarised: bool = False) -> EventLog:
         works = analytic_microbatches(plan, 2 * count, told.LENGTH)
-        return replay(works.of_rank(rank, in_brief=in_brief), plan, "adamw", rank=rank)
+        return replay(works.of_rank(rank, summarised=summarised), plan, "adamw", rank=rank)
 
     for rank in range(0, 2 * ranks, 2):
-        telling, brief = log(rank), log(rank, in_brief=True)
+        telling, brief = log(rank), log(rank, summarised=True)
         with monkeypatch.context() as patch:
             patch.setattr(stages, "telling", lambda schedule, ranks, count: count)
             whole = log(rank)

@@ -207,13 +207,13 @@ def test_what_is_told_in_brief_waits_on_the_host_too() -> None:
     plan = make_plan(load_spec(spec), from_mapping(LLAMA))
     works = analytic_microbatches(plan, 2 * 16, SEQ_LEN, is_cuda=False)
 
-    def host(*, in_brief: bool) -> int:
-        work = works.of_rank(0, in_brief=in_brief)
+    def host(*, summarised: bool) -> int:
+        work = works.of_rank(0, summarised=summarised)
         return replay(work, plan, "adamw", has_host=True).host_bytes
 
-    assert host(in_brief=True) == host(in_brief=False) > 0
-    in_full, brief = (len(works.of_rank(0, in_brief=b).log.events) for b in (False, True))
-    assert brief < in_full
+    assert host(summarised=True) == host(summarised=False) > 0
+    expanded, brief = (len(works.of_rank(0, summarised=b).log.events) for b in (False, True))
+    assert brief < expanded
 
 
 def test_the_estimate_tells_both_sides() -> None:

@@ -45,16 +45,20 @@ def test_in_a_pipeline_too_they_say_it() -> None:
     pipeline = {"schedule": "1F1B", "microbatches": 4}
     more = SPREAD | {"mesh": mesh, "pipeline": pipeline, "batch": {"micro": 4, "seq_len": 2048}}
     plan = plan_of(MIXTRAL | LONG, {"version": 1} | more, 8)
-    found = estimate_analytic(plan, device="h100-sxm-80gb", limit_bytes=None, tells_worst=True)
-    usual = estimate_analytic(plan, device="h100-sxm-80gb", limit_bytes=None, most_bytes=1 << 60)
+    found = estimate_analytic(plan, device="h100-sxm-80gb", limit_bytes=None, worst_routing=True)
+    usual = estimate_analytic(
+        plan, device="h100-sxm-80gb", limit_bytes=None, stop_above_bytes=1 << 60
+    )
     assert estimate_worst_routing(usual, plan) == found != usual
 
 
 def test_spread_experts_say_what_they_are_taken_to_be_sent() -> None:
     more = SPREAD | {"batch": {"micro": 1, "seq_len": 2048}}
     plan = plan_of(MIXTRAL | LONG, {"version": 1} | more, 4)
-    found = estimate_analytic(plan, device="h100-sxm-80gb", limit_bytes=None, tells_worst=True)
-    usual = estimate_analytic(plan, device="h100-sxm-80gb", limit_bytes=None, most_bytes=1 << 60)
+    found = estimate_analytic(plan, device="h100-sxm-80gb", limit_bytes=None, worst_routing=True)
+    usual = estimate_analytic(
+        plan, device="h100-sxm-80gb", limit_bytes=None, stop_above_bytes=1 << 60
+    )
     assert estimate_worst_routing(usual, plan) == found != usual
     (said,) = (value for what, value in found.assumed if what == "routing")
     assert said.startswith("the 2 ranks of ep are sent as many tokens each; with all of them sent")

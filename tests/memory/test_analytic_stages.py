@@ -319,12 +319,12 @@ def test_what_ranks_may_reserve_moves_no_figure(monkeypatch: pytest.MonkeyPatch)
         usual.worst.peak.reserved_bytes,
         analytic_microbatches(plan, 48, 1024, device="cuda"),
     )
-    brief = works.of_rank(usual.worst.ranks[0], in_brief=True)
+    brief = works.of_rank(usual.worst.ranks[0], summarised=True)
     log = with_workspaces(replay(brief, plan, "adamw", rank=usual.worst.ranks[0]), "cuda")
     assert reserve(log).reserved_bytes > most
-    assert estimate_analytic(plan, device="cuda", limit_bytes=None, most_bytes=most) == usual
+    assert estimate_analytic(plan, device="cuda", limit_bytes=None, stop_above_bytes=most) == usual
     with pytest.raises(OverError):
-        estimate_analytic(plan, device="cuda", limit_bytes=None, most_bytes=most - 1)
+        estimate_analytic(plan, device="cuda", limit_bytes=None, stop_above_bytes=most - 1)
 
 
 def test_of_a_very_long_step_all_ranks_are_told_in_brief(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,12 +361,12 @@ def test_in_brief_a_rank_needs_as_much(
     given = dict(more)
     plan = decided(FUSED, plan_of(given.pop("schedule"), 2, 24, **given, **MIXED))
 
-    def log(rank: int, *, in_brief: bool = False) -> EventLog:
+    def log(rank: int, *, summarised: bool = False) -> EventLog:
         works = analytic_microbatches(plan, 48, told.LENGTH)
-        return replay(works.of_rank(rank, in_brief=in_brief), plan, "adamw", rank=rank)
+        return replay(works.of_rank(rank, summarised=summarised), plan, "adamw", rank=rank)
 
     for rank in (0, 3):
-        telling, brief = log(rank), log(rank, in_brief=True)
+        telling, brief = log(rank), log(rank, summarised=True)
         with monkeypatch.context() as patch:
             patch.setattr(stages, "telling", lambda schedule, ranks, count: count)
             whole = log(rank)

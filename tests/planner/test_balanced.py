@@ -36,8 +36,8 @@ ASKED: dict[str, Any] = {
 }
 
 
-def product(way: Evaluated) -> float:
-    return way.seconds * way.memory.worst.band[1]
+def product(evaluated: Evaluated) -> float:
+    return evaluated.seconds * evaluated.memory.worst.band[1]
 
 
 def best(job: Any, objective: str) -> Evaluated:
@@ -59,9 +59,12 @@ def test_nothing_has_less_by_more_than_the_gap(job: Any) -> None:
             one = solve_config(at.usual.only(row, mask), 0, math.inf)
             if one is None:
                 continue
-            tried = Candidate(row, one.seconds, one.ends, one.takes, one.linear_bytes)
-            way = at.measure(at.usual, tried).result
-            least = min(least, product(way) if isinstance(way, Evaluated) else math.inf)
+            tried = Candidate(row, one.seconds, one.ends, one.option_counts, one.linear_bytes)
+            evaluated = at.measure(at.usual, tried).result
+            least = min(
+                least,
+                product(evaluated) if isinstance(evaluated, Evaluated) else math.inf,
+            )
     decision = search_plan(path)
     chosen = decision.chosen
     assert chosen is not None

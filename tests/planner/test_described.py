@@ -241,7 +241,7 @@ def test_what_is_not_traced_says_so(
     monkeypatch.setattr(certify, "_MOST_BLOCKS", 1)
     said: list[str] = []
     fields = overrides({"mesh": {"pp": 2, "dp_shard": 4}, "pipeline.schedule": "1F1B"})
-    decision = search_plan(files[0], fields, told=said.append)
+    decision = search_plan(files[0], fields, report=said.append)
     assert decision.chosen is not None
     assert any("4 blocks with" in note for note in decision.chosen.memory.notes)
     assert any("told from the config, and not traced" in text for text in said)
@@ -280,8 +280,8 @@ def test_models_in_hand_are_planned_so_too() -> None:
     def load(more: Any) -> Any:
         return load_spec(plan, more)
 
-    assert question_of_model(one, load, told=said.append).traced is None
-    assert question_of_model(other, load, told=said.append).traced is not None
+    assert question_of_model(one, load, report=said.append).traced is None
+    assert question_of_model(other, load, report=said.append).traced is not None
     assert "is planned from it" in said[0]
     assert "say use_cache=False" in said[1]
 
@@ -300,7 +300,7 @@ def test_nothing_is_traced_in_a_process_group() -> None:
         model = built()
     spec = load_spec(plan_of({"entry": "x:y"}))
     certifier = certify.Certifier(
-        model, device=GPU, limit_bytes=1, origin=None, told=lambda text: None
+        model, device=GPU, limit_bytes=1, origin=None, report=lambda text: None
     )
     with _in_a_group():
         assert "in a process group" in str(certifier.of(spec))

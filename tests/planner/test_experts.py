@@ -183,7 +183,7 @@ def held_shares(at: PlanningProblem, rows: Iterable[int]) -> list[float]:
         one = solve_config(numbers.only(row, mask), 0, float("inf"))
         if one is None:
             continue
-        candidate = Candidate(row, one.seconds, one.ends, one.takes, one.linear_bytes)
+        candidate = Candidate(row, one.seconds, one.ends, one.option_counts, one.linear_bytes)
         measured = at.measure(numbers, candidate)
         assert not measured.why
         assert measured.result is not None
@@ -202,7 +202,7 @@ def test_stages_are_charged_for_their_own_experts(job):
     row = int(np.flatnonzero((at.grid["pp"] == 2) & (at.grid["ep"] == 4))[0])
     one = solve_config(at.usual, row, float("inf"))
     assert one is not None
-    candidate = Candidate(row, one.seconds, one.ends, one.takes, one.linear_bytes)
+    candidate = Candidate(row, one.seconds, one.ends, one.option_counts, one.linear_bytes)
     question = at.question
     plan = make_plan(question.read(overrides(at.stated(at.usual, candidate))), question.graph)
     assert plan.mesh.size("ep") == 4
@@ -306,11 +306,14 @@ def test_tokens_that_may_come_are_planned_for_where_experts_are_spread(job):
         stated = {"strategy": "zero1", "mesh": {"dp_shard": 8, "ep": "auto"}, "loss_chunks": 1}
         batch = {"global": 64, "micro": 8, "seq_len": 1024}
         at = job_of(job(**stated, batch=batch, experts={"capacity": capacity}))
-        ways = [solve_config(at.usual, row, float("inf")) for row in range(len(at.grid))]
-        found = [at.measure(at.usual, way, to_the_end=True) for way in ways]
-        for way, each in zip(ways, found, strict=True):
-            assert max(way.linear_bytes) <= max(pooled_by_group(at, each))
-        return [(way.seconds, each.result) for way, each in zip(ways, found, strict=True)]
+        evaluated_plans = [solve_config(at.usual, row, float("inf")) for row in range(len(at.grid))]
+        found = [at.measure(at.usual, evaluated, to_the_end=True) for evaluated in evaluated_plans]
+        for evaluated, each in zip(evaluated_plans, found, strict=True):
+            assert max(evaluated.linear_bytes) <= max(pooled_by_group(at, each))
+        return [
+            (evaluated.seconds, each.result)
+            for evaluated, each in zip(evaluated_plans, found, strict=True)
+        ]
 
     spread = 0
     for (seconds, even), (others, most) in zip(measured(None), measured(4), strict=True):

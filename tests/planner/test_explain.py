@@ -149,10 +149,13 @@ def test_a_verdict_names_what_grew_most(job):
     answer = dataclasses.replace(answer, seconds=1.8, shares=more, plan=plan, plan_shares=base)
     mesh = "it takes mesh: {dp_replicate: 4, tp: 2}, "
     answer = dataclasses.replace(
-        answer, way=dataclasses.replace(answer.way, stated={"mesh": {"dp_replicate": 4, "tp": 2}})
+        answer,
+        evaluated=dataclasses.replace(
+            answer.evaluated, stated={"mesh": {"dp_replicate": 4, "tp": 2}}
+        ),
     )
     assert verdict(answer) == f"+50.0%: {mesh}exposed communication of tp (+41.7%)"
-    same = dataclasses.replace(plan, stated=answer.way.stated)
+    same = dataclasses.replace(plan, stated=answer.evaluated.stated)
     answer = dataclasses.replace(answer, plan=same)
     assert verdict(answer) == "+50.0%: exposed communication of tp (+41.7%)"
 
@@ -244,12 +247,12 @@ def test_what_is_planned_for_memory_is_explained_by_memory(job):
     assert own.setting == f"strategy={plan.stated['strategy']}"
     assert verdict(own) == "the plan has it"
     least = plan.memory.worst.band[1]
-    others = [answer for answer in answers if not answer.is_planned and answer.way]
+    others = [answer for answer in answers if not answer.is_planned and answer.evaluated]
     assert others
     for answer in others:
-        assert answer.way.memory.worst.band[1] >= least
+        assert answer.evaluated.memory.worst.band[1] >= least
         held = search_plan(path, [answer.setting]).chosen
-        assert answer.way.memory.worst.band[1] == held.memory.worst.band[1]
+        assert answer.evaluated.memory.worst.band[1] == held.memory.worst.band[1]
         assert "holds " in verdict(answer)
 
 
@@ -259,7 +262,7 @@ def test_microbatches_are_asked_about_as_far_as_there_are_any(job):
     answers = explain(path, ["why", "batch.micro"])
     assert [answer.setting for answer in answers] == [f"batch.micro={n}" for n in (16, 32, 64)]
     assert sum(answer.is_planned for answer in answers) == 1
-    assert all(answer.way is not None for answer in answers)
+    assert all(answer.evaluated is not None for answer in answers)
 
 
 @pytest.mark.parametrize("setting", ["loss_chunks=4", "precision=bf16-true", "loss_chunks=1"])

@@ -44,13 +44,15 @@ def test_so_many_blocks_are_of_stages_that_keep_as_much_as_usual():
     grid = np.zeros(1, GRID)
     for ranks, virtual, blocks in itertools.product((2, 3), (2, 3), range(4, 14)):
         grid["pp"], grid["virtual"] = ranks, virtual
-        ways = [
+        evaluated_plans = [
             sum(n - -(-n // virtual) if r < ranks - 1 else n - n // virtual
                 for r, n in enumerate(own))
             for own in itertools.product(range(virtual, blocks + 1), repeat=ranks)
             if sum(own) == blocks
         ]  # fmt: skip
-        assert not ways or min(ways) - 1 <= usual_blocks(grid, blocks)[0] <= min(ways)
+        assert not evaluated_plans or min(evaluated_plans) - 1 <= usual_blocks(grid, blocks)[
+            0
+        ] <= min(evaluated_plans)
 
 
 def test_schedules_that_fill_less_keep_more():

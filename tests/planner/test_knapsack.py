@@ -27,7 +27,7 @@ def test_knapsack(seed):
         seconds[rng.random((kinds, options)) < 0.15] = np.inf
         counts = rng.integers(0, 6, kinds).astype(np.int64)
         capacity = float(rng.uniform(0, counts.sum() * 10 + 0.1))
-        ways = [
+        evaluated_plans = [
             [
                 (sum(seconds[k, list(x)]), sum(memory[k, list(x)]))
                 for x in itertools.combinations_with_replacement(
@@ -38,16 +38,16 @@ def test_knapsack(seed):
         ]
         expected = min(
             (
-                sum(t for t, _ in way)
-                for way in itertools.product(*ways)
-                if sum(m for _, m in way) <= capacity
+                sum(t for t, _ in evaluated)
+                for evaluated in itertools.product(*evaluated_plans)
+                if sum(m for _, m in evaluated) <= capacity
             ),
             default=float("inf"),
         )
         choice = solve(Options(seconds, memory), counts, capacity)
         assert choice.seconds == pytest.approx(expected, rel=1e-9)
-        if choice.takes:
-            table = np.array(choice.takes)
+        if choice.option_counts:
+            table = np.array(choice.option_counts)
             assert (table.sum(axis=1) == counts).all()
             assert np.where(table > 0, table * memory, 0).sum() <= capacity * (1 + 1e-9)
 
@@ -157,7 +157,7 @@ def test_the_first_answer_rules_out_as_much_as_one_known_before(monkeypatch):
 
     def counted(*asked):
         found = pareto_counts_of(*asked)
-        weighed.append(len(found.takes))
+        weighed.append(len(found.option_counts))
         return found
 
     monkeypatch.setattr(knapsack, "pareto_counts_of", counted)
@@ -183,15 +183,21 @@ def test_mixes_pay_no_more_than_the_slack():
         seconds, memory = rng.uniform(1, 2, 3), rng.uniform(0, 5, 3)
         count, price, slack = 4, float(rng.uniform(0, 0.5)), float(rng.uniform(0.1, 1.5))
         paid = seconds + price * memory
-        all_ = [np.array(takes) for takes in itertools.product(range(count + 1), repeat=3)]
+        all_ = [
+            np.array(option_counts)
+            for option_counts in itertools.product(range(count + 1), repeat=3)
+        ]
         near = [
-            takes for takes in all_
-            if takes.sum() == count and takes @ (paid - paid.min()) <= slack
+            option_counts for option_counts in all_
+            if option_counts.sum() == count and option_counts @ (paid - paid.min()) <= slack
         ]  # fmt: skip
         left = {
-            tuple(map(int, takes)) for takes in near
-            if not any(each @ seconds < takes @ seconds and each @ memory < takes @ memory
-                       for each in near)
-        }  # fmt: skip
+            tuple(map(int, option_counts))
+            for option_counts in near
+            if not any(
+                each @ seconds < option_counts @ seconds and each @ memory < option_counts @ memory
+                for each in near
+            )
+        }
         found = pareto_counts_of(seconds, memory, count, price, slack, (0.0, np.inf))
-        assert {tuple(map(int, takes)) for takes in found.takes} == left
+        assert {tuple(map(int, option_counts)) for option_counts in found.option_counts} == left

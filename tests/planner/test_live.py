@@ -129,16 +129,18 @@ def test_nothing_that_fits_is_faster(name, ask):
     numbers = job.usual
     best, num_fit, num_over = float("inf"), 0, 0
     for row in range(len(numbers.grid)):
-        ways = [list(takes_of(numbers, row, kind)) for kind in range(len(numbers.counts))]
-        for takes in itertools.product(*ways):
+        evaluated_plans = [
+            list(takes_of(numbers, row, kind)) for kind in range(len(numbers.counts))
+        ]
+        for option_counts in itertools.product(*evaluated_plans):
             seconds = sum(
                 count * numbers.seconds[row, kind, option]
-                for kind, counts in enumerate(takes)
+                for kind, counts in enumerate(option_counts)
                 for option, count in enumerate(counts)
                 if count
             )
             step = float(numbers.grid["microbatches"][row] * seconds)
-            candidate = Candidate(row, step, (0, len(numbers.order)), (takes,), (0.0,))
+            candidate = Candidate(row, step, (0, len(numbers.order)), (option_counts,), (0.0,))
             if job.measure(numbers, candidate).fits:
                 best, num_fit = min(best, step), num_fit + 1
             else:
@@ -157,10 +159,10 @@ def takes_of(numbers: Any, row: int, kind: int) -> Iterator[tuple[int, ...]]:
     offered = np.flatnonzero(np.isfinite(numbers.seconds[row, kind]))
     for counts in itertools.product(range(numbers.counts[kind] + 1), repeat=len(offered)):
         if sum(counts) == numbers.counts[kind]:
-            takes = [0] * len(OPTIONS)
+            option_counts = [0] * len(OPTIONS)
             for option, count in zip(offered, counts, strict=True):
-                takes[option] = count
-            yield tuple(takes)
+                option_counts[option] = count
+            yield tuple(option_counts)
 
 
 @EACH

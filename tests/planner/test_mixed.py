@@ -44,7 +44,7 @@ def test_figures_from_below_are_below(job: PlanningProblem) -> None:
     """Of the answer that takes the least memory, which is replayed whole."""
     rng, numbers = random.Random(1), job.usual
     bounds, shares = memory_bounds(numbers), []
-    decided = np.flatnonzero(numbers.reducing >= bounds)
+    decided = np.flatnonzero(numbers.reduction_floor_bytes >= bounds)
     rows = [int(row) for row in rng.sample(list(decided), 5)]
     for row in rows:
         smallest = ConfigSolver(numbers, row, float("inf")).smallest()

@@ -33,9 +33,9 @@ def test_a_whole_plan_takes_what_the_search_says(job, fields):
     path = job(LLAMA | {"hidden_size": 1024, "num_hidden_layers": 5}, **fields)
     decision = search_plan(path)
     assert decision.chosen is not None
-    for way in (decision.chosen, *decision.alternatives):
-        costed = Costed(way.plan, question_of_file(path).cluster)
-        assert costed.seconds == pytest.approx(way.seconds, rel=1e-12)
+    for evaluated in (decision.chosen, *decision.alternatives):
+        costed = Costed(evaluated.plan, question_of_file(path).cluster)
+        assert costed.seconds == pytest.approx(evaluated.seconds, rel=1e-12)
         assert costed.tokens == decision.tokens
 
 

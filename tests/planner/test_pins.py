@@ -33,11 +33,11 @@ def chosen_of(path):
     """Every plan that is told, each certified for the file with its choices on top, and timed."""
     decision = search_plan(path)
     assert decision.chosen is not None
-    for way in (decision.chosen, *decision.alternatives):
-        again = checking.estimate_memory(path, overrides(way.stated))
-        assert again.worst.band == way.memory.worst.band
-        costed = Costed(way.plan, question_of_file(path).cluster)
-        assert costed.seconds == pytest.approx(way.seconds, rel=1e-9)
+    for evaluated in (decision.chosen, *decision.alternatives):
+        again = checking.estimate_memory(path, overrides(evaluated.stated))
+        assert again.worst.band == evaluated.memory.worst.band
+        costed = Costed(evaluated.plan, question_of_file(path).cluster)
+        assert costed.seconds == pytest.approx(evaluated.seconds, rel=1e-9)
     return decision, [decision.chosen, *decision.alternatives]
 
 
@@ -48,11 +48,11 @@ def test_a_split_is_held(job):
     hardware = PLAN["hardware"] | {"nodes": 3}
     path = job(**PIPED, pipeline={"split": split}, hardware=hardware,
                batch={"global": 48, "seq_len": 1024})  # fmt: skip
-    decision, ways = chosen_of(path)
-    for way in ways:
-        assert way.stated["mesh"]["pp"] == 3
-        assert stages_of(way.plan) == [0, 1, 1, 1, 2, 2]
-        assert "pipeline.split" not in way.stated
+    decision, evaluated_plans = chosen_of(path)
+    for evaluated in evaluated_plans:
+        assert evaluated.stated["mesh"]["pp"] == 3
+        assert stages_of(evaluated.plan) == [0, 1, 1, 1, 2, 2]
+        assert "pipeline.split" not in evaluated.stated
     free, _ = chosen_of(job(**PIPED | {"mesh": {"pp": 3, "dp_shard": "auto"}},
                             hardware=hardware, batch={"global": 48, "seq_len": 1024}))  # fmt: skip
     assert decision.best_s > free.best_s * 1.01
@@ -69,10 +69,10 @@ def test_a_split_is_held(job):
     ],
 )  # fmt: skip
 def test_stages_by_rule_are_held(job, rules, pp, wanted):
-    _, ways = chosen_of(job(**PIPED, rules=rules))
-    for way in ways:
-        assert way.stated["mesh"]["pp"] in pp
-        stages = stages_of(way.plan)
+    _, evaluated_plans = chosen_of(job(**PIPED, rules=rules))
+    for evaluated in evaluated_plans:
+        assert evaluated.stated["mesh"]["pp"] in pp
+        stages = stages_of(evaluated.plan)
         assert {block: stages[block] for block in wanted} == wanted
 
 
@@ -114,26 +114,26 @@ def test_which_numbers_of_stages_can_be():
         rng = np.random.default_rng(seed)
         pins = {f"b.{n}": int(rng.integers(3)) for n in rng.choice(4, 2, replace=False)}
         for stages in (2, 3):
-            ways = itertools.combinations(range(1, 4), stages - 1)
-            cuts = [[sum(n >= end for end in ends) for n in range(4)] for ends in ways]
+            evaluated_plans = itertools.combinations(range(1, 4), stages - 1)
+            cuts = [[sum(n >= end for end in ends) for n in range(4)] for ends in evaluated_plans]
             possible = any(all(cut[int(b[2:])] == s for b, s in pins.items()) for cut in cuts)
             assert FixedStages(pins).can_cut(blocks, stages) == possible, pins
 
 
 def test_microbatches_are_held(job):
-    _, ways = chosen_of(job(**PIPED, pipeline={"microbatches": 4}))
-    for way in ways:
-        assert way.stated["mesh"]["pp"] > 1
-        assert way.plan.assignment.stages.microbatches == 4
-        assert way.plan.micro * way.plan.num_data_ranks == 64
+    _, evaluated_plans = chosen_of(job(**PIPED, pipeline={"microbatches": 4}))
+    for evaluated in evaluated_plans:
+        assert evaluated.stated["mesh"]["pp"] > 1
+        assert evaluated.plan.assignment.stages.microbatches == 4
+        assert evaluated.plan.micro * evaluated.plan.num_data_ranks == 64
 
 
 def test_the_batch_of_a_rank_is_held_along_a_pipeline(job):
     """`batch.micro` is what a pipeline cuts into microbatches, not one of these."""
-    _, ways = chosen_of(job(**PIPED | {"mesh": {"pp": 2, "dp_shard": "auto"}},
+    _, evaluated_plans = chosen_of(job(**PIPED | {"mesh": {"pp": 2, "dp_shard": "auto"}},
                             batch={"global": 64, "seq_len": 1024, "micro": 16}))  # fmt: skip
-    for way in ways:
-        assert (way.plan.micro, way.plan.accumulate) == (16, 1)
+    for evaluated in evaluated_plans:
+        assert (evaluated.plan.micro, evaluated.plan.accumulate) == (16, 1)
     with pytest.raises(EmptySpaceError):
         search_plan(job(**PIPED | {"mesh": {"pp": 2, "dp_shard": "auto"}},
                         batch={"global": 64, "seq_len": 1024, "micro": 4}))  # fmt: skip
@@ -144,12 +144,12 @@ def test_every_nth_block_is_held(job):
     rules = [{"match": "model.layers.{4..5}",
               "activation_checkpointing": {"mode": "selective", "every": 2}}]  # fmt: skip
     fields = {"mesh": {"dp_shard": 8}, "strategy": None, "activation_checkpointing": asked}
-    decision, ways = chosen_of(job(**fields, rules=rules))
-    for way in ways:
-        modes = {f: r.policy.mode for f, r in way.plan.assignment.recompute.items()}
+    decision, evaluated_plans = chosen_of(job(**fields, rules=rules))
+    for evaluated in evaluated_plans:
+        modes = {f: r.policy.mode for f, r in evaluated.plan.assignment.recompute.items()}
         assert modes == {"model.layers.0": "full", "model.layers.3": "full",
                          "model.layers.4": "selective"}  # fmt: skip
-        assert "activation_checkpointing" not in way.stated
+        assert "activation_checkpointing" not in evaluated.stated
     for other, is_faster in (("full", False), ("none", True)):
         path = job(**fields | {"activation_checkpointing": other}, rules=rules)
         assert (search_plan(path).best_s < decision.best_s) == is_faster

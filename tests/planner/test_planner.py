@@ -89,11 +89,11 @@ def test_nothing_that_fits_is_faster(job):
         for full in range(blocks + 1):
             for chosen in range(blocks + 1 - full):
                 for reshard in (0, 1):
-                    takes = [0] * len(OPTIONS)
+                    option_counts = [0] * len(OPTIONS)
                     for again, count in enumerate((blocks - full - chosen, chosen, full)):
-                        takes[OPTIONS.index((again, reshard))] = count
+                        option_counts[OPTIONS.index((again, reshard))] = count
                     only_first = tuple(int(number == 0) for number in range(len(OPTIONS)))
-                    whole = (only_first, tuple(takes), only_first)
+                    whole = (only_first, tuple(option_counts), only_first)
                     seconds = sum(
                         count * numbers.seconds[row, kind, option]
                         for kind, counts in enumerate(whole)
@@ -134,7 +134,9 @@ def test_bounds_on_memory_are_below_what_is_replayed(job, size, near):
             one = solve_config(numbers.only(int(row), mask), 0, float("inf"))
             if one is None:
                 continue
-            candidate = Candidate(int(row), one.seconds, one.ends, one.takes, one.linear_bytes)
+            candidate = Candidate(
+                int(row), one.seconds, one.ends, one.option_counts, one.linear_bytes
+            )
             measured = at.measure(numbers, candidate)
             assert not measured.why
             truth = pooled_bytes(at, measured)

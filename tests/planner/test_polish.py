@@ -46,7 +46,7 @@ def space(seed: int) -> tuple[CostTable, Turns, float]:
 def fastest(numbers: CostTable, turns: Turns, row: int, capacity: float) -> float:
     best = float("inf")
     seconds, saved = numbers.seconds[row], numbers.saved[row]
-    ends = float(numbers.top[row]) + 2 * float(saved[0, 0])
+    ends = float(numbers.last_stage_extra_bytes[row]) + 2 * float(saved[0, 0])
     for chosen in itertools.product(range(len(OPTIONS)), repeat=3):
         kept = most = 0.0
         for place, option in enumerate(chosen, 1):
@@ -81,8 +81,10 @@ def test_what_fits_by_its_moments_is_found(block: int) -> None:
         if found.best is None:
             continue
         answers += 1
-        row, takes = found.best.row, np.array(found.best.takes[0])
-        held = (numbers.saved[row] + numbers.resident[row])[takes > 0] @ takes[takes > 0]
-        top = numbers.on_top(row, 0)
-        assert found.best.linear_bytes == pytest.approx((float(held) + top,))
+        row, option_counts = found.best.row, np.array(found.best.option_counts[0])
+        held = (numbers.saved[row] + numbers.resident[row])[option_counts > 0] @ option_counts[
+            option_counts > 0
+        ]
+        last_stage_extra_bytes = numbers.on_top(row, 0)
+        assert found.best.linear_bytes == pytest.approx((float(held) + last_stage_extra_bytes,))
     assert answers > 3

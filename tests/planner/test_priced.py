@@ -215,7 +215,7 @@ def test_its_frontier_is_itself_and_is_priced_once(write, capsys):
     out, err = capsys.readouterr()
     result = json.loads(out)["result"]
     assert result["frontier_is_whole"]
-    assert [way["step_s"] for way in result["frontier"]] == [result["step_s"]]
+    assert [evaluated["step_s"] for evaluated in result["frontier"]] == [result["step_s"]]
     assert err.count("counting what a rank does") == 1
 
 

@@ -79,16 +79,16 @@ def test_every_remedy_is_a_plan(job, fields):
     path = job(WIDE, **fields)
     trouble = trouble_of(question_of_file(path))
     assert trouble.remedies
-    keys = [(each.num_gpus, each.way.seconds) for each in trouble.remedies]
+    keys = [(each.num_gpus, each.evaluated.seconds) for each in trouble.remedies]
     assert keys == sorted(keys)
     for each in trouble.remedies:
-        assert each.way.memory.fits
-        assert each.way.plan.mesh.world_size == each.num_gpus
+        assert each.evaluated.memory.fits
+        assert each.evaluated.plan.mesh.world_size == each.num_gpus
         if any(path.startswith("rules") for path in each.setting):
             continue  # Takes a rule's word back, which no setting can.
         again = search_plan(path, overrides(each.setting))
         assert again.chosen is not None
-        assert again.best_s <= each.way.seconds * (1 + 1e-4)
+        assert again.best_s <= each.evaluated.seconds * (1 + 1e-4)
 
 
 def test_more_devices_are_the_fewest_that_do(job):
@@ -102,7 +102,7 @@ def test_more_devices_are_the_fewest_that_do(job):
     asked._deadline = float("inf")
     (more,) = asked._by_devices()
     assert more.change == "12 GPUs (3 nodes of 4)"
-    assert search_plan(path, overrides(more.setting)).best_s <= more.way.seconds * (1 + 1e-4)
+    assert search_plan(path, overrides(more.setting)).best_s <= more.evaluated.seconds * (1 + 1e-4)
 
 
 @pytest.mark.wide

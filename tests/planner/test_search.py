@@ -88,18 +88,20 @@ def test_what_is_dealt_out_to_stages_is_what_was_chosen():
                 for rank in range(ranks):
                     held[rank] += beside_blocks(numbers, row, rank)
                 for stage, (i, j) in enumerate(itertools.pairwise(one.ends)):
-                    table, turn = np.array(one.takes[stage]), stage // ranks
+                    table, backward_extra_bytes = np.array(one.option_counts[stage]), stage // ranks
                     own = numbers.order[i:j]
                     assert list(table.sum(axis=1)) == [own.count(k) for k in range(3)]
                     assert 1 in own
-                    keeps = kept[stage % ranks][turn]
+                    keeps = kept[stage % ranks][backward_extra_bytes]
                     bytes_ = numbers.resident[row] + keeps * numbers.saved[row]
-                    if began[stage % ranks] and turn == virtual - 1:
-                        bytes_ = bytes_ + numbers.later[row][:, None]
+                    if began[stage % ranks] and backward_extra_bytes == virtual - 1:
+                        bytes_ = bytes_ + numbers.unreduced_grad_bytes[row][:, None]
                     held[stage % ranks] += float(bytes_[table > 0] @ table[table > 0])
                     hands_on = 0 < stage < ranks * virtual - 1
                     held[stage % ranks] += (
-                        handed[stage % ranks][turn] * float(numbers.sent[row]) * hands_on
+                        handed[stage % ranks][backward_extra_bytes]
+                        * float(numbers.sent[row])
+                        * hands_on
                     )
                     taken = numbers.seconds[row][table > 0] @ table[table > 0]
                     seconds[stage % ranks] += float(taken)

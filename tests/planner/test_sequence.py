@@ -130,8 +130,8 @@ def test_why_it_is_cut_is_said_in_seconds(tmp_path: Path) -> None:
     assert whole.seconds is not None
     assert whole.base_s is not None
     assert whole.seconds > 1.02 * whole.base_s
-    assert whole.way is not None
-    assert not whole.way.plan.assignment.crossings
+    assert whole.evaluated is not None
+    assert not whole.evaluated.plan.assignment.crossings
     assert asker.why_not("sequence_parallel=true").seconds == whole.base_s
     job_of(tmp_path, sequence_parallel=False)
     stated = Asker(question_of_file(tmp_path / "plan.yaml"))

@@ -51,7 +51,7 @@ def test_the_least_memory_of_all(job):
             one = solve_config(numbers.only(row, mask), 0, math.inf)
             if one is None:
                 continue
-            tried = Candidate(row, one.seconds, one.ends, one.takes, one.linear_bytes)
+            tried = Candidate(row, one.seconds, one.ends, one.option_counts, one.linear_bytes)
             least = min(least, at.measure(numbers, tried).result.memory.worst.band[1])
     decision = search_plan(path)
     assert decision.objective == "memory"
@@ -77,8 +77,8 @@ def test_what_holds_more_than_it_seems_is_passed_by(job):
             high = max(candidate.linear_bytes) * share[candidate.row]
             seen[candidate.row] = high
             memory = SimpleNamespace(worst=SimpleNamespace(band=(0, high)))
-            way = Evaluated(stated={}, seconds=1.0, plan=None, memory=memory)
-            return ReplayedMemory(fits=True, result=way)
+            evaluated = Evaluated(stated={}, seconds=1.0, plan=None, memory=memory)
+            return ReplayedMemory(fits=True, result=evaluated)
 
         fake = SimpleNamespace(
             usual=numbers, measure=measure, widened=float, allow=lambda limit: None,
@@ -91,7 +91,7 @@ def test_what_holds_more_than_it_seems_is_passed_by(job):
             row: max(ConfigSolver(numbers, row, math.inf).smallest().linear_bytes) * share[row]
             for row in every
         }
-        assert found.way.memory.worst.band[1] == min(held.values())
+        assert found.evaluated.memory.worst.band[1] == min(held.values())
         assert found.lower_bytes <= min(held.values())
         assert len(seen) < len(held)
 
@@ -125,27 +125,29 @@ def test_memory_that_nothing_fits_into(job):
 def test_a_frontier_is_of_plans_that_beat_each_other(job):
     path = job(SMALL, mesh=DATA, hardware=ONE, batch={"global": 16, "seq_len": 512})
     question = question_of_file(path)
-    ways, is_whole = frontier(question)
+    evaluated_plans, is_whole = frontier(question)
     assert is_whole
-    assert len(ways) >= 3
-    seconds = [way.seconds for way in ways]
-    held = [way.memory.worst.band[1] for way in ways]
+    assert len(evaluated_plans) >= 3
+    seconds = [evaluated.seconds for evaluated in evaluated_plans]
+    held = [evaluated.memory.worst.band[1] for evaluated in evaluated_plans]
     assert seconds == sorted(set(seconds))
     assert held == sorted(set(held), reverse=True)
     assert seconds[0] == pytest.approx(decide(question).best_s)
     # With the memory of one less, nothing is as fast.
     slower = decide(replace(question, limit_bytes=held[1] - 1))
     assert slower.best_s > seconds[1]
-    for way in ways[1:3]:
+    for evaluated in evaluated_plans[1:3]:
         assert (
-            checking.estimate_memory(path, overrides(way.stated)).worst.band[1]
-            == (way.memory.worst.band[1])
+            checking.estimate_memory(path, overrides(evaluated.stated)).worst.band[1]
+            == (evaluated.memory.worst.band[1])
         )
-    assert undominated([*ways, *ways]) == ways
-    lines = frontier_to_text(ways, is_whole=False)
+    assert undominated([*evaluated_plans, *evaluated_plans]) == evaluated_plans
+    lines = frontier_to_text(evaluated_plans, is_whole=False)
     assert lines[0].endswith("so far: the time was up")
-    assert frontier_to_text(ways, is_whole=False, is_interrupted=True)[0].endswith("interrupted")
-    assert len([line for line in lines if " GiB  mesh: " in line]) == len(ways)
+    assert frontier_to_text(evaluated_plans, is_whole=False, is_interrupted=True)[0].endswith(
+        "interrupted"
+    )
+    assert len([line for line in lines if " GiB  mesh: " in line]) == len(evaluated_plans)
 
 
 def test_the_cheapest_number_of_nodes(job):

@@ -48,11 +48,11 @@ def estimate_analytic(
     device: str,
     limit_bytes: int | None,
     notes: Sequence[str] = (),
-    most_bytes: float = float("inf"),
-    tells_worst: bool = False,
-    packs: bool = True,
+    stop_above_bytes: float = float("inf"),
+    worst_routing: bool = False,
+    try_expandable: bool = True,
     tells_modules: bool = False,
-    likely: Sequence[float] = (),
+    stage_guess_bytes: Sequence[float] = (),
     played: Played | None = None,
 ) -> MemoryEstimate:
     """Estimate every rank's peak memory from the model's config, without importing torch.
@@ -62,20 +62,21 @@ def estimate_analytic(
         device: A device name of `hardware`; "" if unknown.
         limit_bytes: Memory limit of one GPU in bytes; None if unknown.
         notes: Sentences that the reader of the estimate should see.
-        most_bytes: Stop with `OverError` as soon as one rank is known to reserve more than this.
-        tells_worst: If True, also report the peak of a rank that receives every token.
-        packs: If True and the plan does not fit, also report what expandable segments would
-            reserve.
+        stop_above_bytes: Stop with `OverError` as soon as one rank is known to reserve more than
+            this.
+        worst_routing: If True, also report the peak of a rank that receives every token.
+        try_expandable: If True and the plan does not fit, also report what expandable segments
+            would reserve.
         tells_modules: If True, also break the peak down by module.
-        likely: A guess of the bytes that ranks need, by position along pp. Ranks with larger
-            guesses are replayed first, so that a plan that does not fit is rejected early. If
-            empty, ranks at the end of the pipeline come first, which hold the loss, and then those
-            at its start, which hold most microbatches.
+        stage_guess_bytes: A guess of the bytes that ranks need, by position along pp. Ranks with
+            larger guesses are replayed first, so that a plan that does not fit is rejected early.
+            If empty, ranks at the end of the pipeline come first, which hold the loss, and then
+            those at its start, which hold most microbatches.
         played: Cache of the stages that were played for earlier plans; None for an empty one.
 
     Raises:
         PlanError: There are no rules for the model's ops, or for something in the plan.
-        OverError: Some rank reserves more than `most_bytes`.
+        OverError: Some rank reserves more than `stop_above_bytes`.
     """
     spec, (micro, seq_len) = plan.spec, plan.fed()
     check_fused(plan, seq_len, device=device)
@@ -84,21 +85,21 @@ def estimate_analytic(
     certified = f"told from the config; traced models differ by at most {ERROR:.0%}"
     works = analytic_microbatches(plan, micro, seq_len, device=device, played=played)
     # Expandable segments, modules and compiled blocks need logs; a search needs only figures.
-    keeps_logs = packs or tells_modules or bool(plan.assignment.compiled)
+    keeps_logs = try_expandable or tells_modules or bool(plan.assignment.compiled)
     ranks = AnalyticRanks(
         [each[0] for each in groups],
-        lambda rank, in_brief: _log_of(works, plan, rank, in_brief=in_brief),
+        lambda rank, summarised: _log_of(works, plan, rank, summarised=summarised),
         ReplayCache(device, spec),  # Ranks of different stages may have equal events.
-        in_brief=works.in_brief,
-        only_in_brief=works.only_in_brief,
-        most_bytes=most_bytes,
+        summarised=works.summarised,
+        only_summarised=works.only_summarised,
+        stop_above_bytes=stop_above_bytes,
         keeps_logs=keeps_logs,
     )
     # Ranks of the last stage hold the loss, those of the first stage most microbatches.
     order = [len(groups) - 1, *range(len(groups) - 1)]
-    if likely:
+    if stage_guess_bytes:
         places = [plan.mesh.index(ranks[0], ("pp",)) for ranks in groups]
-        order.sort(key=lambda number: -likely[places[number]])
+        order.sort(key=lambda number: -stage_guess_bytes[places[number]])
     told = ranks.tell(order)
     logs = [each.log for each in told if each.log is not None]
     found = assemble_figures(
@@ -113,13 +114,13 @@ def estimate_analytic(
             ("inputs of a rank's step", shape),
             ("loss", _CROSS_ENTROPY + in_chunks(plan)),
             ("optimizer", called(spec.optimizer)),
-            *_of_experts(plan, tells_worst=tells_worst),
+            *_of_experts(plan, worst_routing=worst_routing),
         ),
         notes=notes,
         error=[each.error for each in told],
         least=[least_bytes(plan, log, device) for log in logs],
     )
-    if packs:
+    if try_expandable:
         found = with_packed(found, plan, [each.held for each in told if each.held is not None])
     if tells_modules:
         found = with_modules(found, plan, logs)
@@ -140,26 +141,26 @@ def check_analytic(plan: Plan, *, device: str) -> None:
     micro, seq_len = plan.fed()
     check_fused(plan, seq_len, device=device)
     works = analytic_microbatches(plan, micro, seq_len, device=device)
-    check_rules(plan, works.of_rank(0, in_brief=True))
+    check_rules(plan, works.of_rank(0, summarised=True))
 
 
 def estimate_worst_routing(estimate: MemoryEstimate, plan: Plan) -> MemoryEstimate:
     """Add the peak of a rank that receives every token to an estimate of `estimate_analytic`.
 
     Args:
-        estimate: The estimate of this plan. It may have been made with any `most_bytes`: a rank
-            whose summarised log exceeds that bound seems to need more than every fully expanded
-            rank within it, so it is expanded in any case.
+        estimate: The estimate of this plan. It may have been made with any `stop_above_bytes`: a
+            rank whose summarised log exceeds that bound seems to need more than every fully
+            expanded rank within it, so it is expanded in any case.
         plan: The plan that the estimate is of.
     """
-    before = len(estimate.assumed) - len(tuple(_of_experts(plan, tells_worst=False)))
-    experts = tuple(_of_experts(plan, tells_worst=True))
+    before = len(estimate.assumed) - len(tuple(_of_experts(plan, worst_routing=False)))
+    experts = tuple(_of_experts(plan, worst_routing=True))
     return replace(estimate, assumed=(*estimate.assumed[:before], *experts))
 
 
 @no_collection()
 def analytic_log_of_rank(
-    plan: Plan, rank: int, *, device: str, played: Played | None = None, in_brief: bool = True
+    plan: Plan, rank: int, *, device: str, played: Played | None = None, summarised: bool = True
 ) -> EventLog:
     """Return the step of one rank as `estimate_analytic` computes it.
 
@@ -168,7 +169,7 @@ def analytic_log_of_rank(
         rank: The rank whose step is returned.
         device: A device name of `hardware`; "" if unknown.
         played: Cache of the stages that were played for earlier plans; None for an empty one.
-        in_brief: If True, summarise the microbatches that cannot make the peak of a long step.
+        summarised: If True, summarise the microbatches that cannot make the peak of a long step.
 
     Raises:
         PlanError: There are no rules for the model's ops, or for something in the plan.
@@ -176,10 +177,10 @@ def analytic_log_of_rank(
     micro, seq_len = plan.fed()
     check_fused(plan, seq_len, device=device)
     works = analytic_microbatches(plan, micro, seq_len, device=device, rank=rank, played=played)
-    return _log_of(works, plan, rank, in_brief=in_brief)
+    return _log_of(works, plan, rank, summarised=summarised)
 
 
-def _of_experts(plan: Plan, *, tells_worst: bool) -> Iterator[tuple[str, str]]:
+def _of_experts(plan: Plan, *, worst_routing: bool) -> Iterator[tuple[str, str]]:
     """Yield what is assumed of experts and routing, as (what, value) pairs."""
     shape, ep = shape_of(plan.graph), plan.mesh.size("ep")
     if not shape.experts:
@@ -190,12 +191,12 @@ def _of_experts(plan: Plan, *, tells_worst: bool) -> Iterator[tuple[str, str]]:
         return
     yield "experts", how
     worst = ""
-    if tells_worst:
+    if worst_routing:
         assert plan.micro is not None
         assert plan.spec.batch.seq_len is not None
         spread = Spread(ep, most_arriving(shape, ep), spread_of(plan).is_unit)
         works = analytic_microbatches(plan, plan.micro, plan.spec.batch.seq_len, spread=spread)
-        peak = _log_of(works, plan, 0, in_brief=False).peak.live_bytes
+        peak = _log_of(works, plan, 0, summarised=False).peak.live_bytes
         worst = f"; with all of them sent to one, its tensors would be {format_gib(peak)}"
     stated = plan.spec.experts.capacity
     if stated is None:
@@ -219,9 +220,9 @@ def _in_brief(num_in_full: int, num_groups: int) -> str:
     return f"; microbatches that make no peak are told in brief{where}"
 
 
-def _log_of(works: Works, plan: Plan, rank: int, *, in_brief: bool) -> EventLog:
+def _log_of(works: Works, plan: Plan, rank: int, *, summarised: bool) -> EventLog:
     """Return the step of one rank."""
-    work, foreach = works.of_rank(rank, in_brief=in_brief), is_uniform(plan.assignment)
+    work, foreach = works.of_rank(rank, summarised=summarised), is_uniform(plan.assignment)
     has_host = bool(offloads_params(plan.assignment) or plan.assignment.host_activations)
     optimizer = plan.spec.optimizer
     return replay(work, plan, optimizer, rank=rank, foreach=foreach, has_host=has_host)

@@ -30,19 +30,19 @@ class Works(Protocol):
     """The microbatches of all ranks of a plan."""
 
     @property
-    def in_brief(self) -> bool:
+    def summarised(self) -> bool:
         """True if the step is so long that only the fullest ranks should be expanded in full."""
 
     @property
-    def only_in_brief(self) -> bool:
+    def only_summarised(self) -> bool:
         """True if the step is so long that no rank should be expanded in full."""
 
-    def of_rank(self, rank: int, *, in_brief: bool = False) -> Prepared:
+    def of_rank(self, rank: int, *, summarised: bool = False) -> Prepared:
         """Return the microbatches of one rank.
 
         Args:
             rank: The rank.
-            in_brief: If True, summarise the microbatches that cannot make the peak.
+            summarised: If True, summarise the microbatches that cannot make the peak.
         """
 
 
@@ -51,10 +51,10 @@ class _Same:
     """The microbatch that all ranks share, without a pipeline."""
 
     work: Prepared
-    in_brief: bool = False
-    only_in_brief: bool = False
+    summarised: bool = False
+    only_summarised: bool = False
 
-    def of_rank(self, rank: int, *, in_brief: bool = False) -> Prepared:
+    def of_rank(self, rank: int, *, summarised: bool = False) -> Prepared:
         """Return the microbatch, which is the same for every rank."""
         return self.work
 
@@ -64,10 +64,10 @@ class _Each:
     """The microbatches of ranks that differ, because they have different parts of a sequence."""
 
     played: Callable[[int], Prepared]
-    in_brief: bool = False
-    only_in_brief: bool = False
+    summarised: bool = False
+    only_summarised: bool = False
 
-    def of_rank(self, rank: int, *, in_brief: bool = False) -> Prepared:
+    def of_rank(self, rank: int, *, summarised: bool = False) -> Prepared:
         """Return the microbatch of one rank."""
         return self.played(rank)
 
@@ -96,7 +96,7 @@ def analytic_microbatches(
         spread: Distribution of the experts; None for the plan's own.
         device: A device name of `hardware`; "" if unknown.
         rank: The only rank of interest, or None for all. In a pipeline only the blocks near that
-            rank are computed then, so `in_brief` and `only_in_brief` of the result say nothing
+            rank are computed then, so `summarised` and `only_summarised` of the result say nothing
             about the step.
         played: Cache of the stages that were played for earlier plans; None for an empty one.
 

@@ -73,10 +73,11 @@ class AnalyticRanks:
         ranks: The first rank of each group of equal ranks.
         write: Maps (rank, in brief) to the log of its step.
         holding: Plays logs on the allocator.
-        in_brief: If True, the step is so long that only the fullest ranks should be expanded in
+        summarised: If True, the step is so long that only the fullest ranks should be expanded in
             full.
-        only_in_brief: If True, the step is so long that no rank should be expanded in full.
-        most_bytes: Stop with `OverError` as soon as one rank is known to reserve more than this.
+        only_summarised: If True, the step is so long that no rank should be expanded in full.
+        stop_above_bytes: Stop with `OverError` as soon as one rank is known to reserve more than
+            this.
         keeps_logs: If True, keep the logs in addition to their figures.
     """
 
@@ -86,14 +87,14 @@ class AnalyticRanks:
         write: Callable[[int, bool], EventLog],
         holding: ReplayCache,
         *,
-        in_brief: bool,
-        only_in_brief: bool,
-        most_bytes: float,
+        summarised: bool,
+        only_summarised: bool,
+        stop_above_bytes: float,
         keeps_logs: bool,
     ) -> None:
         self._ranks, self._write, self._holding = ranks, write, holding
-        self._in_brief, self._only_in_brief = in_brief, only_in_brief
-        self._most_bytes, self._keeps_logs = most_bytes, keeps_logs
+        self._in_brief, self._only_in_brief = summarised, only_summarised
+        self._most_bytes, self._keeps_logs = stop_above_bytes, keeps_logs
 
     def tell(self, order: Sequence[int]) -> list[AnalyticRank]:
         """Return the result of each rank, in the order of `ranks`.
@@ -103,7 +104,8 @@ class AnalyticRanks:
                 usually decides whether the plan is over the limit.
 
         Raises:
-            OverError: A rank reserves more than `most_bytes`; of several, the first in `order`.
+            OverError: A rank reserves more than `stop_above_bytes`; of several, the first in
+                `order`.
         """
         first = partial(self._first, before_all=order[0])
         if self._keeps_logs:
@@ -123,27 +125,27 @@ class AnalyticRanks:
 
         It is expanded in full if all ranks are, or if its summarised log exceeds the limit.
         """
-        told = self._of(number, in_brief=self._in_brief, is_first=number == before_all)
+        told = self._of(number, summarised=self._in_brief, is_first=number == before_all)
         if self._in_brief and told.figures.reserve.reserved_bytes > self._most_bytes:
-            return self._of(number, in_brief=False)  # The summary may overstate it.
+            return self._of(number, summarised=False)  # The summary may overstate it.
         return told
 
-    def _of(self, number: int, *, in_brief: bool, is_first: bool = False) -> AnalyticRank:
-        rank, most_bytes = self._ranks[number], self._most_bytes
-        log = self._write(rank, in_brief)
-        can_tell = in_brief and not self._only_in_brief and most_bytes < math.inf
+    def _of(self, number: int, *, summarised: bool, is_first: bool = False) -> AnalyticRank:
+        rank, stop_above_bytes = self._ranks[number], self._most_bytes
+        log = self._write(rank, summarised)
+        can_tell = summarised and not self._only_in_brief and stop_above_bytes < math.inf
         # The first rank usually decides, so check its cheap lower bound before playing the log.
         # The reserved bytes of other ranks, which are no less than this bound, are needed anyway.
-        if can_tell and is_first and log.pooled_bytes > most_bytes:
+        if can_tell and is_first and log.pooled_bytes > stop_above_bytes:
             raise OverError(rank, log.pooled_bytes)
         held = self._holding.of(log)
         reserved = held.reserve.reserved_bytes
-        if can_tell and reserved > most_bytes and log.pooled_bytes > most_bytes:
+        if can_tell and reserved > stop_above_bytes and log.pooled_bytes > stop_above_bytes:
             raise OverError(rank, log.pooled_bytes)
-        if reserved > most_bytes and (self._only_in_brief or not in_brief):
+        if reserved > stop_above_bytes and (self._only_in_brief or not summarised):
             raise OverError(rank, reserved)
         kept = (log, held) if self._keeps_logs else ()
-        return AnalyticRank(held.figures, not in_brief, *kept)
+        return AnalyticRank(held.figures, not summarised, *kept)
 
     def _tell_highest(self, told: list[AnalyticRank]) -> None:
         """Expand the rank with the highest upper end, until that rank is one expanded in full.
@@ -170,7 +172,7 @@ class AnalyticRanks:
         come.
         """
         try:
-            return self._of(number, in_brief=False)
+            return self._of(number, summarised=False)
         except OverError as error:
             return error
 

@@ -65,8 +65,8 @@ class StageWorks:
         played: Cache of the stages that were played for earlier plans; None for an empty one.
 
     Attributes:
-        in_brief: True if it would take seconds to expand every microbatch of all ranks.
-        only_in_brief: True if it would take seconds to expand every microbatch of one rank.
+        summarised: True if it would take seconds to expand every microbatch of all ranks.
+        only_summarised: True if it would take seconds to expand every microbatch of one rank.
 
     Raises:
         PlanError: There is no rule for something in this plan.
@@ -85,22 +85,22 @@ class StageWorks:
         count = telling(schedule, stages.num_ranks, stages.microbatches)
         self._orders = actions(schedule, stages.num_ranks, stages.virtual, count)
         num_rows = len(tape.rows) * count
-        self.in_brief, self.only_in_brief = num_rows > _MOST, num_rows > _FAR_TOO_MANY
+        self.summarised, self.only_summarised = num_rows > _MOST, num_rows > _FAR_TOO_MANY
         self._parts: dict[tuple[int, bool], StageWork] = {}
         self._played = Played() if played is None else played
         self._modules = {name: n for n, name in enumerate(plan.graph.modules)}
         self._tensors = {fqn: n for n, fqn in enumerate(plan.assignment.tensors)}
         self._found: dict[tuple[int, bool], Prepared] = {}
 
-    def of_rank(self, rank: int, *, in_brief: bool = False) -> Prepared:
+    def of_rank(self, rank: int, *, summarised: bool = False) -> Prepared:
         """Return the microbatches of one rank; ranks at the same position along pp share them.
 
         Args:
             rank: The rank.
-            in_brief: If True, summarise the microbatches that cannot make the peak.
+            summarised: If True, summarise the microbatches that cannot make the peak.
         """
         place = self._plan.mesh.index(rank, ("pp",))
-        if (place, in_brief) not in self._found:
+        if (place, summarised) not in self._found:
             held, order = self._stages.of_rank(place), self._orders[place]
             split = {action.stage for action in order if action.kind == "I"}
             unsplit = {action.stage for action in order if action.kind == "B"}
@@ -113,11 +113,11 @@ class StageWorks:
                 order,
                 released=released(self._orders, place),
                 takes_gradients=bool(self._plan.assignment.units),
-                in_brief=in_brief,
+                summarised=summarised,
                 halved=halved,
             )
-            self._found[place, in_brief] = Prepared(work)
-        return self._found[place, in_brief]
+            self._found[place, summarised] = Prepared(work)
+        return self._found[place, summarised]
 
     def _part(self, stage: int, *, in_halves: bool = False) -> StageWork:
         key = stage, in_halves

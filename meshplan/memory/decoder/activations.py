@@ -14,7 +14,9 @@ def activate(w: TapeBuilder, x: int, name: str) -> int:
     if name != "gelu_new":
         return w.unary(name, x)
     size, half = w.size(x), w.scale(x)
-    cube = w.row("pow", (x,), size, keeps=(x,), takes_back=2 * size, grads=(Grad(x, size),))
+    cube = w.row(
+        "pow", (x,), size, keeps=(x,), workspace_backward_bytes=2 * size, grads=(Grad(x, size),)
+    )
     inner = w.add(x, w.scale(cube))
     bent = w.shift(w.unary("tanh", w.scale(inner), keeps_out=True))
     out = w.mul(half, bent)

@@ -46,13 +46,17 @@ def attend(
         return _in_full(w, q, k, v, head_dim, seq_len)
     if value_dim and value_dim != head_dim:
         rows = w.size(q) // (head_dim * w.element_bytes)
-        takes = efficient_backward(
+        workspace_bytes = efficient_backward(
             rows // seq_len, seq_len, seq_len, head_dim, value_dim, w.element_bytes
         )
         made = rows * value_dim * w.element_bytes
-        return w.attention(q, k, v, 1, head_dim, takes_back=sum(takes), nbytes=made)
-    takes_back = _flash_backward(w, q, k, head_dim, seq_len) if w.is_cuda else 0
-    return w.attention(q, k, v, w.size(q) // w.size(k), head_dim, takes_back=takes_back)
+        return w.attention(
+            q, k, v, 1, head_dim, workspace_backward_bytes=sum(workspace_bytes), nbytes=made
+        )
+    workspace_backward_bytes = _flash_backward(w, q, k, head_dim, seq_len) if w.is_cuda else 0
+    return w.attention(
+        q, k, v, w.size(q) // w.size(k), head_dim, workspace_backward_bytes=workspace_backward_bytes
+    )
 
 
 def _flash_backward(w: TapeBuilder, q: int, k: int, head_dim: int, seq_len: int) -> int:
@@ -121,7 +125,7 @@ def _in_full(w: TapeBuilder, q: int, k: int, v: int, head_dim: int, seq_len: int
         return w.row("clone", (x,), size, grads=(Grad(x, w.size(x)),))
 
     scaled = w.scale(q)
-    mask = w.row("tril", (), seq_len * seq_len, takes=seq_len * seq_len)
+    mask = w.row("tril", (), seq_len * seq_len, workspace_bytes=seq_len * seq_len)
     bias = w.row("where", (mask,), seq_len * seq_len * w.element_bytes)
     keys, values = repeated(k), repeated(v)
     shrunk = w.scale(keys)

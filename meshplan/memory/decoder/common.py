@@ -68,17 +68,27 @@ def rms_norm(w: TapeBuilder, x: int, width: int, name: str) -> int:
     size = at.size(wide)
     row = size // width
     square = at.row(
-        "pow", (wide,), size, keeps=(wide,), takes_back=2 * size, grads=(Grad(wide, size),)
+        "pow",
+        (wide,),
+        size,
+        keeps=(wide,),
+        workspace_backward_bytes=2 * size,
+        grads=(Grad(wide, size),),
     )
     mean = at.row("mean", (square,), row, grads=(Grad(square, size),))
-    deviation = at.unary("rsqrt", at.shift(mean), keeps_out=True, takes_back=2 * row)
+    deviation = at.unary("rsqrt", at.shift(mean), keeps_out=True, workspace_backward_bytes=2 * row)
     product = at.mul(wide, deviation)
     narrow = at.cast(product, 1 / ratio)
     size = at.size(narrow)
     out = at.row(
-        "mul", (narrow,), size, keeps=(narrow,), takes_back=size, grads=(Grad(narrow, size),),
+        "mul",
+        (narrow,),
+        size,
+        keeps=(narrow,),
+        workspace_backward_bytes=size,
+        grads=(Grad(narrow, size),),
         parameters=((f"{at.module}.weight", width * w.parameter_bytes),),
-    )  # fmt: skip
+    )
     w.touch(x, mean, product)  # The caller's frame references x.
     return out
 

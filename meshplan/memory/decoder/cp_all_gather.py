@@ -122,7 +122,14 @@ def _gather(w: TapeBuilder, x: int, own: SequenceChunks, ranks: int) -> int:
     whole = size * ranks
     # With several chunks per rank, those of each rank are joined before all are stacked.
     stacked = 2 * whole - size if len(own.chunks) > 1 else whole
-    return w.row("all_gather", (x,), whole, takes=whole, takes_back=stacked, grads=(Grad(x, size),))
+    return w.row(
+        "all_gather",
+        (x,),
+        whole,
+        workspace_bytes=whole,
+        workspace_backward_bytes=stacked,
+        grads=(Grad(x, size),),
+    )
 
 
 def _up_to(w: TapeBuilder, x: int, stop: int, num: int) -> int:
@@ -143,21 +150,30 @@ def _masked(
     columns = length * stop
     rows = w.row("arange", (), length * _ID)
     w.touch(*before[:1])
-    mask = w.row("ge", (rows,), length * columns, takes=columns * _ID)
+    mask = w.row("ge", (rows,), length * columns, workspace_bytes=columns * _ID)
     w.touch(*before[1:])
     bias = w.row("where", (mask,), length * columns * w.element_bytes,
-                 takes=length * columns if w.is_cuda else 0)  # fmt: skip
+                 workspace_bytes=length * columns if w.is_cuda else 0)  # fmt: skip
     if own.pads and columns % _ROW:
         padded = columns + -columns % _ROW
         bias = w.row("pad", (bias,), length * padded * w.element_bytes)
     heads = (w.size(q) // length) // (w.size(k) // columns)
-    takes_back, figures = 0, None
+    workspace_backward_bytes, figures = 0, None
     if w.is_cuda:
         each = w.size(q) // (length * head_dim * w.element_bytes)
         figures = each * _up(length, 32) if own.pads else None
-        takes_back = _inside(w, each, length, head_dim, pads=own.pads)
-        takes_back += 2 * heads * w.size(k) if heads > 1 else 0
-    out = w.attention(q, k, v, heads, head_dim, takes_back=takes_back, bias=bias, figures=figures)
+        workspace_backward_bytes = _inside(w, each, length, head_dim, pads=own.pads)
+        workspace_backward_bytes += 2 * heads * w.size(k) if heads > 1 else 0
+    out = w.attention(
+        q,
+        k,
+        v,
+        heads,
+        head_dim,
+        workspace_backward_bytes=workspace_backward_bytes,
+        bias=bias,
+        figures=figures,
+    )
     return out, (rows, mask)
 
 

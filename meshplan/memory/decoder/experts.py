@@ -86,7 +86,7 @@ def _dispatch(
     size, ids = w.size(x) * shape.top_k, w.size(index)
     arrived = round(ids // _ID * spread.arriving)
     width = shape.hidden * w.element_bytes
-    counts = w.row("where", (index,), table, takes=2 * ids + 1)
+    counts = w.row("where", (index,), table, workspace_bytes=2 * ids + 1)
     theirs = w.row("all_to_all", (counts,), table, is_sent=True)
     both = w.row("cat", (counts, theirs), 2 * table)
     _, order = _sort(w, ids)
@@ -97,19 +97,23 @@ def _dispatch(
     tape.add(
         TapeOp("all_to_all", w.module, (own, own_weights), (rows, scores),
             grads=(Grad(own, w.size(own)), Grad(own_weights, w.size(own_weights))),
-            takes_back=max(0, w.size(rows) - w.size(own_weights)), is_sent=True)
+            workspace_backward_bytes=max(0, w.size(rows) - w.size(own_weights)), is_sent=True)
     )  # fmt: skip
-    here = w.row("repeat", (), table, takes=table // spread.ranks)
-    ids_here = w.row("index_select", (here,), arrived * _ID, takes=arrived * _ID)
+    here = w.row("repeat", (), table, workspace_bytes=table // spread.ranks)
+    ids_here = w.row("index_select", (here,), arrived * _ID, workspace_bytes=arrived * _ID)
     local = replace(shape, experts=shape.experts // spread.ranks)
     computed = compute(w, local, rows, scores, slots=1)
     shown = w.slice(computed, w.size(computed))
     back = w.row(
-        "all_to_all", (shown,), size, grads=(Grad(shown, w.size(computed)),), takes_back=size,
+        "all_to_all",
+        (shown,),
+        size,
+        grads=(Grad(shown, w.size(computed)),),
+        workspace_backward_bytes=size,
         is_sent=True,
-    )  # fmt: skip
+    )
     inverse = w.row("empty_like", (), ids)
-    tape.add(TapeOp("index_put", w.module, (order,), (), takes=ids))
+    tape.add(TapeOp("index_put", w.module, (order,), (), workspace_bytes=ids))
     out = _sum(w, _select(w, back, inverse), shape.top_k)
     w.touch(counts, theirs, both, order, rows, scores, here, ids_here, computed, back, inverse)
     return out
@@ -119,14 +123,21 @@ def _select(w: TapeBuilder, x: int, index: int) -> int:
     """Append an `index_select` of all rows, in another order."""
     size = w.size(x)
     grads, apart = (Grad(x, size),), w.apart(size)
-    return w.row("index_select", (x, index), size, keeps=(index,), grads=grads, takes_back=apart)
+    return w.row(
+        "index_select",
+        (x, index),
+        size,
+        keeps=(index,),
+        grads=grads,
+        workspace_backward_bytes=apart,
+    )
 
 
 def _sort(w: TapeBuilder, size: int) -> tuple[int, int]:
     """Sort integers of `size` bytes together; return (sorted values, order)."""
     out = w.tape.value(size), w.tape.value(size)
     is_long = w.is_cuda and size // _ID > _SORTED_IN_PLACE
-    w.tape.add(TapeOp("sort", w.module, (), out, takes=_TO_SORT * size if is_long else 0))
+    w.tape.add(TapeOp("sort", w.module, (), out, workspace_bytes=_TO_SORT * size if is_long else 0))
     return out
 
 
@@ -162,7 +173,7 @@ def compute(w: TapeBuilder, shape: Shape, x: int, weights: int, *, slots: int) -
     made = _grouped(w, shape, w.mul(bent, up), ends, inner, into, "down_proj")
     out = _weigh(w, shape, made, own_weights)
     back = w.row("empty_like", (), ids)
-    tape.add(TapeOp("index_put", at, (order,), (), takes=ids))
+    tape.add(TapeOp("index_put", at, (order,), (), workspace_bytes=ids))
     out = _take(w, out, back, w.size(out))
     summed = _sum(w, out, slots)
     summed = w.cast(summed, w.size(x) / w.size(summed))
@@ -175,7 +186,7 @@ def _take(w: TapeBuilder, x: int, index: int, nbytes: int) -> int:
     inside = _TO_PUT * w.size(index) if w.is_cuda else 0
     return w.row(
         "index", (x, index), nbytes, keeps=(index,), grads=(Grad(x, w.size(x)),),
-        takes_back=w.apart(w.size(x)) + inside,
+        workspace_backward_bytes=w.apart(w.size(x)) + inside,
     )  # fmt: skip
 
 
@@ -201,8 +212,12 @@ def _weigh(w: TapeBuilder, shape: Shape, made: int, weights: int) -> int:
     wide = size * _FP32 // w.element_bytes if is_wider else size
     # Backward narrows the gradient of the rows first, and sums that of the weights afterwards. A
     # recomputed tensor is freed when it is unpacked, which is before that.
-    takes_back = 2 * wide - own - (size if w.runs_again else 0) if is_wider else size
+    workspace_backward_bytes = 2 * wide - own - (size if w.runs_again else 0) if is_wider else size
     return w.row(
-        "mul", (made, weights), wide, keeps=(made, weights), takes_back=takes_back,
+        "mul",
+        (made, weights),
+        wide,
+        keeps=(made, weights),
+        workspace_backward_bytes=workspace_backward_bytes,
         grads=(Grad(made, size), Grad(weights, own)),
-    )  # fmt: skip
+    )

@@ -92,13 +92,19 @@ def _expanded(
     w.tape.add(TapeOp("expand", w.module, (turned_k,), (for_all,), grads=grads))
     keys = w.row("new_empty", (), own * shape.head_dim)
     # `CopySlices` passes on a copy of the whole gradient, with zeros in the part written.
-    first = _copied(w, keys, (straight,), takes_back=w.size(keys))
-    return _copied(w, first, (for_all, first), takes_back=w.size(for_all)), values
+    first = _copied(w, keys, (straight,), workspace_backward_bytes=w.size(keys))
+    return _copied(w, first, (for_all, first), workspace_backward_bytes=w.size(for_all)), values
 
 
-def _copied(w: TapeBuilder, into: int, reads: tuple[int, ...], *, takes_back: int) -> int:
+def _copied(
+    w: TapeBuilder, into: int, reads: tuple[int, ...], *, workspace_backward_bytes: int
+) -> int:
     """Write into a part of a tensor; the result is a view of the same tensor."""
     out = w.tape.value(w.size(into), of=into)
     grads = tuple(Grad(value, w.size(value)) for value in reads)
-    w.tape.add(TapeOp("copy_", w.module, (into, *reads), (out,), (), grads, (), 0, takes_back))
+    w.tape.add(
+        TapeOp(
+            "copy_", w.module, (into, *reads), (out,), (), grads, (), 0, workspace_backward_bytes
+        )
+    )
     return out

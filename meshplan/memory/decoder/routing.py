@@ -32,7 +32,7 @@ def route(w: TapeBuilder, shape: Shape, x: int) -> tuple[int, int, int]:
     weights, index = tape.value(chosen), tape.value(tokens * shape.top_k * _ID)
     tape.add(
         TapeOp("topk", w.module, (shares,), (weights, index), (index,), (Grad(shares, size),),
-            takes_back=w.apart(size))
+            workspace_backward_bytes=w.apart(size))
     )  # fmt: skip
     if shape.scales_weights:
         weights, _ = _to_sum_one(w, weights)
@@ -57,7 +57,7 @@ def _to_sum_one(w: TapeBuilder, weights: int, *, is_safe: bool = False) -> tuple
     copy, divided = tape.value(size), tape.value(size, of=weights)
     tape.add(
         TapeOp("div", w.module, (weights, total), (copy, divided), (total, copy),
-            (Grad(weights, size), Grad(total, w.size(total))), takes_back=3 * size)
+            (Grad(weights, size), Grad(total, w.size(total))), workspace_backward_bytes=3 * size)
     )  # fmt: skip
     return divided, total
 
@@ -83,16 +83,20 @@ def route_by_groups(w: TapeBuilder, shape: Shape, x: int) -> tuple[int, int, int
     best = w.row("topk", (corrected,), each * count * _BEST)
     best_index = w.row("topk", (corrected,), w.tokens * count * _BEST * _ID)
     of_groups = w.row("sum", (best,), each * count)
-    groups = w.row("topk", (of_groups,), w.tokens * chosen_groups * _ID, takes=each * chosen_groups)
+    groups = w.row(
+        "topk", (of_groups,), w.tokens * chosen_groups * _ID, workspace_bytes=each * chosen_groups
+    )
     mask = w.row("zeros_like", (of_groups,), each * count)
     masks = w.row("clone", (mask,), size)
     elements = size // _FP32
-    left_out = w.row("bitwise_not", (masks,), elements, takes=elements)
+    left_out = w.row("bitwise_not", (masks,), elements, workspace_bytes=elements)
     masked = w.row("masked_fill", (corrected, left_out), size)
-    index = w.row("topk", (masked,), w.tokens * shape.top_k * _ID, takes=each * shape.top_k)
+    index = w.row(
+        "topk", (masked,), w.tokens * shape.top_k * _ID, workspace_bytes=each * shape.top_k
+    )
     weights = w.row(
         "gather", (scores, index), each * shape.top_k, keeps=(scores, index),
-        grads=(Grad(scores, size),), takes_back=w.apart(size),
+        grads=(Grad(scores, size),), workspace_backward_bytes=w.apart(size),
     )  # fmt: skip
     total = weights
     if shape.scales_weights:

@@ -17,7 +17,7 @@ def gather(w: TapeBuilder, x: int, tp: int) -> int:
     """All-gather the sequence; its gradient is reduce-scattered."""
     whole = w.size(x) * tp
     out = w.row(
-        "gather_sequence", (x,), whole, takes_back=whole, is_sent=True,
+        "gather_sequence", (x,), whole, workspace_backward_bytes=whole, is_sent=True,
         grads=(Grad(x, w.size(x)),),
     )  # fmt: skip
     out = _laid_out(w, out)
@@ -29,17 +29,27 @@ def scatter(w: TapeBuilder, x: int, tp: int) -> int:
     """Reduce-scatter along the sequence; its gradient is all-gathered."""
     whole = w.size(x)
     return w.row(
-        "scatter_sequence", (x,), whole // tp, takes=whole, takes_back=_laid(w, whole),
-        is_sent=True, is_kept="mm" in w.saves, grads=(Grad(x, whole),),
-    )  # fmt: skip
+        "scatter_sequence",
+        (x,),
+        whole // tp,
+        workspace_bytes=whole,
+        workspace_backward_bytes=_laid(w, whole),
+        is_sent=True,
+        is_kept="mm" in w.saves,
+        grads=(Grad(x, whole),),
+    )
 
 
 def cut(w: TapeBuilder, x: int, tp: int) -> int:
     """Copy this rank's part of the sequence; its gradient is all-gathered."""
     whole = w.size(x)
     return w.row(
-        "cut_sequence", (x,), whole // tp, takes_back=_laid(w, whole), grads=(Grad(x, whole),)
-    )  # fmt: skip
+        "cut_sequence",
+        (x,),
+        whole // tp,
+        workspace_backward_bytes=_laid(w, whole),
+        grads=(Grad(x, whole),),
+    )
 
 
 def end(w: TapeBuilder, x: int, tp: int) -> int:

@@ -138,7 +138,9 @@ def _all_gather(w: TapeBuilder, x: int, tp: int) -> int:
     The gradient is this rank's part of the whole one.
     """
     size = w.size(x) * tp
-    return w.row("all_gather", (x,), size, takes=size, is_sent=True, grads=(Grad(x, w.size(x)),))
+    return w.row(
+        "all_gather", (x,), size, workspace_bytes=size, is_sent=True, grads=(Grad(x, w.size(x)),)
+    )
 
 
 def _all_reduce(w: TapeBuilder, x: int, tp: int) -> int:
@@ -203,7 +205,7 @@ def project(
     # Each rank adds its share of the bias, so that the sum over ranks contains it once.
     share = out * w.parameter_bytes if bias and style.output[0] == "P" else 0
     y = w.linear(
-        x, into, out, name, bias=bias, weight=weight, parts=parts, takes=share,
+        x, into, out, name, bias=bias, weight=weight, parts=parts, workspace_bytes=share,
         is_addend=style.output[0] == "P",
     )  # fmt: skip
     if style != LOGITS:
@@ -222,7 +224,7 @@ def _own_part(w: TapeBuilder, leaf: str, numel: int, pieces: tuple[Piece, ...]) 
     whole = part // sum(p.part for p in pieces) * sum(p.size for p in pieces)
     own = w.row(
         "cat", (), part, parameters=((fqn, whole),),
-        takes_back=2 * whole if len(pieces) > 1 else 0,
+        workspace_backward_bytes=2 * whole if len(pieces) > 1 else 0,
     )  # fmt: skip
     w.tape.lay(fqn, whole)
     return own

@@ -24,16 +24,16 @@ def cross_entropy_of_parts(w: TapeBuilder, logits: int, ids: int) -> int:
     highest = w.row("amax", (wide,), number)
     powers = w.row("exp", (w.row("sub", (wide, highest), size),), size)
     start = w.row("sub", (target,), w.tokens * _ID)
-    is_here = w.row("bitwise_and", (start,), w.tokens, takes=2 * w.tokens)
+    is_here = w.row("bitwise_and", (start,), w.tokens, workspace_bytes=2 * w.tokens)
     index = w.row("where", (is_here, start), w.tokens * _ID)
-    hit = w.row("where", (index,), number, takes=2 * number)
-    sums = w.row("stack", (hit,), 3 * number, takes=2 * number)
+    hit = w.row("where", (index,), number, workspace_bytes=2 * number)
+    sums = w.row("stack", (hit,), 3 * number, workspace_bytes=2 * number)
     probabilities = w.row("div", (powers,), size)
     losses = tape.value(number)
     tape.add(
         TapeOp("cross_entropy", w.module, (probabilities, index, is_here), (losses,),
-            (probabilities, index, is_here), (Grad(wide, size),), takes=2 * number,
-            takes_back=2 * number)
+            (probabilities, index, is_here), (Grad(wide, size),), workspace_bytes=2 * number,
+            workspace_backward_bytes=2 * number)
     )  # fmt: skip
     w.touch(highest, powers, sums, target)
     chosen = w.row("where", (is_kept, losses), number, keeps=(is_kept,),

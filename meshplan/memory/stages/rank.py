@@ -19,7 +19,7 @@ def work_of_rank(
     *,
     released: Mapping[Action, tuple[Action, ...]],
     takes_gradients: bool,
-    in_brief: bool = False,
+    summarised: bool = False,
     halved: Mapping[int, StageWork] = MappingProxyType({}),
 ) -> MicrobatchTrace:
     """Return the trace of a rank's whole pass through its schedule.
@@ -32,7 +32,7 @@ def work_of_rank(
             `schedules.released` returns them.
         takes_gradients: If True, wrappers take the gradients of every microbatch; otherwise
             gradients are added to those that exist.
-        in_brief: If True, microbatches that cannot make the peak are summarised.
+        summarised: If True, microbatches that cannot make the peak are summarised.
         halved: Work of the stages whose backward is split in two halves.
     """
     split = {(action.stage, action.microbatch) for action in order if action.kind == "I"}
@@ -41,7 +41,7 @@ def work_of_rank(
         return halved[stage] if (stage, m) in split else parts[stage]
 
     whole = {(action.stage, action.microbatch) for action in order}
-    if in_brief:
+    if summarised:
         whole = _decisive(part_of, order, released)
     pass_ = Pass(parts, part_of, stages, whole, takes_gradients=takes_gradients)
     steps = {

@@ -82,7 +82,11 @@ class _SplitBackwardPlayer(StagePlayer):
             for storage in given:
                 self._hold(storage)
         is_own = bool(given) and not row.parameters and self._halves.flowing[number]
-        took = self._born(row.takes_back, row) if is_own and row.takes_back else None
+        took = (
+            self._born(row.workspace_backward_bytes, row)
+            if is_own and row.workspace_backward_bytes
+            else None
+        )
         flowing = [grad for grad in row.grads if given and grad.value in self._halves.flows]
         made = self._passed_on(number, flowing, given)
         if took is not None:
@@ -125,7 +129,11 @@ class _SplitBackwardPlayer(StagePlayer):
                 given = [self._grads.pop(value) for value in row.makes if value in self._grads]
             assert given, f"no gradient came to {row.op} of {row.module}"
             is_own = bool(row.parameters) or not self._halves.flowing[number]
-            took = self._born(row.takes_back, row) if is_own and row.takes_back else None
+            took = (
+                self._born(row.workspace_backward_bytes, row)
+                if is_own and row.workspace_backward_bytes
+                else None
+            )
             own = [(fqn, size, self._gradient(fqn, size, number)) for fqn, size in row.parameters]
             others = [grad for grad in row.grads if grad.value not in self._halves.flows]
             made = self._passed_on(number, others, given)

@@ -37,8 +37,8 @@ class TapeOp(NamedTuple):
         keeps: Values saved for its backward.
         grads: Gradients of those inputs that require one.
         parameters: (fqn, bytes of the gradient) of each parameter it reads.
-        takes: Bytes of workspace while it runs forward.
-        takes_back: Bytes of workspace while its backward runs.
+        workspace_bytes: Bytes of workspace while it runs forward.
+        workspace_backward_bytes: Bytes of workspace while its backward runs.
         is_sent: If True, a collective writes its outputs.
         is_kept: If True, selective recomputation saves its outputs.
         flops: FLOPs of a matrix product whose weight is not in `parameters`, because the weight's
@@ -54,8 +54,8 @@ class TapeOp(NamedTuple):
     keeps: tuple[int, ...] = ()
     grads: tuple[Grad, ...] = ()
     parameters: tuple[tuple[str, int], ...] = ()
-    takes: int = 0
-    takes_back: int = 0
+    workspace_bytes: int = 0
+    workspace_backward_bytes: int = 0
     is_sent: bool = False
     is_kept: bool = False
     flops: float = 0.0

@@ -74,8 +74,8 @@ class TapeBuilder:
         keeps_out: bool = False,
         grads: tuple[Grad, ...] = (),
         parameters: tuple[tuple[str, int], ...] = (),
-        takes: int = 0,
-        takes_back: int = 0,
+        workspace_bytes: int = 0,
+        workspace_backward_bytes: int = 0,
         is_sent: bool = False,
         is_kept: bool = False,
         flops: float = 0.0,
@@ -85,16 +85,34 @@ class TapeBuilder:
         out = self.tape.value(nbytes)
         kept = (*keeps, out) if keeps_out else keeps
         self.tape.add(
-            TapeOp(op, self.module, reads, (out,), kept, grads, parameters, takes, takes_back,
-                is_sent, is_kept, flops, weight_bytes)
-        )  # fmt: skip
+            TapeOp(
+                op,
+                self.module,
+                reads,
+                (out,),
+                kept,
+                grads,
+                parameters,
+                workspace_bytes,
+                workspace_backward_bytes,
+                is_sent,
+                is_kept,
+                flops,
+                weight_bytes,
+            )
+        )
         return out
 
     def write(
-        self, op: str, *values: int, takes: int = 0, flops: float = 0.0, weight_bytes: int = 0
+        self,
+        op: str,
+        *values: int,
+        workspace_bytes: int = 0,
+        flops: float = 0.0,
+        weight_bytes: int = 0,
     ) -> None:
         """Append an op that writes into existing values."""
-        self.tape.add(TapeOp(op, self.module, values, takes=takes, flops=flops,
+        self.tape.add(TapeOp(op, self.module, values, workspace_bytes=workspace_bytes, flops=flops,
                           weight_bytes=weight_bytes))  # fmt: skip
 
     def touch(self, *values: int) -> None:
@@ -134,16 +152,18 @@ class TapeBuilder:
         size = max(self.size(a), self.size(b))
         is_spread = self.size(a) != self.size(b)
         return self.row(
-            "mul", (a, b), size, keeps=(a, b), takes_back=size if is_spread else 0,
+            "mul", (a, b), size, keeps=(a, b), workspace_backward_bytes=size if is_spread else 0,
             grads=(Grad(a, self.size(a)), Grad(b, self.size(b))),
         )  # fmt: skip
 
-    def unary(self, op: str, x: int, *, keeps_out: bool = False, takes_back: int = 0) -> int:
+    def unary(
+        self, op: str, x: int, *, keeps_out: bool = False, workspace_backward_bytes: int = 0
+    ) -> int:
         """Apply a function that saves its input or, with `keeps_out`, its output."""
         size = self.size(x)
         return self.row(
             op, (x,), size, keeps=() if keeps_out else (x,), keeps_out=keeps_out,
-            grads=(Grad(x, size),), takes_back=takes_back,
+            grads=(Grad(x, size),), workspace_backward_bytes=workspace_backward_bytes,
         )  # fmt: skip
 
     def cast(self, x: int, ratio: float) -> int:
@@ -196,7 +216,7 @@ class TapeBuilder:
         is_kept: bool = False,
         weight: str = "",
         parts: Mapping[str, int] = MappingProxyType({}),
-        takes: int = 0,
+        workspace_bytes: int = 0,
         is_addend: bool = False,
     ) -> int:
         """Apply a linear layer, which saves its input; the weight is a parameter.
@@ -208,7 +228,7 @@ class TapeBuilder:
             is_kept: If True, selective recomputation saves the output whatever `saves` lists.
             weight: Fqn of the weight, if it belongs to another module.
             parts: For the fqn of a parameter, the value that is used in its place.
-            takes: Bytes of workspace while it runs forward.
+            workspace_bytes: Bytes of workspace while it runs forward.
             is_addend: If True, ranks add up the outputs; recomputation then saves the sum instead.
         """
         at = self.at(f"{self.module}.{name}" if self.module else name)
@@ -218,23 +238,32 @@ class TapeBuilder:
             parameters.append((f"{at.module}.bias", out * self.parameter_bytes))
         own = tuple(parts.values())
         return at.row(
-            "mm", (x, *own), tokens * out * self.element_bytes,
+            "mm",
+            (x, *own),
+            tokens * out * self.element_bytes,
             # mm saves the weight for the gradient of x; addmm does not save the bias.
             keeps=(x, *(value for fqn, value in parts.items() if fqn == parameters[0][0])),
             grads=(*(Grad(each, self.size(each)) for each in own), Grad(x, self.size(x))),
             parameters=tuple(each for each in parameters if each[0] not in parts),
-            takes=takes, is_kept=is_kept or ("mm" in self.saves and not is_addend),
-        )  # fmt: skip
+            workspace_bytes=workspace_bytes,
+            is_kept=is_kept or ("mm" in self.saves and not is_addend),
+        )
 
-    def embedding(self, ids: int, vocab: int, width: int, name: str, *, takes: int = 0) -> int:
+    def embedding(
+        self, ids: int, vocab: int, width: int, name: str, *, workspace_bytes: int = 0
+    ) -> int:
         """Look up rows of an embedding. The gradient of its table is dense."""
         at = self.at(f"{self.module}.{name}" if self.module else name)
         tokens = self.size(ids) // _ID
         return at.row(
-            "embedding", (ids,), tokens * width * self.element_bytes, keeps=(ids,), takes=takes,
-            takes_back=self._sorted(tokens, vocab, width) if self.is_cuda else 0,
+            "embedding",
+            (ids,),
+            tokens * width * self.element_bytes,
+            keeps=(ids,),
+            workspace_bytes=workspace_bytes,
+            workspace_backward_bytes=self._sorted(tokens, vocab, width) if self.is_cuda else 0,
             parameters=((f"{at.module}.weight", vocab * width * self.parameter_bytes),),
-        )  # fmt: skip
+        )
 
     def _sorted(self, tokens: int, vocab: int, width: int) -> int:
         """Bytes of workspace for an embedding's gradient: sorted indices, partial sums in fp32.
@@ -281,7 +310,7 @@ class TapeBuilder:
         heads: int,
         head_dim: int,
         *,
-        takes_back: int = 0,
+        workspace_backward_bytes: int = 0,
         nbytes: int = 0,
         bias: int | None = None,
         figures: int | None = None,
@@ -291,7 +320,7 @@ class TapeBuilder:
         Args:
             heads: Queries that share a key; no size depends on it.
             head_dim: Features of one head of queries.
-            takes_back: Bytes of workspace of the backward.
+            workspace_backward_bytes: Bytes of workspace of the backward.
             nbytes: Bytes of the output; 0 for the size of the queries.
             bias: Value added to the scores; None for none.
             figures: Number of logsumexp entries saved; None for one per row.
@@ -302,9 +331,17 @@ class TapeBuilder:
         grads = tuple(Grad(each, self.size(each)) for each in (q, k, v))
         reads = (q, k, v) if bias is None else (q, k, v, bias)
         self.tape.add(
-            TapeOp("attention", self.module, reads, (out, logsumexp), (*reads, out, logsumexp),
-                grads, takes_back=takes_back, is_kept="sdpa" in self.saves)
-        )  # fmt: skip
+            TapeOp(
+                "attention",
+                self.module,
+                reads,
+                (out, logsumexp),
+                (*reads, out, logsumexp),
+                grads,
+                workspace_backward_bytes=workspace_backward_bytes,
+                is_kept="sdpa" in self.saves,
+            )
+        )
         return out
 
     # Collectives
@@ -351,7 +388,14 @@ class TapeBuilder:
         arranged.
         """
         size = self.size(x)
-        return self.row("exchange", (x,), size, takes=size, takes_back=size, grads=(Grad(x, size),))
+        return self.row(
+            "exchange",
+            (x,),
+            size,
+            workspace_bytes=size,
+            workspace_backward_bytes=size,
+            grads=(Grad(x, size),),
+        )
 
     # Loss
 

@@ -177,7 +177,7 @@ class Player:
     def _run(self, row: TapeOp, env: dict[int, int], cached: dict[int, int] | None = None) -> None:
         """Make the op's outputs, or take them from `cached`."""
         tape = self._tape
-        took = self._born(row.takes, row) if row.takes else None
+        took = self._born(row.workspace_bytes, row) if row.workspace_bytes else None
         for value in row.makes:
             if tape.base[value] == value:
                 known = cached.pop(value, None) if cached else None
@@ -305,7 +305,11 @@ class Player:
         back: Sequence[int] = ()
         if given:
             back = [self._born(size, row) for size in self._host.of(number)]
-            took = self._born(row.takes_back, row) if row.takes_back else None
+            took = (
+                self._born(row.workspace_backward_bytes, row)
+                if row.workspace_backward_bytes
+                else None
+            )
             own = [(fqn, size, self._gradient(fqn, size, number)) for fqn, size in row.parameters]
             made = self._passed_on(number, row.grads, given)
             if took is not None:

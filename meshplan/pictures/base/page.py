@@ -1,7 +1,7 @@
-"""The sheet that every picture is drawn on: its title, its legend, its notes, and room between.
+"""The sheet that every picture is drawn on: its title, legend, notes, and the body between them.
 
-Texts are measured before they are set, so that nothing overlaps and nothing is cut off. Lengths are
-in inches, sizes of type in points.
+Text is measured before it is placed, so that nothing overlaps and nothing is cut off. Lengths are
+in inches, font sizes in points.
 """
 
 from __future__ import annotations
@@ -27,27 +27,34 @@ _LEADING: Final = 1.35
 _SWATCH: Final = 0.26
 _POINTS: Final = 72.0
 _LARGE: Final = 72.0
-"""Size at which characters are measured: so large that whole pixels do not matter."""
+"""Font size in points for measuring characters, so large that pixel rounding is negligible."""
 _HINTED: Final = 1.06
-"""How much wider a line may be where its letters are set on whole pixels. [Empirical]: between 0.94
-and 1.06 of most lines at 100 dots per inch."""
+"""Factor by which a line may be wider when its letters are aligned to whole pixels. [Empirical]:
+between 0.94 and 1.06 for most lines at 100 dots per inch.
+"""
 _UNIT: Final = re.compile(r"(\d) (GiB|MiB|KiB|B|GB/s|min|ms|us|s)\b")
 
 Item = tuple[str, Ink]
-"""A line of a legend: what it is, and how it is filled."""
+"""An entry of a legend: its label and its fill."""
 
 
 class Sheet:
-    """A figure with a title above and notes below, and a body between them.
+    """A figure with a title above, notes below, and a body between them.
 
     Args:
-        body: Height of the body.
-        legend: What its colours mean.
-        notes: What a reader has to know.
+        theme: Colours of the figure.
+        title: The title.
+        body: Height of the body in inches.
+        legend: Labels and fills of the legend.
+        notes: Notes for the reader.
+        width: Width of the figure in inches.
 
     Attributes:
-        figure: matplotlib's.
-        bottom, height: Of the body.
+        theme: Colours of the figure.
+        width: Width of the figure in inches.
+        figure: The matplotlib figure.
+        bottom: Distance of the body from the figure's lower edge in inches.
+        height: Height of the body in inches.
     """
 
     def __init__(
@@ -92,7 +99,7 @@ class Sheet:
 
     @property
     def total(self) -> float:
-        """The height of all."""
+        """Height of the whole figure in inches."""
         return float(self.figure.get_figheight())
 
     def _write(self, x: float, y: float, text: str, **style: Any) -> None:
@@ -106,7 +113,7 @@ class Sheet:
         top: float = 0.05,
         bottom: float = 0.55,
     ) -> Axes:
-        """Axes in the body, with so much room around them for their labels."""
+        """Return axes in the body, with margins in inches for their labels."""
         width, total = self.width, self.total
         at = (
             left / width,
@@ -128,19 +135,20 @@ class Sheet:
         return axes
 
     def plane(self) -> Plane:
-        """The body as a plane whose units are inches, its corner below on the left."""
+        """Return the body as a plane in inches, with the origin in its lower left corner."""
         return Plane(self.figure, (0.0, self.bottom))
 
     def plot(
         self, *, left: float, bottom: float, units: tuple[float, float], most: float, label: str
     ) -> Plane:
-        """A part of the body to draw bars on, with a scale across and room for words on the left.
+        """Return a part of the body for horizontal bars, with a scale below and labels on the left.
 
         Args:
-            left, bottom: Of its corner, in inches.
-            units: As of `Plane`.
-            most: Up to where ticks go.
-            label: What the scale counts.
+            left: Distance of the corner from the figure's left edge in inches.
+            bottom: Distance of the corner from the body's lower edge in inches.
+            units: Units per inch, horizontally and vertically.
+            most: Largest value of the ticks.
+            label: Label of the scale.
         """
         from matplotlib.ticker import MaxNLocator
 
@@ -160,14 +168,15 @@ class Sheet:
 
 
 class Plane:
-    """A part of a figure to draw on, with the methods of matplotlib's axes that it takes.
+    """A part of a figure to draw on, with the methods of matplotlib's axes that pictures need.
 
-    Real axes would be as slow as all that is drawn on them: they make ticks before they are told
-    that none are wanted.
+    Real axes would take as long as everything drawn on them, because they create ticks before these
+    can be turned off.
 
     Args:
-        corner: How far it is from the figure's own, in inches.
-        units: Of what is drawn, to the inch, across and upward.
+        figure: The figure.
+        corner: Distance from the figure's lower left corner in inches, horizontally and vertically.
+        units: Units per inch, horizontally and vertically.
     """
 
     def __init__(
@@ -183,16 +192,16 @@ class Plane:
         self._at = inches + figure.dpi_scale_trans
 
     def text(self, x: float, y: float, text: str, **style: Any) -> Any:
-        """A text."""
+        """Add a text."""
         return self.figure.text(x, y, text, transform=self._at, **style)
 
     def add_patch(self, patch: Any) -> Any:
-        """A patch that is not yet of any figure."""
+        """Add a patch that does not belong to a figure yet."""
         patch.set_transform(self._at)
         return self.figure.add_artist(patch)
 
     def plot(self, xs: Sequence[float], ys: Sequence[float], **style: Any) -> Any:
-        """A line through points."""
+        """Add a line through points."""
         from matplotlib.lines import Line2D
 
         return self.figure.add_artist(Line2D(xs, ys, transform=self._at, **style))
@@ -200,7 +209,7 @@ class Plane:
     def annotate(
         self, text: str, to: tuple[float, float], at: tuple[float, float], **style: Any
     ) -> Any:
-        """A text, and an arrow from it."""
+        """Add a text with an arrow."""
         from matplotlib.text import Annotation
 
         return self.figure.add_artist(
@@ -209,7 +218,7 @@ class Plane:
 
 
 def ticks_up_to(axes: Axes, most: float) -> None:
-    """No tick, and no line of the grid, behind what is written to the right of bars."""
+    """Limit ticks and grid lines to `most`, so that none is behind text to the right of bars."""
     from matplotlib.ticker import MaxNLocator
 
     ticks = MaxNLocator(nbins=6).tick_values(0.0, most)
@@ -230,7 +239,7 @@ def write(
     up: str = "baseline",
     **more: Any,
 ) -> Any:
-    """A text, as it is: no name of a module is taken for mathematics."""
+    """Write a text literally: a name with "$" is not parsed as mathematics."""
     return axes.text(
         x, y, text, fontsize=size, color=colour or theme.ink, fontweight=weight, ha=across, va=up,
         parse_math=False, fontfamily=families_of(text), **more,
@@ -249,10 +258,10 @@ def box(
     line: float = 0.8,
     **more: Any,
 ) -> Any:
-    """A filled rectangle."""
+    """Add a filled rectangle."""
     from matplotlib.patches import Rectangle
 
-    # The colour of a hatch is that of the edge, so what has both is drawn twice.
+    # matplotlib draws a hatch in the edge's colour, so hatch and edge need two rectangles.
     is_twice = bool(ink.hatch) and edge != "none"
     stroke = hatch_colour(ink) if ink.hatch else edge
     width_of_line = 0.0 if is_twice or edge == "none" else line
@@ -269,12 +278,12 @@ def box(
 
 
 def hatch_colour(ink: Ink) -> str:
-    """A little darker or brighter than what it is on."""
+    """Return the colour of a hatch: a little darker or brighter than its background."""
     return between(ink.colour, ink_on(ink.colour), 0.45)
 
 
 def width_of(text: str, size: float = TEXT, *, bold: bool = False) -> float:
-    """In inches, of the longest line.
+    """Return the width of the longest line in inches.
 
     >>> width_of("a") < width_of("aa") < width_of("aa", bold=True)
     True
@@ -283,7 +292,7 @@ def width_of(text: str, size: float = TEXT, *, bold: bool = False) -> float:
 
 
 def height_of(text: str, size: float = TEXT) -> float:
-    """Of all lines."""
+    """Return the height of all lines in inches."""
     return (text.count("\n") + 1) * _line(size)
 
 
@@ -297,9 +306,9 @@ def _measured(line: str, size: float, bold: bool) -> float:
 
 @lru_cache(maxsize=4096)
 def _advance(character: str, bold: bool) -> float:
-    """How far a character goes, for each point of size: without kerning, which mostly draws near.
+    """Return the width of a character in inches per point of size, without kerning.
 
-    What no font has is written by its number.
+    Kerning mostly moves characters closer. Characters without a font are measured as their escapes.
     """
     font = font_of(character, bold=bold)
     if font is None:
@@ -309,7 +318,7 @@ def _advance(character: str, bold: bool) -> float:
 
 
 def fitted(text: str, room: float, size: float = TEXT, *, bold: bool = False) -> str:
-    """The text, its middle left out where it is longer than the room; "" where nothing fits.
+    """Shorten a text in its middle until it fits into `room` inches; "" if nothing fits.
 
     >>> fitted("model.layers.0.mlp", 9.0)
     'model.layers.0.mlp'
@@ -324,7 +333,7 @@ def fitted(text: str, room: float, size: float = TEXT, *, bold: bool = False) ->
 
 
 def fitted_name(name: str, room: float, size: float = TEXT) -> str:
-    """A dotted name, without what is in front where it is longer than the room.
+    """Shorten an fqn from its front until it fits into `room` inches.
 
     >>> fitted_name("model.layers.{0..31}.mlp.up_proj.weight", 1.0)
     '…up_proj'
@@ -333,7 +342,7 @@ def fitted_name(name: str, room: float, size: float = TEXT) -> str:
     parts = short.split(".")
     for first in range(len(parts)):
         text = ("…" if first else "") + ".".join(parts[first:])
-        # A dot within a range of numbers is none between names.
+        # A dot within a range such as {0..31} does not separate names.
         if text.count("{") == text.count("}") and width_of(text, size) <= room:
             return text
     return fitted(parts[-1], room, size)
@@ -344,7 +353,7 @@ def _fits(text: str, kept: int, room: float, size: float, bold: bool) -> bool:
 
 
 def _short(text: str, kept: int) -> str:
-    """So many characters of both ends: what tells names apart stands at their ends."""
+    """Keep this many characters at both ends, which distinguish names better than the middle."""
     head = kept // 3
     return f"{text[:head]}…{text[len(text) - (kept - head) :]}"
 
@@ -352,10 +361,10 @@ def _short(text: str, kept: int) -> str:
 def wrapped(
     text: str, room: float, size: float = TEXT, *, most: int = 9, bold: bool = False
 ) -> list[str]:
-    """Lines that fit, words whole where they can be; what is over in the last line is left out."""
+    """Wrap text to at most `most` lines of `room` inches; the last line is shortened to fit."""
     lines: list[str] = []
     line = ""
-    # A number is not parted from its unit, nor a shape from itself.
+    # Keep numbers with their units, and shapes together.
     text = text.replace(" × ", "\u00a0×\u00a0")
     for word in _UNIT.sub("\\1\u00a0\\2", text).split(" "):
         more = f"{line} {word}".strip()
@@ -371,7 +380,7 @@ def wrapped(
 
 
 def _legend_rows(legend: Sequence[Item], room: float) -> list[list[tuple[float, Item]]]:
-    """Where each item stands: as many beside each other as there is room for."""
+    """Return the entries of a legend with their x in inches, as many per row as fit."""
     rows: list[list[tuple[float, Item]]] = []
     x = room + 1
     for label, ink in legend:

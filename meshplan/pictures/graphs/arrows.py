@@ -1,4 +1,4 @@
-"""What modules give each other, by a forward: arrows between boxes that stand for many modules."""
+"""Derive arrows between boxes from a forward, where a box may stand for many modules."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from meshplan.model.graph import around
 from meshplan.pictures.graphs.tree import Folded
 
 ENTRY: Final = -1
-"""In the links of a frame: what comes from outside of it."""
+"""Start of a link within a frame, for values from outside of it."""
 EXIT: Final = -2
-"""And what goes there."""
+"""End of a link within a frame, for values that leave it."""
 
 Links = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """Alike modules at one place, or where several values meet.
+    """Equal modules at one place, or a place where code between modules combines values.
 
     Args:
-        name: Dotted, within the frame that it is in; a sign where values meet.
-        type: Class names; "" where values meet.
-        num_modules: Alike ones, of all repeats.
-        num_params: Of all of them, with what is below.
-        group: What colours it: its stage or its layout; "" for what has no parameters.
-        frame: The number of the frame that it is in; -1 for none.
-        is_frame: Whether others are in it.
-        num_below: Modules in it that are not shown, of one repeat of its frame.
+        name: Dotted name within the frame; a sign such as "+" where values are combined.
+        type: Class names; "" where values are combined.
+        num_modules: Number of equal modules, over all repeats.
+        num_params: Parameters of all these modules, including their submodules.
+        group: Stage or layout that colours the box; "" if it has no parameters.
+        frame: Number of the frame around the box; -1 for none.
+        is_frame: If True, other boxes are inside.
+        num_below: Number of modules inside that are not shown, for one repeat of its frame.
     """
 
     name: str
@@ -44,13 +44,13 @@ class Box:
 
     @property
     def is_meeting(self) -> bool:
-        """Whether it is no module."""
+        """True if the box combines values and is no module."""
         return not self.type
 
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """A box while it is chosen what is shown."""
+    """A candidate for a box while the boxes are chosen."""
 
     node: Folded
     name: str
@@ -59,15 +59,15 @@ class Item:
     is_frame: bool = False
     kids: list[Item] = field(default_factory=list)
     is_itself: bool = False
-    """Whether it stands for tensors of its own only: what is below has boxes."""
+    """True if the item stands only for the module's own tensors; its submodules have boxes."""
 
 
 _Origin = tuple[int, int]
-"""(number of a box, which of its repeats)."""
+"""(number of a box, number of its repeat)."""
 
 
 class Reader:
-    """Goes through a forward, and tells which box gives to which."""
+    """Reads a forward and collects the arrows between boxes."""
 
     def __init__(self, flow: Flow, items: Sequence[Item], boxes: Sequence[Box]) -> None:
         self._flow, self._boxes = flow, list(boxes)
@@ -89,7 +89,7 @@ class Reader:
         self._first: dict[int, int] = {}
 
     def read(self) -> tuple[list[Box], Mapping[int, Links]]:
-        """The boxes with those where values meet, in order of running, and the links."""
+        """Return all boxes in order of execution, with those that combine values, and the links."""
         origins: dict[int, frozenset[_Origin]] = {}
         for number, op in enumerate(self._flow.ops):
             given: frozenset[_Origin] = frozenset().union(
@@ -110,7 +110,7 @@ class Reader:
         return self._in_order()
 
     def _place(self, op: Op) -> tuple[int, int, int | None]:
-        """(frame or -1, which repeat, box or None) that an operation runs in."""
+        """Return (frame or -1, repeat, box or None) in which an op runs."""
         box, frame, repeat = None, -1, 0
         for call in self._flow.around(op.call):
             for fqn in around(call.module):
@@ -126,7 +126,7 @@ class Reader:
         return frame, repeat, box
 
     def _seen(self, origin: _Origin, frame: int, repeat: int) -> int:
-        """An origin as it is met at a place: within a frame, what is outside has no name."""
+        """Return the box of an origin as seen from a frame; every box outside it is `ENTRY`."""
         box, its = origin
         inside = self._boxes[box].frame
         if frame >= 0:
@@ -136,11 +136,11 @@ class Reader:
     def _glue(
         self, op: Op, given: frozenset[_Origin], frame: int, repeat: int
     ) -> frozenset[_Origin]:
-        """What code between modules makes: what it is given, or where several values meet."""
+        """Return the origins of an op between modules: those of its inputs, or a combining box."""
         sign = _sign(op.name)
         seen = frozenset(self._seen(each, frame, repeat) for each in given)
         if ENTRY in seen and sign not in ("+", "join"):
-            # Angles, masks and the like: what they are used for inside is no way of the data's own.
+            # Rotary angles, masks and the like enter the frame but are not part of its data path.
             for each in given:
                 if self._seen(each, frame, repeat) == ENTRY:
                     self._enter(each, frame)
@@ -174,7 +174,7 @@ class Reader:
             self._enter(origin, frame)
 
     def _enter(self, origin: _Origin, frame: int) -> None:
-        """A value comes into a frame: from another box, or from the repeat before."""
+        """Link a value into a frame, from another box or from the previous repeat."""
         inside = self._boxes[origin[0]].frame
         if inside >= 0:
             self._add(inside, origin[0], EXIT)
@@ -186,9 +186,9 @@ class Reader:
             self._links.setdefault(frame, {})[begin, end] = None
 
     def _in_order(self) -> tuple[list[Box], Mapping[int, Links]]:
-        """Boxes by when they first ran; arrows back, of modules that run again, are left out.
+        """Sort boxes by their first run, and drop links back to modules that run again.
 
-        So are boxes that never run and hold nothing, such as a dropout of nothing.
+        Boxes that never run and have no parameters are dropped too, such as an inactive dropout.
         """
         last = len(self._flow.ops)
         idle = {
@@ -216,7 +216,7 @@ _PRODUCTS: Final = ("attention", "bmm", "matmul", "mm", "dot", "conv")
 
 
 def _sign(name: str) -> str:
-    """What is written where values meet; "" where they do not really."""
+    """Return the text of a box that combines values; "" if the op does not really combine them."""
     word = name.removeprefix("aten.").partition(".")[0].strip("_")
     if word in _SIGNS:
         return _SIGNS[word]

@@ -1,4 +1,4 @@
-"""The graph of a model's modules, drawn: boxes in rows, arrows between, frames around repeats."""
+"""Draw the graph of a model's modules: boxes in rows, arrows, and frames around repeats."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ _GAP: Final = 0.2
 _BETWEEN: Final = 0.3
 _IN_ROW: Final = 5
 _HEAD: Final = 0.34
-"""Room for the words of a frame."""
+"""Height of the title of a frame in inches."""
 _EDGE: Final = 0.16
 _ROOM: Final = WIDTH - 2 * EDGE
 
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """Boxes that are in one frame, or in none.
+    """The boxes inside one frame, or outside of all frames.
 
     Args:
-        laid: Where they are, in inches.
-        inside: By frame among them, what is in it.
+        laid: Positions in inches.
+        inside: Content of each frame among the boxes, by the frame's number.
     """
 
     laid: LayeredPositions
@@ -64,7 +64,7 @@ class _Level:
 
 
 def draw_graph(facts: Graph, theme: Theme) -> Picture:
-    """Rows from above, in the order of running."""
+    """Draw the graph in rows from above, in the order of execution."""
     inks = _inks(facts)
     level = _level(facts, -1, _ROOM)
     legend: list[Item] = list(inks.items())
@@ -100,7 +100,7 @@ def _notes(facts: Graph) -> list[str]:
 
 
 def _level(facts: Graph, frame: int, room: float) -> _Level:
-    """What is in one frame, within so much width."""
+    """Lay out the boxes of one frame within a width of `room` inches."""
     own = {n: each for n, each in enumerate(facts.boxes) if each.frame == frame}
     links: list[Link] = list(facts.links.get(frame, ()))
     inside = {n: _level(facts, n, room - 2 * _EDGE - 0.3)
@@ -127,7 +127,7 @@ def _level(facts: Graph, frame: int, room: float) -> _Level:
 def _in_order(
     facts: Graph, own: Mapping[int, Box], inside: Mapping[int, _Level], room: float
 ) -> LayeredPositions:
-    """Without arrows: as lines of a text."""
+    """Lay out boxes without arrows, like the words of a text."""
     rows: list[list[int]] = [[]]
     wide: dict[Key, tuple[float, float]] = {
         n: _size(each, inside.get(n), _MOST) for n, each in own.items()
@@ -162,7 +162,7 @@ def _size(each: Box, inside: _Level | None, most: float) -> tuple[float, float]:
 
 
 def _words(each: Box, room: float = 99.0) -> str:
-    """Class and numbers; where there is little room, as much of the class as there is."""
+    """Return class and numbers; with little space, as much of the class name as fits."""
     size = f" · {format_count(each.num_params)}" if each.num_params else ""
     times = f" · {each.num_modules:,} times" if each.num_modules > 1 and each.frame < 0 else ""
     below = f" · {each.num_below:,} inside" if each.num_below else ""
@@ -228,7 +228,7 @@ def _module(
 ) -> None:
     x, y, wide = at
     ink = inks.get(each.group, Ink(theme.panel))
-    # Where the pointer is, a page says the whole of what there was no room for.
+    # The gid becomes a tooltip in the svg, with the full text that may be shortened in the box.
     gid = f"module {number}: {each.group or NOTHING}: {each.name}, {_words(each)}"
     box(plane, x, y, wide, _TALL, ink, edge=theme.quiet, gid=gid)
     colour = ink_on(ink.colour)

@@ -1,8 +1,8 @@
-"""Boxes with arrows between them, laid out in rows from above so that no arrow crosses a box.
+"""Layered layout of boxes and arrows, in rows from above, so that no arrow crosses a box.
 
-Longest paths give the rows; in each, boxes stand where their neighbours are, without touching. An
-arrow that passes rows has a lane of its own in each of them. Lengths are in whatever unit the
-sizes are.
+The longest path to a box gives its row. Within a row, boxes are near their neighbours without
+touching. An arrow that passes through rows has a slot of its own in each of them. Lengths are in
+the unit of the given sizes.
 
 Source: Sugiyama, Tagawa, Toda, Methods for visual understanding of hierarchical system structures,
 IEEE Transactions on Systems, Man, and Cybernetics 11 (1981).
@@ -17,7 +17,7 @@ from typing import Final
 
 _SWEEPS: Final = 8
 _LANE: Final = 0.12
-"""Room that an arrow takes on its way through a row."""
+"""Width that an arrow takes when it passes through a row."""
 
 Key = Hashable
 Link = tuple[Key, Key]
@@ -26,13 +26,14 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class LayeredPositions:
-    """Where everything is; y grows upward from the lowest row.
+    """The positions of boxes and arrows; y grows upward from the lowest row.
 
     Args:
-        width, height: Of all.
-        at: By box, the corner below on its left.
-        sizes: By box, as given.
-        ways: By arrow, its points from begin to end.
+        width: Width of the whole layout.
+        height: Height of the whole layout.
+        at: Lower left corner of each box.
+        sizes: Width and height of each box, as given.
+        ways: Points of each arrow, from its start to its end.
     """
 
     width: float
@@ -50,13 +51,14 @@ def lay_out(
     gap: float,
     between: float,
 ) -> LayeredPositions:
-    """Rows of boxes.
+    """Lay out boxes in rows.
 
     Args:
-        sizes: (width, height) by box, in the order of running.
-        links: Between boxes, each from one that stands before the other in `sizes`.
-        most_in_row: Boxes beside each other; more of them get a further row.
-        gap, between: Between boxes of a row, and between rows.
+        sizes: (width, height) by box, in the order of execution.
+        links: Arrows between boxes; arrows back to an earlier box of `sizes` are left out.
+        most_in_row: Maximum number of boxes in a row; more of them get a further row.
+        gap: Distance between boxes of a row.
+        between: Distance between rows.
     """
     order = {key: n for n, key in enumerate(sizes)}
     links = [(a, b) for a, b in dict.fromkeys(links) if order[a] < order[b]]
@@ -111,7 +113,7 @@ def lay_out(
 
 
 def _rows(keys: Sequence[Key], links: Sequence[Link], most: int) -> list[list[Key]]:
-    """By the longest way from a box that none leads to; wide rows in several."""
+    """Return rows by the longest path from a box without inputs; wide rows are split."""
     depth = dict.fromkeys(keys, 0)
     into: dict[Key, list[Key]] = {}
     for a, b in links:
@@ -122,7 +124,7 @@ def _rows(keys: Sequence[Key], links: Sequence[Link], most: int) -> list[list[Ke
     for a, b in links:
         out.setdefault(a, []).append(b)
     for key in reversed(keys):
-        # What only gives stands right above who takes it.
+        # A box without inputs goes right above the first box that reads it.
         if key not in into and key in out:
             depth[key] = min(depth[b] for b in out[key]) - 1
     rows: list[list[Key]] = [[] for _ in range(max(depth.values(), default=-1) + 1)]
@@ -138,7 +140,7 @@ def _middles(
     below: Mapping[Key, Sequence[Key]],
     gap: float,
 ) -> dict[Key, float]:
-    """Each near its neighbours, none on another; the rows are put in order."""
+    """Return the x of each box's centre, near its neighbours without overlap, and sort the rows."""
     middle: dict[Key, float] = {}
     for row in rows:
         _place(row, dict.fromkeys(row, 0.0), wide, gap, middle)
@@ -164,7 +166,7 @@ def _place(
     gap: float,
     middle: dict[Key, float],
 ) -> None:
-    """In this order, as near to what is wanted as there is room for."""
+    """Place boxes in this order, as close to the wanted positions as the gaps allow."""
     rightward: list[float] = []
     for number, key in enumerate(row):
         least = wanted[key]
@@ -179,6 +181,6 @@ def _place(
             after = row[len(row) - number]
             most = min(most, leftward[-1] - (wide[after] + wide[key]) / 2 - gap)
         leftward.append(most)
-    # Both keep the gaps, so their mean does.
+    # Both passes keep the gaps, and therefore their mean does too.
     for key, one, other in zip(row, rightward, reversed(leftward), strict=True):
         middle[key] = (one + other) / 2

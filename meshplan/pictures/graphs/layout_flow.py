@@ -1,7 +1,6 @@
-"""The forward of a model of a known family, from its config: what each operation reads and makes.
+"""The data flow of the forward of a model of a known family, from its config.
 
-The operations are those that `memory.decoder.microbatch` tells for memory's sake, once and in
-order.
+The ops are those of `memory.decoder.microbatch`, once and in order.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from meshplan.model.flow import Call, Flow, Op, Ref, Value
 from meshplan.model.graph import ModelGraph
 
 _ANY: Final = MicrobatchSpec(batch=1, seq_len=16, element_bytes=2)
-"""Sizes do not matter to who reads what."""
+"""Arbitrary sizes, because the data flow does not depend on them."""
 
 
 def layout_flow(graph: ModelGraph) -> Flow | None:
-    """The forward without its loss; None of models that no config of a known family tells."""
+    """Return the forward without its loss; None if there is no config of a known family."""
     if not graph.config:
         return None
     try:

@@ -1,7 +1,7 @@
-"""The model's modules as a graph: what gives to what, alike ones folded, where each runs or lies.
+"""The model's modules as a graph of data flow, with equal ones folded, by stage or by layout.
 
-Arrows are of a recorded forward, or of the outline of one; where there is neither nobody knows what
-goes between modules, and they stand in the order in which they are defined.
+Arrows come from a recorded forward, or from an outline of one. Without either, the flow between
+modules is not known, and they are drawn in definition order.
 """
 
 from __future__ import annotations
@@ -24,15 +24,20 @@ SEVERAL: Final = "several of these"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
-    """What the picture shows.
+    """The facts of the picture.
 
     Args:
-        by: What colours are: "stage" or "layout".
-        boxes: In the order of running, where that is known.
-        links: By frame, -1 for what is in none: who gives to whom, by numbers of boxes.
-        num_idle: Modules that have no box, since they do not run and hold nothing.
-        source: "recorded", "told" from the config, "outline", which knows no inside of blocks, or
-            "" where nobody knows.
+        model: Name of the model.
+        by: Meaning of the colours: "stage" or "layout".
+        boxes: Boxes in the order of execution if it is known, else of definition.
+        links: Arrows as pairs of box numbers, by the number of their frame; -1 for no frame.
+        source: "recorded", "told" from the config, "outline" without the inside of blocks, or "" if
+            the data flow is not known.
+        num_idle: Number of boxes left out because their modules do not run and have no parameters.
+        groups: All stages or layouts, as text.
+        num_modules: Number of modules of the model.
+        num_params: Number of parameters of the model.
+        num_stages: Number of stages; 0 without a pipeline.
     """
 
     model: str
@@ -53,7 +58,7 @@ class Graph:
 
     @property
     def alt(self) -> str:
-        """What is to be seen."""
+        """A description for readers who cannot see the picture."""
         arrows = "arrows from what gives to what takes" if self.source else "in order of definition"
         modules = counted(sum(not box.is_meeting for box in self.boxes), "box", "boxes")
         return (
@@ -63,7 +68,7 @@ class Graph:
 
 
 def module_graph(plan: Plan) -> Graph:
-    """The facts."""
+    """Collect the boxes, arrows and colours of a plan's modules."""
     graph, stages = plan.graph, plan.assignment.stages
     sources = {"recorded": graph.flow, "told": None, "outline": graph.outline}
     if graph.flow is None:
@@ -98,7 +103,7 @@ def module_graph(plan: Plan) -> Graph:
 
 
 def _chosen(root: Folded, plan: Plan, called: set[str] | None) -> list[Item]:
-    """What is shown: the tree from above, as far as there is room, repeats once."""
+    """Choose the boxes: the tree from the top, as deep as space allows, with each repeat once."""
     if not root.children:
         return [Item(root, plan.graph.name, 0)]
     items = [_item(kid, "", 1) for kid in root.children]
@@ -117,7 +122,7 @@ def _chosen(root: Folded, plan: Plan, called: set[str] | None) -> list[Item]:
         for item in at:
             if _may_open(item, plan, called):
                 kinds.setdefault(_shape(item.node), []).append(item)
-        # Lists of modules are nothing themselves; the others come after them.
+        # Open containers without a forward first, such as ModuleList.
         for shape, alike in sorted(kinds.items(), key=lambda kind: _has_forward(kind[1][0], plan)):
             if shape in opened:
                 continue
@@ -146,12 +151,12 @@ def _may_open(item: Item, plan: Plan, called: set[str] | None) -> bool:
     if called is None or not _has_forward(item, plan):
         return True
     if plan.graph.owned(item.node.fqns[0]):
-        return False  # What it computes itself stands between what is in it.
+        return False  # Its own computation happens between its submodules.
     return any(fqn in called for kid in item.node.children for fqn in kid.fqns)
 
 
 def _repeats(item: Item) -> bool:
-    """Whether it stands for several in a row, of which a frame can show one."""
+    """Return True if the item stands for several modules, of which a frame can show one."""
     return item.frame is None and len(item.node.fqns) > 1
 
 
@@ -160,12 +165,12 @@ def _has_forward(item: Item, plan: Plan) -> bool:
 
 
 def _shape(node: Folded) -> tuple[object, ...]:
-    """Classes, down to the leaves."""
+    """Return class names, down to the leaves."""
     return (tuple(node.types), tuple(_shape(kid) for kid in node.children))
 
 
 def _opened(item: Item, plan: Plan) -> list[Item]:
-    """What is in it, and it itself where it has tensors of its own."""
+    """Return the items inside an item, and the item itself if it has tensors of its own."""
     is_frame = _repeats(item)
     frame = item if is_frame else item.frame
     before = "" if is_frame else f"{item.name}."
@@ -208,7 +213,7 @@ def _box(
 
 
 def _times(item: Item) -> int:
-    """How often what is around it repeats."""
+    """Return the number of repeats of the frame around the item."""
     return 1 if item.frame is None else len(item.frame.node.fqns)
 
 

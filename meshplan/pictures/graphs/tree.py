@@ -1,4 +1,4 @@
-"""The model's modules as a tree, alike ones folded, with where they run or how they lie."""
+"""The model's modules as a tree, with equal ones folded, coloured by stage or by layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOTHING: Final = "no parameters of its own"
 
 
 class Coloured(Protocol):
-    """Modules in the colours of stages or of layouts, as a tree or as a graph."""
+    """Modules coloured by stage or by layout, as a tree or as a graph."""
 
     @property
     def model(self) -> str: ...
@@ -34,7 +34,7 @@ class Coloured(Protocol):
 
 
 def title_of(found: Coloured) -> str:
-    """The verdict of either picture."""
+    """Return the verdict of either picture."""
     many = counted(found.num_modules, "module")
     size = f"{format_count(found.num_params)} parameters"
     if not found.groups:
@@ -48,17 +48,17 @@ def title_of(found: Coloured) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModuleRow:
-    """Alike modules at one place of the tree.
+    """Equal modules at one place of the tree.
 
     Args:
-        name: What is added to the name of the row above it, folded: "{0..31}".
-        depth: Of the root 0.
+        name: Name relative to the row above it, folded: "{0..31}".
+        depth: Depth in the tree; 0 for the root.
         type: Class names.
-        num_modules: So many of them.
-        num_params: Of all of them, with what is below.
-        group: What colours it: its stage or its layout in words; "" for what has neither.
+        num_modules: Number of modules.
+        num_params: Parameters of all these modules, including their submodules.
+        group: Stage or layout that colours the row, as text; "" if it has neither.
         parent: Number of the row above it; -1 for the root.
-        num_hidden: Rows that are left out below it.
+        num_hidden: Number of rows below it that are left out.
     """
 
     name: str
@@ -73,7 +73,17 @@ class ModuleRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """What the picture shows: `by` is "stage" or "layout"."""
+    """The facts of the picture.
+
+    Args:
+        model: Name of the model.
+        by: Meaning of the colours: "stage" or "layout".
+        rows: Rows in definition order.
+        groups: All stages or layouts in the rows, as text.
+        num_modules: Number of modules of the model.
+        num_params: Number of parameters of the model.
+        num_stages: Number of stages; 0 without a pipeline.
+    """
 
     model: str
     by: str
@@ -90,7 +100,7 @@ class Tree:
 
     @property
     def alt(self) -> str:
-        """What is to be seen."""
+        """A description for readers who cannot see the picture."""
         return (
             f"The modules of {self.model} as a tree in {counted(len(self.rows), 'row')}, alike "
             f"ones folded, coloured by {self.by}: {'; '.join(self.groups[:6]) or 'nothing'}."
@@ -99,7 +109,7 @@ class Tree:
 
 @dataclass(slots=True)
 class Folded:
-    """Alike modules: at one place of the tree, or at one place of each of several alike ones."""
+    """Equal modules at one place of the tree, or at the same place below several equal modules."""
 
     fqns: list[str]
     types: list[str]
@@ -108,7 +118,7 @@ class Folded:
 
 
 def module_tree(plan: Plan) -> Tree:
-    """The facts."""
+    """Collect the tree of a plan's modules."""
     graph, stages = plan.graph, plan.assignment.stages
     by = "stage" if stages is not None else "layout"
     own = {fqn: group_of(plan, fqn) for fqn in graph.modules}
@@ -128,10 +138,11 @@ def module_tree(plan: Plan) -> Tree:
 
 
 def folded(plan: Plan, own: Mapping[str, str]) -> Folded:
-    """The model's tree.
+    """Return the model's tree with equal modules folded.
 
     Args:
-        own: What modules have to have in common to be alike, beside class and place.
+        plan: The plan.
+        own: Text by fqn that equal modules must share, in addition to their class and place.
     """
     kids: dict[str, list[str]] = {}
     for fqn in plan.graph.modules:
@@ -141,7 +152,7 @@ def folded(plan: Plan, own: Mapping[str, str]) -> Folded:
 
 
 def group_of(plan: Plan, fqn: str) -> str:
-    """The stages of a module, or how its own parameters lie."""
+    """Return the stages of a module, or the layouts of its own parameters, as text."""
     stages = plan.assignment.stages
     held = [plan.assignment.tensors[t.fqn] for t in plan.graph.owned(fqn) if not t.is_buffer]
     if stages is None:
@@ -152,7 +163,7 @@ def group_of(plan: Plan, fqn: str) -> str:
 
 
 def sizes_of(graph: ModelGraph) -> Mapping[str, int]:
-    """Parameters of each module with what is below, each once."""
+    """Return the parameters of each module including its submodules; shared ones count once."""
     out = dict.fromkeys(graph.modules, 0)
     for tensor in graph.parameters:
         fqn = tensor.module
@@ -170,7 +181,7 @@ def fold_tree(
     kids: Mapping[str, Sequence[str]],
     own: Mapping[str, str],
 ) -> Folded:
-    """Modules that are alike, and below them again."""
+    """Fold equal modules, and recursively their submodules."""
     first = fqns[0]
     node = Folded(fqns, list(dict.fromkeys(graph.modules[fqn].type for fqn in fqns)))
     rows = list(zip(*(kids.get(fqn, ()) for fqn in fqns), strict=False)) if first in kids else []
@@ -191,7 +202,7 @@ def fold_tree(
 def _key(
     fqn: str, graph: ModelGraph, kids: Mapping[str, Sequence[str]], own: Mapping[str, str]
 ) -> tuple[object, ...]:
-    """What two modules must have in common to be alike."""
+    """Return the properties that two equal modules share."""
     below = tuple(
         (name.rpartition(".")[2], _key(name, graph, kids, own)) for name in kids.get(fqn, ())
     )
@@ -227,7 +238,7 @@ def _rows(
 
 
 def _cut(rows: list[ModuleRow]) -> list[ModuleRow]:
-    """The rows that there is room for: the deepest are left out first, and counted."""
+    """Reduce the rows to `_MOST_ROWS`: the deepest are left out first, and counted."""
     most = max((row.depth for row in rows), default=0)
     below: list[dict[str, None]] = [{row.group: None} if row.group else {} for row in rows]
     while len(rows) > _MOST_ROWS and most > 1:
@@ -238,7 +249,7 @@ def _cut(rows: list[ModuleRow]) -> list[ModuleRow]:
             if row.depth >= most:
                 hidden[row.parent] += 1 + row.num_hidden
                 below[row.parent] |= below[number]
-        # What is left out gives its colour to what it is in, where it has one only.
+        # A row takes the colour of the rows left out below it, if they all share one.
         rows = [
             replace(
                 rows[n],

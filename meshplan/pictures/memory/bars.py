@@ -1,4 +1,4 @@
-"""Memory of every group of equal ranks at its worst moment, term by term, beside the limit."""
+"""Peak memory of every group of equal ranks, term by term, compared with the limit."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from meshplan.units import GIB, format_bytes, format_gib
 _MOST_BARS: Final = 10
 INKS: Final = {**{str(term): ink for term, ink in TERMS.items()}, "rounding": ROUNDING,
                "unused in segments": UNUSED, "driver": DRIVER}  # fmt: skip
-"""Of every part of a bar, in the order of stacking."""
+"""Fills of all parts of a bar, in the order of stacking."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """Ranks that are alike.
+    """A group of equal ranks.
 
     Args:
         name: The ranks, and their stages.
-        parts: (what, bytes); they add up to what `nvidia-smi` would show.
-        high_bytes: The most that it may really be; None where activations are unknown.
-        where: When and where the peak is.
-        fits: None where nobody can say.
+        parts: Pairs (term, bytes); they add up to the figure that `nvidia-smi` would show.
+        high_bytes: Upper end of the estimate's band; None if activations are not known.
+        where: Phase and module of the peak, as text.
+        fits: True if the bar is within the limit; None if that is not known.
     """
 
     name: str
@@ -47,15 +47,15 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBars:
-    """What the picture shows.
+    """The facts of the picture.
 
     Args:
-        bars: The worst ones, in order of rank.
-        num_more: Groups that need less, and are not shown.
-        limit_bytes: What a GPU may hold; None where nothing says.
-        unknown: Why more than the states is not known; "" where it is.
-        missing: What that is.
-        bound: Why this is an upper bound; "" where it is the figure.
+        bars: The largest groups, in order of rank.
+        num_more: Number of smaller groups that are not shown.
+        limit_bytes: Bytes that one GPU may use; None if no limit is known.
+        unknown: Reason why only the states are known; "" if the whole step is.
+        missing: Name of the bytes that are not known.
+        bound: Reason why this is only an upper bound; "" if it is the figure itself.
     """
 
     bars: tuple[Bar, ...]
@@ -67,11 +67,11 @@ class MemoryBars:
 
     @property
     def worst(self) -> Bar:
-        """The one that comes nearest to the limit, or goes farthest beyond."""
+        """The bar that is closest to the limit, or furthest above it."""
         return max(self.bars, key=lambda bar: bar.high_bytes or bar.total_bytes)
 
     def verdict(self, bar: Bar) -> str:
-        """Of one bar beside the limit."""
+        """Compare one bar with the limit, in words."""
         if self.limit_bytes is None:
             return "no limit stated"
         left = self.limit_bytes - (bar.high_bytes or bar.total_bytes)
@@ -80,7 +80,7 @@ class MemoryBars:
         return left_in_words(self.limit_bytes - left, self.limit_bytes)
 
     def size(self, bar: Bar) -> str:
-        """The figures of one bar, beside the limit."""
+        """Return the figures of one bar and the limit, in words."""
         expected = None if self.bound else bar.total_bytes
         return size_in_words(bar.high_bytes or bar.total_bytes, self.limit_bytes, expected)
 
@@ -108,7 +108,7 @@ class MemoryBars:
 
     @property
     def alt(self) -> str:
-        """What is to be seen."""
+        """A description for readers who cannot see the picture."""
         worst = self.worst
         largest = max(worst.parts, key=lambda part: part[1], default=("nothing", 0))
         most = f"most of it {largest[0]}, {format_bytes(largest[1])}"
@@ -121,7 +121,7 @@ class MemoryBars:
 
 
 def memory_bars(estimate: MemoryEstimate) -> MemoryBars:
-    """The facts, where the step is known."""
+    """Collect the bars of an estimate of the whole step."""
     groups = list(estimate.groups)
     keep = sorted(groups, key=lambda group: -group.band[1])[:_MOST_BARS]
     return MemoryBars(
@@ -133,7 +133,7 @@ def memory_bars(estimate: MemoryEstimate) -> MemoryBars:
 
 
 def parts_of(group: RankGroup) -> tuple[tuple[str, int], ...]:
-    """Of what the bytes of a group are, driver included; they add up to its total."""
+    """Return the bytes of a group by term, including the driver; they add up to its total."""
     peak = group.peak
     more = {
         "rounding": peak.allocated_bytes - peak.requested_bytes,
@@ -158,17 +158,19 @@ def _bar(group: RankGroup) -> Bar:
 
 
 def missing_of(plan: Plan) -> str:
-    """What a step holds beside its states, where nobody knows how much."""
+    """Name the memory that a step needs in addition to its states."""
     cuts = plan.assignment.strategy.cuts
     is_gathered = bool(cuts) and "parameter" not in cuts
     return "activations and gathered parameters" if is_gathered else "activations"
 
 
 def states_alone(plan: Plan, limit_bytes: int | None, why: str) -> MemoryBars:
-    """The facts, where only what is resident is known.
+    """Collect bars of the states, for plans whose step cannot be estimated.
 
     Args:
-        why: The step is not.
+        plan: The plan.
+        limit_bytes: Bytes that one GPU may use; None if no limit is known.
+        why: Reason why the step is not known.
     """
     bars = []
     for ranks in equal_ranks(plan.assignment):
@@ -199,7 +201,7 @@ def states_alone(plan: Plan, limit_bytes: int | None, why: str) -> MemoryBars:
 
 
 def draw_memory(facts: MemoryBars, theme: Theme) -> Picture:
-    """A bar for each group."""
+    """Draw a bar for each group."""
     names = [name for name in INKS if any(name in dict(bar.parts) for bar in facts.bars)]
     legend: list[tuple[str, Ink]] = [(name, INKS[name]) for name in names]
     if facts.unknown:
@@ -213,7 +215,7 @@ def draw_memory(facts: MemoryBars, theme: Theme) -> Picture:
     beside = max(width_of(text, TEXT, bold=True) for text in words) + 0.25
     longest = max([bar.high_bytes or bar.total_bytes * 1.25 for bar in facts.bars]) / GIB
     shown = max(longest, (facts.limit_bytes or 0) / GIB) or 1.0
-    # What is written behind a bar has its room, to the right of everything.
+    # Reserve space for the text of each bar, to the right of the longest bar and the limit.
     scale = shown * 1.02 / (room - beside)
     rows, tall = len(facts.bars), sheet.height - 0.9
     step = rows / tall

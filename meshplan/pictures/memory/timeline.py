@@ -1,4 +1,4 @@
-"""The memory of one rank through one step: bytes against events, by what they are for."""
+"""The memory of one rank through one step: bytes against events, by term."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ _LETTERS: Final = {"forward": "F", "backward": "B"}
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What lives after an event; `terms` is in the order of `Term`."""
+    """Live bytes after an event.
+
+    Args:
+        event: Number of the event.
+        terms: Bytes by term, in the order of `Term`.
+    """
 
     event: int
     terms: tuple[int, ...]
@@ -36,7 +41,13 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Part of the step, from one event to another."""
+    """A part of the step.
+
+    Args:
+        name: Name of the phase.
+        first: Number of its first event.
+        last: Number of the event after its last one.
+    """
 
     name: str
     first: int
@@ -45,14 +56,18 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """What the picture shows.
+    """The facts of the picture.
 
     Args:
-        points: Of each run of events the one after which most lives.
-        peak: Bytes, and the event after which they live.
-        where: The phase of the peak, and what makes it.
-        num_events: Of the step.
-        note: What is left out.
+        rank: The rank.
+        points: Points to draw: of each run of events the one with most live bytes, and the last
+            one.
+        phases: Phases in order.
+        peak_bytes: Live bytes at the peak.
+        peak_event: Number of the event after which they are live.
+        where: Phase of the peak, and the module or term that causes it, as text.
+        num_events: Number of events in the step.
+        note: A sentence on forwards that are left out; "" if none are.
     """
 
     rank: int
@@ -72,7 +87,7 @@ class Timeline:
 
     @property
     def alt(self) -> str:
-        """What is to be seen."""
+        """A description for readers who cannot see the picture."""
         names = ", ".join(dict.fromkeys(phase.name for phase in self.phases))
         last = self.points[-1] if self.points else Point(0, (0,))
         return (
@@ -84,22 +99,27 @@ class Timeline:
 
 
 def log_of(plan: Plan, rank: int, device: str) -> EventLog:
-    """The step of one rank, from a config alone.
+    """Return the log of one rank's step, from the model's config alone.
 
     Raises:
-        PlanError: Its operations, or something in the plan, are not known.
+        PlanError: There are no rules for the model's ops, or for something in the plan.
     """
-    return with_workspaces(analytic_log_of_rank(plan, rank, device=device, in_brief=False), device)
+    return with_workspaces(
+        analytic_log_of_rank(plan, rank, device=device, summarised=False), device
+    )
 
 
 def timeline(log: EventLog, rank: int = 0, num_forwards: int | None = None) -> Timeline:
-    """The facts of a rank's log.
+    """Collect the facts of a rank's log.
 
     Args:
-        num_forwards: Of the step; a log may have fewer, where more are alike.
+        log: The log.
+        rank: The rank.
+        num_forwards: Number of forwards in the step; None for those of the log. A log may have
+            fewer if the others are equal.
     """
     shown = log.phases.count("forward")
-    is_brief = num_forwards is not None and shown < num_forwards
+    is_summarised = num_forwards is not None and shown < num_forwards
     module, term = log.module_at_peak, log.storages[log.events[log.peak.event].storage].term
     maker = f" of {module}" if module else f", for {term}"
     return Timeline(
@@ -111,12 +131,12 @@ def timeline(log: EventLog, rank: int = 0, num_forwards: int | None = None) -> T
         where=f"in {log.phase_at_peak}{maker}",
         num_events=len(log.events),
         note=f"Of {num_forwards:,} forwards of the step {shown:,} are drawn; the others are like "
-        "the last but one." if is_brief else "",
+        "the last but one." if is_summarised else "",
     )  # fmt: skip
 
 
 def _points(log: EventLog) -> Iterator[Point]:
-    """The highest of each run of events, and the last of all."""
+    """Yield the highest point of each run of events, and the last point."""
     places = {term: number for number, term in enumerate(Term)}
     of_storage = [places[storage.term] for storage in log.storages]
     held = [0] * len(places)
@@ -145,7 +165,7 @@ def _phases(log: EventLog) -> Iterator[Phase]:
 
 
 def draw_timeline(facts: Timeline, theme: Theme) -> Picture:
-    """Areas on each other, phases above them, the peak marked."""
+    """Draw stacked areas by term, with the phases above and the peak marked."""
     shown = [
         (place, term)
         for place, term in enumerate(Term)
@@ -195,7 +215,7 @@ def draw_timeline(facts: Timeline, theme: Theme) -> Picture:
 
 
 def _draw_phases(axes: Axes, facts: Timeline, scale: float, theme: Theme) -> None:
-    """Their ends as lines, their names above where there is room."""
+    """Draw the ends of phases as lines, and their names above if they fit."""
     top = axes.get_ylim()[1]
     for number, phase in enumerate(facts.phases):
         if number:

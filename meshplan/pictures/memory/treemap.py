@@ -1,6 +1,6 @@
-"""Parameters as areas: how large each is, how it lies; what is whole everywhere is seen first.
+"""Parameters as areas: size by bytes, colour by layout, replicated ones in a striking colour.
 
-Parameters of alike blocks are one area, so that it reads the same for two blocks and for a hundred.
+Parameters of equal blocks share one area, so that two blocks look the same as a hundred.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ Of = Literal["local", "global"]
 
 _TALL: Final = 4.6
 _LEAST: Final = 1 / 400
-"""What is a smaller share of all is put together."""
+"""Share of all bytes below which areas are merged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Area:
-    """Alike parameters.
+    """Equal parameters.
 
     Args:
-        name: Their names, folded.
-        placement: Their layout in words.
-        is_whole: Every rank that has them has all of them, though there are others to cut for.
-        num_bytes: Together.
-        count: How many.
+        name: Their fqns, folded.
+        placement: Their layout in placement words.
+        is_whole: If True, they are replicated on every rank that has them, although there are ranks
+            to shard them over.
+        num_bytes: Bytes of all of them.
+        count: Number of parameters.
     """
 
     name: str
@@ -58,7 +59,15 @@ class Area:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Treemap:
-    """What the picture shows: `of` says whose bytes, `is_alone` that nothing could be cut."""
+    """The facts of the picture.
+
+    Args:
+        model: Name of the model.
+        of: "local" for the bytes of `rank`, "global" for the bytes of the model.
+        rank: The rank.
+        areas: The areas, largest first.
+        is_alone: If True, there are no ranks to shard parameters over.
+    """
 
     model: str
     of: Of
@@ -76,7 +85,7 @@ class Treemap:
 
     @property
     def placements(self) -> tuple[str, ...]:
-        """That cut something, what has most bytes first."""
+        """Layouts that shard, those with most bytes first."""
         sizes: dict[str, int] = {}
         for area in self.areas:
             if not area.is_whole:
@@ -100,7 +109,7 @@ class Treemap:
 
     @property
     def alt(self) -> str:
-        """What is to be seen."""
+        """A description for readers who cannot see the picture."""
         if not self.areas:
             return f"Nothing is drawn: {self.model} has no parameters here."
         most = max(self.areas, key=lambda area: area.num_bytes)
@@ -112,10 +121,12 @@ class Treemap:
 
 
 def treemap(plan: Plan, of: Of = "local", rank: int = 0) -> Treemap:
-    """The facts.
+    """Collect the areas of a plan's parameters.
 
     Args:
-        of: "local" for the bytes of a rank, "global" for those of the model.
+        plan: The plan.
+        of: "local" for the bytes of a rank, "global" for the bytes of the model.
+        rank: The rank.
     """
     groups: dict[tuple[str, str, bool], list[Placed]] = {}
     stages = plan.assignment.stages
@@ -145,7 +156,7 @@ def treemap(plan: Plan, of: Of = "local", rank: int = 0) -> Treemap:
 
 
 def _could_be_cut(plan: Plan) -> bool:
-    """Whether there are ranks besides those of other stages."""
+    """Return True if a stage has more than one rank."""
     return plan.mesh.world_size > plan.mesh.size("pp")
 
 
@@ -159,7 +170,9 @@ def _bytes(plan: Plan, placed: Placed, of: Of, rank: int) -> int:
 def squarified(
     sizes: Sequence[float], x: float, y: float, wide: float, tall: float
 ) -> list[tuple[float, float, float, float]]:
-    """Rectangles of these areas, as square as can be, that fill the room; sizes largest first.
+    """Return rectangles (x, y, width, height) of these areas that fill the space, nearly square.
+
+    `sizes` are sorted, largest first.
 
     Source: Bruls, Huizing, van Wijk 2000 (squarified treemaps), section 3.
 
@@ -195,7 +208,7 @@ def squarified(
 
 
 def _worst(sizes: Sequence[float], side: float, scale: float) -> float:
-    """How far the worst of a row is from a square."""
+    """Return the largest aspect ratio in a row of rectangles."""
     thick = sum(sizes) * scale / side
     return max(
         max(thick / (size * scale / thick), (size * scale / thick) / thick) for size in sizes
@@ -203,7 +216,7 @@ def _worst(sizes: Sequence[float], side: float, scale: float) -> float:
 
 
 def draw_treemap(facts: Treemap, theme: Theme) -> Picture:
-    """The areas."""
+    """Draw the areas."""
     shown = _joined(facts)
     inks = {
         name: PLACEMENTS[min(n, len(PLACEMENTS) - 1)] for n, name in enumerate(facts.placements)
@@ -232,7 +245,7 @@ def draw_treemap(facts: Treemap, theme: Theme) -> Picture:
 
 
 def _joined(facts: Treemap) -> list[Area]:
-    """The areas that can be seen, and one for the others that lie alike."""
+    """Return the areas that are large enough to see, and merge small ones of the same layout."""
     least = facts.total_bytes * _LEAST
     out = [area for area in facts.areas if area.num_bytes >= max(least, 1)]
     small: dict[tuple[str, bool], list[Area]] = {}
@@ -252,7 +265,7 @@ def _joined(facts: Treemap) -> list[Area]:
 def _words(
     plane: Plane, area: Area, ink: Ink, at: tuple[float, float, float, float], theme: Theme
 ) -> None:
-    """What an area is, in as many lines as there is room for."""
+    """Write the text of an area, in as many lines as fit."""
     x, y, wide, tall = at
     is_upright = tall > 2 * wide and wide < 1.0
     across, up = (tall, wide) if is_upright else (wide, tall)

@@ -1,4 +1,4 @@
-"""From the textbook's figure to the exact one, step by step."""
+"""The steps from the textbook's memory figure to the exact one."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from meshplan.units import GIB, format_bytes, format_gib
 
 _WHY: Final = 3.3
 _COUNTER: Final = 8
-"""Bytes."""
+"""Bytes by which a counted plan's states may differ from the textbook: its step counter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waterfall:
-    """What the picture shows.
+    """The facts of the picture.
 
     Args:
-        ranks: Whose it is.
-        steps: As of `MemoryEstimate.reconciliation`: the first is the textbook's.
-        limit_bytes: What a GPU may hold; None where nothing says.
-        unknown: Why the way ends with the states; "" where it ends with the whole step.
-        missing: What the states are without.
+        ranks: The ranks with the highest peak.
+        steps: Steps as in `MemoryEstimate.reconciliation`; the first is the textbook's figure.
+        limit_bytes: Bytes that one GPU may use; None if no limit is known.
+        unknown: Reason why only the states are known; "" if the whole step is.
+        missing: Name of the bytes that are not known.
     """
 
     ranks: tuple[int, ...]
@@ -63,7 +63,7 @@ class Waterfall:
 
     @property
     def alt(self) -> str:
-        """What is to be seen."""
+        """A description for readers who cannot see the picture."""
         first = self.steps[0]
         if self.unknown:
             return (
@@ -79,7 +79,7 @@ class Waterfall:
 
 
 def signed(num_bytes: int) -> str:
-    """A change.
+    """Return a change of bytes with its sign.
 
     >>> signed(-2048), signed(3 * 2**30)
     ('−2.0 KiB', '+3.0 GiB')
@@ -88,7 +88,7 @@ def signed(num_bytes: int) -> str:
 
 
 def waterfall(estimate: MemoryEstimate) -> Waterfall:
-    """The facts."""
+    """Collect the steps of an estimate."""
     return Waterfall(
         ranks=estimate.worst.ranks,
         steps=estimate.reconciliation,
@@ -97,10 +97,12 @@ def waterfall(estimate: MemoryEstimate) -> Waterfall:
 
 
 def waterfall_of_states(plan: Plan, limit_bytes: int | None, why: str) -> Waterfall:
-    """The facts, where only what is resident is known.
+    """Collect the steps for the states alone, for plans whose step cannot be estimated.
 
     Args:
-        why: The rest of the step is not.
+        plan: The plan.
+        limit_bytes: Bytes that one GPU may use; None if no limit is known.
+        why: Reason why the step is not known.
     """
     a, optimizer = plan.assignment, plan.spec.optimizer
     groups = equal_ranks(a)
@@ -121,7 +123,7 @@ def waterfall_of_states(plan: Plan, limit_bytes: int | None, why: str) -> Waterf
         reason = "as layouts, dtypes and optimizer make it" if name in real else (
             "part of a step, and no state"
         )  # fmt: skip
-        # A counter of steps stands beside each tensor, and how many there are a count does not say.
+        # Each tensor has a step counter, and a counted plan does not say how many there are.
         if abs(exact - size) > (_COUNTER if is_counted(plan) else 0):
             total = steps[-1].total_bytes + exact - size
             steps.append(ReconcileStep(what, exact - size, total, reason))
@@ -136,7 +138,7 @@ def waterfall_of_states(plan: Plan, limit_bytes: int | None, why: str) -> Waterf
 
 
 def draw_waterfall(facts: Waterfall, theme: Theme) -> Picture:
-    """A row for each step, the total below."""
+    """Draw a row for each step, with the total below."""
     steps = facts.steps
     note = (
         f"Of {ranks_in_words(facts.ranks)}, which need most. Terms are those at the peak of a "

@@ -1,1 +1,1 @@
-"""Pictures of a mesh: where ranks lie, what they hold, and what travels between them."""
+"""Pictures of a mesh: its ranks, their shards, and the bytes sent between them."""

@@ -1,4 +1,4 @@
-"""Who sends how much to whom in a step, as a matrix, and by which collective, as bars."""
+"""Bytes sent in a step, as a matrix of ranks, and by collective, as bars."""
 
 from __future__ import annotations
 
@@ -24,22 +24,24 @@ _MOST_CELLS: Final = 32
 _MOST_NUMBERS: Final = 16
 _MOST_BARS: Final = 7
 _LEAST: Final = 1e-4
-"""What is a smaller share of the most is left blank."""
+"""Share of the largest value below which a cell is left blank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comm:
-    """What the picture shows.
+    """The facts of the picture.
 
     Args:
-        num_ranks: Of the mesh.
-        per_cell: Ranks that a row and a column stand for.
-        per_node: Ranks of a node; None where nothing says.
-        matrix: [from, to] bytes of a step, all ranks of a cell together.
-        lanes: What `rank` sends.
-        crossing_bytes: Of all ranks, to ranks of other nodes; None where nothing says.
-        unknown: What else is sent, and not known.
-        is_told: As of `links.Links`.
+        num_ranks: Number of ranks in the mesh.
+        per_cell: Ranks that one row or column stands for.
+        per_node: Ranks per node; None if it is not stated.
+        matrix: Bytes sent in a step by [from, to], summed over the ranks of a cell.
+        rank: The rank whose collectives are listed.
+        lanes: The collectives of `rank`.
+        crossing_bytes: Bytes that all ranks send to other nodes; None if nodes are not stated.
+        unknown: Further communication whose bytes are not known.
+        is_told: If True, the bytes that activations send are computed from the model's sizes, as in
+            `links.Links`.
     """
 
     num_ranks: int
@@ -54,7 +56,7 @@ class Comm:
 
     @property
     def sent_bytes(self) -> float:
-        """By the rank."""
+        """Bytes that `rank` sends in a step."""
         return sum(lane.sent_bytes for lane in self.lanes)
 
     @property
@@ -72,7 +74,7 @@ class Comm:
 
     @property
     def alt(self) -> str:
-        """What is to be seen."""
+        """A description for readers who cannot see the picture."""
         cell = "rank" if self.per_cell == 1 else f"group of {self.per_cell:,} ranks"
         most = ", ".join(
             f"{lane.kind} along {' × '.join(lane.axes)} {format_bytes(lane.sent_bytes)}"
@@ -85,7 +87,7 @@ class Comm:
 
 
 def comm(plan: Plan, rank: int = 0) -> Comm:
-    """The facts."""
+    """Count the bytes that ranks send to each other in a step."""
     mesh, machine = plan.mesh, machine_of(plan)
     world = mesh.world_size
     per_node = machine.per_node
@@ -132,11 +134,11 @@ def _sent(
     per_cell: int,
     per_node: int | None,
 ) -> tuple[NDArray[np.float64], float]:
-    """([from, to] bytes by cell, those that leave their node) of the ranks `own`."""
+    """Return the bytes that ranks `own` send along a lane, by cell, and those that leave a node."""
     cells = -(-world // per_cell)
     crossing = 0
     if lane.num_ranks == world:
-        # All send to all: no need to go through every pair.
+        # The group is the whole mesh: counting ranks per cell avoids a loop over all pairs.
         sizes = np.bincount(np.arange(world) // per_cell, minlength=cells)
         mine = np.bincount(own // per_cell, minlength=cells)
         pairs = np.outer(mine, sizes) - np.diag(mine)
@@ -161,7 +163,7 @@ def _placed(
     per_cell: int,
     per_node: int | None,
 ) -> tuple[NDArray[np.float64], float]:
-    """The same, of `own` ranks that send so much to these."""
+    """Return the bytes that ranks `own` send to `to`, by cell, and those that leave a node."""
     cells = -(-world // per_cell)
     out = np.zeros(cells * cells)
     crossing = 0.0
@@ -175,7 +177,7 @@ def _placed(
 
 
 def draw_comm(facts: Comm, theme: Theme) -> Picture:
-    """The matrix on the left, the bars on the right."""
+    """Draw the matrix on the left and the bars on the right."""
     notes = [
         "Bytes that a rank needs of another one, counted as if sent directly; a ring moves as many "
         "in all, and libraries may pass them on."
@@ -229,7 +231,7 @@ def draw_comm(facts: Comm, theme: Theme) -> Picture:
 
 
 def _short(size: float, most: float) -> str:
-    """In the unit of the picture: GiB, or MiB where all is small."""
+    """Return bytes in the unit of the picture: GiB, or MiB if all values are small."""
     unit = GIB if most >= GIB / 10 else 2**20
     if size / unit < 0.05:
         return "~0"
@@ -237,7 +239,7 @@ def _short(size: float, most: float) -> str:
 
 
 def _edges(axes: Axes, facts: Comm, cells: int, theme: Theme) -> None:
-    """Where nodes end."""
+    """Draw the boundaries of nodes."""
     if facts.per_node is None or facts.per_node >= facts.num_ranks:
         return
     step = facts.per_node / facts.per_cell
@@ -251,7 +253,7 @@ def _edges(axes: Axes, facts: Comm, cells: int, theme: Theme) -> None:
 
 
 def _bars(sheet: Sheet, axes: Axes, facts: Comm, theme: Theme) -> None:
-    """What the rank sends by each collective, in words beneath each bar."""
+    """Draw the bytes that the rank sends by each collective, with a line of text below each bar."""
     plane = sheet.plane()
     x, wide = 5.55, sheet.width - 5.55 - 0.35
     head = fitted(f"what rank {facts.rank} sends in a step", wide, TEXT, bold=True)

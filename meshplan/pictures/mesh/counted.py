@@ -1,4 +1,4 @@
-"""Plans for a model of which nobody says more than how many parameters it has."""
+"""Plans for a model of which only the number of parameters is known."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from meshplan.spec.spec import Spec
 from meshplan.textbook.inputs import graph_of
 
 OF_COUNT: Final = ("mesh", "memory", "waterfall")
-"""The pictures that states alone tell."""
+"""Pictures that need states only."""
 ONLY_COUNT: Final = "only the number of the model's parameters is known"
 
 
 def is_counted(plan: Plan) -> bool:
-    """Whether the plan is for a number of parameters (`blueprint.from_params`)."""
+    """Return True if the plan is for a number of parameters (`blueprint.from_params`)."""
     graph = plan.graph
     return (
         list(graph.modules) == [""]
@@ -25,10 +25,10 @@ def is_counted(plan: Plan) -> bool:
 
 
 def counted_plan(spec: Spec) -> Plan | None:
-    """The plan for as many parameters as the spec states; None where it states a model, or none.
+    """Return the plan for the number of parameters that the spec states; None if it states none.
 
     Raises:
-        PlanError: It needs modules: stages, rules, or axes other than those of data.
+        PlanError: The plan needs modules: stages, rules, or axes other than data axes.
     """
     if spec.model is None or spec.model.params is None:
         return None
@@ -38,10 +38,10 @@ def counted_plan(spec: Spec) -> Plan | None:
 
 
 def check_counted(plan: Plan, what: str) -> None:
-    """Whether the picture can be drawn of what is known of the model.
+    """Check that the picture can be drawn from the facts that are known about the model.
 
     Raises:
-        PlanError: It cannot.
+        PlanError: The picture needs modules, and only the number of parameters is known.
     """
     if what not in OF_COUNT and is_counted(plan):
         fix = "name the model: model: {config: PATH}, --config PATH or --model pkg.mod:function"

@@ -1,7 +1,7 @@
-"""What the ranks of a plan send to one another in a step, and over which links: facts for pictures.
+"""The bytes that ranks send to each other in a step, and the links that carry them.
 
-Bytes are those of `traffic.forecast`. Of a collective each rank sends every other one its part of
-the tensor: however the library routes it, a ring sends as much in all.
+Bytes come from `traffic.forecast`. In a collective each rank sends every other one its shard of the
+tensor. The library may route this differently, but a ring sends the same total.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from meshplan.plan.plan import Plan
 from meshplan.traffic import forecast
 
 _TIMES: Final = {"all_reduce": 2}
-"""A sum is scattered first, and gathered then."""
+"""Factor of a collective's bytes: an all-reduce is a reduce-scatter and then an all-gather."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Where the ranks are.
+    """The nodes of a machine and its links.
 
     Args:
-        per_node: Ranks of a node; None where nothing says.
-        intra_bytes_per_s, inter_bytes_per_s: Of the links in a node and between nodes; None where
-            not known.
+        per_node: Ranks per node; None if it is not stated.
+        intra_bytes_per_s: Bytes per second of the links within a node; None if not known.
+        inter_bytes_per_s: Bytes per second of the links between nodes; None if not known.
     """
 
     per_node: int | None
@@ -42,15 +42,16 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """One kind of collective along one part of the mesh.
+    """All collectives of one kind along the same axes.
 
     Args:
-        kind, axes: As of `traffic.Route`.
-        num_ranks: That take part in one.
-        pair_bytes: That a rank sends to each other rank of its group in a step.
-        crosses: Whether some group has ranks on several nodes; None where nothing says.
-        bytes_per_s: Of the slowest link on its way; None where not known.
-        to: Of "send", (place along pp, bytes).
+        kind: Kind of the collective, as in `traffic.Route`.
+        axes: Axes of the mesh, as in `traffic.Route`.
+        num_ranks: Number of ranks in one group.
+        pair_bytes: Bytes that a rank sends to each other rank of its group in a step.
+        crosses: If True, some group has ranks on several nodes; None if nodes are not stated.
+        bytes_per_s: Bytes per second of the slowest link in use; None if not known.
+        to: For "send", pairs (coordinate along pp, bytes).
     """
 
     kind: str
@@ -63,7 +64,7 @@ class Lane:
 
     @property
     def sent_bytes(self) -> float:
-        """By one rank in a step."""
+        """Bytes that one rank sends in a step."""
         if self.to:
             return sum(size for _, size in self.to)
         return self.pair_bytes * (self.num_ranks - 1)
@@ -71,13 +72,13 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """All that one rank sends.
+    """All communication of one rank.
 
     Args:
-        lanes: What sends most first.
-        unknown: What else is sent, and why nothing tells how much.
-        is_told: Whether what activations send follows from the model's sizes, by which the
-            planner goes, and not from a record of its forward.
+        lanes: The collectives, those with most bytes first.
+        unknown: Further communication, with the reason why its bytes are not known.
+        is_told: If True, the bytes that activations send are computed from the model's sizes, as in
+            the planner, and not from a recorded forward.
     """
 
     lanes: tuple[Lane, ...]
@@ -86,12 +87,12 @@ class Links:
 
     @property
     def crossing_bytes(self) -> float:
-        """Of what a rank sends, what goes along groups that cross nodes."""
+        """Bytes that the rank sends along groups that cross nodes."""
         return sum(lane.sent_bytes for lane in self.lanes if lane.crosses)
 
 
 def machine_of(plan: Plan) -> Machine:
-    """What the plan says of it."""
+    """Return the nodes and links that the plan states."""
     stated = plan.spec.hardware
     if stated is None:
         return Machine(per_node=None, intra_bytes_per_s=None, inter_bytes_per_s=None)
@@ -106,9 +107,9 @@ def machine_of(plan: Plan) -> Machine:
 
 
 def links_of(plan: Plan, rank: int = 0) -> Links:
-    """What one rank sends in a step."""
+    """Return the communication of one rank in a step."""
     if is_counted(plan):
-        # What is gathered, and how often, is up to the modules.
+        # The modules decide what is gathered and how often, and they are not known.
         is_alone = plan.mesh.world_size == 1
         return Links((), () if is_alone else (f"what is sent: {ONLY_COUNT}",))
     told, machine, mesh = forecast(plan, rank=rank), machine_of(plan), plan.mesh
@@ -147,7 +148,7 @@ def links_of(plan: Plan, rank: int = 0) -> Links:
 
 
 def _next_stages(plan: Plan, rank: int, num_bytes: int) -> tuple[tuple[int, float], ...]:
-    """(place along pp, bytes) of what a rank sends on: forwards onward, gradients back."""
+    """Return (coordinate along pp, bytes) of activations sent onward and gradients sent back."""
     stages = plan.assignment.stages
     assert stages is not None
     place = plan.mesh.index(rank, ("pp",))
@@ -164,7 +165,7 @@ def _is_of_activations(unknown: str) -> bool:
 
 
 def _of_activations(plan: Plan, rank: int) -> Counter[tuple[str, tuple[str, ...]]] | None:
-    """Bytes that activations send along tp and pp, by the sizes of a known family; else None."""
+    """Return the bytes that activations send along tp and pp; None if the family is not known."""
     a, stages, micro = plan.assignment, plan.assignment.stages, plan.micro
     try:
         chain = chain_of_plan(plan)
@@ -182,19 +183,19 @@ def _of_activations(plan: Plan, rank: int) -> Counter[tuple[str, tuple[str, ...]
         again = kind.sent_again[RECOMPUTE.index(recompute.policy.mode) if recompute else 0]
         for sent in (kind.sent_forward, kind.sent_backward, again):
             out["all_reduce", ("tp",)] += int(sent.all_reduce_bytes * samples)
-            # A whole tensor gathered moves as much as one that is scattered.
+            # An all-gather and a reduce-scatter of the same tensor move the same bytes.
             out["all_gather", ("tp",)] += int(sent.gather_bytes * samples)
     if stages is not None:
         boundary = max(kind.boundary_bytes for kind in chain.kinds)
         for stage in range(stages.num - 1):
             ends = {stages.rank_of(stage), stages.rank_of(stage + 1)}
-            # A forward goes on to the next stage, and its gradient comes back.
+            # Activations go to the next stage, and their gradients come back.
             out["send", ("pp",)] += int(boundary * samples) * (place in ends and len(ends) > 1)
     return Counter({key: size for key, size in out.items() if size})
 
 
 def _pair_bytes(kind: str, num_bytes: int, ranks: int) -> float:
-    """From one rank to each other one; of what is sent to one stage only, 0.
+    """Return the bytes from one rank to each other one; 0 for a send, which has one receiver.
 
     >>> _pair_bytes("all_gather", 800, 8), _pair_bytes("all_reduce", 800, 8)
     (100.0, 200.0)
@@ -205,7 +206,7 @@ def _pair_bytes(kind: str, num_bytes: int, ranks: int) -> float:
 
 
 def strides(mesh: Mesh, axes: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """(size, ranks from one place to the next) of each axis, borrowed ones too.
+    """Return (size, stride in ranks) of each axis, borrowed ones included.
 
     >>> strides(Mesh.of({"dp_replicate": 2, "dp_shard": 4}), ("dp_replicate",))
     ((2, 4),)
@@ -223,14 +224,14 @@ def strides(mesh: Mesh, axes: Sequence[str]) -> tuple[tuple[int, int], ...]:
 
 
 def members(mesh: Mesh, axes: Sequence[str], first: int = 0) -> Iterator[int]:
-    """The ranks that differ from the first one along these axes only, which is at their start."""
+    """Yield the group of ranks along these axes; `first` has coordinate 0 on all of them."""
     spans = [[place * stride for place in range(size)] for size, stride in strides(mesh, axes)]
     for offsets in itertools.product(*spans):
         yield first + sum(offsets)
 
 
 def crosses_nodes(mesh: Mesh, axes: Sequence[str], per_node: int | None) -> bool | None:
-    """Whether ranks that differ along these axes only are on several nodes, anywhere."""
+    """Return True if a group along these axes has ranks on several nodes; None if unknown."""
     if per_node is None:
         return None
     spread = strides(mesh, axes)

@@ -1,4 +1,4 @@
-"""The mesh as a map: which ranks hold the same, where nodes end, what is sent along each axis."""
+"""The mesh as a map: ranks coloured by shard, node boundaries, and communication by axis."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MOST_TILES: Final = 16
 _PER_ROW: Final = 8
 _MOST_LANES: Final = 8
 _LEAST: Final = 1e-4
-"""What sends less of the most than this share is not drawn."""
+"""Share of the largest lane's bytes below which a lane is not drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,9 @@ class Tile:
     """One rank.
 
     Args:
-        shard: Which of the different parts of the model it holds.
-        at: Its place on every axis of more than one rank.
+        rank: The rank.
+        shard: Number of the shard of the model that it has.
+        at: Coordinates on every axis of more than one rank, as text.
     """
 
     rank: int
@@ -50,12 +51,12 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class NodeBox:
-    """One node, or one row where nothing says what a node is.
+    """One node, or one row of ranks if nodes are not stated.
 
     Args:
-        number: Its own; where nodes are left out, how many, and no tiles.
-        tiles: None for ranks that are left out.
-        missing: Ranks that are left out.
+        number: Number of the node; if `tiles` is empty, the number of nodes left out.
+        tiles: The ranks; None stands for ranks that are left out.
+        missing: Number of ranks that are left out.
     """
 
     number: int
@@ -65,16 +66,19 @@ class NodeBox:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshMap:
-    """What the picture shows.
+    """The facts of the picture.
 
     Args:
-        noun: "node", or "row" where nothing says where nodes end.
-        nodes: Those that are shown; one without tiles stands for those left out.
-        num_nodes, num_ranks: Of all.
-        num_shards: Different parts of the model.
-        copies: Ranks that hold each.
-        cut_axes: Along which ranks hold different parts.
-        links: What rank 0 sends.
+        mesh: The mesh as text.
+        noun: "node", or "row" if nodes are not stated.
+        nodes: The nodes that are shown; one without tiles stands for those left out.
+        num_nodes: Number of all nodes.
+        num_ranks: Number of all ranks.
+        per_node: Ranks per node or row.
+        num_shards: Number of different shards of the model.
+        copies: Number of ranks that have each shard.
+        cut_axes: Axes along which ranks have different shards.
+        links: Communication of rank 0.
     """
 
     mesh: str
@@ -90,7 +94,7 @@ class MeshMap:
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """Those that matter: what a step only settles with is left to the notes."""
+        """The largest lanes; small ones are only counted in the notes."""
         lanes = self.links.lanes
         least = lanes[0].sent_bytes * _LEAST if lanes else 0.0
         return tuple(lane for lane in lanes if lane.sent_bytes >= least)[:_MOST_LANES]
@@ -124,7 +128,7 @@ class MeshMap:
 
     @property
     def alt(self) -> str:
-        """What is to be seen."""
+        """A description for readers who cannot see the picture."""
         same = (
             "all tiles have one colour, since all hold the same"
             if self.num_shards == 1
@@ -140,7 +144,7 @@ class MeshMap:
 
 
 def lane_in_words(lane: Lane) -> str:
-    """What is sent, along what, over which links."""
+    """Describe the bytes, axes and links of a lane."""
     where = {True: "ACROSS NODES", False: "inside nodes", None: "nodes not stated"}[lane.crosses]
     along = " × ".join(lane.axes)
     to = "the next stage" if lane.kind == "send" else counted(lane.num_ranks - 1, "other")
@@ -150,7 +154,7 @@ def lane_in_words(lane: Lane) -> str:
 
 
 def mesh_map(plan: Plan, *, most_nodes: int = _MOST_NODES) -> MeshMap:
-    """The facts; of more nodes than so many some are left out."""
+    """Collect the facts of the map; at most `most_nodes` nodes are shown."""
     mesh, machine = plan.mesh, machine_of(plan)
     world = mesh.world_size
     per_node = machine.per_node
@@ -204,17 +208,19 @@ def mesh_map(plan: Plan, *, most_nodes: int = _MOST_NODES) -> MeshMap:
 
 
 def _some(count: int, most: int) -> Sequence[int | None]:
-    """All, or the first ones, a gap, and the last."""
+    """Return all of 0..count-1, or the first ones, None for a gap, and the last."""
     if count <= most:
         return range(count)
     return [*range(most - 2), None, count - 1]
 
 
 def draw_mesh(facts: MeshMap, theme: Theme, *, is_small: bool = False) -> Picture:
-    """The map.
+    """Draw the map.
 
     Args:
-        is_small: Whether tiles have their numbers only, however few there are.
+        facts: The facts.
+        theme: Colours of the picture.
+        is_small: If True, tiles show only their ranks, even on a small mesh.
     """
     is_large = not is_small and len(facts.nodes) <= _MOST_LARGE and facts.per_node <= _PER_ROW
     lines = max((len(t.at) for n in facts.nodes for t in n.tiles if t), default=0)
@@ -294,7 +300,7 @@ def _node(
 
 
 def _shared(node: NodeBox) -> tuple[str, ...]:
-    """What all ranks of a node have in common."""
+    """Return the coordinates that all ranks of a node share."""
     tiles = [tile.at for tile in node.tiles if tile is not None]
     return tuple(word for word in tiles[0] if all(word in at for at in tiles[1:]))
 
@@ -330,7 +336,7 @@ def _tile(
 
 
 def _lanes(plane: Plane, lanes: Sequence[Lane], y: float, theme: Theme) -> None:
-    """A line for each, with its letter."""
+    """Write one line per lane, with its letter."""
     for number, lane in enumerate(lanes):
         y -= 0.3 if number else 0.0
         _badge(plane, EDGE + 0.14, y + 0.05, number, lane, theme)
@@ -366,7 +372,7 @@ def _arrows(
     tall: float,
     theme: Theme,
 ) -> None:
-    """Where each goes: below the tiles of the first node, or beside the nodes."""
+    """Draw arrows for lanes: below the tiles of the first node, or next to the nodes."""
     outside = [(n, lane) for n, lane in enumerate(lanes) if lane.crosses]
     inside = [(n, lane) for n, lane in enumerate(lanes) if not lane.crosses]
     numbers = sorted(corners)

@@ -1,4 +1,4 @@
-"""One parameter as a rectangle cut into its shards, and which ranks hold each."""
+"""One parameter as a rectangle divided into its shards, with the ranks that have each shard."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ _TALL: Final = 3.4
 
 @dataclass(frozen=True, slots=True)
 class DimSlice:
-    """Part of a dim.
+    """A slice of a dim.
 
     Args:
-        number: Which of the dim's parts, in order; -1 for those left out.
-        start, stop: Along the dim.
-        offset: Of the ranks that hold it, from those that hold the first.
+        number: Number of the shard along this dim; -1 for shards that are left out.
+        start: First index along the dim.
+        stop: Index after the last one.
+        offset: Difference of the ranks that have this shard from those that have shard 0.
     """
 
     number: int
@@ -55,14 +56,15 @@ class DimSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnDim:
-    """One dim that is drawn.
+    """A dim of the tensor, with its shards.
 
     Args:
-        dim: Of the tensor.
-        name: Of the dim, "" where unknown.
-        axes: That cut it, first cut first.
-        num: Parts in all.
-        pieces: In order; a part that is packed has several.
+        dim: Number of the dim.
+        name: Name of the dim; "" if unknown.
+        size: Size of the dim.
+        axes: Axes that shard it, in the order of sharding.
+        num: Number of shards along the dim.
+        pieces: Slices in order; a shard of a packed dim has several.
     """
 
     dim: int
@@ -74,7 +76,7 @@ class DrawnDim:
 
     @property
     def words(self) -> str:
-        """Of the dim."""
+        """The dim with its size and its axes, as text."""
         name = f" ({self.name})" if self.name else ""
         cut = f"cut {self.num:,} ways by {', '.join(self.axes)}" if self.num > 1 else "whole"
         return f"dim {self.dim}{name}, {self.size:,}: {cut}"
@@ -82,16 +84,17 @@ class DrawnDim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Face:
-    """The tensor as it lies at one time.
+    """The layout of the tensor during one part of the step.
 
     Args:
-        when: At rest, or while it is computed with.
+        when: The part of the step: at rest, or in forward and backward.
         spelled: The layout in placement words.
-        rows, columns: What is drawn; a vector has one row.
-        hidden: Dims that are not drawn, in words.
-        num_shards: Different parts.
-        copies: Ranks that hold each.
-        others: Offsets of the ranks that hold the same as the first.
+        rows: The dim drawn vertically; None for a vector or a scalar.
+        columns: The dim drawn horizontally; None for a scalar.
+        hidden: Dims that are not drawn, as text.
+        num_shards: Number of different shards.
+        copies: Number of ranks that have each shard.
+        others: The ranks that have shard 0.
     """
 
     when: str
@@ -104,14 +107,22 @@ class Face:
     others: tuple[int, ...]
 
     def ranks(self, row: DimSlice | None, column: DimSlice | None) -> tuple[int, ...]:
-        """That hold a part."""
+        """Return the ranks that have the shard of this row and column."""
         offset = (row.offset if row else 0) + (column.offset if column else 0)
         return tuple(sorted(offset + other for other in self.others))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorLayout:
-    """What the picture shows."""
+    """The facts of the picture.
+
+    Args:
+        fqn: Fqn of the parameter.
+        shape: Shape of the whole parameter.
+        dtype: Dtype at rest.
+        local_shape: Shape at rest on the first rank that has the parameter.
+        faces: The layouts to draw, at rest first.
+    """
 
     fqn: str
     shape: tuple[int, ...]
@@ -133,13 +144,13 @@ class TensorLayout:
 
     @property
     def is_even(self) -> bool:
-        """Whether all shards have one shape."""
+        """True if all shards have the same shape."""
         sides = (self.faces[0].rows, self.faces[0].columns)
         return all(side is None or side.size % side.num == 0 for side in sides)
 
     @property
     def alt(self) -> str:
-        """What is to be seen."""
+        """A description for readers who cannot see the picture."""
         size = DTYPE_BYTES[self.dtype]
         for each in self.local_shape:
             size *= each
@@ -151,18 +162,20 @@ class TensorLayout:
 
 
 def _times(shape: Sequence[int]) -> str:
-    """A shape in words."""
+    """Return a shape as text."""
     return " × ".join(f"{size:,}" for size in shape) if shape else "a single number"
 
 
 def tensor_layout(plan: Plan, name: str | None = None) -> TensorLayout:
-    """The facts of one parameter.
+    """Collect the layouts of one parameter.
 
     Args:
-        name: Of a parameter, or of a module whose largest is meant; None for the largest of all.
+        plan: The plan.
+        name: Fqn of a parameter, or of a module whose largest parameter is taken; None takes the
+            largest parameter of the model.
 
     Raises:
-        SpecError: There is none of that name.
+        SpecError: There is no such module or parameter.
     """
     placed = find_parameter(plan, name)
     mesh, stages = plan.mesh, plan.assignment.stages
@@ -184,7 +197,7 @@ def tensor_layout(plan: Plan, name: str | None = None) -> TensorLayout:
 
 
 def find_parameter(plan: Plan, name: str | None) -> Placed:
-    """The parameter of that name, or the largest below the module of that name."""
+    """Return the parameter of this name, or the largest one below the module of this name."""
     tensors = plan.assignment.tensors.values()
     known = [p for p in tensors if not p.info.is_buffer] or list(tensors)
     if name is not None:
@@ -208,7 +221,7 @@ def find_parameter(plan: Plan, name: str | None) -> Placed:
 def _face(when: str, placed: Placed, layout: Layout, mesh: Mesh, places: Sequence[int]) -> Face:
     info = placed.info
     sides = [_side(placed, layout, mesh, dim) for dim in range(len(info.shape))]
-    # Dims that are cut are drawn first, then the largest.
+    # Only two dims are drawn: sharded ones have priority, then the largest.
     order = sorted(sides, key=lambda side: (side.num == 1, -side.size))
     drawn = sorted(order[:2], key=lambda side: side.dim)
     rows = drawn[0] if len(drawn) == 2 else None
@@ -267,7 +280,7 @@ def _side(placed: Placed, layout: Layout, mesh: Mesh, dim: int) -> DrawnDim:
 
 
 def _in_order(axes: Sequence[str], mesh: Mesh) -> list[str]:
-    """First cut first; those that cut as one, as they lie in the mesh."""
+    """Return axes in the order of sharding; adjacent `SHARD_AXES` act as one, in mesh order."""
     out: list[str] = []
     for is_joint, group in itertools.groupby(axes, lambda axis: axis in SHARD_AXES):
         names = list(group)
@@ -276,7 +289,7 @@ def _in_order(axes: Sequence[str], mesh: Mesh) -> list[str]:
 
 
 def draw_layout(facts: TensorLayout, theme: Theme) -> Picture:
-    """A rectangle for each time."""
+    """Draw a rectangle for each layout."""
     sheet = Sheet(theme, facts.title, _TALL + 1.15, notes=_notes(facts))
     plane = sheet.plane()
     gap = 0.35
@@ -381,12 +394,12 @@ def _cell(
 
 
 def _bare(span: str) -> str:
-    """Without the noun, where there is no room for it."""
+    """Return a span without its noun, for narrow cells."""
     return "none" if span.startswith("no ") else span.partition(" ")[2]
 
 
 def span_in_words(piece: DimSlice | None, noun: str) -> str:
-    """Where a part is.
+    """Return the indices of a slice as text.
 
     >>> span_in_words(DimSlice(0, 0, 512, 0), "rows"), span_in_words(DimSlice(3, 7, 7, 0), "rows")
     ('rows 0–511', 'no rows')

@@ -1,4 +1,4 @@
-"""One step of the pipeline on a time axis: who computes what when, who waits, and what is kept."""
+"""One step of the pipeline on a time axis: computation, waiting, and forwards kept for backward."""
 
 from __future__ import annotations
 
@@ -33,11 +33,15 @@ _MOST_LINES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class GanttBar:
-    """Something that a rank computes.
+    """A forward or backward of one microbatch on one rank.
 
     Args:
-        rank: Along pp.
-        kind: F, B, I or W, as of `schedules.Action`.
+        rank: Coordinate along pp.
+        kind: F, B, I or W, as in `schedules.Action`.
+        stage: Number of the stage.
+        microbatch: Number of the microbatch.
+        begin: Start time, in seconds or in forwards of a stage.
+        end: End time, in the same unit.
     """
 
     rank: int
@@ -50,17 +54,19 @@ class GanttBar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gantt:
-    """What the picture shows.
+    """The facts of the picture.
 
     Args:
-        schedule: "" without a pipeline.
-        ranks: Along pp.
-        idle_share: Of the time of all ranks.
-        blocks: In order, of each rank.
-        kept: By rank, (when, forwards kept for backward from then on).
-        step: How long all takes.
-        is_seconds: Whether times are seconds, and not forwards of a stage.
-        assumed: What times are taken for granted.
+        schedule: Name of the schedule; "" without a pipeline.
+        ranks: Number of ranks along pp.
+        virtual: Number of stages per rank.
+        microbatches: Number of microbatches in a step.
+        idle_share: Share of the time of all ranks that they wait.
+        blocks: Forwards and backwards, in order on each rank.
+        kept: Pairs (time, number of forwards kept for backward from then on) of each rank.
+        step: Duration of the step.
+        is_seconds: If True, times are seconds; otherwise forwards of a stage.
+        assumed: The assumption behind the times, as a sentence.
     """
 
     schedule: str
@@ -76,11 +82,11 @@ class Gantt:
 
     @property
     def most_kept(self) -> tuple[int, ...]:
-        """By rank."""
+        """Maximum number of forwards kept at once, by rank."""
         return tuple(max(count for _, count in row) for row in self.kept)
 
     def time(self, value: float) -> str:
-        """In words."""
+        """Return a time as text."""
         return format_seconds(value) if self.is_seconds else f"{value:,.4g} forwards of a stage"
 
     @property
@@ -98,7 +104,7 @@ class Gantt:
 
     @property
     def alt(self) -> str:
-        """What is to be seen."""
+        """A description for readers who cannot see the picture."""
         most = self.most_kept
         if not self.schedule:
             return (
@@ -121,12 +127,18 @@ def gantt(
     crossing_s: float = 0.0,
     assumed: str = "",
 ) -> Gantt:
-    """The facts.
+    """Simulate the pipeline schedule of a plan.
 
     Args:
-        forward_s, backward_s: Of each stage; () takes one forward as 1, and a backward as 2.
-        crossing_s: To hand something to the next stage.
-        assumed: What these are.
+        plan: The plan.
+        forward_s: Seconds of one forward of each stage; () takes 1 for all stages of a rank
+            together.
+        backward_s: Seconds of one backward of each stage; () takes 2 times the forward.
+        crossing_s: Seconds to send activations or gradients to another stage.
+        assumed: The assumption behind these times, as a sentence.
+
+    Raises:
+        PlanError: The step has too many microbatches to draw.
     """
     stages = plan.assignment.stages
     ranks, virtual = (1, 1) if stages is None else (stages.num_ranks, stages.virtual)
@@ -164,7 +176,7 @@ def gantt(
 
 
 def _kept(run: SimulatedStep, rank: int) -> tuple[tuple[float, int], ...]:
-    """(when, forwards kept from then on): from the begin of each to the end of its backward."""
+    """Return (time, forwards kept from then on); each is kept until its backward ends."""
     splits = any(span.action.kind == "W" for span in run.spans)
     changes = [(0.0, 0)]
     for span in run.spans:
@@ -174,7 +186,7 @@ def _kept(run: SimulatedStep, rank: int) -> tuple[tuple[float, int], ...]:
             changes.append((span.end_s, -1))
     out: list[tuple[float, int]] = []
     held = 0
-    # What ends makes room for what begins at the same time.
+    # At equal times, releases (-1) sort before starts (+1).
     for when, change in sorted(changes):
         held += change
         if out and out[-1][0] == when:
@@ -185,7 +197,7 @@ def _kept(run: SimulatedStep, rank: int) -> tuple[tuple[float, int], ...]:
 
 
 def draw_gantt(facts: Gantt, theme: Theme) -> Picture:
-    """Rows above, what is kept below, on one time axis."""
+    """Draw a row per rank above, and the kept forwards below, on one time axis."""
     shown = _some(facts.ranks)
     kinds = [kind for kind in PASSES if any(block.kind == kind for block in facts.blocks)]
     legend: list[Item] = [(_NAMES[kind], PASSES[kind]) for kind in kinds]
@@ -242,7 +254,7 @@ def _draw_block(
 def _draw_many(
     above: Axes, blocks: Sequence[GanttBar], place_of: Mapping[int, int], theme: Theme
 ) -> None:
-    """Blocks too small for words, those of a rank and kind together."""
+    """Draw blocks that are too small for text, one collection per rank and kind."""
     rows: dict[tuple[int, str], list[tuple[float, float]]] = {}
     for block in blocks:
         span = (block.begin, block.end - block.begin)
@@ -255,7 +267,7 @@ def _draw_many(
 
 
 def _draw_kept(below: Axes, facts: Gantt, theme: Theme, right: float) -> None:
-    """Forwards kept for backward, a line for each rank."""
+    """Draw the number of forwards kept for backward, one line per rank."""
     from matplotlib.ticker import MaxNLocator
 
     most = max(facts.most_kept, default=1)
@@ -294,7 +306,7 @@ def _label(facts: Gantt, rank: int | None) -> str:
 
 
 def _inside(facts: Gantt, block: GanttBar, room: float) -> str:
-    """What is written in a block: its microbatch, with its stage where a rank has several."""
+    """Return the text in a block: its microbatch, and its stage if a rank has several."""
     long = f"{block.kind}{block.microbatch}"
     if facts.virtual > 1 and width_of(f"{long}/{block.stage}", 8.0) < room - 0.04:
         return f"{long}/{block.stage}"
@@ -324,7 +336,7 @@ def _some(ranks: int) -> list[int | None]:
 
 
 def _spread(ranks: int, most: int) -> list[int]:
-    """So many of them, the first and the last too."""
+    """Return at most `most` ranks at equal distances, including the first and the last."""
     if ranks <= most:
         return list(range(ranks))
     return [round(place * (ranks - 1) / (most - 1)) for place in range(most)]

@@ -78,12 +78,16 @@ def ladder(decision: Decision) -> LadderFacts:
     if found is None or decision.chosen is None:
         what = "there is no step to compare with its limits: no plan was found that fits"
         raise PlanError(Problem(what, None, "allow more memory, more devices, or more time"))
-    way = decision.chosen
+    evaluated = decision.chosen
     network = found.plan_s / found.no_network_s - 1
     memory = found.plan_s / found.no_memory_limit_s - 1
-    slower = way.seconds / found.plan_s - 1
+    slower = evaluated.seconds / found.plan_s - 1
     rungs = [
-        Rung("all flops at the peak", found.roofline_s, f"MFU of the plan {decision.mfu(way):.1%}"),
+        Rung(
+            "all flops at the peak",
+            found.roofline_s,
+            f"MFU of the plan {decision.mfu(evaluated):.1%}",
+        ),
         Rung("nothing to send", found.no_network_s, f"the network costs {network:.1%}"),
         Rung("memory without end", found.no_memory_limit_s, f"memory's limit costs {memory:.1%}"),
         Rung(
@@ -92,8 +96,13 @@ def ladder(decision: Decision) -> LadderFacts:
             f"of {counted(decision.num_configs, 'configuration')}",
         ),
     ]
-    rungs.append(Rung("this plan", way.seconds, f"{slower:.1%} slower, and simpler" if slower > 5e-4
-                      else "it is the fastest"))  # fmt: skip
+    rungs.append(
+        Rung(
+            "this plan",
+            evaluated.seconds,
+            f"{slower:.1%} slower, and simpler" if slower > 5e-4 else "it is the fastest",
+        )
+    )
     return LadderFacts(rungs=tuple(rungs), num_configs=decision.num_configs)
 
 

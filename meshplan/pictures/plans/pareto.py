@@ -100,8 +100,8 @@ class Pareto:
 def pareto(decision: Decision) -> Pareto:
     """Collect the facts of a search."""
     chosen = decision.chosen
-    ways = [*decision.measured, *([chosen] if chosen else []), *decision.alternatives]
-    measured = dict.fromkeys(_dot(way) for way in ways)
+    evaluated_plans = [*decision.measured, *([chosen] if chosen else []), *decision.alternatives]
+    measured = dict.fromkeys(_dot(evaluated) for evaluated in evaluated_plans)
     return Pareto(
         bounds=tuple(Dot(bound.num_bytes, bound.seconds) for bound in decision.bounds),
         measured=tuple(measured),
@@ -112,13 +112,13 @@ def pareto(decision: Decision) -> Pareto:
     )
 
 
-def _dot(way: Evaluated) -> Dot:
-    return Dot(way.memory.worst.band[1], way.seconds, words_of(way))
+def _dot(evaluated: Evaluated) -> Dot:
+    return Dot(evaluated.memory.worst.band[1], evaluated.seconds, words_of(evaluated))
 
 
-def words_of(way: Evaluated) -> str:
+def words_of(evaluated: Evaluated) -> str:
     """Describe a plan in one line."""
-    plan, again = way.plan, way.plan.assignment.recompute
+    plan, again = evaluated.plan, evaluated.plan.assignment.recompute
     modes = [each.policy.mode for each in again.values()]
     recomputed = [f"recomputed: {modes.count(m)} blocks {m}" for m in dict.fromkeys(modes)]
     batch = f"{counted(plan.micro or 0, 'sample')} a rank × {plan.accumulate}"

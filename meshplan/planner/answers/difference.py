@@ -110,11 +110,14 @@ def figures_of(decision: Decision, plan: Plan | None = None) -> dict[str, float]
     Returns:
         The figures; {} if nothing was chosen, or another plan than `plan`.
     """
-    way = decision.chosen
-    if way is None or (plan is not None and plan.digest() != way.plan.digest()):
+    evaluated = decision.chosen
+    if evaluated is None or (plan is not None and plan.digest() != evaluated.plan.digest()):
         return {}
-    rate = decision.tokens_per_s(way) * way.plan.mesh.world_size
-    found = {"step_s": way.seconds, "peak_bytes": float(way.memory.worst.band[1])}
+    rate = decision.tokens_per_s(evaluated) * evaluated.plan.mesh.world_size
+    found = {
+        "step_s": evaluated.seconds,
+        "peak_bytes": float(evaluated.memory.worst.band[1]),
+    }
     return {**found, "tokens_per_s": rate} if rate else found
 
 

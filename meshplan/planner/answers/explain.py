@@ -81,14 +81,14 @@ class WhyNot:
         setting: The setting as it was given, such as "mesh.tp=8".
         base_s: Seconds of the best step without the setting; None if nothing fits.
         seconds: Seconds of the best step with the setting; None if nothing fits.
-        way: The best plan with the setting; None if nothing fits.
+        evaluated: The best plan with the setting; None if nothing fits.
         plan: The chosen plan without the setting, which may be simpler and slower than the best;
             None if nothing fits.
         is_planned: If True, that plan has the setting already.
         num_with: (blocks of that plan with the setting, all blocks that choose it); (0, 0) if
             blocks do not choose it.
         is_left: If True, the setting is one that the planner keeps as stated, or chooses in part.
-        shares: The parts of the step time of `way`; None if there is none.
+        shares: The parts of the step time of `evaluated`; None if there is none.
         plan_shares: The parts of the step time of `plan`; None if there is none.
         objective: The objective by which both plans were chosen.
         missing_bytes: Bytes that the smallest plan with the setting is over; None if something
@@ -100,7 +100,7 @@ class WhyNot:
     setting: str
     base_s: float | None = None
     seconds: float | None = None
-    way: Evaluated | None = None
+    evaluated: Evaluated | None = None
     plan: Evaluated | None = None
     is_planned: bool = False
     num_with: tuple[int, int] = (0, 0)
@@ -122,9 +122,9 @@ class Asker:
     """
 
     def __init__(
-        self, question: PlanRequest, told: Callable[[str], None] = lambda text: None
+        self, question: PlanRequest, report: Callable[[str], None] = lambda text: None
     ) -> None:
-        self._question, self._told = question, told
+        self._question, self._report = question, report
 
     @cached_property
     def _job(self) -> PlanningProblem:
@@ -204,7 +204,7 @@ class Asker:
             grid = job.grid
         except EmptySpaceError:
             return WhyNot(setting=setting, why=no_mesh(self.free, path, text))
-        self._told(f"{num_rows:,} configurations, {len(grid):,} of them with {setting}")
+        self._report(f"{num_rows:,} configurations, {len(grid):,} of them with {setting}")
         plan = self.decision.chosen
         answer = self._beside(setting, job)
         if plan is None:
@@ -219,7 +219,7 @@ class Asker:
         assert self._num_rows  # Report errors of the plan itself before those of the setting.
         try:
             job = PlanningProblem(replace(self._question, read=lambda more: read([setting, *more])))
-            self._told(f"{len(job.grid):,} configurations with {setting}")
+            self._report(f"{len(job.grid):,} configurations with {setting}")
         except PlanError as error:
             problem = error.problems[0]
             reason = f": {problem.fix}" if isinstance(error, EmptySpaceError) else ""
@@ -235,16 +235,16 @@ class Asker:
     def _beside(self, setting: str, job: PlanningProblem) -> WhyNot:
         """Compare the best plan of a problem with the plan without the setting."""
         base, plan = self.decision, self.decision.chosen
-        way, candidate, is_whole = self._best(job)
+        evaluated, candidate, is_whole = self._best(job)
         return WhyNot(
             setting=setting,
             base_s=base.best_s if plan is not None else None,
-            seconds=way.seconds if way is not None else None,
-            way=way,
+            seconds=evaluated.seconds if evaluated is not None else None,
+            evaluated=evaluated,
             plan=plan,
             shares=_shares(job, candidate) if candidate else None,
             plan_shares=_shares(self._job, plan.candidate) if plan and plan.candidate else None,
-            missing_bytes=_missing(job) if way is None and is_whole else None,
+            missing_bytes=_missing(job) if evaluated is None and is_whole else None,
             is_whole=base.is_whole and is_whole,
             objective=self._question.objective,
         )
@@ -254,8 +254,12 @@ class Asker:
         if self._is_about_memory:
             decision = smallest_of(job)
             job.allow(job.question.limit_bytes)
-            way = decision.chosen
-            return way, way.candidate if way is not None else None, decision.is_whole
+            evaluated = decision.chosen
+            return (
+                evaluated,
+                evaluated.candidate if evaluated is not None else None,
+                decision.is_whole,
+            )
         found = fastest_that_fits(job, _deadline(job))
         measured = found.measured.result if found.measured is not None else None
         assert measured is None or isinstance(measured, Evaluated)
@@ -291,9 +295,9 @@ def _missing(job: PlanningProblem) -> int | None:
             break
         if time.monotonic() > deadline or job.question.is_stopped():
             return None
-        way = job.measure(numbers, candidate, to_the_end=True).result
-        if isinstance(way, Evaluated):
-            least = min(least, way.memory.worst.band[1])
+        evaluated = job.measure(numbers, candidate, to_the_end=True).result
+        if isinstance(evaluated, Evaluated):
+            least = min(least, evaluated.memory.worst.band[1])
     return int(least) - job.question.limit_bytes if least < float("inf") else None
 
 
@@ -301,12 +305,12 @@ def _shares(job: PlanningProblem, candidate: Candidate) -> Shares:
     """Split the step time of a candidate into its parts."""
     numbers = job.usual
     at, row = candidate.row, numbers.grid[candidate.row]
-    takes = np.sum([np.array(stage) for stage in candidate.takes], axis=0)
-    count = takes.sum(axis=1)
+    option_counts = np.sum([np.array(stage) for stage in candidate.option_counts], axis=0)
+    count = option_counts.sum(axis=1)
     compute, tensor = float(numbers.compute_s[at] @ count), float(numbers.tensor_s[at] @ count)
-    taken = takes > 0
-    recompute = float((takes * numbers.again_s[at])[taken].sum())
-    whole = float((takes[taken] * numbers.seconds[at][taken]).sum())
+    taken = option_counts > 0
+    recompute = float((option_counts * numbers.again_s[at])[taken].sum())
+    whole = float((option_counts[taken] * numbers.seconds[at][taken]).sum())
     stages = int(row["pp"])
     per_rank = int(row["microbatches"]) / stages
     host = float(numbers.host_s[at] @ count)

@@ -20,7 +20,7 @@ _MOST_POINTS: Final = 16
 
 
 def frontier(
-    question: PlanRequest, told: Callable[[str], None] = lambda text: None
+    question: PlanRequest, report: Callable[[str], None] = lambda text: None
 ) -> tuple[tuple[Evaluated, ...], bool]:
     """Search the plans of which none is both slower and larger than another.
 
@@ -29,13 +29,13 @@ def frontier(
 
     Args:
         question: The request.
-        told: Called with lines on the progress.
+        report: Called with lines on the progress.
 
     Returns:
         The plans, fastest first, and True if all searches ended by themselves.
     """
     if is_priced(question):
-        alone = price(question, told).chosen
+        alone = price(question, report).chosen
         return ((alone,) if alone else ()), True
     began = time.monotonic()
     deadline = began + (TIME_LIMIT_S if question.time_limit_s is None else question.time_limit_s)
@@ -46,28 +46,28 @@ def frontier(
         free = job.free
         found = fastest_that_fits(job, deadline)
         is_whole = is_whole and found.is_whole
-        way = found.measured.result if found.measured is not None else None
-        if not isinstance(way, Evaluated) or not found.is_whole:
+        evaluated = found.measured.result if found.measured is not None else None
+        if not isinstance(evaluated, Evaluated) or not found.is_whole:
             break
-        certified = job.certified(way)
+        certified = job.certified(evaluated)
         if certified is None:
             is_whole = False
             break
-        way = certified
-        out.append(way)
-        told(f"{format_step(way.seconds)} within {format_gib(limit)}")
-        limit = int(way.memory.worst.band[1] * _STEP)
+        evaluated = certified
+        out.append(evaluated)
+        report(f"{format_step(evaluated.seconds)} within {format_gib(limit)}")
+        limit = int(evaluated.memory.worst.band[1] * _STEP)
     return undominated(out), is_whole
 
 
-def undominated(ways: Iterable[Evaluated]) -> tuple[Evaluated, ...]:
+def undominated(evaluated_plans: Iterable[Evaluated]) -> tuple[Evaluated, ...]:
     """Return the plans for which no other is both as fast and as small, fastest first."""
-    return tuple(_undominated(ways))
+    return tuple(_undominated(evaluated_plans))
 
 
-def _undominated(ways: Iterable[Evaluated]) -> Iterator[Evaluated]:
+def _undominated(evaluated_plans: Iterable[Evaluated]) -> Iterator[Evaluated]:
     least = float("inf")
-    for way in sorted(ways, key=lambda w: (w.seconds, w.memory.worst.band[1])):
-        if way.memory.worst.band[1] < least:
-            least = way.memory.worst.band[1]
-            yield way
+    for evaluated in sorted(evaluated_plans, key=lambda w: (w.seconds, w.memory.worst.band[1])):
+        if evaluated.memory.worst.band[1] < least:
+            least = evaluated.memory.worst.band[1]
+            yield evaluated

@@ -43,14 +43,14 @@ class Remedy:
         change: The change in words.
         setting: The changed statements of the plan file, by path.
         num_gpus: Number of devices of the plan.
-        way: The fastest plan found with the change.
+        evaluated: The fastest plan found with the change.
         is_whole: If True, that plan is proved to be the fastest.
     """
 
     change: str
     setting: Mapping[str, Any]
     num_gpus: int
-    way: Evaluated
+    evaluated: Evaluated
     is_whole: bool
 
 
@@ -86,27 +86,27 @@ class _Outcome:
 
     Args:
         fits: If True, something fits; None if this is not known.
-        way: A plan that fits; None if there is none.
+        evaluated: A plan that fits; None if there is none.
         why: Reason why nothing fits, if it is not memory; else "".
-        is_whole: If True, `way` is proved to be the fastest.
+        is_whole: If True, `evaluated` is proved to be the fastest.
         dropped: The statements that the search left to the planner.
     """
 
     fits: bool | None
-    way: Evaluated | None = None
+    evaluated: Evaluated | None = None
     why: str = ""
     is_whole: bool = True
     dropped: tuple[Statement, ...] = ()
 
 
-def trouble_of(question: PlanRequest, told: Callable[[str], None] = lambda text: None) -> Trouble:
+def trouble_of(question: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Trouble:
     """Find out why no plan of a request fits, and what would help.
 
     Args:
         question: The request.
-        told: Called with a line on each search.
+        report: Called with a line on each search.
     """
-    return _Asking(question, told).answer()
+    return _Asking(question, report).answer()
 
 
 class _Asking:
@@ -116,8 +116,8 @@ class _Asking:
     by devices get half of it.
     """
 
-    def __init__(self, question: PlanRequest, told: Callable[[str], None]) -> None:
-        self._question, self._told = question, told
+    def __init__(self, question: PlanRequest, report: Callable[[str], None]) -> None:
+        self._question, self._report = question, report
         self._stated = statements_of(question.read(()))
         self._limit = TIME_LIMIT_S if question.time_limit_s is None else question.time_limit_s
         self._deadline = 0.0
@@ -134,7 +134,7 @@ class _Asking:
             remedies = list(self._by_statements(self._corrections()))
         self._deadline = time.monotonic() + self._limit / 2
         remedies += self._by_devices()
-        remedies.sort(key=lambda each: (each.num_gpus, each.way.seconds))
+        remedies.sort(key=lambda each: (each.num_gpus, each.evaluated.seconds))
         return Trouble(
             conflict=conflict,
             is_least=is_least,
@@ -149,7 +149,7 @@ class _Asking:
     def _conflict(self) -> tuple[tuple[Statement, ...], bool, str]:
         """Return the statements in conflict, True if the set is proved minimal, and the reason."""
         whole = self._anything_without(())
-        self._told("nothing is left: looking for what contradicts what")
+        self._report("nothing is left: looking for what contradicts what")
         free = self._anything_without(self._stated)
         self._is_hopeless = free.fits is False
         if whole.fits is not False or free.fits is not True:
@@ -217,17 +217,17 @@ class _Asking:
     def _by_statements(self, tries: Iterable[Sequence[Statement]]) -> Iterator[Remedy]:
         """Yield the remedies that leave some statements to the planner and keep all others."""
         for some in tries:
-            self._told(f"looking for a plan without {' and '.join(map(str, some))}")
+            self._report(f"looking for a plan without {' and '.join(map(str, some))}")
             question = self._without(some)
             found = self._ask(question)
-            if found.way is not None:
-                chosen = found.way.stated
+            if found.evaluated is not None:
+                chosen = found.evaluated.stated
                 setting = {k: v for one in some for k, v in one.settings(chosen).items()}
                 yield Remedy(
                     change=" and ".join(one.change(chosen) for one in some),
                     setting=setting,
                     num_gpus=question.cluster.num_gpus,
-                    way=found.way,
+                    evaluated=found.evaluated,
                     is_whole=found.is_whole,
                 )
 
@@ -256,7 +256,7 @@ class _Asking:
         if best is None:
             return
         self._more_devices = ""
-        nodes = best.way.plan.mesh.world_size // each if best.num_gpus >= each else 1
+        nodes = best.evaluated.plan.mesh.world_size // each if best.num_gpus >= each else 1
         for _ in range(_PROBES):
             middle = (failed + nodes) // 2
             if middle in (failed, nodes) or self._is_late():
@@ -275,22 +275,22 @@ class _Asking:
             data = [axis for axis in ("dp_replicate", "dp_shard") if axis in mesh] or ["dp_shard"]
             kept = {axis: in_words(size) for axis, size in mesh.items() if axis not in data}
             setting["mesh"] = {**dict.fromkeys(data, "auto"), **kept}
-        self._told(f"looking for a plan on {nodes * each:,} GPUs")
+        self._report(f"looking for a plan on {nodes * each:,} GPUs")
         question = _with(self._question, overrides(setting))
         try:
             cluster = cluster_of(question.read(()), question.device, question.profile)
         except PlanError:
             return None
         found = self._ask(replace(question, cluster=cluster))
-        if found.way is None:
+        if found.evaluated is None:
             self._more_devices = found.why
             return None
         return Remedy(
             change=f"{nodes * each:,} GPUs ({nodes:,} node{'s' if nodes > 1 else ''} of {each})",
             setting={"hardware.nodes": nodes, "hardware.gpus_per_node": each,
-                     "mesh": found.way.stated["mesh"]},
+                     "mesh": found.evaluated.stated["mesh"]},
             num_gpus=nodes * each,
-            way=found.way,
+            evaluated=found.evaluated,
             is_whole=found.is_whole,
         )  # fmt: skip
 
@@ -322,9 +322,9 @@ class _Asking:
             is_empty = isinstance(error, EmptySpaceError)
             fix = f"; {first.fix}" if first.fix and not is_empty else ""
             return _Outcome(False, why=f"{first.what}{fix}")
-        way = found.measured.result if found.measured is not None else small
-        assert isinstance(way, Evaluated)
-        best = job.certified(min((way, small), key=lambda each: each.seconds))
+        evaluated = found.measured.result if found.measured is not None else small
+        assert isinstance(evaluated, Evaluated)
+        best = job.certified(min((evaluated, small), key=lambda each: each.seconds))
         if best is None:  # The estimate was below a trace of the model.
             self._is_whole = False
             return _Outcome(None)

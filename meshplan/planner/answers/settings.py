@@ -36,15 +36,15 @@ STATED: Final = (
 """Fields that a plan may state and that the planner keeps as they are, or chooses in part."""
 
 
-def has(way: Evaluated, path: str, text: str) -> bool:
+def has(evaluated: Evaluated, path: str, text: str) -> bool:
     """Return True if a plan has a setting that the planner chooses.
 
     Args:
-        way: The plan.
+        evaluated: The plan.
         path: Field of the setting, such as "mesh.tp".
         text: Value of the setting, such as "8".
     """
-    plan, a = way.plan, way.plan.assignment
+    plan, a = evaluated.plan, evaluated.plan.assignment
     area, _, axis = path.partition(".")
     if area == "mesh":
         return plan.mesh.size(axis) == int(text)
@@ -62,22 +62,22 @@ def has(way: Evaluated, path: str, text: str) -> bool:
         return str(a.chunked_loss.chunks if a.chunked_loss is not None else 1) == text
     if path == "allocator":
         return plan.spec.allocator == text
-    num_with, num = blocks_with(way, path, text)
+    num_with, num = blocks_with(evaluated, path, text)
     return 0 < num == num_with
 
 
-def blocks_with(way: Evaluated, path: str, text: str) -> tuple[int, int]:
+def blocks_with(evaluated: Evaluated, path: str, text: str) -> tuple[int, int]:
     """Count the blocks of a plan that have a setting.
 
     Args:
-        way: The plan.
+        evaluated: The plan.
         path: Field of the setting, such as "reshard_after_forward".
         text: Value of the setting, such as "true".
 
     Returns:
         (blocks with the setting, blocks that choose it); (0, 0) if blocks do not choose the field.
     """
-    a, blocks = way.plan.assignment, way.plan.graph.blocks()
+    a, blocks = evaluated.plan.assignment, evaluated.plan.graph.blocks()
     chosen: list[str]
     if path == "activation_checkpointing":
         again = [a.recompute.get(block) for block in blocks]

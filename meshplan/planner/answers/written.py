@@ -46,7 +46,7 @@ def as_written(decision: Decision, device: str, cluster: Cluster) -> Written | N
         if plan.digest() == chosen.plan.digest():
             return None
         memory = estimate_analytic(
-            plan, device=device, limit_bytes=decision.limit_bytes, packs=False
+            plan, device=device, limit_bytes=decision.limit_bytes, try_expandable=False
         )
     except MeshplanError:
         return None  # The file leaves something open that only `plan` can choose.

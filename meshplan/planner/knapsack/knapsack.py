@@ -33,11 +33,11 @@ class KnapsackSolution:
 
     Attributes:
         seconds: Seconds of all blocks; infinite if nothing fits.
-        takes: Number of blocks that take each option, by kind.
+        option_counts: Number of blocks that take each option, by kind.
     """
 
     seconds: float
-    takes: tuple[tuple[int, ...], ...] = ()
+    option_counts: tuple[tuple[int, ...], ...] = ()
 
 
 NONE: Final = KnapsackSolution(float("inf"))
@@ -203,10 +203,10 @@ def _used(menu: Options, counts: Counts) -> list[tuple[int, list[int], int]]:
     return [(k, f, int(counts[k])) for k, f in enumerate(menu.fronts) if counts[k]]
 
 
-def _choice(menu: Options, takes: Sequence[tuple[int, int, int]]) -> KnapsackSolution:
+def _choice(menu: Options, option_counts: Sequence[tuple[int, int, int]]) -> KnapsackSolution:
     """Build a solution from (kind, option, number of blocks) entries."""
     table = np.zeros(menu.seconds.shape, dtype=np.int64)
-    for kind, option, count in takes:
+    for kind, option, count in option_counts:
         table[kind, option] += count
     chosen = table > 0
     seconds = float((table[chosen] * menu.seconds[chosen]).sum())
@@ -307,9 +307,9 @@ class _Labels:
         for (kind, front, _), (kept, mixes) in reversed(
             list(zip(self._kinds, layers, strict=True))
         ):
-            at, mix = divmod(int(kept[at]), len(mixes.takes))
-            takes = mixes.takes[mix].tolist()
-            out += [(kind, o, n) for o, n in zip(front, takes, strict=True) if n]
+            at, mix = divmod(int(kept[at]), len(mixes.option_counts))
+            option_counts = mixes.option_counts[mix].tolist()
+            out += [(kind, o, n) for o, n in zip(front, option_counts, strict=True) if n]
         return out
 
     def _first(self) -> float:
@@ -318,9 +318,9 @@ class _Labels:
         It is found greedily along the hulls, then improved by exchanges.
         """
         menu, counts = self._menu, self._suffixes[0]
-        takes = np.zeros(menu.seconds.shape, dtype=np.int64)
+        option_counts = np.zeros(menu.seconds.shape, dtype=np.int64)
         for kind, front, count in (*self._kinds, *self._alone):
-            takes[kind, front[0]] = count
+            option_counts[kind, front[0]] = count
         used = counts > 0
         over = float(counts[used] @ menu.fastest[1][used]) - self._capacity
         for _, _, won, kind, source, target in menu._hulls:
@@ -328,29 +328,29 @@ class _Labels:
                 break
             # Steps of one kind come in the order of its hull, so the blocks are at `source` by now.
             many = min(int(counts[kind]), int(np.ceil(over / won)))
-            takes[kind, source] -= many
-            takes[kind, target] += many
+            option_counts[kind, source] -= many
+            option_counts[kind, target] += many
             over -= many * won
         if over > 0:
             return float("inf")
-        while self._exchange(takes):
+        while self._exchange(option_counts):
             pass
-        chosen = takes > 0
-        return float((takes[chosen] * menu.seconds[chosen]).sum())
+        chosen = option_counts > 0
+        return float((option_counts[chosen] * menu.seconds[chosen]).sum())
 
-    def _exchange(self, takes: Counts) -> bool:
+    def _exchange(self, option_counts: Counts) -> bool:
         """Change the option of one block, or of two, if that is faster and fits.
 
         Returns:
             True if something was changed.
         """
-        menu, chosen = self._menu, takes > 0
-        room = self._capacity - float((takes[chosen] * menu.memory[chosen]).sum())
+        menu, chosen = self._menu, option_counts > 0
+        room = self._capacity - float((option_counts[chosen] * menu.memory[chosen]).sum())
         moves = [
             (kind, source, target)
             for kind, front, _ in self._kinds
             for source in front
-            if takes[kind, source]
+            if option_counts[kind, source]
             for target in front
             if target != source
         ]
@@ -360,7 +360,7 @@ class _Labels:
         # The last move changes nothing, so that a pair of moves may also be a single one.
         lost, more = np.append(lost, 0.0), np.append(more, 0.0)
         number = np.append(kinds * menu.seconds.shape[1] + sources, -1)
-        is_last = np.append(takes[kinds, sources] == 1, False)
+        is_last = np.append(option_counts[kinds, sources] == 1, False)
         both = np.add.outer(lost, lost)
         is_open = np.add.outer(more, more) <= room
         # One block cannot move twice: two moves from the same option need two blocks at it.
@@ -372,6 +372,6 @@ class _Labels:
         for move in divmod(at, len(lost)):
             if move < len(moves):
                 kind, source, target = moves[move]
-                takes[kind, source] -= 1
-                takes[kind, target] += 1
+                option_counts[kind, source] -= 1
+                option_counts[kind, target] += 1
         return True

@@ -20,12 +20,12 @@ class ParetoCounts(NamedTuple):
     Attributes:
         seconds: [combinations] seconds of all blocks.
         memory: [combinations] bytes of all blocks.
-        takes: [combinations, options] number of blocks that take each option.
+        option_counts: [combinations, options] number of blocks that take each option.
     """
 
     seconds: Floats
     memory: Floats
-    takes: Counts
+    option_counts: Counts
 
 
 def pareto_counts_of(
@@ -50,7 +50,7 @@ def pareto_counts_of(
     # `extra` is the reduced cost of each option. Options with a high one come first, since only few
     # blocks can take them. For options that cost nothing extra, the memory limits the number.
     order = np.argsort(-extra, kind="stable")
-    takes = np.zeros((1, 0), dtype=np.int64)
+    option_counts = np.zeros((1, 0), dtype=np.int64)
     # Partial combinations: seconds spent above the cheapest, blocks left, seconds, bytes.
     spent, left, t, m = np.zeros(1), np.array([count]), np.zeros(1), np.zeros(1)
     low, high = held
@@ -59,7 +59,7 @@ def pareto_counts_of(
         if not len(rest):  # The last option takes all blocks that are left.
             all_held = m + left * own
             is_open = (spent + left * each <= slack) & (low <= all_held) & (all_held <= high)
-            takes = np.column_stack((takes, left))[is_open]
+            option_counts = np.column_stack((option_counts, left))[is_open]
             break
         within = np.floor((slack - spent) / each) if each > 0 else np.inf
         most = np.where(each * left + spent <= slack, left, np.minimum(left, within))
@@ -81,15 +81,21 @@ def pareto_counts_of(
         which = np.repeat(np.arange(len(left)), repeats)
         many = np.arange(len(which)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
         many += fewest.astype(np.int64)[which]
-        takes = np.column_stack((takes[which], many))
+        option_counts = np.column_stack((option_counts[which], many))
         spent, left = spent[which] + many * each, left[which] - many
-        t, m = (takes @ part[order[: at + 1]] for part in (seconds, memory))
+        t, m = (option_counts @ part[order[: at + 1]] for part in (seconds, memory))
         kept = _undominated_each(left, t, m)
-        takes, spent, left, t, m = takes[kept], spent[kept], left[kept], t[kept], m[kept]
-    takes = takes[:, np.argsort(order)]
-    t, m = takes @ seconds, takes @ memory
+        option_counts, spent, left, t, m = (
+            option_counts[kept],
+            spent[kept],
+            left[kept],
+            t[kept],
+            m[kept],
+        )
+    option_counts = option_counts[:, np.argsort(order)]
+    t, m = option_counts @ seconds, option_counts @ memory
     kept = undominated(t, m)
-    return ParetoCounts(t[kept], m[kept], takes[kept])
+    return ParetoCounts(t[kept], m[kept], option_counts[kept])
 
 
 def _undominated_each(groups: Counts, seconds: Floats, memory: Floats) -> Counts:

@@ -73,24 +73,30 @@ def smallest_of(job: PlanningProblem, told: Told = lambda text: None) -> Decisio
     if AUTO in (offload.params, offload.activations):
         add_offload_variants(job)
     least = LeastMemory(job, began + limit)
-    way = least.way if least.way is not None and least.way.memory.fits else None
-    if way is None and least.is_whole and add_offload_variants(job):
+    evaluated = (
+        least.evaluated if least.evaluated is not None and least.evaluated.memory.fits else None
+    )
+    if evaluated is None and least.is_whole and add_offload_variants(job):
         job.allow(question.limit_bytes)
         least = LeastMemory(job, began + limit)
-        way = least.way if least.way is not None and least.way.memory.fits else None
+        evaluated = (
+            least.evaluated if least.evaluated is not None and least.evaluated.memory.fits else None
+        )
     elif not job.is_widened and len(job.free.offload) > 1:
         job.reject(Rejected("offload=params, activations", _NOT_ASKED))
-    if way is not None and (way := job.certified(way)) is None:
+    if evaluated is not None and (evaluated := job.certified(evaluated)) is None:
         # The estimate was below a trace of the model. The fastest plan is certified by a trace too.
         return replace(decide(question, told), objective="memory", gap=1.0, is_whole=False)
     samples, gap = 0, 1.0
-    if way is not None:
-        samples = (way.plan.micro or 0) * way.plan.accumulate * way.plan.num_data_ranks
-        gap = max(0.0, 1 - least.lower_bytes / way.memory.worst.band[1])
+    if evaluated is not None:
+        samples = (
+            (evaluated.plan.micro or 0) * evaluated.plan.accumulate * evaluated.plan.num_data_ranks
+        )
+        gap = max(0.0, 1 - least.lower_bytes / evaluated.memory.worst.band[1])
     return Decision(
         spec=job.spec,
-        chosen=way,
-        best_s=way.seconds if way is not None else float("inf"),
+        chosen=evaluated,
+        best_s=evaluated.seconds if evaluated is not None else float("inf"),
         gap=gap,
         alternatives=(),
         rejected=job.free.rejected,

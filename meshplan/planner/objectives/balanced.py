@@ -37,37 +37,37 @@ class Balance:
 
     Attributes:
         job: The problem that the plan was found in.
-        way: The plan.
+        evaluated: The plan.
         gap: Share by which another plan's product may be smaller.
         is_whole: If True, the search ended by itself.
     """
 
     job: PlanningProblem
-    way: Evaluated
+    evaluated: Evaluated
     gap: float
     is_whole: bool
 
     @property
     def limit_bytes(self) -> int:
         """Bytes that the plan uses. The plan is the fastest one within this limit."""
-        return self.way.memory.worst.band[1]
+        return self.evaluated.memory.worst.band[1]
 
 
-def balanced(question: PlanRequest, told: Callable[[str], None] = lambda text: None) -> Decision:
+def balanced(question: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Decision:
     """Find the plan that balances time and memory.
 
     Args:
         question: The request.
-        told: Called with lines on the progress.
+        report: Called with lines on the progress.
 
     Raises:
         PlanError: The plan file says too little, or nothing is left to choose from.
     """
     began = time.monotonic()
-    found = balance(question, told)
+    found = balance(question, report)
     if found is None:
-        return replace(decide(question, told), objective="balanced")
-    decision = decide(replace(question, limit_bytes=found.limit_bytes), told)
+        return replace(decide(question, report), objective="balanced")
+    decision = decide(replace(question, limit_bytes=found.limit_bytes), report)
     if decision.chosen is None:  # The second search was stopped before it found the plan again.
         decision = _so_far(decision, found)
     return replace(
@@ -83,13 +83,13 @@ def balanced(question: PlanRequest, told: Callable[[str], None] = lambda text: N
 
 def _so_far(decision: Decision, found: Balance) -> Decision:
     """Return the decision with the plan that `balance` found."""
-    job, candidate = found.job, found.way.candidate
+    job, candidate = found.job, found.evaluated.candidate
     assert candidate is not None
     samples = job.samples(candidate.row)
     return replace(
         decision,
-        chosen=job.certified(found.way),
-        best_s=found.way.seconds,
+        chosen=job.certified(found.evaluated),
+        best_s=found.evaluated.seconds,
         samples=samples,
         tokens=samples * (job.spec.batch.seq_len or 0),
         flops=job.flops(candidate.row),
@@ -97,7 +97,7 @@ def _so_far(decision: Decision, found: Balance) -> Decision:
 
 
 def balance(
-    question: PlanRequest, told: Callable[[str], None] = lambda text: None
+    question: PlanRequest, report: Callable[[str], None] = lambda text: None
 ) -> Balance | None:
     """Find the plan with the least product of seconds and bytes; None if no plan fits.
 
@@ -106,7 +106,7 @@ def balance(
 
     Args:
         question: The request.
-        told: Called with lines on the progress.
+        report: Called with lines on the progress.
 
     Raises:
         PlanError: The plan file says too little, or nothing is left to choose from.
@@ -120,13 +120,13 @@ def balance(
         job = PlanningProblem(replace(question, limit_bytes=limit), free)
         free = job.free
         found = _fastest(job, seconds, best, deadline)
-        way = found.measured.result if found.measured is not None else None
-        if not isinstance(way, Evaluated) or not found.is_whole:
+        evaluated = found.measured.result if found.measured is not None else None
+        if not isinstance(evaluated, Evaluated) or not found.is_whole:
             break
-        seconds, held = way.seconds, way.memory.worst.band[1]
-        told(f"{format_step(seconds)} with {format_gib(held)}")
+        seconds, held = evaluated.seconds, evaluated.memory.worst.band[1]
+        report(f"{format_step(seconds)} with {format_gib(held)}")
         if seconds * held < best:
-            best, at = seconds * held, (job, way)
+            best, at = seconds * held, (job, evaluated)
         # Nothing within this plan's limit is faster, so whatever uses more than the next limit has
         # a product of at least seconds * limit. Whatever uses less is searched next.
         limit = int(held * _STEP)
@@ -165,7 +165,7 @@ def _fastest(job: PlanningProblem, seconds: float, best: float, deadline: float)
 
 def _products(job: PlanningProblem, numbers: CostTable, seconds: float) -> Floats:
     """Return by configuration a lower bound on seconds times bytes; infinite if none exists."""
-    takes, holds = time_bounds(numbers), memory_bounds(numbers)
-    exists = np.isfinite(takes) & np.isfinite(holds)
+    option_counts, holds = time_bounds(numbers), memory_bounds(numbers)
+    exists = np.isfinite(option_counts) & np.isfinite(holds)
     held = [job.widened(each) for each in np.where(exists, holds, 0.0).tolist()]
-    return np.where(exists, np.maximum(takes, seconds) * held, np.inf)
+    return np.where(exists, np.maximum(option_counts, seconds) * held, np.inf)

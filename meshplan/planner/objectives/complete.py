@@ -27,7 +27,7 @@ def complete_spec(
     source: Any,
     load: Load,
     graph: ModelGraph,
-    told: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda text: None,
     ask: Callable[[Path | None], PlanRequest] | None = None,
     config: str | Path | None = None,
     lock: Lock | None = None,
@@ -39,7 +39,7 @@ def complete_spec(
         source: Path of the plan file, or its content as a mapping.
         load: Reads the plan file with more statements on top.
         graph: The model that the plan is for.
-        told: Called with lines on the progress.
+        report: Called with lines on the progress.
         ask: Builds the request for a model without a config, from the path of a profile or None.
         config: The config that `graph` was read from; None if it was read from none.
         lock: The lock that the user named; None takes the one next to the plan file.
@@ -53,14 +53,14 @@ def complete_spec(
         check_holds(lock, loading(source, ()), graph)
         noted(lock.used)
         return chosen_spec(load, lock.statements, str(lock.path))
-    return chosen_spec(load, *complete_statements(source, load, graph, told, ask, config, noted))
+    return chosen_spec(load, *complete_statements(source, load, graph, report, ask, config, noted))
 
 
 def complete_statements(
     source: Any,
     load: Load,
     graph: ModelGraph,
-    told: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda text: None,
     ask: Callable[[Path | None], PlanRequest] | None = None,
     config: str | Path | None = None,
     noted: Callable[[str], None] = lambda text: None,
@@ -74,7 +74,7 @@ def complete_statements(
         source: Path of the plan file, or its content as a mapping.
         load: Reads the plan file with more statements on top.
         graph: The model that the plan is for.
-        told: Called with lines on the progress.
+        report: Called with lines on the progress.
         ask: Builds the request for a model without a config, from the path of a profile or None.
         config: The config that `graph` was read from; None if it was read from none.
         noted: Called with one line: which lock the plan goes by, or why it goes by none.
@@ -112,7 +112,7 @@ def complete_statements(
     is_other = sized is not None and sized is not graph
     if path is not None and (is_other or config is not None):
         question = with_shorter(question, path, origin)  # As for `meshplan plan`.
-    decision = answer(question, told)
+    decision = answer(question, report)
     if decision.chosen is None:
         raise PlanError(nothing_fits(spec))
     return decision.chosen.stated, "the planner"

@@ -31,30 +31,30 @@ _MOST_CHOICES: Final = 8
 """Number of plans that are chosen and certified at most. Each failure corrects the estimates."""
 
 
-def decide(question: PlanRequest, told: Callable[[str], None] = lambda text: None) -> Decision:
+def decide(question: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Decision:
     """Find the fastest plan of a request.
 
     Args:
         question: The request.
-        told: Called with lines on the progress.
+        report: Called with lines on the progress.
 
     Raises:
         PlanError: The plan file says too little, or nothing is left to choose from.
     """
-    return decide_job(PlanningProblem(question), told)
+    return decide_job(PlanningProblem(question), report)
 
 
 @collecting_rarely()
-def decide_job(job: PlanningProblem, told: Callable[[str], None] = lambda text: None) -> Decision:
+def decide_job(job: PlanningProblem, report: Callable[[str], None] = lambda text: None) -> Decision:
     """Find the fastest plan of a problem.
 
     Args:
         job: The problem. Its grid and its list of estimates grow on the way.
-        told: Called with lines on the progress.
+        report: Called with lines on the progress.
     """
     began = time.monotonic()
     limit = job.question.time_limit_s
-    told(size_in_words(job))
+    report(size_in_words(job))
     deadline = None if limit is None else time.monotonic() + limit
     for _ in range(_MOST_CHOICES):
         numbers, found = searched(
@@ -69,7 +69,7 @@ def decide_job(job: PlanningProblem, told: Callable[[str], None] = lambda text: 
                 slack=SLACK,
                 deadline=deadline,
                 is_stopped=job.question.is_stopped,
-                told=lambda better: told(_line(job, better)),
+                report=lambda better: report(_line(job, better)),
             ),
         )
         refine(job, numbers, found, deadline)
@@ -79,7 +79,7 @@ def decide_job(job: PlanningProblem, told: Callable[[str], None] = lambda text: 
         if (certified := job.certified(chosen)) is not None:
             chosen = certified
             break
-        told("what was chosen holds more than its pieces told: looking again")
+        report("what was chosen holds more than its pieces told: looking again")
     else:
         chosen = None
     best = found.best

@@ -44,14 +44,15 @@ class LeastMemory:
         deadline: Value of `time.monotonic()` at which to stop.
 
     Attributes:
-        way: The plan with the least memory; None if no estimate was completed. It may not fit.
+        evaluated: The plan with the least memory; None if no estimate was completed. It may not
+            fit.
         lower_bytes: Lower bound on the bytes of all plans of the space.
         is_whole: If True, all plans that may use less were looked at before the deadline.
         num_measured: Number of memory estimates made.
     """
 
     def __init__(self, job: PlanningProblem, deadline: float) -> None:
-        self.way: Evaluated | None = None
+        self.evaluated: Evaluated | None = None
         self.is_whole, self.num_measured = True, 0
         numbers = job.usual
         bounds = memory_bounds(numbers)
@@ -71,9 +72,9 @@ class LeastMemory:
                 break
             for allocator in job.free.allocators:
                 self.num_measured += 1
-                way = job.measure(numbers, candidate, allocators=(allocator,)).result
-                if isinstance(way, Evaluated) and way.memory.worst.band[1] < least:
-                    least, self.way = way.memory.worst.band[1], way
+                evaluated = job.measure(numbers, candidate, allocators=(allocator,)).result
+                if isinstance(evaluated, Evaluated) and evaluated.memory.worst.band[1] < least:
+                    least, self.evaluated = evaluated.memory.worst.band[1], evaluated
                     job.allow(least)  # Estimates end as soon as a rank is over the best plan.
 
     def _is_late(self, job: PlanningProblem, deadline: float) -> bool:

@@ -96,7 +96,7 @@ def fewest(
     question: PlanRequest,
     tokens: float,
     days: float,
-    told: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda text: None,
 ) -> TrainingTarget:
     """Find the fewest whole nodes that train on a number of tokens in a number of days.
 
@@ -109,12 +109,12 @@ def fewest(
         question: The request. Its own number of nodes does not matter.
         tokens: Tokens to train on.
         days: Days that the training may take.
-        told: Called with lines on the progress.
+        report: Called with lines on the progress.
 
     Raises:
         PlanError: The plan says too little.
     """
-    return _Fewest(question, tokens, days, told).run()
+    return _Fewest(question, tokens, days, report).run()
 
 
 def _sizes_from(first: int) -> Iterator[int]:
@@ -134,9 +134,9 @@ class _Fewest:
     """The search of `fewest`. Sizes are planned once each."""
 
     def __init__(
-        self, question: PlanRequest, tokens: float, days: float, told: Callable[[str], None]
+        self, question: PlanRequest, tokens: float, days: float, report: Callable[[str], None]
     ) -> None:
-        self._question, self._tokens, self._days, self._told = question, tokens, days, told
+        self._question, self._tokens, self._days, self._report = question, tokens, days, report
         limit = TIME_LIMIT_S if question.time_limit_s is None else question.time_limit_s
         self._deadline = time.monotonic() + 4 * limit
         self._known: dict[int, Size] = {}
@@ -212,7 +212,7 @@ class _Fewest:
             return read([f"batch.global={samples}", *more])
 
         def told(text: str) -> None:
-            self._told(f"with batch.global: {samples:,}, {text}")
+            self._report(f"with batch.global: {samples:,}, {text}")
 
         question = replace(self._question, read=more_of)
         return _Fewest(question, self._tokens, self._days, told)
@@ -225,7 +225,7 @@ class _Fewest:
             self._known[nodes] = self._size(nodes)
             size = self._known[nodes]
             took = format_days(size.days) if size.days is not None else size.why
-            self._told(f"{size.num_gpus:,} GPUs: {took}")
+            self._report(f"{size.num_gpus:,} GPUs: {took}")
         days_there = self._known[nodes].days
         return days_there is not None and days_there <= self._days
 
@@ -249,12 +249,14 @@ class _Fewest:
         if decision.chosen is None:
             why = "nothing fits" if decision.is_whole else "the time was up"
             return replace(never, least_days=least, why=why)
-        way = replace(decision.chosen, stated={"hardware.nodes": nodes, **decision.chosen.stated})
+        evaluated = replace(
+            decision.chosen, stated={"hardware.nodes": nodes, **decision.chosen.stated}
+        )
         return replace(
             never,
-            days=way.seconds * steps / DAY_S,
+            days=evaluated.seconds * steps / DAY_S,
             least_days=least,
-            decision=replace(decision, chosen=way),
+            decision=replace(decision, chosen=evaluated),
         )
 
 
@@ -270,7 +272,7 @@ def _length(spec: Spec) -> int:
     return spec.batch.seq_len
 
 
-def cheapest(question: PlanRequest, told: Callable[[str], None] = lambda text: None) -> Decision:
+def cheapest(question: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Decision:
     """Find the plan whose step takes the fewest GPU-hours, on all nodes or on fewer.
 
     The number of nodes is halved again and again, and each size is planned on its own: a plan that
@@ -278,7 +280,7 @@ def cheapest(question: PlanRequest, told: Callable[[str], None] = lambda text: N
 
     Args:
         question: The request.
-        told: Called with lines on the progress.
+        report: Called with lines on the progress.
 
     Raises:
         PlanError: Nothing is left to choose from, on any number of nodes.
@@ -297,10 +299,10 @@ def cheapest(question: PlanRequest, told: Callable[[str], None] = lambda text: N
         first = first or decision
         gpus = size * question.cluster.gpus_per_node
         if decision.chosen is None:
-            told(f"{gpus:,} GPUs: nothing fits")
+            report(f"{gpus:,} GPUs: nothing fits")
             continue
         hours = decision.chosen.seconds * gpus / 3600
-        told(f"{gpus:,} GPUs: {hours:.4f} GPU-hours a step")
+        report(f"{gpus:,} GPUs: {hours:.4f} GPU-hours a step")
         found.append((hours, gpus, decision))
     if not found:
         if first is not None:

@@ -22,12 +22,12 @@ def is_priced(question: PlanRequest) -> bool:
     return traced is not None and traced.is_priced(spec) and bool(traced.refuses(spec))
 
 
-def price(question: PlanRequest, told: Callable[[str], None] = lambda text: None) -> Decision:
+def price(question: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Decision:
     """Price the one plan that is stated.
 
     Args:
         question: The request, of a live model.
-        told: Called with lines on the progress.
+        report: Called with lines on the progress.
 
     Raises:
         UnsearchedError: The plan does not fit.
@@ -42,7 +42,7 @@ def price(question: PlanRequest, told: Callable[[str], None] = lambda text: None
         fix = "state all, and the plan is priced as it stands"
         what = f"{left} {are} left to the planner, which does not search this: {why}"
         raise PlanError(Problem(what, spec.origin(spec.free_fields[0]), fix))
-    told("1 configuration")
+    report("1 configuration")
     found = traced.priced(spec)
     plan, memory, cluster = found.plan, found.memory, question.cluster
     if not memory.fits:
@@ -53,13 +53,13 @@ def price(question: PlanRequest, told: Callable[[str], None] = lambda text: None
             (Rejected("other plans", why),),
         )
     costed = Costed(plan, cluster, question.profile, found.chain)
-    way = Evaluated(stated={}, seconds=costed.seconds, plan=plan, memory=memory)
+    evaluated = Evaluated(stated={}, seconds=costed.seconds, plan=plan, memory=memory)
     samples = (plan.micro or 0) * plan.accumulate * plan.num_data_ranks
     flops = found.flops * samples
     return Decision(
         spec=spec,
-        chosen=way,
-        best_s=way.seconds,
+        chosen=evaluated,
+        best_s=evaluated.seconds,
         gap=0.0,
         alternatives=(),
         rejected=(Rejected("other plans", why),),
@@ -75,6 +75,6 @@ def price(question: PlanRequest, told: Callable[[str], None] = lambda text: None
         limit_bytes=question.limit_bytes,
         objective=question.objective,
         profile_path=question.profile_path,
-        bounds=(Bound(way.seconds, memory.worst.band[1]),),
-        measured=(way,),
+        bounds=(Bound(evaluated.seconds, memory.worst.band[1]),),
+        measured=(evaluated,),
     )

@@ -106,7 +106,7 @@ def _solve(
     micro, microbatches = float(config["micro"]), float(config["microbatches"])
     seconds, saved, resident = (a[row] for a in (numbers.seconds, numbers.saved, numbers.resident))
     offered = []
-    fixed = float(numbers.top[row])
+    fixed = float(numbers.last_stage_extra_bytes[row])
     for place, kind in enumerate(numbers.order):
         may = [o for o in map(int, np.flatnonzero(np.isfinite(seconds[kind])))
                if not turns[place] or OPTIONS[o][1] == back]  # fmt: skip
@@ -150,12 +150,12 @@ def _solve(
     if step >= below:
         return None
     peak = fixed + float(max(most[label], kept[label]))
-    takes = np.zeros(seconds.shape, dtype=np.int64)
+    option_counts = np.zeros(seconds.shape, dtype=np.int64)
     for kind, (before, took) in reversed([*zip(numbers.order, layers, strict=True)]):
-        takes[kind, took[label]] += 1
+        option_counts[kind, took[label]] += 1
         label = int(before[label])
-    chosen = takes > 0
-    linear = float((takes[chosen] * numbers.menu(row, 1.0).memory[chosen]).sum())
+    chosen = option_counts > 0
+    linear = float((option_counts[chosen] * numbers.menu(row, 1.0).memory[chosen]).sum())
     linear += numbers.on_top(row, 0)
-    rows = tuple(tuple(map(int, counts)) for counts in takes)
+    rows = tuple(tuple(map(int, counts)) for counts in option_counts)
     return Candidate(row, step, (0, len(numbers.order)), (rows,), (float(linear),)), peak

@@ -82,8 +82,14 @@ class Simplifier:
         near = (Try(row, everything, every) for row in rows)
         more = max(keep - (best.stated != chosen.stated), 0)
         others = [best, *itertools.islice(self._that_fit(near, _MOST_NEAR), more)]
-        by_words = {str(way.stated): way for way in others if way.stated != chosen.stated}
-        return chosen, tuple(sorted(by_words.values(), key=lambda way: way.seconds)[:keep])
+        by_words = {
+            str(evaluated.stated): evaluated
+            for evaluated in others
+            if evaluated.stated != chosen.stated
+        }
+        return chosen, tuple(
+            sorted(by_words.values(), key=lambda evaluated: evaluated.seconds)[:keep]
+        )
 
     def _one_of_a_mesh(self) -> Iterator[int]:
         """Yield the fastest configuration of each mesh but the best one's.

@@ -13,7 +13,7 @@ from meshplan.planner.problem.decision import Evaluated, PlanRequest
 OVER: Final = "a trace of the model with this plan holds more than its config tells"
 
 
-def certify_plan(question: PlanRequest, way: Evaluated) -> Evaluated | None:
+def certify_plan(question: PlanRequest, evaluated: Evaluated) -> Evaluated | None:
     """Return the plan with its memory as a trace of the model gives it; None if it does not fit.
 
     Without a model to trace, the estimate stays as it is and reports the worst expert routing too.
@@ -21,29 +21,29 @@ def certify_plan(question: PlanRequest, way: Evaluated) -> Evaluated | None:
 
     Args:
         question: The request that the plan answers.
-        way: The plan that was chosen.
+        evaluated: The plan that was chosen.
     """
     if question.traced is not None:
-        memory = question.traced.certify(way.plan)
+        memory = question.traced.certify(evaluated.plan)
     elif question.certify is not None:
-        found = question.certify(question.read(overrides(way.stated)))
+        found = question.certify(question.read(overrides(evaluated.stated)))
         if isinstance(found, str):
             note = f"no trace of the model certifies this: {found}"
-            told = _at_worst(way).memory
-            return replace(way, memory=replace(told, notes=(*told.notes, note)))
+            told = _at_worst(evaluated).memory
+            return replace(evaluated, memory=replace(told, notes=(*told.notes, note)))
         memory = found
     else:
-        return _at_worst(way)
-    return replace(way, memory=memory) if memory.fits else None
+        return _at_worst(evaluated)
+    return replace(evaluated, memory=memory) if memory.fits else None
 
 
-def words_of(way: Evaluated) -> str:
+def words_of(evaluated: Evaluated) -> str:
     """Return the statements of a plan as JSON, which identifies it."""
-    return json.dumps(dict(way.stated), sort_keys=True)
+    return json.dumps(dict(evaluated.stated), sort_keys=True)
 
 
-def _at_worst(way: Evaluated) -> Evaluated:
+def _at_worst(evaluated: Evaluated) -> Evaluated:
     """Return the plan with the memory of the worst expert routing reported too, if ep is used."""
-    if way.plan.mesh.size("ep") == 1:
-        return way
-    return replace(way, memory=estimate_worst_routing(way.memory, way.plan))
+    if evaluated.plan.mesh.size("ep") == 1:
+        return evaluated
+    return replace(evaluated, memory=estimate_worst_routing(evaluated.memory, evaluated.plan))

@@ -167,21 +167,26 @@ class Decision:
     unoffloaded_s: float | None = None
 
     @property
-    def ways(self) -> tuple[Evaluated, ...]:
+    def evaluated_plans(self) -> tuple[Evaluated, ...]:
         """The chosen plan and its alternatives. All of them fit."""
         return (*((self.chosen,) if self.chosen else ()), *self.alternatives)
 
-    def tokens_per_s(self, way: Evaluated) -> float:
+    def tokens_per_s(self, evaluated: Evaluated) -> float:
         """Return the tokens per second of one device."""
-        return self.tokens / way.seconds / way.plan.mesh.world_size
+        return self.tokens / evaluated.seconds / evaluated.plan.mesh.world_size
 
-    def samples_per_s(self, way: Evaluated) -> float:
+    def samples_per_s(self, evaluated: Evaluated) -> float:
         """Return the samples per second of one device."""
-        return self.samples / way.seconds / way.plan.mesh.world_size
+        return self.samples / evaluated.seconds / evaluated.plan.mesh.world_size
 
-    def mfu(self, way: Evaluated) -> float:
+    def mfu(self, evaluated: Evaluated) -> float:
         """Return the model flops utilisation: the model's own flops as a share of the peak.
 
         Recomputed flops do not count.
         """
-        return self.flops / way.seconds / self.profile.peak_flops / way.plan.mesh.world_size
+        return (
+            self.flops
+            / evaluated.seconds
+            / self.profile.peak_flops
+            / evaluated.plan.mesh.world_size
+        )

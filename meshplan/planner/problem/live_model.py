@@ -49,16 +49,16 @@ class Traced(Protocol):
             PlanError: The model cannot be traced.
         """
 
-    def memory(self, plan: Plan, most_bytes: float = float("inf")) -> MemoryEstimate:
+    def memory(self, plan: Plan, stop_above_bytes: float = float("inf")) -> MemoryEstimate:
         """Estimate the memory of every rank, never below what the plan needs.
 
         Args:
             plan: A plan of this model.
-            most_bytes: Bytes that a rank may reserve before the estimate is abandoned.
+            stop_above_bytes: Bytes that a rank may reserve before the estimate is abandoned.
 
         Raises:
             PlanError: Something in the plan has no rule.
-            OverError: Some rank reserves more than `most_bytes`.
+            OverError: Some rank reserves more than `stop_above_bytes`.
         """
 
     def certify(self, plan: Plan) -> MemoryEstimate:

@@ -59,7 +59,7 @@ def blocks_of(
     """
     out = []
     for stage, (begin, end) in enumerate(itertools.pairwise(candidate.ends)):
-        left = [_sorted_options(takes) for takes in candidate.takes[stage]]
+        left = [_sorted_options(option_counts) for option_counts in candidate.option_counts[stage]]
         blocks = []
         for place in range(begin, end):
             option = next(left[order[place]])
@@ -69,8 +69,8 @@ def blocks_of(
     return tuple(out)
 
 
-def _sorted_options(takes: Sequence[int]) -> Iterator[int]:
-    options = [number for number, count in enumerate(takes) for _ in range(count)]
+def _sorted_options(option_counts: Sequence[int]) -> Iterator[int]:
+    options = [number for number, count in enumerate(option_counts) for _ in range(count)]
     return iter(sorted(options, key=lambda number: OPTIONS[number], reverse=True))
 
 

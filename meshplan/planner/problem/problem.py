@@ -330,7 +330,7 @@ class PlanningProblem:
             return ReplayedMemory(fits=False, excess_bytes=glance.least_bytes)
         found: list[ReplayedMemory] = []
         for allocator in allocators or self.free.allocators:
-            key = candidate.row, candidate.ends, candidate.takes, to_the_end, allocator
+            key = candidate.row, candidate.ends, candidate.option_counts, to_the_end, allocator
             if key not in self._known:
                 self._known[key] = self._measure(numbers, candidate, allocator, to_the_end)
             found.append(self._known[key])
@@ -361,14 +361,17 @@ class PlanningProblem:
             held = (group.band[1] - self._driver) / _SHARES
             place = plan.mesh.index(group.ranks[0], ("pp",))
             excess = max(excess, held - candidate.linear_bytes[place])
-        way = Evaluated(
+        evaluated = Evaluated(
             stated=stated, seconds=candidate.seconds, plan=plan, memory=memory, candidate=candidate
         )
-        if words_of(way) in self._over:
+        if words_of(evaluated) in self._over:
             return ReplayedMemory(fits=False, why=OVER, is_of_row=False)
-        self.measured.append(way)
+        self.measured.append(evaluated)
         return ReplayedMemory(
-            fits=memory.fits is True, excess_bytes=excess, result=way, is_of_row=self._is_of_row
+            fits=memory.fits is True,
+            excess_bytes=excess,
+            result=evaluated,
+            is_of_row=self._is_of_row,
         )
 
     @cached_property
@@ -384,22 +387,22 @@ class PlanningProblem:
             plan,
             device=self.question.device,
             limit_bytes=self.question.limit_bytes,
-            most_bytes=most,
-            packs=False,
-            likely=candidate.linear_bytes,
+            stop_above_bytes=most,
+            try_expandable=False,
+            stage_guess_bytes=candidate.linear_bytes,
             played=self._brief.played,
         )
 
-    def certified(self, way: Evaluated) -> Evaluated | None:
+    def certified(self, evaluated: Evaluated) -> Evaluated | None:
         """Return the chosen plan with the memory of a trace of its model; None if it is over.
 
         A plan that is over is never returned as fitting again.
         """
-        if (found := certify_plan(self.question, way)) is None:
-            self._over.add(words_of(way))
+        if (found := certify_plan(self.question, evaluated)) is None:
+            self._over.add(words_of(evaluated))
             # The cache may still say that this plan fits.
             self._known.clear()
-            self.measured.remove(way)
+            self.measured.remove(evaluated)
         return found
 
     def guess(

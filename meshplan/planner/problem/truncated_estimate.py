@@ -165,7 +165,7 @@ class TruncatedEstimate:
             The figures; None if no truncated model can be made or planned, or if no guess was
             requested and a candidate that uses as much memory on every rank was not over.
         """
-        key = candidate.row, candidate.ends, candidate.takes, capacity
+        key = candidate.row, candidate.ends, candidate.option_counts, capacity
         if not guesses and key not in self._seen and self._holds_less(candidate, capacity):
             return None
         seen = self._seen.get(key)
@@ -200,7 +200,7 @@ class TruncatedEstimate:
         assert shorter is not None
         num_ranks = len(linear)
         fullest = max(range(num_ranks), key=linear.__getitem__)
-        likely: dict[Allocator, float] = {}
+        stage_guess_bytes: dict[Allocator, float] = {}
         is_known = False
         # Look at the fullest rank first, then at both ends, which have modules outside of blocks.
         for place in dict.fromkeys((fullest, 0, num_ranks - 1)):
@@ -223,11 +223,11 @@ class TruncatedEstimate:
                 for each in self._allocators:
                     spec = replace(plan.spec, allocator=each)
                     guess = max(gauge.likely_bytes(device, spec) + on_top, least)
-                    likely[each] = max(guess, likely.get(each, guess))
+                    stage_guess_bytes[each] = max(guess, stage_guess_bytes.get(each, guess))
             if is_over:
-                return TruncatedFigures(least, likely, True)
+                return TruncatedFigures(least, stage_guess_bytes, True)
             is_known = True
-        return TruncatedFigures(0.0, likely, False) if is_known else None
+        return TruncatedFigures(0.0, stage_guess_bytes, False) if is_known else None
 
     def _plan(self, row: np.void, stages: Stages, graph: ModelGraph) -> Plan:
         return make_plan(self._question.read(overrides(self._stated(row, stages))), graph)

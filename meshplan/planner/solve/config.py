@@ -28,14 +28,14 @@ class Candidate:
         seconds: Seconds of one step.
         ends: Places in `CostTable.order` between which the stages lie, in the order of the model,
             starting with 0.
-        takes: Number of blocks that take each option, by stage and kind.
+        option_counts: Number of blocks that take each option, by stage and kind.
         linear_bytes: Linear bytes of each pipeline rank: a lower bound on its memory.
     """
 
     row: int
     seconds: float
     ends: tuple[int, ...]
-    takes: tuple[tuple[tuple[int, ...], ...], ...]
+    option_counts: tuple[tuple[tuple[int, ...], ...], ...]
     linear_bytes: tuple[float, ...]
 
 
@@ -158,18 +158,18 @@ class ConfigSolver:
         table = self._table(self._values(lambda asked: [value(*each) for each in asked]))
         # With weights (1, 0), the cut minimises the largest value: the bytes of the fullest rank.
         _, ends = cut_into_stages(table, lambda *at: float(table[at]), (1.0, 0.0))
-        takes, times = [], []
+        option_counts, times = [], []
         for rank, (first, last) in enumerate(itertools.pairwise(ends)):
             one = np.zeros(held[rank].shape, dtype=np.int64)
             one[np.arange(len(one)), least_cut_cost[rank]] = lanes.counts(rank, first, last)
-            takes.append(tuple(tuple(map(int, options)) for options in one))
+            option_counts.append(tuple(tuple(map(int, options)) for options in one))
             times.append(float((one * np.where(one > 0, self._menus[rank].seconds, 0.0)).sum()))
         linear = [
             float(table[at]) for at in zip(range(lanes.num), ends[:-1], ends[1:], strict=True)
         ]
         a, b = self._weights
         seconds = a * max(times) + b * sum(times) + float(numbers.once_s[row])
-        return Candidate(row, seconds, *lanes.stages(ends, takes), tuple(linear))
+        return Candidate(row, seconds, *lanes.stages(ends, option_counts), tuple(linear))
 
     @cached_property
     def _bounds(self) -> list[Floats]:
@@ -222,12 +222,12 @@ class ConfigSolver:
         return self._known[key]
 
     def _candidate(self, ends: tuple[int, ...], seconds: float) -> Candidate:
-        takes, linear = [], []
+        option_counts, linear = [], []
         for rank, (i, j) in enumerate(itertools.pairwise(ends)):
-            chosen = self._solve(rank, i, j).takes
+            chosen = self._solve(rank, i, j).option_counts
             table = np.array(chosen)
             held = float(np.where(table > 0, table * self._menus[rank].memory, 0.0).sum())
-            takes.append(chosen)
+            option_counts.append(chosen)
             linear.append(held + self._lanes.tops[rank])
-        stages = self._lanes.stages(ends, takes)
+        stages = self._lanes.stages(ends, option_counts)
         return Candidate(self._row, seconds, *stages, linear_bytes=tuple(linear))

@@ -57,7 +57,7 @@ def search(
     tolerance: float = TOLERANCE,
     deadline: float | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
-    told: Callable[[SearchResult], None] = lambda found: None,
+    report: Callable[[SearchResult], None] = lambda found: None,
 ) -> SearchResult:
     """Find the fastest candidate of the space that fits.
 
@@ -77,12 +77,12 @@ def search(
         deadline: Value of `time.monotonic()` at which the search stops with the best so far; None
             for no limit.
         is_stopped: Returns True once the user wants the best so far.
-        told: Called with the result after each better candidate.
+        report: Called with the result after each better candidate.
 
     Returns:
         The result, with the lower bound that was proved.
     """
-    found = _Search(numbers, capacity, measure, slack, tolerance, deadline, told)
+    found = _Search(numbers, capacity, measure, slack, tolerance, deadline, report)
     found.is_stopped, found.guess, found.taken = is_stopped, guess, taken
     found.is_over = is_over or found.is_over
     return found.run()
@@ -99,11 +99,11 @@ class _Search:
         slack: float,
         tolerance: float,
         deadline: float | None,
-        told: Callable[[SearchResult], None],
+        report: Callable[[SearchResult], None],
     ) -> None:
         self._numbers, self._capacity, self._measure = numbers, capacity, measure
         self._slack, self._tolerance = slack, tolerance
-        self._deadline, self._told = deadline, told
+        self._deadline, self._report = deadline, report
         self.is_stopped: Callable[[], bool] = lambda: False
         self.guess: Callable[[Candidate], Guess | None] = lambda candidate: None
         self.is_over: Callable[[Candidate], bool] = self._is_surely_over
@@ -370,7 +370,7 @@ class _Search:
         found = self.found
         if found.best is None or candidate.seconds < found.best.seconds:
             found.best, found.measured = candidate, measured
-            self._told(found)
+            self._report(found)
 
     def _measured(self, candidate: Candidate) -> ReplayedMemory:
         self.found.num_measured += 1

@@ -78,12 +78,16 @@ def cost_table_of(
     chains, left = _aligned({cut: chain_of(*cut) for cut in cuts}, pins)
     first = chains[cuts[0]]
     shape = (len(grid), len(first.kinds), len(OPTIONS))
-    compute, tensor, host, later = (np.zeros(shape[:2]) for _ in range(4))
+    compute, tensor, host, unreduced_grad_bytes = (np.zeros(shape[:2]) for _ in range(4))
     repeated = np.zeros(shape)
     seconds, saved, resident = np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
-    top, sent, floor, crossing, reducing = (np.zeros(len(grid)) for _ in range(5))
+    last_stage_extra_bytes, sent, step_floor_bytes, crossing, reduction_floor_bytes = (
+        np.zeros(len(grid)) for _ in range(5)
+    )
     # A rank may have blocks of any one kind, so only the minimum over the kinds is sure.
-    turn, passes, beside, pooled, at_first, at_last = (np.full(len(grid), np.inf) for _ in range(6))
+    backward_extra_bytes, passes, all_ranks_extra_bytes, pooled, at_first, at_last = (
+        np.full(len(grid), np.inf) for _ in range(6)
+    )
     reduce_bytes = widths_of(precision, dtype).reduce
     late = is_late(grid)
     for at_cut, chain in chains.items():
@@ -113,10 +117,12 @@ def cost_table_of(
             saved[rows, number] = saved_bytes(part, kind)
             resident[rows, number] = resident_bytes(part, kind, sizes, late[rows])
             is_counted = have_waited(part, late[rows]) | (part["pp"] == 1)
-            later[rows, number] = np.where(is_counted, 0.0, whole_bytes(part, kind, sizes))
+            unreduced_grad_bytes[rows, number] = np.where(
+                is_counted, 0.0, whole_bytes(part, kind, sizes)
+            )
             if kind.has_options:
                 own = scattering_bytes(part, kind, late[rows], reduce_bytes)
-                beside[rows] = np.minimum(beside[rows], own)
+                all_ranks_extra_bytes[rows] = np.minimum(all_ranks_extra_bytes[rows], own)
                 if are_units:
                     pools = stream_pools_of(part, kind, _ends(chain), sizes, reduce_bytes)
                     pooled[rows] = np.minimum(pooled[rows], pools.every)
@@ -127,24 +133,30 @@ def cost_table_of(
                 held = always_bytes(part, kind, sizes) + reduced_bytes(part, kind, sizes)
                 own = made + ahead_bytes(made, part, kind, int(counts[number]), sizes)
                 always, passing = always + counts[number] * held, np.maximum(passing, own)
-                reducing[rows] = np.maximum(reducing[rows], held + own)
+                reduction_floor_bytes[rows] = np.maximum(reduction_floor_bytes[rows], held + own)
                 if kind.has_options:
                     own = turning_bytes(made, part, kind, offered)
-                    turn[rows] = np.minimum(turn[rows], own)
+                    backward_extra_bytes[rows] = np.minimum(backward_extra_bytes[rows], own)
                     own = passing_bytes(part, kind, offered)
                     passes[rows] = np.minimum(passes[rows], own)
-            floor[rows] += counts[number] * step_bytes(part, kind, sizes)
+            step_floor_bytes[rows] += counts[number] * step_bytes(part, kind, sizes)
             boundary = max(boundary, kind.boundary_bytes)
         # Without a pipeline, a rank has all blocks. With one, only a single block is sure.
-        reducing[rows] = np.where(part["pp"] == 1, always + passing, reducing[rows])
-        reducing[rows] += _known(pooled[rows])
+        reduction_floor_bytes[rows] = np.where(
+            part["pp"] == 1, always + passing, reduction_floor_bytes[rows]
+        )
+        reduction_floor_bytes[rows] += _known(pooled[rows])
         ends = chain.kinds[chain.order[0]], chain.kinds[chain.order[-1]]
         # In the last block's pass, what comes after it has saved nothing, or nothing any more.
         behind = sum(saved_bytes(part, kind)[:, 0] for kind in _ends(chain)[1])
-        top[rows] = part["micro"] / part["cp"] * ends[1].transient_bytes[0]
-        top[rows] = np.maximum(top[rows], _known(passes[rows]) - behind)
-        top[rows] += waiting_bytes(part, *ends, reduce_bytes)
-        top[rows] = np.maximum(top[rows], _known(turn[rows]) - behind)
+        last_stage_extra_bytes[rows] = part["micro"] / part["cp"] * ends[1].transient_bytes[0]
+        last_stage_extra_bytes[rows] = np.maximum(
+            last_stage_extra_bytes[rows], _known(passes[rows]) - behind
+        )
+        last_stage_extra_bytes[rows] += waiting_bytes(part, *ends, reduce_bytes)
+        last_stage_extra_bytes[rows] = np.maximum(
+            last_stage_extra_bytes[rows], _known(backward_extra_bytes[rows]) - behind
+        )
         cut_at = [k.boundary_bytes for k in chain.kinds if k.has_options] or [0.0]
         sent[rows] = np.where(part["pp"] > 1, part["micro"] / part["cp"] * min(cut_at), 0.0)
         crossing[rows] = crossing_seconds(part, boundary, profile, gpus_per_node)
@@ -159,15 +171,15 @@ def cost_table_of(
         seconds=seconds,
         saved=saved,
         resident=resident,
-        top=top,
-        turn=np.maximum(_known(turn), _known(passes)),
-        later=later,
+        last_stage_extra_bytes=last_stage_extra_bytes,
+        backward_extra_bytes=np.maximum(_known(backward_extra_bytes), _known(passes)),
+        unreduced_grad_bytes=unreduced_grad_bytes,
         sent=sent,
-        beside=_known(beside) + _known(pooled),
-        first=_known(at_first),
-        last=_known(at_last),
-        floor=floor,
-        reducing=reducing,
+        all_ranks_extra_bytes=_known(all_ranks_extra_bytes) + _known(pooled),
+        first_rank_extra_bytes=_known(at_first),
+        last_rank_extra_bytes=_known(at_last),
+        step_floor_bytes=step_floor_bytes,
+        reduction_floor_bytes=reduction_floor_bytes,
         once_s=once,
         compute_s=compute,
         tensor_s=tensor,

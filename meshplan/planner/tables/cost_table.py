@@ -43,19 +43,23 @@ class CostTable:
         saved: [configs, kinds, options] bytes that a block saves for the backward of one
             microbatch.
         resident: [configs, kinds, options] bytes that a block keeps all the time.
-        later: [configs, kinds] bytes of a block's unsharded gradients that `resident` leaves out:
-            they exist once the block's stage has had a backward.
-        top: [configs] bytes that the last stage needs at its peak, in addition to what is saved.
-        turn: [configs] bytes that every other rank needs in its last block's pass, in addition to
-            what is saved.
+        unreduced_grad_bytes: [configs, kinds] bytes of a block's unsharded gradients that
+            `resident` leaves out: they exist once the block's stage has had a backward.
+        last_stage_extra_bytes: [configs] bytes that the last stage needs at its peak, in addition
+            to what is saved.
+        backward_extra_bytes: [configs] bytes that every other rank needs in its last block's pass,
+            in addition to what is saved.
         sent: [configs] bytes of one microbatch's output that a stage keeps until the backward, in
             addition to what its blocks save.
-        beside: [configs] bytes that every rank needs, whatever its blocks choose.
-        first: [configs] bytes that the first rank of a pipeline needs in addition to `beside`.
-        last: [configs] bytes that the last rank of a pipeline needs in addition to `beside`.
-        floor: [configs] bytes that all blocks together need at least in the optimizer's step.
-        reducing: [configs] bytes that some rank needs at least while a block's gradients are
-            reduced.
+        all_ranks_extra_bytes: [configs] bytes that every rank needs, whatever its blocks choose.
+        first_rank_extra_bytes: [configs] bytes that the first rank of a pipeline needs in addition
+            to `all_ranks_extra_bytes`.
+        last_rank_extra_bytes: [configs] bytes that the last rank of a pipeline needs in addition to
+            `all_ranks_extra_bytes`.
+        step_floor_bytes: [configs] bytes that all blocks together need at least in the optimizer's
+            step.
+        reduction_floor_bytes: [configs] bytes that some rank needs at least while a block's
+            gradients are reduced.
         once_s: [configs] seconds of a step in addition to those of the blocks: sends between
             stages.
         stages: Stage that the plan fixes for each place in `order`, `fixed_stages.LAST` for the
@@ -72,15 +76,15 @@ class CostTable:
     seconds: Floats
     saved: Floats
     resident: Floats
-    later: Floats
-    top: Floats
-    turn: Floats
+    unreduced_grad_bytes: Floats
+    last_stage_extra_bytes: Floats
+    backward_extra_bytes: Floats
     sent: Floats
-    beside: Floats
-    first: Floats
-    last: Floats
-    floor: Floats
-    reducing: Floats
+    all_ranks_extra_bytes: Floats
+    first_rank_extra_bytes: Floats
+    last_rank_extra_bytes: Floats
+    step_floor_bytes: Floats
+    reduction_floor_bytes: Floats
     once_s: Floats
     stages: tuple[int | None, ...] = ()
     compute_s: Floats = field(default_factory=lambda: np.zeros((0, 0)))
@@ -144,27 +148,29 @@ class CostTable:
             seconds=np.where(offered, seconds, np.inf),
             saved=self.saved[at],
             resident=self.resident[at],
-            later=self.later[at],
-            top=self.top[at],
-            turn=self.turn[at],
+            unreduced_grad_bytes=self.unreduced_grad_bytes[at],
+            last_stage_extra_bytes=self.last_stage_extra_bytes[at],
+            backward_extra_bytes=self.backward_extra_bytes[at],
             sent=self.sent[at],
-            beside=self.beside[at],
-            first=self.first[at],
-            last=self.last[at],
-            floor=self.floor[at],
-            reducing=self.reducing[at],
+            all_ranks_extra_bytes=self.all_ranks_extra_bytes[at],
+            first_rank_extra_bytes=self.first_rank_extra_bytes[at],
+            last_rank_extra_bytes=self.last_rank_extra_bytes[at],
+            step_floor_bytes=self.step_floor_bytes[at],
+            reduction_floor_bytes=self.reduction_floor_bytes[at],
             once_s=self.once_s[at],
             stages=self.stages,
         )
 
     def on_top(self, row: int, rank: int) -> float:
         """Return the bytes of a rank at its peak beyond its blocks and the outputs it has sent."""
-        own = float(self.beside[row])
+        own = float(self.all_ranks_extra_bytes[row])
         if rank == 0:
-            own += float(self.first[row])
+            own += float(self.first_rank_extra_bytes[row])
         if rank < int(self.grid[row]["pp"]) - 1:
-            return own + float(self.turn[row])
-        return own + float(self.last[row]) + float(self.top[row])
+            return own + float(self.backward_extra_bytes[row])
+        return (
+            own + float(self.last_rank_extra_bytes[row]) + float(self.last_stage_extra_bytes[row])
+        )
 
     def menu(self, row: int, in_flight: float, *, had_backward: bool = False) -> Options:
         """Return the options of the blocks on a stage with so many microbatches in flight.
@@ -176,7 +182,9 @@ class CostTable:
                 exist.
         """
         held = self.resident[row] + in_flight * self.saved[row]
-        return Options(self.seconds[row], held + had_backward * self.later[row][:, None])
+        return Options(
+            self.seconds[row], held + had_backward * self.unreduced_grad_bytes[row][:, None]
+        )
 
 
 @lru_cache(maxsize=8)
@@ -234,10 +242,17 @@ def memory_bounds(numbers: CostTable) -> Floats:
     # block. `kept` sums over the ranks, with every block at its smallest option.
     held = _HeldBytes(numbers, np.arange(len(numbers.grid)))
     kept = held.total(lambda each: each.min(axis=2)) + numbers.sent * sent_in_flight(numbers.grid)
-    kept += numbers.first + numbers.last + numbers.top + (stages - 1) * numbers.turn
-    mean = np.maximum(kept / stages + numbers.beside, numbers.floor / stages)
+    kept += (
+        numbers.first_rank_extra_bytes
+        + numbers.last_rank_extra_bytes
+        + numbers.last_stage_extra_bytes
+        + (stages - 1) * numbers.backward_extra_bytes
+    )
+    mean = np.maximum(
+        kept / stages + numbers.all_ranks_extra_bytes, numbers.step_floor_bytes / stages
+    )
     most = np.maximum(mean, held.least.min(axis=2).max(axis=1))
-    return np.asarray(np.maximum(most, numbers.reducing), dtype=np.float64)
+    return np.asarray(np.maximum(most, numbers.reduction_floor_bytes), dtype=np.float64)
 
 
 def priced_bounds(numbers: CostTable, rows: Counts, capacity: float, tries: int = 14) -> Floats:
@@ -259,10 +274,13 @@ def priced_bounds(numbers: CostTable, rows: Counts, capacity: float, tries: int 
     stages = numbers.grid[rows]["pp"].astype(float)
     # `whole` is what the blocks of all ranks together may use: every rank's capacity less what it
     # needs on top of its blocks.
-    whole = stages * (capacity - numbers.beside[rows]) - (stages - 1) * numbers.turn[rows]
-    whole -= numbers.top[rows]
+    whole = (
+        stages * (capacity - numbers.all_ranks_extra_bytes[rows])
+        - (stages - 1) * numbers.backward_extra_bytes[rows]
+    )
+    whole -= numbers.last_stage_extra_bytes[rows]
     whole -= numbers.sent[rows] * sent_in_flight(numbers.grid[rows])
-    whole -= numbers.first[rows] + numbers.last[rows]
+    whole -= numbers.first_rank_extra_bytes[rows] + numbers.last_rank_extra_bytes[rows]
     # At price 0 every block takes its fastest option. The other prices are powers of two around
     # the one at which all of the memory is worth as much as the time.
     best = held.seconds.min(axis=2) @ held.count

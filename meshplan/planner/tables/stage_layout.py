@@ -94,15 +94,15 @@ class StageLayout:
         return BlockRanges(numbers.alike[0], at, look)
 
     def stages(
-        self, ends: Sequence[int], takes: Sequence[Takes]
+        self, ends: Sequence[int], option_counts: Sequence[Takes]
     ) -> tuple[tuple[int, ...], tuple[Takes, ...]]:
         """Return (the ends of all stages in the order of the model, the takes of each stage).
 
         Args:
             ends: Ends of the ranks' ranges, 0 first.
-            takes: Takes of each rank, by kind of its options.
+            option_counts: Takes of each rank, by kind of its options.
         """
-        return tuple(ends), tuple(takes)
+        return tuple(ends), tuple(option_counts)
 
 
 class Rounds(StageLayout):
@@ -166,8 +166,8 @@ class Rounds(StageLayout):
         lengths = np.arange(self._length + 1)
         sizes = self.sizes(rank, lengths)
         out = np.zeros((len(lengths), len(groups), self._kinds), dtype=np.int64)
-        for turn, group in enumerate(group_of):
-            out[:, group, self._block] += sizes[:, turn]
+        for backward_extra_bytes, group in enumerate(group_of):
+            out[:, group, self._block] += sizes[:, backward_extra_bytes]
         order = self._numbers.order
         if rank == 0:
             for kind in order[: self._begin]:
@@ -183,7 +183,7 @@ class Rounds(StageLayout):
         return BlockRanges(self.counts(rank, 0 * lengths, lengths), at, look)
 
     def stages(
-        self, ends: Sequence[int], takes: Sequence[Takes]
+        self, ends: Sequence[int], option_counts: Sequence[Takes]
     ) -> tuple[tuple[int, ...], tuple[Takes, ...]]:
         """Return (the ends of all stages in the order of the model, the takes of each stage).
 
@@ -191,20 +191,24 @@ class Rounds(StageLayout):
         """
         blocks = np.diff(ends)
         sizes = [self.sizes(rank, np.asarray(each)).tolist() for rank, each in enumerate(blocks)]
-        lengths = [rank[turn] for turn in range(self._virtual) for rank in sizes]
+        lengths = [
+            rank[backward_extra_bytes]
+            for backward_extra_bytes in range(self._virtual)
+            for rank in sizes
+        ]
         all_ends = [0, *itertools.accumulate(lengths, initial=self._begin)]
         del all_ends[1]
         all_ends[-1] = len(self._numbers.order)
         left = [np.array(each).reshape(len(g), self._kinds, -1)
-                for each, g in zip(takes, self._groups, strict=True)]  # fmt: skip
+                for each, g in zip(option_counts, self._groups, strict=True)]  # fmt: skip
         out: list[Takes] = []
         last = self._virtual - 1, self.num - 1
         for place in itertools.product(range(self._virtual), range(self.num)):
-            turn, rank = place
-            group = left[rank][self._groups[rank].index(self._kept[rank][turn])]
+            backward_extra_bytes, rank = place
+            group = left[rank][self._groups[rank].index(self._kept[rank][backward_extra_bytes])]
             own = np.zeros_like(group)
             for kind in range(self._kinds):
-                many = sizes[rank][turn] if kind == self._block else 0
+                many = sizes[rank][backward_extra_bytes] if kind == self._block else 0
                 many += self._ends_of(kind, place == (0, 0), place == last)
                 for option in reversed(range(group.shape[1])):
                     own[kind, option] = taken = min(many, int(group[kind, option]))

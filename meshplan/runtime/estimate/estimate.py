@@ -61,13 +61,13 @@ class _TieredLogs:
 
 
 def estimate_by_trace(
-    question: EstimateRequest, told: Callable[[str], None], notes: Sequence[str] = ()
+    question: EstimateRequest, report: Callable[[str], None], notes: Sequence[str] = ()
 ) -> MemoryEstimate:
     """Estimate the memory of every rank by fake steps.
 
     Args:
         question: The request.
-        told: Progress callback.
+        report: Progress callback.
         notes: Notes that the estimate must include.
 
     Raises:
@@ -79,9 +79,9 @@ def estimate_by_trace(
     groups = equal_ranks(plan.assignment)
     firsts = [ranks[0] for ranks in groups]
     try:
-        answer = _logs(question, model, plan, firsts, told)
+        answer = _logs(question, model, plan, firsts, report)
     except UnknownShapeError as error:
-        answer = _bounded(question, firsts, told, error)
+        answer = _bounded(question, firsts, report, error)
     found = assemble(
         plan,
         groups,
@@ -99,11 +99,11 @@ def estimate_by_trace(
     return with_modules(found, plan, answer.logs)
 
 
-def log_of_rank(question: EstimateRequest, rank: int, told: Callable[[str], None]) -> EventLog:
+def log_of_rank(question: EstimateRequest, rank: int, report: Callable[[str], None]) -> EventLog:
     """Return the event log of one rank's step; arguments and errors as of `estimate_by_trace`."""
     model, plan = decided(question.spec, question.source)
     check_stated(question.spec, plan.micro, reads_tokens=False)
-    return _logs(question, model, plan, [rank], told).logs[0]
+    return _logs(question, model, plan, [rank], report).logs[0]
 
 
 def _logs(
@@ -111,7 +111,7 @@ def _logs(
     model: nn.Module,
     plan: Plan,
     ranks: Sequence[int],
-    told: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> _TieredLogs:
     """Return the logs of these ranks, by the requested tier or the cheapest that can answer.
 
@@ -122,7 +122,7 @@ def _logs(
     words = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     asked, why = None if question.tier is None else Tier(str(question.tier)), ""
     if asked == Tier.REPLAY or (asked is None and is_cheaper(model, plan, ranks)):
-        told(f"imagining a microbatch of {words}")
+        report(f"imagining a microbatch of {words}")
         try:
             return _composed(question, plan, ranks)
         except NotComposedError as error:
@@ -132,7 +132,7 @@ def _logs(
     repeats = _worth_cutting(model, plan) if asked != Tier.WHOLE else None
     _check_played(plan, plan.accumulate, None if repeats is None else 1)
     if repeats is not None:
-        told(f"imagining a step of {words} with few blocks")
+        report(f"imagining a step of {words} with few blocks")
         try:
             found = _with_few_blocks(question, plan, ranks, repeats)
             return _beside_composed(question, plan, ranks, found)
@@ -140,7 +140,7 @@ def _logs(
             why += f"; few blocks do not tell: {error}"
     if asked == Tier.FEW_BLOCKS:
         raise _not_by(asked, why.removeprefix("; ") or "the model has no long list of equal blocks")
-    told(f"imagining a step of {words}")
+    report(f"imagining a step of {words}")
     imagined = run_in_subprocesses(_fake_step, [(question, rank) for rank in ranks])
     logs = [each.log for each in imagined]
     whole = _TieredLogs(logs, imagined[0].assumed, Tier.WHOLE, _NOT_CERTIFIED + why)
@@ -206,7 +206,7 @@ def _beside_composed(
 def _bounded(
     question: EstimateRequest,
     ranks: Sequence[int],
-    told: Callable[[str], None],
+    report: Callable[[str], None],
     error: UnknownShapeError,
 ) -> _TieredLogs:
     """Answer by tier 3 with an upper bound, if sizes of some tensors depend on values.
@@ -215,7 +215,7 @@ def _bounded(
         PlanError: No upper bound can be proved.
     """
     (problem,) = error.problems
-    told("imagining the step with everything picked that could be")
+    report("imagining the step with everything picked that could be")
     try:
         found = run_in_subprocesses(_fake_step_at_most, [(question, rank) for rank in ranks])
     except UnknownShapeError:

@@ -64,7 +64,7 @@ def with_fixes(
     estimate: MemoryEstimate,
     again: Callable[[Spec], MemoryEstimate],
     is_asked: bool | None,
-    told: Callable[[str], None],
+    report: Callable[[str], None],
     took_s: float,
 ) -> MemoryEstimate:
     """Add the changes that would fit to an estimate that does not fit.
@@ -75,7 +75,7 @@ def with_fixes(
         again: Estimates another spec by the same method, so that the results can be compared.
         is_asked: If True, look for changes; if False, do not; None looks if that takes a few
             seconds.
-        told: Progress callback.
+        report: Progress callback.
         took_s: Seconds that the estimate took.
 
     Returns:
@@ -93,7 +93,7 @@ def with_fixes(
 
     def high_of(change: _TriedChange) -> int | None:
         """Return the upper end of the worst rank's band; None if the change is impossible."""
-        told(f"what if: {change.text}")
+        report(f"what if: {change.text}")
         try:
             other = again(change.spec)
         except MeshplanError:

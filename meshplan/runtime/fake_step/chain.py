@@ -71,7 +71,11 @@ def chain_of(plan: Plan, one: Traces, two: Traces) -> Chain:
     found = []
     for name in (FIRST, *order, LAST):
         kept = [
-            _for_each(one.kept.get(name, nothing)[way], two.kept.get(name, nothing)[way], samples)
+            _for_each(
+                one.kept.get(name, nothing)[way],
+                two.kept.get(name, nothing)[way],
+                samples,
+            )
             for way in (0, 1)
         ]
         forward = _tally([share[False, name] for share in plain], samples)
@@ -164,7 +168,7 @@ def check_speed(
     convolved: float,
     unknown: Collection[str],
     origin: Origin | None,
-    told: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> None:
     """Refuse a model if the speed of its operators is not known.
 
@@ -175,7 +179,7 @@ def check_speed(
         convolved: Share of them that are convolutions.
         unknown: Names of operators outside of aten.
         origin: Place where the user named the model; None if there is none.
-        told: Progress callback; reports operators whose FLOPs are not known.
+        report: Progress callback; reports operators whose FLOPs are not known.
 
     Raises:
         PlanError: The model has no products, or computes convolutions in float32.
@@ -191,7 +195,7 @@ def check_speed(
         raise PlanError(Problem(what, plan.spec.origin("precision"), fix))
     if unknown:
         names = ", ".join(sorted(unknown))
-        told(f"how much {names} computes is not known: counted is what it moves")
+        report(f"how much {names} computes is not known: counted is what it moves")
 
 
 def _turn(one: Traces, two: Traces, name: str) -> tuple[float, ...]:
@@ -199,7 +203,10 @@ def _turn(one: Traces, two: Traces, name: str) -> tuple[float, ...]:
     if name not in one.turns or name not in two.turns:
         return ()
     plain, again = (
-        max(one.turns[name][way] / one.samples, two.turns[name][way] / two.samples)
+        max(
+            one.turns[name][way] / one.samples,
+            two.turns[name][way] / two.samples,
+        )
         for way in (0, 1)
     )
     return plain, plain, again

@@ -53,10 +53,10 @@ class Certifier:
         device: str,
         limit_bytes: int,
         origin: Origin | None,
-        told: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
         self._model, self._device, self._limit_bytes = model, device, limit_bytes
-        self._origin, self._told = origin, told
+        self._origin, self._report = origin, report
 
     def of(self, spec: Spec) -> MemoryEstimate | str:
         """Estimate every rank's memory by a trace; or return why no trace is made.
@@ -74,7 +74,7 @@ class Certifier:
                 return self._traced(plan)
         except MeshplanError as error:
             why = error.problems[0].what
-        self._told(f"what was chosen is told from the config, and not traced: {why}")
+        self._report(f"what was chosen is told from the config, and not traced: {why}")
         return why
 
     def _traced(self, plan: Plan) -> MemoryEstimate:
@@ -87,7 +87,7 @@ class Certifier:
             first = microbatch((loop.inputs, loop.targets), plan.accumulate)
             inputs, targets = mapped(first, lambda tensor: tensor.clone())
             for same in alike_ranks(plan, [ranks[0] for ranks in groups]):
-                self._told(f"tracing a microbatch of the plan of {name}, rank {same[0]}")
+                self._report(f"tracing a microbatch of the plan of {name}, rank {same[0]}")
                 try:
                     work = Prepared(
                         trace_work(self._model, plan, inputs, targets, loop.loss_fn, same[0],

@@ -42,7 +42,7 @@ def question_of_model(
     profile: Path | None = None,
     example_inputs: Any = None,
     source: Source | None = None,
-    told: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda text: None,
 ) -> PlanRequest:
     """Build the planner's request of a plan file about a live model.
 
@@ -54,7 +54,7 @@ def question_of_model(
         profile: Path of a file that `meshplan calibrate` wrote; None for known figures.
         example_inputs: Inputs of the model, used if the plan states none.
         source: Source from which a process builds the model; None if only the caller has it.
-        told: Progress callback.
+        report: Progress callback.
 
     Raises:
         SpecError: The device cannot be found, or is stated twice and differs.
@@ -66,18 +66,18 @@ def question_of_model(
     spec = with_dtype(model, _with_input(load(()), example_inputs))
     found = described(model, graph, spec)
     if not isinstance(found, str):
-        told(f"{type(model).__name__} is what its config describes, and is planned from it")
+        report(f"{type(model).__name__} is what its config describes, and is planned from it")
         certifier = Certifier(
             model,
             device=question.device,
             limit_bytes=question.limit_bytes,
             origin=origin,
-            told=told,
+            report=report,
         )
         question = replace(question, graph=found.graph, certify=certifier.of)
         return with_made(question, found.shorter)
     if found:
-        told(f"{type(model).__name__} is traced, and not planned from its config: {found}")
+        report(f"{type(model).__name__} is traced, and not planned from its config: {found}")
     traced = TracedModel(
         model,
         graph,
@@ -86,7 +86,7 @@ def question_of_model(
         limit_bytes=question.limit_bytes,
         source=source,
         origin=origin,
-        told=told,
+        report=report,
     )
     return replace(question, traced=traced)
 
@@ -100,7 +100,7 @@ def question_of_entry(
     gpu: str | None = None,
     memory: str | int | None = None,
     profile: Path | None = None,
-    told: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda text: None,
 ) -> PlanRequest:
     """Build the planner's request about the model that a flag, or else the plan, names.
 
@@ -112,7 +112,7 @@ def question_of_entry(
         gpu: Name of the device whose memory is the limit; None for the one of the plan.
         memory: The memory limit itself; None for that of the device.
         profile: Path of a file that `meshplan calibrate` wrote; None for known figures.
-        told: Progress callback.
+        report: Progress callback.
 
     Raises:
         SpecError: The model cannot be built, or the device cannot be found.
@@ -125,7 +125,7 @@ def question_of_entry(
     found = source_of(load(()), model, config)
     built = built_without_memory(found).train()
     return question_of_model(
-        built, load, gpu=gpu, memory=memory, profile=profile, source=found, told=told
+        built, load, gpu=gpu, memory=memory, profile=profile, source=found, report=report
     )
 
 

@@ -40,12 +40,12 @@ _FEW: Final = 2
 """Samples that FLOPs are counted with; some norms cannot run with a single one."""
 
 
-def priced(question: EstimateRequest, told: Callable[[str], None]) -> Priced:
+def priced(question: EstimateRequest, report: Callable[[str], None]) -> Priced:
     """Price a plan as it is stated.
 
     Args:
         question: The request, whose spec leaves nothing open.
-        told: Progress callback.
+        report: Progress callback.
 
     Raises:
         SpecError: The model cannot be built.
@@ -53,12 +53,12 @@ def priced(question: EstimateRequest, told: Callable[[str], None]) -> Priced:
             of its operators is not known.
     """
     model, plan = decided(question.spec, question.source)
-    memory = estimate_by_trace(question, told)
-    told(f"counting what a rank does in a microbatch of {type(model).__name__}")
+    memory = estimate_by_trace(question, report)
+    report(f"counting what a rank does in a microbatch of {type(model).__name__}")
     (found,) = run_in_subprocesses(_ran, [(question, _micro(plan))])
     check_speed(
         model, plan, flops=found.flops, convolved=found.convolved, unknown=found.unknown,
-        origin=question.source.origin, told=told,
+        origin=question.source.origin, report=report,
     )  # fmt: skip
     return Priced(plan, memory, found.chain, found.flops)
 

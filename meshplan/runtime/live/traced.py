@@ -76,12 +76,12 @@ class TracedModel:
         limit_bytes: int,
         source: Source | None,
         origin: Origin | None,
-        told: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
         self._model, self._graph, self._spec = model, graph, spec
         self._source = source
         self._device, self._limit_bytes = device, limit_bytes
-        self._origin, self._told = origin, told
+        self._origin, self._report = origin, report
         self._exact: dict[tuple[int, frozenset[str]], Prepared] = {}
         self._known: dict[tuple[int, frozenset[str]], tuple[Prepared, Prepared]] = {}
         self._composers: dict[int, Composer] = {}
@@ -103,7 +103,7 @@ class TracedModel:
 
     def priced(self, spec: Spec) -> Priced:
         """Price a plan with nothing left open, as it is stated."""
-        return priced(self._asked(spec), self._told)
+        return priced(self._asked(spec), self._report)
 
     def _asked(self, spec: Spec) -> EstimateRequest:
         assert self._source is not None
@@ -115,25 +115,25 @@ class TracedModel:
         """Return the costs of the blocks, and of what lies before and after them."""
         return self._chain
 
-    def memory(self, plan: Plan, most_bytes: float = float("inf")) -> MemoryEstimate:
+    def memory(self, plan: Plan, stop_above_bytes: float = float("inf")) -> MemoryEstimate:
         """Estimate every rank's memory, never too low.
 
         Raises:
-            OverError: A rank needs more than `most_bytes`.
+            OverError: A rank needs more than `stop_above_bytes`.
             PlanError: The plan cannot be composed from what was traced.
         """
         least, most = self._works(plan)
         # Composed bounds are enough if the upper one fits, or the lower one does not.
         try:
-            return self._estimate(plan, most, most_bytes)
+            return self._estimate(plan, most, stop_above_bytes)
         except OverError:
             if least is most:
                 raise
-        self._estimate(plan, least, most_bytes)  # Raises if even the lower bound is over.
+        self._estimate(plan, least, stop_above_bytes)  # Raises if even the lower bound is over.
         self._trace_as_is(plan)
-        return self._estimate(plan, self._exact[_key(plan)], most_bytes)
+        return self._estimate(plan, self._exact[_key(plan)], stop_above_bytes)
 
-    def certify(self, plan: Plan, most_bytes: float = float("inf")) -> MemoryEstimate:
+    def certify(self, plan: Plan, stop_above_bytes: float = float("inf")) -> MemoryEstimate:
         """Estimate every rank's memory from a microbatch traced under the plan itself.
 
         If a process can build the model, `estimate_by_trace` does it, so that planner and
@@ -141,8 +141,8 @@ class TracedModel:
         """
         self._trace_as_is(plan)
         if self._source is not None:
-            return estimate_by_trace(self._asked(plan.spec), self._told)
-        return self._estimate(plan, self._exact[_key(plan)], most_bytes)
+            return estimate_by_trace(self._asked(plan.spec), self._report)
+        return self._estimate(plan, self._exact[_key(plan)], stop_above_bytes)
 
     def _trace_as_is(self, plan: Plan) -> None:
         """Trace a microbatch under a plan; `memory` uses it from now on."""
@@ -189,7 +189,7 @@ class TracedModel:
 
     def _watched(self, loop: DefaultLoop, asked: list[Ask]) -> list[MicrobatchCosts]:
         words = "microbatches" if len(asked) > 1 else "a microbatch of the plan"
-        self._told(f"tracing {words} of {type(self._model).__name__}")
+        self._report(f"tracing {words} of {type(self._model).__name__}")
         return self._in_words(
             lambda: watch(
                 self._model, self._plan, loop.inputs, loop.targets, loop.loss_fn, self._device,
@@ -253,7 +253,7 @@ class TracedModel:
             convolved=traces[base].plain.convolved,
             unknown=traces[base].plain.unknown | traces[base].again.unknown,
             origin=self._origin,
-            told=self._told,
+            report=self._report,
         )
         return chain
 
@@ -304,17 +304,17 @@ class TracedModel:
         if plan.assignment.stages is not None or plan.mesh.size("tp", "cp", "ep") > 1:
             yield Problem("a live model is planned for data ranks alone", None, "")
 
-    def _estimate(self, plan: Plan, work: Prepared, most_bytes: float) -> MemoryEstimate:
+    def _estimate(self, plan: Plan, work: Prepared, stop_above_bytes: float) -> MemoryEstimate:
         groups = equal_ranks(plan.assignment)
         logs: list[EventLog] = []
         held: dict[int, ReservedLog] = {}
         holding = ReplayCache(self._device, plan.spec)
         for number, ranks in enumerate(groups):
             logs.append(composed_log(work, plan, ranks[0]))
-            if logs[-1].pooled_bytes > most_bytes:
+            if logs[-1].pooled_bytes > stop_above_bytes:
                 raise OverError(ranks[0], logs[-1].pooled_bytes)
             held[number] = holding.of(logs[-1])
-            if held[number].reserve.reserved_bytes > most_bytes:
+            if held[number].reserve.reserved_bytes > stop_above_bytes:
                 raise OverError(ranks[0], held[number].reserve.reserved_bytes)
         is_exact = any(work is each for each in self._exact.values())
         how = "as the plan has it" if is_exact else "in pieces, and put together"

@@ -344,7 +344,7 @@ def reduce_units(module: nn.Module) -> None:
 
 
 @contextmanager
-def on_resize(told: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+def on_resize(report: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
     """Report every storage that is resized in place, as FSDP2 does to free gathered parameters.
 
     Private only in that a method of a torch class is replaced: resizing dispatches no operator.
@@ -353,7 +353,7 @@ def on_resize(told: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
 
     def resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
         out = resize(storage, size)
-        told(storage)
+        report(storage)
         return out
 
     torch.UntypedStorage.resize_ = resize_and_tell

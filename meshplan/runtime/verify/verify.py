@@ -64,12 +64,12 @@ SEED: Final = 0
 _OPTIMIZER: Final = "sgd_momentum"
 
 
-def verify(small: Small, told: Callable[[str], None]) -> Verdict:
+def verify(small: Small, report: Callable[[str], None]) -> Verdict:
     """Run the small plan and compare it with training in one process.
 
     Args:
         small: The scaled-down plan and model.
-        told: Progress callback.
+        report: Progress callback.
 
     Returns:
         The verdict, with all comparisons, or with the refusal if the plan cannot be applied.
@@ -83,7 +83,7 @@ def verify(small: Small, told: Callable[[str], None]) -> Verdict:
     world = 1
     for size in sizes.values():
         world *= size if isinstance(size, int) else 1
-    told(f"{world} processes on the CPU of this machine, and one of them alone")
+    report(f"{world} processes on the CPU of this machine, and one of them alone")
     common: dict[str, Any] = {
         "world": world, "notes": small.notes, "unmatched": small.unmatched
     }  # fmt: skip

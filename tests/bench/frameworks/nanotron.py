@@ -118,7 +118,7 @@ def _column(w: TapeBuilder, x: int, into: int, out: int, name: str, tp: int) -> 
     return at.row(
         "column", (x,), tokens * out * _BF16, keeps=(x,), grads=(Grad(x, w.size(x)),),
         parameters=((f"{at.module}.weight", into * out * _BF16),),
-        takes_back=w.size(x) * tp if tp > 1 else 0,
+        workspace_backward_bytes=w.size(x) * tp if tp > 1 else 0,
     )  # fmt: skip
 
 
@@ -127,9 +127,14 @@ def _row(w: TapeBuilder, x: int, into: int, out: int, name: str, tp: int) -> int
     tokens = w.size(x) // (into * _BF16)
     whole = tokens * out * _BF16
     return at.row(
-        "row", (x,), whole // tp, keeps=(x,), grads=(Grad(x, w.size(x)),),
-        parameters=((f"{at.module}.weight", into * out * _BF16),), takes=whole if tp > 1 else 0,
-    )  # fmt: skip
+        "row",
+        (x,),
+        whole // tp,
+        keeps=(x,),
+        grads=(Grad(x, w.size(x)),),
+        parameters=((f"{at.module}.weight", into * out * _BF16),),
+        workspace_bytes=whole if tp > 1 else 0,
+    )
 
 
 def _block(w: TapeBuilder, shape: Shape, x: int, batch: int, tp: int) -> int:
@@ -169,7 +174,7 @@ def _attention(w: TapeBuilder, shape: Shape, x: int, batch: int, tp: int) -> int
     w.touch(copied)
     scratch = one * _FP32 // _BF16
     # Rotated in place, queries keep the whole copy alive.
-    out = w.attention(q, k, v, shape.heads // tp, shape.head_dim, takes_back=scratch)
+    out = w.attention(q, k, v, shape.heads // tp, shape.head_dim, workspace_backward_bytes=scratch)
     result = _row(w, out, q_size, shape.hidden, "o_proj", tp)
     w.touch(fused, pair)
     return result

@@ -113,8 +113,14 @@ def _norm(w: TapeBuilder, x: int, width: int, name: str, how: Training) -> int:
         return w.rms_norm(x, width, name)
     at = w.at(f"{w.module}.{name}")
     wide = at.cast(x, _FP32 / _BF16)
-    normed = at.row("rsqrt_mul", (wide,), w.size(wide), keeps=(wide,), takes_back=w.size(wide),
-                    grads=(Grad(wide, w.size(wide)),))  # fmt: skip
+    normed = at.row(
+        "rsqrt_mul",
+        (wide,),
+        w.size(wide),
+        keeps=(wide,),
+        workspace_backward_bytes=w.size(wide),
+        grads=(Grad(wide, w.size(wide)),),
+    )
     narrow = at.cast(normed, _BF16 / _FP32)
     return at.row("mul", (narrow,), w.size(x), keeps=(narrow,), grads=(Grad(narrow, w.size(x)),),
                   parameters=((f"{at.module}.weight", width * _BF16),))  # fmt: skip
@@ -147,7 +153,12 @@ def _attention(w: TapeBuilder, shape: Shape, x: int, part: BlockContext, how: Tr
     # The kernel sums gradients of queries in fp32.
     scratch = w.size(turned[0]) * _FP32 // _BF16
     out = w.attention(
-        turned[0], keys, values, shape.heads // part.tp, shape.head_dim, takes_back=scratch
+        turned[0],
+        keys,
+        values,
+        shape.heads // part.tp,
+        shape.head_dim,
+        workspace_backward_bytes=scratch,
     )
     out = w.linear(out, q_width, shape.hidden, "o_proj")
     w.touch(*turned, keys, values, v)
