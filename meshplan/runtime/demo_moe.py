@@ -14,7 +14,7 @@ from meshplan.runtime.demo_model import ByteLlama, ByteLlamaConfig, FeedForward
 _NUM_EXPERTS, _TOP_K, _EXPERT_DIM = 8, 2, 96
 
 
-class Experts(nn.Module):
+class ExpertStack(nn.Module):
     """SwiGLU experts, stacked along the first dim of two parameters."""
 
     def __init__(self, num_experts: int, dim: int, expert_dim: int) -> None:
@@ -47,7 +47,7 @@ class Mixture(nn.Module):
     def __init__(self, config: ByteLlamaConfig) -> None:
         super().__init__()
         self.router = nn.Linear(config.dim, _NUM_EXPERTS, bias=False)
-        self.experts = Experts(_NUM_EXPERTS, config.dim, _EXPERT_DIM)
+        self.experts = ExpertStack(_NUM_EXPERTS, config.dim, _EXPERT_DIM)
         self.shared = FeedForward(config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ from meshplan.spec.spec import (
     Batch,
     Borrow,
     Context,
-    ExpertSettings,
+    Experts,
     HardwareSpec,
     InputSpec,
     ModelSpec,
@@ -278,9 +278,9 @@ _EXPERTS: Final[Mapping[str, Decoder]] = {
 }
 
 
-def _experts(value: PlanValue, found: Findings) -> ExpertSettings | None:
+def _experts(value: PlanValue, found: Findings) -> Experts | None:
     got = section(value, found, _EXPERTS, "experts: {capacity: 1.5}")
-    return ExpertSettings(**got) if got is not None else None
+    return Experts(**got) if got is not None else None
 
 
 _DDP: Final[Mapping[str, Decoder]] = {

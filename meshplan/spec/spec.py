@@ -246,7 +246,7 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertSettings:
+class Experts:
     """Settings that apply to all mixtures of experts.
 
     Args:
@@ -334,7 +334,7 @@ class Spec:
     offload: Offload = Offload()
     pipeline: Pipeline | None = None
     context: Context | None = None
-    experts: ExpertSettings = ExpertSettings()
+    experts: Experts = Experts()
     tp_plan: Literal["none", "hf", "auto"] = "none"
     sequence_parallel: bool = False
     loss: Literal["mean", "sum", "tokens"] = "mean"

@@ -13,8 +13,9 @@ from meshplan.api import checking
 from meshplan.api.planning import search_plan
 from meshplan.cli.app import main
 from meshplan.errors import SpecError
-from meshplan.planner.lock.lock import lock_path, overrides, read
+from meshplan.planner.lock.lock import lock_path, overrides, read, spec_hash
 from meshplan.planner.problem.truncated_estimate import TruncatedEstimate
+from meshplan.spec.reader import load_spec
 from tests.planner.test_planner import job
 
 __all__ = ["job"]
@@ -133,3 +134,17 @@ def counting_glances():
 
     with mock.patch.object(TruncatedEstimate, "glance", counted):
         yield count
+
+
+@pytest.mark.parametrize(
+    ("plan", "digest"),
+    [
+        ("auto", "3daf08b92392135d2d4b8a572e87f4938800a0d88b3b099e0b0f4f6e281644eb"),
+        ("moe_ep", "4135a8b1f5cd27867f65b6d8d10f57af670fb80dda337a867b230c0a4c617f44"),
+        ("pp_fsdp_tp", "31db51d9f9a8e05a7b0c609afb484ee18bae1a7b48689f5e5c18fee3f38d08dc"),
+    ],
+)
+def test_locks_that_users_have_stay_valid(plan, digest):
+    """The hash of a plan is of a spec's classes and fields: their names are a file format."""
+    spec = load_spec(Path(__file__).parents[2] / "plans" / f"{plan}.yaml")
+    assert spec_hash(spec) == f"sha256:{digest}"
