@@ -1,7 +1,7 @@
 """The ep axis: find the modules that have experts, and check if these can be spread.
 
 A graph shows if there are parameters of one expert each, in equal shares; that is checked here.
-Whether the module computes with them as dispatch needs it can only be shown on the live module
+Only the live module can show that it computes with them as dispatch needs it
 (`runtime.apply.expert_protocol`).
 """
 

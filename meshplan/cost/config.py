@@ -26,7 +26,7 @@ from meshplan.memory.analytic.microbatches import loss_chunks_of
 from meshplan.plan.plan import Plan
 
 DDP, ZERO1, SHARD = range(len(MODES))
-STRATEGIES: Final[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]] = MappingProxyType(
+STRATEGY_OPTIONS: Final[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]] = MappingProxyType(
     {
         "ddp": ((DDP,), (0,)),
         "zero1": ((ZERO1,), (0,)),
@@ -58,9 +58,15 @@ def plan_as_config(plan: Plan) -> NDArray[Any]:
     else:
         row["virtual"] = 1
     row["micro"], row["microbatches"] = plan.micro // parts, parts * plan.accumulate
-    (row["mode"],), _ = STRATEGIES[plan.assignment.strategy.name]
+    row["mode"] = mode_of(plan)
     row["offload"], row["loss_chunks"] = offload_of(plan), loss_chunks_of(plan)
     return row
+
+
+def mode_of(plan: Plan) -> int:
+    """Return how data ranks hold the model under a plan's strategy, as a place in `MODES`."""
+    (mode,), _ = STRATEGY_OPTIONS[plan.assignment.strategy.name]
+    return mode
 
 
 def option_of(plan: Plan, block: str) -> int:
@@ -70,8 +76,7 @@ def option_of(plan: Plan, block: str) -> int:
     a = plan.assignment
     recompute, unit = a.recompute.get(block), a.units.get(block)
     again = RECOMPUTE.index(recompute.policy.mode if recompute is not None else "none")
-    (mode,), _ = STRATEGIES[a.strategy.name]
-    reshards = mode == SHARD and unit is not None and bool(unit.reshard_after_forward)
+    reshards = mode_of(plan) == SHARD and unit is not None and bool(unit.reshard_after_forward)
     return OPTIONS.index((again, int(reshards)))
 
 

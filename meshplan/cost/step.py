@@ -1,6 +1,6 @@
 """Estimate the seconds of a step of each kind of block.
 
-What overlaps with what, in meshplan's own runtime:
+Communication and computation overlap as in meshplan's own runtime:
 
 - A unit's parameters are gathered while the unit before it computes, and its gradients are reduced
   while the one after it, in the order of backward, computes. What lies in no block belongs to the

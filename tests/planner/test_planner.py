@@ -14,12 +14,14 @@ import meshplan
 from meshplan.api import checking
 from meshplan.api.planning import search_plan
 from meshplan.cli.app import main
+from meshplan.cost.config import plan_as_config
 from meshplan.cost.grid import OPTIONS
 from meshplan.errors import MeshplanError, PlanError, SpecError
 from meshplan.model.blueprint import from_config
 from meshplan.planner.lock.lock import lock_path, overrides, read, write
 from meshplan.planner.objectives.complete import complete_spec
 from meshplan.planner.objectives.fastest import decide_job
+from meshplan.planner.problem.decision import Evaluated
 from meshplan.planner.problem.overrides import BlockChoice, patterns
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import question_of
@@ -143,6 +145,24 @@ def test_bounds_on_memory_are_below_what_is_replayed(job, size, near):
             assert max(one.linear_bytes) <= truth, (numbers.grid[row], OPTIONS[option])
             shares.append(max(one.linear_bytes) / truth)
     assert np.median(shares) > near
+
+
+def test_a_plan_of_a_configuration_is_that_configuration(job):
+    """In every mode, in mixed precision, where FSDP2 runs ddp too; with and without a pipeline."""
+    at = job_of(job())
+    at.capacity = float("inf")
+    grid, seen = at.usual.grid, set()
+    for row in np.flatnonzero((grid["tp"] == 1) & (grid["cp"] == 1)):
+        key = (int(grid["mode"][row]), int(grid["pp"][row]) > 1)
+        if key in seen:
+            continue
+        candidate = solve_config(at.usual, int(row), float("inf"))
+        measured = at.measure(at.usual, candidate)
+        if isinstance(measured.result, Evaluated):
+            seen.add(key)
+            assert plan_as_config(measured.result.plan)[0] == grid[row]
+    assert {mode for mode, _ in seen} == {0, 1, 2}
+    assert {has_stages for _, has_stages in seen} == {False, True}
 
 
 def test_the_lock_is_the_same_byte_for_byte_and_makes_the_plan_whole(job, capsys):

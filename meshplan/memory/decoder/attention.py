@@ -62,8 +62,9 @@ def attend(
 def _flash_backward(w: TapeBuilder, q: int, k: int, head_dim: int, seq_len: int) -> int:
     """Bytes of workspace of flash attention's backward.
 
-    They are sums of rows, the gradient of queries in fp32, and the gradients of keys and values for
-    every query head. In fp32 memory-efficient attention runs instead, which needs only the sums.
+    The workspace has sums of rows, the gradient of queries in fp32, and the gradients of keys and
+    values for every query head. In fp32 memory-efficient attention runs instead, which needs only
+    the sums.
     """
     rows = w.size(q) // (head_dim * w.element_bytes)
     if w.element_bytes == _FP32:

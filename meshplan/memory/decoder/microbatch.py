@@ -242,7 +242,7 @@ def _learned(
 def _given_positions(w: TapeBuilder, run: MicrobatchSpec) -> tuple[int | None, tuple[int, ...]]:
     """Append the positions that the model is given under cp.
 
-    They are a view of those of the whole sequence if this rank's tokens are contiguous.
+    A view of the positions of the whole sequence, if this rank's tokens are contiguous.
 
     Returns:
         (positions, or None without cp; inputs that mark positions with a gap as one sample).

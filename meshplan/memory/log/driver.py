@@ -119,8 +119,8 @@ def _group(found: Generation, each: Communicator) -> tuple[Band, str]:
 def communicators(assignment: Assignment, *, gpus_per_node: int = 8) -> tuple[Communicator, ...]:
     """Return the communicators of a rank; groups of the same ranks share one.
 
-    They are the groups in which the wrappers, the styles, the pipeline and the checks of
-    `train_step` communicate; torch opens a communicator with the first message.
+    The wrappers, the styles, the pipeline and the checks of `train_step` communicate in these
+    groups; torch opens a communicator with the first message.
     """
     mesh = assignment.mesh
     wanted: dict[tuple[str, ...], CommunicatorUse] = {}

@@ -87,7 +87,7 @@ class Composer:
     def kept_bytes(self) -> Mapping[str, tuple[int, int]]:
         """Return the bytes that each block saves for backward: (plain, recomputed).
 
-        They are counted at the turn from forward to backward. The key "" is for storages of no
+        Bytes are counted at the turn from forward to backward. The key "" is for storages of no
         block. The sum over blocks is at most what a mixed microbatch has then, except where two
         blocks keep one tensor and only one of them is recomputed.
         """
@@ -230,7 +230,7 @@ class Composer:
     ) -> Iterator[_Ends]:
         """Yield the ends that plain blocks set.
 
-        They keep what their operators save for backward, no longer than in the log without
+        Plain blocks keep what their operators save for backward, no longer than in the log without
         recomputation.
         """
         if self._is_there(end, modes):

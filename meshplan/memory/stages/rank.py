@@ -63,8 +63,8 @@ def _decisive(
 ) -> set[tuple[int, int]]:
     """Return the (stage, microbatch) pairs that can make the peak.
 
-    Of all actions of one kind and stage that follow the same kind and stage of action, that is the
-    one with the most live bytes. What a unit still has gathered depends on the action before, so
+    Among actions of one kind and stage that follow the same kind and stage of action, only the one
+    with the most live bytes can. What a unit still has gathered depends on the action before, so
     that one is included too. So are the first two microbatches, after which accumulated gradients
     exist, and the last one, in which gradients are reduced.
     """

@@ -134,7 +134,7 @@ def _sent(
     per_cell: int,
     per_node: int | None,
 ) -> tuple[NDArray[np.float64], float]:
-    """Return the bytes that ranks `own` send along a lane, by cell, and those that leave a node."""
+    """Return the bytes that ranks in `own` send along a lane, by cell, and those leaving a node."""
     cells = -(-world // per_cell)
     crossing = 0
     if lane.num_ranks == world:

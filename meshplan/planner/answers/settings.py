@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from meshplan.cost.config import STRATEGIES, offload_of
+from meshplan.cost.config import STRATEGY_OPTIONS, offload_of
 from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, RECOMPUTE
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.layout.mesh import AXES
@@ -113,10 +113,10 @@ def narrowed(free: Freedom, path: str, text: str) -> tuple[Freedom | None, str]:
         held = {"axes": {**free.axes, axis: (size,)}}
     elif path == "strategy":
         word = STRATEGY_WORDS.get(text.lower(), "")
-        if word not in STRATEGIES:
-            fix = f"write one of {', '.join(STRATEGIES)}"
+        if word not in STRATEGY_OPTIONS:
+            fix = f"write one of {', '.join(STRATEGY_OPTIONS)}"
             raise SpecError(Problem(f"'{text}' is no strategy", Origin(path), fix))
-        modes, reshard = STRATEGIES[word]
+        modes, reshard = STRATEGY_OPTIONS[word]
         hybrid = word.startswith("hybrid") if MODES[modes[0]] == "shard" else None
         held = {"modes": modes, "reshard": reshard, "hybrid": hybrid}
     elif path == "batch.micro":
@@ -191,7 +191,7 @@ def settings_of(free: Freedom, path: str) -> Iterator[str]:
     if path.startswith("mesh."):
         yield from (f"{path}={size}" for size in free.axes[path.partition(".")[2]])
     elif path == "strategy":
-        yield from (f"{path}={word}" for word in STRATEGIES)
+        yield from (f"{path}={word}" for word in STRATEGY_OPTIONS)
     elif path == "activation_checkpointing":
         yield from (f"{path}={RECOMPUTE[place]}" for place in free.recompute)
     elif path == "offload":

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from meshplan.cost.config import SHARD, STRATEGIES
+from meshplan.cost.config import SHARD, STRATEGY_OPTIONS
 from meshplan.cost.grid import ACTIVATIONS_THERE, MODES, OPTIONS, PARAMS_THERE, RECOMPUTE
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.mesh import AXES
@@ -168,7 +168,7 @@ def freedom_of(
     reshard: tuple[int, ...] = (0, 1)
     hybrid = None
     if spec.strategy not in (None, AUTO):
-        modes, reshard = STRATEGIES[spec.strategy or ""]
+        modes, reshard = STRATEGY_OPTIONS[spec.strategy or ""]
         hybrid = spec.strategy.startswith("hybrid") if modes == (SHARD,) else None
     trial = with_axes(spec, {"dp_shard": 2})
     chunks, why = chunks_of(spec, refuses, trial, is_traced=is_traced)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshplan.cost.chain import chain_of
-from meshplan.cost.config import STRATEGIES, offload_of, option_of, plan_as_config
+from meshplan.cost.config import mode_of, offload_of, option_of, plan_as_config
 from meshplan.cost.grid import (
     ACTIVATIONS_THERE,
     MODES,
@@ -223,7 +223,7 @@ def _no_figures(plan: Plan, what: str) -> Problem:
 def _unknown(plan: Plan) -> Iterator[Problem]:
     """Yield a problem for each feature of the plan that the cost model has no figures for."""
     a, mesh, stages = plan.assignment, plan.mesh, plan.assignment.stages
-    mode = MODES[STRATEGIES[a.strategy.name][0][0]]
+    mode = MODES[mode_of(plan)]
     units = {(unit.shard_axes, unit.replicate_axes) for unit in a.units.values()}
     odd_data = (mode == "ddp" and mesh.size("dp_shard") > 1) or (
         mode == "zero1" and mesh.size("dp_replicate") > 1
