@@ -24,7 +24,7 @@ LEVELS = [
         files layout
         spec
         model
-        assign textbook
+        assign textbook wrappers
         plan
         memory.log
         memory.tape memory.answer

@@ -1,11 +1,7 @@
-"""Count how often FSDP2 gathers and reduces each unit in one step, by simulating its rules.
+"""Count how often FSDP2 gathers and reduces each unit in one step, by playing `wrappers.fsdp`.
 
-Backward visits the calls of a forward in reverse. Before a unit's own backward it gathers the unit,
-and starts to gather the one that ran before it, whether or not backward gets there.
-
-Source: torch 2.13, FSDPParamGroup: pre_forward, post_forward, pre_backward, _backward_prefetch,
-post_backward; FSDPState._root_post_backward_final_callback. Reduction: `runtime.apply.gradients`,
-which lets a unit with a missing gradient reduce zeros.
+Backward visits the calls of a forward in reverse. A unit with a missing gradient reduces zeros, as
+`runtime.apply.gradients` makes it.
 """
 
 from __future__ import annotations
@@ -18,6 +14,7 @@ from meshplan.assign import Unit
 from meshplan.model.graph import is_inside
 from meshplan.plan.plan import Plan
 from meshplan.traffic.forward import Forward
+from meshplan.wrappers.fsdp import Units, UnitState
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,37 +48,32 @@ class _HookEvent:
     needs_grad: bool
 
 
-@dataclass(slots=True)
-class _UnitParameters:
-    """State of the parameters of one unit in FSDP2.
+@dataclass(slots=True, eq=False, kw_only=True)
+class _CountedUnit(UnitState):
+    """A unit with what was done with it.
 
     Attributes:
-        reshards: True if the unit is resharded after forward.
-        phase: The last hook that ran.
-        is_whole: True if the parameters are gathered.
-        is_coming: True if an all-gather is in progress.
-        places: Positions of the unit in the order of forwards, one for each forward whose backward
-            is outstanding.
         gathers: Number of all-gathers.
         reductions: For each backward, the number of times its gradients were ready to be reduced.
     """
 
-    reshards: bool
-    phase: Literal["", "forward", "pre", "post"] = ""
-    is_whole: bool = False
-    is_coming: bool = False
-    places: list[int] = field(default_factory=list)
     gathers: int = 0
     reductions: list[int] = field(default_factory=list)
 
-    def begin_gather(self) -> None:
-        if not self.is_whole and not self.is_coming:
-            self.gathers += 1
-            self.is_coming = True
 
-    def gather(self) -> None:
-        self.begin_gather()
-        self.is_whole, self.is_coming = True, False
+class _Counts:
+    """The `Actions` of units, counted."""
+
+    def gather(self, unit: _CountedUnit) -> None:
+        unit.gathers += 1
+
+    def reduce(self, unit: _CountedUnit) -> None:
+        unit.reductions[-1] += 1
+
+    def _count_nothing(self, *_: _CountedUnit) -> None:
+        """Do nothing: it sends nothing."""
+
+    wait = end_forward = free = keep_fewer = take_gradients = end_step = _count_nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,19 +171,24 @@ class _Play:
     def __init__(
         self, units: Mapping[str, Unit], events: Sequence[_HookEvent], passes: Passes
     ) -> None:
-        self._groups = {f: _UnitParameters(bool(u.reshard_after_forward)) for f, u in units.items()}
+        self._units = Units(
+            (
+                _CountedUnit(fqn=fqn, has_params=True, reshards=bool(unit.reshard_after_forward))
+                for fqn, unit in units.items()
+            ),
+            _Counts(),
+        )
+        self._states = tuple(self._units.states.values())
         self._events, self._passes = events, passes
-        self._order: list[_UnitParameters] = []
-        self._gives_back = True
 
     def uses(self) -> Iterator[tuple[str, UnitUse]]:
         """Yield (unit, its use in a step), after a first step that leaves the usual state."""
         self._step()
-        for group in self._groups.values():
-            group.gathers, group.reductions = 0, []
+        for unit in self._states:
+            unit.gathers, unit.reductions = 0, []
         self._step()
-        for fqn, group in self._groups.items():
-            yield fqn, UnitUse(group.gathers, tuple(group.reductions))
+        for unit in self._states:
+            yield unit.fqn, UnitUse(unit.gathers, tuple(unit.reductions))
 
     def _step(self) -> None:
         order = self._passes.order
@@ -202,10 +199,10 @@ class _Play:
             self._backward(is_last=not self._passes.splits)
             self._repeat(order[last + 1 :], 1)
         if self._passes.splits and self._passes.settles:
-            for group in self._groups.values():
-                group.is_whole = False
-                group.reductions = [1]
-            self._forget()
+            # Split backwards leave their gradients to one reduction after all of them.
+            for unit in self._states:
+                unit.reductions, unit.gives_back = [0], True
+            self._units.end_of_backward(is_last=True)
 
     def _repeat(self, stretch: Sequence[str], times: int) -> None:
         """Simulate these passes `times` times; once two rounds begin in the same state, multiply.
@@ -213,17 +210,16 @@ class _Play:
         The order that a backward looks up is what the forwards of its own run have left, except in
         the first one, before which nothing ran.
         """
-        groups = self._groups.values()
         begun: object = None
         before: list[tuple[int, int, int]] = []
         for done in range(times):
-            now = [(bool(self._order), g.phase, g.is_whole, g.is_coming) for g in groups]
+            now = [(bool(self._units.order), u.phase, u.held, u.is_coming) for u in self._states]
             if now == begun:
                 self._add(before, times - done)
                 return
             begun = now
-            before = [(g.gathers, len(g.reductions), len(g.places)) for g in groups]
-            before.append((0, 0, len(self._order)))
+            before = [(u.gathers, len(u.reductions), len(u.places)) for u in self._states]
+            before.append((0, 0, len(self._units.order)))
             for kind in stretch:
                 if kind == "F":
                     self._forward()
@@ -233,68 +229,36 @@ class _Play:
     def _add(self, before: Sequence[tuple[int, int, int]], times: int) -> None:
         """Count what was done since `before` another `times` times."""
         *each, (_, _, ran) = before
-        again = self._order[ran:]
-        for group, (gathers, reductions, places) in zip(self._groups.values(), each, strict=True):
-            group.gathers += (group.gathers - gathers) * times
-            group.reductions += group.reductions[reductions:] * times
-            if left := group.places[places:]:
+        again = self._units.order[ran:]
+        for unit, (gathers, reductions, places) in zip(self._states, each, strict=True):
+            unit.gathers += (unit.gathers - gathers) * times
+            unit.reductions += unit.reductions[reductions:] * times
+            if left := unit.places[places:]:
                 later = [len(again) * number for number in range(1, times + 1)]
-                group.places += [place + more for more in later for place in left]
-        self._order += again * times
+                unit.places += [place + more for more in later for place in left]
+        self._units.order += again * times
 
     def _forward(self) -> None:
         for event in self._events:
-            for group in (self._groups[fqn] for fqn in event.units):
+            for fqn in event.units if event.kind != "redo" else ():
                 if event.kind == "enter":
-                    group.phase = "forward"
-                    group.gather()
-                elif event.kind == "leave":
-                    group.is_whole = not group.reshards
-                    group.places.append(len(self._order))
-                    self._order.append(group)
-                    group.phase = ""
+                    self._units.before_forward(fqn)
+                else:
+                    self._units.after_forward(fqn, in_backward=False)
 
     def _backward(self, *, is_last: bool) -> None:
         # As in `runtime.apply.data.set_gradient_sync`: what is not resharded after forward stays
-        # gathered until the last backward.
-        self._gives_back = is_last
-        for group in self._groups.values():
-            group.reductions.append(0)
+        # gathered until the last backward, and so does everything while backwards are split.
+        for unit in self._states:
+            unit.gives_back = (is_last or unit.reshards) and not self._passes.splits
+            unit.reductions.append(0)
         for event in reversed(self._events):
-            if not event.needs_grad:
-                continue
-            for group in (self._groups[fqn] for fqn in event.units):
+            for fqn in event.units if event.needs_grad else ():
                 if event.kind == "redo":
-                    group.gather()
-                    group.phase = ""
+                    self._units.before_forward(fqn)
+                    self._units.after_forward(fqn, in_backward=True)
                 elif event.kind == "leave":
-                    self._before(group)
+                    self._units.before_backward(fqn)
                 else:
-                    self._after(group)
-        for group in self._groups.values():
-            if group.phase != "post":
-                self._after(group)
-            group.phase = ""
-        if is_last:
-            self._forget()
-
-    def _before(self, group: _UnitParameters) -> None:
-        if group.phase == "pre":
-            return
-        group.phase = "pre"
-        group.gather()
-        place = group.places.pop() if group.places else 0
-        if place > 0:
-            self._order[place - 1].begin_gather()
-
-    def _after(self, group: _UnitParameters) -> None:
-        group.phase = "post"
-        group.reductions[-1] += 1
-        gives_back = (self._gives_back or group.reshards) and not self._passes.splits
-        group.is_whole = group.is_whole and not gives_back
-
-    def _forget(self) -> None:
-        self._order.clear()
-        for group in self._groups.values():
-            group.is_coming = False
-            group.places.clear()
+                    self._units.after_backward(fqn)
+        self._units.end_of_backward(is_last=is_last)

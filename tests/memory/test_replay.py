@@ -155,14 +155,14 @@ def _gather_without_padding() -> Callable[[], None]:
 
 
 def _reduce_late() -> Callable[[], None]:
-    return _instead(reduction.Reduction, "end", lambda self: None)
+    return _instead(reduction.Reduction, "end_reduction", lambda self: None)
 
 
 def _do_not_prefetch() -> Callable[[], None]:
     before = units.ReplayUnits.before_backward
 
     def alone(self: units.ReplayUnits, fqn: str) -> None:
-        self._units[fqn].places.clear()
+        self.states[fqn].places.clear()
         before(self, fqn)
 
     return _instead(units.ReplayUnits, "before_backward", alone)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from meshplan.memory.log.events import Term
 from meshplan.memory.replay.shards import Shard
-from meshplan.memory.replay.unit import GATHERING, Doing, GatherState, ReplayUnit
+from meshplan.memory.replay.unit import GATHERING, ReplayUnit
 from meshplan.memory.replay.writer import LogWriter
+from meshplan.wrappers.fsdp import GatherState, TrainingState
 
 
 class Gathering:
@@ -28,12 +29,9 @@ class Gathering:
         self._writer.free(self.last)
         self.last = None
 
-    def start(self, unit: ReplayUnit) -> None:
+    def gather(self, unit: ReplayUnit) -> None:
         """Play `FSDPParamGroup.unshard`: cast the shards into one buffer, gather into another."""
-        if not unit.shards.params or unit.gathering is not None or unit.held is GatherState.WHOLE:
-            return
         if unit.num_ranks == 1:
-            unit.gathering = -1
             return
         total, cast = unit.shards.gathered_bytes, unit.shards.cast_bytes
         make, fqn = self._writer.make, unit.fqn
@@ -69,9 +67,7 @@ class Gathering:
 
         In forward, the buffer is kept until the next unit has copied its parameters out of its own.
         """
-        if unit.gathering is None:
-            return
-        is_forward, before = unit.doing is Doing.FORWARD, None
+        is_forward, before = unit.phase is TrainingState.FORWARD, None
         if is_forward:
             before, self.last = self.last, None
         if unit.num_ranks == 1:
@@ -81,12 +77,11 @@ class Gathering:
         if unit.held is GatherState.FEWER:
             self._writer.free_all(unit.fewer.values())
             unit.fewer.clear()
-        gathered = unit.gathering
-        unit.held, unit.was_gathered, unit.gathering = GatherState.WHOLE, True, None
-        if gathered >= 0 and is_forward:
-            self.last = gathered
-        elif gathered >= 0:
-            self._writer.free(gathered)
+        if is_forward:
+            self.last = unit.gathering
+        else:
+            self._writer.free(unit.gathering)
+        unit.gathering = None
         self._writer.free(before)
 
     def _copy_out(self, unit: ReplayUnit) -> None:
@@ -96,9 +91,9 @@ class Gathering:
         """
         between = []
         for param in unit.shards.params:
-            unit.whole.append(self._make(unit, param.whole_bytes, Term.GATHERED))
+            unit.whole.append(self._writer.make(param.whole_bytes, Term.GATHERED, unit.fqn))
             if param.dim:
-                between.append(self._make(unit, param.whole_bytes, Term.TEMPORARIES))
+                between.append(self._writer.make(param.whole_bytes, Term.TEMPORARIES, unit.fqn))
         self._writer.free_all(between)
 
     def _copy_own(self, unit: ReplayUnit) -> None:
@@ -109,29 +104,25 @@ class Gathering:
                 cast = self._brought(unit, param)
             else:
                 size = param.whole_bytes
-                cast = self._make(unit, size, Term.TEMPORARIES) if param.is_cast else None
+                cast = (
+                    self._writer.make(size, Term.TEMPORARIES, unit.fqn) if param.is_cast else None
+                )
             self._writer.free(before)
-            unit.whole.append(self._make(unit, param.whole_bytes, Term.GATHERED))
+            unit.whole.append(self._writer.make(param.whole_bytes, Term.GATHERED, unit.fqn))
             before = cast
         self._writer.free(before)
 
-    def reshard(self, unit: ReplayUnit) -> None:
-        """Play `FSDPParamGroup.reshard`."""
-        after = unit.shards.reshard_after_forward
-        if unit.doing is Doing.FORWARD and not after:
-            return
-        if unit.doing is Doing.FORWARD and unit.shards.fewer_ranks:
-            for param, whole in zip(unit.shards.params, unit.whole, strict=True):
-                size = param.whole_bytes // unit.shards.fewer_ranks
-                own = self._make(unit, size, Term.GATHERED)
-                self._writer.free(unit.fewer.pop(param.fqn, None))
-                unit.fewer[param.fqn] = own
-                self._writer.free(whole)
-            unit.held = GatherState.FEWER
-        elif unit.held is not GatherState.SHARDED:
-            self._writer.free_all(unit.whole)
-            unit.held = GatherState.SHARDED
-        unit.whole = [] if unit.held is not GatherState.WHOLE else unit.whole
+    def free(self, unit: ReplayUnit) -> None:
+        """Free the gathered parameters, or the shards over fewer ranks."""
+        self._writer.free_all(unit.whole)
+        unit.whole = []
 
-    def _make(self, unit: ReplayUnit, size: int, term: Term) -> int:
-        return self._writer.make(size, term, unit.fqn)
+    def keep_fewer(self, unit: ReplayUnit) -> None:
+        """Copy the shards over fewer ranks out of the gathered parameters, which are freed."""
+        for param, whole in zip(unit.shards.params, unit.whole, strict=True):
+            size = param.whole_bytes // unit.fewer_ranks
+            own = self._writer.make(size, Term.GATHERED, unit.fqn)
+            self._writer.free(unit.fewer.pop(param.fqn, None))
+            unit.fewer[param.fqn] = own
+            self._writer.free(whole)
+        unit.whole = []

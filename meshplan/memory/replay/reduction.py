@@ -35,29 +35,31 @@ class Reduction:
         self._filled: set[str] = set()
         self._real: set[str] = set()
 
-    def add_up(self, unit: ReplayUnit) -> None:
-        """Add autograd's gradients to those that wait in the dtype of the reduction."""
+    def take_gradients(self, unit: ReplayUnit) -> None:
+        """Add autograd's gradients to those of earlier microbatches; take all that are reduced."""
+        if unit.reduces and unit.was_gathered:
+            self._fill(unit)
         for param in unit.shards.params:
             if param.fqn in unit.summed and param.fqn in unit.grads:
                 self._writer.free(unit.grads.pop(param.fqn))
+        if unit.reduces:
+            for param in unit.shards.params:
+                if (storage := self._taken(unit, param)) is not None:
+                    unit.taken[param] = storage
 
-    def take(self, unit: ReplayUnit) -> Mapping[Shard, int]:
-        """Return the gradients to reduce, and take them from the unit."""
-        return {
-            param: storage
-            for param in unit.shards.params
-            if (storage := self._taken(unit, param)) is not None
-        }
-
-    def run(self, unit: ReplayUnit, found: Mapping[Shard, int]) -> None:
+    def reduce(self, unit: ReplayUnit) -> None:
         """Reduce the gradients, once the buffer of the previous unit is freed."""
-        self.end()
-        if found:
+        if not unit.reduces:
+            self._widen(unit)
+            return
+        self.end_reduction()
+        if unit.taken:
             self._writer.free(unit.sending)
             unit.sending = None
-            self._run(unit, found)
+            self._reduce_scatter(unit, unit.taken)
+            unit.taken = {}
 
-    def end(self) -> None:
+    def end_reduction(self) -> None:
         """Free the buffer of the last reduction, which has ended."""
         self._writer.free_all(self._scattering)
         self._scattering.clear()
@@ -82,7 +84,7 @@ class Reduction:
             (storage,) = made.values()
         return storage
 
-    def fill(self, unit: ReplayUnit) -> None:
+    def _fill(self, unit: ReplayUnit) -> None:
         """Allocate zeros for missing gradients, as `runtime.apply.gradients` does.
 
         A parameter may have a gradient on one rank and none on another.
@@ -104,7 +106,7 @@ class Reduction:
                 self._writer.free(unit.reduced.pop(fqn, None))
         self._filled, self._real = set(), set()
 
-    def widen(self, unit: ReplayUnit) -> None:
+    def _widen(self, unit: ReplayUnit) -> None:
         """Cast gradients that wait for the last microbatch to the dtype of the reduction."""
         itemsize = unit.shards.reduce_itemsize
         for param in unit.shards.trained:
@@ -114,7 +116,7 @@ class Reduction:
                 unit.summed[param.fqn] = self._make(unit, size, Term.GRADIENTS)
                 self._writer.free(unit.grads.pop(param.fqn))
 
-    def _run(self, unit: ReplayUnit, found: Mapping[Shard, int]) -> None:
+    def _reduce_scatter(self, unit: ReplayUnit, found: Mapping[Shard, int]) -> None:
         """Play `foreach_reduce`: copy into a buffer, reduce-scatter into the sharded gradients."""
         writer, shards = self._writer, unit.shards
         laid, kept = self._lay(unit, found)

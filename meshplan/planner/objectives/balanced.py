@@ -165,7 +165,7 @@ def _fastest(job: PlanningProblem, seconds: float, best: float, deadline: float)
 
 def _products(job: PlanningProblem, numbers: CostTable, seconds: float) -> Floats:
     """Return by configuration a lower bound on seconds times bytes; infinite if none exists."""
-    option_counts, holds = time_bounds(numbers), memory_bounds(numbers)
-    exists = np.isfinite(option_counts) & np.isfinite(holds)
+    seconds_floor, holds = time_bounds(numbers), memory_bounds(numbers)
+    exists = np.isfinite(seconds_floor) & np.isfinite(holds)
     held = [job.widened(each) for each in np.where(exists, holds, 0.0).tolist()]
-    return np.where(exists, np.maximum(option_counts, seconds) * held, np.inf)
+    return np.where(exists, np.maximum(seconds_floor, seconds) * held, np.inf)

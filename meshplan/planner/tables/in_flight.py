@@ -85,23 +85,19 @@ def sent_in_flight(grid: NDArray[np.void]) -> Floats:
     input (`cost.chain`).
     """
     p, m, v = (grid[name].astype(np.int64) for name in ("pp", "microbatches", "virtual"))
-    backward_extra_bytes = m // np.maximum(1, m // p)
+    round_size = m // np.maximum(1, m // p)
     few = np.minimum(m, p)
     alone = few * (few + 1) // 2 + (p - few) * few - 1
     # From the last rank to the first, ranks run 1, 3, 5 ... forwards beyond those of all stages but
     # the last. With a single round they cannot be more than its microbatches.
-    within = np.minimum((backward_extra_bytes + 1) // 2, p)
-    beyond = np.where(
-        m > backward_extra_bytes, p * p, within * within + (p - within) * backward_extra_bytes
-    )
-    several = p * (v - 1) * backward_extra_bytes + beyond - 1
+    within = np.minimum((round_size + 1) // 2, p)
+    beyond = np.where(m > round_size, p * p, within * within + (p - within) * round_size)
+    several = p * (v - 1) * round_size + beyond - 1
     is_gpipe = grid["schedule"] == SCHEDULE_WORDS.index("GPipe")
-    warm = np.minimum((v - 1) * backward_extra_bytes + 2 * p - 1, m * v)
-    first = warm // (backward_extra_bytes * v) * backward_extra_bytes + np.minimum(
-        warm % (backward_extra_bytes * v), backward_extra_bytes
-    )
+    warm = np.minimum((v - 1) * round_size + 2 * p - 1, m * v)
+    first = warm // (round_size * v) * round_size + np.minimum(warm % (round_size * v), round_size)
     own = np.where(v > 1, several - first, alone - few)
-    halved = p * (v - 1) * backward_extra_bytes + p * (p + 1) // 2 - backward_extra_bytes - 1
+    halved = p * (v - 1) * round_size + p * (p + 1) // 2 - round_size - 1
     many = np.where(is_gpipe, m * (p - 2), np.where(in_halves(grid), halved, own))
     return np.asarray(np.where(p > 1, many, 0), dtype=np.float64)
 
@@ -112,9 +108,9 @@ def usual_in_flight(grid: NDArray[np.void]) -> Floats:
     Equal to `fewest_in_flight` if ranks have one stage.
     """
     p, m = grid["pp"], grid["microbatches"]
-    backward_extra_bytes = m // np.maximum(1, m // p)
+    round_size = m // np.maximum(1, m // p)
     return np.asarray(
-        np.where(grid["virtual"] > 1, backward_extra_bytes, fewest_in_flight(grid)),
+        np.where(grid["virtual"] > 1, round_size, fewest_in_flight(grid)),
         dtype=np.float64,
     )
 
@@ -137,10 +133,8 @@ def has_gradients(grid: NDArray[np.void]) -> NDArray[np.bool_]:
     holds at the last forward, since what the warm-up ran ahead is what the cool-down has left.
     """
     p, m, v = (grid[name].astype(np.int64) for name in ("pp", "microbatches", "virtual"))
-    backward_extra_bytes = m // np.maximum(1, m // p)
+    round_size = m // np.maximum(1, m // p)
     halved = in_halves(grid)
-    warm = (v - 1) * backward_extra_bytes + np.where(halved, p, 2 * (p - 1) + 1)
-    several = (m * v >= warm + backward_extra_bytes * v) | (
-        (m == 2 * backward_extra_bytes) & ~halved
-    )
+    warm = (v - 1) * round_size + np.where(halved, p, 2 * (p - 1) + 1)
+    several = (m * v >= warm + round_size * v) | ((m == 2 * round_size) & ~halved)
     return np.asarray(np.where(v > 1, several, m > p))

@@ -166,8 +166,8 @@ class Rounds(StageLayout):
         lengths = np.arange(self._length + 1)
         sizes = self.sizes(rank, lengths)
         out = np.zeros((len(lengths), len(groups), self._kinds), dtype=np.int64)
-        for backward_extra_bytes, group in enumerate(group_of):
-            out[:, group, self._block] += sizes[:, backward_extra_bytes]
+        for chunk, group in enumerate(group_of):
+            out[:, group, self._block] += sizes[:, chunk]
         order = self._numbers.order
         if rank == 0:
             for kind in order[: self._begin]:
@@ -191,11 +191,7 @@ class Rounds(StageLayout):
         """
         blocks = np.diff(ends)
         sizes = [self.sizes(rank, np.asarray(each)).tolist() for rank, each in enumerate(blocks)]
-        lengths = [
-            rank[backward_extra_bytes]
-            for backward_extra_bytes in range(self._virtual)
-            for rank in sizes
-        ]
+        lengths = [rank[chunk] for chunk in range(self._virtual) for rank in sizes]
         all_ends = [0, *itertools.accumulate(lengths, initial=self._begin)]
         del all_ends[1]
         all_ends[-1] = len(self._numbers.order)
@@ -204,11 +200,11 @@ class Rounds(StageLayout):
         out: list[Takes] = []
         last = self._virtual - 1, self.num - 1
         for place in itertools.product(range(self._virtual), range(self.num)):
-            backward_extra_bytes, rank = place
-            group = left[rank][self._groups[rank].index(self._kept[rank][backward_extra_bytes])]
+            chunk, rank = place
+            group = left[rank][self._groups[rank].index(self._kept[rank][chunk])]
             own = np.zeros_like(group)
             for kind in range(self._kinds):
-                many = sizes[rank][backward_extra_bytes] if kind == self._block else 0
+                many = sizes[rank][chunk] if kind == self._block else 0
                 many += self._ends_of(kind, place == (0, 0), place == last)
                 for option in reversed(range(group.shape[1])):
                     own[kind, option] = taken = min(many, int(group[kind, option]))

@@ -1,0 +1,215 @@
+"""FSDP2's rules: when units are gathered, freed and reduced in the course of a step.
+
+A unit is a module to which `fully_shard` or `replicate` was applied. Each method of `Units` stands
+for the hook of FSDP2 that it names, and calls `Actions` for whatever that hook does, in its order:
+
+    forward    before a unit: gather and wait.  After it: reshard, unless it is kept for backward.
+    backward   before a unit: gather and wait, then begin to gather the unit that ran before it in
+               forward.  After it: take its gradients, reshard it, reduce them.
+    at the end of backward: the same "after" for units that no gradient reached.
+
+Whether a backward reshards and reduces is set before it, as `runtime.apply.data.set_gradient_sync`
+does: while microbatches accumulate, shards of gradients are reduced at once, whole ones at the end.
+
+Source: torch 2.13, torch/distributed/fsdp/_fully_shard: `_fsdp_state` and `_fsdp_param_group`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Generic, Protocol, TypeVar
+
+
+class TrainingState(Enum):
+    """The hook of a unit that ran last, by the names of FSDP2."""
+
+    IDLE = auto()
+    FORWARD = auto()
+    PRE_BACKWARD = auto()
+    POST_BACKWARD = auto()
+
+
+class GatherState(Enum):
+    """The state of the parameters of a unit: sharded, sharded over fewer ranks, or gathered."""
+
+    SHARDED = auto()
+    FEWER = auto()
+    """Sharded over fewer ranks (`reshard_after_forward: 4`)."""
+    WHOLE = auto()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class UnitState:
+    """The state of one unit in the course of a step.
+
+    Attributes:
+        fqn: Fqn of the unit's module.
+        has_params: True if it has parameters. One without takes no part in gathers or backward.
+        reshards: True if its parameters are resharded after forward.
+        fewer_ranks: Number of ranks over which they are sharded after forward; 0 for all.
+        hook: State of the hooks of its module, as in `FSDPState`.
+        phase: State of the hooks of its parameters, as in `FSDPParamGroup`.
+        held: State of its parameters.
+        is_coming: True from the beginning of an all-gather until it is waited for.
+        was_gathered: True once its parameters were gathered.
+        places: Positions in the order of forward, one for each forward that backward has not
+            reached.
+        gives_back: If True, the coming backward reshards the parameters.
+        reduces: If True, the coming backward reduces gradients.
+        reduces_replicas: If True, the coming backward all-reduces them over replicas too.
+    """
+
+    fqn: str
+    has_params: bool
+    reshards: bool
+    fewer_ranks: int = 0
+    hook: TrainingState = TrainingState.IDLE
+    phase: TrainingState = TrainingState.IDLE
+    held: GatherState = GatherState.SHARDED
+    is_coming: bool = False
+    was_gathered: bool = False
+    places: list[int] = field(default_factory=list)
+    gives_back: bool = True
+    reduces: bool = True
+    reduces_replicas: bool = True
+
+
+Unit = TypeVar("Unit", bound=UnitState)
+_Unit = TypeVar("_Unit", bound=UnitState, contravariant=True)
+
+
+class Actions(Protocol[_Unit]):
+    """What is done with the parameters and gradients of units. The state is set by `Units`."""
+
+    def gather(self, unit: _Unit) -> None:
+        """Begin an all-gather (`FSDPParamGroup.unshard`)."""
+
+    def wait(self, unit: _Unit) -> None:
+        """Take the parameters out of the gathered buffer (`wait_for_unshard`)."""
+
+    def end_forward(self) -> None:
+        """End the forward of the outermost unit."""
+
+    def free(self, unit: _Unit) -> None:
+        """Free the gathered parameters."""
+
+    def keep_fewer(self, unit: _Unit) -> None:
+        """Free the gathered parameters but for a shard over fewer ranks."""
+
+    def take_gradients(self, unit: _Unit) -> None:
+        """Take the gradients from autograd, before the parameters are resharded."""
+
+    def reduce(self, unit: _Unit) -> None:
+        """Reduce the gradients that were taken, or leave them for a later backward."""
+
+    def end_step(self, unit: _Unit) -> None:
+        """Drop what the last backward has left: a prefetch that nothing waited for, and buffers."""
+
+
+class Units(Generic[Unit]):
+    """All units of a model, or of a pipeline stage, on one rank.
+
+    Args:
+        units: The units, in the order of the modules.
+        actions: Called for whatever the hooks do.
+    """
+
+    def __init__(self, units: Iterable[Unit], actions: Actions[Unit]) -> None:
+        self.states: Mapping[str, Unit] = {unit.fqn: unit for unit in units}
+        self.order: list[Unit] = []
+        """Units in the order of their forwards, from the first one of the step on."""
+        self._actions = actions
+        self._root: Unit | None = None
+
+    def before_forward(self, fqn: str) -> None:
+        """Play `FSDPState._pre_forward`."""
+        unit = self.states[fqn]
+        # Recomputation runs a unit's forward within its backward, where it stays gathered.
+        if unit.hook is not TrainingState.PRE_BACKWARD:
+            unit.hook = unit.phase = TrainingState.FORWARD
+            self._root = self._root or unit
+        self._gather(unit)
+        self._wait(unit)
+
+    def after_forward(self, fqn: str, *, in_backward: bool) -> None:
+        """Play `FSDPState._post_forward`.
+
+        A forward that is recomputed during backward frees nothing.
+        """
+        unit = self.states[fqn]
+        if unit.hook is TrainingState.PRE_BACKWARD:
+            return
+        if unit.has_params:
+            if not in_backward:
+                self._reshard(unit)
+                unit.places.append(len(self.order))
+                self.order.append(unit)
+            unit.phase = TrainingState.IDLE
+        unit.hook = TrainingState.IDLE
+        if self._root is unit:
+            self._actions.end_forward()
+            self._root = None
+
+    def before_backward(self, fqn: str) -> None:
+        """Play `FSDPState._pre_backward`, which also prefetches the unit before it in forward."""
+        unit = self.states[fqn]
+        unit.hook = TrainingState.PRE_BACKWARD
+        if not unit.has_params or unit.phase is TrainingState.PRE_BACKWARD:
+            return
+        unit.phase = TrainingState.PRE_BACKWARD
+        self._gather(unit)
+        self._wait(unit)
+        if unit.places and (place := unit.places.pop()) > 0:
+            self._gather(self.order[place - 1])
+
+    def after_backward(self, fqn: str) -> None:
+        """Play `FSDPParamGroup.post_backward`: reshard the parameters, reduce the gradients."""
+        unit = self.states[fqn]
+        if not unit.has_params:
+            return
+        unit.phase = TrainingState.POST_BACKWARD
+        self._actions.take_gradients(unit)
+        if unit.gives_back:
+            self._reshard(unit)
+        self._actions.reduce(unit)
+
+    def end_of_backward(self, *, is_last: bool) -> None:
+        """Play `FSDPState._root_post_backward_final_callback`.
+
+        Units that no gradient reached do their post-backward here. After the last backward of a
+        step nothing is left of the order of forward, nor of prefetches for units that did not run.
+        """
+        self._root = None
+        for unit in self.states.values():
+            if unit.phase is not TrainingState.POST_BACKWARD:
+                self.after_backward(unit.fqn)
+            unit.phase = unit.hook = TrainingState.IDLE
+            if is_last:
+                self._actions.end_step(unit)
+                unit.is_coming = False
+                unit.places.clear()
+        if is_last:
+            self.order.clear()
+
+    def _gather(self, unit: Unit) -> None:
+        if unit.has_params and not unit.is_coming and unit.held is not GatherState.WHOLE:
+            unit.is_coming = True
+            self._actions.gather(unit)
+
+    def _wait(self, unit: Unit) -> None:
+        if unit.is_coming:
+            self._actions.wait(unit)
+            unit.held, unit.was_gathered, unit.is_coming = GatherState.WHOLE, True, False
+
+    def _reshard(self, unit: Unit) -> None:
+        """Play `FSDPParamGroup.reshard`."""
+        if unit.phase is TrainingState.FORWARD and not unit.reshards:
+            return
+        if unit.phase is TrainingState.FORWARD and unit.fewer_ranks:
+            self._actions.keep_fewer(unit)
+            unit.held = GatherState.FEWER
+        elif unit.held is not GatherState.SHARDED:
+            self._actions.free(unit)
+            unit.held = GatherState.SHARDED
