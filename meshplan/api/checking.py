@@ -320,8 +320,8 @@ def estimate_memory(
             None looks only if that takes seconds.
         trace: If True, trace the step with torch even if the config alone gives an estimate, which
             takes a second and is within one per cent.
-        tier: 1 composes blocks that were traced once, 2 traces the step with few blocks, 3 traces
-            the whole step; None takes the cheapest tier that works.
+        tier: 1 composes blocks that were traced once, 3 traces the whole step, and 2 does the same
+            as 3; None takes the cheapest tier that works.
         report: Called with lines on the progress.
 
     Raises:

@@ -66,7 +66,7 @@ def _estimate_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tier", type=int, choices=(1, 2, 3),
-        help="with -f: compose traced blocks, trace the step with few blocks, or trace it whole",
+        help="with -f: 1 composes the step from traced blocks, 3 (or 2) traces the whole step",
     )  # fmt: skip
 
 

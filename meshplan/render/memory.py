@@ -13,7 +13,6 @@ from meshplan.units import format_bytes, format_gib, spans_of
 
 _HOW = {
     "1": "composed from blocks that were traced once",
-    "2": "traced with few blocks, and extrapolated",
     "3": "the whole step was traced",
 }
 _MOST_RUNS = 4

@@ -1,4 +1,4 @@
-"""Tiers 1 and 2 beside tier 3: a composed and an extrapolated step beside the one traced whole.
+"""Tier 1 beside tier 3: a step composed by rules beside the one that is traced whole.
 
     python -m tests.bench.tiers [NAME ...] [--write]
 
@@ -27,23 +27,23 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-LIMITS: Final = {1: 1e-3, 2: 1e-4}
-"""By tier, how far it may be from tier 3, as a share."""
+LIMIT: Final = 1e-3
+"""Fraction by which tier 1 may be off."""
 TABLE: Final = Path(__file__).with_suffix(".md")
 COMMAND: Final = "python -m tests.bench.tiers --write"
 HEAD: Final = (
-    "| case | plan | tier 3, GiB | tier 1 | tier 2 | reserved by 1 | CPU s of 1 | of 2 | of 3 |",
-    "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+    "| case | plan | tier 3, GiB | tier 1 | reserved by 1 | CPU s of 1 | of 3 |",
+    "|---|---|---:|---:|---:|---:|---:|",
 )
 INTRO: Final = (
-    "# Tiers 1 and 2 beside tier 3",
+    "# Tier 1 beside tier 3",
     "",
     f"    {COMMAND}",
     "",
-    "Tier 3 traces the whole step with the real wrappers; the figures of tiers 1 and 2 say how far",
-    "their peaks are from its peak, and what tier 1 reserves from what tier 3 reserves. CPU time",
-    "is that of a process that has imported torch, for the first and the last of the ranks that",
-    "differ. A dash: blocks cannot be left out (tier 2), or no rule composes the step (tier 1).",
+    "Tier 3 traces the whole step with the real wrappers. The figures of tier 1 say how far its",
+    "peak is from that peak, and what it reserves from what tier 3 reserves. CPU time is that of a",
+    "process that has imported torch, for the first and the last of the ranks that differ. A dash:",
+    "no rule composes the step.",
     "",
 )
 
@@ -212,16 +212,16 @@ def measured(name: str) -> dict[str, Any]:
     case = CASES[name]
     source = Source(entry=f"tests.bench.tiers:{case.entry}", origin=Origin("tests/bench/tiers.py"))
     question = EstimateRequest(spec=load_spec(dict(case.plan)), source=source)
-    model, plan = decided(question.spec, source)
+    _, plan = decided(question.spec, source)
     groups = equal_ranks(plan.assignment)
     ranks = list(dict.fromkeys((groups[0][0], groups[-1][0])))
     found: dict[int, Any] = {}
     why: dict[int, str] = {}
-    for tier in (1, 2, 3):
+    for tier in (1, 3):
         began = time.process_time()
         try:
-            logs = _logs(tier, question, model, plan, ranks)
-        except (composed.NotComposedError, estimate.NotRepeatingError) as error:
+            logs = _logs(tier, question, plan, ranks)
+        except composed.NotComposedError as error:
             why[tier] = str(error)
             continue
         seconds = time.process_time() - began
@@ -231,16 +231,11 @@ def measured(name: str) -> dict[str, Any]:
     return {"name": name, "plan": words, "ranks": ranks, "tiers": found, "why": why}
 
 
-def _logs(tier: int, question: Any, model: nn.Module, plan: Any, ranks: Sequence[int]) -> list[Any]:
+def _logs(tier: int, question: Any, plan: Any, ranks: Sequence[int]) -> list[Any]:
     from meshplan.runtime.estimate import composed, estimate
 
     if tier == 1:
         return [each.log for each in composed.composed(question, plan, ranks)]
-    if tier == 2:
-        repeats = estimate._worth_cutting(model, plan)
-        if repeats is None:
-            raise estimate.NotRepeatingError("blocks cannot be left out")
-        return estimate._with_few_blocks(question, plan, ranks, repeats).logs
     return [estimate._fake_step(question, rank).log for rank in ranks]
 
 
@@ -282,8 +277,8 @@ def row_of(found: Mapping[str, Any]) -> str:
         return "-" if error is None else f"{error:+.4%}"
 
     whole = max(peak for peak, _ in tiers[3]["peaks"])
-    errors = [share(error_of(found, 1)), share(error_of(found, 2)), share(error_of(found, 1, 1))]
-    times = [f"{tiers[tier]['seconds']:.1f}" if tier in tiers else "-" for tier in (1, 2, 3)]
+    errors = [share(error_of(found, 1)), share(error_of(found, 1, 1))]
+    times = [f"{tiers[tier]['seconds']:.1f}" if tier in tiers else "-" for tier in (1, 3)]
     cells = [found["name"], found["plan"], f"{whole / 2**30:.4f}", *errors, *times]
     return f"| {' | '.join(cells)} |"
 
@@ -308,8 +303,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             TABLE.write_text("\n".join([*INTRO, *HEAD, *kept]) + "\n")
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
-    errors = ((error_of(each, tier), limit) for each in found for tier, limit in LIMITS.items())
-    return int(any(error is not None and abs(error) > limit for error, limit in errors))
+    errors = [error_of(each, 1) for each in found]
+    return int(any(error is not None and abs(error) > LIMIT for error in errors))
 
 
 if __name__ == "__main__":

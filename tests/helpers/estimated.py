@@ -136,14 +136,6 @@ def ruleless() -> nn.Module:
     return model
 
 
-def of_many_kinds() -> nn.Module:
-    """Blocks that look alike and are not."""
-    model = high_tower()
-    for number in range(0, 24, 5):
-        model.blocks[number].norm = nn.Identity()
-    return model
-
-
 def slow_tower() -> nn.Module:
     """Whose trace takes long: what is interrupted."""
     return nn.Sequential(Tower(2), *(nn.Identity() for _ in range(2)), *slow_blocks())

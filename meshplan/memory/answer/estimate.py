@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 from meshplan.memory.answer.hosts import Host
 from meshplan.memory.answer.reserved import PeakLocation, RankSummary
@@ -27,13 +27,20 @@ runs on H100 (torchtitan, FSDP2) the worst reserved 1.1 % more than predicted fr
 class Tier(StrEnum):
     """The tier of estimation that found an answer.
 
-    REPLAY composes the step by rules, FEW_BLOCKS traces models with few of the blocks and
-    extrapolates, WHOLE traces the whole model.
+    REPLAY composes the step by rules, WHOLE traces the step of the whole model.
     """
 
     REPLAY = "1"
-    FEW_BLOCKS = "2"
     WHOLE = "3"
+
+    @classmethod
+    def asked(cls, number: int | None) -> Self | None:
+        """Return the tier of a number; None for None.
+
+        Tier 2 traced models with few of the blocks. Tier 1 gives the same bytes in less time, so
+        2 is the whole trace now.
+        """
+        return None if number is None else cls("3" if number == 2 else str(number))
 
 
 class PeakBytes(NamedTuple):

@@ -40,6 +40,6 @@ def unlike(version: str) -> str:
     *others, last = (f"{major}.{minor}" for major, minor in KNOWN)
     return (
         f"torch {version} is installed, and these are the bytes of {', '.join(others)} and {last}: "
-        "the rules they were composed by are not those of this version, and --tier 2 or 3 traces "
+        "the rules they were composed by are not those of this version, and --tier 3 traces "
         "its own"
     )

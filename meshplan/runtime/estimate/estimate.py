@@ -1,4 +1,4 @@
-"""Estimate a plan's memory by fake steps of the ranks that differ, in subprocesses: tiers 1 to 3.
+"""Estimate a plan's memory by fake steps of the ranks that differ, in subprocesses: tiers 1 and 3.
 
 This module chooses the tier that answers, and does nothing else: the plan decides what is run,
 `fake_step` runs it, and `memory` reads the logs.
@@ -19,7 +19,6 @@ from meshplan.memory.answer.estimate import MemoryEstimate, Tier
 from meshplan.memory.answer.modules import with_modules
 from meshplan.memory.answer.rank_classes import equal_ranks
 from meshplan.memory.log.events import EventLog
-from meshplan.memory.repeat.extrapolate import Blocks, NotRepeatingError, extrapolate, is_same
 from meshplan.plan.plan import Plan
 from meshplan.runtime.base.subprocess_pool import run_in_subprocesses
 from meshplan.runtime.estimate.composed import (
@@ -31,7 +30,6 @@ from meshplan.runtime.estimate.composed import (
 from meshplan.runtime.estimate.request import EstimateRequest, FakeStepResult, decided
 from meshplan.runtime.estimate.tried import try_forward
 from meshplan.runtime.fake_step.default_loop import DefaultLoop, check_stated, loop_of
-from meshplan.runtime.fake_step.equal_lists import Repeats, cut, is_alike, repeats_of
 from meshplan.runtime.fake_step.step import fake_step
 from meshplan.runtime.torch_private.fakes import untraceable
 from meshplan.runtime.trace.bounds import NoBoundError, check_grows, everything, half, picking
@@ -39,12 +37,10 @@ from meshplan.runtime.trace.trace_errors import UnknownShapeError, refused
 
 _MOST_PLAYED: Final = 1 << 12
 """Number of blocks, times microbatches, that a trace can run in minutes."""
-_CERTIFYING: Final = 2
-"""Periods that the model that proves the extrapolation has in addition to the smallest model."""
-_NOT_CERTIFIED: Final = "nothing is extrapolated"
+_ALL_TRACED: Final = "nothing is extrapolated"
 _BY_RULES: Final = (
     "a microbatch was traced, and what wrappers and the optimizer add to it was composed by rules; "
-    "--tier 2 or 3 traces the real ones"
+    "--tier 3 traces the real ones"
 )
 
 
@@ -120,7 +116,7 @@ def _logs(
     """
     _check_played(plan, 1)
     words = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-    asked, why = None if question.tier is None else Tier(str(question.tier)), ""
+    asked, why = Tier.asked(question.tier), ""
     if asked == Tier.REPLAY or (asked is None and is_cheaper(model, plan, ranks)):
         report(f"imagining a microbatch of {words}")
         try:
@@ -129,36 +125,24 @@ def _logs(
             if asked:
                 raise _not_by(asked, str(error)) from None
             why = f"; nothing is composed: {error}"
-    repeats = _worth_cutting(model, plan) if asked != Tier.WHOLE else None
-    _check_played(plan, plan.accumulate, None if repeats is None else 1)
-    if repeats is not None:
-        report(f"imagining a step of {words} with few blocks")
-        try:
-            found = _with_few_blocks(question, plan, ranks, repeats)
-            return _beside_composed(question, plan, ranks, found)
-        except NotRepeatingError as error:
-            why += f"; few blocks do not tell: {error}"
-    if asked == Tier.FEW_BLOCKS:
-        raise _not_by(asked, why.removeprefix("; ") or "the model has no long list of equal blocks")
+    _check_played(plan, plan.accumulate)
     report(f"imagining a step of {words}")
     imagined = run_in_subprocesses(_fake_step, [(question, rank) for rank in ranks])
     logs = [each.log for each in imagined]
-    whole = _TieredLogs(logs, imagined[0].assumed, Tier.WHOLE, _NOT_CERTIFIED + why)
+    whole = _TieredLogs(logs, imagined[0].assumed, Tier.WHOLE, _ALL_TRACED + why)
     return _beside_composed(question, plan, ranks, whole)
 
 
-def _check_played(plan: Plan, accumulate: int, blocks: int | None = None) -> None:
+def _check_played(plan: Plan, accumulate: int) -> None:
     """Refuse to run more microbatches one by one than anyone would wait for.
 
     Args:
         plan: The plan.
         accumulate: Passes of a step that are run; with a pipeline each has all its microbatches.
-        blocks: Number of a rank's blocks that are run; None for all of them.
     """
     stages = plan.assignment.stages
     ranks, passes = (stages.num_ranks, stages.microbatches) if stages is not None else (1, 1)
-    if blocks is None:
-        blocks = max(1, -(-len(plan.graph.blocks()) // ranks))
+    blocks = max(1, -(-len(plan.graph.blocks()) // ranks))
     if (count := accumulate * passes) * blocks <= _MOST_PLAYED:
         return
     key, few = "batch.accumulate", 2
@@ -227,7 +211,7 @@ def _bounded(
     op, where = problem.what.partition(" ")[0], problem.what.rpartition(": ")[2]
     bound = f"all is picked that {op} could pick, {where}; with half of it nothing is larger"
     logs = [each.log for each in found]
-    return _TieredLogs(logs, found[0].assumed, Tier.WHOLE, _NOT_CERTIFIED, bound=bound)
+    return _TieredLogs(logs, found[0].assumed, Tier.WHOLE, _ALL_TRACED, bound=bound)
 
 
 def _fake_step_at_most(question: EstimateRequest, rank: int) -> FakeStepResult | str:
@@ -244,84 +228,10 @@ def _fake_step_at_most(question: EstimateRequest, rank: int) -> FakeStepResult |
     return most
 
 
-def _worth_cutting(model: nn.Module, plan: Plan) -> Repeats | None:
-    """Return what can be left out, if three models with few blocks cost less than the whole one.
-
-    A pipeline's stages are cut from the whole list of blocks: with fewer blocks they would differ.
-    """
-    if plan.assignment.stages is not None:
-        return None
-    repeats = repeats_of(model, plan)
-    if repeats is None:
-        return None
-    kept = [sum(repeats.counts) - len(repeats.counts) * repeats.blocks.period * num
-            for num in _left_out(repeats)]  # fmt: skip
-    is_possible = repeats.spare > _CERTIFYING
-    return repeats if is_possible and sum(kept) <= sum(repeats.counts) else None
-
-
-def _left_out(repeats: Repeats) -> tuple[int, int, int]:
-    """Return the number of periods that each of the three models leaves out."""
-    return (repeats.spare, repeats.spare - 1, repeats.spare - _CERTIFYING)
-
-
-def _with_few_blocks(
-    question: EstimateRequest, plan: Plan, ranks: Sequence[int], repeats: Repeats
-) -> _TieredLogs:
-    """Answer by tier 2: extrapolate from two models with few blocks, and verify by a third.
-
-    Raises:
-        NotRepeatingError: One more block does not add the same, or a model with few blocks cannot
-            run.
-    """
-    left_out = _left_out(repeats)
-    wanted = [(rank, num) for rank in ranks for num in left_out[:2]]
-    wanted.append((ranks[0], left_out[2]))  # Other ranks do the same with other shard sizes.
-    tasks = [(question, rank, (repeats.blocks, num, plan)) for rank, num in wanted]
-    found = run_in_subprocesses(_fake_truncated_step, tasks)
-    refused = next((each for each in found if isinstance(each, str)), None)
-    if refused is not None:
-        raise NotRepeatingError(refused)
-    *pairs, proof = [each.log for each in found]
-    # Adding one more period to the second model must give the log of the third, event by event.
-    again = extrapolate(pairs[0], pairs[1], repeats.blocks, _CERTIFYING - 1)
-    if not is_same(again, proof):
-        raise NotRepeatingError("a third model with few blocks came out differently")
-    logs = [
-        extrapolate(few, more, repeats.blocks, repeats.spare - 1)
-        for few, more in zip(pairs[::2], pairs[1::2], strict=True)
-    ]
-    most = max(repeats.counts)
-    kept = [most - repeats.blocks.period * num for num in _left_out(repeats)]
-    certified = (
-        f"from {kept[0]} and {kept[1]} of {most} blocks, and found again to the byte with {kept[2]}"
-    )
-    return _TieredLogs(logs, found[0].assumed, Tier.FEW_BLOCKS, certified)
-
-
 def _fake_step(question: EstimateRequest, rank: int) -> FakeStepResult:
     """Run one rank's step, in a subprocess."""
     model, plan = decided(question.spec, question.source)
     return _fake_steps(model, plan, question, rank)
-
-
-def _fake_truncated_step(
-    question: EstimateRequest, rank: int, cutting: tuple[Blocks, int, Plan]
-) -> FakeStepResult | str:
-    """Run one rank's step with periods of blocks left out; return why not if it is another step."""
-    blocks, num, whole = cutting
-
-    def without(model: nn.Module) -> nn.Module:
-        cut(model, blocks.lists, num * blocks.period)
-        return model
-
-    try:
-        model, plan = decided(question.spec, question.source, without)
-        if not is_alike(whole, plan):
-            return "with fewer blocks the plan is another"
-        return _fake_steps(model, plan, question, rank)
-    except MeshplanError as error:
-        return error.problems[0].what
 
 
 def _fake_steps(

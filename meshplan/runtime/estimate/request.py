@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -13,7 +12,7 @@ from meshplan.errors import ApplyError, Origin, PlanError, SpecError
 from meshplan.layout.hardware import SOME_GPU
 from meshplan.memory.log.events import EventLog
 from meshplan.plan.plan import Plan, make_plan
-from meshplan.runtime.estimate.scale_down import Source, model_of_source, rules_that_match
+from meshplan.runtime.estimate.scale_down import Source, model_of_source
 from meshplan.runtime.torch_private.fakes import fake_mode
 from meshplan.runtime.trace.constants import ConstantPropagation
 from meshplan.runtime.trace.inputs import find_example
@@ -56,27 +55,18 @@ class FakeStepResult:
     assumed: tuple[tuple[str, str], ...]
 
 
-def decided(
-    spec: Spec, source: Source, change: Callable[[nn.Module], nn.Module] | None = None
-) -> tuple[nn.Module, Plan]:
+def decided(spec: Spec, source: Source) -> tuple[nn.Module, Plan]:
     """Return the model, without memory, and its plan.
 
     Args:
         spec: The plan, as declared.
         source: The source that builds the model.
-        change: Changes a copy of the model first; rules that then match nothing become optional.
-            None for no change.
 
     Raises:
         SpecError: The model cannot be built.
         PlanError: The plan does not fit it.
     """
     model = built_without_memory(source).train()
-    if change is not None:
-        before = graph_of(model)
-        model = change(copy.deepcopy(model))  # The user may have named a model, not a function.
-        rules, _ = rules_that_match(spec, before, graph_of(model))
-        spec = replace(spec, rules=rules)
     return model, decided_of(model, spec, source.origin)
 
 

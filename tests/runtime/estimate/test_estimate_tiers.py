@@ -5,19 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch import nn
 
 from meshplan.errors import Origin
-from meshplan.memory import EventLog, Term, reserve
-from meshplan.memory.log.events import Event, Storage
-from meshplan.memory.repeat.extrapolate import Blocks, NotRepeatingError, extrapolate, is_same
-from meshplan.plan.plan import make_plan
+from meshplan.memory import EventLog, reserve
 from meshplan.runtime.base.subprocess_pool import run_in_subprocesses
-from meshplan.runtime.estimate.estimate import _fake_step, _worth_cutting
-from meshplan.runtime.estimate.request import EstimateRequest, decided
+from meshplan.runtime.estimate.estimate import _fake_step
+from meshplan.runtime.estimate.request import EstimateRequest
 from meshplan.runtime.estimate.scale_down import Source
-from meshplan.runtime.fake_step.equal_lists import Repeats, is_alike
-from meshplan.runtime.trace.structure import graph_of
 from meshplan.spec.reader import load_spec
 from tests.cli.test_estimate_memory import PLAN, check_modules, result_of, run
 
@@ -33,25 +27,11 @@ def whole_log(plan: dict[str, Any], entry: str) -> EventLog:
     return imagined.log
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"clip_grad_norm": 1.0, "batch": {"micro": 2, "seq_len": 16, "accumulate": 2},
-         "activation_checkpointing": {"mode": "full", "every": 2}},
-        pytest.param({"precision": "bf16-mixed"}, marks=pytest.mark.wide),
-        pytest.param({"strategy": "zero1"}, marks=pytest.mark.wide),
-        pytest.param({"mesh": {"dp_replicate": 4}, "clip_grad_norm": 1.0}, marks=pytest.mark.wide),
-        pytest.param({"mesh": {"dp_shard": 2, "tp": 2}, "tp_plan": "auto",
-                      "activation_checkpointing": "full"}, marks=pytest.mark.wide),
-    ],
-)  # fmt: skip
-def test_few_blocks_tell_the_whole(run, more):
-    plan = PLAN | {"model": {"entry": "tests.helpers.estimated:high_tower"}} | more
-    result = result_of(run, plan, "--tier", "2")
-    assert result["tier"] == 2
-    assert "found again to the byte with" in result["certified"]
+def test_tier_2_traces_the_whole_step(run):
+    result = result_of(run, TALL, "--tier", "2")
+    assert result["tier"] == 3
     assert "the composed step (tier 1) has the same peak, to the byte" in result["certified"]
-    check_is_whole(result, whole_log(plan, "high_tower"))
+    check_is_whole(result, whole_log(TALL, "high_tower"))
 
 
 def check_is_whole(result: dict[str, Any], log: EventLog) -> None:
@@ -100,7 +80,6 @@ def test_where_blocks_repeat_a_step_is_composed_and_is_the_whole_one(run, more):
 @pytest.mark.parametrize(
     ("change", "flags", "what"),
     [
-        ({}, ("--tier", "2"), "tier 2 cannot answer: the model has no long list of equal blocks"),
         ({"compile": True}, ("--tier", "1"), "tier 1 cannot answer: the replay of a step has no"),
         ({"model": {"params": "1e6"}}, ("--tier", "3"), "--tier is about the peak of a plan's"),
     ],
@@ -112,65 +91,8 @@ def test_a_tier_that_cannot_answer_says_why(run, change, flags, what):
     assert "    fix: " in err
 
 
-def repeats(plan: dict[str, Any]) -> Repeats | None:
-    source = Source(entry=plan["model"]["entry"], origin=Origin("<test>"))
-    return _worth_cutting(*decided(load_spec(plan), source))
-
-
-def test_only_equal_blocks_are_left_out():
-    plan = PLAN | {"model": {"entry": "tests.helpers.estimated:high_tower"}}
-    found = repeats(plan)
-    assert found is not None
-    assert (found.blocks.lists, found.blocks.period, found.counts) == (("blocks",), 1, (24,))
-    assert repeats(plan | {"model": {"entry": "tests.helpers.estimated:of_many_kinds"}}) is None
-    assert repeats(plan | {"model": {"entry": "tests.helpers.estimated:tower"}}) is None
-    for rule in (
-        {"match": "blocks.0", "activation_checkpointing": "full"},
-        {"match": "blocks.{0..22}", "unit": False},
-        {"match": "blocks.23.up", "place": "replicate"},
-    ):
-        assert repeats(plan | {"rules": [rule]}) is None, rule
-
-
-def test_what_does_not_repeat_is_refused():
-    made = Storage(Term.ACTIVATIONS, "aten.mm.default", "blocks.0")
-
-    def log(*sizes: int) -> EventLog:
-        births = tuple(Event(size, n, 0) for n, size in enumerate(sizes))
-        return EventLog((made,) * len(sizes), births, ("forward",))
-
-    blocks = Blocks(("blocks",))
-    sums = {n: sum(e.delta for e in extrapolate(log(8), log(8, 4), blocks, n).events)
-            for n in (0, 1, 5)}  # fmt: skip
-    assert sums == {0: 12, 1: 16, 5: 32}
-    grown = extrapolate(log(16), log(24), blocks, 2)
-    assert [event.delta for event in grown.events] == [40]
-    with pytest.raises(NotRepeatingError):
-        extrapolate(log(8, 4), log(8), blocks, 1)
-    assert not is_same(log(8, 4), log(4, 8, 4))
-
-
 def test_nothing_recomputed_lives_on(run):
     """With tp the hook that lets go of activations is not called for what runs again."""
     tp = {"mesh": {"tp": 2}, "tp_plan": "auto"}
     again = whole_log(PLAN | tp | {"activation_checkpointing": "full"}, "tower")
     assert again.by_phase["step"][1] == whole_log(PLAN | tp, "tower").by_phase["step"][1]
-
-
-@pytest.mark.parametrize(
-    ("more", "is_same"),
-    [
-        ({}, True),
-        ({"strategy": "zero1"}, False),
-        ({"batch": {"micro": 2, "accumulate": 4}}, False),
-        ({"rules": [{"match": "0", "activation_checkpointing": "full"}]}, False),
-        ({"rules": [{"match": "3", "activation_checkpointing": "full"}]}, True),  # It is not left.
-    ],
-)
-def test_a_small_model_stands_for_the_whole_where_all_that_is_left_is_decided_alike(more, is_same):
-    def plan_of(num: int, **fields):
-        blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(num)))
-        plan = {"version": 1, "mesh": {"dp_shard": 2}, "batch": {"micro": 2, "accumulate": 2}}
-        return make_plan(load_spec(plan | fields), graph_of(blocks))
-
-    assert is_alike(plan_of(4, **more), plan_of(2)) == is_same
