@@ -20,7 +20,7 @@ PACKAGE = ROOT / "meshplan"
 LEVELS = [
     line.split()
     for line in """
-        version errors units garbage two_cores shown
+        version errors units garbage two_cores shown kernels
         files layout
         spec
         model

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from meshplan.cost.tallies import WorkCounts
+from meshplan.kernels import ATTENTION_BACKWARD, attention_flops
 from meshplan.memory.log.events import Term
 from meshplan.memory.log.microbatch import HookKind
 from meshplan.memory.tape.tape import RecomputeSpan, Tape, TapeOp, play
@@ -26,7 +27,6 @@ _PRODUCTS: Final = frozenset({"mm", "grouped_mm", "bmm", "column", "row"})
 two activations, and nanotron's with a collective inside."""
 _FOUR: Final = 4  # Bytes of an int32, and of a float32.
 _ATTENTION: Final = frozenset({"attention", "bmm"})
-_ATTENTION_BACK: Final = 2.5
 _SENT: Final = {
     "all_gather": ("gather", "gather"),
     "reduce_scatter": ("gather", "gather"),
@@ -183,7 +183,7 @@ class Reading:
         size = _FOUR if self._tape.in_float32 & {*row.makes} else self._element_bytes
         if row.op == "attention":
             both = self._size(row.reads[0]) + self._size(row.makes[0])
-            return 1.0 * (both // size) * self._seq_len  # Causal: half is masked.
+            return attention_flops(both // size, self._seq_len, is_causal=True)
         if row.op not in _PRODUCTS:
             return 0.0
         # The product of the three sizes (mk)(kn)(mn) is the square of mnk.
@@ -314,7 +314,7 @@ class Reading:
         given = self._sizes(row.makes) if row.op == "split" else self._size(row.makes[0])
         moved = given + self._sizes(row.keeps) + new + 2 * row.workspace_backward_bytes
         kernels = 1 + bool(row.parameters)
-        return self._work(row, kernels, moved, 2 * weights, _ATTENTION_BACK).plus(added)
+        return self._work(row, kernels, moved, 2 * weights, ATTENTION_BACKWARD).plus(added)
 
     def _added(self, row: TapeOp) -> WorkCounts:
         """Count the sums of gradients that meet, at the first op in forward that reads a value."""

@@ -9,17 +9,11 @@ from __future__ import annotations
 
 from typing import Final
 
+from meshplan import kernels
 from meshplan.memory.tape.op import Grad
 from meshplan.memory.tape.ops import TapeBuilder
 
 _FP32: Final = 4
-_NARROW: Final = 128
-"""Features of a head up to which the gradients of keys and values stay in registers."""
-_TILE: Final = (128, 64)
-"""Rows and keys of one block of the kernel for wider heads."""
-_LOCK: Final = 4
-"""Elements of a tile in addition to the gradient itself."""
-_MOST_SPLITS: Final = 200
 
 
 def attend(
@@ -44,72 +38,25 @@ def attend(
     """
     if not is_fused:
         return _in_full(w, q, k, v, head_dim, seq_len)
-    if value_dim and value_dim != head_dim:
-        rows = w.size(q) // (head_dim * w.element_bytes)
-        workspace_bytes = efficient_backward(
-            rows // seq_len, seq_len, seq_len, head_dim, value_dim, w.element_bytes
+    num = w.size(q) // (head_dim * w.element_bytes) // seq_len
+    is_narrow = bool(value_dim) and value_dim != head_dim
+    made, workspace = 0, tuple[int, ...]()
+    if is_narrow:
+        made = num * seq_len * value_dim * w.element_bytes
+    # No flash kernel computes in fp32, or with values of another width than the keys'.
+    if is_narrow or (w.is_cuda and w.element_bytes == _FP32):
+        workspace = kernels.efficient_backward(
+            num, seq_len, seq_len, head_dim, value_dim or head_dim, w.element_bytes
         )
-        made = rows * value_dim * w.element_bytes
-        return w.attention(
-            q, k, v, 1, head_dim, workspace_backward_bytes=sum(workspace_bytes), nbytes=made
+    elif w.is_cuda:
+        is_grouped = w.size(k) != w.size(q)
+        workspace = kernels.flash_backward(
+            num, seq_len, seq_len, head_dim, w.element_bytes, is_grouped=is_grouped
         )
-    workspace_backward_bytes = _flash_backward(w, q, k, head_dim, seq_len) if w.is_cuda else 0
+    heads = 1 if is_narrow else w.size(q) // w.size(k)
     return w.attention(
-        q, k, v, w.size(q) // w.size(k), head_dim, workspace_backward_bytes=workspace_backward_bytes
+        q, k, v, heads, head_dim, workspace_backward_bytes=sum(workspace), nbytes=made
     )
-
-
-def _flash_backward(w: TapeBuilder, q: int, k: int, head_dim: int, seq_len: int) -> int:
-    """Bytes of workspace of flash attention's backward.
-
-    The workspace has sums of rows, the gradient of queries in fp32, and the gradients of keys and
-    values for every query head. In fp32 memory-efficient attention runs instead, which needs only
-    the sums.
-    """
-    rows = w.size(q) // (head_dim * w.element_bytes)
-    if w.element_bytes == _FP32:
-        return rows // seq_len * _up(seq_len, 32) * _FP32
-    sums = rows // seq_len * _up(seq_len, 128) * _FP32
-    width = _up(head_dim, 32 if head_dim <= 128 else 64)
-    repeated = 2 * w.size(q) if w.size(k) != w.size(q) else 0
-    return sums + sums * width + repeated
-
-
-def efficient_backward(
-    num: int, rows: int, keys: int, head_dim: int, value_dim: int, element_bytes: int
-) -> tuple[int, ...]:
-    """Bytes of workspace of memory-efficient attention's backward: sums of rows, gradients in fp32.
-
-    In half precision, heads of more than 128 features also need gradients of keys and values.
-
-    Args:
-        num: Heads of all samples together.
-        rows: Queries of one sequence.
-        keys: Keys of one sequence.
-        head_dim: Features of one head of queries and keys.
-        value_dim: Features of one head of values.
-
-    Returns:
-        Bytes of each tensor of the workspace.
-
-    Source: torch 2.13, attention_backward.cu, `_efficient_attention_backward`, for how many parts
-    keys are split into; mem_eff_attention/kernel_backward.h, `workspace_size`, and
-    kernels/cutlassB.h for the sizes of blocks.
-    """
-    sums = _FP32 * num * _up(rows, 32)
-    if element_bytes == _FP32:
-        return (sums,)
-    if max(head_dim, value_dim) <= _NARROW:
-        return (sums, _FP32 * num * _up(rows, 64) * _up(head_dim, 32))
-    down, across = _TILE
-    splits = max(1, min(-(-keys // across), _MOST_SPLITS // num))
-    apart = splits * across * (_up(head_dim, down) + _up(value_dim, down))
-    tiles = -(-rows // down) * -(-head_dim // across) * (_LOCK + down * across)
-    return (sums, _FP32 * num * (apart + tiles))
-
-
-def _up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 def _in_full(w: TapeBuilder, q: int, k: int, v: int, head_dim: int, seq_len: int) -> int:

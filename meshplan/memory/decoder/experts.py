@@ -5,9 +5,7 @@ copies ("slots") are sorted by expert, and one product serves all experts. So si
 the routing.
 
 Source: transformers 5.23, integrations/moe.py, `grouped_mm_experts_forward`, and
-models/<family>/modeling_*.py, `<Family>TopKRouter`; torch 2.13, native/cuda/Sort.cu,
-`segmented_sort_large_segments`, and Indexing.cu, `index_put_with_sort_kernel`, for the workspace on
-CUDA.
+models/<family>/modeling_*.py, `<Family>TopKRouter`.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
+from meshplan import kernels
 from meshplan.memory.decoder.activations import activate
 from meshplan.memory.decoder.routing import route, route_by_groups
 from meshplan.memory.decoder.sizes import Shape
@@ -23,11 +22,6 @@ from meshplan.memory.tape.ops import TapeBuilder
 
 _FP32: Final = 4
 _ID: Final = 8
-_SORTED_IN_PLACE: Final = 4096
-_TO_SORT: Final = 3
-_TO_PUT: Final = 5
-"""Elements sorted without workspace; lists of indices needed to sort more, and to add rows at
-indices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +130,8 @@ def _select(w: TapeBuilder, x: int, index: int) -> int:
 def _sort(w: TapeBuilder, size: int) -> tuple[int, int]:
     """Sort integers of `size` bytes together; return (sorted values, order)."""
     out = w.tape.value(size), w.tape.value(size)
-    is_long = w.is_cuda and size // _ID > _SORTED_IN_PLACE
-    w.tape.add(TapeOp("sort", w.module, (), out, workspace_bytes=_TO_SORT * size if is_long else 0))
+    workspace = sum(kernels.sort(size // _ID)) if w.is_cuda else 0
+    w.tape.add(TapeOp("sort", w.module, (), out, workspace_bytes=workspace))
     return out
 
 
@@ -183,7 +177,7 @@ def compute(w: TapeBuilder, shape: Shape, x: int, weights: int, *, slots: int) -
 
 def _take(w: TapeBuilder, x: int, index: int, nbytes: int) -> int:
     """Index rows. The gradient starts as zeros, to which the gradients of the rows are added."""
-    inside = _TO_PUT * w.size(index) if w.is_cuda else 0
+    inside = sum(kernels.index_add(w.size(index) // _ID)) if w.is_cuda else 0
     return w.row(
         "index", (x, index), nbytes, keeps=(index,), grads=(Grad(x, w.size(x)),),
         workspace_backward_bytes=w.apart(w.size(x)) + inside,

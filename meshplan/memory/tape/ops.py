@@ -14,13 +14,11 @@ from dataclasses import KW_ONLY, dataclass
 from types import MappingProxyType
 from typing import Final
 
+from meshplan import kernels
 from meshplan.memory.tape.tape import Grad, RecomputeSpan, Tape, TapeOp
 
 _FP32: Final = 4
 _ID: Final = 8
-_ROWS_PER_THREAD: Final = 10
-_FEW_ROWS: Final = 3072
-"""Rows of an embedding's gradient that one thread sums, and tokens up to which none are sorted."""
 KERNELS: Final = frozenset({"sdpa"})
 """Words of `save:` that a `TapeBuilder` assumes by default: attention, but no other product."""
 
@@ -255,26 +253,16 @@ class TapeBuilder:
         """Look up rows of an embedding. The gradient of its table is dense."""
         at = self.at(f"{self.module}.{name}" if self.module else name)
         tokens = self.size(ids) // _ID
+        workspace = kernels.embedding_backward(tokens, vocab, width) if self.is_cuda else ()
         return at.row(
             "embedding",
             (ids,),
             tokens * width * self.element_bytes,
             keeps=(ids,),
             workspace_bytes=workspace_bytes,
-            workspace_backward_bytes=self._sorted(tokens, vocab, width) if self.is_cuda else 0,
+            workspace_backward_bytes=sum(workspace),
             parameters=((f"{at.module}.weight", vocab * width * self.parameter_bytes),),
         )
-
-    def _sorted(self, tokens: int, vocab: int, width: int) -> int:
-        """Bytes of workspace for an embedding's gradient: sorted indices, partial sums in fp32.
-
-        Source: aten/native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu.
-        """
-        if tokens <= _FEW_ROWS:
-            return 0
-        segments = min(tokens, vocab)
-        parts = tokens // _ROWS_PER_THREAD + segments
-        return _ID * (2 * tokens + 3 * segments + parts) + _FP32 * parts * width
 
     def layer_norm(self, x: int, width: int, name: str) -> int:
         """Apply LayerNorm, which saves its input and the mean and deviation of every row."""

@@ -1,19 +1,15 @@
-"""Workspace memory of CUDA operators: allocated inside the operator, and freed before it returns.
-
-No tensor shows it, but the allocator counts it. The table `_ROWS` has a function for each operator,
-which computes the sizes as the operator does. Workspaces that libraries choose at run time (cuDNN's
-convolutions) are not included, because only the libraries know their sizes.
-"""
+"""Workspace of CUDA operators in a fake step: `kernels`, by the arguments of an operator."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 
-from meshplan.memory.decoder.attention import efficient_backward
+from meshplan import kernels
 from meshplan.runtime.trace.bounds import taken_to_pick
 
 _ops: Final[Any] = torch.ops.aten
@@ -21,11 +17,6 @@ _INDEXING: Final = frozenset(
     {_ops.index.Tensor, _ops.index_put_.default, _ops.index_put.default,
      _ops._index_put_impl_.default}
 )  # fmt: skip
-_ROWS_PER_THREAD: Final = 10
-_FEW_ROWS: Final = 3072
-"""Constants of Embedding.cu: rows that one thread sums, and the most indices that are not sorted.
-"""
-_SORTED_IN_PLACE: Final = 4096
 
 
 def taken_inside(func: Any, args: Any, out: Any) -> tuple[int, ...]:
@@ -35,69 +26,45 @@ def taken_inside(func: Any, args: Any, out: Any) -> tuple[int, ...]:
     return (*own, *taken_to_pick(args)) if func in _INDEXING else own
 
 
-def _up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
 def _flash_backward(args: Any, out: Any) -> tuple[int, ...]:
-    """Source: flash_api.cpp, `mha_bwd`: sums of rows, a gradient in float32, repeated heads."""
     _, query, key, *_ = args
-    batch, heads, rows, head = query.shape
-    rounded = _up(head, 32 if head <= 128 else 64)
-    sums = 4 * batch * heads * _up(rows, 128)
-    repeated = batch * heads * key.shape[2] * head * key.element_size()
-    is_grouped = heads != key.shape[1]
-    return (sums, sums * rounded, *([repeated] * 2 if is_grouped else []))
+    batch, heads, rows, head_dim = query.shape
+    return kernels.flash_backward(
+        batch * heads, rows, key.shape[2], head_dim, key.element_size(),
+        is_grouped=heads != key.shape[1],
+    )  # fmt: skip
 
 
 def _efficient_backward(args: Any, out: Any) -> tuple[int, ...]:
     _, query, key, value, *_ = args
-    batch, heads, rows, head = query.shape
-    return efficient_backward(
-        batch * heads, rows, key.shape[2], head, value.shape[-1], query.element_size()
+    batch, heads, rows, head_dim = query.shape
+    return kernels.efficient_backward(
+        batch * heads, rows, key.shape[2], head_dim, value.shape[-1], query.element_size()
     )
 
 
 def _embedding_backward(args: Any, out: Any) -> tuple[int, ...]:
-    """Source: Embedding.cu, EmbeddingBackwardKernel.cu: indices sorted, rows summed apart."""
-    gradient, indices, rows, *_ = args
-    count, width = indices.numel(), gradient.shape[-1]
-    if count <= _FEW_ROWS:
-        return ()
-    each = indices.element_size() * count
-    segments = min(count, rows)
-    parts = count // _ROWS_PER_THREAD + segments
-    summed = 4 if gradient.dtype in (torch.float16, torch.bfloat16) else gradient.element_size()
-    # Sorted indices and their original positions; ends of segments, their parts and offsets.
-    small = indices.element_size() * segments
-    return (each, each, small, small, small, indices.element_size() * parts, summed * parts * width)
+    gradient, indices, vocab, *_ = args
+    return kernels.embedding_backward(
+        indices.numel(), vocab, gradient.shape[-1],
+        index_bytes=indices.element_size(), element_bytes=gradient.element_size(),
+    )  # fmt: skip
 
 
 def _put_and_add(args: Any, out: Any) -> tuple[int, ...]:
-    """Source: Indexing.cu, `index_put_with_sort_kernel`: indices joined, sorted, and sort's own."""
     target, indices, _, *accumulate = args
     if not accumulate or not accumulate[0]:
         return ()
     given = [index for index in indices if index is not None]
     shape = torch.broadcast_shapes(*(index.shape for index in given))
     before = next(n for n, index in enumerate(indices) if index is not None)
-    sliced = 1
-    for size in target.shape[:before]:
-        sliced *= size
-    each = 8 * torch.Size(shape).numel() * sliced
-    return (each,) * 5
+    # Dims before the first index are joined with the indices.
+    return kernels.index_add(torch.Size(shape).numel() * math.prod(target.shape[:before]))
 
 
 def _sort(args: Any, out: Any) -> tuple[int, ...]:
-    """Return the index array and the second copies of keys and indices that a long 1-d sort needs.
-
-    Source: Sort.cu: up to 4096 in place; one list's indices counted, keys and indices twice.
-    """
     x, *_ = args
-    count = x.numel()
-    if count <= _SORTED_IN_PLACE or x.ndim != 1:
-        return ()
-    return (8 * count, x.element_size() * count, 8 * count)
+    return kernels.sort(x.numel(), x.element_size()) if x.ndim == 1 else ()
 
 
 _ROWS: Final[Mapping[Any, Callable[[Any, Any], tuple[int, ...]]]] = MappingProxyType(

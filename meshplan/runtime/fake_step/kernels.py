@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
+from meshplan.kernels import ATTENTION_BACKWARD, attention_flops
 from meshplan.layout.mesh import Mesh
 from meshplan.runtime.base.pytree import given_to
 from meshplan.runtime.fake_step.cuda_mode import Behaviour
@@ -32,8 +33,6 @@ _ATTENTION: Final = frozenset(
     )
     for end in ("", "_backward")
 )
-_ATTENTION_BACK: Final = 2.5
-"""FLOPs of backward relative to forward: five products instead of two."""
 _SENDS_OR_ASKS: Final = ("prim", "c10d", "_c10d_functional", "_dtensor")
 _BETWEEN_ACTIVATIONS: Final = frozenset({_ops.bmm, _ops.baddbmm})
 """Products of two activations, as in attention written out in PyTorch; they reach the throughput of
@@ -285,10 +284,9 @@ def _named(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]
 def _attention_flops(func: Any, named: Mapping[str, Any]) -> float:
     """Return FLOPs of queries by keys and weights by values; a causal mask halves them."""
     query, key, value = named["query"], named["key"], named["value"]
-    pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
-    flops = 2.0 * pairs * (query.shape[-1] + value.shape[-1])
-    flops *= 0.5 if named.get("is_causal") else 1.0
-    return flops * (_ATTENTION_BACK if func._schema.name.endswith("_backward") else 1.0)
+    elements = query.shape[:3].numel() * (query.shape[-1] + value.shape[-1])
+    flops = attention_flops(elements, key.shape[2], is_causal=bool(named.get("is_causal")))
+    return flops * (ATTENTION_BACKWARD if func._schema.name.endswith("_backward") else 1.0)
 
 
 def _kernels(packet: Any, made: list[torch.Tensor]) -> float:
