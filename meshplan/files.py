@@ -15,7 +15,7 @@ from typing import Final
 
 from meshplan.errors import Origin, Problem, SpecError
 
-ELSEWHERE: Final = "name a file in a folder that exists and may be written"
+ELSEWHERE: Final = "give a path in an existing folder that you can write to"
 """The fix that is suggested when a file cannot be written."""
 
 
@@ -46,7 +46,7 @@ def read_bytes(path: str | os.PathLike[str], most: int, what: str) -> bytes:
         raise SpecError(Problem(f"the file cannot be read: {reason}", origin)) from None
     size = max(status.st_size, len(data))
     if size > most:
-        problem = f"the file has {size:,} bytes, and {what} at most {most:,}"
+        problem = f"the file has {size:,} bytes, but {what} has at most {most:,}"
         raise SpecError(Problem(problem, origin, f"name {what} file"))
     return data
 

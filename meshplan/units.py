@@ -89,7 +89,7 @@ def parse_memory(text: str | int | float) -> int:
     """
     size = parse_bytes(text)
     if size < MIB and not _split(text, _SIZE)[1]:
-        raise ValueError(f"{text!r} has no unit, and is {size} bytes; write {text}GiB")
+        raise ValueError(f"{text!r} has no unit and would mean {size} bytes; write {text}GiB")
     return size
 
 
@@ -106,7 +106,9 @@ def parse_bandwidth(text: str | int | float) -> float:
     if not unit:
         value = _positive(text, number, 1, _BANDWIDTH)
         if value < _LEAST_BANDWIDTH:
-            raise ValueError(f"{text!r} has no unit, and is bytes a second; write {text}GB/s")
+            raise ValueError(
+                f"{text!r} has no unit and would mean bytes per second; write {text}GB/s"
+            )
         return value
     bare = re.sub(r"(/s|ps)$", "", unit)
     # As on datasheets, only the case of the last letter distinguishes bits from bytes.
@@ -193,7 +195,7 @@ def _positive(text: str | int | float, number: str, scale: int, what: str) -> fl
     if value <= 0:
         raise ValueError(f"{text!r} is not positive; give {what}")
     if value > _MAX:
-        raise ValueError(f"{text!r} is beyond 1e18; give {what}")
+        raise ValueError(f"{text!r} is larger than 1e18; give {what}")
     return value
 
 

@@ -137,6 +137,6 @@ def test_a_plan_for_another_number_of_ranks_ends_the_job(script: Path) -> None:
     assert (code, out) == (1, "")
     assert (
         "meshplan: 1 problem\n"
-        "<mapping>: mesh: the mesh has 3 devices, but there are 2\n"
+        "<mapping>: mesh: the mesh has 3 devices, but 2 are available\n"
         "    fix: make the product 2, such as dp_shard: 2\n"
     ) in "\n".join(line.removeprefix("[rank0]: ") for line in errors.split("\n"))

@@ -132,7 +132,7 @@ def find_device(name: str, origin: Origin | None = None) -> Device:
         what, fix = f"gpu '{name}' is ambiguous", f"write one of {', '.join(found)}"
     else:
         close = difflib.get_close_matches(key, table, n=1, cutoff=0.5)
-        what = f"gpu '{name}' is not known"
+        what = f"gpu '{name}' is not in the hardware table"
         fix = (
             f"did you mean '{close[0]}'? If not,"
             if close

@@ -43,7 +43,7 @@ class Layout:
         used = [axis for axes in self.cuts for axis in axes] + list(self.partial)
         assert len(used) == len(set(used)), f"an axis is used twice in {self.cuts}"
         alone = [axis for axis, _ in self.packed if (axis,) in self.cuts]
-        assert len(alone) == len(self.packed), f"a packed dim is cut twice in {self.cuts}"
+        assert len(alone) == len(self.packed), f"a packed dim is sharded by two axes in {self.cuts}"
 
     @classmethod
     def whole(cls, ndim: int) -> Layout:
@@ -88,7 +88,7 @@ class Layout:
         empty: `torch.chunk`'s rule, which DTensor follows. Each further axis shards what the axis
         before it left; the axes of `mesh.SHARD_AXES` act as one axis.
         """
-        assert not self.packed, "a part of every piece is no single slice: see `ranges`"
+        assert not self.packed, "a packed dim has several slices per rank: use `ranges`"
         out = []
         for size, axes in zip(shape, self.cuts, strict=True):
             start, stop = 0, size
@@ -261,7 +261,7 @@ def changes(source: Layout, target: Layout) -> tuple[Collective, ...]:
     and those after them are undone, innermost first, before new ones are applied. All-reduces come
     last, when the shards are smallest.
     """
-    assert set(target.partial) <= set(source.partial), "nothing is ever made partial on purpose"
+    assert set(target.partial) <= set(source.partial), "no collective makes a tensor partial"
     both = set(source.axes) & set(target.axes)
     assert not any(axis in both for axis, _ in set(source.packed) ^ set(target.packed))
     pairs = list(zip(source.cuts, target.cuts, strict=True))

@@ -88,10 +88,10 @@ SHAPED_STATES: Final[Mapping[str, _Bytes]] = MappingProxyType(
 
 CALLED: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "lion": "Lion as its authors wrote it, with its defaults",
+        "lion": "the Lion of its authors, with its defaults",
         "adamw_8bit": (
-            "bitsandbytes' AdamW8bit; torchao's would take up to three float32 copies of one "
-            "parameter at a time besides"
+            "bitsandbytes' AdamW8bit; torchao's would need up to three float32 copies of one "
+            "parameter in addition"
         ),
     }
 )

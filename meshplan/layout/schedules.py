@@ -376,7 +376,7 @@ def _play(
             if at[rank] < len(computes[rank])
             and all(need in have for need in needs(computes[rank][at[rank]]))
         ]
-        assert going, f"{schedule.name} waits for itself"
+        assert going, f"{schedule.name} deadlocks"
         for rank in going:
             action = computes[rank][at[rank]]
             at[rank] += 1

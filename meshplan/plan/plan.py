@@ -37,10 +37,10 @@ def unstated(spec: Spec, micro: int | None, *, reads_tokens: bool) -> list[Probl
     """
     problems = []
     if micro is None:
-        what = "nothing says how many samples a rank takes at once, on which its memory depends"
+        what = "the plan states no microbatch size, on which the memory of a rank depends"
         problems.append(Problem(what, spec.origin("batch"), "add batch: {micro: 1}"))
     if reads_tokens and spec.batch.seq_len is None and spec.input is None:
-        what = "nothing says how long a sequence is, on which a step's memory depends"
+        what = "the plan states no sequence length, on which the memory of a rank depends"
         problems.append(Problem(what, spec.origin("batch"), "add batch: {seq_len: 2048}"))
     return problems
 
@@ -99,7 +99,7 @@ class Plan:
         if problems := unstated(self.spec, self.micro, reads_tokens=True):
             raise UnstatedError(problems)
         if self.micro is None or self.spec.batch.seq_len is None:
-            what = "how long a sequence is stands in the example of an input alone"
+            what = "the plan states the sequence length only in the example input"
             fix = "add batch: {seq_len: 2048}"
             raise PlanError(Problem(what, self.spec.origin("input"), fix))
         return self.micro, self.spec.batch.seq_len
@@ -191,8 +191,10 @@ def make_plan(
     accumulate, micro, problems = split_batch(spec, assignment.mesh.size(*DATA_AXES))
     stages = assignment.stages
     if stages is not None and micro is not None and micro % stages.microbatches:
-        what = f"{micro} samples do not divide into {stages.microbatches} microbatches"
-        fix = f"let batch.micro be a multiple of {stages.microbatches}, or say other microbatches"
+        what = f"{micro} samples cannot be divided into {stages.microbatches} pipeline microbatches"
+        fix = (
+            f"make batch.micro a multiple of {stages.microbatches}, or change pipeline.microbatches"
+        )
         problems.append(Problem(what, spec.origin("batch.micro"), fix))
     if problems:
         raise PlanError(problems)

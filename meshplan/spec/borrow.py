@@ -35,12 +35,12 @@ def expert_loans(spec: Spec, sizes: Mapping[str, int]) -> tuple[Loan, ...]:
     size = stated.size if isinstance(stated, Borrow) else stated
     write = f"write ep: {size} in {_LENDER}"
     if _LENDER not in sizes:
-        write = f"give the mesh {{{_LENDER}: N, ep: {size} in {_LENDER}}}"
+        write = f"write mesh: {{{_LENDER}: N, ep: {size} in {_LENDER}}}"
     if not isinstance(stated, Borrow):
-        what = "ep has no ranks of its own: it borrows those that read different samples"
+        what = f"ep is not a separate mesh axis: it borrows the ranks of {_LENDER}"
         raise PlanError(Problem(what, origin, write))
     if stated.within != _LENDER:
-        what = f"ep cannot borrow from {stated.within}: only {_LENDER} lends to it"
+        what = f"ep cannot borrow ranks from {stated.within}, only from {_LENDER}"
         raise PlanError(Problem(what, origin, write))
     if sizes[_LENDER] % stated.size:
         what = f"{stated.size} does not divide {_LENDER}: {sizes[_LENDER]}"

@@ -86,35 +86,36 @@ FEATURES: Final[Mapping[str, Feature]] = MappingProxyType(
     }
 )
 
-_UNPROVED: Final = "nothing has proved them right together yet"
+_UNPROVED: Final = "the combination has not been verified against one process yet"
 
 CLASHES: Final = (
-    Clash("cp", "pp", _UNPROVED, "spread those ranks over dp_shard instead of cp or pp"),
-    Clash("cp", "ep", _UNPROVED, "spread those ranks over tp instead of cp, or leave ep out"),
-    Clash("cp", "compile", "attention over parts is answered call by call, outside of any graph",
+    Clash("cp", "pp", _UNPROVED, "give those ranks to dp_shard instead of cp or pp"),
+    Clash("cp", "ep", _UNPROVED, "give those ranks to tp instead of cp, or leave ep out"),
+    Clash("cp", "compile",
+          "cp intercepts each attention call in Python, which torch.compile cannot trace",
           "leave compile out"),
     Clash("loss_parallel", "compile",
-          "the compiler cannot trace a loss that is answered call by call",
+          "loss_parallel intercepts the loss call in Python, which torch.compile cannot trace",
           "leave loss_parallel or compile out"),
     Clash("loss_chunks", "pp", _UNPROVED,
-          "spread those ranks over dp_shard instead of pp, or leave loss_chunks out"),
+          "give those ranks to dp_shard instead of pp, or leave loss_chunks out"),
     Clash("loss_chunks", "cp",
-          "the first forward over parts of the sequence is proved by logits that are there",
-          "spread those ranks over dp_shard instead of cp, or leave loss_chunks out"),
+          "cp checks the first forward by its whole logits, which loss_chunks never computes",
+          "give those ranks to dp_shard instead of cp, or leave loss_chunks out"),
     Clash("loss_chunks", "loss_parallel",
-          "each rank of tp has a part of the vocabulary, and chunks are computed by one rank alone",
+          "loss_parallel shards the vocabulary over tp; a loss chunk needs the whole vocabulary",
           "keep one of them"),
     Clash("sequence_parallel", "ep",
-          "experts would get a part of the sequence, and gradients of that part only",
+          "a tp rank's experts would receive only its shard of the tokens and of their gradients",
           "leave sequence_parallel out"),
     Clash("activation_checkpointing", "a schedule that splits the backward",
-          "what is recomputed would be recomputed in each half",
+          "activations would be recomputed in each half of the backward",
           "use schedule: 1F1B or Interleaved1F1B"),
     Clash("offloaded activations", "compile",
-          "the compiler decides by itself what a block keeps for backward",
-          "leave compile out, or say activation_checkpointing: full instead"),
+          "torch.compile itself chooses the activations that a block saves for backward",
+          "leave compile out, or write activation_checkpointing: full instead of the offload"),
     Clash("offloaded activations", "a schedule that splits the backward",
-          "what was copied back for one half would be copied back for the other again",
+          "activations would be copied back from the host for each half of the backward",
           "use schedule: 1F1B or Interleaved1F1B"),
 )  # fmt: skip
 """Every pair that is refused."""

@@ -32,8 +32,12 @@ def _devices(spec: Spec) -> Iterator[Problem]:
     world = spec.hardware.world_size
     have = f"hardware has {spec.hardware.nodes} x {spec.hardware.gpus_per_node} = {world}"
     if is_free and world % product:
-        what = f"no size fits 'auto': {have} devices, which the other axes, {words}, do not divide"
-        yield Problem(what, spec.origin("mesh"), f"make their product a divisor of {world}")
+        what = (
+            f"no size is possible for 'auto': {have} devices, which the product of the other axes, "
+            f"{words}, does not divide"
+        )
+        fix = f"make the product of the other axes a divisor of {world}"
+        yield Problem(what, spec.origin("mesh"), fix)
     elif not is_free and product != world:
         what = f"{words} = {product} devices, but {have}"
         yield Problem(what, spec.origin("mesh"), f"make the product {world}, or correct hardware")
@@ -69,7 +73,8 @@ def split_batch(spec: Spec, num_data_ranks: int) -> tuple[int, int | None, list[
     origin = spec.origin("batch.global")
     if micro and accumulate and (rest or counted != 1):
         what = f"{batch.global_} is not {product}"
-        return accumulate, micro, [Problem(what, origin, "leave one of them out")]
+        fix = "leave out one of global, micro and accumulate"
+        return accumulate, micro, [Problem(what, origin, fix)]
     if rest:
         near = max(1, counted) * per_microbatch
         what = f"{batch.global_} is not a multiple of {product}"
@@ -79,7 +84,7 @@ def split_batch(spec: Spec, num_data_ranks: int) -> tuple[int, int | None, list[
         return accumulate or 1, counted, []
     if not accumulate and counted > MOST_MICROBATCHES:
         what = f"{batch.global_} samples are {counted:,} microbatches of micro {micro} on each rank"
-        fix = f"write a larger micro: at most {MOST_MICROBATCHES:,} are accepted"
+        fix = f"write a larger micro: a step has at most {MOST_MICROBATCHES:,} microbatches"
         return MOST_MICROBATCHES, micro, [Problem(what, origin, fix)]
     return accumulate or counted, micro, []
 

@@ -47,10 +47,10 @@ KEEP: Final = 3
 KEYS: Final[tuple[PlanKey, ...]] = (
     PlanKey("hardware.nodes", _word(_HARDWARE.nodes)),
     PlanKey("hardware.headroom", f"{_HARDWARE.headroom:g}"),
-    PlanKey("hardware.host_memory", "assumed, and said"),
+    PlanKey("hardware.host_memory", "an assumed size, which the answer states"),
     PlanKey("mesh", "all ranks along the axes of the strategy", True),
     *(PlanKey(f"mesh.{axis}", "1", True) for axis in AXES),
-    PlanKey("strategy", "as the axes of the mesh: ddp, full_shard or hybrid_shard", True),
+    PlanKey("strategy", "implied by the mesh axes: ddp, full_shard or hybrid_shard", True),
     PlanKey("precision", "the model's own dtypes"),
     PlanKey("batch.micro", "global / data ranks / accumulate", True),
     PlanKey("batch.accumulate", "global / data ranks / micro, else 1", True),
@@ -60,12 +60,12 @@ KEYS: Final[tuple[PlanKey, ...]] = (
     PlanKey("activation_checkpointing", ActivationCheckpointing().mode, True),
     PlanKey("offload", "none", True),
     PlanKey("pipeline.schedule", Pipeline().schedule, True),
-    PlanKey("pipeline.virtual", "1, or 2 of a schedule with several stages a rank", True),
-    PlanKey("pipeline.microbatches", "the fewest that the schedule takes", True),
+    PlanKey("pipeline.virtual", "1, or 2 for a schedule with several stages per rank", True),
+    PlanKey("pipeline.microbatches", "the fewest that the schedule accepts", True),
     PlanKey("pipeline.split", "balanced by parameters", True),
     PlanKey("context.attention", Context().attention, True),
-    PlanKey("context.balance", "as the kind of attention needs"),
-    PlanKey("experts.capacity", "an even share"),
+    PlanKey("context.balance", "true for all_gather, false for all_to_all"),
+    PlanKey("experts.capacity", "1: an even share of tokens per ep rank"),
     PlanKey("tp_plan", _SPEC.tp_plan, True),
     PlanKey("sequence_parallel", _word(_SPEC.sequence_parallel), True),
     PlanKey("loss", _SPEC.loss),
@@ -73,7 +73,7 @@ KEYS: Final[tuple[PlanKey, ...]] = (
     PlanKey("loss_chunks", _word(_SPEC.loss_chunks), True),
     PlanKey("sync_batchnorm", _word(_SPEC.sync_batchnorm)),
     PlanKey("compile", _word(_SPEC.compile)),
-    PlanKey("ddp", "PyTorch's own"),
+    PlanKey("ddp", "PyTorch's defaults"),
     PlanKey("clip_grad_norm", _word(_SPEC.clip_grad_norm)),
     PlanKey("optimizer", _SPEC.optimizer),
     PlanKey("allocator", _SPEC.allocator, True),
@@ -96,7 +96,7 @@ def check_free(keys: Sequence[str]) -> None:
     unknown = [key for key in keys if key not in FREEABLE]
     if unknown:
         fix = f"free one of {', '.join(FREEABLE)}"
-        raise SpecError([Problem(f"'{key}' is nothing that the planner chooses",
+        raise SpecError([Problem(f"'{key}' is not a key that the planner chooses",
                                  Origin("--free"), fix) for key in unknown])  # fmt: skip
 
 

@@ -84,7 +84,7 @@ def compile_selector(selector: Selector) -> Matcher:
         return Matcher(selector)
     if len(selector.text) > _MAX_LENGTH:
         what = f"the pattern has {len(selector.text):,} characters, more than {_MAX_LENGTH:,}"
-        raise PatternError(what, "write several rules")
+        raise PatternError(what, "split the pattern into several rules")
     if selector.kind == "regex":
         return Matcher(selector, _linear(selector.text, f"/{selector.text}/"))
     return Matcher(selector, _of_glob(selector.text))
@@ -98,7 +98,9 @@ def _of_glob(glob: str) -> Any:
     try:
         return re.compile(text)
     except (RecursionError, OverflowError):
-        raise PatternError("the pattern is nested too deeply", "write several rules") from None
+        raise PatternError(
+            "the pattern is nested too deeply", "split the pattern into several rules"
+        ) from None
 
 
 def _linear(text: str, shown: str) -> Any:
@@ -119,11 +121,11 @@ def _linear(text: str, shown: str) -> Any:
         reason = reason.decode(errors="replace") if isinstance(reason, bytes) else str(reason)
         fix = ""
         if reason.startswith(("invalid perl operator", "invalid escape")):
-            fix = "look-around and references back are not supported; match what is there"
+            fix = "write the pattern in RE2 syntax, without look-around and backreferences"
         elif "too large" in reason:
-            fix = "write several rules"
+            fix = "split the pattern into several rules"
         shown, reason = (text if len(text) < 100 else f"{text[:99]}…" for text in (shown, reason))
-        raise PatternError(f"'{shown}' is not a regular expression: {reason}", fix) from None
+        raise PatternError(f"'{shown}' is not a valid regular expression: {reason}", fix) from None
 
 
 def fold(names: Iterable[str]) -> list[str]:
@@ -214,7 +216,8 @@ def _regex(glob: str) -> str:
         elif kind in ("below", "deep"):
             if not (starts and (ends or kind == "below")):
                 raise PatternError(
-                    f"'**' in '{glob}' is not a whole name between dots", "write * for part of one"
+                    f"'**' in '{glob}' must stand alone between dots",
+                    "write * to match part of a name",
                 )
             out.append(r"(?:[^.]+\.)*" if kind == "below" else ".+")
         elif kind == "star":
@@ -236,13 +239,13 @@ def _regex(glob: str) -> str:
         elif kind == "dot":
             if starts or ends:
                 raise PatternError(
-                    f"'{glob}' has an empty name beside a dot",
-                    "a range is written {0..18}" if ".." in glob else "remove the dot",
+                    f"'{glob}' has an empty name next to a dot",
+                    "write a range as {0..18}" if ".." in glob else "remove the dot",
                 )
             out.append(r"\.")
         elif kind == "bracket":
             raise PatternError(
-                f"'{text}' means nothing in a pattern such as '{glob}'",
+                f"'{text}' is not supported in the pattern '{glob}'",
                 "write {0..3} for numbers, {a,b} for names, or /.../ for a regular expression",
             )
         else:

@@ -117,8 +117,8 @@ def read_yaml(path: str | os.PathLike[str], most: int, what: str) -> PlanValue:
 
 
 _KINDS: Final = (
-    ("model_type", "a model's config", "name it in a plan, as model: {{config: {name}}}"),
-    ("lock", "a lock", "name the plan file that it is beside"),
+    ("model_type", "a model's config", "refer to it in a plan: model: {{config: {name}}}"),
+    ("lock", "a lock", "name the plan file that the lock was made for"),
 )
 """Kinds of file that are not plans: a key that no plan has, the kind, and what to do with it."""
 
@@ -219,7 +219,7 @@ class _YamlComposer:
         except SpecError:  # also a ValueError
             raise
         except (yaml.YAMLError, ValueError, OverflowError) as error:
-            self._found.add(Origin(self._file, self._base), f"yaml cannot read this: {error}")
+            self._found.add(Origin(self._file, self._base), f"this is not valid YAML: {error}")
             return None
         return self._root
 
@@ -257,7 +257,7 @@ class _YamlComposer:
             self._quote_star(event.start_mark, text, path)
             return False
         if not isinstance(event, yaml.ScalarEvent) or not event.value:
-            fix = "put a text that begins with '{' or '[' in quotes"
+            fix = "put a string that begins with '{' or '[' in quotes"
             self._found.add(self._at(event.start_mark, path), "a key must be a word", fix)
             return False
         parent.pending = event.value, self._at(event.start_mark, child_path(path, event.value))
@@ -282,10 +282,12 @@ class _YamlComposer:
         is_broken = event.anchor is not None or event.tag is not None
         if event.anchor is not None:
             self._anchors.add(event.anchor)
-            what = f"anchors such as {quote('&' + event.anchor)} are not read"
-            self._found.add(origin, what, "write the value out at each place where it holds")
+            what = f"anchors such as {quote('&' + event.anchor)} are not supported"
+            self._found.add(origin, what, "write the value out wherever it applies")
         elif event.tag is not None:
-            self._found.add(origin, f"tags such as {quote(event.tag)} are not read", "remove it")
+            self._found.add(
+                origin, f"tags such as {quote(event.tag)} are not supported", "remove it"
+            )
         data: Any
         if isinstance(event, yaml.MappingStartEvent):
             data = {}
@@ -346,7 +348,7 @@ def _star(text: str, index: int) -> tuple[str, str]:
     """Return the problem and fix for an unquoted pattern that begins with `*`."""
     found = re.compile(r"[^\s,\[\]#:]{1,60}").match(text, index)
     word = found.group() if found else "*"
-    return "a text that begins with '*' must be in quotes", f'write "{word}"'
+    return "a string that begins with '*' must be in quotes", f'write "{word}"'
 
 
 def _syntax(error: yaml.MarkedYAMLError, text: str, bracket: Any) -> tuple[str, str, Any]:
@@ -364,28 +366,28 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, bracket: Any) -> tuple[str, 
     if "alias" in context:
         return *_star(text, start.index), start
     if char == "\t":
-        return "a tab stands where only spaces can", "indent with spaces", mark
+        return "a tab is used where YAML allows only spaces", "indent with spaces", mark
     if "cannot start any token" in problem:
         return f"no value can begin with {char!r}", "put the text in quotes", mark
     if "mapping values are not allowed" in problem:
-        fix = "indent it like the line above, or put a text with ': ' in quotes"
-        return "this ':' does not fit here", fix, mark
+        fix = "indent the line like the one above, or put a string that contains ': ' in quotes"
+        return "this ':' is not allowed here", fix, mark
     if "quoted scalar" in context and "end of stream" in problem:
         return "the quote that opens here is never closed", "close it", start
     if bracket and not char:
         return f"the '{text[bracket.index]}' that opens here is never closed", "close it", bracket
     if bracket and char in "{[":
-        return f"a text with {char!r} between brackets must be in quotes", "put it in quotes", mark
+        return f"a string with {char!r} inside brackets must be in quotes", "put it in quotes", mark
     if bracket:
         opens = f"the '{text[bracket.index]}' of line {bracket.line + 1}"
-        return f"{char!r} does not fit here", f"close {opens}, or add a comma", mark
+        return f"{char!r} is not allowed here", f"close {opens}, or add a comma", mark
     if "<scalar>" in problem:
         fix = "put the whole text in the other kind of quotes"
         return "the text goes on after its closing quote", fix, mark
     if "<block end>" in problem:
         fix = "begin all keys of one mapping in the same column"
         return "the indentation fits none of the lines above", fix, mark
-    return f"yaml cannot read this: {problem}", "put the text in quotes", mark
+    return f"this is not valid YAML: {problem}", "put the text in quotes", mark
 
 
 def _origins(plan: PlanValue) -> dict[str, Origin]:

@@ -64,7 +64,7 @@ _OFFLOAD_WORDS: Final[Mapping[str, Offload]] = {
 
 code_name = pattern(
     r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*",
-    "a function as module:name",
+    "a function in the form module:name",
     "my_package.my_module:build",
 )
 axis_list: Final = f"the axes are {', '.join(AXES)}"
@@ -112,7 +112,7 @@ def _budget(value: PlanValue, found: Findings) -> float | int | None:
     if isinstance(value.data, (int, float)) and not isinstance(value.data, bool):
         if 0 <= value.data <= 1:
             return float(value.data)
-        fix = "write 0.5 for a half, or a size such as 4GiB"
+        fix = "write 0.5 for half of the activations, or a size such as 4GiB"
         found.add(value, f"{show(value)} is neither a fraction from 0 to 1 nor a size", fix)
         return None
     size: int | None = measured(parse_bytes)(value, found)
@@ -134,7 +134,7 @@ _CHECKPOINTING_READS: Final = {
 
 def activation_checkpointing(value: PlanValue, found: Findings) -> ActivationCheckpointing | None:
     """Decode a mode, or a mode with its details."""
-    mode = choice(_MODES, "a mode of activation checkpointing")
+    mode = choice(_MODES, "an activation checkpointing mode")
     if not isinstance(value.data, (list, dict)):
         word = mode(value, found)
         return ActivationCheckpointing(mode=word) if word else None
@@ -151,15 +151,15 @@ def activation_checkpointing(value: PlanValue, found: Findings) -> ActivationChe
     for key in got:
         readers = _CHECKPOINTING_READS.get(key, _MODES)
         if got["mode"] not in readers:
-            what = f"'{key}' has no meaning for mode: {got['mode']}"
-            found.add(stated[key], what, f"remove it, or write mode: {join(readers)}")
+            what = f"'{key}' has no effect with mode: {got['mode']}"
+            found.add(stated[key], what, f"remove '{key}', or write mode: {join(readers)}")
     return ActivationCheckpointing(**got)
 
 
 def offload(value: PlanValue, found: Findings) -> Offload | None:
     """Decode one word, or a mapping of what is offloaded."""
     if not isinstance(value.data, (list, dict)):
-        word: Offload | None = choice(_OFFLOAD_WORDS, "a word of offload")(value, found)
+        word: Offload | None = choice(_OFFLOAD_WORDS, "an offload setting")(value, found)
         return word
     fields = dict.fromkeys(("params", "optimizer", "activations"), boolean_or_auto)
     got = section(value, found, fields, "offload: optimizer, or {params: true, optimizer: true}")
@@ -187,7 +187,7 @@ def _selector(value: PlanValue, found: Findings) -> Selector | None:
     if isinstance(value.data, dict):
         got = section(value, found, _MATCH_KINDS, _MATCH_EXAMPLE) or {}
         if len(got) == 2 or not value.data:
-            what = "a match by mapping has either 'type' or 'param'"
+            what = "a mapping as match needs exactly one of 'type' and 'param'"
             found.add(value, what, "write one entry for each: [{type: Linear}, {param: bias}]")
         if len(got) != 1:
             return None
@@ -218,12 +218,16 @@ def _placement(axis: str, value: PlanValue, found: Findings) -> str | None:
     word = value.text.strip()
     lower = word.lower()
     dim = parse_placement(word)
-    fix = "write R for replicas or S(0) for a cut of dim 0"
+    fix = "write R to replicate, or S(0) to shard tensor dim 0"
     if isinstance(value.data, (list, dict)):
         found.add(value, f"{show(value)} is not a placement", fix)
     elif axis == "pp":
-        what = "'pp' cuts the list of modules, not tensors"
-        found.add(value.key or value.origin, what, "write stage: 0 in the rule instead of place")
+        what = "'pp' divides the modules into stages and shards no tensor"
+        found.add(
+            value.key or value.origin,
+            what,
+            "write stage: 0 instead of place: {pp: ...}",
+        )
     elif dim is not None:
         return f"S({dim})"
     elif lower in _REPLICATE:
@@ -236,7 +240,8 @@ def _placement(axis: str, value: PlanValue, found: Findings) -> str | None:
         known = (*_STYLES, "replicate", AUTO, "S(0)", "S(1)")
         found.add(value, f"{show(value)} is not a placement", did_you_mean(word, known, fix))
     elif 0 in (sizes := parse_packed(word)[1]) or sizes == (1,):
-        found.add(value, f"{show(value)} names no pieces", "write packed_colwise(2), say")
+        what = f"{show(value)} needs two or more pieces, none of size 0"
+        found.add(value, what, "write packed_colwise(2) for two equal pieces, or list their sizes")
     elif (word == EXPERT_STYLE) != (axis == "ep"):
         what = f"'{word}' is not a style of the axis {axis}"
         found.add(value, what, f"write {'ep' if word == EXPERT_STYLE else 'tp'}: {word}")
@@ -257,15 +262,15 @@ def _place(value: PlanValue, found: Findings) -> str | dict[str, str] | None:
     if not isinstance(value.data, (list, dict)):
         word = value.text
         if word in _STYLES or parse_placement(word) is not None:
-            found.add(value, f"{show(value)} does not say which axis", f"write {{tp: {word}}}")
+            found.add(value, f"{show(value)} states no mesh axis", f"write place: {{tp: {word}}}")
             return None
-        data: str | None = choice(_DATA_WORDS, "a place")(value, found)
+        data: str | None = choice(_DATA_WORDS, "a data-parallel placement")(value, found)
         return data
     if not is_mapping(value, found, example):
         return None
     axes: Any = value.data
     if not axes:
-        found.add(value, "no axis is named", f"write {example}")
+        found.add(value, "the mapping states no mesh axis", f"write {example}")
     out: dict[str, str] = {}
     for axis, child in axes.items():
         if axis_ok(axis, child, found) and is_stated(child):
@@ -281,7 +286,8 @@ def _reshard(value: PlanValue, found: Findings) -> bool | int | None:
     if isinstance(value.data, int) and value.data >= 2:
         return value.data
     what = f"{show(value)} is not true, false or a whole number of at least 2"
-    found.add(value, what, "write true, or how many ranks share the parameters after forward")
+    fix = "write true, false, or the number of ranks that shard the parameters after forward"
+    found.add(value, what, fix)
     return None
 
 
@@ -295,7 +301,7 @@ _FIELDS: Final = {
     "activation_checkpointing": activation_checkpointing,
     "offload": offload,
     "apply": code_name,
-    "why": text("a text"),
+    "why": text("a string"),
     "optional": boolean,
 }
 RULE_KEYS: Final = tuple(_FIELDS)
@@ -317,12 +323,12 @@ def rule(index: int, value: PlanValue, found: Findings, homes: Mapping[str, str]
         found,
         _FIELDS,
         "- {match: embed, place: shard}",
-        required={"match": "say which modules it means, such as " + _MATCH_EXAMPLE},
+        required={"match": "add the modules that the rule applies to, such as " + _MATCH_EXAMPLE},
         homes={**homes, **{axis: f"write place: {{{axis}: ...}}" for axis in AXES}},
     )
     if len(found.problems) == num_before and not any(key in (got or {}) for key in _STATES):
         fix = f"add {join(_STATES)}, or remove the rule"
-        found.add(value, "the rule states nothing about what it matches", fix)
+        found.add(value, "the rule has a match but no setting", fix)
     # A match that yaml could not read is already recorded; its rule is dropped silently.
     if got is None or "match" not in got or len(found.problems) > num_before:
         return None

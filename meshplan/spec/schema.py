@@ -74,7 +74,7 @@ _positive = number(lambda x: x > 0, "a number above 0")
 def _version(value: PlanValue, found: Findings) -> int | None:
     if value.data == VERSION and not isinstance(value.data, bool):
         return VERSION
-    what = f"{show(value)} is not a version of the format that this meshplan reads"
+    what = f"{show(value)} is not a plan format version that this meshplan supports"
     found.add(value, what, f"write version: {VERSION}")
     return None
 
@@ -93,7 +93,7 @@ def _model(value: PlanValue, found: Findings) -> ModelSpec | None:
     if got is None or len(found.problems) > num_before:
         return None
     if len(got) != 1:
-        what = f"{join(got, 'and')} are both stated" if got else "nothing is stated"
+        what = f"{join(got, 'and')} cannot be combined" if got else "the section states no model"
         found.add(value, what, "keep one of them" if got else f"write {example}")
         return None
     return ModelSpec(**got)
@@ -116,7 +116,7 @@ _HARDWARE: Final[Mapping[str, Decoder]] = {
     "host_memory": measured(parse_memory),
     "intra": measured(parse_bandwidth),
     "inter": measured(parse_bandwidth),
-    "headroom": number(lambda x: 0 <= x < 1, "a fraction from 0 to below 1"),
+    "headroom": number(lambda x: 0 <= x < 1, "a fraction of at least 0 and below 1"),
 }
 _HARDWARE_NAMES: Final = {
     "memory": "memory_bytes",
@@ -161,7 +161,7 @@ def _mesh(value: PlanValue, found: Findings) -> Mesh | None:
     if not is_mapping(value, found, f"{_MESH_EXAMPLE} or mesh: auto"):
         return None
     if not value.data:
-        found.add(value, "no axis is named", f"write {_MESH_EXAMPLE}, or leave mesh out")
+        found.add(value, "the mesh has no axes", f"write {_MESH_EXAMPLE}, or leave mesh out")
     mesh: dict[str, Any] = {}
     for axis, child in value.data.items():
         if axis_ok(axis, child, found) and is_stated(child):
@@ -193,7 +193,9 @@ def _accumulate(value: PlanValue, found: Findings) -> Any:
     out = dict[int, int]()
     for epoch, child in value.data.items():
         if not re.fullmatch(r"[0-9]{1,9}", epoch):
-            found.add(child.key or child.origin, f"'{epoch}' is not an epoch", "write 0 or more")
+            found.add(
+                child.key or child.origin, f"'{epoch}' is not an epoch", "write an epoch from 0 on"
+            )
         elif is_stated(child) and (steps := _steps(child, found)) is not None:
             out[int(epoch)] = steps
     return out
@@ -263,7 +265,7 @@ def _pipeline(value: PlanValue, found: Findings) -> Pipeline | None:
 
 
 _CONTEXT: Final[Mapping[str, Decoder]] = {
-    "attention": choice(("all_gather", "all_to_all"), "a kind of attention over sequence parts"),
+    "attention": choice(("all_gather", "all_to_all"), "a context-parallel attention method"),
     "balance": boolean,
 }
 
@@ -305,7 +307,7 @@ def _duration(value: PlanValue, found: Findings) -> float | None:
     seconds = float(form[1]) * _SECONDS[form[2]] if form else 0.0
     if 0 < seconds < math.inf:
         return seconds
-    found.add(value, f"{show(value)} is not a time", "write something like 30s, 5min or 1h")
+    found.add(value, f"{show(value)} is not a duration", "write something like 30s, 5min or 1h")
     return None
 
 
@@ -348,7 +350,7 @@ _PLAN: Final[Mapping[str, Decoder]] = {
     "experts": _experts,
     "tp_plan": choice(("hf", "auto", "none"), "a tp_plan"),
     "sequence_parallel": boolean,
-    "loss": choice(("mean", "sum", "tokens"), "what a loss function returns"),
+    "loss": choice(("mean", "sum", "tokens"), "a loss reduction"),
     "loss_parallel": boolean,
     "loss_chunks": integer(1, "fused", AUTO),
     "sync_batchnorm": boolean,

@@ -22,8 +22,14 @@ MAX_DEPTH: Final = 32
 MAX_VALUES: Final = 20_000
 MAX_DIGITS: Final = 30
 
-TOO_DEEP: Final = (f"values are nested more than {MAX_DEPTH} deep", "a plan needs 5 levels")
-TOO_MANY: Final = (f"the plan has more than {MAX_VALUES:,} values", "say more with fewer rules")
+TOO_DEEP: Final = (
+    f"values are nested more than {MAX_DEPTH} levels deep",
+    "remove levels: no key of a plan needs more than 5",
+)
+TOO_MANY: Final = (
+    f"the plan has more than {MAX_VALUES:,} values",
+    "use fewer rules with wider patterns, such as layers.*",
+)
 
 UNPRINTABLE: Final = re.compile(
     "[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
@@ -41,7 +47,7 @@ def read_text(name: str) -> str:
         plans = sorted(
             path.name for path in Path(name).glob("*.y*ml") if not path.name.endswith(".lock.yaml")
         )
-        fix = f"name a file in it, such as {plans[0]}" if plans else "name a plan file"
+        fix = f"give a file in it, such as {plans[0]}" if plans else "give the path of a plan file"
         raise SpecError(Problem("this is a directory, not a plan file", Origin(name), fix))
     try:
         return decoded(read_bytes(name, MAX_FILE_BYTES, "a plan"), name, "a plan")
@@ -73,7 +79,7 @@ def decoded(data: bytes, name: str, what: str) -> str:
         raise SpecError(Problem(problem, where, "save the file as UTF-8")) from None
     strange = UNPRINTABLE.search(text)
     if strange:
-        problem = f"the character {strange.group()!r} cannot stand in {what}"
+        problem = f"the character {strange.group()!r} is not allowed in {what}"
         raise SpecError(Problem(problem, _place(text, strange.start(), origin), "remove it"))
     return text
 
@@ -91,7 +97,7 @@ def _sibling(name: str) -> str:
     except OSError:
         return f"there is no directory {quote(str(path.parent))} either"
     close = near(path.name, names[:1000])
-    return f"did you mean '{path.with_name(close)}'?" if close else "name a plan file"
+    return f"did you mean '{path.with_name(close)}'?" if close else "give the path of a plan file"
 
 
 def child_path(path: str, key: str) -> str:
@@ -122,7 +128,8 @@ def from_python(data: Any, name: str, found: Findings) -> PlanValue:
                 if isinstance(key, (str, int)) and key != "":
                     value[str(key)] = convert(inner, child_path(path, str(key)), depth + 1)
                 else:
-                    found.add(origin, f"the key {quote(repr(key))} is not a text")
+                    what = f"a key must be a non-empty string, not {quote(repr(key))}"
+                    found.add(origin, what, "use a string as the key")
         elif isinstance(data, (list, tuple)):
             value = [convert(inner, f"{path}[{i}]", depth + 1) for i, inner in enumerate(data)]
         elif isinstance(data, str):
@@ -130,8 +137,8 @@ def from_python(data: Any, name: str, found: Findings) -> PlanValue:
         elif data is None or isinstance(data, (bool, float)) or _is_short(data):
             return PlanValue(data=data, origin=origin, text=str(data).lower())
         else:
-            what = f"a value of type {type(data).__name__} cannot stand in a plan"
-            fix = "use texts, numbers up to 1e30, true, false, lists and mappings"
+            what = f"a plan cannot contain a value of type {type(data).__name__}"
+            fix = "use strings, numbers below 1e30, true, false, lists and mappings"
             found.add(origin, what, fix)
         is_broken = value is None
         return PlanValue(data=value, origin=origin, is_broken=is_broken)
@@ -162,16 +169,17 @@ def put(plan: PlanValue, value: PlanValue, found: Findings) -> None:
     steps = [int(index) if index else name for name, index in _STEP.findall(value.origin.path)]
     here, at = plan, ""
     for step, following in zip(steps, [*steps[1:], None], strict=True):
-        data, problem = here.data, ""
+        data, problem, fix = here.data, "", f"set {at} as a whole"
         if isinstance(step, str) and not isinstance(data, dict):
-            problem = f"{at} is {show(here)}, so it has no '{step}'"
+            problem = f"{at} is {show(here)}, not a mapping with a key '{step}'"
         elif isinstance(step, int) and not isinstance(data, list):
-            problem = f"{at} is {show(here)}, so it has no entry [{step}]"
+            problem = f"{at} is {show(here)}, not a list with an entry [{step}]"
         elif isinstance(step, int) and step > len(data):
-            problem = f"{at} has {len(data)} entries, so [{step}] would leave a gap"
+            problem = f"{at} has {len(data)} entries; setting [{step}] would leave a gap"
+            fix += f", or an entry up to [{len(data)}]"
         if problem:
             if not here.is_broken:
-                found.add(value.origin, problem, f"set {at} as a whole, or an entry that it has")
+                found.add(value.origin, problem, fix)
             return
         if isinstance(step, int):
             data += [None] * (step + 1 - len(data))

@@ -106,7 +106,7 @@ def _refuse_auto(spec: Spec) -> None:
     if spec.mesh is None and spec.strategy is None:
         raise PlanError(
             Problem(
-                "neither 'mesh' nor 'strategy' is stated, so nothing says how to parallelize",
+                "the plan states neither 'mesh' nor 'strategy', and needs one of them",
                 spec.origin(""),
                 "add a line such as strategy: full_shard",
             )
@@ -131,12 +131,12 @@ def _sizes(spec: Spec, world_size: int | None, gpus_per_node: int | None) -> dic
             sizes[axis] = size
         elif isinstance(size, Borrow):
             problems.append(
-                Problem(f"'{axis}' cannot borrow ranks: only ep can", origin, f"say {axis}: N")
+                Problem(f"'{axis}' cannot borrow ranks: only ep can", origin, f"write {axis}: N")
             )
         elif world_size is None:
             problems.append(
                 Problem(
-                    "'auto' needs the number of devices, and nothing states it",
+                    "'auto' needs the number of devices, which the plan does not state",
                     origin,
                     "add hardware: {nodes: 1, gpus_per_node: 8}, or write the size",
                 )
@@ -144,10 +144,10 @@ def _sizes(spec: Spec, world_size: int | None, gpus_per_node: int | None) -> dic
         elif world_size % known:
             problems.append(
                 Problem(
-                    f"'auto' cannot be filled: {world_size} devices do not divide by {known}, "
-                    "the product of the other axes",
+                    f"no size is possible for 'auto': {world_size} devices are not a multiple of "
+                    f"{known}, the product of the other axes",
                     origin,
-                    "change the other axes so that their product divides the devices",
+                    f"make the product of the other axes a divisor of {world_size}",
                 )
             )
         else:
@@ -157,7 +157,7 @@ def _sizes(spec: Spec, world_size: int | None, gpus_per_node: int | None) -> dic
         swapped = {**{axis: sizes[axis] for axis in DATA_AXES}, **sizes}
         problems.append(
             Problem(
-                "dp_shard stands before dp_replicate, but shards of one replica lie side by side",
+                "dp_shard comes before dp_replicate, but the ranks of one replica must be adjacent",
                 spec.origin("mesh"),
                 f"write mesh: {{{', '.join(f'{axis}: {n}' for axis, n in swapped.items())}}}",
             )
@@ -166,7 +166,7 @@ def _sizes(spec: Spec, world_size: int | None, gpus_per_node: int | None) -> dic
         inner = {**{a: n for a, n in sizes.items() if a in DATA_AXES}, **sizes}
         problems.append(
             Problem(
-                f"cp stands before {spread[-1]}, but the parts of a sample lie side by side",
+                f"cp comes before {spread[-1]}, but the ranks that share a sample must be adjacent",
                 spec.origin("mesh"),
                 f"write mesh: {{{', '.join(f'{axis}: {n}' for axis, n in inner.items())}}}",
             )
@@ -185,7 +185,8 @@ def _sizes_from_strategy(
     if world_size is None:
         raise PlanError(
             Problem(
-                f"strategy {strategy.name} needs the number of devices, and nothing states it",
+                f"strategy {strategy.name} needs the number of devices, "
+                "which the plan does not state",
                 origin,
                 "add hardware: {nodes: 1, gpus_per_node: 8}, or mesh: {...}",
             )
@@ -211,7 +212,7 @@ def _not_nodes(world_size: int, per_node: int) -> str:
         return "there is one device"
     if world_size <= per_node:
         return f"the {world_size} devices are on one node"
-    return f"{world_size} devices are no whole number of nodes of {per_node}"
+    return f"{world_size} devices are not a multiple of the {per_node} devices of a node"
 
 
 def _sizes_from_list(spec: Spec, sizes: tuple[int, ...]) -> dict[str, int]:
@@ -222,12 +223,12 @@ def _sizes_from_list(spec: Spec, sizes: tuple[int, ...]) -> dict[str, int]:
             f"{spec.strategy} has {len(axes)} data ax{'is' if len(axes) == 1 else 'es'} "
             f"({', '.join(axes)})"
             if axes
-            else "only a strategy could name its axes, and none is stated"
+            else "the plan states no strategy that implies the names"
         )
         raise PlanError(
             Problem(
-                f"a bare mesh of {len(sizes)} size{'' if len(sizes) == 1 else 's'} is not clear: "
-                + why,
+                f"a mesh of {len(sizes)} size{'' if len(sizes) == 1 else 's'} without axis names "
+                f"is ambiguous: {why}",
                 spec.origin("mesh"),
                 "name the axes, such as mesh: {dp_replicate: 2, dp_shard: 4}",
             )
@@ -260,13 +261,13 @@ def _strategy(spec: Spec, sizes: Mapping[str, int]) -> Strategy:
         for row in STRATEGIES.values()
         if set(spread or present) <= set(row.axes) <= set(present)
     ]
-    alternative = f"say strategy: {' or '.join(fits)}" if fits else "leave the strategy out"
+    alternative = f"write strategy: {' or '.join(fits)}" if fits else "leave the strategy out"
     axes = ", ".join(f"{axis}: N" for axis in strategy.axes)
     raise PlanError(
         Problem(
             f"{strategy.name} {what} (mesh: {{{stated}}})",
             spec.origin("strategy"),
-            f"{alternative}, or give the mesh {{{axes}}}",
+            f"{alternative}, or write mesh: {{{axes}}}",
         )
     )
 
@@ -280,7 +281,7 @@ def _wrong_product(spec: Spec, mesh: Mesh, world_size: int) -> Problem:
     if world_size % rest == 0 and len(mesh.present(DATA_AXES)) == 1:
         fix += f", such as {mesh.present(DATA_AXES)[0]}: {world_size // rest}"
     return Problem(
-        f"the mesh has {product} devices, but there are {world_size}",
+        f"the mesh has {product} devices, but {world_size} are available",
         spec.origin("mesh" if spec.mesh is not None else "hardware"),
         fix,
     )

@@ -28,8 +28,8 @@ ALLOW_CODE: Final = "MESHPLAN_ALLOW_CODE"
 """The environment variable that allows the code of every file; child processes inherit it."""
 PERSONS_WORDS: Final = frozenset({"--set", "--model", "<mapping>", "model"})
 """Origins that mean input by the user, in place of a file's name."""
-_RECORD: Final = "what is trusted"
-_ELSEWHERE: Final = "let XDG_DATA_HOME name a folder of yours"
+_RECORD: Final = "the record of trusted plan files"
+_ELSEWHERE: Final = "set XDG_DATA_HOME to a folder that you can write to"
 
 
 class UntrustedError(SpecError):
@@ -49,10 +49,10 @@ def check_code(code: str, origin: Origin | None) -> None:
     if origin is None or origin.file in PERSONS_WORDS or code in OWN_MODELS or _is_allowed():
         return
     if not is_trusted(origin):
-        what = f"'{code}' is code that this file names, and nobody said that it may run"
-        named = ", or name it with --model" if origin.path.startswith("model") else ""
+        what = f"this file names the code '{code}', which you have not allowed to run"
+        named = ", or name the code with --model" if origin.path.startswith("model") else ""
         command = f"meshplan trust {shlex.quote(origin.file)}"
-        fix = f"read it, then: {command}; or say --allow-code{named}"
+        fix = f"read the code, then run: {command}; or pass --allow-code{named}"
         raise UntrustedError(Problem(what, origin, fix))
 
 

@@ -143,7 +143,7 @@ def section(
         if key not in fields:
             close = near(key, fields)
             fix = (homes or {}).get(key) or (
-                f"did you mean '{close}'?" if close else f"the keys here are {', '.join(fields)}"
+                f"did you mean '{close}'?" if close else f"the valid keys are {', '.join(fields)}"
             )
             found.add(child.key or child.origin, "unknown key", fix)
             missing.pop(close or "", None)
@@ -198,7 +198,7 @@ def integer(low: int = 1, *words: str, high: int = 10**9) -> Decoder:
         if is_whole and low <= data <= high:
             return int(data)
         if is_whole and data > high:
-            found.add(value, f"{show(value)} is too large", f"at most {high:,} is accepted")
+            found.add(value, f"{show(value)} is too large", f"write {high:,} or less")
         else:
             fix = _unquote(value, words) or f"write {low} or more"
             found.add(value, f"{show(value)} is not {wanted}", fix)

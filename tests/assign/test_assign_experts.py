@@ -117,11 +117,11 @@ def test_ep_of_one_cuts_nothing():
 
 
 BORROWED: dict[str, dict[str, Any]] = {
-    "mesh.ep: ep has no ranks of its own: it borrows those that read different samples\n"
+    "mesh.ep: ep is not a separate mesh axis: it borrows the ranks of dp_shard\n"
     "    fix: write ep: 2 in dp_shard": {"dp_shard": 4, "ep": 2},
-    "mesh.ep: ep has no ranks of its own: it borrows those that read different samples\n"
-    "    fix: give the mesh {dp_shard: N, ep: 1 in dp_shard}": {"tp": 2, "ep": 1},
-    "mesh.ep: ep cannot borrow from dp_replicate: only dp_shard lends to it\n"
+    "mesh.ep: ep is not a separate mesh axis: it borrows the ranks of dp_shard\n"
+    "    fix: write mesh: {dp_shard: N, ep: 1 in dp_shard}": {"tp": 2, "ep": 1},
+    "mesh.ep: ep cannot borrow ranks from dp_replicate, only from dp_shard\n"
     "    fix: write ep: 2 in dp_shard": {
         "dp_replicate": 2, "dp_shard": 4, "ep": "2 in dp_replicate",
     },
@@ -267,5 +267,5 @@ def test_a_config_file_gives_the_graph_of_the_live_model(family):
 
 
 def test_problems_of_a_mesh_are_raised_without_a_model():
-    with pytest.raises(PlanError, match="ep has no ranks of its own"):
+    with pytest.raises(PlanError, match="ep is not a separate mesh axis"):
         decide({"mesh": {"dp_shard": 4, "ep": 2}})

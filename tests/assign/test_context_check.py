@@ -136,7 +136,7 @@ def test_show():
         ),
         (
             {"mesh": {"cp": 2, "dp_shard": 2}},
-            "cp stands before dp_shard, but the parts of a sample lie side by side",
+            "cp comes before dp_shard, but the ranks that share a sample must be adjacent",
             "write mesh: {dp_shard: 2, cp: 2}",
         ),
         (
@@ -197,7 +197,7 @@ def encoder() -> object:
 @pytest.mark.parametrize(
     ("stated", "says"),
     [
-        ({"attention": "ring"}, "'ring' is not a kind of attention over sequence parts"),
+        ({"attention": "ring"}, "'ring' is not a context-parallel attention method"),
         ({"balance": "yes"}, "'yes' is not true or false"),
         ({"kind": "all_gather"}, "kind"),
         ("all_gather", "context"),

@@ -183,7 +183,7 @@ def test_stages_are_part_of_what_ranks_agree_on():
         ({"pipeline": {"schedule": "Interleaved1F1B", "microbatches": 5}}, "a multiple of 2"),
         ({"pipeline": {"schedule": "Interleaved1F1B", "virtual": 1}}, "at least 2 stages"),
         ({"pipeline": {"schedule": "ZBVZeroBubble"}, "activation_checkpointing": "full"},
-         "what is recomputed would be recomputed in each half"),
+         "activations would be recomputed in each half"),
         ({"activation_checkpointing": "full",
           "pipeline": {"split": [["embed", "layers.0.attn"], ["layers.0.norm2"]]}},
          "is recomputed as a whole, so it cannot be cut"),

@@ -156,7 +156,7 @@ def test_a_picture_of_the_search_is_of_what_is_freed(closed, capsys):
 @pytest.mark.parametrize("key", ["loss", "mesh.xp", "model"])
 def test_what_nobody_chooses_cannot_be_freed(closed, capsys, key):
     assert main(["plan", "-f", str(closed), "--free", key]) == 2
-    assert f"--free: '{key}' is nothing that the planner chooses" in capsys.readouterr().err
+    assert f"--free: '{key}' is not a key that the planner chooses" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("free", [["model"], "mesh", [3]])

@@ -80,7 +80,7 @@ def test_no_verb_runs_code_unasked(folder, capsys, verb):
     assert not (folder / "RAN").exists()
     if VERBS[verb] or verb == "check":
         assert "meshplan trust plan.yaml" in err
-    assert "'evil_code:build' is code that this file names" in err
+    assert "this file names the code 'evil_code:build'" in err
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_code_of_rules_is_not_run_by_verify_or_demo(folder, capsys):
     )
     for verb in ("verify", "demo"):
         assert main([verb, "-f", "plan.yaml"]) == 2
-        assert "'evil_code:change' is code that this file names" in capsys.readouterr().err
+        assert "this file names the code 'evil_code:change'" in capsys.readouterr().err
     assert not (folder / "RAN").exists()
 
 

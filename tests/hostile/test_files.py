@@ -267,7 +267,7 @@ def test_what_is_read_is_a_file_and_has_an_end(tmp_path, kind):
         case _:
             path.symlink_to("/dev/zero")
     began = time.monotonic()
-    words = "not a regular file|bytes, and a plan at most 1,000|directory"
+    words = "not a regular file|bytes, but a plan has at most 1,000|directory"
     with pytest.raises(SpecError, match=words):
         files.read_bytes(path, 1000, "a plan")
     for read_it in (read, read_profile, load_spec):

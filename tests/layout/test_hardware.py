@@ -62,11 +62,15 @@ def test_names_and_what_is_enough_of_one(name, key):
         ),
         (
             "rtx4090",
-            "gpu 'rtx4090' is not known\n    fix: did you mean 'rtx-4090-24gb'? If not, state its "
+            "gpu 'rtx4090' is not in the hardware table\n"
+            "    fix: did you mean 'rtx-4090-24gb'? If not, state its "
             "memory instead of its name",
         ),
-        ("abacus", "gpu 'abacus' is not known\n    fix: write one of v100-sxm-16gb, "),
-        ("", "gpu '' is not known\n    fix: write one of v100-sxm-16gb, "),
+        (
+            "abacus",
+            "gpu 'abacus' is not in the hardware table\n    fix: write one of v100-sxm-16gb, ",
+        ),
+        ("", "gpu '' is not in the hardware table\n    fix: write one of v100-sxm-16gb, "),
     ],
 )
 def test_names_that_do_not_say_which(name, message):

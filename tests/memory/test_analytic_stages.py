@@ -279,7 +279,7 @@ def test_what_has_no_rule_is_refused(
 
 
 def test_samples_that_are_no_whole_microbatches_make_no_plan() -> None:
-    with pytest.raises(PlanError, match="3 samples do not divide into 4 microbatches"):
+    with pytest.raises(PlanError, match="3 samples cannot be divided into 4 pipeline microbatches"):
         decided(LLAMA, plan_of("1F1B", mesh={}) | {"batch": {"micro": 3, "seq_len": 8}})
 
 

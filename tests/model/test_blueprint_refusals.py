@@ -97,7 +97,7 @@ def test_a_directory_or_a_file(tmp_path: Path) -> None:
         (b"\x89PNG\r\n\xff\xfe\x00", "the file is not text"),
         (b"[1, 2]", "the file holds a list, not an object of keys and values"),
         (b"[" * 200_000, "not JSON that a model could mean"),
-        (b" " * 17_000_000, "bytes, and a config.json at most 16,000,000"),
+        (b" " * 17_000_000, "bytes, but a config.json has at most 16,000,000"),
     ],
 )
 def test_files_that_are_no_config(tmp_path: Path, content: bytes | None, what: str) -> None:

@@ -100,5 +100,5 @@ def test_a_step_that_nobody_knows_has_the_way_to_its_states():
         total = boxes(picture.figure, "total")["total"].get_width() * GIB
         assert total == pytest.approx(held, abs=0.01)
         assert picture.title.endswith("activations are unknown")
-        assert any("how many samples" in t for t in written(picture.figure))
+        assert any("no microbatch size" in t for t in written(picture.figure))
         check_readable(picture.figure)

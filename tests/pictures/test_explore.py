@@ -84,8 +84,8 @@ def test_axes_follow_the_settings(settings, mesh, explorer):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"tp": 4, "gpus_per_node": 11}, "22 devices do not divide by 4"),
-        ({"pp": 4, "micro": 2}, "2 samples do not divide into 4 microbatches"),
+        ({"tp": 4, "gpus_per_node": 11}, "22 devices are not a multiple of 4"),
+        ({"pp": 4, "micro": 2}, "2 samples cannot be divided into 4 pipeline microbatches"),
     ],
 )
 def test_what_cannot_be_is_said_in_words_and_the_way_back_is_open(settings, words, explorer):

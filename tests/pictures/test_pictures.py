@@ -225,7 +225,7 @@ def test_unknown_activations_are_called_unknown():
     picture = draw(plan, "memory")
     assert picture.title.endswith("activations are unknown")
     assert any("unknown" in name for name in boxes(picture.figure))
-    assert any("nothing says how many samples" in text for text in written(picture.figure))
+    assert any("the plan states no microbatch size" in text for text in written(picture.figure))
     too_large = draw(llama(mesh={"dp_replicate": 16}, strategy="ddp", batch=None), "memory")
     assert too_large.title.startswith("Does not fit: states alone are OVER by")
 

@@ -67,7 +67,7 @@ def test_the_bars_are_as_long_as_their_bytes():
     over = facts_of(llama(4, hardware={"nodes": 2, "gpus_per_node": 8, "memory": "8GiB"}), "memory")
     assert "OVER by" in text_of(memory_lines(over))
     unknown = text_of(memory_lines(facts_of(llama(2, batch=None), "memory")))
-    assert "? unknown: nothing says how many samples" in unknown
+    assert "? unknown: the plan states no microbatch size" in unknown
 
 
 def test_the_layout_names_rows_and_ranks():

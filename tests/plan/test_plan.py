@@ -168,7 +168,7 @@ def test_ranks_along_tp_read_the_same_samples() -> None:
         (
             {"global": 32, "micro": 2, "accumulate": 2},
             "<mapping>: batch.global: 32 is not micro 2 x accumulate 2 x 4 data ranks = 16\n"
-            "    fix: leave one of them out",
+            "    fix: leave out one of global, micro and accumulate",
         ),
     ],
 )

@@ -77,11 +77,11 @@ def test_a_file_of_another_kind_is_one_problem(job, capsys):
     err = capsys.readouterr().err
     assert "meshplan: 1 problem\n" in err
     assert "this is a model's config, not a plan" in err
-    assert "fix: name it in a plan, as model: {config: config.json}" in err
+    assert "fix: refer to it in a plan: model: {config: config.json}" in err
     assert main(["plan", "-f", str(lock_path(path))]) == 2
     assert "this is a lock, not a plan" in capsys.readouterr().err
     assert main(["plan", "-f", str(path.parent)]) == 2
-    assert "fix: name a file in it, such as plan.yaml" in capsys.readouterr().err
+    assert "fix: give a file in it, such as plan.yaml" in capsys.readouterr().err
 
 
 def test_what_it_costs_stands_with_the_limits(job, capsys):

@@ -93,7 +93,7 @@ def test_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert message_of("plans") == (
         "meshplan: 1 problem\n"
         "plans: this is a directory, not a plan file\n"
-        "    fix: name a file in it, such as ddp.yaml"
+        "    fix: give a file in it, such as ddp.yaml"
     )
 
 
@@ -103,7 +103,7 @@ def test_a_huge_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         file.truncate(50_000_000)
     assert message_of("huge.yaml") == (
         "meshplan: 1 problem\n"
-        "huge.yaml: the file has 50,000,000 bytes, and a plan at most 1,000,000\n"
+        "huge.yaml: the file has 50,000,000 bytes, but a plan has at most 1,000,000\n"
         "    fix: name a plan file"
     )
 
@@ -134,8 +134,8 @@ def test_a_mapping_has_places_without_lines() -> None:
     )
     assert message_of({"version": 1, "strategy": b"ddp"}) == (
         "meshplan: 1 problem\n"
-        "<mapping>: strategy: a value of type bytes cannot stand in a plan\n"
-        "    fix: use texts, numbers up to 1e30, true, false, lists and mappings"
+        "<mapping>: strategy: a plan cannot contain a value of type bytes\n"
+        "    fix: use strings, numbers below 1e30, true, false, lists and mappings"
     )
 
 
@@ -152,13 +152,13 @@ def test_a_mapping_has_places_without_lines() -> None:
         ),
         (
             "mesh.tp=2",
-            "--set: mesh.tp: mesh is 'auto', so it has no 'tp'\n"
-            "    fix: set mesh as a whole, or an entry that it has",
+            "--set: mesh.tp: mesh is 'auto', not a mapping with a key 'tp'\n"
+            "    fix: set mesh as a whole",
         ),
         (
             "rules[3].place=shard",
-            "--set: rules[3].place: rules has 0 entries, so [3] would leave a gap\n"
-            "    fix: set rules as a whole, or an entry that it has",
+            "--set: rules[3].place: rules has 0 entries; setting [3] would leave a gap\n"
+            "    fix: set rules as a whole, or an entry up to [0]",
         ),
         ("mesh={tp: 2", "--set: mesh: the '{' that opens here is never closed\n    fix: close it"),
     ],

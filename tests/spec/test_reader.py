@@ -211,7 +211,7 @@ def test_overrides_can_take_back(read: Any) -> None:
 
 
 def test_an_override_of_a_word_by_an_entry_replaces_nothing(read: Any) -> None:
-    with pytest.raises(SpecError, match=r"rules\[0\]\.place is 'shard', so it has no 'tp'"):
+    with pytest.raises(SpecError, match=r"place is 'shard', not a mapping with a key 'tp'"):
         read("rules: [{match: a, place: shard}]", "rules[0].place.tp=colwise")
 
 
@@ -237,11 +237,11 @@ def test_ten_thousand_levels(tmp_path: Path) -> None:
     ]
     for text in deep:
         path.write_text(text)
-        with pytest.raises(SpecError, match="values are nested more than 32 deep"):
+        with pytest.raises(SpecError, match="values are nested more than 32 levels deep"):
             load_spec(path)
     nested: dict[str, Any] = {"version": 1}
     nested["rules"] = nested
-    with pytest.raises(SpecError, match="values are nested more than 32 deep"):
+    with pytest.raises(SpecError, match="values are nested more than 32 levels deep"):
         load_spec(nested)
 
 
@@ -251,7 +251,7 @@ def test_what_is_too_deep_is_not_read_on(tmp_path: Path) -> None:
     path.write_text("[" * 6000)
 
     def refused() -> None:
-        with pytest.raises(SpecError, match="nested more than 32 deep"):
+        with pytest.raises(SpecError, match="nested more than 32 levels deep"):
             load_spec(path)
 
     assert calls_of(refused) < 100_000
@@ -261,7 +261,7 @@ def test_bombs(tmp_path: Path) -> None:
     aliases = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
     path = tmp_path / "plan.yaml"
     path.write_text("a0: &a0 [1]\n" + aliases)
-    with pytest.raises(SpecError, match="anchors such as '&a0' are not read"):
+    with pytest.raises(SpecError, match="anchors such as '&a0' are not supported"):
         load_spec(path)
     shared: list[Any] = [1] * 10
     for _ in range(20):

@@ -98,86 +98,86 @@ DISAGREE = [
         {"mesh": {"dp_replicate": 2, "dp_shard": 4}, "strategy": "full_shard"},
         "<mapping>: strategy: full_shard uses dp_shard only, but the mesh also has dp_replicate "
         "(mesh: {dp_replicate: 2, dp_shard: 4})\n"
-        "    fix: say strategy: hybrid_shard or hybrid_shard_zero2, or give the mesh {dp_shard: N}",
+        "    fix: write strategy: hybrid_shard or hybrid_shard_zero2, or write mesh: {dp_shard: N}",
     ),
     (
         {"mesh": {"dp_shard": 8}, "strategy": "ddp"},
         "<mapping>: strategy: ddp uses dp_replicate only, but the mesh also has dp_shard "
         "(mesh: {dp_shard: 8})\n"
-        "    fix: say strategy: zero1 or zero2 or full_shard, or give the mesh {dp_replicate: N}",
+        "    fix: write strategy: zero1 or zero2 or full_shard, or write mesh: {dp_replicate: N}",
     ),
     (
         {"mesh": {"dp_shard": 8}, "strategy": "hybrid_shard"},
         "<mapping>: strategy: hybrid_shard needs the axis dp_replicate, which the mesh does not "
         "have (mesh: {dp_shard: 8})\n"
-        "    fix: say strategy: zero1 or zero2 or full_shard, or give the mesh "
+        "    fix: write strategy: zero1 or zero2 or full_shard, or write mesh: "
         "{dp_replicate: N, dp_shard: N}",
     ),
     (
         {"mesh": {"tp": 8}, "strategy": "full_shard"},
         "<mapping>: strategy: full_shard needs the axis dp_shard, which the mesh does not have "
         "(mesh: {tp: 8})\n"
-        "    fix: leave the strategy out, or give the mesh {dp_shard: N}",
+        "    fix: leave the strategy out, or write mesh: {dp_shard: N}",
     ),
     (
         {"mesh": {"dp_replicate": 2, "tp": 4}, "strategy": "zero1"},
         "<mapping>: strategy: zero1 uses dp_shard only, but the mesh also has dp_replicate "
         "(mesh: {dp_replicate: 2, tp: 4})\n"
-        "    fix: say strategy: ddp, or give the mesh {dp_shard: N}",
+        "    fix: write strategy: ddp, or write mesh: {dp_shard: N}",
     ),
     (
         {"mesh": {"dp_shard": 4, "dp_replicate": 2}},
-        "<mapping>: mesh: dp_shard stands before dp_replicate, but shards of one replica lie side "
-        "by side\n"
+        "<mapping>: mesh: dp_shard comes before dp_replicate, but the ranks of one replica must "
+        "be adjacent\n"
         "    fix: write mesh: {dp_replicate: 2, dp_shard: 4}",
     ),
     (
         {"mesh": [2, 4]},
-        "<mapping>: mesh: a bare mesh of 2 sizes is not clear: only a strategy could name its "
-        "axes, and none is stated\n"
+        "<mapping>: mesh: a mesh of 2 sizes without axis names is ambiguous: the plan states "
+        "no strategy that implies the names\n"
         "    fix: name the axes, such as mesh: {dp_replicate: 2, dp_shard: 4}",
     ),
     (
         {"mesh": [8], "strategy": "hybrid_shard"},
-        "<mapping>: mesh: a bare mesh of 1 size is not clear: hybrid_shard has 2 data axes "
-        "(dp_replicate, dp_shard)\n"
+        "<mapping>: mesh: a mesh of 1 size without axis names is ambiguous: hybrid_shard has 2 "
+        "data axes (dp_replicate, dp_shard)\n"
         "    fix: name the axes, such as mesh: {dp_replicate: 2, dp_shard: 4}",
     ),
     (
         {"mesh": [2, 4], "strategy": "full_shard"},
-        "<mapping>: mesh: a bare mesh of 2 sizes is not clear: full_shard has 1 data axis "
-        "(dp_shard)\n"
+        "<mapping>: mesh: a mesh of 2 sizes without axis names is ambiguous: full_shard has 1 "
+        "data axis (dp_shard)\n"
         "    fix: name the axes, such as mesh: {dp_replicate: 2, dp_shard: 4}",
     ),
     (
         {"mesh": {"dp_shard": 4}},
-        "<mapping>: mesh: the mesh has 4 devices, but there are 8\n"
+        "<mapping>: mesh: the mesh has 4 devices, but 8 are available\n"
         "    fix: make the product 8, such as dp_shard: 8",
     ),
     (
         {"mesh": {"dp_shard": 4, "tp": 4}},
-        "<mapping>: mesh: the mesh has 4 x 4 = 16 devices, but there are 8\n"
+        "<mapping>: mesh: the mesh has 4 x 4 = 16 devices, but 8 are available\n"
         "    fix: make the product 8, such as dp_shard: 2",
     ),
     (
         {"mesh": {"dp_shard": 4, "tp": 3}},
-        "<mapping>: mesh: the mesh has 4 x 3 = 12 devices, but there are 8\n"
+        "<mapping>: mesh: the mesh has 4 x 3 = 12 devices, but 8 are available\n"
         "    fix: make the product 8",
     ),
     (
         {"mesh": {"dp_shard": "auto", "tp": 3}},
-        "<mapping>: mesh.dp_shard: 'auto' cannot be filled: 8 devices do not divide by 3, the "
-        "product of the other axes\n"
-        "    fix: change the other axes so that their product divides the devices",
+        "<mapping>: mesh.dp_shard: no size is possible for 'auto': 8 devices are not a "
+        "multiple of 3, the product of the other axes\n"
+        "    fix: make the product of the other axes a divisor of 8",
     ),
     (
         {},
-        "<mapping>: neither 'mesh' nor 'strategy' is stated, so nothing says how to parallelize\n"
+        "<mapping>: the plan states neither 'mesh' nor 'strategy', and needs one of them\n"
         "    fix: add a line such as strategy: full_shard",
     ),
     (
         {"mesh": {"dp_shard": 8, "tp": "4 in dp_shard"}},
-        "<mapping>: mesh.tp: 'tp' cannot borrow ranks: only ep can\n    fix: say tp: N",
+        "<mapping>: mesh.tp: 'tp' cannot borrow ranks: only ep can\n    fix: write tp: N",
     ),
 ]
 
@@ -203,7 +203,7 @@ def test_what_waits_for_the_planner_is_said_all_at_once() -> None:
         ((8, 8), "the 8 devices are on one node"),
         ((8, None), "the 8 devices are on one node"),
         ((1, 1), "there is one device"),
-        ((8, 3), "8 devices are no whole number of nodes of 3"),
+        ((8, 3), "8 devices are not a multiple of the 3 devices of a node"),
     ],
 )
 def test_hybrid_needs_nodes(job: tuple[int, int | None], why: str) -> None:
@@ -216,12 +216,13 @@ def test_hybrid_needs_nodes(job: tuple[int, int | None], why: str) -> None:
 
 def test_without_hardware_the_command_line_cannot_know_the_devices() -> None:
     assert refusal({"strategy": "zero1"}, None) == (
-        "<mapping>: strategy: strategy zero1 needs the number of devices, and nothing states it\n"
+        "<mapping>: strategy: strategy zero1 needs the number of devices, which the plan does "
+        "not state\n"
         "    fix: add hardware: {nodes: 1, gpus_per_node: 8}, or mesh: {...}"
     )
     assert refusal({"mesh": {"dp_shard": "auto"}}, None) == (
-        "<mapping>: mesh.dp_shard: 'auto' needs the number of devices, and nothing states it\n"
-        "    fix: add hardware: {nodes: 1, gpus_per_node: 8}, or write the size"
+        "<mapping>: mesh.dp_shard: 'auto' needs the number of devices, which the plan does "
+        "not state\n    fix: add hardware: {nodes: 1, gpus_per_node: 8}, or write the size"
     )
 
 

@@ -313,7 +313,7 @@ def test_flags_and_plan_must_agree(run, plan):
         ),
         (
             "--params 1e400 --gpus 8",
-            "--params: '1e400' is beyond 1e18; give a count such as 8, 350M or 3e9\n"
+            "--params: '1e400' is larger than 1e18; give a count such as 8, 350M or 3e9\n"
             "    fix: for example --params 3e9\n",
         ),
         (
@@ -328,7 +328,7 @@ def test_flags_and_plan_must_agree(run, plan):
         ),
         (
             "--params 3e9 --gpus 8 --gpu h100-sxm-80",
-            "--gpu: gpu 'h100-sxm-80' is not known\n"
+            "--gpu: gpu 'h100-sxm-80' is not in the hardware table\n"
             "    fix: did you mean 'h100-sxm-80gb'? If not, state its memory instead of its name\n",
         ),
         (

@@ -54,7 +54,7 @@ REFUSALS: dict[str, tuple[Any, str, str]] = {
         {"version": 1, "mesh": {"dp_shard": 3}},
         "PlanError",
         "meshplan: 1 problem\n"
-        "<mapping>: mesh: the mesh has 3 devices, but there are 4\n"
+        "<mapping>: mesh: the mesh has 3 devices, but 4 are available\n"
         f"    {FIX_PRODUCT}",
     ),
     "two statements disagree": (
@@ -63,7 +63,7 @@ REFUSALS: dict[str, tuple[Any, str, str]] = {
         "meshplan: 1 problem\n"
         "<mapping>: strategy: full_shard uses dp_shard only, but the mesh also has dp_replicate "
         "(mesh: {dp_replicate: 2, dp_shard: 2})\n"
-        "    fix: say strategy: hybrid_shard or hybrid_shard_zero2, or give the mesh "
+        "    fix: write strategy: hybrid_shard or hybrid_shard_zero2, or write mesh: "
         "{dp_shard: N}",
     ),
     "hybrid on one node": (
