@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
-from meshplan.api.in_force import WITHOUT_MODEL, PlanSource, find_model, spec_in_force
+from meshplan.api.in_force import WITHOUT_MODEL, find_model, spec_in_force
+from meshplan.api.source import PlanSource, Source, SourceArguments, source_of
 from meshplan.errors import Origin, PlanError, Problem, SpecError, UnstatedError
 from meshplan.model.blueprint import OtherModelError
 from meshplan.plan.verdict import CheckResult
@@ -117,49 +118,38 @@ def estimate_states(
 
 
 def check_plan(
-    plan: PlanSource,
-    overrides: Sequence[str] = (),
-    *,
-    model: str | None = None,
-    config: str | Path | None = None,
+    plan: PlanSource | Source, overrides: Sequence[str] = (), **given: Unpack[SourceArguments]
 ) -> CheckResult:
     """Find every mistake of a plan that can be found before a process starts.
 
     Args:
-        plan: Path of a plan file, or its content as a mapping.
+        plan: Path of a plan file, its content as a mapping, or a whole `Source`.
         overrides: `KEY=VALUE` statements that change the plan.
-        model: "pkg.mod:function" that builds the model. It replaces the plan's own `model`.
-        config: A Hugging Face config of the model, instead of `model`. If no model is known, or the
-            plan names code that may not run, rules are not matched.
+        given: The model, by the names of `Source`: `model` and `config`.
+            If no model is known, or the plan names code that may not run, rules are not matched.
 
     Raises:
         SpecError: The plan or the model cannot be read.
     """
     from meshplan.plan.plan import problems_without_model
-    from meshplan.spec.reader import load_spec
 
+    source = source_of(plan, overrides, **given)
     try:
-        return _tried(_checked(plan, overrides, model, config), model, config)
+        return _tried(_checked(source), source)
     except UntrustedError as error:
-        problems = problems_without_model(load_spec(plan, overrides))
+        problems = problems_without_model(source.spec)
         left_out = f"{error.problems[0]}\nnote: so {WITHOUT_MODEL}"
         return CheckResult(problems=tuple(problems), notes=(left_out,))
 
 
-def _tried(checked: CheckResult, model: str | None, config: str | Path | None) -> CheckResult:
+def _tried(checked: CheckResult, source: Source) -> CheckResult:
     """Run the forward of a live model as a rank of the plan would, and add the result."""
     decided = checked.plan
-    if decided is None or checked.problems or (model is None and config is not None):
-        return checked
-    stated = decided.spec.model
-    entry, origin = model, Origin("--model")
-    if entry is None and stated is not None and stated.entry is not None:
-        entry, origin = stated.entry, decided.spec.origin("model.entry")
-    if entry is None:
+    if decided is None or checked.problems or (entry := source.entry(decided.spec)) is None:
         return checked
     from meshplan.runtime.estimate.tried import try_entry  # torch
 
-    problem, untried = try_entry(entry, origin, decided)
+    problem, untried = try_entry(*entry, decided)
     if problem is not None:
         return replace(checked, plan=None, problems=(problem,))
     notes = (f"the forward was not run: {untried}",) if untried else ()
@@ -167,15 +157,13 @@ def _tried(checked: CheckResult, model: str | None, config: str | Path | None) -
 
 
 def _checked(
-    plan: PlanSource, overrides: Sequence[str], model: str | None, config: str | Path | None,
-    lock: Lock | None = None, report: Callable[[str], None] = lambda text: None,
-) -> CheckResult:  # fmt: skip
+    source: Source, lock: Lock | None = None, report: Callable[[str], None] = lambda text: None
+) -> CheckResult:
     from meshplan.plan.plan import make_plan, problems_without_model  # half of the start-up
-    from meshplan.spec.reader import load_spec
 
-    spec = load_spec(plan, overrides)
+    spec = source.spec
     try:
-        graph, notes, rehearse = find_model(spec, model, config)
+        graph, notes, rehearse = find_model(spec, source)
     except PlanError as error:
         return CheckResult(problems=tuple(error.problems))
     if graph is None:
@@ -183,9 +171,8 @@ def _checked(
     noted: list[str] = []
     try:
         whole, graph, rehearse = spec_in_force(
-            plan, overrides, spec, (graph, rehearse), model, config,
-            noted=noted.append, report=report, lock=lock,
-        )  # fmt: skip
+            source, spec, (graph, rehearse), noted=noted.append, report=report, lock=lock
+        )
         decided = make_plan(whole, graph, rehearse=rehearse)
     except PlanError as error:
         return CheckResult(problems=tuple(error.problems), notes=(*notes, *noted))
@@ -193,95 +180,87 @@ def _checked(
     return CheckResult(plan=decided, warnings=warnings, notes=(*notes, *noted))
 
 
-def _closed(
-    plan: PlanSource, overrides: Sequence[str], model: str | None, config: str | Path | None,
-    report: Callable[[str], None],
-) -> tuple[Spec, tuple[str, ...]]:  # fmt: skip
+def _closed(source: Source, report: Callable[[str], None]) -> tuple[Spec, tuple[str, ...]]:
     """Return the spec with nothing left to the planner, and notes on the lock that it uses."""
     from meshplan.planner.lock.lock import has_lock
-    from meshplan.spec.reader import load_spec
 
-    spec = load_spec(plan, overrides)
-    if not spec.free_fields and not has_lock(plan):
+    spec = source.spec
+    if not spec.free_fields and not has_lock(source.plan):
         return spec, ()
-    graph, _, rehearse = find_model(spec, model, config)
+    graph, _, rehearse = find_model(spec, source)
     if graph is None:
         return spec, ()
     noted: list[str] = []
-    whole, _, _ = spec_in_force(
-        plan, overrides, spec, (graph, rehearse), model, config, noted=noted.append, report=report
-    )
+    whole, _, _ = spec_in_force(source, spec, (graph, rehearse), noted=noted.append, report=report)
     return whole, tuple(noted)
 
 
 def decide(
-    plan: PlanSource,
+    plan: PlanSource | Source,
     overrides: Sequence[str] = (),
     *,
-    model: str | None = None,
-    config: str | Path | None = None,
     lock: Lock | None = None,
     noted: Callable[[str], None] = lambda text: None,
+    **given: Unpack[SourceArguments],
 ) -> Plan:
     """Return the plan that a plan file and its model decide.
 
     Args:
-        plan: Path of a plan file, or its content as a mapping.
+        plan: Path of a plan file, its content as a mapping, or a whole `Source`.
         overrides: `KEY=VALUE` statements that change the plan.
-        model: "pkg.mod:function" that builds the model; None for the plan's own model.
-        config: A Hugging Face config of the model, instead of `model`.
         lock: A lock whose choices complete the plan; None takes the lock next to the plan file.
         noted: Called with each note for the reader, such as which lock the plan uses.
+        given: The model, by the names of `Source`: `model` and `config`.
 
     Raises:
         SpecError: The plan or the model cannot be read, the lock does not hold, or no model is
             known.
         PlanError: The plan does not fit the model.
     """
-    checked = _checked(plan, overrides, model, config, lock)
+    source = source_of(plan, overrides, **given)
+    checked = _checked(source, lock)
     for note in checked.notes:
         noted(note)
     if checked.problems:
         raise PlanError(checked.problems)
     if checked.plan is None:
         what = "nothing says which modules the model has"
-        raise SpecError(Problem(what, Origin(str(plan), "model"), _NAME_MODEL))
+        raise SpecError(Problem(what, Origin(str(source.plan), "model"), _NAME_MODEL))
     return checked.plan
 
 
 def verify_plan(
-    plan: PlanSource,
+    plan: PlanSource | Source,
     overrides: Sequence[str] = (),
     *,
-    model: str | None = None,
-    config: str | Path | None = None,
     max_ranks: int | None = None,
     report: Callable[[str], None] = lambda text: None,
+    **given: Unpack[SourceArguments],
 ) -> Verdict:
     """Run a scaled-down plan on local processes and compare it with one process without a plan.
 
     Args:
-        plan: Path of a plan file, or its content as a mapping.
+        plan: Path of a plan file, its content as a mapping, or a whole `Source`.
         overrides: `KEY=VALUE` statements that change the plan.
-        model: "pkg.mod:function" that builds the model; None for the plan's own model.
-        config: A Hugging Face config of the model, instead of `model`.
         max_ranks: Maximum number of processes to start; None for 16.
         report: Called with lines on the progress.
+        given: The model, by the names of `Source`: `model` and `config`.
 
     Raises:
         SpecError: The plan or the model cannot be read or scaled down.
         PlanError: The plan's mesh contradicts itself.
     """
     from meshplan.plan.verdict import refused
-    from meshplan.runtime.estimate.scale_down import MAX_RANKS, shrink, source_of
+    from meshplan.runtime.estimate.scale_down import MAX_RANKS, model_source_of, shrink
     from meshplan.runtime.verify.verify import verify
 
-    spec, notes = _closed(plan, overrides, model, config, report)
+    source = source_of(plan, overrides, **given)
+    spec, notes = _closed(source, report)
     for note in notes:
         report(note)
-    source = source_of(spec, model, config)
+    builder = model_source_of(spec, source.model, source.config)
     try:
-        problems = check_plan(plan, overrides, model=model, config=config).problems
+        problems = check_plan(source).problems
     except OtherModelError as error:
         problems = ()
         report(f"the plan was not checked on the whole model: {error.problems[0].what}")
@@ -290,32 +269,24 @@ def verify_plan(
         return refused(problems)
     for code, origin in spec.applied_code:
         check_code(code, origin)
-    return verify(shrink(spec, source, max_ranks or MAX_RANKS), report)
+    return verify(shrink(spec, builder, max_ranks or MAX_RANKS), report)
 
 
 def estimate_memory(
-    plan: PlanSource,
+    plan: PlanSource | Source,
     overrides: Sequence[str] = (),
     *,
-    model: str | None = None,
-    config: str | Path | None = None,
-    gpu: str | None = None,
-    memory: str | int | None = None,
     fixes: bool | None = None,
     trace: bool = False,
     tier: int | None = None,
     report: Callable[[str], None] = lambda text: None,
+    **given: Unpack[SourceArguments],
 ) -> MemoryEstimate:
     """Estimate the peak memory of every rank to the byte, without a GPU, and check that it fits.
 
     Args:
-        plan: Path of a plan file, or its content as a mapping.
+        plan: Path of a plan file, its content as a mapping, or a whole `Source`.
         overrides: `KEY=VALUE` statements that change the plan.
-        model: "pkg.mod:function" that builds the model; None for the plan's own model.
-        config: A Hugging Face config of the model, instead of `model`.
-        gpu: Name of the device whose memory is the limit.
-        memory: The memory limit itself, instead of `gpu`. If the plan states a limit too, both must
-            agree.
         fixes: If True and the plan does not fit, look for single changes that would make it fit.
             None looks only if that takes seconds.
         trace: If True, trace the step with torch even if the config alone gives an estimate, which
@@ -323,16 +294,20 @@ def estimate_memory(
         tier: 1 composes blocks that were traced once, 3 traces the whole step, and 2 does the same
             as 3; None takes the cheapest tier that works.
         report: Called with lines on the progress.
+        given: The model and the machine, by the names of `Source`: `model`, `config`, `gpu` and
+            `memory`. If the plan states a limit too, both must agree.
 
     Raises:
         SpecError: The plan or the model cannot be read or built.
         PlanError: The plan does not fit the model, says too little, or its step cannot be traced.
         ApplyError: A tracing process was killed.
     """
-    spec, by = _closed(plan, overrides, model, config, report)
-    device, limit_bytes, notes = read_limit(gpu, memory, spec)
+    source = source_of(plan, overrides, **given)
+    spec, by = _closed(source, report)
+    device, limit_bytes, notes = read_limit(source.gpu, source.memory, spec)
     notes = (*by, *notes)
-    is_config = model is None and (config is not None or (spec.model and spec.model.config))
+    names_config = source.config is not None or (spec.model is not None and spec.model.config)
+    is_config = source.model is None and names_config
     began = time.monotonic()
     if is_config and not trace and tier in (None, 1):
         from meshplan.memory.analytic.estimate import estimate_analytic
@@ -340,7 +315,7 @@ def estimate_memory(
 
         graph = rehearse = planned = None
         try:
-            graph, more, rehearse = find_model(spec, None, config)
+            graph, more, rehearse = find_model(spec, source)
             assert graph is not None
             planned = make_plan(spec, graph)
             estimate = estimate_analytic(
@@ -369,11 +344,11 @@ def estimate_memory(
     from meshplan.runtime.estimate.estimate import estimate_by_trace
     from meshplan.runtime.estimate.fixes import with_fixes  # torch
     from meshplan.runtime.estimate.request import EstimateRequest, decided
-    from meshplan.runtime.estimate.scale_down import source_of
+    from meshplan.runtime.estimate.scale_down import model_source_of
 
     question = EstimateRequest(
         spec=spec,
-        source=source_of(spec, model, config),
+        source=model_source_of(spec, source.model, source.config),
         device=device,
         limit_bytes=limit_bytes,
         tier=tier,
@@ -393,24 +368,14 @@ def estimate_memory(
 
 
 def traced_log(
-    plan: Plan,
-    rank: int,
-    *,
-    model: str | None = None,
-    config: str | Path | None = None,
-    gpu: str | None = None,
-    memory: str | int | None = None,
-    report: Callable[[str], None] = lambda text: None,
+    plan: Plan, rank: int, source: Source, report: Callable[[str], None] = lambda text: None
 ) -> EventLog:
     """Trace the step of one rank event by event.
 
     Args:
         plan: A plan decided for its model.
         rank: The rank to trace.
-        model: "pkg.mod:function" that builds the model; None for the plan's own model.
-        config: A Hugging Face config of the model, instead of `model`.
-        gpu: Name of the device whose memory is the limit.
-        memory: The memory limit itself, instead of `gpu`.
+        source: The model and the machine of the plan.
         report: Called with lines on the progress.
 
     Raises:
@@ -420,11 +385,11 @@ def traced_log(
     """
     from meshplan.runtime.estimate.estimate import log_of_rank  # torch
     from meshplan.runtime.estimate.request import EstimateRequest
-    from meshplan.runtime.estimate.scale_down import source_of
+    from meshplan.runtime.estimate.scale_down import model_source_of
 
-    device, limit_bytes, _ = read_limit(gpu, memory, plan.spec)
-    source = source_of(plan.spec, model, config)
+    device, limit_bytes, _ = read_limit(source.gpu, source.memory, plan.spec)
+    builder = model_source_of(plan.spec, source.model, source.config)
     question = EstimateRequest(
-        spec=plan.spec, source=source, device=device, limit_bytes=limit_bytes
+        spec=plan.spec, source=builder, device=device, limit_bytes=limit_bytes
     )
     return log_of_rank(question, rank, report)

@@ -7,11 +7,11 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 from meshplan.api import checking
-from meshplan.api.in_force import PlanSource, find_model, spec_in_force
+from meshplan.api.in_force import find_model, spec_in_force
+from meshplan.api.source import PlanSource, Source, SourceArguments
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.model.blueprint import from_config
 from meshplan.model.rehearsal import Rehearse
@@ -19,7 +19,6 @@ from meshplan.pictures.base.palette import theme_of
 from meshplan.pictures.explored import Knobs, Scene, knobs_of, png_of, scene_of
 from meshplan.pictures.mesh.counted import counted_plan
 from meshplan.plan.plan import Plan, make_plan
-from meshplan.spec.reader import load_spec
 from meshplan.spec.spec import Spec
 from meshplan.spec.strategies import STRATEGIES
 from meshplan.textbook.inputs import graph_of
@@ -34,11 +33,8 @@ def explore(
     plan: PlanSource | Spec | Plan,
     overrides: Sequence[str] = (),
     *,
-    model: str | None = None,
-    config: str | Path | None = None,
-    gpu: str | None = None,
-    memory: str | int | None = None,
     theme: str = "light",
+    **given: Unpack[SourceArguments],
 ) -> Explorer:
     """Explore a plan: sliders for nodes, GPUs and micro batch redraw its mesh and its memory.
 
@@ -46,11 +42,9 @@ def explore(
         plan: Path of a plan file, its content as a mapping, or the result of `load_spec` or
             `decide`.
         overrides: `KEY=VALUE` statements that change the plan; not with a `Plan` or a `Spec`.
-        model: "pkg.mod:function" that builds the model; not with a `Plan`, which has its model.
-        config: A Hugging Face config of the model, instead of `model`; not with a `Plan`.
-        gpu: Name of the device whose memory is the limit.
-        memory: The memory limit itself, instead of `gpu`.
         theme: "light" or "dark".
+        given: The model and the machine, by the names of `Source`: `model` or `config`, not with a
+            `Plan`, which has its model; `gpu` and `memory`.
 
     Returns:
         An object that a notebook shows as sliders if ipywidgets is installed, else as a picture.
@@ -60,40 +54,38 @@ def explore(
         PlanError: The plan as it stands does not fit the model.
     """
     theme_of(theme)
-    start, rehearse = _start(plan, overrides, model, config)
-    return Explorer(start, gpu=gpu, memory=memory, theme=theme, rehearse=rehearse)
+    # A plan that was read or decided already stands in for the file.
+    source = Source({} if isinstance(plan, Plan | Spec) else plan, tuple(overrides), **given)
+    start, rehearse = _start(plan, source)
+    return Explorer(start, gpu=source.gpu, memory=source.memory, theme=theme, rehearse=rehearse)
 
 
-def _start(
-    plan: PlanSource | Spec | Plan,
-    overrides: Sequence[str],
-    model: str | None,
-    config: str | Path | None,
-) -> tuple[Plan, Rehearse | None]:
+def _start(plan: PlanSource | Spec | Plan, source: Source) -> tuple[Plan, Rehearse | None]:
     """Return the plan as it stands, and the rehearsal of a live model whose data flow is read."""
-    if isinstance(plan, Plan | Spec) and overrides:
+    if isinstance(plan, Plan | Spec) and source.overrides:
         what = "what was read already takes no overrides"
         raise SpecError(Problem(what, Origin("overrides"), "give the plan file in its place"))
     if isinstance(plan, Plan):
-        if (model, config) != (None, None):
+        if source.names_model:
             what = "a plan that was decided has its model"
             raise SpecError(Problem(what, Origin("model"), "leave model and config out"))
         return plan, None
-    spec = plan if isinstance(plan, Spec) else load_spec(plan, overrides)
-    entry = model or (spec.model.entry if spec.model is not None and config is None else None)
+    spec = plan if isinstance(plan, Spec) else source.spec
+    entry = source.entry(spec)
     if entry is not None and not spec.free_fields:
-        graph, _, rehearse = find_model(spec, model, config)
+        graph, _, rehearse = find_model(spec, source)
         assert graph is not None
         if not isinstance(plan, Spec):
             spec, graph, rehearse = spec_in_force(
-                plan, overrides, spec, (graph, rehearse), model, config, noted=lambda text: None
+                source, spec, (graph, rehearse), noted=lambda text: None
             )
         return make_plan(spec, graph, rehearse=rehearse), rehearse
-    number = counted_plan(spec) if (entry, config) == (None, None) else None
+    number = counted_plan(spec) if entry is None and source.config is None else None
     if number is not None:
         return number, None
     if not isinstance(plan, Spec):
-        return checking.decide(plan, overrides, model=model, config=config), None
+        return checking.decide(source), None
+    config = source.config
     told = from_config(config, Origin("config")) if config is not None else graph_of(spec)
     if told is None:
         what = "nothing says which modules the model has"

@@ -6,12 +6,12 @@ something to plan.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from meshplan.errors import Origin, Problem, SpecError
+from meshplan.api.source import Source
+from meshplan.errors import Origin
 from meshplan.model.blueprint import from_config
 from meshplan.model.graph import ModelGraph
 from meshplan.model.rehearsal import Rehearse
@@ -22,44 +22,37 @@ if TYPE_CHECKING:
     from meshplan.planner.lock.lock import Lock
     from meshplan.planner.problem.decision import PlanRequest
 
-PlanSource = str | os.PathLike[str] | Mapping[str, Any]
 Found = tuple[ModelGraph, Rehearse | None]
 WITHOUT_MODEL = "rules, heads and shapes were not checked"
 
 
 def find_model(
-    spec: Spec, model: str | None, config: str | Path | None
+    spec: Spec, source: Source
 ) -> tuple[ModelGraph | None, tuple[str, ...], Rehearse | None]:
-    """Find the model that the flags or the plan name.
+    """Find the model that the caller or the plan names.
 
     Args:
-        spec: The spec of the plan file.
-        model: "pkg.mod:function" that builds the model; None for the plan's own model.
-        config: A Hugging Face config of the model, instead of `model`.
+        spec: The plan as it is read, which may be changed from that of `source`.
+        source: The plan, and the model that replaces the plan's own.
 
     Returns:
         The model's graph, notes for the reader, and the model's rehearsal. The graph is None if no
         model is named. The rehearsal is None unless the model is live.
 
     Raises:
-        SpecError: Both `model` and `config` are given.
+        SpecError: The caller names a function and a config, or the model cannot be read.
     """
-    if model is not None and config is not None:
-        what = "--model and --config both state the model"
-        raise SpecError(Problem(what, Origin("--model"), "leave one of them out"))
-    stated = spec.model
+    entry = source.entry(spec)
+    stated, config = spec.model, source.config
     notes = []
-    if stated is not None and (model, config) != (None, None):
-        flag = "--model" if model is not None else "--config"
-        if (model, config) not in ((stated.entry, None), (None, stated.config)):
+    if stated is not None and source.names_model:
+        flag = "--model" if source.model is not None else "--config"
+        if (source.model, config) not in ((stated.entry, None), (None, stated.config)):
             notes.append(f"{flag} goes before the model of {spec.origin('model')}")
-    entry, origin = model, Origin("--model")
-    if (model, config) == (None, None) and stated is not None and stated.entry is not None:
-        entry, origin = stated.entry, spec.origin("model.entry")
     if entry is not None:
         from meshplan.runtime.live.named_model import live_graph  # torch
 
-        live, rehearse = live_graph(entry, origin, spec)
+        live, rehearse = live_graph(*entry, spec)
         return live, tuple(notes), rehearse
     if config is not None or (stated is not None and stated.config is not None):
         graph = graph_of(spec) if config is None else from_config(config, Origin("--config"))
@@ -74,12 +67,9 @@ def find_model(
 
 
 def spec_in_force(
-    plan: PlanSource,
-    overrides: Sequence[str],
+    source: Source,
     spec: Spec,
     found: Found,
-    model: str | None,
-    config: str | Path | None,
     *,
     noted: Callable[[str], None],
     report: Callable[[str], None] = lambda text: None,
@@ -88,13 +78,10 @@ def spec_in_force(
     """Return the spec with nothing left to the planner, by its lock, by planning or by defaults.
 
     Args:
-        plan: Path of the plan file, or its content as a mapping.
-        overrides: `KEY=VALUE` statements that change the plan.
-        spec: The spec of the plan file.
-        found: The graph of the model that `model` and `config` name, and its rehearsal. Both are
-            returned, with the model's data flow if the completed spec reads it.
-        model: "pkg.mod:function" that builds the model; None for the plan's own model.
-        config: A Hugging Face config of the model, instead of `model`.
+        source: The plan and its model.
+        spec: The plan as it is read.
+        found: The graph of the model, and its rehearsal. Both are returned, with the model's data
+            flow if the completed spec reads it.
         noted: Called with one line on which lock the plan uses, or why it uses none; not called if
             there is no lock and the plan needs none.
         report: Called with lines on the progress.
@@ -102,7 +89,7 @@ def spec_in_force(
     """
     from meshplan.planner.lock.lock import has_lock
 
-    if lock is None and not spec.free_fields and not has_lock(plan):
+    if lock is None and not spec.free_fields and not has_lock(source.plan):
         return spec, *found
     from meshplan.planner.objectives import complete  # numpy
     from meshplan.planner.problem import request  # numpy
@@ -110,16 +97,18 @@ def spec_in_force(
     def ask(profile: Path | None) -> PlanRequest:
         from meshplan.runtime.live.planned import question_of_entry  # torch
 
-        return question_of_entry(plan, overrides, model, profile=profile, report=report)
+        return question_of_entry(
+            source.plan, source.overrides, source.model, profile=profile, report=report
+        )
 
-    is_live = model is not None or (spec.model is not None and spec.model.entry is not None)
-    path = None if is_live else request.config_of(spec, config)[0]
-    load = request.loading(plan, overrides)
+    is_live = source.model is not None or (spec.model is not None and spec.model.entry is not None)
+    path = None if is_live else request.config_of(spec, source.config)[0]
+    load = request.loading(source.plan, source.overrides)
     stated = complete.complete_spec(
-        plan, load, found[0], report, ask if is_live else None, path, lock, noted=noted
+        source.plan, load, found[0], report, ask if is_live else None, path, lock, noted=noted
     )
     if stated.reads_flow and not spec.reads_flow:
-        graph, _, rehearse = find_model(stated, model, config)
+        graph, _, rehearse = find_model(stated, source)
         assert graph is not None
         return stated, graph, rehearse
     return stated, *found

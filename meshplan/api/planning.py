@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
-from meshplan.api.in_force import PlanSource
+from meshplan.api.source import PlanSource, Source, SourceArguments, source_of
 from meshplan.cost.calibration import profile_from, read_profile, write_profile
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.files import check_writable
@@ -22,7 +22,6 @@ from meshplan.planner.objectives.answer import answer
 from meshplan.planner.problem.decision import Decision, Evaluated, PlanRequest
 from meshplan.planner.problem.request import cluster_of, question_of_file
 from meshplan.spec.keys import check_free, freed
-from meshplan.spec.reader import load_spec
 from meshplan.textbook.inputs import read_limit
 
 if TYPE_CHECKING:
@@ -39,30 +38,22 @@ if TYPE_CHECKING:
 
 
 def search_plan(
-    plan: PlanSource,
+    plan: PlanSource | Source,
     overrides: Sequence[str] = (),
     *,
-    model: str | None = None,
-    config: str | Path | None = None,
-    gpu: str | None = None,
-    memory: str | int | None = None,
-    profile: str | Path | None = None,
     report: Callable[[str], None] = lambda text: None,
     is_stopped: Callable[[], bool] = lambda: False,
+    **given: Unpack[SourceArguments],
 ) -> Decision:
     """Search the fastest plan over everything that a plan file leaves open, with a proof.
 
     Args:
-        plan: Path of a plan file, or its content as a mapping.
+        plan: Path of a plan file, its content as a mapping, or a whole `Source`.
         overrides: `KEY=VALUE` statements that change the plan.
-        model: "pkg.mod:function" that builds the model; None for the plan's own model.
-        config: A Hugging Face config of the model, instead of `model`.
-        gpu: Name of the device whose memory is the limit.
-        memory: The memory limit itself, instead of `gpu`.
-        profile: A profile written by `meshplan calibrate`; None takes the known figures of the
-            device.
         report: Called with a line for each better plan.
         is_stopped: Returns True once the user wants the best plan found so far.
+        given: The model and the machine, by the names of `Source`: `model`, `config`, `gpu`,
+            `memory` and `profile`.
 
     Returns:
         The chosen plan, its alternatives, and what was left out.
@@ -71,167 +62,132 @@ def search_plan(
         SpecError: The plan or the model cannot be read.
         PlanError: The plan contradicts itself, or says too little.
     """
-    question = _question(plan, overrides, model, config, gpu, memory, profile, report)
+    question = _question(source_of(plan, overrides, **given), report)
     return answer(replace(question, is_stopped=is_stopped), report)
 
 
 def find_frontier(
-    plan: PlanSource,
+    plan: PlanSource | Source,
     overrides: Sequence[str] = (),
     *,
-    model: str | None = None,
-    config: str | Path | None = None,
-    gpu: str | None = None,
-    memory: str | int | None = None,
-    profile: str | Path | None = None,
     report: Callable[[str], None] = lambda text: None,
     is_stopped: Callable[[], bool] = lambda: False,
+    **given: Unpack[SourceArguments],
 ) -> tuple[tuple[Evaluated, ...], bool]:
     """Search the fastest plans within less and less memory.
 
     Args:
-        plan: Path of a plan file, or its content as a mapping.
+        plan: Path of a plan file, its content as a mapping, or a whole `Source`.
         overrides: `KEY=VALUE` statements that change the plan.
-        model: "pkg.mod:function" that builds the model; None for the plan's own model.
-        config: A Hugging Face config of the model, instead of `model`.
-        gpu: Name of the device whose memory is the limit.
-        memory: The memory limit itself, instead of `gpu`.
-        profile: A profile written by `meshplan calibrate`; None takes the known figures of the
-            device.
         report: Called with lines on the progress.
         is_stopped: Returns True once the user wants the plans found so far.
+        given: The model and the machine, by the names of `Source`: `model`, `config`, `gpu`,
+            `memory` and `profile`.
 
     Returns:
         The plans, fastest first, and True if all searches ended by themselves.
     """
     from meshplan.planner.answers.frontier import frontier
 
-    question = _question(plan, overrides, model, config, gpu, memory, profile, report)
+    question = _question(source_of(plan, overrides, **given), report)
     return frontier(replace(question, is_stopped=is_stopped), report)
 
 
 def fewest_devices(
-    plan: PlanSource,
+    plan: PlanSource | Source,
     overrides: Sequence[str] = (),
     *,
     tokens: str | float,
     days: str | float,
-    model: str | None = None,
-    config: str | Path | None = None,
-    gpu: str | None = None,
-    memory: str | int | None = None,
-    profile: str | Path | None = None,
     report: Callable[[str], None] = lambda text: None,
     is_stopped: Callable[[], bool] = lambda: False,
+    **given: Unpack[SourceArguments],
 ) -> TrainingTarget:
     """Find the fewest whole nodes that train on a number of tokens in a number of days.
 
     Args:
-        plan: Path of a plan file, or its content as a mapping. Its own number of nodes does not
-            matter.
+        plan: Path of a plan file, its content as a mapping, or a whole `Source`. Its own number of
+            nodes does not matter.
         overrides: `KEY=VALUE` statements that change the plan.
         tokens: Tokens of the whole training.
         days: Days that the whole training may take.
-        model: "pkg.mod:function" that builds the model; None for the plan's own model.
-        config: A Hugging Face config of the model, instead of `model`.
-        gpu: Name of the device whose memory is the limit.
-        memory: The memory limit itself, instead of `gpu`.
-        profile: A profile written by `meshplan calibrate`; None takes the known figures of the
-            device.
         report: Called with lines on the progress.
         is_stopped: Returns True once the user wants the best answer found so far.
+        given: The model and the machine, by the names of `Source`: `model`, `config`, `gpu`,
+            `memory` and `profile`.
     """
     from meshplan.planner.objectives.num_devices import fewest, positive
 
     amounts = positive(tokens, "--tokens"), positive(days, "--days")
-    question = _question(plan, overrides, model, config, gpu, memory, profile, report)
+    question = _question(source_of(plan, overrides, **given), report)
     return fewest(replace(question, is_stopped=is_stopped), *amounts, report)
 
 
-def _question(
-    plan: PlanSource,
-    overrides: Sequence[str],
-    model: str | None,
-    config: str | Path | None,
-    gpu: str | None,
-    memory: str | int | None,
-    profile: str | Path | None,
-    report: Callable[[str], None],
-) -> PlanRequest:
+def _question(source: Source, report: Callable[[str], None]) -> PlanRequest:
     """Build the request, from the model's config or by running a live model."""
     if why := unlike(installed()):
         report(why)
-    stated = load_spec(plan, overrides).model
-    is_live = model is not None or (config is None and stated is not None and stated.entry)
+    stated = source.spec.model
+    is_live = source.model is not None or (
+        source.config is None and stated is not None and stated.entry
+    )
     if not is_live:
-        return question_of_file(plan, overrides, config, gpu, memory, profile)
+        return question_of_file(
+            source.plan, source.overrides, source.config, source.gpu, source.memory, source.profile
+        )
     with collecting_rarely():  # Loading modules and building a model create many objects.
         from meshplan.runtime.live.planned import question_of_entry  # torch
 
+        profile = source.profile
         return question_of_entry(
-            plan, overrides, model, config, gpu=gpu, memory=memory,
-            profile=Path(profile) if profile is not None else None, report=report,
+            source.plan, source.overrides, source.model, source.config, gpu=source.gpu,
+            memory=source.memory, profile=Path(profile) if profile is not None else None,
+            report=report,
         )  # fmt: skip
 
 
 def find_trouble(
-    plan: PlanSource,
+    plan: PlanSource | Source,
     overrides: Sequence[str] = (),
     *,
-    model: str | None = None,
-    config: str | Path | None = None,
-    gpu: str | None = None,
-    memory: str | int | None = None,
-    profile: str | Path | None = None,
     report: Callable[[str], None] = lambda text: None,
     is_stopped: Callable[[], bool] = lambda: False,
+    **given: Unpack[SourceArguments],
 ) -> Trouble:
     """Explain why `search_plan` finds no plan: which statements contradict, and what would help.
 
     Args:
-        plan: Path of a plan file, or its content as a mapping.
+        plan: Path of a plan file, its content as a mapping, or a whole `Source`.
         overrides: `KEY=VALUE` statements that change the plan.
-        model: "pkg.mod:function" that builds the model; None for the plan's own model.
-        config: A Hugging Face config of the model, instead of `model`.
-        gpu: Name of the device whose memory is the limit.
-        memory: The memory limit itself, instead of `gpu`.
-        profile: A profile written by `meshplan calibrate`; None takes the known figures of the
-            device.
         report: Called with lines on the progress.
         is_stopped: Returns True once the user wants the answer found so far.
+        given: The model and the machine, by the names of `Source`: `model`, `config`, `gpu`,
+            `memory` and `profile`.
     """
     from meshplan.planner.answers.infeasible import trouble_of
 
-    question = _question(plan, overrides, model, config, gpu, memory, profile, report)
+    question = _question(source_of(plan, overrides, **given), report)
     return trouble_of(replace(question, is_stopped=is_stopped), report)
 
 
 def explain(
-    plan: PlanSource,
+    plan: PlanSource | Source,
     words: Sequence[str],
     overrides: Sequence[str] = (),
     *,
-    model: str | None = None,
-    config: str | Path | None = None,
-    gpu: str | None = None,
-    memory: str | int | None = None,
-    profile: str | Path | None = None,
     report: Callable[[str], None] = lambda text: None,
+    **given: Unpack[SourceArguments],
 ) -> list[WhyNot]:
     """Explain why the plan does not have another setting.
 
     Args:
-        plan: Path of a plan file, or its content as a mapping.
+        plan: Path of a plan file, its content as a mapping, or a whole `Source`.
         words: "why-not" and a setting such as "mesh.tp=8", or "why" and a field such as "mesh.tp",
             which asks about each of its values.
         overrides: `KEY=VALUE` statements that change the plan.
-        model: "pkg.mod:function" that builds the model; None for the plan's own model.
-        config: A Hugging Face config of the model, instead of `model`.
-        gpu: Name of the device whose memory is the limit.
-        memory: The memory limit itself, instead of `gpu`.
-        profile: A profile written by `meshplan calibrate`; None takes the profile that the lock was
-            made with.
         report: Called with lines on the progress.
+        given: The model and the machine, by the names of `Source`: `model`, `config`, `gpu`,
+            `memory` and `profile`.
 
     Returns:
         One answer per setting.
@@ -245,14 +201,16 @@ def explain(
     if len(words) != 2 or words[0] not in ("why", "why-not"):
         what, fix = f"'{' '.join(words)}' is no question", "ask why FIELD, or why-not FIELD=VALUE"
         raise SpecError(Problem(what, Origin("explain"), fix))
-    if profile is None and (profile := profile_of_lock(plan)) is not None:
+    source = source_of(plan, overrides, **given)
+    if source.profile is None and (profile := profile_of_lock(source.plan)) is not None:
         report(f"by the figures of {profile.name}, as the lock")
-    question = _question(plan, overrides, model, config, gpu, memory, profile, report)
+        source = replace(source, profile=profile)
+    question = _question(source, report)
     asker = Asker(question, report)
     settings = [words[1]] if words[0] == "why-not" else asker.settings(words[1])
     answers = [asker.why_not(each) for each in settings]
-    by = locked(plan, question.read, question.graph)
-    if line := lock_in_words(by, plan, question.read(())):
+    by = locked(source.plan, question.read, question.graph)
+    if line := lock_in_words(by, source.plan, question.read(())):
         report(line)
     return answers
 

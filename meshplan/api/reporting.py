@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 from meshplan.api import checking, planning
-from meshplan.api.in_force import PlanSource
+from meshplan.api.source import PlanSource, Source, SourceArguments, source_of
 from meshplan.errors import MeshplanError, PlanError, SpecError
 from meshplan.pictures.mesh.counted import counted_plan
 from meshplan.plan.plan import Plan, make_plan
@@ -18,72 +18,47 @@ from meshplan.planner.problem.decision import Decision, Evaluated
 from meshplan.planner.problem.request import loading
 from meshplan.planner.space.space import EmptySpaceError
 from meshplan.report.main import Report, ReportFacts, report_of
-from meshplan.spec.reader import load_spec
 
 _OPEN: Final = "faster plans and other choices"
 
 
 def make_report(
-    plan: PlanSource,
+    plan: PlanSource | Source,
     overrides: Sequence[str] = (),
     *,
-    model: str | None = None,
-    config: str | Path | None = None,
-    gpu: str | None = None,
-    memory: str | int | None = None,
-    profile: str | Path | None = None,
     why_not: Sequence[str] = (),
     report: Callable[[str], None] = lambda text: None,
+    **given: Unpack[SourceArguments],
 ) -> Report:
     """Make one page about a plan: its verdict, every picture, tables, why, and why not.
 
     Args:
-        plan: Path of a plan file, or its content as a mapping.
+        plan: Path of a plan file, its content as a mapping, or a whole `Source`.
         overrides: `KEY=VALUE` statements that change the plan.
-        model: "pkg.mod:function" that builds the model; None for the plan's own model.
-        config: A Hugging Face config of the model, instead of `model`.
-        gpu: Name of the device whose memory is the limit.
-        memory: The memory limit itself, instead of `gpu`.
-        profile: A profile written by `meshplan calibrate`; None takes the known figures of the
-            device.
         why_not: Settings such as "mesh.tp=8", or fields such as "mesh.tp", which ask about each of
             their values.
         report: Called with lines on the progress.
+        given: The model and the machine, by the names of `Source`: `model`, `config`, `gpu`,
+            `memory` and `profile`.
 
     Raises:
         SpecError: The plan or the model cannot be read.
         PlanError: The plan does not fit the model.
     """
-    return report_of(
-        _ReportBuilder(plan, overrides, model, config, gpu, memory, profile, report).all(why_not)
-    )
+    return report_of(_ReportBuilder(source_of(plan, overrides, **given), report).all(why_not))
 
 
 class _ReportBuilder:
     """The answers about one plan file. What has no answer is left out, with the reason."""
 
-    def __init__(
-        self,
-        plan: PlanSource,
-        overrides: Sequence[str],
-        model: str | None,
-        config: str | Path | None,
-        gpu: str | None,
-        memory: str | int | None,
-        profile: str | Path | None,
-        report: Callable[[str], None],
-    ) -> None:
-        self._plan, self._overrides, self._report = plan, overrides, report
-        self._model: dict[str, Any] = {"model": model, "config": config}
-        self._machine: dict[str, Any] = {"gpu": gpu, "memory": memory}
-        self._question: dict[str, Any] = {**self._machine, **self._model, "profile": profile}
-        self._spec = load_spec(plan, overrides)
-        self._is_entry = model is not None or (
-            config is None and self._spec.model is not None and self._spec.model.entry is not None
-        )
-        name = "a plan" if isinstance(plan, Mapping) else os.fspath(plan)
-        on_top = tuple(overrides)
-        self._known = ReportFacts(name=name, text=self._text(), on_top=on_top, **self._machine)
+    def __init__(self, source: Source, report: Callable[[str], None]) -> None:
+        self._source, self._plan, self._report = source, source.plan, report
+        self._spec = source.spec
+        name = "a plan" if isinstance(self._plan, Mapping) else os.fspath(self._plan)
+        self._known = ReportFacts(
+            name=name, text=self._text(), on_top=source.overrides, gpu=source.gpu,
+            memory=source.memory,
+        )  # fmt: skip
 
     def all(self, why_not: Sequence[str]) -> ReportFacts:
         """Ask all questions and return the facts of the report."""
@@ -116,9 +91,7 @@ class _ReportBuilder:
         for words in why_not:
             verb = "why-not" if "=" in words else "why"
             try:
-                answers += planning.explain(
-                    self._plan, [verb, words], self._overrides, **self._question
-                )
+                answers += planning.explain(self._source, [verb, words])
             except PlanError as error:  # A fully stated plan has no alternatives.
                 self._leave_out(f"why not {words}", error.problems[0].what)
         self._learn(why_not=tuple(answers))
@@ -127,7 +100,7 @@ class _ReportBuilder:
         """Return the planner's decision; None if the plan cannot be searched."""
         self._report("searching")
         try:
-            return planning.search_plan(self._plan, self._overrides, **self._question)
+            return planning.search_plan(self._source)
         except EmptySpaceError:
             if self._spec.free_fields:
                 raise
@@ -138,7 +111,7 @@ class _ReportBuilder:
 
     def _find_trouble(self) -> None:
         self._report("nothing fits: looking for what contradicts what")
-        found = planning.find_trouble(self._plan, self._overrides, **self._question)
+        found = planning.find_trouble(self._source)
         self._learn(trouble=found)
 
     def _decide(self, decision: Decision | None) -> None:
@@ -147,18 +120,19 @@ class _ReportBuilder:
         if chosen is not None and self._spec.free_fields and not self._has_lock(decision):
             plan, memory = self._with_origins(chosen), chosen.memory
             warnings = tuple(map(str, plan.assignment.warnings))
-            by = locked(self._plan, loading(self._plan, self._overrides), plan.graph)
+            by = locked(self._plan, loading(self._plan, self._source.overrides), plan.graph)
             line = lock_in_words(by, self._plan, self._spec)
             notes = (line, *memory.notes)
             self._learn(plan=plan, estimate=memory, warnings=warnings, notes=notes)
             return
-        checked = checking.check_plan(self._plan, self._overrides, **self._model)
+        checked = checking.check_plan(self._source)
         if checked.problems:
             raise PlanError(checked.problems)
         notes = checked.notes
         self._learn(plan=checked.plan, warnings=tuple(map(str, checked.warnings)), notes=notes)
         if checked.plan is None:
-            if self._is_entry:  # The user has not allowed this code to run.
+            has_code = self._source.entry(self._spec) is not None
+            if has_code:  # The user has not allowed it to run.
                 self._leave_out("the model", notes[0].partition("\n")[0])
             self._textbook()
             return
@@ -168,10 +142,7 @@ class _ReportBuilder:
             notes = (*notes, more)
             self._learn(notes=notes)
         try:
-            estimate = checking.estimate_memory(
-                self._plan, self._overrides, **self._model, **self._machine, fixes=False,
-                report=self._report,
-            )  # fmt: skip
+            estimate = checking.estimate_memory(self._source, fixes=False, report=self._report)
         except MeshplanError as error:
             self._leave_out("the memory of a step", error)
         else:
@@ -183,9 +154,7 @@ class _ReportBuilder:
         if plan.graph.config:
             return
         try:
-            log = checking.traced_log(
-                plan, rank, **self._model, **self._machine, report=self._report
-            )
+            log = checking.traced_log(plan, rank, self._source, self._report)
         except MeshplanError as error:
             self._leave_out("the step event by event", error)
         else:
@@ -195,7 +164,7 @@ class _ReportBuilder:
         """Return the chosen plan, with the planner named as the origin of its choices."""
         if not self._spec.free_fields:
             return chosen.plan
-        load = lambda more: load_spec(self._plan, [*self._overrides, *more])  # noqa: E731
+        load = loading(self._plan, self._source.overrides)
         plan = make_plan(chosen_spec(load, chosen.stated, "the planner"), chosen.plan.graph)
         assert plan.digest() == chosen.plan.digest()
         return plan
@@ -210,7 +179,10 @@ class _ReportBuilder:
             if isinstance(self._plan, Mapping):
                 raise PlanError("the textbook's table is read from plan files")
             states = checking.estimate_states(
-                plan=Path(self._plan), overrides=self._overrides, **self._machine
+                plan=Path(self._plan),
+                overrides=self._source.overrides,
+                gpu=self._source.gpu,
+                memory=self._source.memory,
             )
         except MeshplanError as error:
             self._leave_out("the states by the textbook", error)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from meshplan.api import checking, planning
-from meshplan.api.in_force import PlanSource
+from meshplan.api.source import PlanSource, Source, SourceArguments, source_of
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.plan.plan import Plan
 from meshplan.planner.answers.difference import PlanDifference, figures_of
@@ -38,26 +37,24 @@ class Retarget:
 
 
 def retarget(
-    plan: PlanSource,
+    plan: PlanSource | Source,
     hardware: str | Mapping[str, Any],
     overrides: Sequence[str] = (),
     *,
-    config: str | Path | None = None,
     old: Plan | None = None,
-    profile: str | Path | None = None,
     report: Callable[[str], None] = lambda text: None,
+    **given: Unpack[SourceArguments],
 ) -> Retarget:
     """Search the best plan for other hardware, and compute the cost of continuing training with it.
 
     Args:
-        plan: Path of a plan file, or its content as a mapping.
+        plan: Path of a plan file, its content as a mapping, or a whole `Source`.
         hardware: The changed fields: `{"nodes": 4, "gpu": "h200"}`, or "nodes=4,gpu=h200".
         overrides: `KEY=VALUE` statements that change the plan.
-        config: A Hugging Face config of the model; None for the plan's own model.
         old: The plan that runs now; None takes the plan file, completed by its lock or a search.
-        profile: A profile written by `meshplan calibrate`; None takes the known figures of the
-            device.
         report: Called with a line for each better plan.
+        given: The model and the machine, by the names of `Source`: `model`, `config` and
+            `profile`.
 
     Raises:
         SpecError: The plan or the model cannot be read, or `hardware` names other fields.
@@ -70,18 +67,20 @@ def retarget(
         what = "nothing of the hardware is otherwise"
         raise SpecError(Problem(what, Origin("hardware"), 'give "nodes=4,gpu=h200", say'))
     settings = retarget_settings(words)
+    source = source_of(plan, overrides, **given)
     if old is None:
-        old = checking.decide(plan, overrides, config=config)
-    decision = planning.search_plan(
-        plan, [*overrides, *settings], config=config, profile=profile, report=report
-    )
+        old = checking.decide(source)
+    decision = planning.search_plan(source.on_top(settings), report=report)
     if decision.chosen is None:
         return Retarget(decision=decision, difference=None, moved=None)
     new = decision.chosen.plan
     return Retarget(
         decision=decision,
         difference=planning.compare(
-            ("the plan", old), (words, new), profile=profile, known=({}, figures_of(decision))
+            ("the plan", old),
+            (words, new),
+            profile=source.profile,
+            known=({}, figures_of(decision)),
         ),
         moved=planning.moved_between(old, new),
     )

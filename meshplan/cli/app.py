@@ -28,6 +28,7 @@ from meshplan.cli.common import (
     noting,
     plan_file,
     print_notes,
+    source_of,
 )
 from meshplan.errors import MeshplanError, Origin, Problem, SpecError
 from meshplan.garbage import leave_at_once
@@ -121,12 +122,7 @@ def _estimate_peaks(args: argparse.Namespace) -> int:
     from meshplan.render.memory import memory_to_json, memory_to_text
 
     estimate = checking.estimate_memory(
-        args.file,
-        args.set,
-        model=args.model,
-        config=args.config,
-        gpu=args.gpu,
-        memory=args.memory,
+        source_of(args),
         fixes=True if args.fixes else None,
         trace=args.trace,
         tier=args.tier,
@@ -148,7 +144,7 @@ def _check(args: argparse.Namespace) -> int:
 
     try:
         path = plan_file(args)
-        checked = checking.check_plan(path, args.set, model=args.model, config=args.config)
+        checked = checking.check_plan(source_of(args))
     except SpecError as error:
         if not args.json:
             raise
@@ -221,12 +217,7 @@ def _verify(args: argparse.Namespace) -> int:
 
     path, notes = plan_file(args), list[str]()
     verdict = checking.verify_plan(
-        path,
-        args.set,
-        model=args.model,
-        config=args.config,
-        max_ranks=args.ranks,
-        report=noting(args, notes),
+        source_of(args), max_ranks=args.ranks, report=noting(args, notes)
     )
     if args.json:
         answer(args, envelope("verify/1", {"plan": path, **verdict_to_json(verdict)}, notes))

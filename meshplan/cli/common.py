@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from meshplan.api.source import Source, SourceArguments
 from meshplan.errors import Problem, SpecError
 from meshplan.render.text import wants_colour
 
@@ -39,6 +40,17 @@ def model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="PATH", help="a Hugging Face config.json or its folder")
 
 
+def machine_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags that state the memory of a device."""
+    parser.add_argument("--gpu", metavar="NAME", help="what one GPU is: h100-sxm-80gb, a100-40g")
+    parser.add_argument("--memory", metavar="SIZE", help="memory of one GPU: 80GiB, 24GB")
+
+
+def profile_flag(parser: argparse.ArgumentParser) -> None:
+    """Declare `--profile`, for subcommands that tell seconds."""
+    parser.add_argument("--profile", metavar="FILE", help="what calibrate wrote of this machine")
+
+
 def free_flag(parser: argparse.ArgumentParser) -> None:
     """Declare `--free`, for subcommands that plan."""
     parser.add_argument(
@@ -51,6 +63,21 @@ def plan_file(args: argparse.Namespace) -> str:
     if args.file is None:
         raise SpecError(Problem("no plan file is given", None, "add -f plan.yaml"))
     return str(args.file)
+
+
+def source_of(args: argparse.Namespace) -> Source:
+    """Return the plan, the model and the machine that the flags name, whichever of them there are.
+
+    Raises:
+        SpecError: No plan file is given, or `--free` names what the planner does not choose.
+    """
+    overrides = args.set
+    if getattr(args, "free", None):
+        from meshplan.api.planning import overrides_of_free  # numpy
+
+        overrides = [*overrides, *overrides_of_free(args.free)]
+    given = {each: getattr(args, each, None) for each in SourceArguments.__annotations__}
+    return Source(plan_file(args), tuple(overrides), **given)
 
 
 def answer(args: argparse.Namespace, *lines: str) -> None:

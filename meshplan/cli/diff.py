@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from meshplan.api import checking
-from meshplan.cli.common import NO, YES, Verb, answer, model_flags, print_notes
+from meshplan.api.source import Source
+from meshplan.cli.common import NO, YES, Verb, answer, model_flags, print_notes, profile_flag
 from meshplan.errors import MeshplanError, Problem, SpecError
 from meshplan.render.text import envelope
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 def _diff_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plans", nargs=2, metavar="PLAN", help="a plan file, or a lock")
     model_flags(parser)
-    parser.add_argument("--profile", metavar="FILE", help="what calibrate wrote of this machine")
+    profile_flag(parser)
 
 
 def _diff(args: argparse.Namespace) -> int:
@@ -32,8 +33,9 @@ def _diff(args: argparse.Namespace) -> int:
     sides, known, notes = [], [], list[str]()
     for name in args.plans:
         path, lock = planning.plan_of_lock(name) or (name, None)
+        source = Source(path, tuple(args.set), args.model, args.config, profile=args.profile)
         plan = checking.decide(
-            path, args.set, model=args.model, config=args.config, lock=lock,
+            source, lock=lock,
             noted=lambda text, name=name: notes.append(f"{name}: {text}"),  # type: ignore[misc]
         )  # fmt: skip
         sides.append((name, plan))
@@ -42,10 +44,7 @@ def _diff(args: argparse.Namespace) -> int:
         figures = planning.figures_of_lock(path, plan, lock) if is_told else {}
         if not figures and not plan.graph.config and lock is None:
             try:
-                decision = planning.search_plan(
-                    path, args.set, model=args.model, profile=args.profile
-                )
-                figures = figures_of(decision, plan)
+                figures = figures_of(planning.search_plan(source), plan)
             except MeshplanError as error:
                 notes.append(f"{name}: no seconds and no bytes: {error.problems[0].what}")
         known.append(figures)

@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshplan.api import checking
+from meshplan.api.source import Source
 from meshplan.cli.common import (
     YES,
     Verb,
     answer,
     colours,
     free_flag,
+    machine_flags,
     model_flags,
-    plan_file,
+    noting,
     print_notes,
+    source_of,
 )
 from meshplan.errors import Origin, PlanError, Problem, SpecError
 from meshplan.render.text import envelope
@@ -36,9 +39,7 @@ def _show(args: argparse.Namespace) -> int:
     from meshplan.render.show import plan_to_json, plan_to_text
 
     notes: list[str] = []
-    plan = checking.decide(
-        plan_file(args), args.set, model=args.model, config=args.config, noted=notes.append
-    )
+    plan = checking.decide(source_of(args), noted=notes.append)
     warnings = plan.assignment.warnings
     if args.json:
         said = [*notes, *(str(warning) for warning in warnings)]
@@ -55,10 +56,8 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--what", metavar="WHAT", help="mesh, layout, memory, waterfall, timeline, "
                         "treemap, gantt, comm, pareto, ladder or graph")  # fmt: skip
     parser.add_argument("-o", "--output", metavar="FILE", help="a .png, .svg or .html")
-    parser.add_argument("--model", metavar="PKG.MOD:FN", help="a function that builds the model")
-    parser.add_argument("--config", metavar="PATH", help="a Hugging Face config.json or its folder")
-    parser.add_argument("--gpu", metavar="NAME", help="what one GPU is: h100-sxm-80gb, a100-40g")
-    parser.add_argument("--memory", metavar="SIZE", help="memory of one GPU: 80GiB, 24GB")
+    model_flags(parser)
+    machine_flags(parser)
     parser.add_argument("--profile", metavar="FILE", help="pareto, ladder: what calibrate wrote")
     free_flag(parser)
     parser.add_argument("--theme", metavar="NAME", default="light", help="light or dark")
@@ -68,24 +67,22 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _draw(args: argparse.Namespace) -> int:
-    from meshplan.api.planning import overrides_of_free
     from meshplan.pictures.base.palette import theme_of
     from meshplan.pictures.base.types import check_target, import_matplotlib
     from meshplan.pictures.main import check_what
 
-    path = plan_file(args)
-    args.set = [*args.set, *overrides_of_free(args.free)]
+    source = source_of(args)
     if args.what is None:
         raise SpecError(Problem("nothing says what to draw", None, "add --what mesh, say"))
     check_what(args.what)
     theme_of(args.theme)
     _check_profile(args)
     if args.output is None:
-        return _in_terminal(path, args)
+        return _in_terminal(source, args)
     check_target(Path(args.output))
     import_matplotlib()
     notes: list[str] = []
-    picture = _picture(path, args, notes)
+    picture = _picture(source, args, notes)
     saved = picture.save(args.output)
     if args.json:
         result = {
@@ -102,7 +99,7 @@ def _draw(args: argparse.Namespace) -> int:
     return YES
 
 
-def _in_terminal(path: str, args: argparse.Namespace) -> int:
+def _in_terminal(source: Source, args: argparse.Namespace) -> int:
     """Print the text version of a picture, if the picture has one."""
     from meshplan.pictures.main import facts_of
     from meshplan.render.drawn import (
@@ -124,20 +121,20 @@ def _in_terminal(path: str, args: argparse.Namespace) -> int:
             what = "--json tells what was written, and nothing is"
         raise SpecError(Problem(what, Origin("-o"), "add -o out.png, out.svg or out.html"))
     notes: list[str] = []
-    plan = _decided(path, args, notes)
-    facts = facts_of(plan, args.what, **_given(path, plan, args))
+    plan = _decided(source, notes)
+    facts = facts_of(plan, args.what, **_given(source, plan, args))
     print_lines(twins[args.what](facts), args.answers, colour=colours(args))
     print_notes(args, notes)
     return YES
 
 
-def _picture(path: str, args: argparse.Namespace, notes: list[str]) -> Picture:
+def _picture(source: Source, args: argparse.Namespace, notes: list[str]) -> Picture:
     from meshplan.pictures.main import OF_DECISIONS, draw
 
     if args.what in OF_DECISIONS:
-        return _of_search(path, args)
-    plan = _decided(path, args, notes)
-    return draw(plan, args.what, theme=args.theme, **_given(path, plan, args))
+        return _of_search(source, args)
+    plan = _decided(source, notes)
+    return draw(plan, args.what, theme=args.theme, **_given(source, plan, args))
 
 
 def _check_profile(args: argparse.Namespace) -> None:
@@ -149,28 +146,20 @@ def _check_profile(args: argparse.Namespace) -> None:
         raise SpecError(Problem(what, Origin("--profile"), "leave it out"))
 
 
-def _decided(path: str, args: argparse.Namespace, notes: list[str]) -> Plan:
+def _decided(source: Source, notes: list[str]) -> Plan:
     """Return the plan and collect notes; the model may be just a number of parameters."""
     from meshplan.pictures.mesh.counted import counted_plan
-    from meshplan.spec.reader import load_spec
 
-    plan = None
-    if (args.model, args.config) == (None, None):
-        plan = counted_plan(load_spec(path, args.set))
-    return plan or checking.decide(
-        path, args.set, model=args.model, config=args.config, noted=notes.append
-    )
+    plan = None if source.names_model else counted_plan(source.spec)
+    return plan or checking.decide(source, noted=notes.append)
 
 
-def _of_search(path: str, args: argparse.Namespace) -> Picture:
+def _of_search(source: Source, args: argparse.Namespace) -> Picture:
     """Draw a picture of all candidates of a search, not of one plan."""
     from meshplan.api.planning import search_plan
     from meshplan.pictures.main import draw_decision
 
-    decision = search_plan(
-        path, args.set, model=args.model, config=args.config, gpu=args.gpu, memory=args.memory,
-        profile=args.profile, report=lambda text: print_notes(args, [text]),
-    )  # fmt: skip
+    decision = search_plan(source, report=noting(args))
     for flag in ("module", "rank", "bytes"):
         if getattr(args, flag) is not None:
             what = f"the picture of {args.what} takes no --{flag}"
@@ -178,7 +167,7 @@ def _of_search(path: str, args: argparse.Namespace) -> Picture:
     return draw_decision(decision, args.what, theme=args.theme)
 
 
-def _given(path: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
+def _given(source: Source, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
     """Return the keyword arguments of `draw` that the flags give."""
     from meshplan.pictures.main import check_rank
 
@@ -200,19 +189,13 @@ def _given(path: str, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
     estimate = _told(plan, args)
     if args.what == "timeline":
         if estimate is None:
-            given["log"] = checking.traced_log(
-                plan, int(args.rank or 0), model=args.model, config=args.config, gpu=args.gpu,
-                memory=args.memory, report=lambda text: print_notes(args, [text]),
-            )  # fmt: skip
+            given["log"] = checking.traced_log(plan, int(args.rank or 0), source, noting(args))
         elif args.rank is None:
             given["rank"] = estimate.worst.ranks[0]
         return given
     if estimate is None:
         try:
-            estimate = checking.estimate_memory(
-                path, args.set, model=args.model, config=args.config, gpu=args.gpu,
-                memory=args.memory, fixes=False, report=lambda text: print_notes(args, [text]),
-            )  # fmt: skip
+            estimate = checking.estimate_memory(source, fixes=False, report=noting(args))
         except PlanError:
             # Without an estimate of the step, the picture shows the states only, and says so.
             estimate = None

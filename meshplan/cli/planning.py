@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from meshplan.api import checking
@@ -17,9 +18,13 @@ from meshplan.cli.common import (
     answer,
     colours,
     free_flag,
+    machine_flags,
+    model_flags,
     noting,
     plan_file,
     print_notes,
+    profile_flag,
+    source_of,
     until_interrupted,
 )
 from meshplan.errors import Origin, Problem, SpecError
@@ -32,12 +37,8 @@ if TYPE_CHECKING:
 
 
 def _question_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="PKG.MOD:FN", help="what builds the model, if no config")
-    parser.add_argument("--config", metavar="PATH", help="a Hugging Face config.json or its folder")
-    parser.add_argument("--gpu", metavar="NAME", help="what one GPU is: h100-sxm-80gb, a100-40g")
-    parser.add_argument("--memory", metavar="SIZE", help="memory of one GPU: 80GiB, 24GB")
-    parser.add_argument("--profile", metavar="FILE", help="what calibrate wrote of this machine")
-    free_flag(parser)
+    for add in (model_flags, machine_flags, profile_flag, free_flag):
+        add(parser)
 
 
 def _plan_flags(parser: argparse.ArgumentParser) -> None:
@@ -66,15 +67,17 @@ def _plan(args: argparse.Namespace) -> int:
         from meshplan.api.retargeting import retarget_settings
 
         settings = retarget_settings(args.retarget)
-        old = checking.decide(plan_file(args), args.set, model=args.model, config=args.config)
-        known = {} if args.set or args.profile else planning.figures_of_lock(plan_file(args), old)
+        old = checking.decide(replace(asked.source, overrides=tuple(args.set)))
+        known = {} if args.set or args.profile else planning.figures_of_lock(asked.path, old)
         args.set = [*args.set, *settings]
-        asked.flags["overrides"] = [*asked.flags["overrides"], *settings]
+        asked.source = asked.source.on_top(settings)
     if args.tokens is not None or args.days is not None:
         return _plan_training(asked)
     with until_interrupted() as is_stopped:
         try:
-            decision = planning.search_plan(**asked.flags, is_stopped=is_stopped)
+            decision = planning.search_plan(
+                asked.source, report=asked.report, is_stopped=is_stopped
+            )
         except EmptySpaceError as error:
             return _print_trouble(asked, error, is_stopped)
         if decision.chosen is None:
@@ -82,7 +85,9 @@ def _plan(args: argparse.Namespace) -> int:
         # In a space of one plan, that plan is the frontier.
         evaluated_plans, is_whole = undominated(decision.evaluated_plans), decision.num_configs == 1
         if args.frontier and not is_whole:
-            evaluated_plans, is_whole = planning.find_frontier(**asked.flags, is_stopped=is_stopped)
+            evaluated_plans, is_whole = planning.find_frontier(
+                asked.source, report=asked.report, is_stopped=is_stopped
+            )
     more = frontier_to_json(decision, evaluated_plans, is_whole=is_whole)
     lines: list[str] = []
     if args.frontier:
@@ -118,7 +123,11 @@ def _plan_training(asked: _PlanFlags) -> int:
         raise SpecError(Problem(what, Origin("--days"), "give --tokens and --days, both"))
     with until_interrupted() as is_stopped:
         found = planning.fewest_devices(
-            **asked.flags, tokens=args.tokens, days=args.days, is_stopped=is_stopped
+            asked.source,
+            tokens=args.tokens,
+            days=args.days,
+            report=asked.report,
+            is_stopped=is_stopped,
         )
     more = {"training": training_to_json(found, asked.price)}
     lines = training_to_text(found, asked.price)
@@ -134,23 +143,12 @@ def _plan_training(asked: _PlanFlags) -> int:
 
 
 class _PlanFlags:
-    """The flags of a question about a plan file, as keyword arguments for `api.planning`."""
+    """The flags of a question about a plan file: what it is about, and what is noted meanwhile."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from meshplan.api.planning import overrides_of_free
-
-        self.args, self.path = args, plan_file(args)
+        self.args, self.path, self.source = args, plan_file(args), source_of(args)
         self.notes: list[str] = []
-        self.flags: dict[str, Any] = {
-            "plan": self.path,
-            "overrides": [*args.set, *overrides_of_free(args.free)],
-            "model": args.model,
-            "config": args.config,
-            "gpu": args.gpu,
-            "memory": args.memory,
-            "profile": args.profile,
-            "report": noting(args, self.notes),
-        }
+        self.report = noting(args, self.notes)
         self.price = self._price()
 
     def _price(self) -> float | None:
@@ -188,7 +186,7 @@ def _print_trouble(
     trouble = None
     # Only a complete search proves that nothing fits.
     if is_whole and not isinstance(found, UnsearchedError):
-        trouble = planning.find_trouble(**asked.flags, is_stopped=is_stopped)
+        trouble = planning.find_trouble(asked.source, report=asked.report, is_stopped=is_stopped)
     if args.json:
         more = trouble_to_json(trouble) if trouble else {"conflict": None, "fixes": []}
         answer(args, envelope("plan/1", {**result, "changed": None, **more}))
@@ -291,7 +289,7 @@ def _explain(args: argparse.Namespace) -> int:
     from meshplan.render.explain import why_not_to_json, why_not_to_text
 
     asked = _PlanFlags(args)
-    answers = planning.explain(words=args.words, **asked.flags)
+    answers = planning.explain(asked.source, args.words, report=asked.report)
     if args.json:
         result = {"answers": [why_not_to_json(each) for each in answers]}
         answer(args, envelope("explain/1", result, asked.notes))
@@ -307,9 +305,7 @@ def _explain_module(args: argparse.Namespace) -> int:
     from meshplan.render.module import module_to_json, module_to_text
 
     notes: list[str] = []
-    plan = checking.decide(
-        plan_file(args), args.set, model=args.model, config=args.config, noted=notes.append
-    )
+    plan = checking.decide(source_of(args), noted=notes.append)
     found = planning.explain_module(plan, args.words[0], profile=args.profile)
     if args.json:
         answer(args, envelope("explain/1", {"module": module_to_json(found)}, notes))
@@ -322,15 +318,7 @@ def _explain_module(args: argparse.Namespace) -> int:
 def _explain_memory(args: argparse.Namespace) -> int:
     from meshplan.render.module import explained_memory_to_json, explained_memory_to_text
 
-    estimate = checking.estimate_memory(
-        plan_file(args),
-        args.set,
-        model=args.model,
-        config=args.config,
-        gpu=args.gpu,
-        memory=args.memory,
-        report=noting(args),
-    )
+    estimate = checking.estimate_memory(source_of(args), report=noting(args))
     if args.json:
         result = {"memory": explained_memory_to_json(estimate)}
         answer(args, envelope("explain/1", result, estimate.notes))

@@ -5,18 +5,26 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from meshplan.cli.common import NO, YES, Verb, answer, plan_file, print_notes
+from meshplan.cli.common import (
+    NO,
+    YES,
+    Verb,
+    answer,
+    machine_flags,
+    model_flags,
+    noting,
+    print_notes,
+    profile_flag,
+    source_of,
+)
 from meshplan.errors import Problem, SpecError
 from meshplan.render.text import envelope
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="the page, report.html")
-    parser.add_argument("--model", metavar="PKG.MOD:FN", help="a function that builds the model")
-    parser.add_argument("--config", metavar="PATH", help="a Hugging Face config.json or its folder")
-    parser.add_argument("--gpu", metavar="NAME", help="what one GPU is: h100-sxm-80gb, a100-40g")
-    parser.add_argument("--memory", metavar="SIZE", help="memory of one GPU: 80GiB, 24GB")
-    parser.add_argument("--profile", metavar="FILE", help="what calibrate wrote of this machine")
+    for add in (model_flags, machine_flags, profile_flag):
+        add(parser)
     parser.add_argument(
         "--why-not",
         metavar="SETTING",
@@ -31,16 +39,12 @@ def _report(args: argparse.Namespace) -> int:
     from meshplan.pictures.base.types import import_matplotlib
     from meshplan.report.main import check_target
 
-    path = plan_file(args)
+    source = source_of(args)
     if args.output is None:
         raise SpecError(Problem("nothing says where the report goes", None, "add -o report.html"))
     check_target(Path(args.output))
     import_matplotlib()
-    report = make_report(
-        path, args.set, model=args.model, config=args.config, gpu=args.gpu,
-        memory=args.memory, profile=args.profile, why_not=args.why_not,
-        report=lambda text: print_notes(args, [text]),
-    )  # fmt: skip
+    report = make_report(source, why_not=args.why_not, report=noting(args))
     saved = report.save(args.output)
     if args.json:
         result = {

@@ -202,7 +202,7 @@ def measured(name: str) -> dict[str, Any]:
     from meshplan.memory.log.allocator import reserve
     from meshplan.runtime.estimate import composed, estimate
     from meshplan.runtime.estimate.request import EstimateRequest, decided
-    from meshplan.runtime.estimate.scale_down import Source
+    from meshplan.runtime.estimate.scale_down import ModelSource
     from meshplan.spec.reader import load_spec
 
     warnings.simplefilter("ignore")
@@ -210,7 +210,9 @@ def measured(name: str) -> dict[str, Any]:
     for room in (composed, estimate):
         room.run_in_subprocesses = lambda function, tasks: [function(*task) for task in tasks]  # type: ignore[attr-defined]
     case = CASES[name]
-    source = Source(entry=f"tests.bench.tiers:{case.entry}", origin=Origin("tests/bench/tiers.py"))
+    source = ModelSource(
+        entry=f"tests.bench.tiers:{case.entry}", origin=Origin("tests/bench/tiers.py")
+    )
     question = EstimateRequest(spec=load_spec(dict(case.plan)), source=source)
     _, plan = decided(question.spec, source)
     groups = equal_ranks(plan.assignment)

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from meshplan.errors import MeshplanError, Origin
 from meshplan.plan.verdict import RankReport, Verdict
-from meshplan.runtime.estimate.scale_down import Source
+from meshplan.runtime.estimate.scale_down import ModelSource
 from meshplan.runtime.verify.verify import _verify_rank
 from meshplan.spec.reader import load_spec
 from tests.bench.verify_bugs import planted
@@ -124,7 +124,7 @@ def on_rank(cell: Cell) -> list[Any]:
     """What a rank has to say in `verify`, or why the plan does not run."""
     told: list[Any] = []
     plan = cell.plan()
-    source = Source(entry=plan["model"]["entry"], origin=Origin("--model"))
+    source = ModelSource(entry=plan["model"]["entry"], origin=Origin("--model"))
     try:
         with planted(cell.bug):
             _verify_rank(told.append, load_spec(plan), source)

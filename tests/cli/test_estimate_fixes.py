@@ -21,7 +21,7 @@ from meshplan.runtime.estimate.fixes import (
     _TriedChange,
 )
 from meshplan.runtime.estimate.request import decided
-from meshplan.runtime.estimate.scale_down import Source
+from meshplan.runtime.estimate.scale_down import ModelSource
 from meshplan.spec.reader import load_spec
 from tests.cli.test_estimate_memory import PLAN, result_of, run
 from tests.planner.test_planner import LARGE, LLAMA, job
@@ -130,7 +130,7 @@ def test_as_few_blocks_as_fit_are_checkpointed(run):
     ],
 )  # fmt: skip
 def test_gpus_are_added_by_whole_nodes(more, parts):
-    source = Source(entry="tests.helpers.estimated:tower", origin=Origin("<test>"))
+    source = ModelSource(entry="tests.helpers.estimated:tower", origin=Origin("<test>"))
     _, plan = decided(load_spec(PLAN | more), source)
     change = _times(plan, 2)
     assert change.spec.mesh["dp_shard"] == 8
@@ -146,7 +146,7 @@ def test_gpus_are_added_by_whole_nodes(more, parts):
     ("micro", "halves"), [(12, [(6, 2), (3, 4)]), (2, [(1, 2)]), (1, []), (7, [])]
 )
 def test_a_batch_is_halved_as_long_as_it_can_be(micro, halves):
-    source = Source(entry="tests.helpers.estimated:tower", origin=Origin("<test>"))
+    source = ModelSource(entry="tests.helpers.estimated:tower", origin=Origin("<test>"))
     _, plan = decided(load_spec(PLAN | {"batch": {"micro": micro, "seq_len": 64}}), source)
     found, change = [], next(_batches(plan), None)
     while change is not None:

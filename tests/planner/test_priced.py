@@ -22,7 +22,7 @@ from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import question_of_file
 from meshplan.planner.tables.whole_plan import Costed
 from meshplan.runtime.estimate.request import EstimateRequest
-from meshplan.runtime.estimate.scale_down import Source
+from meshplan.runtime.estimate.scale_down import ModelSource
 from meshplan.runtime.live.priced import priced
 from meshplan.spec.reader import load_spec
 
@@ -129,7 +129,7 @@ def test_a_model_as_it_runs_takes_as_long_as_its_config_says(layout, more, write
     path = write(plan_of(layout, **stated) | {"model": {"config": "config.json"}})
     question = question_of_file(path)
     by_config = Costed(checking.decide(path), question.cluster)
-    source = Source(
+    source = ModelSource(
         entry="", origin=Origin(path), config=AutoConfig.for_model(**LLAMA),
         architecture="LlamaForCausalLM",
     )  # fmt: skip

@@ -12,7 +12,7 @@ from meshplan.errors import ApplyError, Origin, PlanError, SpecError
 from meshplan.layout.hardware import SOME_GPU
 from meshplan.memory.log.events import EventLog
 from meshplan.plan.plan import Plan, make_plan
-from meshplan.runtime.estimate.scale_down import Source, model_of_source
+from meshplan.runtime.estimate.scale_down import ModelSource, model_of_source
 from meshplan.runtime.torch_private.fakes import fake_mode
 from meshplan.runtime.trace.constants import ConstantPropagation
 from meshplan.runtime.trace.inputs import find_example
@@ -36,7 +36,7 @@ class EstimateRequest:
     """
 
     spec: Spec
-    source: Source
+    source: ModelSource
     device: str = SOME_GPU
     limit_bytes: int | None = None
     tier: int | None = None
@@ -55,7 +55,7 @@ class FakeStepResult:
     assumed: tuple[tuple[str, str], ...]
 
 
-def decided(spec: Spec, source: Source) -> tuple[nn.Module, Plan]:
+def decided(spec: Spec, source: ModelSource) -> tuple[nn.Module, Plan]:
     """Return the model, without memory, and its plan.
 
     Args:
@@ -93,7 +93,7 @@ def decided_of(model: nn.Module, spec: Spec, origin: Origin | None) -> Plan:
     return make_plan(spec, graph_of(model, flow), rehearse=rehearser(model, inputs))
 
 
-def built_without_memory(source: Source) -> nn.Module:
+def built_without_memory(source: ModelSource) -> nn.Module:
     """Build the model on meta, or on fake tensors if its code reads values while it is built.
 
     Raises:

@@ -42,7 +42,7 @@ _SMALL: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class ModelSource:
     """A description from which every process builds the same model.
 
     Args:
@@ -75,12 +75,12 @@ class Small:
     """
 
     spec: Spec
-    source: Source
+    source: ModelSource
     notes: tuple[str, ...]
     unmatched: tuple[str, ...]
 
 
-def shrink(spec: Spec, source: Source, max_ranks: int = MAX_RANKS) -> Small:
+def shrink(spec: Spec, source: ModelSource, max_ranks: int = MAX_RANKS) -> Small:
     """Scale a plan and its model down to at most `max_ranks` ranks.
 
     Raises:
@@ -123,7 +123,7 @@ def shrink(spec: Spec, source: Source, max_ranks: int = MAX_RANKS) -> Small:
     )
 
 
-def source_of(spec: Spec, model: str | None, config: str | Path | None) -> Source:
+def model_source_of(spec: Spec, model: str | None, config: str | Path | None) -> ModelSource:
     """Return the source of the model that the flags name, or else the plan.
 
     Args:
@@ -138,11 +138,11 @@ def source_of(spec: Spec, model: str | None, config: str | Path | None) -> Sourc
         what = "--model and --config both state the model"
         raise SpecError(Problem(what, Origin("--model"), "leave one of them out"))
     if model is not None:
-        return Source(entry=model, origin=Origin("--model"))
+        return ModelSource(entry=model, origin=Origin("--model"))
     if config is not None:
         return source_of_config(config, Origin("--config"))
     if spec.model is not None and spec.model.entry is not None:
-        return Source(entry=spec.model.entry, origin=spec.origin("model.entry"))
+        return ModelSource(entry=spec.model.entry, origin=spec.origin("model.entry"))
     if spec.model is not None and spec.model.config is not None:
         path = Path(spec.source).parent / spec.model.config
         return source_of_config(path, spec.origin("model.config"))
@@ -151,7 +151,7 @@ def source_of(spec: Spec, model: str | None, config: str | Path | None) -> Sourc
     raise SpecError(Problem(what, spec.origin("model"), fix))
 
 
-def source_of_config(path: str | Path, origin: Origin) -> Source:
+def source_of_config(path: str | Path, origin: Origin) -> ModelSource:
     """Return the source of a Hugging Face config.json, or of the folder that contains one.
 
     Raises:
@@ -179,7 +179,7 @@ def source_of_config(path: str | Path, origin: Origin) -> Source:
         what = f"transformers has no model {quote(str(names[0] if is_name else names))}"
         fix = "let architectures of the config name a class of models, such as LlamaForCausalLM"
         raise SpecError(Problem(what, origin, fix))
-    return Source(origin=origin, config=config, architecture=names[0])
+    return ModelSource(origin=origin, config=config, architecture=names[0])
 
 
 def _transformers() -> Any:
@@ -214,7 +214,7 @@ def _model_class(name: str) -> Any:
     return found if is_model else None
 
 
-def model_of_source(source: Source, *, on_meta: bool = False) -> nn.Module:
+def model_of_source(source: ModelSource, *, on_meta: bool = False) -> nn.Module:
     """Build the model, on the CPU with its initial values, or on meta.
 
     Raises:
@@ -307,13 +307,18 @@ def _small_microbatches(spec: Spec, pp: int) -> Any:
 
 
 def _small_source(
-    source: Source, spec: Spec, whole: nn.Module, mesh: Mesh, sizes: Mapping[str, Any], blocks: int
-) -> tuple[Source, nn.Module, list[str]]:
+    source: ModelSource,
+    spec: Spec,
+    whole: nn.Module,
+    mesh: Mesh,
+    sizes: Mapping[str, Any],
+    blocks: int,
+) -> tuple[ModelSource, nn.Module, list[str]]:
     """Return the smallest source that builds and runs, its model, and what was changed."""
     small_tp, ep = _number(sizes.get("tp", 1)), _number(sizes.get("ep", 1))
     config = source.config if source.config is not None else getattr(whole, "config", None)
     # In order: smaller sizes, only fewer layers, the user's function with fewer blocks, all of it.
-    candidates: list[tuple[Source, list[str]]] = []
+    candidates: list[tuple[ModelSource, list[str]]] = []
     if config is not None and hasattr(config, "model_type"):
         architecture = source.architecture or type(whole).__name__
         of_config = replace(source, entry="", architecture=architecture)
@@ -341,7 +346,7 @@ def _small_source(
     raise SpecError(Problem(what, source.origin, fix))
 
 
-def _try(source: Source, spec: Spec) -> tuple[nn.Module | None, str]:
+def _try(source: ModelSource, spec: Spec) -> tuple[nn.Module | None, str]:
     """Return (the model, "") if it is small and runs, else (None, the reason)."""
     try:
         on_meta = model_of_source(source, on_meta=True)

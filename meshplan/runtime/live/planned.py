@@ -21,7 +21,7 @@ from meshplan.planner.problem.decision import PlanRequest
 from meshplan.planner.problem.request import Load, question_of, with_made
 from meshplan.runtime.apply.wrap import exchange, raise_remote
 from meshplan.runtime.estimate.request import built_without_memory
-from meshplan.runtime.estimate.scale_down import Source, source_of
+from meshplan.runtime.estimate.scale_down import ModelSource, model_source_of
 from meshplan.runtime.live.certify import Certifier
 from meshplan.runtime.live.matches_config import described
 from meshplan.runtime.live.traced import TracedModel
@@ -41,7 +41,7 @@ def question_of_model(
     memory: str | int | None = None,
     profile: Path | None = None,
     example_inputs: Any = None,
-    source: Source | None = None,
+    source: ModelSource | None = None,
     report: Callable[[str], None] = lambda text: None,
 ) -> PlanRequest:
     """Build the planner's request of a plan file about a live model.
@@ -122,7 +122,7 @@ def question_of_entry(
     def load(stated: Sequence[str]) -> Spec:
         return load_spec(source, [*more, *stated])
 
-    found = source_of(load(()), model, config)
+    found = model_source_of(load(()), model, config)
     built = built_without_memory(found).train()
     return question_of_model(
         built, load, gpu=gpu, memory=memory, profile=profile, source=found, report=report

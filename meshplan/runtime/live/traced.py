@@ -37,7 +37,7 @@ from meshplan.planner.space.trials import with_axes
 from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.estimate.estimate import estimate_by_trace
 from meshplan.runtime.estimate.request import EstimateRequest
-from meshplan.runtime.estimate.scale_down import Source
+from meshplan.runtime.estimate.scale_down import ModelSource
 from meshplan.runtime.fake_step.chain import Kept, Traces, chain_of, check_speed
 from meshplan.runtime.fake_step.costs import Ask, MicrobatchCosts, watch
 from meshplan.runtime.fake_step.default_loop import DefaultLoop, loop_of
@@ -74,7 +74,7 @@ class TracedModel:
         *,
         device: str,
         limit_bytes: int,
-        source: Source | None,
+        source: ModelSource | None,
         origin: Origin | None,
         report: Callable[[str], None],
     ) -> None:

@@ -36,7 +36,7 @@ from meshplan.runtime.apply.initial_values import initialise
 from meshplan.runtime.apply.wrap import applied
 from meshplan.runtime.base.held_bytes import live_bytes
 from meshplan.runtime.base.local_ranks import Send, run_ranks
-from meshplan.runtime.estimate.scale_down import Small, Source, model_of_source
+from meshplan.runtime.estimate.scale_down import ModelSource, Small, model_of_source
 from meshplan.runtime.parallelize import parallelize
 from meshplan.runtime.trace.collectives import counting
 from meshplan.runtime.trace.sample import sample_inputs, sample_loss
@@ -106,7 +106,7 @@ def verify(small: Small, report: Callable[[str], None]) -> Verdict:
     return Verdict(**common, ranks=tuple(ranks[rank] for rank in range(world)), **found)
 
 
-def _verify_rank(send: Send, spec: Spec, source: Source) -> None:
+def _verify_rank(send: Send, spec: Spec, source: ModelSource) -> None:
     """Run one rank's part; rank 0 also trains alone, and compares."""
     warnings.filterwarnings("ignore")
     is_first = dist.get_rank() == 0

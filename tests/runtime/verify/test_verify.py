@@ -18,7 +18,12 @@ from meshplan.errors import Origin
 from meshplan.memory import StateBytes
 from meshplan.plan.verdict import RankReport, Shift, StateComparison, TrainingRun, Verdict
 from meshplan.render.verify import verdict_to_text
-from meshplan.runtime.estimate.scale_down import Source, model_of_source, shrink, source_of_config
+from meshplan.runtime.estimate.scale_down import (
+    ModelSource,
+    model_of_source,
+    shrink,
+    source_of_config,
+)
 from meshplan.runtime.estimate.tiny_config import shrink_layers, shrink_sizes
 from meshplan.traffic import Route, RouteDifference
 from tests.helpers import models
@@ -215,7 +220,7 @@ def test_a_loss_over_parts_of_the_vocabulary_is_compared_too(run):
         assert rank["sized_by_routing"] == 0
 
 
-def small(plan: dict[str, Any], source: Source, max_ranks: int = 16) -> Any:
+def small(plan: dict[str, Any], source: ModelSource, max_ranks: int = 16) -> Any:
     return shrink(meshplan.load_spec({"version": 1, **plan}), source, max_ranks)
 
 
@@ -230,7 +235,7 @@ def test_every_axis_stays_and_rules_that_lose_their_match_are_told():
             {"match": "nothing", "place": "replicate"},
         ],
     }
-    found = small(plan, Source(entry=f"{__name__}:tower", origin=HERE))
+    found = small(plan, ModelSource(entry=f"{__name__}:tower", origin=HERE))
     # Resharding to fewer ranks needs more than two of them.
     assert dict(found.spec.mesh) == {"dp_replicate": 2, "dp_shard": 4, "tp": 2}
     assert (found.spec.batch.micro, found.spec.batch.accumulate) == (2, 2)
@@ -242,7 +247,7 @@ def test_every_axis_stays_and_rules_that_lose_their_match_are_told():
 
 def test_too_many_ranks_are_refused():
     plan = {"mesh": {"dp_replicate": 4, "dp_shard": 16, "tp": 8}, "input": PLAN["input"]}
-    source = Source(entry=f"{__name__}:tower", origin=HERE)
+    source = ModelSource(entry=f"{__name__}:tower", origin=HERE)
     with pytest.raises(meshplan.SpecError) as caught:
         small(plan, source, 4)
     assert "has 8 ranks, more than 4" in str(caught.value)
@@ -250,7 +255,7 @@ def test_too_many_ranks_are_refused():
 
 
 def test_lists_of_unequal_blocks_are_left_alone():
-    source = Source(entry="tests.helpers.models:ResNet", origin=HERE)
+    source = ModelSource(entry="tests.helpers.models:ResNet", origin=HERE)
     plan = {"strategy": "ddp", "mesh": {"dp_replicate": 2}}
     images = {"input": {"shape": [1, 3, models.IMAGE, models.IMAGE], "dtype": "float32"}}
     found = small(plan | images, source)
