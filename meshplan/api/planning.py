@@ -15,7 +15,10 @@ from meshplan.files import check_writable
 from meshplan.garbage import collecting_rarely
 from meshplan.memory.log.torch_version import installed, unlike
 from meshplan.plan.plan import Plan
-from meshplan.planner.answers import lock_words
+from meshplan.planner.answers.lock_words import changes_since as changes_since
+from meshplan.planner.answers.lock_words import figures_of_lock as figures_of_lock
+from meshplan.planner.answers.lock_words import lock_plan as lock_plan
+from meshplan.planner.answers.lock_words import source_of_lock
 from meshplan.planner.lock.lock import lock_in_words, locked, profile_of_lock
 from meshplan.planner.lock.lock import overrides as overrides_of
 from meshplan.planner.objectives.answer import answer
@@ -30,9 +33,7 @@ if TYPE_CHECKING:
     from meshplan.planner.answers.explain import WhyNot
     from meshplan.planner.answers.infeasible import Trouble
     from meshplan.planner.answers.module import ModuleAnswer
-    from meshplan.planner.answers.reshard import Reshard
     from meshplan.planner.answers.written import Written
-    from meshplan.planner.lock.changes import FieldChange
     from meshplan.planner.lock.lock import Lock
     from meshplan.planner.objectives.num_devices import TrainingTarget
 
@@ -261,80 +262,14 @@ def compare(
     return difference(*(side_of(name, plan, measured, figures) for (name, plan), figures in sides))
 
 
-def locks_alone(old: str, new: str) -> tuple[Lock, Lock] | None:
-    """Return two locks if one of them does not hold for the plan file next to it; else None.
-
-    Args:
-        old: Path of the first lock.
-        new: Path of the second lock.
-
-    Raises:
-        SpecError: One of them cannot be read.
-    """
-    from meshplan.planner.answers import lock_difference
-
-    return lock_difference.locks_alone(old, new)
-
-
-def compare_locks(old: Lock, new: Lock) -> PlanDifference:
-    """Compare two locks, such as two versions of one lock."""
-    from meshplan.planner.answers import lock_difference
-
-    return lock_difference.difference_of_locks(old, new)
-
-
-def moved_between(old: Plan, new: Plan) -> Reshard:
-    """Count the bytes of parameters and optimizer state that a change of plan moves.
-
-    Raises:
-        PlanError: The plans differ in their model or their optimizer.
-    """
-    from meshplan.planner.answers.reshard import reshard
-
-    return reshard(old, new)
-
-
 def plan_of_lock(path: str | os.PathLike[str]) -> tuple[str, Lock] | None:
     """Return the plan file that a lock was made for, and the lock; None if `path` is not a lock.
 
     Raises:
         SpecError: The lock cannot be read, or the plan file is not next to it.
     """
-    found = lock_words.source_of_lock(Path(path))
+    found = source_of_lock(Path(path))
     return found and (str(found[0]), found[1])
-
-
-def figures_of_lock(
-    plan: str | os.PathLike[str], decided: Plan, lock: Lock | None = None
-) -> dict[str, float]:
-    """Return the figures stated by the lock next to a plan file, for `compare`; {} without a lock.
-
-    Args:
-        plan: Path of the plan file.
-        decided: The plan that the file decides.
-        lock: The lock that completed the plan; None looks for the one next to the plan file.
-
-    Raises:
-        SpecError: The lock cannot be read.
-    """
-    return lock_words.figures_of_lock(plan, decided, lock)
-
-
-def lock_plan(
-    plan: str | os.PathLike[str],
-    decision: Decision,
-    path: str | Path | None = None,
-    free: Sequence[str] = (),
-) -> Path:
-    """Write the lock of a decision and return its path.
-
-    Args:
-        plan: Path of the plan file.
-        decision: A decision that chose a plan.
-        path: Path of the lock; None puts it next to the plan file.
-        free: Keys given to `overrides_of_free`, left to the planner although the file states them.
-    """
-    return lock_words.write_lock(plan, decision, path, free)
 
 
 def as_written(
@@ -365,26 +300,6 @@ def overrides_of_free(keys: Sequence[str]) -> list[str]:
     """
     check_free(keys)
     return overrides_of(freed(keys))
-
-
-def changes_since(
-    plan: str | os.PathLike[str],
-    decision: Decision,
-    path: str | Path | None = None,
-    free: Sequence[str] = (),
-) -> tuple[FieldChange, ...] | None:
-    """Return the changes of a decision from the existing lock; None if there is no lock.
-
-    Args:
-        plan: Path of the plan file.
-        decision: A decision that chose a plan.
-        path: Path of the lock; None looks next to the plan file.
-        free: Keys given to `overrides_of_free`, left to the planner although the file states them.
-
-    Raises:
-        SpecError: The lock cannot be read.
-    """
-    return lock_words.changes_since(plan, decision, path, free)
 
 
 def calibrate(out: str | os.PathLike[str]) -> Profile | None:

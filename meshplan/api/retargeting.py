@@ -11,7 +11,7 @@ from meshplan.api.source import PlanSource, Source, SourceArguments, source_of
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.plan.plan import Plan
 from meshplan.planner.answers.difference import PlanDifference, figures_of
-from meshplan.planner.answers.reshard import Reshard
+from meshplan.planner.answers.reshard import Reshard, reshard
 from meshplan.planner.problem.decision import Decision
 
 _HARDWARE = (
@@ -82,7 +82,7 @@ def retarget(
             profile=source.profile,
             known=({}, figures_of(decision)),
         ),
-        moved=planning.moved_between(old, new),
+        moved=reshard(old, new),
     )
 
 

@@ -25,11 +25,12 @@ def _diff_flags(parser: argparse.ArgumentParser) -> None:
 def _diff(args: argparse.Namespace) -> int:
     from meshplan.api import planning
     from meshplan.planner.answers.difference import figures_of
+    from meshplan.planner.answers.lock_difference import difference_of_locks, locks_alone
 
     if args.file is not None:
         raise SpecError(Problem("diff takes two plans, and -f names a third", None, "leave it out"))
-    if not args.set and (locks := planning.locks_alone(*args.plans)) is not None:
-        return _print_difference(args, planning.compare_locks(*locks), [])
+    if not args.set and (locks := locks_alone(*args.plans)) is not None:
+        return _print_difference(args, difference_of_locks(*locks), [])
     sides, known, notes = [], [], list[str]()
     for name in args.plans:
         path, lock = planning.plan_of_lock(name) or (name, None)

@@ -97,6 +97,7 @@ def _plan(args: argparse.Namespace) -> int:
         ]
     if old is not None:
         from meshplan.planner.answers.difference import figures_of
+        from meshplan.planner.answers.reshard import reshard
         from meshplan.render.retarget import retarget_to_json, retarget_to_text
 
         assert decision.chosen is not None
@@ -106,7 +107,7 @@ def _plan(args: argparse.Namespace) -> int:
             profile=args.profile,
             known=(known, figures_of(decision)),
         )
-        moved = planning.moved_between(old, decision.chosen.plan)
+        moved = reshard(old, decision.chosen.plan)
         more["retarget"] = retarget_to_json(found, moved)
         lines += ["", *retarget_to_text(found, moved)]
     return _print_plan(asked, decision, more, lines)

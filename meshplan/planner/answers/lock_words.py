@@ -30,7 +30,7 @@ from meshplan.version import __version__
 _SUFFIX: Final = ".lock.yaml"
 
 
-def write_lock(
+def lock_plan(
     plan: str | os.PathLike[str],
     decision: Decision,
     path: str | Path | None = None,
