@@ -10,6 +10,7 @@ Source: torch 2.13, aten/native, in the files that each function names.
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Final
 
 ATTENTION_BACKWARD: Final = 2.5
@@ -143,6 +144,40 @@ def index_add(num: int) -> tuple[int, ...]:
     Source: cuda/Indexing.cu, `index_put_with_sort_kernel`.
     """
     return (_INT64 * num,) * 5
+
+
+RECURRENT_GATES: Final = MappingProxyType({"lstm": 4, "gru": 3, "rnn": 1})
+"""Products that each hidden feature of a recurrent layer is made of, by kind."""
+_RECURRENT_KEPT: Final = MappingProxyType({"lstm": 5, "gru": 6, "rnn": 2})
+"""Numbers that cuDNN keeps for backward per hidden feature, token and layer.
+
+[Empirical] LSTM and GRU follow from one report (github.com/pytorch/pytorch/issues/2895): four
+layers of 320 features keep 736,000,000 and 864,000,000 bytes, which is 5 + 3/4 and 6 + 3/4 numbers
+at 25,000 tokens, with the outputs between layers. The report does not state the tokens. A plain RNN
+is not in it, and is taken to keep its output and its input product.
+"""
+
+
+def recurrent_buffers(
+    kind: str, tokens: int, hidden: int, layers: int, directions: int, *, has_dropout: bool
+) -> tuple[int, int]:
+    """Return the elements of cuDNN's buffers of a recurrent layer: (kept for backward, workspace).
+
+    The workspace is taken to be a gradient for every gate of all layers, which cuDNN needs at once
+    to multiply them with the inputs. Other algorithms of cuDNN take less.
+
+    Args:
+        kind: "lstm", "gru" or "rnn".
+        tokens: Time steps of all samples together.
+        hidden: Features of a hidden state.
+        layers: Number of stacked layers.
+        directions: 2 if bidirectional, else 1.
+        has_dropout: If True, the masks between layers are kept too.
+    """
+    features = tokens * hidden * directions
+    between = (layers - 1) * (2 if has_dropout else 1)
+    kept = features * (_RECURRENT_KEPT[kind] * layers + between)
+    return kept, features * RECURRENT_GATES[kind] * layers
 
 
 def _up(size: int, multiple: int) -> int:

@@ -17,6 +17,7 @@ import pytest
 from meshplan.api import checking
 from meshplan.cli.app import main
 from meshplan.errors import PlanError
+from meshplan.kernels import recurrent_buffers
 from meshplan.render.memory import memory_to_json, memory_to_text
 from tests.helpers import estimated, picked
 
@@ -159,11 +160,31 @@ def test_what_a_mask_picks_has_an_upper_bound():
     assert "all is picked that aten.nonzero.default could pick, in blocks.2" in result["bound"]
     (group,) = result["groups"]
     assert group["band"][1] > group["peak"]["reserved_bytes"]
-    # Of the least nothing is known but what is there before the step.
-    assert group["band"][0] < sum(group["terms"][n] for n in ("parameters", "optimizer")) + 2**20
+    # Of the least nothing is known but what is there before the step, and what the driver takes.
+    assert (
+        group["band"][0] - group["peak"]["driver_bytes"]
+        < sum(group["terms"][n] for n in ("parameters", "optimizer")) + 2**20
+    )
     text = memory_to_text(estimate, "it")
     assert text[0].startswith("AT MOST: ")
     assert any(line.startswith("an upper bound: all is picked") for line in text)
+
+
+def test_a_recurrent_layer_has_a_range():
+    """An LSTM is priced from nothing of its buffers to all of them, and not refused whole."""
+    plan = PLAN | {"model": {"entry": "tests.helpers.estimated:recurrent"}}
+    plan |= {"batch": {"micro": 64, "seq_len": 256}}
+    result = memory_to_json(checking.estimate_memory(plan, memory="1GiB", fixes=False))
+    assert result["is_upper_bound"]
+    assert "lstm is a recurrent layer" in result["bound"]
+    (exact,) = memory_to_json(checking.estimate_memory(PLAN, memory="1GiB", fixes=False))["groups"]
+    driver_low = exact["band"][0] - exact["peak"]["allocated_bytes"]
+    (group,) = result["groups"]
+    low, high = group["band"]
+    kept, workspace = recurrent_buffers("lstm", 64 * 256, 32, 2, 1, has_dropout=False)
+    unsure = group["peak"]["allocated_bytes"] + driver_low - low
+    assert 4 * kept < unsure < 4 * (kept + workspace) + 2**20
+    assert high > group["peak"]["reserved_bytes"]
 
 
 def test_what_is_picked_takes_no_more_than_the_bound(pool, apart):

@@ -112,6 +112,24 @@ def asking() -> nn.Module:
     return model
 
 
+class Recurrent(nn.Module):
+    """Keeps a buffer of which only cuDNN knows the size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 32)
+        self.layer = nn.LSTM(32, 32, num_layers=2, batch_first=True)
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.layer(self.table(tokens))[0])
+        return out
+
+
+def recurrent() -> nn.Module:
+    return Recurrent()
+
+
 def picking() -> nn.Module:
     model = Tower(3)
     model.blocks[2] = Picks()

@@ -154,19 +154,31 @@ def with_packed(
     return replace(estimate, groups=tuple(groups))
 
 
-def as_bound(estimate: MemoryEstimate, logs: Sequence[EventLog], why: str) -> MemoryEstimate:
+def as_bound(
+    estimate: MemoryEstimate,
+    logs: Sequence[EventLog],
+    why: str,
+    least: Sequence[EventLog] | None = None,
+) -> MemoryEstimate:
     """Return the estimate with its figures marked as an upper bound.
-
-    The lower end of each range becomes the bytes that are resident before the step begins.
 
     Args:
         estimate: The estimate whose figures may be too large.
         logs: The step of the first rank of each group.
         why: A sentence that says why the figures are only an upper bound.
+        least: The same steps with the least memory, whose peak is the lower end of each range; None
+            takes the bytes that are resident before the step begins.
     """
+    if least is None:
+        lows = [log.by_phase["before"][1] for log in logs]
+    else:
+        lows = [log.peak.live_bytes for log in least]
     groups = tuple(
-        replace(group, band=(min(group.band[0], log.by_phase["before"][1]), group.band[1]))
-        for group, log in zip(estimate.groups, logs, strict=True)
+        # The lower end of the driver's bytes stays in the range.
+        replace(
+            group, band=(group.band[0] - max(0, group.peak.allocated_bytes - low), group.band[1])
+        )
+        for group, low in zip(estimate.groups, lows, strict=True)
     )
     return replace(estimate, groups=groups, bound=why)
 

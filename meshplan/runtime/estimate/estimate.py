@@ -18,6 +18,7 @@ from meshplan.memory.answer.assemble import as_bound, assemble
 from meshplan.memory.answer.estimate import MemoryEstimate, Tier
 from meshplan.memory.answer.modules import with_modules
 from meshplan.memory.answer.rank_classes import equal_ranks
+from meshplan.memory.log.driver import with_workspaces
 from meshplan.memory.log.events import EventLog
 from meshplan.plan.plan import Plan
 from meshplan.runtime.base.subprocess_pool import run_in_subprocesses
@@ -32,8 +33,16 @@ from meshplan.runtime.estimate.tried import try_forward
 from meshplan.runtime.fake_step.default_loop import DefaultLoop, check_stated, loop_of
 from meshplan.runtime.fake_step.step import fake_step
 from meshplan.runtime.torch_private.fakes import untraceable
-from meshplan.runtime.trace.bounds import NoBoundError, check_grows, everything, half, picking
-from meshplan.runtime.trace.trace_errors import UnknownShapeError, refused
+from meshplan.runtime.trace.bounds import (
+    NoBoundError,
+    UnknownBufferError,
+    UnknownShapeError,
+    check_grows,
+    everything,
+    half,
+    picking,
+)
+from meshplan.runtime.trace.trace_errors import refused
 
 _MOST_PLAYED: Final = 1 << 12
 """Number of blocks, times microbatches, that a trace can run in minutes."""
@@ -54,6 +63,8 @@ class _TieredLogs:
     certified: str
     error: float = 0.0
     bound: str = ""
+    least: Sequence[EventLog] | None = None
+    """Logs that are a lower bound, for each rank; None if the upper bound is all that is known."""
 
 
 def estimate_by_trace(
@@ -91,7 +102,8 @@ def estimate_by_trace(
         error=answer.error,
     )
     if answer.bound:
-        found = as_bound(found, answer.logs, answer.bound)
+        least = answer.least and [with_workspaces(log, question.device) for log in answer.least]
+        found = as_bound(found, answer.logs, answer.bound, least)
     return with_modules(found, plan, answer.logs)
 
 
@@ -193,7 +205,7 @@ def _bounded(
     report: Callable[[str], None],
     error: UnknownShapeError,
 ) -> _TieredLogs:
-    """Answer by tier 3 with an upper bound, if sizes of some tensors depend on values.
+    """Answer by tier 3 with an upper bound, if sizes of some tensors are not known before the step.
 
     Raises:
         PlanError: No upper bound can be proved.
@@ -210,22 +222,35 @@ def _bounded(
         raise PlanError(Problem(what, problem.origin, problem.fix))
     op, where = problem.what.partition(" ")[0], problem.what.rpartition(": ")[2]
     bound = f"all is picked that {op} could pick, {where}; with half of it nothing is larger"
-    logs = [each.log for each in found]
-    return _TieredLogs(logs, found[0].assumed, Tier.WHOLE, _ALL_TRACED, bound=bound)
+    if isinstance(error, UnknownBufferError):
+        bound = f"{problem.what}; it is counted as a public report has it, with the most workspace"
+    pairs = [each for each in found if not isinstance(each, str)]
+    logs, least = [each.log for each, _ in pairs], [each for _, each in pairs if each is not None]
+    return _TieredLogs(
+        logs, pairs[0][0].assumed, Tier.WHOLE, _ALL_TRACED, bound=bound,
+        least=least if len(least) == len(logs) else None,
+    )  # fmt: skip
 
 
-def _fake_step_at_most(question: EstimateRequest, rank: int) -> FakeStepResult | str:
-    """Run one rank's step with all selected that could be; or return why that is no maximum."""
+def _fake_step_at_most(
+    question: EstimateRequest, rank: int
+) -> tuple[FakeStepResult, EventLog | None] | str:
+    """Run one rank's step with all selected that could be, and with less.
+
+    Returns:
+        The step with the most memory, and a log that is a lower bound: None if shapes depend on
+        values, of which only a maximum is known. Or why the step is no maximum.
+    """
     model, plan = decided(question.spec, question.source)
     with picking(everything):
         most = _fake_steps(model, plan, question, rank)
-    with picking(half):
+    with picking(half, has_buffers=False) as picks:
         less = _fake_steps(model, plan, question, rank)
     try:
         check_grows(most.log, less.log)
     except NoBoundError as error:
         return str(error)
-    return most
+    return most, None if picks.are_used else less.log
 
 
 def _fake_step(question: EstimateRequest, rank: int) -> FakeStepResult:

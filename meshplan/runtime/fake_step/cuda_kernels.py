@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from meshplan.errors import ApplyError, Problem
+from meshplan.runtime.fake_step.cuda_recurrent import RECURRENT
 from meshplan.runtime.torch_private.ops import below_autograd
 
 _ops: Final[Any] = torch.ops.aten
@@ -66,7 +66,7 @@ def replaced(kernels: Kernels) -> Mapping[str, Callable[..., Any]]:
             "scaled_dot_product_attention": attention,
             "softmax.int": _softmax,
             "log_softmax.int": _log_softmax,
-            **dict.fromkeys(_RNNS, _refuses_rnn),
+            **RECURRENT,
         }
     )
 
@@ -120,22 +120,6 @@ def _log_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) ->
     y = x if is_fused or dtype is None else x.to(dtype)
     out: torch.Tensor = _ops._log_softmax(y, dim, is_fused)
     return out
-
-
-_RNNS: Final = (
-    "lstm.input", "lstm.data", "gru.input", "gru.data", "rnn_tanh.input", "rnn_tanh.data",
-    "rnn_relu.input", "rnn_relu.data", "lstm_cell", "gru_cell",
-)  # fmt: skip
-
-
-def _refuses_rnn(*args: Any, **kwargs: Any) -> Any:
-    raise ApplyError(
-        Problem(
-            "the model has a recurrent layer (RNN, LSTM, GRU): cuDNN keeps a buffer for its "
-            "backward whose size only cuDNN knows",
-            fix="estimate it as on CPU, or leave the layer out of the estimate",
-        )
-    )
 
 
 def _attention(

@@ -1,8 +1,11 @@
-"""Upper bounds for operators whose result shapes depend on values.
+"""Upper bounds for operators whose result shapes depend on values, or on a library.
 
 A mask selects at most all elements it covers, and `unique` keeps at most all of its input. A trace
 with these sizes needs at least as much memory as the step, provided that selecting fewer elements
 makes nothing larger. To check that, the same step is traced with half as many (`check_grows`).
+
+Buffers of which only a library knows the size are counted in full in the first trace, and not at
+all in the second.
 """
 
 from __future__ import annotations
@@ -16,15 +19,39 @@ from typing import Any, Final
 
 import torch
 
+from meshplan.errors import PlanError, Problem
 from meshplan.memory.log.events import EventLog
 
 _ops: Final[Any] = torch.ops.aten
 Share = Callable[[int], int]
-_PICKING: ContextVar[Share | None] = ContextVar("_PICKING", default=None)
+_PICKING: ContextVar[Picks | None] = ContextVar("_PICKING", default=None)
+
+
+class UnknownShapeError(PlanError):
+    """A tensor's size is not known before the step runs. An upper bound may still be known."""
 
 
 class NoBoundError(Exception):
     """There is no proof that the traced memory is an upper bound."""
+
+
+class UnknownBufferError(UnknownShapeError):
+    """A library makes a buffer of a size that only it knows."""
+
+
+class Picks:
+    """The sizes of a trace inside `picking`.
+
+    Args:
+        share: Returns how many of so many selectable elements are selected.
+        has_buffers: If True, buffers of libraries are counted in full, else not at all.
+
+    Attributes:
+        are_used: True once an operator had a shape that depends on values.
+    """
+
+    def __init__(self, share: Share, *, has_buffers: bool) -> None:
+        self.share, self.has_buffers, self.are_used = share, has_buffers, False
 
 
 def everything(count: int) -> int:
@@ -38,22 +65,46 @@ def half(count: int) -> int:
 
 
 @contextmanager
-def picking(share: Share) -> Iterator[None]:
-    """Let operators on fake tensors select `share(count)` of `count` selectable elements."""
-    token = _PICKING.set(share)
+def picking(share: Share, *, has_buffers: bool = True) -> Iterator[Picks]:
+    """Let operators on fake tensors select `share(count)` of `count` selectable elements.
+
+    Args:
+        share: Returns how many of so many elements are selected.
+        has_buffers: If True, buffers of libraries are counted in full, else not at all.
+    """
+    picks = Picks(share, has_buffers=has_buffers)
+    token = _PICKING.set(picks)
     try:
-        yield
+        yield picks
     finally:
         _PICKING.reset(token)
 
 
 def picked(func: Any, args: Any, kwargs: Any) -> Any:
     """Return an operator's results, sized by `picking`; `NotImplemented` for other operators."""
-    share = _PICKING.get()
+    picks = _PICKING.get()
     rule = _RULES.get(func)
-    if share is None or rule is None:
+    if picks is None or rule is None:
         return NotImplemented
-    return rule(share, *args, **kwargs)
+    out = rule(picks.share, *args, **kwargs)
+    picks.are_used = picks.are_used or out is not NotImplemented
+    return out
+
+
+def buffer_elements(count: int, problem: Problem) -> int:
+    """Return how many elements of a library's buffer are counted, inside `picking`.
+
+    Args:
+        count: The most elements that the buffer may have.
+        problem: What the buffer is, for the error.
+
+    Raises:
+        UnknownBufferError: It is asked outside of `picking`, where sizes are exact.
+    """
+    picks = _PICKING.get()
+    if picks is None:
+        raise UnknownBufferError(problem)
+    return count if picks.has_buffers else min(count, 1)  # An empty tensor would be no event.
 
 
 def taken_to_pick(args: Any) -> tuple[int, ...]:
@@ -64,10 +115,10 @@ def taken_to_pick(args: Any) -> tuple[int, ...]:
 
     Source: TensorIndexing, `expandTensors`: a mask becomes the result of `nonzero`.
     """
-    share = _PICKING.get()
-    if share is None:
+    picks = _PICKING.get()
+    if picks is None:
         return ()
-    return tuple(8 * i.ndim * share(i.numel()) for i in args[1] if _is_mask(i))
+    return tuple(8 * i.ndim * picks.share(i.numel()) for i in args[1] if _is_mask(i))
 
 
 def check_grows(most: EventLog, less: EventLog) -> None:

@@ -18,6 +18,7 @@ from meshplan.plan.plan import Plan
 from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.torch_private.fakes import untraceable
 from meshplan.runtime.trace.advice import advice_at
+from meshplan.runtime.trace.bounds import UnknownShapeError
 
 _WHY: Final = MappingProxyType(
     {
@@ -38,10 +39,6 @@ _WHY: Final = MappingProxyType(
         ),
     }
 )
-
-
-class UnknownShapeError(PlanError):
-    """A tensor's shape depends on values. An upper bound of its size may still be known."""
 
 
 def refused(error: Exception, model: nn.Module, origin: Origin | None) -> PlanError:

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshplan.errors import ApplyError
+from meshplan.kernels import recurrent_buffers
 from meshplan.memory import EventLog, StateBytes, Term, reserve
 from meshplan.plan.plan import make_plan
 from meshplan.runtime.base.mesh import device_type
@@ -25,6 +25,8 @@ from meshplan.runtime.fake_step.cuda_mode import behaving_as
 from meshplan.runtime.fake_step.cuda_workspace import taken_inside
 from meshplan.runtime.fake_step.step import fake_rank, fake_single_rank
 from meshplan.runtime.torch_private.fakes import fake_mode
+from meshplan.runtime.trace.bounds import UnknownBufferError, everything, picking
+from meshplan.runtime.trace.constants import ConstantPropagation
 from meshplan.runtime.trace.structure import graph_of
 from meshplan.spec.reader import load_spec
 from tests.helpers import exact
@@ -178,7 +180,7 @@ def test_attention_saves_no_scores(
 def test_everything_is_put_back() -> None:
     x = torch.randn(64, 32, dtype=FP32, requires_grad=True)
     before = saved_bytes(lambda x: F.rms_norm(x, (32,)), x)
-    with pytest.raises(ApplyError, match="recurrent"), cuda():
+    with pytest.raises(UnknownBufferError, match="recurrent"), cuda():
         torch.nn.LSTM(8, 8)(torch.zeros(2, 3, 8))
     assert saved_bytes(lambda x: F.rms_norm(x, (32,)), x) == before
     torch.nn.LSTM(8, 8)(torch.zeros(2, 3, 8))
@@ -188,6 +190,67 @@ def test_everything_is_put_back() -> None:
     with _Names(ops):
         adam.step()
     assert not any("_foreach" in str(op) for op in ops)
+
+
+_RECURRENT: dict[str, tuple[type[torch.nn.Module], dict[str, Any]]] = {
+    "lstm": (torch.nn.LSTM, {}),
+    "lstm, both ways, by samples": (
+        torch.nn.LSTM, {"num_layers": 2, "bidirectional": True, "batch_first": True}
+    ),
+    "lstm, projected": (torch.nn.LSTM, {"proj_size": 3}),
+    "gru, no biases": (torch.nn.GRU, {"num_layers": 2, "bias": False}),
+    "rnn, dropout": (torch.nn.RNN, {"num_layers": 3, "dropout": 0.5}),
+    "lstm cell": (torch.nn.LSTMCell, {}),
+    "gru cell": (torch.nn.GRUCell, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("name", _RECURRENT)
+def test_a_recurrent_layer_gives_what_the_cpu_gives(name: str, is_packed: bool) -> None:
+    """Shapes of the outputs and of every gradient; what it keeps is bounded, and never exact."""
+    kind, more = _RECURRENT[name]
+    if is_packed and "cell" in name:
+        pytest.skip("a cell takes one step")
+
+    def shapes() -> list[Any]:
+        module = kind(4, 6, **more)  # type: ignore[call-arg]
+        x = filled(*((5, 4) if "cell" in name else (5, 5, 4)))
+        given: Any = x
+        if is_packed:
+            data, sizes = filled(15, 4), torch.tensor([5, 4, 3, 2, 1])
+            x, given = data, torch.nn.utils.rnn.PackedSequence(data, sizes)
+        out = module(given)
+        made = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        sum(t.float().sum() for t in made if t.is_floating_point()).backward()  # type: ignore[union-attr]
+        grads = [x.grad, *(parameter.grad for parameter in module.parameters())]
+        return [tuple(t.shape) for t in (*made, *grads) if t is not None]
+
+    on_cpu = shapes()
+    found = []
+    for has_buffers in (True, False):
+        mode = fake_mode()
+        picks = picking(everything, has_buffers=has_buffers)
+        with mode, ConstantPropagation(mode), behaving_as("cuda"), picks:
+            found.append(shapes())
+    assert found == [on_cpu, on_cpu]
+
+
+def test_what_cudnn_keeps_is_as_reported() -> None:
+    """github.com/pytorch/pytorch/issues/2895: four layers of 320 features, 25,000 tokens."""
+    reported = {"lstm": 736_000_000, "gru": 864_000_000}
+    for kind, num_bytes in reported.items():
+        kept, _ = recurrent_buffers(kind, 25_000, 320, 4, 1, has_dropout=False)
+        assert 4 * kept == num_bytes
+    with cuda(), picking(everything):
+        layer, x = torch.nn.LSTM(320, 320, num_layers=4), filled(1000, 25, 320)
+        own = sum(4 * p.numel() for p in layer.parameters())
+        kept_bytes = saved_bytes(lambda x: layer(x)[0], x)
+    with cuda(), picking(everything, has_buffers=False):
+        layer, x = torch.nn.LSTM(320, 320, num_layers=4), filled(1000, 25, 320)
+        less_bytes = saved_bytes(lambda x: layer(x)[0], x)
+    # The buffer, and the weights once more in one piece.
+    assert kept_bytes - less_bytes == reported["lstm"] + own - 2 * 4
 
 
 def test_what_operators_take_for_themselves() -> None:
