@@ -244,11 +244,12 @@ class UnitFlow:
                 min(users),
                 max(users),
                 f"'{self._around(op)}' draws random numbers between its modules ({name}), and each "
-                "stage would draw its own",
+                "stage would draw others",
             )
         control = self.control_need
         for maker in control.values.values():
-            yield Bond(0, maker, f"the model's control flow reads what '{self._name(maker)}' gives")
+            why = f"the model's control flow reads the output of '{self._name(maker)}'"
+            yield Bond(0, maker, why)
         for value, maker in sorted(control.leaks):
             yield Bond(0, maker, self._leak(value, maker))
         if control.random:
@@ -266,7 +267,7 @@ class UnitFlow:
                     yield Bond(
                         first,
                         behind,
-                        f"'{self._name(maker)}' gives a tensor whose size depends on numbers",
+                        f"'{self._name(maker)}' returns a tensor whose size depends on its data",
                     )
 
     def _open_sizes(self) -> dict[int, set[int]]:
@@ -314,7 +315,7 @@ class UnitFlow:
                     yield Bond(0, last, f"'{self._around(place)}' {what}")
         for first, units in writers.items():
             users, name = units | readers[first], self.flow.values[first].name or "an attribute"
-            why = f"'{self._name(min(units))}' writes {name}, which is used elsewhere too"
+            why = f"'{self._name(min(units))}' writes {name}, which is also used elsewhere"
             yield Bond(0, last, why) if first in between else Bond(min(users), max(users), why)
         for change in self.flow.changes:
             yield from self._change_bonds(change)
@@ -342,7 +343,7 @@ class UnitFlow:
         is_everywhere = is_between or not owners or need.random
         first, last = (0, len(self.units) - 1) if is_everywhere else (min(users), max(users))
         who = f"'{change.module}'" if change.module else "the model"
-        what = f"keeps in '{change.name}' what its modules computed, for the next forward"
+        what = f"stores in '{change.name}' what its modules computed, for the next forward"
         yield Bond(first, last, f"{who} {what}")
 
     def keeps_state(self) -> bool:
@@ -369,8 +370,8 @@ class UnitFlow:
 
     def _leak(self, value: int, maker: int) -> str:
         if value in self._rewritten:
-            return f"'{self._name(maker)}' writes into a tensor of others, which is used after it"
-        return f"a tensor made inside '{self._name(maker)}' is used outside, and not returned by it"
+            return f"'{self._name(maker)}' writes in place into a tensor that is used after it"
+        return f"a tensor made inside '{self._name(maker)}' is used outside, but not returned"
 
     def _name(self, unit: int) -> str:
         return self.units[unit].module

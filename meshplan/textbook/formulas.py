@@ -222,7 +222,7 @@ def activations_per_layer(
     True
     """
     if recompute not in ("none", "selective", "full"):
-        raise ValueError(f"recompute={recompute!r} is none of 'none', 'selective', 'full'")
+        raise ValueError(f"recompute={recompute!r}: expected 'none', 'selective' or 'full'")
     layer = s * b * h
     replicated_over = tp if sequence_parallel else 1
     if recompute == "full":

@@ -29,9 +29,9 @@ _PATHS: Final[Mapping[str, str]] = {
 
 
 _BEYOND: Final[Mapping[str, tuple[int, str]]] = {
-    "params": (10**14, "parameters: ten times as many as any model that was trained"),
-    "gpus": (10**6, "GPUs: more than any cluster has"),
-    "memory": (10**13, "bytes in one GPU: more than any device has"),
+    "params": (10**14, "parameters are more than ten times those of the largest trained model"),
+    "gpus": (10**6, "GPUs are more than any cluster has"),
+    "memory": (10**13, "bytes in one GPU are more than any device has"),
 }
 """Limits beyond any existing machine or model; a larger figure is probably a typing error."""
 
@@ -133,10 +133,13 @@ def _facts_of_flags(
             problems.append(Problem(str(error), Origin(f"--{name}"), f"for example {example}"))
         return None
 
-    for one, other in (("params", "config"), ("gpu", "memory")):
+    for one, other, fact in (
+        ("params", "config", "number of parameters"),
+        ("gpu", "memory", "memory of a GPU"),
+    ):
         if flags.get(one) is not None and flags.get(other) is not None:
-            what = f"--{one} and --{other} both state it"
-            problems.append(Problem(what, Origin(f"--{one}"), "leave one of them out"))
+            what = f"--{one} and --{other} both state the {fact}"
+            problems.append(Problem(what, Origin(f"--{one}"), "remove one of the two flags"))
     facts = {
         "params": read("params", parse_count, "--params 3e9"),
         "gpus": read("gpus", parse_count, "--gpus 8"),
@@ -202,11 +205,12 @@ def _merge(
     for name in _PATHS:
         if name in stated and name in planned and stated[name] != planned[name]:
             flag = {"params": "config", "memory": "gpu"}.get(name, name)
+            where = spec.origin(_PATHS[name])
             problems.append(
                 Problem(
-                    f"{stated[name]:,} is not the {planned[name]:,} of {spec.origin(_PATHS[name])}",
+                    f"{stated[name]:,} differs from {planned[name]:,} in {where}",
                     Origin(f"--{flag if flags.get(flag) is not None else name}"),
-                    "leave the flag out, or change the plan with --set",
+                    "remove the flag, or change the plan with --set",
                 )
             )
     if problems:
@@ -235,19 +239,19 @@ def _plan_row(spec: Spec, facts: dict[str, int], notes: list[str]) -> tuple[str,
     others = [axis.name for axis in mesh if axis.size > 1 and axis.name not in DATA_AXES]
     why = ""
     if others:
-        why = f"it also uses {', '.join(others)}"
+        why = f"the plan also uses {', '.join(others)}"
     elif any(rule.data or rule.place for rule in spec.rules):
-        why = "its rules place modules one by one"
+        why = "rules place single modules"
     elif not spec.optimizer.startswith("adam"):
-        why = f"the formulas count Adam, and its optimizer is {spec.optimizer}"
+        why = f"the formulas assume Adam, and the optimizer is {spec.optimizer}"
     elif stored not in (None, "float32"):
-        why = f"the formulas keep weights in float32, and it keeps them in {stored}"
+        why = f"the formulas assume float32 weights, and the plan keeps them in {stored}"
     elif strategy.name == "hybrid_shard_zero2":
         why = "hybrid_shard_zero2 has no textbook formula"
     elif is_hybrid and mesh.size("dp_replicate") != facts["nodes"]:
-        why = f"it does not replicate across {facts['nodes']} nodes"
+        why = f"the plan does not replicate across {facts['nodes']} nodes"
     if why:
-        notes.append(f"no row is the plan's own: {why}")
+        notes.append(f"no row of the table matches the plan: {why}")
         return None
     is_mixed = strategy.name == "ddp" and spec.precision.is_mixed
     return strategy.name, "mixed" if is_mixed else "fp32"
@@ -285,16 +289,18 @@ def check_enough(size: Sizing, ask_max_params: bool, ask_min_gpus: bool) -> None
     """
     missing = []
     if size.num_params is None and (ask_min_gpus or not ask_max_params):
-        missing.append(("how large the model is", "--params 3e9, --config PATH"))
+        missing.append(("the size of the model", "--params 3e9, --config PATH"))
     if size.num_gpus is None and (ask_max_params or not ask_min_gpus):
-        missing.append(("how many GPUs there are", "--gpus 8"))
+        missing.append(("the number of GPUs", "--gpus 8"))
     if size.memory_bytes is None and (ask_max_params or ask_min_gpus):
-        missing.append(("how much memory a GPU has", "--gpu h100-sxm-80gb, --memory 80GiB"))
+        missing.append(("the memory of a GPU", "--gpu h100-sxm-80gb, --memory 80GiB"))
     if missing:
         raise SpecError(
             [
                 Problem(
-                    f"nothing says {what}", None, f"add {flags}, or -f with a plan that says so"
+                    f"no flag or plan states {what}",
+                    None,
+                    f"add {flags}, or -f with a plan that states {what}",
                 )
                 for what, flags in missing
             ]

@@ -26,7 +26,7 @@ def attention(plan: Plan, forward: Forward) -> Iterator[Traffic]:
     context = plan.assignment.context
     assert context is not None
     refused = plan.accumulate * (1 + forward.has_mask)
-    what = "whether a rank met what cp cannot do"
+    what = "whether a rank met something that cp does not support"
     yield one(plan.mesh, "all_reduce", plan.mesh.names, FLAG_BYTES, what, refused)
     for call in _over_sequence(forward):
         ranks = _ranks_of_heads(plan, forward, call)
@@ -43,11 +43,11 @@ def unknown_heads(plan: Plan, forward: Forward | None) -> Iterator[str]:
     if plan.mesh.size("cp") == 1:
         return
     if forward is None:
-        yield "what attention sends along cp, without a record of the forward"
+        yield "what attention sends along cp (needs a recorded forward)"
         return
     unclear = [c.fqn for c in _over_sequence(forward) if _ranks_of_heads(plan, forward, c) is None]
     for fqn in dict.fromkeys(unclear):
-        yield f"what attention in '{fqn}' sends along cp, of which tp cuts some heads only"
+        yield f"what attention in '{fqn}' sends along cp (tp shards only some of its heads)"
 
 
 def _over_sequence(forward: Forward) -> Iterator[AttentionCall]:

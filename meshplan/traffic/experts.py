@@ -39,7 +39,8 @@ def dispatch(plan: Plan, forward: Forward, arrivals: Arrivals | None) -> Iterato
         calls = forward.of(fqn)
         came = None if arrivals is None else arrivals[fqn]
         if came is not None and len(came) != len(calls) * plan.accumulate:
-            raise ValueError(f"arrivals of {fqn}: {len(came)} for {len(calls)} calls a microbatch")
+            expected = f"{len(calls)} calls in each of {plan.accumulate} microbatches"
+            raise ValueError(f"arrivals of {fqn}: {len(came)} entries for {expected}")
         for number, call in enumerate(calls):
             arguments = _arguments(call)
             if arguments is None:
@@ -61,9 +62,9 @@ def unknown_experts(plan: Plan, forward: Forward | None) -> Iterator[str]:
         return
     for fqn in plan.assignment.experts:
         if forward is None:
-            yield f"what the experts of '{fqn}' are sent, without a record of the forward"
+            yield f"what the experts of '{fqn}' are sent (needs a recorded forward)"
         elif any(_arguments(call) is None for call in forward.of(fqn)):
-            yield f"what '{fqn}' is sent: which of its arguments are weights cannot be told"
+            yield f"what '{fqn}' is sent (its arguments do not show which are the router's weights)"
 
 
 def _arguments(call: ModuleVisit) -> tuple[TensorUse, TensorUse, TensorUse] | None:

@@ -62,7 +62,7 @@ def forecast(
     else:
         cut = stage_forwards(plan, forward)
         if isinstance(cut, str):
-            unknown.append(f"what the stages send, {cut}")
+            unknown.append(f"what the stages send ({cut})")
             traffic += _stages(plan, rank, None, None)
         else:
             traffic += pipeline(plan, rank, cut)
@@ -154,7 +154,7 @@ def _unknown(plan: Plan, forward: Forward | None) -> list[str]:
         for word in (*use.style.input, *use.style.output)
     }
     out += [
-        f"what the style {name} sends to lay activations as '{word}'"
+        f"what the style {name} sends to lay out activations as '{word}'"
         for word, name in words.items()
         if word != GATHERED and not _WORD.fullmatch(word)
     ]
@@ -163,16 +163,16 @@ def _unknown(plan: Plan, forward: Forward | None) -> list[str]:
         *unknown_experts(plan, forward), *unknown_heads_together(plan, forward),
     ]  # fmt: skip
     if plan.assignment.synchronized and forward is None:
-        out.append("what BatchNorm sends for its statistics, without a record of the forward")
+        out.append("what BatchNorm sends for its statistics (needs a recorded forward)")
     stages = decided.stages
     if stages is not None:
         cut = [fqn for fqn in decided.units if fqn and fqn in stages.opened]
-        out += [f"what the unit '{fqn}' sends, which several stages run" for fqn in cut]
+        out += [f"what the unit '{fqn}' sends (several stages run it)" for fqn in cut]
         if mesh.size("cp") > 1:
             out.append("what the axis cp sends within stages")
     out += [f"what '{code}' does to '{fqn}'" for fqn, code, _ in decided.apply]
     if mesh.size("tp") > 1 and forward is None:
-        out.append("what activations send along tp, without a record of the forward")
+        out.append("what activations send along tp (needs a recorded forward)")
     return out
 
 

@@ -32,8 +32,8 @@ def unknown_losses(plan: Plan, forward: Forward | None) -> Iterator[str]:
     """Yield the parts of this traffic that cannot be predicted, and why."""
     if not plan.assignment.loss_parallel:
         return
-    what = "what a loss over parts of the vocabulary sends"
+    what = "what a vocabulary-parallel loss sends"
     if forward is None or not (forward.losses or forward.strays):
-        yield f"{what}, without a record of the loss"
+        yield f"{what} (needs a recorded loss)"
     elif forward.strays:
-        yield f"{what}, which does {' and '.join(forward.strays)} with its logits"
+        yield f"{what} (it also calls {' and '.join(forward.strays)} on its logits)"

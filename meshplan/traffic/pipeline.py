@@ -55,13 +55,13 @@ def stage_forwards(plan: Plan, forward: Forward | None) -> tuple[StageForward, .
     stages = plan.assignment.stages
     assert stages is not None
     if forward is None or forward.flow is None:
-        return "without a record of the forward"
+        return "needs a recorded forward"
     flow = forward.flow
     calls = unit_calls(flow, stages.opened, stages.free)
     places = [place for place in stages_of(calls, stages.units) if place is not None]
     visits = _visits(flow, calls, forward)
     if len(places) < len(calls) or visits is None:
-        return "since the recorded forward took another way than the one that was cut"
+        return "the recorded forward differs from the one that was split into stages"
     seen = {
         value: tensor
         for call, visit in zip(calls, visits, strict=True)
@@ -73,7 +73,7 @@ def stage_forwards(plan: Plan, forward: Forward | None) -> tuple[StageForward, .
         sends = [cuts.local(value, seen[value]) for value in values]
         known = tuple(tensor for tensor in sends if tensor is not None)
         if len(known) < len(sends):
-            return "since not every value that crosses is whole or cut along the sequence"
+            return "values sent between stages may be whole or sharded along the sequence"
         others = [v for v, place in zip(visits, places, strict=True) if place != stage]
         out.append(StageForward(_without(forward, others), known))
     return tuple(out)
@@ -131,7 +131,7 @@ def pipeline(plan: Plan, rank: int, cut: Sequence[StageForward]) -> Iterator[Tra
                 counted[direction.lower(), num_bytes, what] += 1
     for (kind, num_bytes, what), count in counted.items():
         yield one(mesh, kind, ("pp",), num_bytes, what, count * times)
-    yield one(mesh, "all_reduce", ("pp",), FLAGS_BYTES, "whether every stage went well", times)
+    yield one(mesh, "all_reduce", ("pp",), FLAGS_BYTES, "whether every stage succeeded", times)
     yield one(mesh, "all_reduce", ("pp",), LOSS_BYTES, "the loss of the last stage", times)
     yield from _shared(plan, stages, rank)
 

@@ -31,7 +31,7 @@ def unknown_heads_together(plan: Plan, forward: Forward | None) -> Iterator[str]
         if use.style.kind != HEADS_TOGETHER or forward is None:
             continue
         if plan.assignment.sequence_parallel or any(len(v.outputs) > 1 for v in forward.of(fqn)):
-            yield f"what '{fqn}' sends for its attention weights or for parts of the sequence"
+            yield f"what '{fqn}' sends for its attention weights or for shards of the sequence"
 
 
 def partial_gradients(plan: Plan, passes: Passes, uses: Mapping[str, UnitUse]) -> Iterator[Traffic]:

@@ -130,18 +130,18 @@ def test_what_is_cut_trains_as_one_process(pool, kind):
 
 
 WHOLE = {
-    "ReturnsWeights": "the model returns it",
-    "TalkingHeads": "one rank would run another program in blocks.0",
-    "FixedSlopes": "it is a dim of the buffer blocks.0.slopes",
-    "CountedSlopes": "it is a dim of a constant",
-    "CountedScale": "div: it is given 1.414",
-    "CountedConstant": "it reads another constant",
-    "NormInside": "a norm takes it together",
-    "GainInAndOut": "blocks.0.gain is used both with something cut and without",
-    "GateInAndOut": "makes is used both with something cut and without",
-    "InterleavedGate": "a slice steps over it",
-    "TurnedFeatures": "flip looks along it",
-    "Square": "a norm takes it together",
+    "ReturnsWeights": "the model returns a value that would be sharded",
+    "TalkingHeads": "on one rank of tp, blocks.0 would not run the operations of one process",
+    "FixedSlopes": "it shares a dim with the buffer blocks.0.slopes, which is not sharded",
+    "CountedSlopes": "it shares a dim with a constant",
+    "CountedScale": "div: gets 1.414",
+    "CountedConstant": "reads another constant",
+    "NormInside": "a norm reduces over one of its dims",
+    "GainInAndOut": "blocks.0.gain is used both with sharded values and without",
+    "GateInAndOut": "is used both with sharded values and without",
+    "InterleavedGate": "a slice with a step reads one of its dims",
+    "TurnedFeatures": "flip mixes elements along one of its dims",
+    "Square": "a norm reduces over one of its dims",
     "TiedBackwards": "blocks.0.up.weight is used outside of its module's forward",
 }
 
@@ -154,7 +154,7 @@ def test_what_cannot_be_proved_stays_whole_and_says_why(kind):
     """Projections that no pair is proved for are cut by themselves, where they hold the most."""
     found = decided(kind)
     (problem,) = (w for w in found.assignment.warnings if "auto finds" in w.what)
-    assert "auto finds nothing that tp 2 can cut in pairs" in problem.what
+    assert "auto finds no pair of projections to shard over tp 2" in problem.what
     assert WHOLE[kind] in problem.what
     assert problem.fix == "use those 2 ranks for dp_shard instead of tp"
     used = {use.style.name for use in found.assignment.styles.values()}
@@ -171,7 +171,7 @@ def test_projections_by_themselves_that_hold_little_are_not_worth_ranks():
     with pytest.raises(PlanError) as caught:
         decided("TiedBackwards")
     (problem,) = caught.value.problems
-    assert "auto finds nothing that tp 2 can cut in pairs" in problem.what
+    assert "auto finds no pair of projections to shard over tp 2" in problem.what
     assert WHOLE["TiedBackwards"] in problem.what
     assert problem.fix == "use those 2 ranks for dp_shard instead of tp"
 
@@ -182,7 +182,7 @@ def test_every_choice_is_explained():
     assert reasons["blocks.1.attn.o"] == "auto: its 4 heads pair with q, k and v"
     assert reasons["blocks.0.mlp.up"] == "auto: its 64 features pair with down"
     (note,) = (w for w in decided("Parallel").assignment.warnings if "auto" in w.what)
-    assert note.what == "auto leaves whole on tp: first (a norm takes it together)"
+    assert note.what == "auto keeps replicated over tp: first (a norm reduces over one of its dims)"
 
 
 def test_only_what_code_writes_into_is_copied():
@@ -199,7 +199,7 @@ def test_a_rule_decides_its_module_and_auto_the_rest():
     assert styles(plan) == {}
     assert list(plan.assignment.styles) == ["blocks.1.up", "blocks.1.down"]
     (note,) = (w for w in plan.assignment.warnings if "auto" in w.what)
-    assert "blocks.*.down (a rule decides a part of what would be cut)" in note.what
+    assert "blocks.*.down (a rule places a part of what would be sharded with it)" in note.what
 
 
 def test_auto_by_rule_is_for_the_modules_inside():

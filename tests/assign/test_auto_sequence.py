@@ -198,14 +198,14 @@ def blocks(turn: str) -> nn.Module:
 
 
 REFUSED = {
-    "mean": "mean in blocks.0 is not known to keep the positions of a sequence apart",
-    "positions": "mul in blocks.0 combines it with a sequence that no module around is given",
-    "length": "another program in blocks.0: div: it is given 6 where one process gives 12",
-    "dropout": "bernoulli_ in blocks.0 draws random numbers for a part of the sequence",
-    "written": "add_ in blocks.0 writes into what others made",
-    "kept": "blocks.0.seen keeps a part of a sequence, and others may read it",
-    "gain in and out": "blocks.1.gain is used both with something cut and without",
-    "shifted": "roll in blocks.0 is not known to keep the positions of a sequence apart",
+    "mean": "mean in blocks.0 may mix positions of the sequence",
+    "positions": "mul in blocks.0 combines a shard with a whole sequence that no enclosing module",
+    "length": "the operations of one process: div: gets 6 where one process gets 12",
+    "dropout": "bernoulli_ in blocks.0 would draw random numbers for a shard of the sequence",
+    "written": "add_ in blocks.0 writes in place into a tensor that other code made",
+    "kept": "blocks.0.seen stores a shard of the sequence, which other code may read",
+    "gain in and out": "blocks.1.gain is used both with sharded values and without",
+    "shifted": "roll in blocks.0 may mix positions of the sequence",
 }
 
 
@@ -214,7 +214,7 @@ def test_what_looks_across_the_sequence_is_refused(turn: str) -> None:
     with pytest.raises(PlanError) as caught:
         decided(blocks(turn), torch.randn(2, 12, 8))
     (problem,) = caught.value.problems
-    assert "auto cannot show sequence_parallel to be right here" in problem.what
+    assert "auto cannot prove sequence_parallel correct for this model" in problem.what
     assert REFUSED[turn] in problem.what
 
 
@@ -254,8 +254,8 @@ def test_what_does_not_go_with_it_is_said() -> None:
     assert "a rule states tp: colwise_gather_output" in refusal(rules=rules)
     inside = {"split": [["first", "blocks.0.attn"], ["blocks.0.up"]], "microbatches": 2}
     pipeline = {"mesh": {"pp": 2, "tp": 2}, "batch": {"micro": 2}, "pipeline": inside}
-    assert "stages are cut inside blocks.0, where parts" in refusal(**pipeline)
-    assert "of 10 that was recorded does not divide by tp 4" in refusal(10, mesh={"tp": 4})
+    assert "a stage boundary lies inside blocks.0, where shards" in refusal(**pipeline)
+    assert "sequence length 10 does not divide by tp 4" in refusal(10, mesh={"tp": 4})
 
 
 def test_where_it_is_cut_is_part_of_the_digest() -> None:

@@ -109,12 +109,12 @@ def test_a_config_gives_what_the_data_flow_gives(case: str) -> None:
 @pytest.mark.parametrize(
     ("config", "what"),
     [
-        (LLAMA | {"num_key_value_heads": 1}, "auto does not know without a live model how"),
+        (LLAMA | {"num_key_value_heads": 1}, "auto needs the live model to see how"),
         (LLAMA | {"model_type": "gemma2"}, "there is no live model"),
         (
             LLAMA | {"num_key_value_heads": 3, "num_attention_heads": 3, "vocab_size": 40,
                      "intermediate_size": 111},
-            "auto finds nothing that tp 2 can cut in pairs",
+            "auto finds no pair of projections to shard over tp 2",
         ),
     ],
 )  # fmt: skip

@@ -261,4 +261,4 @@ def test_a_size_that_depends_on_numbers_crosses_no_cut():
     assert len(held) == 1
     assert len({place for _, place in stages.units}) == 2
     why = {bond.why for bond in UnitFlow(graph.flow, unit_calls(graph.flow, ("", "moe"))).bonds()}
-    assert any("gives a tensor whose size depends on numbers" in text for text in why)
+    assert any("returns a tensor whose size depends on its data" in text for text in why)

@@ -325,7 +325,7 @@ def test_a_config_names_a_class_of_models(tmp_path, name):
 def test_a_config_asks_for_nothing_from_elsewhere(tmp_path, more):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA | more))
-    words = "is no kernel that is built in|asks for weights|more modules than any model"
+    words = "is not a kernel built into|download weights|more modules than any model"
     with pytest.raises(SpecError, match=words):
         source_of_config(path, load_spec({"version": 1}).origin(""))
 

@@ -55,15 +55,15 @@ def test_every_key_that_transformers_writes_is_known(name):
         ("attention_dropout", float("nan"), "nan is not a probability"),
         ("initializer_range", -1, "-1 is not a number of 0 or more"),
         ("use_cache", "yes", "'yes' is not true or false"),
-        ("rope_parameters", 3, "3 is not an object"),
-        ("layer_types", ["full_attention", 1], "is not a list of words"),
-        ("eos_token_id", "</s>", "'</s>' is not a token's number"),
+        ("rope_parameters", 3, "3 is not a JSON object"),
+        ("layer_types", ["full_attention", 1], "is not a list of strings"),
+        ("eos_token_id", "</s>", "'</s>' is not a token id"),
         ("pretraining_tp", 10**30, "is not a size"),
         ("rms_norm_eps", 10**400, "is not a number of 0 or more"),
         ("attention_dropout", 10**400, "is not a probability"),
         ("router_aux_loss_coef", -(10**400), "is not a number"),
-        ("hidden_act", ["silu"] * 10_000, "is not a word"),
-        ("num_experts_per_tok", 10**9, "1000000000 experts cannot be chosen of 8"),
+        ("hidden_act", ["silu"] * 10_000, "is not a string"),
+        ("num_experts_per_tok", 10**9, "a token cannot use 1000000000 of 8 experts"),
     ],
 )
 def test_a_key_that_no_figure_depends_on_is_read(key, value, what):
@@ -79,11 +79,11 @@ def test_a_key_that_no_figure_depends_on_is_read(key, value, what):
 def test_a_key_that_nobody_knows_is_named_with_the_one_that_may_be_meant(job, capsys):
     plan = job({**LLAMA, "num_kv_heads": 2, "num_hidden_layer": 3, "_private": 1})
     assert main(["check", "-f", str(plan)]) == 0
-    assert "no figure depends on 'num_kv_heads'" in capsys.readouterr().err
+    assert "ignored keys: 'num_kv_heads'" in capsys.readouterr().err
     plan = job({key: LLAMA[key] for key in ("model_type", "hidden_size")} | {"num_hidden_layer": 3})
     assert main(["estimate", "--config", str(plan.with_name("config.json")), "--gpus", "8"]) == 0
     err = capsys.readouterr().err
-    assert "'num_hidden_layer' (or is num_hidden_layers meant?)" in err
+    assert "'num_hidden_layer' (did you mean num_hidden_layers?)" in err
     assert "_private" not in err
 
 

@@ -135,12 +135,12 @@ def test_what_no_row_stands_for_is_refused(
 @pytest.mark.parametrize(
     ("more", "what"),
     [
-        ({"num_key_value_heads": 2}, "every head has keys and values of its own, so there are 4"),
-        ({"head_dim": 12}, "positions are made for as many features as they turn"),
-        ({"num_experts_per_tok": 9}, "9 experts cannot be chosen of 8"),
-        ({"n_group": 3}, "8 experts do not fall into 3 equal groups"),
-        ({"n_group": 8}, "8 experts do not fall into 8 equal groups of 2 or more"),
-        ({"topk_group": 5}, "5 groups cannot be chosen of 4"),
+        ({"num_key_value_heads": 2}, "each of the 4 attention heads has its own keys and values"),
+        ({"head_dim": 12}, "in this family head_dim must equal qk_rope_head_dim"),
+        ({"num_experts_per_tok": 9}, "a token cannot use 9 of 8 experts"),
+        ({"n_group": 3}, "8 experts do not divide into 3 equal groups"),
+        ({"n_group": 8}, "8 experts do not divide into 8 equal groups of 2 or more"),
+        ({"topk_group": 5}, "a token cannot use 5 of 4 groups"),
         ({"first_k_dense_replace": -1}, "-1 is not a size"),
     ],
 )

@@ -20,7 +20,7 @@ def _message(config: dict[str, Any]) -> str:
 
 
 OTHERWISE = (
-    "for any other model give the model itself (model: {entry: PKG.MOD:FN} in the plan, with "
+    "for any other model, give the model itself (model: {entry: PKG.MOD:FN} in the plan, with "
     "torch), or its number of parameters (--params)"
 )
 
@@ -39,7 +39,7 @@ def test_another_head_is_refused() -> None:
     assert _message({"model_type": "llama", "architectures": ["LlamaModel"]}) == (
         "meshplan: 1 problem\n"
         "config.json: architectures: ['LlamaModel'] is not LlamaForCausalLM\n"
-        f"    fix: only that one is built; {OTHERWISE}"
+        f"    fix: only LlamaForCausalLM is supported for llama; {OTHERWISE}"
     )
 
 
@@ -69,14 +69,14 @@ def test_sizes_that_do_not_fit_together() -> None:
     assert _message({"model_type": "llama", **sizes(100, 65, 96, 1, 4, 3)}) == (
         "meshplan: 2 problems\n"
         "config.json: num_attention_heads: 4 heads do not divide hidden_size 65\n"
-        "    fix: change one of them, or state head_dim\n"
+        "    fix: change num_attention_heads or hidden_size, or add head_dim\n"
         "config.json: num_key_value_heads: 3 key-value heads do not divide 4 attention heads\n"
         "    fix: write a divisor of num_attention_heads"
     )
     assert "cross attention is not supported" in _message(
         {"model_type": "gpt2", "add_cross_attention": True}
     )
-    assert "'3' is not a list of layers" in _message(
+    assert "'3' is not a list of layer indices" in _message(
         {"model_type": "qwen3_moe", "mlp_only_layers": "3"}
     )
 
@@ -94,9 +94,9 @@ def test_a_directory_or_a_file(tmp_path: Path) -> None:
         (None, "cannot read "),
         (b"", "config.json:1:1: not JSON: Expecting value"),
         (b'{"a": 1,\n "b" 2}', "config.json:2:6: not JSON: Expecting ':' delimiter"),
-        (b"\x89PNG\r\n\xff\xfe\x00", "the file is not text"),
+        (b"\x89PNG\r\n\xff\xfe\x00", "the file is not UTF-8 text"),
         (b"[1, 2]", "the file holds a list, not an object of keys and values"),
-        (b"[" * 200_000, "not JSON that a model could mean"),
+        (b"[" * 200_000, "not readable JSON: a number is too long, or the nesting too deep"),
         (b" " * 17_000_000, "bytes, but a config.json has at most 16,000,000"),
     ],
 )

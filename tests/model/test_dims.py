@@ -81,7 +81,7 @@ def test_a_view_splits_a_dim_for_everybody() -> None:
     tape.op("p", (6, 4, 8), "aten._softmax.default", "z", -1, False)
     found = tape.classes()
     assert sizes(found, tape, "bias") == [[4, 8]]
-    assert why(found, tape, "bias") == ["", "_softmax looks along it"]
+    assert why(found, tape, "bias") == ["", "_softmax mixes elements along one of its dims"]
 
 
 def test_a_view_across_factors_blocks_them() -> None:
@@ -89,8 +89,8 @@ def test_a_view_across_factors_blocks_them() -> None:
     tape.op("y", (4, 6), "aten.view.default", "x", (4, 6))
     tape.op("z", (3, 8), "aten.view.default", "y", (3, 8))
     found = tape.classes()
-    assert why(found, tape, "x", 0) == ["a view cuts across it"]
-    assert set(why(found, tape, "x", 1)) == {"a view cuts across it"}
+    assert why(found, tape, "x", 0) == ["a view regroups one of its dims unevenly"]
+    assert set(why(found, tape, "x", 1)) == {"a view regroups one of its dims unevenly"}
 
 
 def test_dims_split_in_different_ways_have_common_factors_or_are_blocked() -> None:
@@ -110,19 +110,19 @@ def test_equal_pieces_are_places_of_an_outer_factor_and_others_block() -> None:
     tape.op("b", (2, 8), "aten.slice.Tensor", "x", 1, 16, 24)
     found = tape.classes()
     assert sizes(found, tape, "x") == [[2], [3, 8]]
-    assert why(found, tape, "x", 1) == ["its pieces go separate ways", ""]
+    assert why(found, tape, "x", 1) == ["the pieces of one of its dims are used separately", ""]
     assert found.dims[tape.at["a"]][1] == found.dims[tape.at["b"]][1]
     tape.op("c", (2, 9), "aten.slice.Tensor", "x", 1, 0, 9)
     assert set(why(tape.classes(), tape, "x", 1)) == {
-        "its pieces go separate ways",
-        "a slice takes a part of it",
+        "the pieces of one of its dims are used separately",
+        "a slice takes a part of one of its dims",
     }
 
 
 def test_pieces_shifted_by_half_a_piece_block() -> None:
     tape = Tape(x=(2, 24))
     tape.op("a", (2, 8), "aten.slice.Tensor", "x", 1, 4, 12)
-    assert why(tape.classes(), tape, "x", 1) == ["a slice takes a part of it"]
+    assert why(tape.classes(), tape, "x", 1) == ["a slice takes a part of one of its dims"]
 
 
 @pytest.mark.parametrize(
@@ -161,8 +161,8 @@ def test_attention_keeps_heads_apart_and_shares_those_of_keys() -> None:
     assert sizes(found, tape, "q")[1] == sizes(found, tape, "mask")[0] == [2, 4]
     assert found.dims[tape.at["k"]][1] == found.dims[tape.at["q"]][1][:1]
     assert why(found, tape, "q", 1) == ["", ""]
-    assert why(found, tape, "q", 3) == ["attention looks across a head"]
-    assert why(found, tape, "k", 2) == ["attention looks across the sequence"]
+    assert why(found, tape, "q", 3) == ["attention mixes the features of a head"]
+    assert why(found, tape, "k", 2) == ["attention mixes positions of the sequence"]
 
 
 def test_one_class_in_two_dims_is_blocked() -> None:
@@ -170,7 +170,7 @@ def test_one_class_in_two_dims_is_blocked() -> None:
     tape.op("t", (4, 6), "aten.t.default", "x")
     tape.op("y", (6, 6), "aten.mm.default", "x", "t")
     found = tape.classes()
-    assert why(found, tape, "x", 0) == ["two dims of one tensor run along it"]
+    assert why(found, tape, "x", 0) == ["one of its dims occurs twice in a tensor"]
     assert why(found, tape, "x", 1) == [""]
 
 
@@ -179,7 +179,7 @@ def test_a_lookup_blocks_rows_and_keeps_columns() -> None:
     tape.op("y", (3, 2, 6), "aten.embedding.default", "table", "rows")
     tape.op("z", (3, 2, 6), "aten.index.Tensor", "table", ("rows",))
     found = tape.classes()
-    assert why(found, tape, "table", 0) == ["its rows are looked up by number"]
+    assert why(found, tape, "table", 0) == ["its rows are looked up by index"]
     assert found.dims[tape.at["y"]][2] == found.dims[tape.at["z"]][2]
     assert why(found, tape, "table", 1) == [""]
 

@@ -234,18 +234,18 @@ def test_a_plan_whose_config_lies_beside_it(run, plan, tmp_path):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("mesh: {dp_shard: 4, tp: 2}", "it also uses tp"),
+        ("mesh: {dp_shard: 4, tp: 2}", "the plan also uses tp"),
         (
             "mesh: {dp_shard: 8}\noptimizer: sgd",
-            "the formulas count Adam, and its optimizer is sgd",
+            "the formulas assume Adam, and the optimizer is sgd",
         ),
         (
             "mesh: {dp_shard: 8}\nprecision: bf16-true",
-            "the formulas keep weights in float32, and it keeps them in bfloat16",
+            "the formulas assume float32 weights, and the plan keeps them in bfloat16",
         ),
         (
             "mesh: {dp_shard: 8}\nrules: [{match: a, place: replicate}]",
-            "its rules place modules one by one",
+            "rules place single modules",
         ),
         (
             "mesh: [2, 4]\nstrategy: hybrid_shard_zero2",
@@ -253,14 +253,14 @@ def test_a_plan_whose_config_lies_beside_it(run, plan, tmp_path):
         ),
         (
             "mesh: [4, 2]\nstrategy: hybrid_shard\nhardware: {nodes: 2, gpus_per_node: 4}",
-            "it does not replicate across 2 nodes",
+            "the plan does not replicate across 2 nodes",
         ),
     ],
 )
 def test_a_plan_that_has_no_row_of_its_own(run, plan, text, why):
     code, out, err = run("--params 3e9", "-f", plan(f"version: 1\n{text}\n"))
     assert code == 0
-    assert f"note: no row is the plan's own: {why}\n" in err
+    assert f"note: no row of the table matches the plan: {why}\n" in err
     assert "<- the plan" not in out
 
 
@@ -282,12 +282,12 @@ def test_flags_and_plan_must_agree(run, plan):
     assert (code, out) == (2, "")
     assert err == (
         "meshplan: 3 problems\n"
-        f"--params: 1,000,000,000 is not the 3,000,000,000 of {path}:2:8: model\n"
-        "    fix: leave the flag out, or change the plan with --set\n"
-        f"--gpus: 16 is not the 8 of {path}:3:11: hardware\n"
-        "    fix: leave the flag out, or change the plan with --set\n"
-        f"--gpu: 141,000,000,000 is not the 42,412,802,048 of {path}:3:11: hardware\n"
-        "    fix: leave the flag out, or change the plan with --set\n"
+        f"--params: 1,000,000,000 differs from 3,000,000,000 in {path}:2:8: model\n"
+        "    fix: remove the flag, or change the plan with --set\n"
+        f"--gpus: 16 differs from 8 in {path}:3:11: hardware\n"
+        "    fix: remove the flag, or change the plan with --set\n"
+        f"--gpu: 141,000,000,000 differs from 42,412,802,048 in {path}:3:11: hardware\n"
+        "    fix: remove the flag, or change the plan with --set\n"
     )
 
 
@@ -338,19 +338,22 @@ def test_flags_and_plan_must_agree(run, plan):
         ),
         (
             "--params 3e9 --gpus 8 --gpu h200 --memory 80GB",
-            "--gpu: --gpu and --memory both state it\n    fix: leave one of them out\n",
+            "--gpu: --gpu and --memory both state the memory of a GPU\n"
+            "    fix: remove one of the two flags\n",
         ),
         (
             "",
-            "nothing says how large the model is\n"
-            "    fix: add --params 3e9, --config PATH, or -f with a plan that says so\n"
-            "nothing says how many GPUs there are\n"
-            "    fix: add --gpus 8, or -f with a plan that says so\n",
+            "no flag or plan states the size of the model\n"
+            "    fix: add --params 3e9, --config PATH, or -f with a plan that "
+            "states the size of the model\n"
+            "no flag or plan states the number of GPUs\n"
+            "    fix: add --gpus 8, or -f with a plan that states the number of GPUs\n",
         ),
         (
             "--params 3e9 --min-gpus",
-            "nothing says how much memory a GPU has\n"
-            "    fix: add --gpu h100-sxm-80gb, --memory 80GiB, or -f with a plan that says so\n",
+            "no flag or plan states the memory of a GPU\n"
+            "    fix: add --gpu h100-sxm-80gb, --memory 80GiB, or -f with a plan that "
+            "states the memory of a GPU\n",
         ),
         (
             "--params 3e9 --gpus 8 --set mesh.tp=2",
@@ -382,7 +385,7 @@ def test_bad_input(run, words, problems):
     ("content", "what"),
     [
         (None, "cannot read "),
-        (b"\x89PNG\r\n\xff", "the file is not text"),
+        (b"\x89PNG\r\n\xff", "the file is not UTF-8 text"),
         (b"not json", "not JSON: Expecting value"),
         (b"[]", "the file holds a list, not an object of keys and values"),
         (b'{"model_type": "bert"}', "model_type 'bert' is not supported"),

@@ -119,7 +119,9 @@ def test_activations_are_korthikanti_table_2():
     both = total(tp=t, sequence_parallel=True, recompute="selective")
     assert sympy.simplify(both - 34 / t) == 0
     assert total(recompute="full") == 2
-    with pytest.raises(ValueError, match="recompute='some' is none of 'none', 'selective', 'full'"):
+    with pytest.raises(
+        ValueError, match="recompute='some': expected 'none', 'selective' or 'full'"
+    ):
         activations_per_layer(s=1, b=1, h=1, heads=1, recompute="some")
 
 

@@ -151,7 +151,7 @@ def test_what_no_layout_tells_is_named():
     told = forecast(meshplan.make_plan(spec, graph_of(models.build("own_llama"))))
     assert told.unknown == (
         "what 'builtins:id' does to 'layers.0'",
-        "what activations send along tp, without a record of the forward",
+        "what activations send along tp (needs a recorded forward)",
     )
 
 

@@ -75,9 +75,10 @@ def _candidates(
             out.refused[factor] = str(error)
             continue
         if region.size % size:
-            out.refused[factor] = f"its {region.size} places do not divide by tp {size}"
+            what = f"its {region.size} heads or features do not divide by tp {size}"
+            out.refused[factor] = what
         elif not all(may_cut(fqn) for fqn in (*region.words, *_owners(region.parts))):
-            out.refused[factor] = "a rule decides a part of what would be cut"
+            out.refused[factor] = "a rule places a part of what would be sharded with it"
         else:
             found.append(region)
     return sorted(found, key=lambda r: -r.num_elements)
@@ -137,7 +138,8 @@ def _rehearse(
                 where = rehearsals.places.flow.calls[error.difference.call].module
                 for region in kind:
                     out.refused[region.factor] = (
-                        f"one rank would run another program in {where or 'the model'}: {error}"
+                        f"on one rank of tp, {where or 'the model'} would not run the operations "
+                        f"of one process: {error}"
                     )
         return kept, numbers
 
@@ -161,16 +163,16 @@ def _vocabulary(places: FlowUses, out: CutChoice, may_cut: Callable[[str], bool]
         if more:
             out.uncut[fqn] = more
         elif not is_token or weight.shape[0] <= weight.shape[1]:
-            out.uncut[fqn] = "its table is small"
+            out.uncut[fqn] = "its table has few rows, or is not indexed by tokens"
         elif not all(may_cut(owner) for owner in owners):
-            out.uncut[fqn] = "a rule decides a part of what would be cut"
+            out.uncut[fqn] = "a rule places a part of what would be sharded with it"
         elif places.used_outside(weight, owners):
             out.uncut[fqn] = f"{weight.fqn} is used outside of its module's forward"
         elif _proves(places, out, {**found, **dict.fromkeys(owners, "vocab")}):
             found |= dict.fromkeys(owners, "vocab")
             rows.add(weight.shape[0])
         else:
-            out.uncut[fqn] = "what it takes or leaves is combined with something cut"
+            out.uncut[fqn] = "its input or output is combined with sharded values"
     for fqn, info in graph.modules.items():
         if info.kind != "linear" or fqn in taken or fqn in found or fqn not in places.calls:
             continue
@@ -193,11 +195,11 @@ def _vocabulary(places: FlowUses, out: CutChoice, may_cut: Callable[[str], bool]
 def _cannot_gather(places: FlowUses, fqn: str, taken: set[str]) -> str:
     info = places.graph.modules[fqn]
     if info.kind not in ("embedding", "linear"):
-        return f"its weight is used by {fqn} too"
+        return f"its weight is also used by {fqn}, which is neither a linear nor an embedding"
     if fqn in taken:
-        return f"its weight is cut otherwise in {fqn}"
+        return f"its weight is already sharded by the style of {fqn}"
     more = places.does_more(info)
-    return f"its forward does more than look up ({more})" if more else ""
+    return f"the forward of {fqn} also runs {more}" if more else ""
 
 
 def _is_shared(places: FlowUses, tensor: str, fqn: str) -> bool:

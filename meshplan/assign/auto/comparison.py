@@ -113,11 +113,11 @@ class _RehearsalComparison:
             other_at += 1
         if at < len(mine) or other_at < len(theirs):
             number, op = mine[at] if at < len(mine) else (len(self.flow.ops), self.flow.ops[-1])
-            return Divergence(call=op.call, at=number, text="not the same operations run")
+            return Divergence(call=op.call, at=number, text="more or fewer operations run")
         returned = tuple((path, self.pairs.get(self._source(v, twin))) for path, v in twin.outputs)
         wanted = tuple((path, self._source(v, self.flow)) for path, v in self.flow.outputs)
         if returned != wanted:
-            return Divergence(call=0, at=len(self.flow.ops), text="something else is returned")
+            return Divergence(call=0, at=len(self.flow.ops), text="the model returns other tensors")
         return None
 
     def _gives_back(self, op: Op, flow: Flow) -> bool:
@@ -157,9 +157,9 @@ class _RehearsalComparison:
         """Describe how an operation differs from its counterpart; "" if it does not."""
         views = {base_name(op), base_name(other)} <= _VIEWS - {"expand"}
         if (op.name != other.name and not views) or len(op.outputs) != len(other.outputs):
-            return f"{base_name(other)} runs in its place"
+            return f"{base_name(other)} runs instead"
         if self.flow.calls[op.call].module != self.twin.calls[other.call].module:
-            return "another module runs it"
+            return "runs in another module"
         text = self._same((op.args, dict(op.kwargs)), (other.args, dict(other.kwargs)), op)
         if text:
             return text
@@ -167,7 +167,8 @@ class _RehearsalComparison:
             self.pairs[theirs] = mine
             shape, dtype = self.twin.values[theirs].shape, self.twin.values[theirs].dtype
             if shape != self._local(mine) or dtype != self.flow.values[mine].dtype:
-                return f"{list(shape)} is made where a rank needs {list(self._local(mine))}"
+                wanted = f"{self.flow.values[mine].dtype} {list(self._local(mine))}"
+                return f"returns {dtype} {list(shape)} where a rank needs {wanted}"
         if base_name(op) == "slice":
             return self._slice(number, op, other)
         return ""
@@ -180,7 +181,7 @@ class _RehearsalComparison:
             return next((t for a, b in parts if (t := self._same(a, b, op))), "")
         if isinstance(mine, tuple | list) and isinstance(theirs, tuple | list):
             if len(mine) != len(theirs):
-                return "it is given other arguments"
+                return "gets more or fewer arguments"
             items = zip(mine, theirs, strict=True)
             return next((t for a, b in items if (t := self._same(a, b, op))), "")
         if type(mine) is type(theirs) and (mine == theirs or (mine != mine and theirs != theirs)):
@@ -188,17 +189,17 @@ class _RehearsalComparison:
         spells = base_name(op) in _SPELLS_SHAPE or base_name(op) == "slice"
         if spells and type(mine) is int and type(theirs) is int and theirs * self.size == mine:
             return ""
-        return f"it is given {theirs} where one process gives {mine}"
+        return f"gets {theirs} where one process gets {mine}"
 
     def _same_value(self, mine: int, theirs: int) -> str:
         mine, theirs = self._source(mine, self.flow), self._source(theirs, self.twin)
         one, other = self.flow.values[mine], self.twin.values[theirs]
         if one.origin == other.origin == "constant" and theirs not in self.pairs:
             if (one.shape, one.dtype, one.digest) != (other.shape, other.dtype, other.digest):
-                return "it reads another constant"
+                return "reads another constant"
             self.pairs[theirs] = mine
         if self.pairs.get(theirs) != mine:
-            return "it reads another tensor"
+            return "reads another tensor"
         return ""
 
     def _slice(self, number: int, op: Op, other: Op) -> str:
@@ -218,7 +219,7 @@ class _RehearsalComparison:
 
         mine, theirs = ends(op, shape[dim]), ends(other, local)
         if tuple(n * ways for n in theirs) != mine:
-            return f"{list(theirs)} is taken where a rank needs {[n // ways for n in mine]}"
+            return f"takes the range {list(theirs)} where a rank needs {[n // ways for n in mine]}"
         return ""
 
     def _local(self, value: int) -> tuple[int, ...]:

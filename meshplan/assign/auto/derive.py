@@ -27,7 +27,9 @@ from meshplan.spec.spec import AUTO, Spec
 
 _FIELD = "place.tp"
 _EP_FIELD = "place.ep"
-_ADDED = "auto: whole, and its result meets cut values only, so its gradients are added up"
+_ADDED = (
+    "auto: replicated, with an output used on sharded values only and gradients all-reduced over tp"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +66,10 @@ def derive(
     """Derive the styles of every module that the plan leaves to `auto`."""
     origin = _asked(spec)
     if origin is not None and "tp" not in mesh.names and spec.tp_plan == AUTO:
-        what, fix = "'tp_plan' has no effect without a tp axis", "add tp to the mesh, or remove it"
+        what, fix = (
+            "'tp_plan' has no effect without a tp axis",
+            "add tp to the mesh, or remove tp_plan",
+        )
         return Derived(problems=(Problem(what, origin, fix),))
     if origin is None or mesh.size("tp") == 1:
         return Derived()
@@ -99,7 +104,9 @@ def derive(
         alone = [] if spec.sequence_parallel else projections(places, size, may_cut)
         return _by_themselves(alone, whole, size, origin)
     preset = _preset(places, choice, size)
-    reasons = {fqn: Preset("R", Reason(f"auto: whole, {why}")) for fqn, why in whole.items()}
+    reasons = {
+        fqn: Preset("R", Reason(f"auto: replicated, since {why}")) for fqn, why in whole.items()
+    }
     out = Derived(
         preset=MappingProxyType({**reasons, **preset}),
         uses=MappingProxyType(_uses(choice)),
@@ -123,7 +130,7 @@ def _with_stream(spec: Spec, graph: ModelGraph, found: Derived, stream: Stream) 
     """
     heads = [fqn for fqn in stream.whole if graph.modules[fqn].kind == "linear"]
     if spec.loss_parallel and heads:
-        raise Refuted(f"{heads[0]} takes whole sequences, which loss_parallel does not know")
+        raise Refuted(f"{heads[0]} takes the whole sequence, which loss_parallel does not support")
     uses = dict(found.uses) | {fqn: LocalUse(None, PARTS) for fqn in stream.summed}
     return replace(found, uses=MappingProxyType(uses), stream=stream)
 
@@ -134,13 +141,14 @@ def cut_inside(spec: Spec, derived: Derived, stages: Stages | None) -> list[Prob
     found = next((c.module for c in derived.crossings if c.module in opened), None)
     if found is None:
         return []
-    return [_no_stream(spec, f"stages are cut inside {found}, where parts of it begin or end")]
+    why = f"a stage boundary lies inside {found}, where shards of the sequence begin or end"
+    return [_no_stream(spec, why)]
 
 
 def _stated_otherwise(spec: Spec) -> str:
     """Describe what in the plan states styles other than auto; "" if nothing does."""
     if spec.tp_plan != AUTO:
-        return f"tp_plan is '{spec.tp_plan}', and auto for some modules only"
+        return f"tp_plan is '{spec.tp_plan}', and only some rules state tp: auto"
     words = (rule.place.get("tp") for rule in spec.rules)
     other = next((word for word in words if word not in (None, AUTO, "R")), None)
     return f"a rule states tp: {other}" if other is not None else ""
@@ -148,21 +156,24 @@ def _stated_otherwise(spec: Spec) -> str:
 
 def _no_stream(spec: Spec, why: str) -> Problem:
     return Problem(
-        f"auto cannot show sequence_parallel to be right here: {why}",
+        f"auto cannot prove sequence_parallel correct for this model: {why}",
         spec.origin("sequence_parallel"),
-        "leave sequence_parallel out, or state all styles by rule",
+        "remove sequence_parallel, or give every tp style by rule",
     )
 
 
 def _from_known(graph: ModelGraph, found: KnownCuts, size: int, origin: Origin) -> Derived:
     """Derive what is known of a model without its code."""
     if found.unknown:
-        what = f"auto does not know without a live model {found.unknown}"
-        fix = "name it with --model pkg.mod:function, or say tp_plan: hf"
+        what = f"auto needs the live model to see {found.unknown}"
+        fix = "give the model itself with --model PKG.MOD:FN, or use tp_plan: hf"
         return Derived(problems=(Problem(what, origin, fix),))
     if not found.preset:
         return Derived(problems=(_nothing(found.whole, size, origin),))
-    whole = {fqn: Preset("R", Reason(f"auto: whole, {why}")) for fqn, why in found.whole.items()}
+    whole = {
+        fqn: Preset("R", Reason(f"auto: replicated, since {why}"))
+        for fqn, why in found.whole.items()
+    }
     return Derived(
         preset=MappingProxyType({**whole, **found.preset}),
         uses=MappingProxyType(found.uses),
@@ -181,17 +192,18 @@ def _asked(spec: Spec) -> Origin | None:
 
 def _no_flow(origin: Origin) -> Problem:
     return Problem(
-        "auto reads tensor parallelism from the model's data flow, and there is no live model",
+        "auto derives tp styles from a recorded forward, and there is no live model",
         origin,
-        "name it with --model pkg.mod:function, or call parallelize",
+        "give the model itself with --model PKG.MOD:FN, or call parallelize",
     )
 
 
 def _nothing(whole: Mapping[str, str], size: int, origin: Origin) -> Problem:
     folded = _folded(whole)
-    shown = "; ".join(f"{where} stays whole: {why}" for where, why in folded[:3])
+    shown = "; ".join(f"{where or 'the model'} ({why})" for where, why in folded[:3])
+    shown = f": {shown}" if shown else ""
     return Problem(
-        f"auto finds nothing that tp {size} can cut in pairs{': ' + shown if shown else ''}",
+        f"auto finds no pair of projections to shard over tp {size}{shown}",
         origin,
         f"use those {size} ranks for dp_shard instead of tp",
     )
@@ -205,12 +217,14 @@ def _by_themselves(
     if not found:
         return Derived(problems=(nothing,))
     others = {fqn: why for fqn, why in whole.items() if fqn not in found}
-    reason = Reason("auto: it pairs with nothing, so its output is gathered")
-    preset = {fqn: Preset("R", Reason(f"auto: whole, {why}")) for fqn, why in others.items()}
+    reason = Reason("auto: sharded without a partner; its output is all-gathered")
+    preset = {
+        fqn: Preset("R", Reason(f"auto: replicated, since {why}")) for fqn, why in others.items()
+    }
     preset |= {fqn: Preset("colwise_gather_output", reason, is_proved=True) for fqn in found}
     names = listed(dict.fromkeys(map(pattern, found)))
     note = Problem(
-        f"{nothing.what}; {names} are cut by themselves and gather their outputs",
+        f"{nothing.what}; sharded one by one, with their outputs all-gathered: {names}",
         origin,
         nothing.fix,
     )
@@ -280,7 +294,7 @@ def _common(one: list[str], other: list[str]) -> int:
 
 def _uses(choice: CutChoice) -> dict[str, LocalUse]:
     parts = {
-        fqn: LocalUse(dim, Reason("auto: it lies along a cut dim"))
+        fqn: LocalUse(dim, Reason("auto: it shares a dim with sharded projections"))
         for region in choice.regions
         for fqn, dim in region.parts.items()
     }
@@ -324,7 +338,7 @@ def _reason(places: FlowUses, choice: CutChoice, tensors: list[str]) -> str:
         return telling[0]
     chosen = {r.factor for r in choice.regions}
     if any(f in chosen for f in factors):
-        return "its other side is cut already"
+        return "its other dim is sharded already"
     return (*blocked, *tried, NO_PAIR)[0]
 
 
@@ -337,8 +351,10 @@ def _notes(whole: Mapping[str, str], origin: Origin) -> Iterable[Problem]:
     """Yield one note for all that stays whole."""
     folded = _folded(whole)
     if folded:
-        shown = "; ".join(f"{where} ({why})" for where, why in folded[:4])
+        shown = "; ".join(f"{where or 'the model'} ({why})" for where, why in folded[:4])
         more = f"; and {len(folded) - 4} more" if len(folded) > 4 else ""
         yield Problem(
-            f"auto leaves whole on tp: {shown}{more}", origin, "state a style by rule, or ignore it"
+            f"auto keeps replicated over tp: {shown}{more}",
+            origin,
+            "state a style by rule, or ignore this note",
         )

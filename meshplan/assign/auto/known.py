@@ -15,7 +15,9 @@ from meshplan.assign.types import LocalUse, Preset, Reason
 from meshplan.layout.layout import Piece
 from meshplan.model.graph import ModelGraph, ModuleInfo
 
-SUMMED = Reason("auto: whole, and it meets cut values, so its gradient is added up")
+SUMMED = Reason(
+    "auto: replicated and used with sharded values, with its gradient all-reduced over tp"
+)
 
 
 @dataclass(slots=True)
@@ -63,8 +65,10 @@ def _leave_experts(graph: ModelGraph, may_cut: Callable[[str], bool], out: Known
     for tensor in graph.parameters:
         if tensor.dims[0] == "expert" and may_cut(tensor.module):
             is_router = len(tensor.shape) == 2
-            why = "_grouped_mm is not known to keep it apart"
-            out.whole[tensor.module] = "_softmax looks along it" if is_router else why
+            why = "meshplan has no sharding rule for _grouped_mm"
+            out.whole[tensor.module] = (
+                "_softmax mixes elements along one of its dims" if is_router else why
+            )
 
 
 def _take_region(
@@ -81,13 +85,13 @@ def _take_region(
     counts = {m: _count(graph, graph.modules[m]) for m in opening}
     places = min(counts.values())
     if places == 1 < max(counts.values()):
-        out.unknown = f"how {around} computes one head of keys and values for all queries"
+        out.unknown = f"how {around} shares one key-value head among all query heads"
     if places % size:
-        why = f"its {places} places do not divide by tp {size}"
+        why = f"its {places} heads or features do not divide by tp {size}"
         out.whole |= dict.fromkeys((m for m in (*opening, *closing) if may_cut(m)), why)
         return
     if not all(may_cut(fqn) for fqn in words):
-        why = "a rule decides a part of what would be cut"
+        why = "a rule places a part of what would be sharded with it"
         out.whole |= dict.fromkeys((m for m in (*opening, *closing) if may_cut(m)), why)
         return
     for fqn, word in words.items():
@@ -123,9 +127,13 @@ def _take_vocabulary(graph: ModelGraph, may_cut: Callable[[str], bool], out: Kno
         owners = {name.rpartition(".")[0] for name in weight.names}
         is_token = graph.word_of(info.fqn, graph.tp_derived) == "vocab"
         if not is_token or weight.shape[0] <= weight.shape[1]:
-            out.whole |= {info.fqn: "its table is small"} if may_cut(info.fqn) else {}
+            out.whole |= (
+                {info.fqn: "its table has few rows, or is not indexed by tokens"}
+                if may_cut(info.fqn)
+                else {}
+            )
         elif not all(may_cut(owner) for owner in owners):
-            why = "a rule decides a part of what would be cut"
+            why = "a rule places a part of what would be sharded with it"
             out.whole |= {info.fqn: why} if may_cut(info.fqn) else {}
         else:
             rows.add(weight.shape[0])
@@ -140,7 +148,7 @@ def _take_vocabulary(graph: ModelGraph, may_cut: Callable[[str], bool], out: Kno
             _gather(graph, fqn, out)
         elif not any(fqn in (n.rpartition(".")[0] for n in t.names) for i in tables
                      for t in graph.owned(i.fqn)):  # fmt: skip
-            out.whole[fqn] = "the table of its tokens is whole"
+            out.whole[fqn] = "the token embedding is replicated"
 
 
 def _gather(graph: ModelGraph, fqn: str, out: KnownCuts) -> None:

@@ -36,7 +36,9 @@ def known_stream(graph: ModelGraph, preset: Mapping[str, Preset]) -> Stream:
     cut = {fqn: said.word for fqn, said in preset.items() if said.word != "R"}
     blocks = graph.blocks()
     if not blocks:
-        raise Refuted("no block of the model repeats, and one between others is known by that")
+        raise Refuted(
+            "the model has no repeated blocks between which the sequence could be sharded"
+        )
     depth = blocks[0].count(".") + 1
     of_block: dict[str, list[str]] = {block: [] for block in blocks}
     around: list[str] = []
@@ -61,11 +63,11 @@ def known_stream(graph: ModelGraph, preset: Mapping[str, Preset]) -> Stream:
             if "." not in leaf and is_norm:
                 norms.append(fqn)
             elif leaf.partition(".")[0] not in arguments:
-                raise Refuted(f"{fqn} is not known to work on parts of a sequence")
+                raise Refuted(f"auto has no rule for {fqn} on shards of the sequence")
             elif fqn not in cut and not is_norm:
-                raise Refuted(f"{fqn} takes whole sequences and is not cut")
+                raise Refuted(f"{fqn} takes the whole sequence and is not sharded")
     if graph.config.get("resid_pdrop"):
-        raise Refuted("dropout draws random numbers for a part of the sequence")
+        raise Refuted("dropout would draw random numbers for a shard of the sequence only")
     heads = {fqn for fqn in around if fqn in cut and graph.modules[fqn].kind == "linear"}
     tables = {fqn for fqn in around if fqn in cut} - heads
     # Code that counts the tokens reshapes the output of its last norm by that number.

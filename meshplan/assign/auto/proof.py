@@ -69,7 +69,7 @@ def prove(places: FlowUses, regions: Iterable[Region], gathered: Mapping[str, st
     styled = {fqn: (word, region) for region in regions for fqn, word in region.words.items()}
     count = sum(len(r.words) for r in regions)
     if len(styled) != count or any(fqn in styled for fqn in gathered):
-        raise Refuted("two classes would cut one module")
+        raise Refuted("two dims would shard the same module")
     walk = _BackwardWalk(places, cut, styled, gathered)
     walk.forward()
     return walk.backward()
@@ -106,9 +106,9 @@ def summed_beside(
         walk.is_cut[value] = True
     after = walk.backward()
     if set(after.summed_modules) != set(proof.summed_modules):
-        raise Refuted("projections left whole would add up otherwise")
+        raise Refuted("replicated projections would need other gradient reductions")
     if not set(proof.summed) <= set(after.summed):
-        raise Refuted("parameters left whole would add up otherwise")
+        raise Refuted("replicated parameters would need other gradient reductions")
     return tuple(fqn for fqn in after.summed if fqn not in proof.summed)
 
 
@@ -130,7 +130,7 @@ class _BackwardWalk:
             if call.module in styled or call.module in gathered:
                 for number in range(*call.ops):
                     if number in self.inside and self.inside[number] is not call:
-                        raise Refuted(f"{call.module} is called inside of another cut module")
+                        raise Refuted(f"{call.module} is called inside of another sharded module")
                     self.inside[number] = call
         self.has_gradient = self._with_gradient()
 
@@ -156,19 +156,20 @@ class _BackwardWalk:
                 self._operation(number, op)
         for path, value in self.flow.outputs:
             if self.is_cut[value]:
-                raise Refuted(f"the model returns it{f' (as {path})' if path else ''}")
+                shown = f" (as {path})" if path else ""
+                raise Refuted(f"the model returns a value that would be sharded{shown}")
 
     def _operation(self, number: int, op: Op) -> None:
         where = self._where(op)
         summed = [f for f in self.classes.summed.get(number, ()) if f in self.cut]
         if summed:
-            raise Refuted(f"{base_name(op)}{where} sums over it")
+            raise Refuted(f"{base_name(op)}{where} sums over the dim that would be sharded")
         if any(self.is_cut[v] for v in op.inputs):
             # An op with a sharded argument must make sharded values, or independent ones.
             makes = [v for v in op.outputs if not self.is_cut[v]]
             known = base_name(op) in UNIFORM or op.name == UPDATE
             if makes and not known and any(self.flow.values[v].shape for v in makes):
-                raise Refuted(f"{base_name(op)}{where} makes something whole of it")
+                raise Refuted(f"{base_name(op)}{where} makes unsharded values of sharded ones")
 
     def _styled_call(self, call: Call, word: str, region: Region) -> None:
         if len(call.inputs) != 1 or len(call.outputs) != 1:
@@ -192,11 +193,13 @@ class _BackwardWalk:
                 break
             before *= self.classes.sizes[f]
         if found or [f for f in last if f in self.cut] != [factor] or before != outer:
-            raise Refuted(f"what {call.module} takes or leaves is not cut along its features")
+            raise Refuted(
+                f"the input or output of {call.module} is not sharded along its features alone"
+            )
 
     def _whole(self, call: Call, values: Iterable[int]) -> None:
         if any(self.is_cut[value] for value in values):
-            raise Refuted(f"{call.module} takes or leaves something cut")
+            raise Refuted(f"the input or output of {call.module} would be sharded")
 
     def _where(self, op: Op) -> str:
         module = self.flow.calls[op.call].module
@@ -223,7 +226,9 @@ class _BackwardWalk:
                 (_, given) = call.outputs[0]
                 is_part = not self.is_cut[given] and state.gradient.get(given) == _PART
                 if state.summed_modules.setdefault(call.module, is_part) != is_part:
-                    raise Refuted(f"{call.module} is called for something cut and for others")
+                    raise Refuted(
+                        f"the output of {call.module} meets sharded values in some calls only"
+                    )
                 if is_part:
                     summed_inside |= dict.fromkeys(range(*call.ops), call)
                     self._add_input(call, state)
@@ -251,8 +256,8 @@ class _BackwardWalk:
         for _, value in call.outputs:
             if not self.is_cut[value] and state.gradient.get(value, 0) & _PART:
                 raise Refuted(
-                    f"what {call.module} makes is combined with something cut, so that its "
-                    "gradient falls apart"
+                    f"the output of {call.module} is combined with sharded values, which leaves "
+                    "each rank only a part of its gradient"
                 )
         self._add_input(call, state)
 
@@ -270,7 +275,7 @@ class _BackwardWalk:
                 into |= _PART if self.is_cut[value] else state.gradient.get(value, 0)
         if into == _WHOLE | _PART:
             raise Refuted(
-                f"what {base_name(op)}{self._where(op)} makes is used both with something cut "
+                f"the output of {base_name(op)}{self._where(op)} is used both with sharded values "
                 "and without"
             )
         for value in op.inputs:
@@ -287,12 +292,12 @@ class _BackwardWalk:
                 continue
             owners = self.places.owners(tensor)
             if found == _WHOLE | _PART:
-                raise Refuted(f"{name} is used both with something cut and without")
+                raise Refuted(f"{name} is used both with sharded values and without")
             if (
                 len(tensor.names) > 1
                 or self.places.used_outside(tensor, owners)
                 or any(owner in self.styled or owner in self.gathered for owner in owners)
             ):
-                raise Refuted(f"the gradient of {name} would fall apart")
+                raise Refuted(f"each rank would get only a part of the gradient of {name}")
             summed.append(name)
         return RegionProof(summed=tuple(summed), summed_modules=modules)

@@ -29,7 +29,7 @@ _PLAIN: Final[Mapping[str, frozenset[str]]] = {
 """For each kind of module, the operations of one that computes what its kind says and nothing else.
 """
 
-NO_PAIR: Final = "no pair of projections lies along it"
+NO_PAIR: Final = "no pair of projections shares one of its dims"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,11 +136,13 @@ def find_region(places: FlowUses, factor: Factor) -> Region:
             word = _word(info, tensor, along[0], outer) if _is_plain(places, info) else None
             if word is None:
                 if outer != 1 or len(tensor.names) > 1 or owner not in places.calls:
-                    raise NoRegion(f"{name} cannot be cut along it")
+                    raise NoRegion(
+                        f"{name} shares one of its dims and cannot be sharded along that dim"
+                    )
                 parts[name] = along[0]
                 continue
             if words.setdefault(owner, word) != word:
-                raise NoRegion(f"{owner} would be cut along both of its dims")
+                raise NoRegion(f"{owner} would be sharded along both of its dims")
             if word == "packed_colwise":
                 pieces[owner] = outer
     opens = any(w in ("colwise", "packed_colwise") and places.graph.modules[m].kind != "embedding"

@@ -56,11 +56,11 @@ def _shown(places: FlowUses, choice: CutChoice, rehearsals: Rehearsals, end: Cal
     found = walk.stream()
     size, length = rehearsals.size, places.classes.sizes_of(walk.along)
     if length % size:
-        raise Refuted(f"the sequence of {length} that was recorded does not divide by tp {size}")
+        raise Refuted(f"the recorded sequence length {length} does not divide by tp {size}")
     difference = rehearsals.rehearse_stream(choice.regions, choice.numbers, found)
     if difference is not None:
         where = places.flow.calls[difference.call].module or "the model"
-        what = f"on a part of it one rank would run another program in {where}: "
+        what = f"on a shard of the sequence, {where} would not run the operations of one process: "
         raise Refuted(what + difference.text)
     return found
 
@@ -118,7 +118,7 @@ class _SequenceWalk:
         dims = self.places.classes.dims
         along = {dims[v][_DIM] for c in closing for _, v in c.outputs if len(dims[v]) > _DIM + 1}
         if len(along) != 1 or not next(iter(along)):
-            raise Refuted("row-wise products leave no sequence, or more than one")
+            raise Refuted("the outputs of the rowwise modules have no sequence dim in common")
         (self.along,) = along
         for call in closing:
             for _, value in call.outputs:
@@ -133,15 +133,16 @@ class _SequenceWalk:
                     self._enter(value, number, what)
         for path, value in self.places.flow.outputs:
             if self._is_part(value, len(self.places.flow.ops)):
-                raise Refuted(f"the model returns it{f' (as {path})' if path else ''}")
+                shown = f" (as {path})" if path else ""
+                raise Refuted(f"the model returns a shard of the sequence{shown}")
         for change in self.places.flow.changes:
             if change.new is not None and self._is_part(change.new, len(self.places.flow.ops)):
                 where = f"{change.module}.{change.name}".lstrip(".")
-                raise Refuted(f"{where} keeps a part of a sequence, and others may read it")
+                raise Refuted(f"{where} stores a shard of the sequence, which other code may read")
         for call, word in styled:
             opens = word != "vocab" and word != "rowwise"
             if opens and not self._is_part(call.inputs[0][1], call.ops[0]):
-                raise Refuted(f"what {call.module} takes is not of that sequence")
+                raise Refuted(f"the input of {call.module} is not sharded along the sequence")
 
     def stream(self) -> Stream:
         """Return the stream that was found."""
@@ -193,7 +194,7 @@ class _SequenceWalk:
     def _path(self, call: Call, value: int) -> str:
         paths = [path for path, v in call.inputs if v == value]
         if len(paths) != 1 or "." in paths[0]:
-            raise Refuted(f"{call.module} is not given it as one argument")
+            raise Refuted(f"{call.module} does not receive the sequence as exactly one argument")
         return paths[0]
 
     def _is_part(self, value: int, op: int) -> bool:
@@ -214,7 +215,7 @@ class _SequenceWalk:
             if call is None and number not in self.ops and self._is_part(value, number):
                 self._work(number, self.places.flow.ops[number])
             elif call is not None and call.inputs[0][1] != value:
-                raise Refuted(f"{call.module} reads it beside what it is given")
+                raise Refuted(f"{call.module} reads the sequence other than through its input")
 
     def _work(self, number: int, op: Op) -> None:
         """Check an op on shards: its other inputs must be shards or independent of the sequence.
@@ -228,21 +229,21 @@ class _SequenceWalk:
         dims, values = self.places.classes.dims, self.places.flow.values
         makers = {self.places.flow.producer(value) for value in op.mutates}
         if not makers <= self.ops:  # The value leaves a DTensor, or is whole elsewhere.
-            raise Refuted(f"{what} writes into what others made")
+            raise Refuted(f"{what} writes in place into a tensor that other code made")
         if op.is_random and not _keeps_all(op):
-            raise Refuted(f"{what} draws random numbers for a part of the sequence")
+            raise Refuted(f"{what} would draw random numbers for a shard of the sequence only")
         if not self._is_apart(op):
-            raise Refuted(f"{what} is not known to keep the positions of a sequence apart")
+            raise Refuted(f"{what} may mix positions of the sequence")
         ndims = set()
         for value in op.inputs:
             if any(f in self.cut for dim in dims[value] for f in dim):
-                raise Refuted(f"{what} combines it with something cut otherwise")
+                raise Refuted(f"{what} combines the sequence with values sharded along another dim")
             if any(f in self.along for dim in dims[value] for f in dim):
                 self._lies_along(value, what)
                 self.missing.append((number, value, what))
                 ndims.add(len(dims[value]))
         if len(ndims) > 1 or (len(op.inputs) > 1 and ndims != {len(dims[op.outputs[0]])}):
-            raise Refuted(f"{what} combines it with a sequence in another place")
+            raise Refuted(f"{what} combines sequences in tensors of different numbers of dims")
         for value in op.outputs:
             if values[value].shape:
                 self._lies_along(value, what)
@@ -264,7 +265,7 @@ class _SequenceWalk:
         dims = self.places.classes.dims[value]
         others = [f for d, dim in enumerate(dims) if d != _DIM for f in dim]
         if len(dims) <= _DIM or dims[_DIM] != self.along or set(others) & set(self.along):
-            raise Refuted(f"{what} takes or makes a sequence that is not the second dim of three")
+            raise Refuted(f"{what} takes or returns a sequence that is not dim 1 of its tensor")
 
     def _enter(self, value: int, number: int, what: str) -> None:
         """Slice a whole sequence that meets shards, where a module around is given it."""
@@ -277,7 +278,9 @@ class _SequenceWalk:
         users = flow.users(value)
         around = [c for c in around if all(_holds(c, n) for n in users)][:1] or around[-1:]
         if not around or around[0].parent is None:
-            raise Refuted(f"{what} combines it with a sequence that no module around is given")
+            raise Refuted(
+                f"{what} combines a shard with a whole sequence that no enclosing module receives"
+            )
         self._path(around[0], value)
         self.entered.setdefault(value, []).append(around[0])
         self.waiting.append(value)

@@ -8,7 +8,9 @@ from typing import Final
 
 from meshplan.assign.types import Reason, SequenceBoundary
 
-PARTS: Final = Reason("auto: whole, and used on parts of the sequence, so its gradient is added up")
+PARTS: Final = Reason(
+    "auto: replicated and used on shards of the sequence, with its gradient all-reduced over tp"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +43,11 @@ class Stream:
 def crossings(stream: Stream) -> Iterator[SequenceBoundary]:
     """Yield the boundaries of the sequence sharding."""
     for module, path in stream.cuts:
-        reason = Reason("auto: what is added from here on works on each position by itself")
+        reason = Reason("auto: from here on, each position is computed independently")
         yield SequenceBoundary(module=module, path=path, change="cut", reason=reason)
     for module, path in stream.gathers:
-        reason = Reason("auto: it works across the sequence, or counts it")
+        reason = Reason("auto: it mixes positions of the sequence, or reads its length")
         yield SequenceBoundary(module=module, path=path, change="gather", reason=reason)
     for module in stream.ends:
-        reason = Reason("auto: what follows is not known to work on parts")
+        reason = Reason("auto: what follows may need the whole sequence")
         yield SequenceBoundary(module=module, path=None, change="gather", reason=reason)

@@ -102,7 +102,7 @@ def from_mapping(config: Mapping[str, Any], file: str = "<config>") -> ModelGrap
     """
     supported = sorted([*FAMILIES, "gpt2"])
     otherwise = (
-        "for any other model give the model itself (model: {entry: PKG.MOD:FN} in the plan, with "
+        "for any other model, give the model itself (model: {entry: PKG.MOD:FN} in the plan, with "
         "torch), or its number of parameters (--params)"
     )
     model_type = config.get("model_type")
@@ -116,7 +116,10 @@ def from_mapping(config: Mapping[str, Any], file: str = "<config>") -> ModelGrap
     facts = Facts(config, family.defaults if family else GPT2_DEFAULTS, file)
     stated = config.get("architectures")
     if stated and stated != [causal_lm]:
-        what, fix = f"{stated} is not {causal_lm}", f"only that one is built; {otherwise}"
+        what, fix = (
+            f"{stated} is not {causal_lm}",
+            f"only {causal_lm} is supported for {model_type}; {otherwise}",
+        )
         raise OtherModelError(Problem(what, Origin(file, "architectures"), fix))
     build = GraphBuilder(f"transformers.models.{model_type}.modeling_{model_type}")
     build.module("", causal_lm)

@@ -81,7 +81,9 @@ class Facts:
         """Read a list of layer indices; null and absence mean none."""
         value = self.config.get(key) or []
         if not isinstance(value, list) or any(type(i) is not int for i in value):
-            self.problem(key, f"{_shown(value)} is not a list of layers", "write a list of ints")
+            self.problem(
+                key, f"{_shown(value)} is not a list of layer indices", "write a list of ints"
+            )
             return frozenset()
         return frozenset(value)
 
@@ -104,8 +106,8 @@ class Facts:
         """Read how a router chooses experts, and the switches that change what it saves."""
         chosen, count = self.size("num_experts_per_tok"), self.size("num_experts")
         if chosen > count and self.config.get("num_experts_per_tok") is not None:
-            what = f"{chosen} experts cannot be chosen of {count}"
-            self.problem("num_experts_per_tok", what, f"write {count} at most")
+            what = f"a token cannot use {chosen} of {count} experts"
+            self.problem("num_experts_per_tok", what, f"write at most {count}")
         if scales_weights:
             self.sizes["norm_topk_prob"] = 1
         if self.config.get("experts_implementation") not in (None, "grouped_mm"):
@@ -129,11 +131,11 @@ class Facts:
         words = []
         for key in keys[:_MOST_NOTED]:
             meant = near(key, KEYS)
-            guess = f" (or is {meant} meant?)" if meant and meant not in self.config else ""
+            guess = f" (did you mean {meant}?)" if meant and meant not in self.config else ""
             words.append(f"{quote(key)}{guess}")
         if len(keys) > _MOST_NOTED:
             words.append(f"{len(keys) - _MOST_NOTED} more")
-        return (f"{self.file}: no figure depends on {', '.join(words)}",) if words else ()
+        return (f"{self.file}: ignored keys: {', '.join(words)}",) if words else ()
 
     def finish(self) -> None:
         """Raise the problems found, before anything is built from the config."""
@@ -157,7 +159,7 @@ def attention_sizes(facts: Facts) -> tuple[int, int, int]:
         facts.problem(
             "num_attention_heads",
             f"{heads} heads do not divide hidden_size {hidden}",
-            "change one of them, or state head_dim",
+            "change num_attention_heads or hidden_size, or add head_dim",
         )
     if heads % kv_heads:
         facts.problem(
@@ -187,12 +189,14 @@ def read_json(file: Path, origin: Origin | None) -> Mapping[str, Any]:
     try:
         config = json.loads(data.decode("utf-8"))
     except UnicodeDecodeError:
-        raise SpecError(Problem("the file is not text", here, ask)) from None
+        raise SpecError(Problem("the file is not UTF-8 text", here, ask)) from None
     except json.JSONDecodeError as error:
         where = Origin(str(file), "", error.lineno, error.colno)
         raise SpecError(Problem(f"not JSON: {error.msg}", where, ask)) from None
     except (ValueError, RecursionError):
-        raise SpecError(Problem("not JSON that a model could mean", here, ask)) from None
+        raise SpecError(
+            Problem("not readable JSON: a number is too long, or the nesting too deep", here, ask)
+        ) from None
     if not isinstance(config, dict):
         what = f"the file holds a {type(config).__name__}, not an object of keys and values"
         raise SpecError(Problem(what, here, ask))
@@ -233,10 +237,10 @@ def foreign_problem(config: Mapping[str, Any], file: str) -> Problem | None:
             todo += [(f"{path}[{number}]", inner) for number, inner in enumerate(value)]
         is_asked = any(name in path for name in _KERNEL_KEYS)
         if is_asked and isinstance(value, str) and value not in _KERNELS:
-            what = f"{value!r} is no kernel that is built in"
+            what = f"{value!r} is not a kernel built into transformers"
             return Problem(what, Origin(file, path), f"write one of {', '.join(sorted(_KERNELS))}")
         if path.rpartition(".")[2] in _FETCHES and value is True:
-            what = "this asks for weights to be fetched"
+            what = "this key makes transformers download weights"
             return Problem(what, Origin(file, path), "write false: only sizes are needed here")
         is_count = _COUNT_KEY.fullmatch(path.rpartition(".")[2]) is not None
         if is_count and isinstance(value, int | float) and value > _MOST_MODULES:

@@ -49,7 +49,7 @@ def _are(kind: type, value: Any) -> bool:
 _SIZE: Final = ValueKind("a size", f"write an int from 1 to {MAX_SIZE}", _is_size)
 _COUNT: Final = ValueKind("a count", f"write an int from 0 to {MAX_SIZE}", lambda v: _is_size(v, 0))
 _TOKENS: Final = ValueKind(
-    "a token's number", "write an int, or a list of them", lambda v: type(v) is int or _are(int, v)
+    "a token id", "write an int, or a list of ints", lambda v: type(v) is int or _are(int, v)
 )
 _FLAG: Final = ValueKind("true or false", "write true or false", lambda v: isinstance(v, bool))
 _CHANCE: Final = ValueKind(
@@ -59,14 +59,14 @@ _NUMBER: Final = ValueKind("a number", "write a finite number", _is_number)
 _SPREAD: Final = ValueKind(
     "a number of 0 or more", "write a finite number of 0 or more", lambda v: _is_number(v, 0.0)
 )
-_TEXT: Final = ValueKind("a word", "write text", lambda v: isinstance(v, str))
-_WORDS: Final = ValueKind("a list of words", "write a list of text", lambda v: _are(str, v))
+_TEXT: Final = ValueKind("a string", "write a string", lambda v: isinstance(v, str))
+_WORDS: Final = ValueKind("a list of strings", "write a list of strings", lambda v: _are(str, v))
 _LAYERS: Final = ValueKind(
-    "a list of layers",
+    "a list of layer indices",
     "write a list of ints",
     lambda v: isinstance(v, list) and all(_is_size(each, 0) for each in v),
 )
-_TABLE: Final = ValueKind("an object", "write keys and values", lambda v: isinstance(v, Mapping))
+_TABLE: Final = ValueKind("a JSON object", "write a JSON object", lambda v: isinstance(v, Mapping))
 
 _KEYS: Final = (
     (_SIZE, "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "

@@ -59,12 +59,12 @@ def _latent(family: Family, facts: Facts, build: GraphBuilder) -> tuple[Put, int
     if facts.size("num_key_value_heads", heads) != heads:
         facts.problem(
             "num_key_value_heads",
-            f"every head has keys and values of its own, so there are {heads} of them",
-            "write num_attention_heads, or leave it out",
+            f"each of the {heads} attention heads has its own keys and values in this family",
+            f"write {heads}, or remove the key",
         )
     if facts.config.get("head_dim") not in (None, turned):
-        what = "positions are made for as many features as they turn, which are qk_rope_head_dim"
-        facts.problem("head_dim", what, f"write {turned}, or leave it out")
+        what = f"in this family head_dim must equal qk_rope_head_dim, which is {turned}"
+        facts.problem("head_dim", what, f"write {turned}, or remove the key")
     norm, wide = f"{family.prefix}RMSNorm", heads * (straight + turned)
     sizes = MappingProxyType({"num_heads": heads, "num_key_value_groups": 1})
 
@@ -161,11 +161,11 @@ def _groups(facts: Facts, count: int) -> None:
     """Check the groups of experts: a token's experts come from the groups with the best scores."""
     groups, chosen = facts.size("n_group"), facts.size("topk_group")
     if count % groups or count // groups < _EACH_GROUP:
-        what = f"{count} experts do not fall into {groups} equal groups of {_EACH_GROUP} or more"
-        facts.problem("n_group", what, "change one of them")
+        what = f"{count} experts do not divide into {groups} equal groups of {_EACH_GROUP} or more"
+        facts.problem("n_group", what, "change n_group or the number of experts")
     if chosen > groups:
-        what = f"{chosen} groups cannot be chosen of {groups}"
-        facts.problem("topk_group", what, "write n_group at most")
+        what = f"a token cannot use {chosen} of {groups} groups of experts"
+        facts.problem("topk_group", what, f"write at most {groups}")
 
 
 def dense_layers(family: Family, facts: Facts, num_layers: int) -> frozenset[int]:

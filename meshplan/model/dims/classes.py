@@ -50,9 +50,11 @@ def classify(flow: Flow) -> DimClasses:
         leaves = [leaf for dim in found for leaf in factors.leaves(dim)]
         twice = [leaf for leaf in set(leaves) if leaves.count(leaf) > 1]
         origin = flow.values[value].origin
-        factors.block(twice, "two dims of one tensor run along it")
+        factors.block(twice, "one of its dims occurs twice in a tensor")
         if origin in ("buffer", "constant", "input"):
-            factors.block(leaves, f"it is a dim of {_a_name(flow, value)}")
+            factors.block(
+                leaves, f"it shares a dim with {_a_name(flow, value)}, which is not sharded"
+            )
     dims = tuple(tuple(factors.leaves(dim) for dim in linker.dims[v.id]) for v in flow.values)
     used = {leaf for value in dims for dim in value for leaf in dim}
     return DimClasses(

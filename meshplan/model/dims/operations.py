@@ -79,17 +79,19 @@ def link(linker: Linker, number: int, op: Op) -> None:
     elif (op.is_pointwise or name in ALONG) and op.inputs:
         _along(linker, op, name)
     else:
-        linker.block_all(op, f"{name} is not known to keep it apart")
+        linker.block_all(op, f"meshplan has no sharding rule for {name}")
 
 
 def _along(linker: Linker, op: Op, name: str) -> None:
-    dims = linker.broadcast(linker.all_of(op), f"{name} runs along dims of other factors")
+    dims = linker.broadcast(
+        linker.all_of(op), f"{name} combines dims that are split into different factors"
+    )
     for value in op.outputs:
         shape = linker.flow.values[value].shape
         if len(shape) == len(dims) and shape == tuple(linker.factors.size(d) for d in dims):
             linker.give(value, dims)
         else:
-            reason = f"{name} gives another shape"
+            reason = f"{name} returns another shape than its inputs broadcast to"
             linker.block(dims, reason)
             linker.fresh(value, reason)
 
@@ -104,7 +106,7 @@ def _matrix_product(linker: Linker, number: int, op: Op) -> None:
     name = base_name(op)
     first = 1 if name in ("addmm", "baddbmm", "addbmm") else 0
     left, right = linker.of(op.args[first]), linker.of(op.args[first + 1])
-    reason = f"{name} runs along dims of other factors"
+    reason = f"{name} combines dims that are split into different factors"
     batch = left[:-2]
     for one, other in zip(batch, right[:-2], strict=True):
         linker.factors.unify(one, other, reason)
@@ -120,14 +122,16 @@ def _matrix_product(linker: Linker, number: int, op: Op) -> None:
 def _vector_product(linker: Linker, number: int, op: Op) -> None:
     """(m, k) x (k,), or (k,) x (k,)."""
     left, right = linker.of(op.args[0]), linker.of(op.args[1])
-    linker.factors.unify(left[-1], right[0], "its dims have other factors")
+    linker.factors.unify(
+        left[-1], right[0], f"{base_name(op)} combines dims that are split into different factors"
+    )
     linker.summed[number] = left[-1]
     linker.give(op.outputs[0], left[:-1])
 
 
 def _embedding(linker: Linker, number: int, op: Op) -> None:
     weight, index = linker.of(op.args[0]), linker.of(op.args[1])
-    linker.factors.block(weight[0], "its rows are looked up by number")
+    linker.factors.block(weight[0], "its rows are looked up by index")
     linker.give(op.outputs[0], (*index, weight[1]))
 
 
@@ -135,9 +139,11 @@ def _attention(linker: Linker, number: int, op: Op) -> None:
     """softmax(q k^T) v by head: sequences and head dims are mixed, heads are not."""
     q, k, v = (linker.of(op.args[i]) for i in range(3))
     if len(q) != 4:
-        linker.block_all(op, "this attention is not (batch, heads, sequence, head dim)")
+        linker.block_all(
+            op, "attention gets tensors that are not (batch, heads, sequence, head dim)"
+        )
         return
-    unlike = "attention runs along dims of other factors"
+    unlike = "attention combines dims that are split into different factors"
     heads, kv_heads = linker.factors.size(q[1]), linker.factors.size(k[1])
     for tensor in (k, v):
         linker.factors.unify(q[0], tensor[0], unlike)
@@ -153,28 +159,28 @@ def _attention(linker: Linker, number: int, op: Op) -> None:
     masks = [m for m in (*op.args[3:], *op.kwargs.values()) if hasattr(m, "value")]
     for mask in masks:
         linker.broadcast([(scores, shape), linker.of_shape(mask)], unlike)
-    across = "attention looks across the sequence"
+    across = "attention mixes positions of the sequence"
     linker.block((q[2], k[2]), across)
-    linker.block((q[3], k[3], v[3]), "attention looks across a head")
+    linker.block((q[3], k[3], v[3]), "attention mixes the features of a head")
     linker.give(op.outputs[0], (q[0], q[1], q[2], v[3]))
     for place, value in enumerate(op.outputs[1:], 1):
         if place == 1 and linker.flow.values[value].shape == shape[:3]:
             linker.give(value, scores[:3])
         else:
-            linker.fresh(value, "attention keeps it for itself")
+            linker.fresh(value, "attention returns it for its own backward")
 
 
 def _reduce(linker: Linker, op: Op, name: str) -> None:
     dims, shape = linker.of_shape(op.args[0])
     which = argument(op, REDUCED[name], "dim")
     if name in ("max", "min") and len(op.args) > 1 and not isinstance(op.args[1], int):
-        linker.block_all(op, f"{name} is not known to keep it apart")
+        linker.block_all(op, f"meshplan has no sharding rule for {name}")
         return
     if isinstance(which, bool):
         which = None
     gone = positions(which, len(shape))
     keeps = linker.flow.values[op.outputs[0]].shape
-    linker.block((dims[d] for d in gone), f"{name} takes it together")
+    linker.block((dims[d] for d in gone), f"{name} reduces over one of its dims")
     left = [() if d in gone else dim for d, dim in enumerate(dims)]
     if len(keeps) != len(shape):
         left = [dim for d, dim in enumerate(left) if d not in gone]
@@ -187,7 +193,7 @@ def _looks_along(linker: Linker, op: Op, name: str) -> None:
     which = argument(op, LOOKS_ALONG[name], "dim", _NO_DEFAULT_DIM.get(name))
     which = op.kwargs.get("dims", which)
     mixed = positions(which if not isinstance(which, bool) else None, len(shape))
-    reason = f"{name} looks along it"
+    reason = f"{name} mixes elements along one of its dims"
     linker.block((dims[d] for d in mixed), reason)
     for other in op.inputs[1:]:
         linker.block(linker.dims[other], reason)
@@ -207,7 +213,7 @@ def _layer_norm(linker: Linker, number: int, op: Op) -> None:
     """native_layer_norm and _fused_rms_norm: (x, normalized shape, weight, bias, ...)."""
     dims = linker.of(op.args[0])
     last = len(tuple(op.args[1]))
-    reason = "a norm takes it together"
+    reason = "a norm reduces over one of its dims"
     linker.block(dims[-last:], reason)
     for item in op.inputs[1:]:
         linker.block(linker.dims[item], reason)
@@ -224,7 +230,7 @@ def _layer_norm(linker: Linker, number: int, op: Op) -> None:
 def _samples_only(linker: Linker, number: int, op: Op) -> None:
     """Keep only the samples (dim 0) apart: convolutions and group norms."""
     dims = linker.of(op.args[0])
-    reason = f"{base_name(op)} takes it together"
+    reason = f"{base_name(op)} can be sharded along the batch only"
     linker.block(dims[1:], reason)
     for item in op.inputs[1:]:
         linker.block(linker.dims[item], reason)

@@ -13,7 +13,7 @@ from meshplan.model.flow import Op
 
 def _view(linker: Linker, op: Op) -> None:
     shape = linker.flow.values[op.outputs[0]].shape
-    reason = "a view cuts across it"
+    reason = "a view regroups one of its dims unevenly"
     linker.give(op.outputs[0], linker.factors.regroup(linker.of(op.args[0]), shape, reason))
 
 
@@ -65,7 +65,7 @@ def _repeat(linker: Linker, op: Op) -> None:
 def _select(linker: Linker, op: Op) -> None:
     dims = list(linker.of(op.args[0]))
     at = positions(argument(op, 1, "dim", 0), len(dims))[0]
-    linker.factors.block(dims.pop(at), "one place of it is picked")
+    linker.factors.block(dims.pop(at), f"{base_name(op)} picks indices of one of its dims")
     for value in op.outputs:  # unbind has several outputs
         linker.give(value, dims)
 
@@ -81,9 +81,9 @@ def _pieces(linker: Linker, op: Op, dim: int, cuts: list[tuple[int, int]]) -> No
     inner: Dim | None = None
     if even:
         outer, inner = linker.factors.regroup(
-            [dims[dim]], [size // length, length], "a slice cuts across it"
+            [dims[dim]], [size // length, length], "a slice splits one of its dims unevenly"
         )
-        linker.factors.block(outer, "its pieces go separate ways")
+        linker.factors.block(outer, "the pieces of one of its dims are used separately")
     for value, (start, stop) in zip(op.outputs, cuts, strict=True):
         kept: Dim
         if stop - start == size:
@@ -91,7 +91,7 @@ def _pieces(linker: Linker, op: Op, dim: int, cuts: list[tuple[int, int]]) -> No
         elif inner is not None:
             kept = inner
         else:
-            reason = "a slice takes a part of it"
+            reason = "a slice takes a part of one of its dims"
             linker.factors.block(dims[dim], reason)
             kept = linker.factors.new(stop - start, reason)
         linker.give(value, [*dims[:dim], kept, *dims[dim + 1 :]])
@@ -109,7 +109,7 @@ def _slice(linker: Linker, op: Op) -> None:
     if step == 1:
         _pieces(linker, op, dim, [(start, stop)])
         return
-    reason = "a slice steps over it"
+    reason = "a slice with a step reads one of its dims"
     dims = list(linker.of(op.args[0]))
     linker.factors.block(dims[dim], reason)
     dims[dim] = linker.factors.new(linker.flow.values[op.outputs[0]].shape[dim], reason)
@@ -133,10 +133,10 @@ def _join(linker: Linker, op: Op) -> None:
     shape = linker.flow.values[op.outputs[0]].shape
     filled = [(dims, sizes) for dims, sizes in parts if len(sizes) == len(shape)]
     if len(filled) != len(parts):  # torch.cat accepts an empty (0,) for historical reasons.
-        linker.block_all(op, "cat joins unlike tensors")
+        linker.block_all(op, "cat joins tensors of different numbers of dims")
         return
     dim = positions(argument(op, 1, "dim", 0), len(shape))[0]
-    reason = "cat runs along dims of other factors"
+    reason = "cat combines dims that are split into different factors"
     without = [((*d[:dim], (), *d[dim + 1 :]), s) for d, s in parts]
     out = list(linker.broadcast(without, reason))
     if len(parts) == 1:
@@ -145,9 +145,12 @@ def _join(linker: Linker, op: Op) -> None:
         first = parts[0][0][dim]
         for dims, _ in parts[1:]:
             linker.factors.unify(first, dims[dim], reason)
-        out[dim] = (*linker.factors.new(len(parts), "cat joins its pieces"), *first)
+        out[dim] = (
+            *linker.factors.new(len(parts), "cat joins pieces along one of its dims"),
+            *first,
+        )
     else:
-        reason = "cat joins unequal parts along it"
+        reason = "cat joins unequal pieces along one of its dims"
         linker.block((dims[dim] for dims, _ in parts), reason)
         out[dim] = linker.factors.new(shape[dim], reason)
     linker.give(op.outputs[0], out)
@@ -155,9 +158,9 @@ def _join(linker: Linker, op: Op) -> None:
 
 def _stack(linker: Linker, op: Op) -> None:
     parts = [linker.of_shape(item) for item in op.args[0]]
-    out = list(linker.broadcast(parts, "stack runs along dims of other factors"))
+    out = list(linker.broadcast(parts, "stack combines dims that are split into different factors"))
     at = argument(op, 1, "dim", 0) % (len(out) + 1)
-    out.insert(at, linker.factors.new(len(parts), "stack joins its pieces"))
+    out.insert(at, linker.factors.new(len(parts), "stack joins tensors along one of its dims"))
     linker.give(op.outputs[0], out)
 
 
@@ -167,11 +170,12 @@ def _index(linker: Linker, op: Op) -> None:
     indices = tuple(op.args[1])
     picked = [place for place, item in enumerate(indices) if item is not None]
     if any(linker.value(indices[p]).dtype in ("bool", "uint8") for p in picked):
-        linker.block_all(op, "a mask picks from it")
+        linker.block_all(op, "it is indexed by a boolean mask")
         return
-    linker.block((dims[p] for p in picked), "its places are picked by number")
+    linker.block((dims[p] for p in picked), "one of its dims is indexed by a tensor")
     numbers = linker.broadcast(
-        [linker.of_shape(indices[p]) for p in picked], "indices run along dims of other factors"
+        [linker.of_shape(indices[p]) for p in picked],
+        "indexing combines dims that are split into different factors",
     )
     rest = [dim for place, dim in enumerate(dims) if place not in picked]
     together = picked == list(range(picked[0], picked[-1] + 1))
@@ -182,7 +186,7 @@ def _index(linker: Linker, op: Op) -> None:
 def _index_select(linker: Linker, op: Op) -> None:
     dims = list(linker.of(op.args[0]))
     at = positions(op.args[1], len(dims))[0]
-    linker.factors.block(dims[at], "its places are picked by number")
+    linker.factors.block(dims[at], "one of its dims is indexed by a tensor")
     dims[at] = (*linker.of(op.args[2]), ())[0]
     linker.give(op.outputs[0], dims)
 
@@ -192,7 +196,7 @@ def _gather(linker: Linker, op: Op) -> None:
     dims, shape = linker.of_shape(op.args[0])
     index, wanted = linker.of_shape(op.args[2])
     at = positions(op.args[1], len(shape))[0]
-    reason = "its places are picked by number"
+    reason = "one of its dims is indexed by a tensor"
     for place, (one, other) in enumerate(zip(dims, index, strict=True)):
         if place != at and shape[place] == wanted[place]:
             linker.factors.unify(one, other, reason)
@@ -206,7 +210,7 @@ def _pad(linker: Linker, op: Op) -> None:
     after = linker.flow.values[op.outputs[0]].shape
     amounts = tuple(op.args[1])
     padded = {len(shape) - 1 - i // 2 for i, amount in enumerate(amounts) if amount}
-    reason = "padding shifts it"
+    reason = "padding shifts one of its dims"
     linker.block((dims[d] for d in padded), reason)
     linker.give(op.outputs[0], (
         linker.factors.new(after[d], reason) if d in padded else dim for d, dim in enumerate(dims)
@@ -215,7 +219,7 @@ def _pad(linker: Linker, op: Op) -> None:
 
 def _triangle(linker: Linker, op: Op) -> None:
     dims = linker.of(op.args[0])
-    linker.block(dims[-2:], "a triangle is cut out of it")
+    linker.block(dims[-2:], f"{base_name(op)} masks two of its dims by position")
     linker.give(op.outputs[0], dims)
 
 

@@ -293,9 +293,9 @@ class Counts(nn.Module):
 
 
 HARD = {
-    "Forgetful": (Forgetful, [["first"], ["second", "third"]], "used outside, and not returned"),
+    "Forgetful": (Forgetful, [["first"], ["second", "third"]], "used outside, but not returned"),
     "Draws": (Draws, [["first"], ["second"]], "draws random numbers between its modules"),
-    "Writes": (Writes, [["first", "act"], ["last"]], "writes into a tensor of others"),
+    "Writes": (Writes, [["first", "act"], ["last"]], "writes in place into a tensor"),
     "Counts": (Counts, [["first"], ["second"]], "into a buffer or an attribute"),
 }
 

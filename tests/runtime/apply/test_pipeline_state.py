@@ -244,10 +244,10 @@ def test_what_every_stage_can_remember_is_remembered(pool, name, parts):
 @pytest.mark.parametrize(
     ("name", "schedule", "why"),
     [
-        ("Averaging", "1F1B", "the model keeps in 'mean' what its modules computed"),
-        ("Remembering", "1F1B", "the model keeps in 'memories.0' what its modules computed"),
-        ("Reading", "1F1B", "'norm' writes norm.mean, which is used elsewhere too"),
-        ("ReadingStatistics", "1F1B", "'norm' writes into a tensor of others"),
+        ("Averaging", "1F1B", "the model stores in 'mean' what its modules computed"),
+        ("Remembering", "1F1B", "the model stores in 'memories.0' what its modules computed"),
+        ("Reading", "1F1B", "'norm' writes norm.mean, which is also used elsewhere"),
+        ("ReadingStatistics", "1F1B", "'norm' writes in place into a tensor"),
         ("Normalising", "1F1B", "writes what its modules computed into a buffer"),
         ("Reentrant", "1F1B", "use_reentrant=True"),
         ("Scaling", "ZBVZeroBubble", "cannot be split in two halves"),
