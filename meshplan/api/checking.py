@@ -104,7 +104,9 @@ def estimate_states(
         ]
     notes = [STATES_ONLY, *size.notes]
     if size.nodes == 1:
-        notes.append("on one node hybrid_shard is full_shard; --nodes says how many there are")
+        notes.append(
+            "on one node hybrid_shard equals full_shard; --nodes states the number of nodes"
+        )
     return StatesEstimate(
         num_params=a,
         num_gpus=n,
@@ -138,7 +140,7 @@ def check_plan(
         return _tried(_checked(source), source)
     except UntrustedError as error:
         problems = problems_without_model(source.spec)
-        left_out = f"{error.problems[0]}\nnote: so {WITHOUT_MODEL}"
+        left_out = f"{error.problems[0]}\nnote: {WITHOUT_MODEL}"
         return CheckResult(problems=tuple(problems), notes=(left_out,))
 
 
@@ -224,7 +226,7 @@ def decide(
     if checked.problems:
         raise PlanError(checked.problems)
     if checked.plan is None:
-        what = "nothing says which modules the model has"
+        what = "the plan names no function or config of the model, so its modules are unknown"
         raise SpecError(Problem(what, Origin(str(source.plan), "model"), _NAME_MODEL))
     return checked.plan
 
@@ -263,7 +265,7 @@ def verify_plan(
         problems = check_plan(source).problems
     except OtherModelError as error:
         problems = ()
-        report(f"the plan was not checked on the whole model: {error.problems[0].what}")
+        report(f"the plan was not checked on the full-size model: {error.problems[0].what}")
     if problems:
         # The scaled-down model may divide evenly where the whole model does not.
         return refused(problems)
@@ -327,7 +329,8 @@ def estimate_memory(
         except (PlanError, OtherModelError) as error:
             if graph is not None and planned is None and rehearse is None:
                 raise  # A trace has the same modules and would refuse the plan too.
-            report(f"the config alone does not tell it: {error.problems[0].what}")
+            why = error.problems[0].what
+            report(f"the config alone is not enough, so the step is traced with torch: {why}")
         else:
             if not fixes:
                 return estimate

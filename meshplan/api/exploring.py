@@ -23,8 +23,8 @@ from meshplan.spec.spec import Spec
 from meshplan.spec.strategies import STRATEGIES
 from meshplan.textbook.inputs import graph_of
 
-_WIDGETS: Final = "pip install 'ipywidgets>=8' and run this again: there are sliders then"
-_STILL: Final = "A still: where this notebook runs there are sliders beside it."
+_WIDGETS: Final = "For sliders, pip install 'ipywidgets>=8' and run this again."
+_STILL: Final = "A still picture: a running notebook shows sliders here."
 _KEPT: Final = 64
 """Number of settings whose pictures are cached, so that going back to them costs nothing."""
 
@@ -63,11 +63,11 @@ def explore(
 def _start(plan: PlanSource | Spec | Plan, source: Source) -> tuple[Plan, Rehearse | None]:
     """Return the plan as it stands, and the rehearsal of a live model whose data flow is read."""
     if isinstance(plan, Plan | Spec) and source.overrides:
-        what = "what was read already takes no overrides"
-        raise SpecError(Problem(what, Origin("overrides"), "give the plan file in its place"))
+        what = "overrides change a plan file, not a Plan or Spec that was already read"
+        raise SpecError(Problem(what, Origin("overrides"), "pass the path of the plan file"))
     if isinstance(plan, Plan):
         if source.names_model:
-            what = "a plan that was decided has its model"
+            what = "this Plan already has its model"
             raise SpecError(Problem(what, Origin("model"), "leave model and config out"))
         return plan, None
     spec = plan if isinstance(plan, Spec) else source.spec
@@ -88,8 +88,8 @@ def _start(plan: PlanSource | Spec | Plan, source: Source) -> tuple[Plan, Rehear
     config = source.config
     told = from_config(config, Origin("config")) if config is not None else graph_of(spec)
     if told is None:
-        what = "nothing says which modules the model has"
-        raise SpecError(Problem(what, Origin(spec.source, "model"), "give model or config"))
+        what = "the plan names no function or config of the model, so its modules are unknown"
+        raise SpecError(Problem(what, Origin(spec.source, "model"), "pass model or config"))
     return make_plan(spec, told), None
 
 
@@ -136,10 +136,10 @@ class Explorer:
                 raise SpecError(Problem(f"there is no setting '{name}'", Origin("set"), fix))
             if name == "strategy" and value not in STRATEGIES:
                 fix = f"write one of {', '.join(STRATEGIES)}"
-                raise SpecError(Problem(f"'{value}' is no strategy", Origin("set"), fix))
+                raise SpecError(Problem(f"'{value}' is not a strategy", Origin("set"), fix))
             if name != "strategy" and (type(value) is not int or value < 1):
-                what = f"'{value}' is no number of {name}"
-                raise SpecError(Problem(what, Origin("set"), "write 1 or more"))
+                what = f"'{value}' is not a valid value of {name}"
+                raise SpecError(Problem(what, Origin("set"), "pass a whole number of at least 1"))
         self._show(Knobs(**{**now, **settings}))
         return self.scene
 

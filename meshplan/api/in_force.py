@@ -48,7 +48,7 @@ def find_model(
     if stated is not None and source.names_model:
         flag = "--model" if source.model is not None else "--config"
         if (source.model, config) not in ((stated.entry, None), (None, stated.config)):
-            notes.append(f"{flag} goes before the model of {spec.origin('model')}")
+            notes.append(f"{flag} replaces the model of {spec.origin('model')}")
     if entry is not None:
         from meshplan.runtime.live.named_model import live_graph  # torch
 
@@ -58,10 +58,12 @@ def find_model(
         graph = graph_of(spec) if config is None else from_config(config, Origin("--config"))
         assert graph is not None
         return graph, (*notes, *graph.notes, *questions(params=graph.num_params)), None
-    known = "only the number of parameters" if stated is not None else "nothing"
+    known = (
+        "states only the model's number of parameters" if stated is not None else "names no model"
+    )
     notes.append(
-        f"{known} is known of the model, so {WITHOUT_MODEL}; "
-        "--model pkg.mod:function or --config PATH does"
+        f"the plan {known}: {WITHOUT_MODEL}; "
+        "add --model pkg.mod:function or --config PATH to check them"
     )
     return None, tuple(notes), None
 

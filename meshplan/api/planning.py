@@ -200,11 +200,12 @@ def explain(
     from meshplan.planner.answers.explain import Asker
 
     if len(words) != 2 or words[0] not in ("why", "why-not"):
-        what, fix = f"'{' '.join(words)}' is no question", "ask why FIELD, or why-not FIELD=VALUE"
+        what = f"'{' '.join(words)}' is not a question that explain answers"
+        fix = "ask why FIELD, or why-not FIELD=VALUE"
         raise SpecError(Problem(what, Origin("explain"), fix))
     source = source_of(plan, overrides, **given)
     if source.profile is None and (profile := profile_of_lock(source.plan)) is not None:
-        report(f"by the figures of {profile.name}, as the lock")
+        report(f"step times use {profile.name}, the profile that the lock was made with")
         source = replace(source, profile=profile)
     question = _question(source, report)
     asker = Asker(question, report)

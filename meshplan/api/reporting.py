@@ -68,14 +68,15 @@ class _ReportBuilder:
             self._leave_out(_OPEN, error)
             self._find_trouble()
             for each in why_not:
-                self._leave_out(f"why not {each}", "what is stated leaves nothing to choose from")
+                why = "no configuration satisfies everything that the plan states"
+                self._leave_out(f"why not {each}", why)
             return self._known
         self._learn(decision=decision)
         if decision is not None and decision.chosen is None and self._spec.free_fields:
             if decision.is_whole:  # An unfinished search does not prove that nothing fits.
                 self._find_trouble()
             for each in why_not:
-                self._leave_out(f"why not {each}", "nothing fits, whatever it is")
+                self._leave_out(f"why not {each}", "no plan was found that fits")
             return self._known
         self._decide(decision)
         self._ask(why_not, decision)
@@ -85,7 +86,7 @@ class _ReportBuilder:
         """Explain why the settings in `why_not` are not as asked about."""
         if decision is None:
             for each in why_not:
-                self._leave_out(f"why not {each}", "the planner does not hold this plan")
+                self._leave_out(f"why not {each}", "the planner could not search this plan")
             return
         answers = []
         for words in why_not:
@@ -110,7 +111,7 @@ class _ReportBuilder:
             return None
 
     def _find_trouble(self) -> None:
-        self._report("nothing fits: looking for what contradicts what")
+        self._report("no plan fits: looking for the statements that conflict")
         found = planning.find_trouble(self._source)
         self._learn(trouble=found)
 
@@ -137,8 +138,8 @@ class _ReportBuilder:
             self._textbook()
             return
         if chosen is not None and chosen.plan.digest() != checked.plan.digest():
-            more = "a search now chooses otherwise: this report is of the plan as it is, but "
-            more += "times, candidates and what was chosen are of the search"
+            more = "a new search chooses another plan: this report describes the plan as it is, "
+            more += "but its times, candidates and choices are those of the search"
             notes = (*notes, more)
             self._learn(notes=notes)
         try:
@@ -156,7 +157,7 @@ class _ReportBuilder:
         try:
             log = checking.traced_log(plan, rank, self._source, self._report)
         except MeshplanError as error:
-            self._leave_out("the step event by event", error)
+            self._leave_out("the timeline of a step", error)
         else:
             self._learn(traced=(rank, log))
 
@@ -174,10 +175,10 @@ class _ReportBuilder:
         try:
             self._learn(counted=counted_plan(self._spec))
         except PlanError as error:
-            self._leave_out("pictures of the states", error)
+            self._leave_out("pictures of the training states", error)
         try:
             if isinstance(self._plan, Mapping):
-                raise PlanError("the textbook's table is read from plan files")
+                raise PlanError("the textbook's table needs a plan file, not a mapping")
             states = checking.estimate_states(
                 plan=Path(self._plan),
                 overrides=self._source.overrides,
@@ -185,7 +186,7 @@ class _ReportBuilder:
                 memory=self._source.memory,
             )
         except MeshplanError as error:
-            self._leave_out("the states by the textbook", error)
+            self._leave_out("the textbook's table of the training states", error)
         else:
             self._learn(states=states)
 

@@ -64,8 +64,8 @@ def retarget(
         f"{name}={value}" for name, value in hardware.items()
     )  # fmt: skip
     if not words:
-        what = "nothing of the hardware is otherwise"
-        raise SpecError(Problem(what, Origin("hardware"), 'give "nodes=4,gpu=h200", say'))
+        what = "no changed hardware field is given"
+        raise SpecError(Problem(what, Origin("hardware"), 'pass "nodes=4,gpu=h200", for example'))
     settings = retarget_settings(words)
     source = source_of(plan, overrides, **given)
     if old is None:
@@ -99,7 +99,7 @@ def retarget_settings(words: str) -> list[str]:
     for word in words.split(","):
         name, equals, value = word.strip().partition("=")
         if not equals or name not in _HARDWARE:
-            what = f"'{word}' is nothing of hardware"
+            what = f"'{word}' does not set a hardware field"
             fix = f"write {', '.join(f'{each}=...' for each in _HARDWARE)}"
             raise SpecError(Problem(what, Origin("--retarget"), fix))
         out.append(f"hardware.{name}={value}")

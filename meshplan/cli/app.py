@@ -51,16 +51,24 @@ _DEMO_STEPS = 30
 def _estimate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--params", metavar="N", help="number of parameters: 3e9, 3B, 350M")
     parser.add_argument("--config", metavar="PATH", help="a Hugging Face config.json or its folder")
-    parser.add_argument("--gpus", metavar="N", help="number of GPUs, all nodes together")
+    parser.add_argument("--gpus", metavar="N", help="number of GPUs on all nodes together")
     parser.add_argument("--nodes", metavar="N", help="number of nodes (default 1)")
-    parser.add_argument("--gpu", metavar="NAME", help="what one GPU is: h100-sxm-80gb, a100-40g")
+    parser.add_argument("--gpu", metavar="NAME", help="name of the GPU: h100-sxm-80gb, a100-40g")
     parser.add_argument("--memory", metavar="SIZE", help="memory of one GPU: 80GiB, 24GB")
-    parser.add_argument("--explain", action="store_true", help="formula, numbers, result, source")
-    parser.add_argument("--max-params", action="store_true", help="the largest model that fits")
-    parser.add_argument("--min-gpus", action="store_true", help="the fewest GPUs that hold it")
-    parser.add_argument("--model", metavar="PKG.MOD:FN", help="with -f: builds the model")
     parser.add_argument(
-        "--fixes", action="store_true", help="with -f: look for changes that would fit"
+        "--explain", action="store_true", help="show formula, numbers, result, source"
+    )
+    parser.add_argument(
+        "--max-params", action="store_true", help="also find the largest model that fits"
+    )
+    parser.add_argument(
+        "--min-gpus", action="store_true", help="also find the fewest GPUs that fit"
+    )
+    parser.add_argument(
+        "--model", metavar="PKG.MOD:FN", help="with -f: a function that builds the model"
+    )
+    parser.add_argument(
+        "--fixes", action="store_true", help="with -f: look for changes that make the plan fit"
     )
     parser.add_argument(
         "--trace", action="store_true", help="with -f and a config: trace the model with torch"
@@ -78,8 +86,10 @@ def _estimate(args: argparse.Namespace) -> int:
                 "--tier": args.tier}  # fmt: skip
     if any(of_peaks.values()):
         flag = next(name for name, value in of_peaks.items() if value)
-        what = f"{flag} is about the peak of a plan's step, and no plan with a model is given"
-        raise SpecError(Problem(what, Origin(flag), "add -f plan.yaml, and leave out the rest"))
+        what = f"{flag} is about the peak memory of a step, which needs a plan with a model"
+        fix = "add -f plan.yaml whose 'model' is a function or a config, and leave out --params, "
+        fix += "--gpus, --nodes, --explain, --max-params and --min-gpus"
+        raise SpecError(Problem(what, Origin(flag), fix))
     estimate = checking.estimate_states(
         params=args.params,
         config=args.config,
@@ -165,9 +175,9 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _demo_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--plan", metavar="PLAN", help="a recipe's name or a plan file, as -f")
+    parser.add_argument("--plan", metavar="PLAN", help="a recipe's name or a plan file; same as -f")
     parser.add_argument(
-        "--steps", metavar="N", type=int, default=_DEMO_STEPS, help="training steps"
+        "--steps", metavar="N", type=int, default=_DEMO_STEPS, help="number of training steps"
     )
 
 
@@ -209,7 +219,9 @@ def _demo(args: argparse.Namespace) -> int:
 
 def _verify_flags(parser: argparse.ArgumentParser) -> None:
     model_flags(parser)
-    parser.add_argument("--ranks", metavar="N", type=int, help="the most processes (default 16)")
+    parser.add_argument(
+        "--ranks", metavar="N", type=int, help="maximum number of processes (default 16)"
+    )
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -229,18 +241,18 @@ def _verify(args: argparse.Namespace) -> int:
 VERBS: tuple[Verb, ...] = (
     Verb(
         "estimate",
-        "memory of a plan's step, or of the states of every strategy",
+        "estimate the memory of a plan's step, or of the states under every strategy",
         _estimate_flags,
         _estimate,
     ),
-    Verb("check", "every mistake of a plan, before a process starts", model_flags, _check),
+    Verb("check", "find the mistakes of a plan before a process starts", model_flags, _check),
     *planning.VERBS,
     diff.VERB,
     *draw.VERBS,
     *report.VERBS,
     trust.VERB,
-    Verb("verify", "run a plan, made small, beside one process", _verify_flags, _verify),
-    Verb("demo", "train under a plan on this machine, beside one process", _demo_flags, _demo),
+    Verb("verify", "compare a scaled-down plan with one process", _verify_flags, _verify),
+    Verb("demo", "train under a plan on this machine and in one process", _demo_flags, _demo),
 )
 """All subcommands, in the order of `meshplan --help`."""
 
@@ -270,12 +282,12 @@ def _parser() -> argparse.ArgumentParser:
         "--allow-code", action="store_true", help="run the code that the plan file names"
     )
     flags.add_argument("--json", action="store_true", help="print one JSON object")
-    flags.add_argument("-q", "--quiet", action="store_true", help="no notes")
-    flags.add_argument("-v", "--verbose", action="store_true", help="say more")
-    flags.add_argument("--no-color", action="store_true", help="as NO_COLOR=1")
+    flags.add_argument("-q", "--quiet", action="store_true", help="print no notes")
+    flags.add_argument("-v", "--verbose", action="store_true", help="print more details")
+    flags.add_argument("--no-color", action="store_true", help="no colours, like NO_COLOR=1")
     parser = _Parser(
         prog="meshplan",
-        description="Declare how a model is parallelised, know its memory, run it.",
+        description="Declare how a model is parallelised, estimate its memory, run it.",
     )
     parser.add_argument("--version", action="version", version=f"meshplan {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
@@ -379,8 +391,8 @@ def _crash(error: Exception) -> int:
     where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
     first = (str(error).strip() or "no message").splitlines()[0]
     print(
-        f"meshplan: a mistake of meshplan's own: {type(error).__name__} in {where}: {first}\n"
-        f"    fix: say it at {_REPORT_TO}, with what MESHPLAN_TRACEBACK=1 prints",
+        f"meshplan: a bug in meshplan: {type(error).__name__} in {where}: {first}\n"
+        f"    fix: report it at {_REPORT_TO}, with the output of MESHPLAN_TRACEBACK=1",
         file=sys.stderr,
     )
     return CRASHED

@@ -42,20 +42,20 @@ def model_flags(parser: argparse.ArgumentParser) -> None:
 
 def machine_flags(parser: argparse.ArgumentParser) -> None:
     """Declare the flags that state the memory of a device."""
-    parser.add_argument("--gpu", metavar="NAME", help="what one GPU is: h100-sxm-80gb, a100-40g")
+    parser.add_argument("--gpu", metavar="NAME", help="name of the GPU: h100-sxm-80gb, a100-40g")
     parser.add_argument("--memory", metavar="SIZE", help="memory of one GPU: 80GiB, 24GB")
 
 
 def profile_flag(parser: argparse.ArgumentParser) -> None:
     """Declare `--profile`, for subcommands that tell seconds."""
-    parser.add_argument("--profile", metavar="FILE", help="what calibrate wrote of this machine")
+    parser.add_argument("--profile", metavar="FILE", help="a profile that calibrate wrote")
 
 
 def free_flag(parser: argparse.ArgumentParser) -> None:
     """Declare `--free`, for subcommands that plan."""
     parser.add_argument(
         "--free", metavar="KEY", action="append", default=[],
-        help="leave a key to the planner that the plan states: mesh.tp, loss_chunks",
+        help="let the planner choose a key that the plan states: mesh.tp, loss_chunks",
     )  # fmt: skip
 
 

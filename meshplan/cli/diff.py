@@ -28,7 +28,7 @@ def _diff(args: argparse.Namespace) -> int:
     from meshplan.planner.answers.lock_difference import difference_of_locks, locks_alone
 
     if args.file is not None:
-        raise SpecError(Problem("diff takes two plans, and -f names a third", None, "leave it out"))
+        raise SpecError(Problem("diff takes two plans, and -f names a third", None, "leave -f out"))
     if not args.set and (locks := locks_alone(*args.plans)) is not None:
         return _print_difference(args, difference_of_locks(*locks), [])
     sides, known, notes = [], [], list[str]()
@@ -47,7 +47,7 @@ def _diff(args: argparse.Namespace) -> int:
             try:
                 figures = figures_of(planning.search_plan(source), plan)
             except MeshplanError as error:
-                notes.append(f"{name}: no seconds and no bytes: {error.problems[0].what}")
+                notes.append(f"{name}: step time and memory are unknown: {error.problems[0].what}")
         known.append(figures)
     found = planning.compare(*sides, profile=args.profile, known=(known[0], known[1]))
     return _print_difference(args, found, notes)
@@ -64,4 +64,6 @@ def _print_difference(args: argparse.Namespace, found: PlanDifference, notes: Se
     return YES if found.is_same else NO
 
 
-VERB = Verb("diff", "two plans: what is decided otherwise, and what that costs", _diff_flags, _diff)
+VERB = Verb(
+    "diff", "compare two plans: which decisions differ, and what that costs", _diff_flags, _diff
+)

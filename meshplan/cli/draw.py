@@ -55,13 +55,17 @@ def _show(args: argparse.Namespace) -> int:
 def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--what", metavar="WHAT", help="mesh, layout, memory, waterfall, timeline, "
                         "treemap, gantt, comm, pareto, ladder or graph")  # fmt: skip
-    parser.add_argument("-o", "--output", metavar="FILE", help="a .png, .svg or .html")
+    parser.add_argument("-o", "--output", metavar="FILE", help="the picture: .png, .svg or .html")
     model_flags(parser)
     machine_flags(parser)
-    parser.add_argument("--profile", metavar="FILE", help="pareto, ladder: what calibrate wrote")
+    parser.add_argument(
+        "--profile", metavar="FILE", help="pareto, ladder: a profile that calibrate wrote"
+    )
     free_flag(parser)
     parser.add_argument("--theme", metavar="NAME", default="light", help="light or dark")
-    parser.add_argument("--module", metavar="NAME", help="layout: whose largest parameter")
+    parser.add_argument(
+        "--module", metavar="NAME", help="layout: module whose largest parameter is drawn"
+    )
     parser.add_argument("--rank", metavar="N", help="timeline, treemap, comm: which rank")
     parser.add_argument("--bytes", metavar="OF", help="treemap: local (default) or global")
 
@@ -73,7 +77,7 @@ def _draw(args: argparse.Namespace) -> int:
 
     source = source_of(args)
     if args.what is None:
-        raise SpecError(Problem("nothing says what to draw", None, "add --what mesh, say"))
+        raise SpecError(Problem("no picture is named", None, "add --what mesh, for example"))
     check_what(args.what)
     theme_of(args.theme)
     _check_profile(args)
@@ -116,9 +120,9 @@ def _in_terminal(source: Source, args: argparse.Namespace) -> int:
         "graph": graph_lines,
     }  # fmt: skip
     if args.what not in twins or args.json:
-        what = f"a picture of {args.what} needs a file to be in"
+        what = f"the picture of {args.what} has no text form, and no file is named"
         if args.json:
-            what = "--json tells what was written, and nothing is"
+            what = "--json describes the file that was written, and no file is named"
         raise SpecError(Problem(what, Origin("-o"), "add -o out.png, out.svg or out.html"))
     notes: list[str] = []
     plan = _decided(source, notes)
@@ -172,7 +176,8 @@ def _given(source: Source, plan: Plan, args: argparse.Namespace) -> dict[str, An
     from meshplan.pictures.main import check_rank
 
     if args.rank is not None and not args.rank.isdigit():
-        raise SpecError(Problem(f"'{args.rank}' is no rank", Origin("--rank"), "such as --rank 0"))
+        what, fix = f"'{args.rank}' is not a rank", "give a number, such as --rank 0"
+        raise SpecError(Problem(what, Origin("--rank"), fix))
     if args.rank is not None:
         check_rank(plan, int(args.rank))
     from meshplan.pictures.mesh.counted import is_counted
@@ -217,6 +222,6 @@ def _told(plan: Plan, args: argparse.Namespace) -> MemoryEstimate | None:
 
 
 VERBS: tuple[Verb, ...] = (
-    Verb("show", "every layout of a plan, with the line that decided it", model_flags, _show),
-    Verb("draw", "a picture of a plan: mesh, layout, memory, pipeline and more", _flags, _draw),
+    Verb("show", "print every layout of a plan, with the line that decided it", model_flags, _show),
+    Verb("draw", "draw a plan: mesh, layout, memory, pipeline and more", _flags, _draw),
 )

@@ -43,13 +43,25 @@ def _question_flags(parser: argparse.ArgumentParser) -> None:
 
 def _plan_flags(parser: argparse.ArgumentParser) -> None:
     _question_flags(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", help="the lock (default PLAN.lock.yaml)")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="file of the lock (default PLAN.lock.yaml)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="write no lock")
-    parser.add_argument("--retarget", metavar="HW", help="other hardware: nodes=4,gpu=h200")
-    parser.add_argument("--frontier", action="store_true", help="memory against time, plan by plan")
-    parser.add_argument("--price", metavar="P", help="of a GPU for an hour")
-    parser.add_argument("--tokens", metavar="N", help="of a whole training: 15e12, with --days")
-    parser.add_argument("--days", metavar="D", help="that it may take: the fewest nodes that do")
+    parser.add_argument(
+        "--retarget", metavar="HW", help="plan for other hardware: nodes=4,gpu=h200"
+    )
+    parser.add_argument(
+        "--frontier",
+        action="store_true",
+        help="also list the fastest plans for less and less memory",
+    )
+    parser.add_argument("--price", metavar="P", help="price of one GPU-hour")
+    parser.add_argument(
+        "--tokens", metavar="N", help="with --days: tokens of the whole training, such as 15e12"
+    )
+    parser.add_argument(
+        "--days", metavar="D", help="with --tokens: find the fewest nodes that train in D days"
+    )
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -61,8 +73,9 @@ def _plan(args: argparse.Namespace) -> int:
     old = None
     asked = _PlanFlags(args)
     if args.retarget is not None and (args.tokens or args.days):
-        what = "--retarget says how many nodes there are, and --tokens asks how many it takes"
-        raise SpecError(Problem(what, Origin("--retarget"), "leave one of them out"))
+        what = "--retarget plans for given nodes, but --tokens and --days search their number"
+        fix = "leave --retarget out, or --tokens and --days"
+        raise SpecError(Problem(what, Origin("--retarget"), fix))
     if args.retarget is not None:
         from meshplan.api.retargeting import retarget_settings
 
@@ -120,8 +133,8 @@ def _plan_training(asked: _PlanFlags) -> int:
 
     args = asked.args
     if args.tokens is None or args.days is None:
-        what = "a training is so many tokens in so many days"
-        raise SpecError(Problem(what, Origin("--days"), "give --tokens and --days, both"))
+        what = "the fewest nodes depend on both --tokens and --days, and one is missing"
+        raise SpecError(Problem(what, Origin("--days"), "add both --tokens and --days"))
     with until_interrupted() as is_stopped:
         found = planning.fewest_devices(
             asked.source,
@@ -257,7 +270,8 @@ def _more_nodes(asked: _PlanFlags, decision: Decision) -> str | None:
     hardware = load_spec(asked.path, asked.args.set).hardware
     if hardware is None or nodes <= hardware.nodes:
         return None
-    return f"no lock is written: this takes hardware: {{nodes: {nodes}}} in the plan"
+    what = "no lock is written: the chosen plan needs more nodes than the plan file states"
+    return f"{what}; set hardware: {{nodes: {nodes}}} in the plan file"
 
 
 def _changes(
@@ -339,7 +353,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     from meshplan.api import planning
     from meshplan.render.profile import profile_to_text
 
-    print_notes(args, ["this takes about a minute"])
+    print_notes(args, ["calibration takes about a minute"])
     profile = planning.calibrate(args.out)
     if profile is None:
         return YES
@@ -351,16 +365,16 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 
 VERBS: tuple[Verb, ...] = (
-    Verb("plan", "decide all that a plan leaves open: the fastest that fits", _plan_flags, _plan),
+    Verb("plan", "choose what a plan leaves open: the fastest that fits", _plan_flags, _plan),
     Verb(
         "explain",
-        "why a plan is what it is: why FIELD, why-not FIELD=VALUE, MODULE, memory",
+        "explain a plan: why FIELD, why-not FIELD=VALUE, MODULE, memory",
         _explain_flags,
         _explain,
     ),
     Verb(
         "calibrate",
-        "time this machine: products, copies, messages",
+        "time this machine: matrix products, copies, collectives",
         _calibrate_flags,
         _calibrate,
     ),

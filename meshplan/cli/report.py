@@ -22,7 +22,7 @@ from meshplan.render.text import envelope
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-o", "--output", metavar="FILE", help="the page, report.html")
+    parser.add_argument("-o", "--output", metavar="FILE", help="file of the page: report.html")
     for add in (model_flags, machine_flags, profile_flag):
         add(parser)
     parser.add_argument(
@@ -30,7 +30,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
         metavar="SETTING",
         action="append",
         default=[],
-        help="also ask why the plan has it otherwise: mesh.tp=8, or mesh.tp for each value",
+        help="also explain why a setting is not chosen: mesh.tp=8, or mesh.tp for each value",
     )
 
 
@@ -41,7 +41,7 @@ def _report(args: argparse.Namespace) -> int:
 
     source = source_of(args)
     if args.output is None:
-        raise SpecError(Problem("nothing says where the report goes", None, "add -o report.html"))
+        raise SpecError(Problem("no file is named for the report", None, "add -o report.html"))
     check_target(Path(args.output))
     import_matplotlib()
     report = make_report(source, why_not=args.why_not, report=noting(args))
@@ -64,5 +64,5 @@ def _report(args: argparse.Namespace) -> int:
 
 
 VERBS: tuple[Verb, ...] = (
-    Verb("report", "one page with the verdict, all pictures and tables", _flags, _report),
+    Verb("report", "write one page with the verdict, all pictures and tables", _flags, _report),
 )

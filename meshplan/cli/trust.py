@@ -12,8 +12,8 @@ from meshplan.spec.recipes import OWN_MODELS
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", nargs="?", metavar="PLAN", help="a plan file, as -f")
-    parser.add_argument("--forget", action="store_true", help="ask again from now on")
+    parser.add_argument("plan", nargs="?", metavar="PLAN", help="a plan file; same as -f")
+    parser.add_argument("--forget", action="store_true", help="do not trust the file any more")
 
 
 def _trust(args: argparse.Namespace) -> int:
@@ -21,7 +21,9 @@ def _trust(args: argparse.Namespace) -> int:
 
     path = args.plan or args.file
     if path is None or (args.plan and args.file):
-        raise SpecError(Problem("name one plan file to trust", None, "meshplan trust plan.yaml"))
+        raise SpecError(
+            Problem("trust takes exactly one plan file", None, "run meshplan trust plan.yaml")
+        )
     spec = load_spec(path)
     entry = spec.model.entry if spec.model is not None else None
     named = [(entry, spec.origin("model.entry"))] if entry and entry not in OWN_MODELS else []
@@ -40,11 +42,13 @@ def _trust(args: argparse.Namespace) -> int:
     if args.json:
         return YES
     if not named:
-        print_notes(args, ["this file names no code that is not meshplan's own"])
+        print_notes(args, ["this file names no code other than meshplan's own"])
     state = "is not trusted any more" if args.forget else "is trusted as it is now, in this folder"
     was = "" if is_known == args.forget else ", as before"
     answer(args, f"{path} {state}{was}")
     return YES
 
 
-VERB = Verb("trust", "let code that a plan file names run, until the file changes", _flags, _trust)
+VERB = Verb(
+    "trust", "let the code that a plan file names run, until the file changes", _flags, _trust
+)

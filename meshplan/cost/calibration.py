@@ -117,20 +117,20 @@ def profile_from(measured: Timings, origin: Origin | None = None) -> Profile:
     worst = {name: _root_mean_square(each) for name, each in errors.items()}
     if problems := [
         Problem(
-            f"the times of {name} {how} {rms:.0%} {beside}, more than {most:.0%}",
+            f"the times of {name} {how} {rms:.0%} {beside}, and at most {most:.0%} is accepted",
             origin,
-            "stop what else runs on this machine, and calibrate again",
+            "stop other programs on this machine, and run meshplan calibrate again",
         )
         for name in errors
         for rms, most, how, beside in (
             (_root_mean_square(spreads[name]), _WORST_SPREAD, "differ by", "between rounds"),
-            (worst[name], _WORST_LAW, "are", "off any constants"),
+            (worst[name], _WORST_LAW, "are", "off the best fit of a latency and a rate"),
         )
         if not rms <= most
     ]:
         raise PlanError(problems)
     peak = measured.device.peak_flops.get(measured.dtype, max(flops, attention))
-    generic = "the rest is generic: one machine cannot show it"
+    generic = "all other constants are generic: one machine alone cannot measure them"
     named = ", ".join(f"{name} (off by {rms:.0%})" for name, rms in worst.items())
     links = () if measured.collectives else (LINKS_ARE_A_GUESS,)
     return Profile(
@@ -204,12 +204,18 @@ def read_profile(path: Path, origin: Origin | None = None) -> Profile:
     except (ValueError, RecursionError) as error:
         raise PlanError(Problem(f"{path} cannot be read: {error}", origin, fix)) from None
     if not isinstance(facts, Mapping) or facts.get("schema") != SCHEMA:
-        raise PlanError(Problem(f"{path} is no profile ({SCHEMA})", origin, fix))
+        raise PlanError(Problem(f"{path} is not a profile ({SCHEMA})", origin, fix))
     stated = facts.get("profile")
     names = {field.name for field in dataclasses.fields(Profile)}
     if not isinstance(stated, Mapping) or stated.keys() != names:
         odd = ", ".join(sorted(stated.keys() ^ names)) if isinstance(stated, Mapping) else "profile"
-        raise PlanError(Problem(f"{path} is of another version: {odd}", origin, fix))
+        raise PlanError(
+            Problem(
+                f"{path} was written by another version of meshplan, and differs in: {odd}",
+                origin,
+                fix,
+            )
+        )
     if problems := [
         Problem(f"{path}: {name} is {_shown(stated[name])}, not {wanted}", origin, fix)
         for name, (accepts, wanted) in _FIGURES.items()
@@ -262,7 +268,7 @@ _FIGURES: Final[Mapping[str, _Figure]] = {
     "gathers_once": (lambda value: isinstance(value, bool), "true or false"),
     "sources": (
         lambda value: isinstance(value, list) and all(isinstance(x, str) for x in value),
-        "a list of texts",
+        "a list of strings",
     ),
     "residual": _between(0, 1e6, "an error", or_none=True),
     "num_runs": _between(0, 1e9, "a number of runs"),

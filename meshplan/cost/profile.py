@@ -205,15 +205,16 @@ def _unknown(cluster: Cluster, dtype: str) -> list[Problem]:
     device, out = cluster.device, []
     if dtype not in device.peak_flops:
         known = ", ".join(device.peak_flops)
-        fix = f"choose a precision that computes in {known}" if known else ""
+        fix = f"set precision to one that computes in {known}" if known else ""
         others = ", ".join(name for name, d in devices().items() if dtype in d.peak_flops)
-        what = f"how many operations a second {device.name} does in {dtype} is not known"
+        what = f"{device.name} has no known {dtype} throughput"
         out.append(Problem(what, fix=fix or f"set gpu in hardware: to one of {others}"))
     if device.memory_bytes_per_s is None:
-        what = f"how fast the memory of {device.name} is, is not known"
-        out.append(Problem(what, fix="set gpu in hardware: to a device of the table"))
+        what = f"{device.name} has no known memory bandwidth"
+        known = ", ".join(name for name, d in devices().items() if d.memory_bytes_per_s)
+        out.append(Problem(what, fix=f"set gpu in hardware: to one of {known}"))
     if cluster.gpus_per_node > 1 and cluster.intra is None and device.intra_bytes_per_s is None:
-        what = f"how fast {device.name}s of one node are connected is not known"
+        what = f"{device.name} has no known bandwidth between the GPUs of one node"
         out.append(Problem(what, fix="add intra: 25GB/s (per GPU, one way) to hardware:"))
     return [*out, *_unknown_network(cluster)]
 
@@ -221,7 +222,7 @@ def _unknown(cluster: Cluster, dtype: str) -> list[Problem]:
 def _unknown_network(cluster: Cluster) -> list[Problem]:
     if cluster.nodes == 1 or cluster.inter is not None:
         return []
-    what = "how fast the nodes are connected is not known"
+    what = "the plan states no bandwidth between nodes"
     return [Problem(what, fix="add inter: 50GB/s (per GPU, one way) to hardware:")]
 
 
@@ -234,7 +235,7 @@ def on_cluster(profile: Profile, cluster: Cluster) -> Profile:
     problems = _unknown_network(cluster)
     if profile.device != cluster.device.name:
         what = f"the profile is of {profile.device}, and the plan runs on {cluster.device.name}"
-        problems.insert(0, Problem(what, fix="run meshplan calibrate on such a machine"))
+        problems.insert(0, Problem(what, fix="run meshplan calibrate on a machine of the plan"))
     if problems:
         raise PlanError(problems)
     if cluster.inter is None:
@@ -252,7 +253,7 @@ def measured_for(profile: Profile, cluster: Cluster, dtype: str) -> Profile:
     """
     if profile.dtype != dtype:
         what = f"the profile is of {profile.dtype}, and the plan computes in {dtype}"
-        fix = "leave the profile out, or choose a precision that computes in its dtype"
+        fix = f"leave the profile out, or set precision to one that computes in {profile.dtype}"
         raise PlanError(Problem(what, fix=fix))
     return on_cluster(profile, cluster)
 

@@ -99,5 +99,5 @@ def simulate(
                 if step.kind != "W":
                     done[kind, step.stage, step.microbatch] = clock[rank]
                 at[rank] += 1
-        assert sum(at) > before, f"{schedule.name} waits for itself"
+        assert sum(at) > before, f"{schedule.name} deadlocks"
     return SimulatedStep(max(clock), tuple(busy), tuple(spans))

@@ -41,8 +41,10 @@ def chain_of_plan(plan: Plan) -> Chain:
     """
     (_, seq_len), tp = plan.fed(), plan.mesh.size("tp")
     if not plan.graph.config:
-        what = "how long modules take is not known of this model"
-        raise PlanError(Problem(what, None, "give a config of a known family"))
+        what = (
+            "the cost model needs a Hugging Face config of a known family, and the model has none"
+        )
+        raise PlanError(Problem(what, None, "add --config PATH"))
     if problems := list(refusals(plan)):
         raise PlanError(problems)
     (dtype,) = plan.assignment.compute_dtypes

@@ -72,16 +72,16 @@ def check_demo(plan: Plan, steps: int) -> None:
         check_code(code, origin)
     problems = []
     if plan.mesh.world_size > MAX_RANKS:
-        what = f"{plan.mesh.world_size} ranks are more than the {MAX_RANKS} that the demo starts"
-        fix = "use a smaller mesh, with --set if need be"
+        what = f"the plan has {plan.mesh.world_size} ranks, and the demo starts at most {MAX_RANKS}"
+        fix = "use a smaller mesh, for example with --set mesh.dp_shard=2"
         problems.append(Problem(what, plan.spec.origin("mesh"), fix))
     if plan.spec.optimizer not in _OPTIMIZERS:
-        what = f"torch has no optimizer {plan.spec.optimizer}"
+        what = f"the demo has no optimizer {plan.spec.optimizer}"
         fix = f"use {', '.join(_OPTIMIZERS)}: --set optimizer=adamw"
         problems.append(Problem(what, plan.spec.origin("optimizer"), fix))
     if steps < 2:
-        what = "the demo needs two steps: an optimizer has state from the second one on"
-        problems.append(Problem(what, None, "--steps 2 or more"))
+        what = "the demo needs at least 2 steps: an optimizer has no state before the second"
+        problems.append(Problem(what, None, "use --steps 2 or more"))
     if problems:
         raise SpecError(problems)
 

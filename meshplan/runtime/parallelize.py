@@ -142,7 +142,7 @@ def _decide(model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: b
             Problem(
                 f"this Plan was made for another model or mesh ({plan.graph.name} on {plan.mesh})",
                 spec.origin(""),
-                "make it anew with make_plan, or pass its spec",
+                "call make_plan for this model and mesh, or pass plan.spec",
             )
         )
     problems = [
@@ -165,16 +165,19 @@ def _check_kind(model: nn.Module) -> None:
     """Reject models that cannot be wrapped, whatever the plan contains."""
     what, fix = "", ""
     if hasattr(model, "meshplan"):
-        what, fix = "this model is parallelized already", "build it anew, then parallelize it"
+        what, fix = (
+            "this model is parallelized already",
+            "build the model again, then call parallelize",
+        )
     elif isinstance(model, DistributedDataParallel):
-        what, fix = "this model is in DistributedDataParallel already", "pass model.module"
+        what, fix = "this model is wrapped in DistributedDataParallel already", "pass model.module"
     elif isinstance(model, torch.jit.ScriptModule):
         what, fix = "this model is a ScriptModule, which cannot be wrapped", "pass the nn.Module"
     else:
         lazy = [n for n, p in model.named_parameters() if is_lazy(p)]
         if lazy:
-            what = f"{lazy[0]} has no shape yet"
-            fix = "run the model once, so that its lazy modules are made"
+            what = f"{lazy[0]} is a lazy parameter, which has no shape yet"
+            fix = "run the model once before parallelize"
     if what:
         raise ApplyError(Problem(what, fix=fix))
 
@@ -187,19 +190,19 @@ def _state_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
         if isinstance(parameter.data, DTensor):
             yield Problem(
                 f"{name} is a DTensor already",
-                fix="pass the model as one process has it; the plan does the rest",
+                fix="pass the unsharded model, which the plan then shards",
             )
             continue
         if not parameter.is_contiguous() and not keeps_parameters:
             yield Problem(f"{name} is not contiguous", fix="assign param.data = param.contiguous()")
         if parameter.grad is not None:
-            yield Problem(f"{name} has a gradient already", fix="call model.zero_grad() before")
+            yield Problem(f"{name} has a gradient already", fix="call model.zero_grad() first")
         is_partial = bool(parameter._backward_hooks) and plan.num_parts > 1
         is_lost = bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
         if is_partial or (is_lost and not keeps_parameters):
             yield Problem(
-                f"{name} has a gradient hook, which would be lost, or see the gradient of a part "
-                "of the batch",
+                f"{name} has a gradient hook, which would be lost, or get the gradient of only "
+                "a part of the batch",
                 fix=f"register it after parallelize: meshplan.register_grad_hook(model, '{name}', "
                 "hook)",
             )
@@ -209,8 +212,8 @@ def _state_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
         other = by_storage.setdefault(storage, name)
         if other != name:
             yield Problem(
-                f"{name} and {other} share memory but are two parameters, which would part ways",
-                fix="make them one parameter, or give each memory of its own (.clone())",
+                f"{name} and {other} share memory but are two parameters, which would diverge",
+                fix="make them one parameter, or give each separate memory (.clone())",
             )
 
 
@@ -222,8 +225,8 @@ def _sparse_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
         is_trained = placed is not None and placed.info.trainable and is_reduced
         if is_trained and plan.assignment.wrapper == "units" and getattr(module, "sparse", False):
             yield Problem(
-                f"{fqn} ({type(module).__name__}) gives sparse gradients, and a unit of sharding "
-                "reduces dense ones",
+                f"{fqn} ({type(module).__name__}) gives sparse gradients, and FSDP units reduce "
+                "only dense ones",
                 plan.spec.origin("strategy"),
                 "build it with sparse=False, or use strategy: ddp",
             )
@@ -245,9 +248,9 @@ def _alias_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
                 if id(tensor) in names:
                     where = f"{fqn}.{attribute}" if fqn else attribute
                     yield Problem(
-                        f"{where} holds {names[id(tensor)]}, which is cut and replaced, and would "
-                        "go on holding what it was before training",
-                        fix="read the parameter from its module in forward, in place of keeping it",
+                        f"{where} keeps a reference to {names[id(tensor)]}, which parallelize "
+                        "shards and replaces: the reference would keep the initial values",
+                        fix="read the parameter from its module in forward",
                     )
 
 
@@ -290,7 +293,7 @@ def _agree(decide: Callable[[], Plan]) -> Plan:
     if other is not None:
         raise ApplyError(
             Problem(
-                f"rank {other} has another plan or another model than rank 0",
+                f"rank {other} has a different plan than rank 0: its plan file or model differs",
                 fix="give every rank the same plan file and build the same model on all of them",
             )
         )

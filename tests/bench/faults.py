@@ -35,7 +35,7 @@ WORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "stop": ("is stopped",),
     "raise": ("Mishap: in",),
     "uneven": ("in vain", "has ended", "waits in", "batches of one size"),
-    "configuration": ("another plan or another model", "cannot apply its plan"),
+    "configuration": ("has a different plan than rank", "cannot apply its plan"),
     "verb": ("in vain", "has ended", "waits in", "waits with"),
 }
 """Words of which one must stand in what a rank says."""

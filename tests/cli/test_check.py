@@ -87,8 +87,8 @@ def test_no_file(capsys):
 
 
 NOTE = (
-    "note: {} is known of the model, so rules, heads and shapes were not checked; "
-    "--model pkg.mod:function or --config PATH does\n"
+    "note: the plan {}: rules, heads and shapes were not checked; "
+    "add --model pkg.mod:function or --config PATH to check them\n"
 )
 
 
@@ -99,7 +99,11 @@ def plan_file(folder: Path, text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("model", "known"), [("", "nothing"), ("model: {params: 3e9}", "only the number of parameters")]
+    ("model", "known"),
+    [
+        ("", "names no model"),
+        ("model: {params: 3e9}", "states only the model's number of parameters"),
+    ],
 )
 def test_without_a_model_rules_are_not_matched_and_the_rest_is_checked(
     tmp_path, capsys, model, known
@@ -124,7 +128,7 @@ def test_flags_go_before_the_plan_and_say_so(tmp_path, capsys):
     assert main(["check", "-f", path, "--config", str(config)]) == 0
     out, err = capsys.readouterr()
     assert out == f"{path}: ok, LlamaForCausalLM on dp_shard 4\n"
-    assert err == f"note: --config goes before the model of {path}:2:8: model\n"
+    assert err == f"note: --config replaces the model of {path}:2:8: model\n"
 
 
 def test_two_flags_for_one_model(tmp_path, capsys):
@@ -214,7 +218,7 @@ def test_decide_raises_what_check_finds():
 
     with pytest.raises(PlanError, match="needs the axis dp_replicate"):
         decide({"version": 1, "mesh": {"dp_shard": 8}, "strategy": "hybrid_shard"})
-    with pytest.raises(SpecError, match="nothing says which modules the model has"):
+    with pytest.raises(SpecError, match="the plan names no function or config of the model"):
         decide({"version": 1, "mesh": {"dp_shard": 8}})
 
 

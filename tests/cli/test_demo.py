@@ -110,18 +110,18 @@ def test_ctrl_c_ends_everything_quietly():
     [
         (
             ["--plan", "full_shard", "--set", "hardware.gpus_per_node=64", "--set", "batch="],
-            "plans/full_shard.yaml: mesh: 64 ranks are more than the 16 that the demo starts\n"
-            "    fix: use a smaller mesh, with --set if need be",
+            "plans/full_shard.yaml: mesh: the plan has 64 ranks, and the demo starts at most 16\n"
+            "    fix: use a smaller mesh, for example with --set mesh.dp_shard=2",
         ),
         (
             ["--set", "optimizer=lion"],
-            "--set: optimizer: torch has no optimizer lion\n    fix: use adamw, adam, sgd, "
+            "--set: optimizer: the demo has no optimizer lion\n    fix: use adamw, adam, sgd, "
             "sgd_momentum, adagrad, rmsprop: --set optimizer=adamw",
         ),
         (
             ["--steps", "1"],
-            "the demo needs two steps: an optimizer has state from the second one on\n"
-            "    fix: --steps 2 or more",
+            "the demo needs at least 2 steps: an optimizer has no state before the second\n"
+            "    fix: use --steps 2 or more",
         ),
         (
             ["-f", "plans/tp.yaml", "--plan", "tp"],

@@ -113,13 +113,13 @@ def test_other_files_are_refused(tmp_path):
     with pytest.raises(PlanError, match="cannot be read"):
         read_profile(path)
     path.write_text("{}")
-    with pytest.raises(PlanError, match="is no profile"):
+    with pytest.raises(PlanError, match="is not a profile"):
         read_profile(path)
     write_profile(profile_from(MADE), path)
     facts = json.loads(path.read_text())
     del facts["profile"]["launch_s"]
     path.write_text(json.dumps(facts))
-    with pytest.raises(PlanError, match="another version: launch_s"):
+    with pytest.raises(PlanError, match="another version of meshplan, and differs in: launch_s"):
         read_profile(path)
 
 

@@ -38,15 +38,15 @@ def test_a_datasheet_times_shares():
 @pytest.mark.parametrize(
     ("cluster", "dtype", "says"),
     [
-        (replace(EIGHT, nodes=2), "bfloat16", r"nodes are connected.*\n.*inter: 50GB/s"),
+        (replace(EIGHT, nodes=2), "bfloat16", r"between nodes.*\n.*inter: 50GB/s"),
         (replace(EIGHT, device=find_device("b200")), "float32",
-         r"in float32 is not known\n.*computes in bfloat16, float16, float8"),
+         r"no known float32 throughput\n.*computes in bfloat16, float16, float8"),
         (replace(EIGHT, device=find_device("rtx-3090")), "bfloat16", "computes in float32"),
         (replace(EIGHT, device=Device(name="stated", memory_bytes=10**10)), "bfloat16",
          "set gpu in hardware:"),
         (replace(EIGHT, device=find_device("mi250x")), "bfloat16", r"of one node.*\n.*intra: 25GB"),
         (replace(EIGHT, device=Device(name="stated", memory_bytes=10**10)), "bfloat16",
-         r"(?s)in bfloat16 is not known.*memory of stated"),
+         r"(?s)no known bfloat16 throughput.*stated has no known memory bandwidth"),
     ],
 )  # fmt: skip
 def test_what_is_not_known_is_refused_with_the_key_to_add(cluster, dtype, says):

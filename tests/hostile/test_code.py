@@ -306,7 +306,7 @@ def test_a_config_names_a_class_of_models(tmp_path, name):
     if name == []:
         assert source_of_config(path, load_spec({"version": 1}).origin("")).architecture
         return
-    with pytest.raises(SpecError, match="transformers has no model"):
+    with pytest.raises(SpecError, match="transformers has no model class"):
         source_of_config(path, load_spec({"version": 1}).origin(""))
 
 

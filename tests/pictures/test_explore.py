@@ -161,13 +161,13 @@ def test_it_starts_from_a_file_a_spec_or_a_plan(tmp_path):
     found = {meshplan.explore(each).scene.verdict
              for each in (path, spec, meshplan.decide(path))}  # fmt: skip
     assert len(found) == 1
-    with pytest.raises(SpecError, match="takes no overrides"):
+    with pytest.raises(SpecError, match="overrides change a plan file"):
         meshplan.explore(spec, ["strategy=ddp"])
     with pytest.raises(SpecError, match="has its model"):
         meshplan.explore(llama(2), config=str(LLAMA))
     with pytest.raises(SpecError, match="theme"):
         meshplan.explore(llama(2), theme="pink")
-    with pytest.raises(SpecError, match="nothing says which modules"):
+    with pytest.raises(SpecError, match="names no function or config of the model"):
         meshplan.explore(load_spec(STATED))
     with pytest.raises(PlanError, match="matches no module"):
         meshplan.explore(path, ["rules=[{match: nobody, place: replicate}]"])

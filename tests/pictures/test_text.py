@@ -100,7 +100,7 @@ def test_the_command_line_prints_the_twin(capsys):
     assert main(["draw", "-f", "plans/auto.yaml", *flags, "--what", "mesh"]) == 0
     assert "16 different shards" in capsys.readouterr().out
     assert main(["draw", "-f", "plans/auto.yaml", *flags, "--what", "mesh", "--json"]) == 2
-    assert "--json tells what was written" in capsys.readouterr().err
+    assert "--json describes the file that was written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("what", ["mesh", "layout", "memory", "gantt"])

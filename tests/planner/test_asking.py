@@ -20,8 +20,8 @@ TIGHT = {"mesh": {"dp_shard": "auto"}, "strategy": None}
 @pytest.mark.parametrize(
     ("words", "what", "fix"),
     [
-        (["why"], "'why' is no question", "ask why FIELD, or why-not FIELD=VALUE"),
-        (["why", "not", "mesh.tp=4"], "is no question", "why-not FIELD=VALUE"),
+        (["why"], "'why' is not a question", "ask why FIELD, or why-not FIELD=VALUE"),
+        (["why", "not", "mesh.tp=4"], "is not a question", "why-not FIELD=VALUE"),
         (["why-not", "mesh.tp"], "why not which value?", "ask why-not mesh.tp=VALUE, or why"),
         (["why-not", "mesh.xx=2"], "'mesh.xx' is nothing that is planned", "such as mesh.tp=8"),
         (["why-not", "strategy=fast"], "'fast' is no strategy", "write one of ddp, zero1"),
@@ -55,8 +55,8 @@ def test_spaces_around_a_value_do_no_harm(job):
     [
         (["--price", "x"], "--price: 'x' is no positive number"),
         (["--price", "0"], "--price: '0' is no positive number"),
-        (["--retarget", ""], "--retarget: '' is nothing of hardware"),
-        (["--retarget", "gpus=4"], "--retarget: 'gpus=4' is nothing of hardware"),
+        (["--retarget", ""], "--retarget: '' does not set a hardware field"),
+        (["--retarget", "gpus=4"], "--retarget: 'gpus=4' does not set a hardware field"),
         (["--tokens", "x", "--days", "1"], "--tokens: 'x' is no positive number"),
     ],
 )
@@ -143,7 +143,7 @@ def test_what_was_measured_is_gone_by_where_the_lock_was(job, tmp_path, capsys):
     assert main(["explain", "-f", str(path), "why-not", "mesh.dp_shard=8", "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["result"]["answers"][0]["plan_step_s"] == step
-    assert "by the figures of slow.json, as the lock" in err
+    assert "step times use slow.json, the profile that the lock was made with" in err
     lock = str(lock_path(path))
     assert main(["diff", lock, lock, "--json"]) == 0
     old = json.loads(capsys.readouterr().out)["result"]["old"]

@@ -58,7 +58,7 @@ def test_what_is_not_known_of_the_machine_is_said_first_and_where(job, capsys):
     path = job(hardware={key: value for key, value in MANY.items() if key != "inter"})
     assert main(["plan", "-f", str(path)]) == 2
     err = capsys.readouterr().err
-    assert "plan.yaml:1:64: hardware: how fast the nodes are connected is not known" in err
+    assert "plan.yaml:1:64: hardware: the plan states no bandwidth between nodes" in err
     assert "configurations" not in err
 
 
@@ -66,9 +66,9 @@ def test_more_nodes_that_nothing_is_known_of_are_no_silence(job, capsys):
     path = job(hardware=ALONE | {"headroom": 0.99})
     assert main(["plan", "-f", str(path)]) == 1
     out, err = capsys.readouterr()
-    assert "with more devices: how fast the nodes are connected is not known; add inter:" in out
+    assert "with more devices: the plan states no bandwidth between nodes; add inter:" in out
     assert err.count("looking for a plan on") == 1
-    with pytest.raises(PlanError, match="how fast the nodes are connected"):
+    with pytest.raises(PlanError, match="states no bandwidth between nodes"):
         fewest_devices(path, ["hardware.headroom=0"], tokens="1e13", days="1")
 
 

@@ -317,7 +317,7 @@ def test_ddp_in_one_dtype_is_planned(mesh, strategy, precision, tmp_path):
          "aten._local_scalar_dense.default"),
         ("tests.helpers.planned:Alone", {"input": None}, "nothing says what Alone takes"),
         ("tests.helpers.planned:Alone", {"optimizer": "muon"}, "lie in parts"),
-        ("tests.helpers.planned:Alone", {"compile": True}, "what a compiler makes"),
+        ("tests.helpers.planned:Alone", {"compile": True}, "compile of a live model"),
         ("tests.helpers.planned:Alone", {"activation_checkpointing": "selective"}, "selective"),
         ("tests.helpers.planned:Alone", {"batch": {"global": None}}, "how many samples"),
         ("tests.helpers.planned:Convolves",

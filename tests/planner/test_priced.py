@@ -188,7 +188,7 @@ def test_what_is_left_open_is_named(write, capsys):
     assert main(["plan", *flags, "--dry-run"]) == 2
     err = capsys.readouterr().err
     assert "activation_checkpointing is left to the planner, which does not search this" in err
-    assert "pipelines of a live model" in err
+    assert "pipeline parallelism of a live model" in err
     assert "plan.yaml:1:" in err
 
 
@@ -216,7 +216,7 @@ def test_its_frontier_is_itself_and_is_priced_once(write, capsys):
     result = json.loads(out)["result"]
     assert result["frontier_is_whole"]
     assert [evaluated["step_s"] for evaluated in result["frontier"]] == [result["step_s"]]
-    assert err.count("counting what a rank does") == 1
+    assert err.count("counting the operations of a rank") == 1
 
 
 def test_two_layouts_of_it_are_compared_with_their_seconds(write, tmp_path, capsys):

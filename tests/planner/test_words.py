@@ -166,7 +166,7 @@ def test_a_profile_of_something_else_is_refused(job, tmp_path, made, words):
 def test_a_file_that_is_no_profile_is_refused(job, tmp_path, capsys):
     path = job()
     assert main(["plan", "-f", str(path), "--profile", str(tmp_path / "config.json")]) == 2
-    assert "is no profile" in capsys.readouterr().err
+    assert "is not a profile" in capsys.readouterr().err
     assert main(["plan", "-f", str(path), "--profile", str(tmp_path / "none.json")]) == 2
     assert "cannot be read" in capsys.readouterr().err
 

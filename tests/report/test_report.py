@@ -201,7 +201,7 @@ def test_a_question_that_cannot_be_asked_is_said_to_be_left_out(tmp_path):
     path = tmp_path / "plan.yaml"
     path.write_text("version: 1\nmodel: {params: 3e9}\nmesh: {dp_shard: 8}\n")
     found = make_report(path, ["strategy=zero2"], why_not=["mesh.tp=2"])
-    assert dict(found.left_out)["why not mesh.tp=2"] == "the planner does not hold this plan"
+    assert dict(found.left_out)["why not mesh.tp=2"] == "the planner could not search this plan"
     assert "strategy=zero2" in Page(found.html).texts
 
 
@@ -239,7 +239,7 @@ def test_an_open_plan_that_nothing_fits_says_what_would_help():
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ([], "nothing says where the report goes"),
+        ([], "no file is named for the report"),
         (["-o", "report.pdf"], "the name does not say so"),
         (["-o", "nowhere/report.html"], "its folder does not exist"),
     ],

@@ -107,7 +107,7 @@ def test_the_table(run):
 
 
 def test_one_node_is_said_and_silenced(run):
-    note = "note: on one node hybrid_shard is full_shard; --nodes says how many there are\n"
+    note = "note: on one node hybrid_shard equals full_shard; --nodes states the number of nodes\n"
     assert run("--params 3e9 --gpus 8")[2] == note
     assert run("--params 3e9 --gpus 8 -q")[2] == ""
 

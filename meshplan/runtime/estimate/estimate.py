@@ -48,8 +48,8 @@ _MOST_PLAYED: Final = 1 << 12
 """Number of blocks, times microbatches, that a trace can run in minutes."""
 _ALL_TRACED: Final = "nothing is extrapolated"
 _BY_RULES: Final = (
-    "a microbatch was traced, and what wrappers and the optimizer add to it was composed by rules; "
-    "--tier 3 traces the real ones"
+    "a microbatch was traced, and the memory of wrappers and the optimizer was added by rules; "
+    "--tier 3 traces them"
 )
 
 
@@ -130,15 +130,15 @@ def _logs(
     words = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     asked, why = Tier.asked(question.tier), ""
     if asked == Tier.REPLAY or (asked is None and is_cheaper(model, plan, ranks)):
-        report(f"imagining a microbatch of {words}")
+        report(f"tracing a microbatch of {words}")
         try:
             return _composed(question, plan, ranks)
         except NotComposedError as error:
             if asked:
                 raise _not_by(asked, str(error)) from None
-            why = f"; nothing is composed: {error}"
+            why = f"; the step cannot be composed: {error}"
     _check_played(plan, plan.accumulate)
-    report(f"imagining a step of {words}")
+    report(f"tracing a step of {words}")
     imagined = run_in_subprocesses(_fake_step, [(question, rank) for rank in ranks])
     logs = [each.log for each in imagined]
     whole = _TieredLogs(logs, imagined[0].assumed, Tier.WHOLE, _ALL_TRACED + why)
@@ -160,10 +160,10 @@ def _check_played(plan: Plan, accumulate: int) -> None:
     key, few = "batch.accumulate", 2
     if stages is not None and passes * blocks > _MOST_PLAYED:
         key, few = "pipeline.microbatches", 4 * ranks * stages.virtual
-    what = f"a trace would run {count:,} microbatches one by one, of {blocks} blocks each"
+    what = f"a trace would run {count:,} microbatches of {blocks} blocks each, one after the other"
     fix = (
-        f"--set {key}={few} asks of fewer, of which memory hardly differs; a config alone, "
-        "without --trace and --tier, is answered at once"
+        f"add --set {key}={few}, which hardly changes the memory; with a config, leaving out "
+        "--trace and --tier avoids the trace"
     )
     raise PlanError(Problem(what, plan.spec.origin(key), fix))
 
@@ -195,7 +195,7 @@ def _beside_composed(
     right, other = max(pairs, key=lambda pair: abs(pair[1] - pair[0]))
     words = "has the same peak, to the byte"
     if other != right:
-        words = f"has a peak {(other - right) / right:+.4%} beside it"
+        words = f"has a peak that differs by {(other - right) / right:+.4%}"
     return replace(found, certified=f"{found.certified}; the composed step (tier 1) {words}")
 
 
@@ -211,17 +211,17 @@ def _bounded(
         PlanError: No upper bound can be proved.
     """
     (problem,) = error.problems
-    report("imagining the step with everything picked that could be")
+    report("tracing the step with all data-dependent operators at their maximum size")
     try:
         found = run_in_subprocesses(_fake_step_at_most, [(question, rank) for rank in ranks])
     except UnknownShapeError:
         raise PlanError(problem) from None
     refused = next((each for each in found if isinstance(each, str)), None)
     if refused is not None:
-        what = f"{problem.what}; nor is there an upper bound: {refused}"
+        what = f"{problem.what}; no upper bound can be proved: {refused}"
         raise PlanError(Problem(what, problem.origin, problem.fix))
     op, where = problem.what.partition(" ")[0], problem.what.rpartition(": ")[2]
-    bound = f"all is picked that {op} could pick, {where}; with half of it nothing is larger"
+    bound = f"{op} selects as much as possible, {where}; with half of it no tensor is larger"
     if isinstance(error, UnknownBufferError):
         bound = f"{problem.what}; it is counted as a public report has it, with the most workspace"
     pairs = [each for each in found if not isinstance(each, str)]

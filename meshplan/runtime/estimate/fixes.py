@@ -87,13 +87,13 @@ def with_fixes(
     changes = list(changes_of(plan))
     takes_s = took_s * sum(1 + change.num_parts for change in changes)
     if is_asked is None and takes_s > _A_FEW_SECONDS:
-        note = f"--fixes looks for single changes that would fit, in about {takes_s:.0f} s"
+        note = f"--fixes looks for single changes that make the plan fit, in about {takes_s:.0f} s"
         return replace(estimate, fixes=tuple(found), notes=(*estimate.notes, note))
     waiting = deque(changes)
 
     def high_of(change: _TriedChange) -> int | None:
         """Return the upper end of the worst rank's band; None if the change is impossible."""
-        report(f"what if: {change.text}")
+        report(f"trying: {change.text}")
         try:
             other = again(change.spec)
         except MeshplanError:
@@ -151,7 +151,7 @@ def _free(estimate: MemoryEstimate) -> Iterator[Fix]:
     assert estimate.limit_bytes is not None
     if max(highs) < estimate.worst.band[1]:
         yield Fix(
-            change="let the allocator's segments grow",
+            change="use expandable segments in the allocator",
             setting="allocator: expandable",
             total_bytes=max(highs),
             fits=max(highs) <= estimate.limit_bytes,
@@ -164,7 +164,7 @@ def changes_of(plan: Plan) -> Iterator[_TriedChange]:
     if assignment.wrapper == "ddp" and not spec.ddp.get("gradient_as_bucket_view", False):
         ddp = MappingProxyType({**spec.ddp, "gradient_as_bucket_view": True})
         yield _TriedChange(
-            "let gradients lie in DDP's buckets",
+            "keep gradients in DDP's buckets",
             "ddp: {gradient_as_bucket_view: true}",
             replace(spec, ddp=ddp),
         )
@@ -174,16 +174,16 @@ def changes_of(plan: Plan) -> Iterator[_TriedChange]:
         rules = (*spec.rules, Rule(index=len(spec.rules), match=match, unit=True))
         setting = f"rules: [{{match: [{', '.join(apart)}], unit: true}}]"
         words = " and ".join(apart)
-        yield _TriedChange(f"gather {words} apart", setting, replace(spec, rules=rules))
+        yield _TriedChange(f"gather {words} separately", setting, replace(spec, rules=rules))
     if assignment.mesh.size("tp") > 1 and not assignment.loss_parallel:
         yield _TriedChange(
-            "compute the loss on parts of the vocabulary",
+            "compute the loss on logits sharded over the vocabulary",
             "loss_parallel: true",
             replace(spec, loss_parallel=True),
         )
     if spec.loss_chunks == 1 and not assignment.loss_parallel and len(heads_of(plan.graph)) == 1:
         yield _TriedChange(
-            f"compute head and loss over {_CHUNKS} parts of the tokens",
+            f"compute head and loss in {_CHUNKS} chunks of the tokens",
             f"loss_chunks: {_CHUNKS}",
             replace(spec, loss_chunks=_CHUNKS),
         )
@@ -222,14 +222,14 @@ def _offloads(plan: Plan) -> Iterator[_TriedChange]:
     if any(unit.is_sharded and not unit.on_host for unit in a.units.values()):
         also = ", activations: true" if offload.activations else ""
         yield _TriedChange(
-            "keep parameters and the optimizer's states on the host",
+            "offload parameters and optimizer states to the host",
             f"offload: {{params: true{also}}}" if also else "offload: params",
             replace(spec, offload=replace(offload, params=True, optimizer=None)),
         )
     if plan.graph.blocks() and not a.host_activations:
         also = "params: true, " if offload.params else ""
         yield _TriedChange(
-            "let what blocks keep for backward wait on the host",
+            "offload the activations that blocks save to the host",
             f"offload: {{{also}activations: true}}",
             replace(spec, offload=replace(offload, activations=True)),
         )
@@ -306,7 +306,9 @@ def _strategies(plan: Plan) -> Iterator[_TriedChange]:
     name = plan.assignment.strategy.name
     if name == "hybrid_shard_zero2":
         yield _TriedChange(
-            "cut parameters too", "strategy: hybrid_shard", replace(spec, strategy="hybrid_shard")
+            "also shard parameters",
+            "strategy: hybrid_shard",
+            replace(spec, strategy="hybrid_shard"),
         )
     if name not in ("ddp", *_SHARDED) or mesh.size("dp_replicate", "dp_shard") == 1:
         return
@@ -319,7 +321,7 @@ def _strategies(plan: Plan) -> Iterator[_TriedChange]:
     for strategy in later:
         cut = {"zero1": "optimizer states", "zero2": "gradients", "full_shard": "parameters"}
         yield _TriedChange(
-            f"cut {cut[strategy]} over data ranks",
+            f"shard {cut[strategy]} over data ranks",
             f"strategy: {strategy}",
             replace(spec, strategy=strategy, mesh=sizes),
         )

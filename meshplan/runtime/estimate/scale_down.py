@@ -93,7 +93,7 @@ def shrink(spec: Spec, source: ModelSource, max_ranks: int = MAX_RANKS) -> Small
     if world > max_ranks:
         words = ", ".join(f"{axis}: {size}" for axis, size in sizes.items())
         what = f"the smallest mesh with every axis, {{{words}}}, has {world} ranks, more than "
-        fix = f"--ranks {world}, or leave an axis out: --set mesh.dp_replicate=1"
+        fix = f"add --ranks {world}, or leave an axis out: --set mesh.dp_replicate=1"
         raise SpecError(Problem(f"{what}{max_ranks}", spec.origin("mesh"), fix))
     check_size(spec)
     notes = [
@@ -146,7 +146,7 @@ def model_source_of(spec: Spec, model: str | None, config: str | Path | None) ->
     if spec.model is not None and spec.model.config is not None:
         path = Path(spec.source).parent / spec.model.config
         return source_of_config(path, spec.origin("model.config"))
-    what = "nothing says which model is to be run"
+    what = "the plan names no function or config of the model"
     fix = "add --model pkg.mod:function, --config PATH, or one of them to the plan's 'model'"
     raise SpecError(Problem(what, spec.origin("model"), fix))
 
@@ -168,16 +168,16 @@ def source_of_config(path: str | Path, origin: Origin) -> ModelSource:
             config = known[content["model_type"]].from_dict(dict(content))
     except ImportError:
         fix = "install transformers, or name a function that builds the model: --model pkg.mod:fn"
-        what = "a config is built by transformers, which is not installed"
+        what = "building a model from a config needs transformers, which is not installed"
         raise SpecError(Problem(what, origin, fix)) from None
     except Exception as error:  # Two hundred config classes raise errors of their own.
-        what = f"{file} is no config that transformers can read: {type(error).__name__}: {error}"
+        what = f"transformers cannot read {file} as a config: {type(error).__name__}: {error}"
         raise SpecError(Problem(what, origin, "name a config.json or its folder")) from None
     names = content.get("architectures") or [f"{type(config).__name__[:-6]}ForCausalLM"]
     is_name = isinstance(names, list) and names and isinstance(names[0], str)
     if not is_name or _model_class(names[0]) is None:
-        what = f"transformers has no model {quote(str(names[0] if is_name else names))}"
-        fix = "let architectures of the config name a class of models, such as LlamaForCausalLM"
+        what = f"transformers has no model class {quote(str(names[0] if is_name else names))}"
+        fix = "set architectures in the config to a model class, such as LlamaForCausalLM"
         raise SpecError(Problem(what, origin, fix))
     return ModelSource(origin=origin, config=config, architecture=names[0])
 
@@ -341,7 +341,7 @@ def _small_source(
         if model is not None:
             return candidate, model, notes
         reasons.append(problem)
-    what = f"no small model could be made: {'; then '.join(dict.fromkeys(reasons))}"
+    what = f"no small model could be built: {'; then '.join(dict.fromkeys(reasons))}"
     fix = "name a function that builds a small model of the same structure: --model pkg.mod:fn"
     raise SpecError(Problem(what, source.origin, fix))
 
@@ -352,7 +352,7 @@ def _try(source: ModelSource, spec: Spec) -> tuple[nn.Module | None, str]:
         on_meta = model_of_source(source, on_meta=True)
         size = num_bytes(on_meta)
         if size > MODEL_LIMIT:
-            return None, f"it has {format_gib(size)}, more than {format_gib(MODEL_LIMIT)}"
+            return None, f"the model has {format_gib(size)}, more than {format_gib(MODEL_LIMIT)}"
         if source.is_built_on_meta:
             return on_meta, ""
         model = model_of_source(source)

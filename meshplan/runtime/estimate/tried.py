@@ -40,7 +40,7 @@ _SAMPLES = 2
 def try_entry(entry: str, origin: Origin, plan: Plan) -> tuple[Problem | None, str]:
     """Run the forward of the model that "pkg.mod:function" makes; otherwise as `try_forward`."""
     if dist.is_initialized():
-        return None, "this process is in a process group"
+        return None, "torch.distributed is already initialized in this process"
     return try_forward(model_of_entry(entry, origin), plan, origin)
 
 
@@ -85,7 +85,10 @@ def _try(
         return (None if is_wrapped else error.problems[0]), ""
     except Exception as error:  # The model's code may raise anything.
         if (odd := untraceable(error)) is not None:
-            return None, f"{odd[0]} asks for numbers, and there are none before it runs"
+            return (
+                None,
+                f"{odd[0]} needs the values of tensors, and this check runs on fake tensors",
+            )
         sharded = error
     # Run without the plan: what fails there, too, is a mistake of the model.
     whole: dict[str, int] = {}
@@ -96,7 +99,8 @@ def _try(
         # If the plan does not state the inputs, the assumed ones may be wrong.
         problem = alone_problem(error, model, origin, inputs)
         if plan.spec.input is None or untraceable(error) is not None:
-            return None, f"{problem.what}; state the input of the model in the plan"
+            fix = "state the model's input in the plan: input: {shape: [2, 16], dtype: int64}"
+            return None, f"{problem.what}; {fix}"
         return problem, ""
     return sharded_problem(sharded, model, plan, StyledWidths(found, whole), origin), ""
 

@@ -26,8 +26,8 @@ from meshplan.runtime.trace.trace_errors import problem_of
 from meshplan.spec.spec import Spec
 
 _CERTIFIED = (
-    "chosen by what its config tells; then a microbatch of each rank that differs was traced with "
-    "the plan, and what wrappers and the optimizer add was composed by rules"
+    "chosen by estimates from the config; then a microbatch of each distinct rank was traced under "
+    "the plan, and the memory of wrappers and the optimizer was added by rules"
 )
 
 _MOST_BLOCKS = 128
@@ -65,7 +65,7 @@ class Certifier:
             spec: The plan file with all that was chosen, and nothing left open.
         """
         if dist.is_initialized():
-            return "this process is in a process group, and cannot stand for the ranks of another"
+            return "torch.distributed is already initialized in this process, so no trace can run"
         try:
             plan = decided_of(self._model, spec, self._origin)
             check_rules(plan)
@@ -74,7 +74,9 @@ class Certifier:
                 return self._traced(plan)
         except MeshplanError as error:
             why = error.problems[0].what
-        self._report(f"what was chosen is told from the config, and not traced: {why}")
+        self._report(
+            f"the memory of the chosen plan is estimated from the config, and not traced: {why}"
+        )
         return why
 
     def _traced(self, plan: Plan) -> MemoryEstimate:
@@ -123,4 +125,4 @@ def _why_not(plan: Plan) -> str:
     if run * stages.microbatches <= _MOST_BLOCKS:
         return ""
     much = f"{run} blocks with {stages.microbatches} microbatches each"
-    return f"its ranks run {much}, and only meshplan estimate waits for that"
+    return f"a trace would run {much}; meshplan estimate traces that, and takes longer"

@@ -75,16 +75,16 @@ def _config_class() -> Any:
 def _runs_otherwise(config: Any) -> str:
     """Return what the config asks for that an analytic estimate does not cover; "" if nothing."""
     if config.use_cache:
-        return "its config has use_cache: true, and a cache holds tensors: say use_cache=False"
+        return "its config has use_cache: true, and the cache takes memory: set use_cache=False"
     attention = config._attn_implementation
     if attention != _ATTENTION:
-        return f"its attention is '{attention}', and only '{_ATTENTION}' is told"
+        return f"its attention is '{attention}', and a config is estimated with '{_ATTENTION}' only"
     experts = getattr(config, "_experts_implementation", None)
     has_experts = any("expert" in name for name in config.to_dict())
     if has_experts and experts != _EXPERTS:
-        return f"its experts are computed by '{experts}', and only '{_EXPERTS}' is told"
+        return f"its experts run as '{experts}', and a config is estimated with '{_EXPERTS}' only"
     if getattr(config, "attention_dropout", 0):
-        return "attention_dropout is on, which is not told"
+        return "attention_dropout is on, which an estimate from a config does not cover"
     return ""
 
 
@@ -94,17 +94,21 @@ def _is_other(model: nn.Module, graph: ModelGraph, told: ModelGraph) -> str:
         try:
             again = type(model)(model.config)
         except Exception as error:  # A class of the user may take any arguments.
-            return f"its config alone does not make it: {type(error).__name__}"
+            return f"it cannot be built from its config alone: {type(error).__name__}"
     if not is_alike(model, again, but=_OF_NO_STEP):
-        return "it was changed after its config had made it, or it does not train"
+        return "it was changed after it was built from its config, or a part is in eval mode"
     for module in model.modules():
         if not _runs_its_own(type(module)):
-            return f"{type(module).__name__} runs code of another package"
+            return f"the forward of {type(module).__name__} was replaced by code of another module"
     if graph.modules != told.modules:
-        return "its modules are not those that its config describes"
+        return "its modules differ from those that its config describes"
     if graph.tensors != told.tensors:
-        return "its tensors are not those that its config describes, in shape, dtype or training"
-    return "" if graph.tp_preset == told.tp_preset else "its tp plan is another"
+        return "its tensors differ from those of its config in shape, dtype or requires_grad"
+    return (
+        ""
+        if graph.tp_preset == told.tp_preset
+        else "its tensor-parallel plan differs from that of its config"
+    )
 
 
 def _runs_its_own(cls: type) -> bool:
@@ -117,10 +121,10 @@ def _runs_its_own(cls: type) -> bool:
 def _untold(spec: Spec, told: ModelGraph) -> str:
     """Return what the plan states that analytic estimates have no rules for; "" if nothing."""
     if spec.batch.seq_len is None:
-        return "the plan does not say how long a sample is"
+        return "the plan states no sequence length: add batch: {seq_len: 2048}"
     given = spec.input
     if given is not None and not is_tokens(given):
-        return "its input is stated, and is no tokens"
+        return "the plan states an input that is not token ids"
     trial: Mapping[str, int] = {"dp_shard": 2}
     try:
         return next((each.what for each in refusals(make_plan(with_axes(spec, trial), told))), "")

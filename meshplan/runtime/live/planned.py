@@ -66,7 +66,7 @@ def question_of_model(
     spec = with_dtype(model, _with_input(load(()), example_inputs))
     found = described(model, graph, spec)
     if not isinstance(found, str):
-        report(f"{type(model).__name__} is what its config describes, and is planned from it")
+        report(f"{type(model).__name__} matches its config, and is planned from the config")
         certifier = Certifier(
             model,
             device=question.device,
@@ -171,7 +171,10 @@ def closed_together(model: nn.Module, plan: Any, example_inputs: Any) -> Any:
     (kind, own), *_ = outcomes
     other = next((rank for rank, each in enumerate(outcomes) if each[1] != own), None)
     if other is not None and any(each == "open" for each, _ in outcomes):
-        what = f"rank {other} has another plan file than rank 0, and one is left to the planner"
+        what = (
+            f"rank {other} read a different plan than rank 0, and a plan with open fields must be "
+            "the same on all ranks"
+        )
         raise ApplyError(Problem(what, fix="give every rank the same plan file"))
     if kind == "closed":  # Only rank 0's lock counts.
         return plan

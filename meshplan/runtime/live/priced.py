@@ -54,7 +54,7 @@ def priced(question: EstimateRequest, report: Callable[[str], None]) -> Priced:
     """
     model, plan = decided(question.spec, question.source)
     memory = estimate_by_trace(question, report)
-    report(f"counting what a rank does in a microbatch of {type(model).__name__}")
+    report(f"counting the operations of a rank in a microbatch of {type(model).__name__}")
     (found,) = run_in_subprocesses(_ran, [(question, _micro(plan))])
     check_speed(
         model, plan, flops=found.flops, convolved=found.convolved, unknown=found.unknown,

@@ -48,7 +48,7 @@ from meshplan.spec.spec import Spec
 _MOST: Final = 3
 """Samples of the largest microbatch that is always run. Two and three samples are used to
 extrapolate if one sample runs differently from two."""
-_AS_STATED: Final = "of a live model: priced where the plan states it, and not searched"
+_AS_STATED: Final = "of a live model is priced as the plan states it, and not searched"
 
 
 class TracedModel:
@@ -299,10 +299,10 @@ class TracedModel:
         # Casts to the dtype that a tensor already has change nothing.
         is_cast = any(each.plain.has_cast for each in self._traces[0].values())
         if asked.dtypes != traced.dtypes or (is_cast and asked.casts != traced.casts):
-            what = "parameters are computed with in other dtypes than under the other strategies"
-            yield Problem(what, self._spec.origin("precision"), "state the strategy")
+            what = "under this strategy parameters are computed in other dtypes than in the trace"
+            yield Problem(what, self._spec.origin("precision"), "state the strategy in the plan")
         if plan.assignment.stages is not None or plan.mesh.size("tp", "cp", "ep") > 1:
-            yield Problem("a live model is planned for data ranks alone", None, "")
+            yield Problem("a live model is planned for data-parallel axes only", None, "")
 
     def _estimate(self, plan: Plan, work: Prepared, stop_above_bytes: float) -> MemoryEstimate:
         groups = equal_ranks(plan.assignment)
@@ -317,7 +317,7 @@ class TracedModel:
             if held[number].reserve.reserved_bytes > stop_above_bytes:
                 raise OverError(ranks[0], held[number].reserve.reserved_bytes)
         is_exact = any(work is each for each in self._exact.values())
-        how = "as the plan has it" if is_exact else "in pieces, and put together"
+        how = "under the plan" if is_exact else "in pieces that were put together"
         return assemble(
             plan,
             groups,
@@ -325,7 +325,7 @@ class TracedModel:
             device=self._device,
             limit_bytes=self._limit_bytes,
             tier=Tier.REPLAY,
-            certified=f"a microbatch of the model was traced {how}; what wrappers add was composed",
+            certified=f"a microbatch of the model was traced {how}; wrappers were added by rules",
             assumed=self._assumed(plan),
             error=ERROR,
             held=held,
@@ -374,7 +374,7 @@ def _peak(work: Prepared) -> int:
 
 def _unsearched(spec: Spec) -> Iterator[str]:
     """Yield reasons why a spec is priced as it stands, and not searched."""
-    axes = {"pp": "pipelines", "tp": "tensor parallelism", "cp": "context parallelism"}
+    axes = {"pp": "pipeline parallelism", "tp": "tensor parallelism", "cp": "context parallelism"}
     yield from (f"{word} {_AS_STATED}" for axis, word in axes.items() if _spreads(spec, axis))
     again = {spec.activation_checkpointing.mode} | {
         rule.activation_checkpointing.mode
@@ -396,10 +396,13 @@ def _without_figures(spec: Spec) -> Iterator[str]:
     ddp = spec.ddp.get("find_unused_parameters") or spec.ddp.get("static_graph")
     for is_there, why in (
         (_spreads(spec, "ep"), "expert parallelism of a live model is not planned yet"),
-        (spec.compile, "what a compiler makes of a live model is not known"),
+        (spec.compile, "compile of a live model is not planned yet"),
         (spec.sync_batchnorm, "sync_batchnorm of a live model is not planned yet"),
         (bool(ddp), "ddp's find_unused_parameters and static_graph are not planned yet"),
-        (any(rule.apply for rule in spec.rules), "what 'apply' makes of a model is not known"),
+        (
+            any(rule.apply for rule in spec.rules),
+            "the planner cannot tell what the code of 'apply' does to a model",
+        ),
     ):
         if is_there:
             yield why

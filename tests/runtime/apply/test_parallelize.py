@@ -136,7 +136,7 @@ REFUSALS: dict[str, tuple[Any, str, str]] = {
         [SHARD, SHARD, SHARD | {"strategy": "zero2"}, SHARD],
         "ApplyError",
         "meshplan: 1 problem\n"
-        "rank 2 has another plan or another model than rank 0\n"
+        "rank 2 has a different plan than rank 0: its plan file or model differs\n"
         "    fix: give every rank the same plan file and build the same model on all of them",
     ),
 }
@@ -172,7 +172,7 @@ def test_a_missing_file_on_one_rank_is_told_on_all(pool, tmp_path):
 
 def test_ranks_that_leave_other_things_open_are_told_so(pool):
     results = pool(2).run(attempt, [SHARD, {"version": 1, "strategy": "auto"}])
-    told = "rank 1 has another plan file than rank 0, and one is left to the planner"
+    told = "rank 1 read a different plan than rank 0, and a plan with open fields must"
     for kind, text, untouched in results:
         assert kind == "ApplyError"
         assert told in text
@@ -312,6 +312,6 @@ def sparse(strategy: str) -> str:
 
 def test_sparse_gradients_are_refused_where_units_reduce_them(pool):
     for text in pool(2).run(sparse, "full_shard"):
-        assert "gives sparse gradients, and a unit of sharding reduces dense ones" in text
+        assert "gives sparse gradients, and FSDP units reduce only dense ones" in text
         assert "fix: build it with sparse=False, or use strategy: ddp" in text
     assert pool(2).run(sparse, "ddp") == ["", ""]

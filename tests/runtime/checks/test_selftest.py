@@ -269,7 +269,7 @@ def refused(make: Any) -> str:
         (sharing, "b.weight and a.weight share memory but are two parameters"),
         (with_gradient, "a.weight has a gradient already"),
         (with_hook, "a.weight has a gradient hook, which would be lost"),
-        (with_alias, "kept holds a.weight, which is cut and replaced"),
+        (with_alias, "kept keeps a reference to a.weight, which parallelize shards"),
     ],
 )
 def test_what_wrapping_would_lose_is_refused(pool, make, text):

@@ -206,7 +206,7 @@ def test_a_model_that_stays_too_large_is_refused(run, monkeypatch):
     monkeypatch.setattr("meshplan.runtime.estimate.scale_down.MODEL_LIMIT", 20_000)
     code, out, err = run(PLAN)
     assert (code, out) == (2, "")
-    assert "no small model could be made: it has 0.0 GiB" in err
+    assert "no small model could be built: the model has 0.0 GiB" in err
 
 
 def test_a_loss_over_parts_of_the_vocabulary_is_compared_too(run):
