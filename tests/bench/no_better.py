@@ -135,7 +135,7 @@ def ask(path: Path, words: str, most: int | None = None, seed: int = 0) -> Asked
     if most is not None:
         settings = random.Random(seed).sample(settings, min(most, len(settings)))
     found = [Better("", 0.0)]
-    stated = _stated(path)
+    stated, given = _stated(path), yaml.safe_load(path.read_text())
     for setting in settings:
         if setting.partition("=")[0] in stated:
             continue  # A change of what is stated is no answer to the plan.
@@ -143,6 +143,9 @@ def ask(path: Path, words: str, most: int | None = None, seed: int = 0) -> Asked
             why_not = asker.why_not(setting)
         except MeshplanError:
             continue
+        other = why_not.evaluated
+        if "strategy" in stated and other and other.plan.spec.strategy != given["strategy"]:
+            continue  # `reshard_after_forward` is part of what the stated strategy says.
         if why_not.seconds is not None and not why_not.is_planned:
             found.append(Better(setting, 1 - why_not.seconds / decision.chosen.seconds))
     found += _by_fixes(path, decision, stated)
