@@ -34,7 +34,7 @@ WORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "kill": ("died or was ended",),
     "stop": ("is stopped",),
     "raise": ("Mishap: in",),
-    "uneven": ("in vain", "has ended", "waits in", "batches of one size"),
+    "uneven": ("in vain", "has ended", "waits in", "batches of the same size"),
     "configuration": ("has a different plan than rank", "cannot apply its plan"),
     "verb": ("in vain", "has ended", "waits in", "waits with"),
 }

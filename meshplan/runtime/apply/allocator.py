@@ -30,9 +30,9 @@ def allocator_problems(
     stated = _words(settings).get(_GROWS, "true")
     if spec.allocator == "expandable" and stated != "true":
         yield Problem(
-            f"the plan counts on segments that grow, and {name} says {_GROWS}:{stated}",
+            f"the plan needs expandable segments, but {name} sets {_GROWS}:{stated}",
             spec.origin("allocator"),
-            fix=f"take it out of {name}, or remove 'allocator' from the plan",
+            fix=f"remove {_GROWS} from {name}, or remove 'allocator' from the plan",
         )
 
 

@@ -59,11 +59,11 @@ class ChunkedLossMode:
             assert use is not None
             raise ApplyError(
                 Problem(
-                    f"no cross_entropy was taken of what '{use.head}' gives, so there was nothing "
-                    "to compute in chunks",
+                    "the plan states loss_chunks, but no cross_entropy of the output of "
+                    f"'{use.head}' was computed",
                     use.reason.origin,
-                    "let the loss take torch.nn.functional.cross_entropy of the logits that the "
-                    "model returns, or leave loss_chunks out",
+                    "compute the loss with torch.nn.functional.cross_entropy from the logits that "
+                    "the model returns, or leave loss_chunks out",
                 )
             )
 
@@ -272,8 +272,9 @@ class _Chunks(torch.autograd.Function):
         if found is None:
             raise ApplyError(
                 Problem(
-                    "a loss in chunks gives its gradients once, and backward came to it again",
-                    fix="call backward once for each forward, or leave loss_chunks out",
+                    "backward ran a second time through a loss computed in chunks, which keeps its "
+                    "gradients for one backward only",
+                    fix="call backward once per forward, or leave loss_chunks out",
                 )
             )
         out = []
@@ -292,14 +293,14 @@ def chunked_loss_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     head = model.get_submodule(use.head)
     what = ""
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-        what = f"is a {type(head).__name__} with a forward of its own"
+        what = f"is a {type(head).__name__} with a forward other than torch.nn.Linear's"
     elif "forward" in vars(head):
-        what = "has been given another forward"
+        what = "has a replaced forward"
     elif head._forward_hooks or head._forward_pre_hooks or head._backward_hooks:
-        what = "has hooks, which would meet chunks in place of logits"
+        what = "has hooks, which would see chunks instead of the full logits"
     if what:
         yield Problem(
-            f"'{use.head}' {what}: its loss cannot be computed in chunks",
+            f"'{use.head}' {what}: the loss of its output cannot be computed in chunks",
             use.reason.origin,
-            "let a plain torch.nn.Linear give the logits, or leave loss_chunks out",
+            "compute the logits with a torch.nn.Linear without hooks, or leave loss_chunks out",
         )

@@ -63,8 +63,8 @@ class Protocol:
         """
         given = {**dict(zip(self.order, args, strict=False)), **kwargs}
         if len(args) > len(self.order) or set(given) != set(self.order):
-            what = f"experts that ep spreads were called with other arguments than {self.order}"
-            raise ApplyError(Problem(what, fix="pass these three alone"))
+            what = f"expert-parallel experts were called with arguments other than {self.order}"
+            raise ApplyError(Problem(what, fix="pass exactly these three arguments"))
         return [given[name] for name in self.names]
 
     def ordered(self, *values: torch.Tensor) -> list[torch.Tensor]:
@@ -88,7 +88,7 @@ def expert_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             told.add(found)
             kind = type(model.get_submodule(fqn)).__name__
             yield Problem(
-                f"'{fqn}' ({kind}) cannot compute on a part of its experts: {found}",
+                f"'{fqn}' ({kind}) cannot compute with a subset of its experts: {found}",
                 plan.assignment.experts[fqn].reason.origin,
                 "let its forward take tokens (n, width), expert indices and weights (n, slots), "
                 "and return the sum over the slots, or leave these experts out of ep",
@@ -196,7 +196,7 @@ def find_protocol(module: nn.Module, num_experts: int) -> Protocol | str:
                     complaint = trial.complaint()
                 except Exception as error:  # A wrong call may raise anything.
                     first_line = str(error).partition("\n")[0]
-                    raised = raised or f"it raised {type(error).__name__}: {first_line}"
+                    raised = raised or f"a test call raised {type(error).__name__}: {first_line}"
                     continue
                 if complaint is None:
                     return protocol
@@ -212,8 +212,8 @@ def _arguments(forward: Callable[..., Any]) -> tuple[str, str, str] | str:
     names = [p.name for p in parameters if p.kind in kinds]
     required = [p.name for p in parameters if p.kind in kinds and p.default is p.empty]
     if len(names) < 3 or len(required) > 3:
-        taken = f"({', '.join(names)})" if names else "nothing that has a name"
-        return f"its forward takes {taken}, not tokens, expert indices and weights"
+        taken = f"({', '.join(names)})" if names else "no named arguments"
+        return f"its forward must take tokens, expert indices and weights, but takes {taken}"
     return names[0], names[1], names[2]
 
 
@@ -293,7 +293,7 @@ class _ProtocolTrial:
         ]  # fmt: skip
         shown = of[0][0]
         if not isinstance(shown, torch.Tensor) or shown.shape != tokens.shape:
-            return "it does not return one row per token"
+            return "its forward does not return one row per token"
         if _same(of[0][0], of[1][0]):
             return "its output does not depend on the expert"
         mixed = torch.tensor([[0, 1], [1, 0], [1, 1]], device=self.device)
@@ -302,7 +302,7 @@ class _ProtocolTrial:
             torch.where(mixed[:, slot : slot + 1] == 0, of[0][slot], of[1][slot]) for slot in (0, 1)
         )
         if not _same(both, alone):
-            return "its output is not the sum over the slots of what each expert makes of them"
+            return "its output is not the sum of the experts' outputs over the slots"
         for token in range(num):
             at = slice(token, token + 1)
             single = self._call(self._only(0), 1, tokens[at], first[at], weights[at, :1])
@@ -315,9 +315,9 @@ class _ProtocolTrial:
             one, score = tokens[:1].expand(len(ids), -1), weights[:1, :1].expand(len(ids), 1)
             out = self._call(alike, self.num_experts, one, ids.unsqueeze(-1), score)
             if not _same(out, shown[:1].expand(len(ids), -1)):
-                return "its output depends on an expert's number, not only on its parameters"
+                return "its output depends on an expert's index, not only on its parameters"
         if not _same(self._call(alike, self.num_experts, tokens, first, weights[:, :1]), shown):
-            return "its output for a token depends on how many go to its expert"
+            return "its output for a token depends on how many tokens go to the same expert"
         return None
 
     def _only(self, expert: int) -> dict[str, torch.Tensor]:

@@ -145,8 +145,8 @@ class _Dispatch:
         if self.capacity is None or is_fake_execution() or arrived <= self.capacity * even:
             return
         warnings.warn(
-            f"'{self.fqn}' was sent {arrived / even:.2f} times an even share of tokens; the plan "
-            f"states experts: {{capacity: {self.capacity:g}}}, for which its memory was told",
+            f"'{self.fqn}' received {arrived / even:.2f} times an even share of tokens, more than "
+            f"the memory estimate covers: raise experts: {{capacity: {self.capacity:g}}}",
             stacklevel=2,
         )
         self.capacity = None
@@ -173,12 +173,12 @@ class _Dispatch:
         if wrong:
             rank = dist.get_global_rank(self.group, wrong[0])
             what = (
-                f"'{self.fqn}' got a routing on rank {rank} that ep cannot dispatch: not one "
-                f"expert from 0 to {self.num_experts - 1} and one weight for every slot"
+                f"ep cannot dispatch the routing of '{self.fqn}' on rank {rank}: every slot needs "
+                f"one expert index from 0 to {self.num_experts - 1} and one weight"
             )
             raise ApplyError(
-                Problem(what, fix="let the router choose an expert for each slot, with weight 0 "
-                        "for those that are to count nothing")
+                Problem(what, fix="let the router choose an expert for every slot, and give "
+                        "slots that do not count the weight 0")
             )  # fmt: skip
 
     def _compute(self, rows: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

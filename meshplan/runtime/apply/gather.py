@@ -96,8 +96,9 @@ def global_mean(
     """
     _check_terms(total, count)
     if is_weighed():
-        fix = "return (sum, count) from the loss function, or say loss: tokens in the plan"
-        raise ApplyError(Problem("global_mean was called inside of train_step", fix=fix))
+        fix = "return (sum, count) from the loss function, or set loss: tokens in the plan"
+        what = "global_mean was called inside train_step, which averages over the ranks itself"
+        raise ApplyError(Problem(what, fix=fix))
     if is_fake(total):
         return total.reshape(()).to(torch.promote_types(total.dtype, torch.float32))
     told = [total.detach().reshape(()), torch.as_tensor(count, device=total.device).reshape(())]
@@ -109,8 +110,8 @@ def global_mean(
         if found.plan.assignment.stages is not None:
             raise ApplyError(
                 Problem(
-                    "global_mean was called for a model in pipeline stages, of which only the last "
-                    "has a loss",
+                    "global_mean does not support pipelined models, where only the last stage has "
+                    "a loss",
                     found.plan.spec.origin("mesh.pp"),
                     "train with train_step, whose loss function may return (sum, count)",
                 )
@@ -120,7 +121,7 @@ def global_mean(
     whole, num = sums.tolist()
     if not math.isfinite(num) or num < 0:
         what = f"the counts given to global_mean add up to {num:g}"
-        raise ApplyError(Problem(what, fix="give how many tokens or samples the sum was over"))
+        raise ApplyError(Problem(what, fix="pass the number of tokens or samples that were summed"))
     mean: torch.Tensor = _Mean.apply(total, whole, num, ranks)
     return mean
 
@@ -155,13 +156,13 @@ def _check_terms(total: Any, count: Any) -> None:
     if isinstance(total, DTensor) or isinstance(count, DTensor):
         what, fix = "a DTensor", "call .full_tensor() first"
     elif not isinstance(total, torch.Tensor) or not total.is_floating_point():
-        what, fix = "a sum that is not a tensor of floats", "give the loss, added up"
+        what, fix = "a sum that is not a floating-point tensor", "pass the summed loss"
     elif total.numel() != 1:
         what = f"a sum of shape {list(total.shape)}"
-        fix = "add it up first: losses.sum()"
+        fix = "sum the losses first: losses.sum()"
     elif not is_number and not is_scalar:
         what = "a count that is not one number"
-        fix = "give how many tokens or samples the sum was over"
+        fix = "pass the number of tokens or samples that were summed"
     if what:
         raise ApplyError(Problem(f"global_mean was given {what}", fix=fix))
 
@@ -171,10 +172,10 @@ def _find(model: nn.Module | None, verb: str) -> ParallelModel:
     if not models:
         raise ApplyError(
             Problem(
-                f"{verb} was called on one rank of several, and no plan was applied to "
-                f"{'a model' if model is None else 'this model'}: nothing says which ranks hold "
-                "other samples",
-                fix="call meshplan.parallelize first",
+                f"{verb} was called, but no plan was applied to "
+                f"{'a model' if model is None else 'this model'}: only a plan states which ranks "
+                "have different samples",
+                fix="call meshplan.parallelize first, and use the model that it returns",
             )
         )
     return models[-1]
@@ -183,13 +184,15 @@ def _find(model: nn.Module | None, verb: str) -> ParallelModel:
 def _check_place(tensor: torch.Tensor, found: ParallelModel) -> None:
     if isinstance(tensor, DTensor) or not tensor.ndim:
         what = "a DTensor" if isinstance(tensor, DTensor) else "a tensor without dims"
-        fix = "call .full_tensor() first" if isinstance(tensor, DTensor) else "keep dim 0, samples"
+        fix = (
+            "call .full_tensor() first" if isinstance(tensor, DTensor) else "keep samples in dim 0"
+        )
         raise ApplyError(Problem(f"gather_batch was given {what}", fix=fix))
     if found.runs_stage:
         raise ApplyError(
             Problem(
-                "gather_batch was called in the forward of a pipelined model, of which each rank "
-                "runs some stages only",
+                "gather_batch was called in the forward of a pipelined model, where each rank "
+                "runs only some stages",
                 found.plan.spec.origin("mesh.pp"),
                 "return the tensor from the model and call gather_batch in the loss function",
             )
@@ -199,11 +202,11 @@ def _check_place(tensor: torch.Tensor, found: ParallelModel) -> None:
     if microbatches > 1 and torch.is_grad_enabled() and not found.plan.spec.batch.per_rank:
         raise ApplyError(
             Problem(
-                f"gather_batch sees one of the {microbatches} microbatches of a step, "
-                f"and not all {num_parts(found.plan)} parts of the global batch",
+                f"gather_batch sees only one of the {microbatches} microbatches of a step, "
+                f"not all {num_parts(found.plan)} parts of the global batch",
                 found.plan.spec.origin("batch.accumulate"),
-                "take the batch in one microbatch; or say batch: {per_rank: true}, where "
-                "each microbatch is meant to stand alone",
+                "run the batch as one microbatch, or set batch: {per_rank: true} if each "
+                "microbatch is meant to stand alone",
             )
         )
 
@@ -228,7 +231,7 @@ def _check_shape(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     raise ApplyError(
         Problem(
             f"gather_batch was given {own} on rank {rank} and {others} on rank {other}",
-            fix="give all data ranks equally many samples, padded to one size",
+            fix="give all data ranks the same number of samples, padded to the same shape",
         )
     )
 

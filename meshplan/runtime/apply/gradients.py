@@ -194,10 +194,10 @@ class _Agreement:
 
 def _other_calls() -> Problem:
     return Problem(
-        "the ranks called other units than one another, or in another order, so parameters and "
-        "gradients of different modules were mixed",
-        fix="draw what decides which modules run (as layerdrop does) from a generator that is "
-        "seeded alike on all ranks, or say unit: false for modules that do not always run",
+        "the ranks called different units, or the same units in a different order, and collectives "
+        "mixed the parameters and gradients of different modules",
+        fix="seed the generator that decides which modules run (as in layerdrop) identically on "
+        "all ranks, or set unit: false for modules that do not always run",
     )
 
 

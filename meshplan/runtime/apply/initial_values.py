@@ -218,8 +218,8 @@ def _check_written(value: torch.Tensor, fqn: str) -> None:
     if _is_blank(value.detach()):
         raise ApplyError(
             Problem(
-                f"{fqn} was on meta, and its initialisation does not write all of it",
-                fix="fill it in reset_parameters(), or build the model on the CPU",
+                f"{fqn} was on the meta device, and its initialisation leaves some elements unset",
+                fix="set all elements in reset_parameters(), or build the model on the CPU",
             )
         )
 
@@ -227,8 +227,8 @@ def _check_written(value: torch.Tensor, fqn: str) -> None:
 def _nobody(model: nn.Module, fqn: str) -> Problem:
     owner = type(model.get_submodule(fqn.rpartition(".")[0])).__name__
     return Problem(
-        f"{fqn} is on meta, and nothing initialises it: {owner} has no reset_parameters() that "
-        "writes it",
-        fix=f"define {owner}.reset_parameters() or init_weights() on the model, "
+        f"{fqn} is on the meta device, and no code initialises it: {owner} has no "
+        "reset_parameters() that sets it",
+        fix=f"define {owner}.reset_parameters(), define init_weights() on the model, "
         "or build the model on the CPU",
     )

@@ -132,7 +132,7 @@ class LazyLogits(torch.Tensor):
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> LazyLogits:
-        raise ApplyError(_refused("a compiler"))
+        raise ApplyError(_refused("torch.compile"))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         view = self._view
@@ -170,9 +170,9 @@ def _name(func: Any) -> str:
 
 def _refused(operation: str) -> Problem:
     return Problem(
-        f"'{operation}' is asked of logits that are computed in chunks, of which nobody has all",
-        fix="let the loss choose, flatten or cast them, and take "
-        "torch.nn.functional.cross_entropy; or leave loss_chunks out",
+        f"'{operation}' needs all logits at once, but loss_chunks computes them in chunks",
+        fix="let the loss only index, reshape or cast the logits before "
+        "torch.nn.functional.cross_entropy, or leave loss_chunks out",
     )
 
 
@@ -310,24 +310,24 @@ def _cross_entropy(
     stated = {"weight": weight, "size_average": size_average, "reduce": reduce}
     refused = [name for name, value in stated.items() if value is not None]
     if not isinstance(input, LazyLogits) or isinstance(target, LazyLogits):
-        raise ApplyError(_refused("cross_entropy of other logits towards them"))
+        raise ApplyError(_refused("cross_entropy with these logits as the target"))
     view = input._view
     if target.is_floating_point():
-        refused.append("a target of probabilities")
+        refused.append("class probabilities as the target")
     if reduction not in ("mean", "sum"):
-        refused.append(f"reduction='{reduction}', which weighs each token later")
+        refused.append(f"reduction='{reduction}', only with 'mean' or 'sum'")
     if refused:
         raise ApplyError(
             Problem(
-                f"loss_chunks does not compute cross_entropy with {refused[0]}",
-                fix="leave it out, or leave loss_chunks out",
+                f"loss_chunks does not support cross_entropy with {refused[0]}",
+                fix="change that argument, or leave loss_chunks out",
             )
         )
     place = 1 if len(view.shape) > 1 else 0
     if view.place != place or tuple(target.shape) != view.lead:
         shapes = f"logits of {list(view.shape)} and targets of {list(target.shape)}"
-        what = f"loss_chunks: cross_entropy is given {shapes}, with classes along dim {view.place}"
-        fix = f"give it classes along dim {place}, and a target for each token"
+        what = f"loss_chunks: cross_entropy was given {shapes}, with classes along dim {view.place}"
+        fix = f"pass logits with the classes along dim {place}, and one target per token"
         raise ApplyError(Problem(what, fix=fix))
     index = None if view.index is None else view.index.flatten()
     return view.take(

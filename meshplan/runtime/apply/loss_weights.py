@@ -41,7 +41,7 @@ from meshplan.runtime.base.pytree import tensors_in
 IGNORED: Final = -100
 """Target that torch's cross-entropy ignores by default."""
 PAIR: Final = (
-    "let loss_fn return (sum, count): the sum over what it was given, and how many that were"
+    "let loss_fn return (sum, count): the summed loss, and the number of elements in that sum"
 )
 """Advice in error messages: let `loss_fn` return (sum, count)."""
 
@@ -163,12 +163,12 @@ class Weights:
 
     def _uncounted(self, targets: Any) -> Problem:
         num = len(token_targets(targets))
-        found = f"{num} tensors of whole numbers" if num else "no tensor of whole numbers"
+        found = f"{num} integer tensors" if num else "no integer tensor"
         return Problem(
-            f"loss: tokens counts the targets that are not {IGNORED}, but {found} "
-            f"{'are' if num else 'is'} among the targets",
+            f"loss: tokens counts the labels that are not {IGNORED} in the only integer tensor "
+            f"among the targets, but the targets contain {found}",
             self._plan.spec.origin("loss"),
-            f"pass the labels, and no other whole numbers, as the targets of train_step; or {PAIR}",
+            f"pass the labels as the only integer tensor in the targets of train_step; or {PAIR}",
         )
 
     def marked(self, targets: Any) -> Any:
@@ -197,8 +197,8 @@ class Weights:
         if not isinstance(given, torch.Tensor):
             raise ApplyError(
                 Problem(
-                    f"loss_fn returned a {type(given).__name__}, which is no loss",
-                    fix="return the loss alone, a tensor of one element, or (sum, count)",
+                    f"loss_fn returned a {type(given).__name__} instead of a loss",
+                    fix="return the loss as a tensor of one element, or (sum, count)",
                 )
             )
         loss = given
@@ -217,17 +217,17 @@ class Weights:
         if is_pair and self._kind != "mean":
             raise ApplyError(
                 Problem(
-                    f"loss_fn returns (sum, count), and the plan says loss: {self._kind}",
+                    f"loss_fn returns (sum, count), but the plan states loss: {self._kind}",
                     self._plan.spec.origin("loss"),
-                    "leave loss out: (sum, count) says all",
+                    "leave loss out of the plan: (sum, count) already defines the mean",
                 )
             )
         if self._history.returns_count not in (None, is_pair):
-            before = "(sum, count)" if not is_pair else "a loss alone"
+            kinds = ("a loss alone", "(sum, count)")
+            before, now = kinds if is_pair else kinds[::-1]
             raise ApplyError(
                 Problem(
-                    f"loss_fn returned {before} in earlier steps and no longer does, which stages "
-                    "without the loss cannot know",
+                    f"loss_fn returned {before} in earlier steps, but {now} in this step",
                     fix="return (sum, count) in all steps or in none",
                 )
             )
@@ -284,8 +284,8 @@ def _pair(given: Any) -> tuple[torch.Tensor, Any]:
         raise ApplyError(
             Problem(
                 f"loss_fn returned {len(given)} values that are not (sum, count)",
-                fix="return the loss alone, or the sum and how many it was taken over, a number "
-                "or a tensor of one element",
+                fix="return the loss alone, or the summed loss and the number of elements in that "
+                "sum (a number or a tensor of one element)",
             )
         )
     return total, count.reshape(()) if isinstance(count, torch.Tensor) else count

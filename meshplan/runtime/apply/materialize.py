@@ -87,8 +87,10 @@ def agree_on_values(model: nn.Module, plan: Plan) -> InitialValues:
     if full is None:
         raise ApplyError(
             Problem(
-                "the ranks have different tensors on meta, and no rank has all values",
-                fix="build the model alike on every rank, or with all values on one of them",
+                "the ranks have different tensors on the meta device, and no rank has the values "
+                "of all tensors",
+                fix="build the model identically on every rank, or with real values for all "
+                "tensors on one rank",
             )
         )
     return _receive(tensors, plan, full)

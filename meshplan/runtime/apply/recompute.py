@@ -190,7 +190,7 @@ def _saved_ops(words: tuple[str, ...], origin: Any) -> frozenset[Any]:
         if not found:
             raise ApplyError(
                 Problem(
-                    f"'{word}' is not an op that can be kept",
+                    f"'{word}' is not an op whose output can be saved",
                     origin,
                     f"use {', '.join(_OPS)} or the name of an aten op",
                 )

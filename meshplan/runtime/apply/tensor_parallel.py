@@ -182,9 +182,9 @@ def _check_even(x: torch.Tensor, wanted: Placement, tp: DeviceMesh) -> None:
     if wanted == Shard(1) and x.shape[1] % tp.size():
         raise ApplyError(
             Problem(
-                f"a sequence of {x.shape[1]} does not divide by tp {tp.size()}, and "
-                "sequence_parallel cuts it",
-                fix=f"pad it to a multiple of {tp.size()}",
+                f"sequence_parallel shards the sequence over tp: {tp.size()}, which does not "
+                f"divide its length {x.shape[1]}",
+                fix=f"pad the sequence to a multiple of {tp.size()}",
             )
         )
 
@@ -204,10 +204,10 @@ def _check_part(x: torch.Tensor, tp: DeviceMesh) -> None:
     if bool(low[2]) and torch.equal(low, high):
         raise ApplyError(
             Problem(
-                "sequence_parallel expects a part of the sequence on each rank of tp, but the "
-                "whole arrives on all of them",
-                fix="give the embedding the style vocab, which hands out the parts, or leave "
-                "sequence_parallel out",
+                "sequence_parallel expects a different shard of the sequence on each rank of tp, "
+                "but all ranks got the same full sequence",
+                fix="give the embedding the style vocab, which shards its output along the "
+                "sequence, or leave sequence_parallel out",
             )
         )
 

@@ -38,9 +38,9 @@ _LOGSUMEXP: Final = (torch.logsumexp, torch.Tensor.logsumexp, torch.special.logs
 _MIXED: Final = "mixed torch.Tensor and DTensor"
 """Part of the message that DTensor raises when it is mixed with a plain tensor."""
 _MIXES: Final = Problem(
-    "the loss does something else with logits that are cut over the vocabulary than cross_entropy "
-    "and logsumexp (see the traceback above)",
-    fix="use torch.nn.functional.cross_entropy, call .full_tensor() on the logits first, or say "
+    "the loss uses logits sharded over the vocabulary in an op other than cross_entropy and "
+    "logsumexp (see the traceback above)",
+    fix="use torch.nn.functional.cross_entropy, call .full_tensor() on the logits first, or set "
     "loss_parallel: false",
 )
 
@@ -105,14 +105,14 @@ def _cross_entropy(logits: DTensor, dim: int, given: dict[str, Any]) -> torch.Te
     target = given["target"]
     refused = [name for name in ("weight", "size_average", "reduce") if given.get(name) is not None]
     if target.is_floating_point():
-        refused.append("a target of probabilities")
+        refused.append("class probabilities as the target")
     if logits.device_mesh.ndim > 1 or isinstance(target, DTensor):
-        refused.append("logits or targets cut along other axes than tp")
+        refused.append("logits or targets sharded over mesh axes other than tp")
     if refused:
         raise ApplyError(
             Problem(
-                f"loss_parallel does not compute cross_entropy with {refused[0]}",
-                fix="leave it out, or say loss_parallel: false",
+                f"loss_parallel does not support cross_entropy with {refused[0]}",
+                fix="change that argument, or set loss_parallel: false",
             )
         )
     size, mesh = logits.shape[dim], logits.device_mesh

@@ -188,7 +188,7 @@ def _apply_code(model: nn.Module, plan: Plan) -> None:
             function_of(code)(model.get_submodule(fqn))
         except Exception as error:  # User code may raise anything.
             what = f"'{code}' failed on '{fqn}': {type(error).__name__}: {error}"
-            failure, problem = error, Problem(what, reason.origin, "mend the function")
+            failure, problem = error, Problem(what, reason.origin, "correct the function")
             break
     outcomes = exchange(("error" if failure else "", str(problem)))
     if failure is not None:

@@ -26,7 +26,7 @@ from meshplan.runtime.base.optimizer_steps import is_due
 from meshplan.runtime.base.pytree import tensors_in
 
 SAMPLER: Final = (
-    "let a sampler count data ranks only, DistributedSampler(data, "
+    "use a sampler over the data ranks only, DistributedSampler(data, "
     "num_replicas=plan.num_data_ranks, rank=plan.mesh.index(torch.distributed.get_rank(), "
     "('dp_replicate', 'dp_shard'))) with plan = model.meshplan.plan"
 )
@@ -148,10 +148,10 @@ def _is_rounding(a: list[float] | None, b: list[float] | None) -> bool:
 
 def _other_samples(name: str, rank: int, other: int, where: str) -> Problem:
     return Problem(
-        f"the ranks {where} work on the same samples, but {name} of rank {rank} and rank {other} "
-        "hold other numbers",
-        fix=f"give all of them one batch: {SAMPLER}, seed what is drawn alike, or cut one global "
-        "batch with local_batch",
+        f"the ranks {where} need the same samples, but the values of {name} differ between rank "
+        f"{rank} and rank {other}",
+        fix=f"give these ranks the same batch: {SAMPLER}, seed random augmentations identically, "
+        "or cut one global batch with local_batch",
     )
 
 
@@ -201,9 +201,9 @@ def _differ(every: Sequence[tuple[int, str]], where: str) -> Problem:
     rank, words = every[0]
     other, others = next(each for each in every if each[1] != words)
     return Problem(
-        f"the ranks {where} must be given batches of one size, but rank {rank} has {words} and "
-        f"rank {other} has {others}",
-        fix="cut the global batch with local_batch, and leave out a last batch that is smaller",
+        f"the ranks {where} need batches of the same size, but rank {rank} has {words} and rank "
+        f"{other} has {others}",
+        fix="cut the global batch with local_batch, and drop a smaller last batch",
     )
 
 

@@ -140,13 +140,13 @@ def _listen(ranks: list[_Rank]) -> Iterator[tuple[int, Any]]:
         )
     if by_connection:
         silent = ", ".join(map(str, sorted(by_connection.values())))
-        raise ApplyError(Problem(f"ranks {silent} said nothing for {SILENCE_S:.0f} s"))
+        raise ApplyError(Problem(f"ranks {silent} sent no result for {SILENCE_S:.0f} s"))
 
 
 def _problem(rank: int, kind: str, value: Any) -> Problem:
     if kind == "died":
         how = signal.Signals(-value).name if value and value < 0 else f"exit code {value}"
-        fix = "perhaps memory ran out" if value == -signal.SIGKILL else ""
+        fix = "free host memory, which probably ran out" if value == -signal.SIGKILL else ""
         return Problem(f"rank {rank} died ({how})", None, fix)
     return Problem(f"rank {rank} {value}")
 

@@ -83,10 +83,8 @@ def _receive(connection: Connection, process: BaseProcess) -> Any:
         process.join()
         code = process.exitcode or 0
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        fix = "perhaps memory ran out" if code == -signal.SIGKILL else ""
-        raise ApplyError(
-            Problem(f"a process that imagines a step died ({how})", None, fix)
-        ) from None
+        fix = "free host memory, which probably ran out" if code == -signal.SIGKILL else ""
+        raise ApplyError(Problem(f"a subprocess of the estimate died ({how})", None, fix)) from None
     if kind == "returned":
         return value
     if kind == "refused":

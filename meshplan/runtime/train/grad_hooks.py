@@ -68,7 +68,7 @@ def register_grad_hook(model: nn.Module, name: str, hook: GradHook) -> Removable
         raise ApplyError(
             Problem(
                 f"the model has no parameter {name}",
-                fix="use a name of named_parameters() as it was before parallelize",
+                fix="use a name that named_parameters() returned before parallelize",
             )
         )
     first = next(f for f, p in hooks.plan.assignment.tensors.items() if name in p.info.names)
@@ -164,8 +164,8 @@ def _hooks_of(model: nn.Module) -> _GradHooks:
 
 def _partial_problem(name: str) -> Problem:
     return Problem(
-        f"{name} has a gradient hook, which torch calls with the gradient of one rank's part of "
-        "the batch, or of one microbatch's",
-        fix=f"use meshplan.register_grad_hook(model, {name!r}, hook), which is called once a step "
-        "with the whole gradient",
+        f"{name} has a gradient hook, which torch calls with a partial gradient, that of one "
+        "rank's samples or of one microbatch",
+        fix=f"use meshplan.register_grad_hook(model, {name!r}, hook), which is called once per "
+        "step with the gradient of the global batch",
     )

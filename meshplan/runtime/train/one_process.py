@@ -101,9 +101,9 @@ def prepare(model: nn.Module, spec: Spec) -> tuple[list[tuple[int, ...]], float]
     first = results(call(model, inputs))
     again = results(call(model, inputs))
     if not first or any(t.shape[0] != 2 for t in first):
-        raise ValueError("its output holds no numbers per sample to make a loss of")
+        raise ValueError("its output has no floating-point tensors with the samples along dim 0")
     if not all(torch.equal(a, b) for a, b in zip(first, again, strict=True)):
-        raise ValueError("its forward draws random numbers, so that two runs differ anyway")
+        raise ValueError("its forward draws random numbers: two calls on the same inputs differ")
     shapes = [tuple(t.shape) for t in first]
     targets = sample_targets(shapes, 2, 0, are_classes=spec.loss_parallel or spec.loss_chunks != 1)
     sample_loss(first, targets).backward()

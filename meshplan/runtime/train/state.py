@@ -65,8 +65,8 @@ def _check_loaded(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: 
         if isinstance(own, DTensor) and given is not None and not isinstance(given, DTensor):
             raise ApplyError(
                 Problem(
-                    f"load_state_dict was given the whole of {name}, of which this rank holds a "
-                    "part",
-                    fix="load it into the model before parallelize, which gives each rank its part",
+                    f"load_state_dict was given the full tensor of {name}, but this rank holds a "
+                    "shard of it",
+                    fix="load the state dict before parallelize, which shards the loaded tensors",
                 )
             )

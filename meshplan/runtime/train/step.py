@@ -176,7 +176,7 @@ def _agreed_step(optimizer: torch.optim.Optimizer) -> None:
         raise failure
     for rank, text in enumerate(told):
         if text:
-            raise ApplyError(Problem(f"rank {rank} refuses its first step: {text}"))
+            raise ApplyError(Problem(f"the first step failed on rank {rank}: {text}"))
 
 
 @contextmanager
@@ -194,7 +194,8 @@ def loss_parallel(model: nn.Module) -> Iterator[None]:
     """
     plan = applied(model).plan
     if not plan.assignment.loss_parallel:
-        raise _unsaid(plan, "loss_parallel: true", "add it, with a head that has the style vocab")
+        fix = "add it, and give the model's last projection the style vocab"
+        raise _unsaid(plan, "loss_parallel: true", fix)
     with loss_mode(plan):
         yield
 
@@ -223,7 +224,7 @@ def chunked_loss(model: nn.Module) -> Iterator[None]:
 def _unsaid(plan: Plan, statement: str, fix: str) -> ApplyError:
     """Return the error for a mode of the loss that was requested but is not stated in the plan."""
     origin = plan.spec.origin(statement.partition(":")[0])
-    return ApplyError(Problem(f"this model's plan does not say {statement}", origin, fix))
+    return ApplyError(Problem(f"this model's plan does not state {statement}", origin, fix))
 
 
 def _check_optimizer(model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
@@ -239,9 +240,10 @@ def _check_optimizer(model: nn.Module, plan: Plan, optimizer: torch.optim.Optimi
     if missing and held - own:
         raise ApplyError(
             Problem(
-                f"the optimizer does not hold {missing[0]}, but holds parameters that are not in "
-                "the model: it was made before parallelize, or between a forward and its backward",
-                fix="make it from model.parameters() after parallelize, before the first forward",
+                f"the optimizer lacks {missing[0]}, but holds parameters that are not in the "
+                "model: it was created before parallelize, or between a forward and its backward",
+                fix="create the optimizer from model.parameters() after parallelize, before the "
+                "first forward",
             )
         )
 
@@ -249,9 +251,9 @@ def _check_optimizer(model: nn.Module, plan: Plan, optimizer: torch.optim.Optimi
 def _beside_stages(parameter: nn.Parameter, plan: Plan) -> Problem:
     return Problem(
         f"the optimizer trains a parameter of shape {list(parameter.shape)} that is not in the "
-        "pipelined model: a loss with parameters of its own runs in the last stage only",
+        "pipelined model: a loss with its own parameters would run on the last stage only",
         plan.spec.origin("mesh.pp"),
-        "put the module that holds it inside the model",
+        "move the module that owns this parameter into the model",
     )
 
 
@@ -268,19 +270,20 @@ def _call(model: nn.Module, inputs: Any) -> Any:
         if "find_unused_parameters" in str(error):
             raise ApplyError(
                 Problem(
-                    "in the step before, some parameters got no gradient on this rank, and "
+                    "in the previous step, some parameters got no gradient on this rank, and "
                     "DistributedDataParallel waited for them (see the traceback above)",
-                    fix="say ddp: {find_unused_parameters: true}, or freeze what is never used",
+                    fix="set ddp: {find_unused_parameters: true} in the plan, or freeze the "
+                    "parameters that are never used",
                 )
             ) from error
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise ApplyError(
             Problem(
-                "a parameter that lies in parts is used outside the forward of the module that "
-                "holds it, so nothing gathers it there (see the traceback above)",
-                fix="say unit: false for a block whose forward the model does not call, or leave "
-                "that parameter whole",
+                "a sharded parameter is used outside the forward of the module that owns it, "
+                "where no unit gathers it (see the traceback above)",
+                fix="set unit: false for a block whose forward the model does not call, or keep "
+                "that parameter replicated",
             )
         ) from error
 

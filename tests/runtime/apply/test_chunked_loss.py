@@ -214,20 +214,20 @@ def test_outside_of_the_mode_the_head_gives_logits():
 
 
 REFUSED = {
-    "max": (lambda logits: logits.max(), "'max' is asked of logits that are computed in chunks"),
-    "detach": (lambda logits: _rows(logits.detach()), "'detach' is asked of logits"),
-    "a mask": (lambda logits: _rows(logits[GOALS > 3]), "'__getitem__' is asked of logits"),
-    "some classes": (lambda logits: _rows(logits[..., :30]), "'__getitem__' is asked of logits"),
-    "classes in a row": (lambda logits: _rows(logits.reshape(31, -1)), "'reshape' is asked of"),
-    "added": (lambda logits: _rows(logits * 2), "'mul' is asked of logits"),
+    "max": (lambda logits: logits.max(), "'max' needs all logits at once"),
+    "detach": (lambda logits: _rows(logits.detach()), "'detach' needs all logits"),
+    "a mask": (lambda logits: _rows(logits[GOALS > 3]), "'__getitem__' needs all logits"),
+    "some classes": (lambda logits: _rows(logits[..., :30]), "'__getitem__' needs all logits"),
+    "classes in a row": (lambda logits: _rows(logits.reshape(31, -1)), "'reshape' needs all"),
+    "added": (lambda logits: _rows(logits * 2), "'mul' needs all logits"),
     "weight": (lambda logits: _rows(logits, weight=torch.ones(31)), "cross_entropy with weight"),
     "each": (lambda logits: _rows(logits, reduction="none").mean(), "reduction='none'"),
     "probabilities": (
         lambda logits: F.cross_entropy(logits.flatten(0, 1), torch.ones(24, 31)),
-        "a target of probabilities"),
+        "class probabilities as the target"),
     "other targets": (
         lambda logits: F.cross_entropy(logits.flatten(0, 1), GOALS), "targets of [4, 6]"),
-    "no cross-entropy": (lambda logits: logits.shape.numel(), "no cross_entropy was taken"),
+    "no cross-entropy": (lambda logits: logits.shape.numel(), "but no cross_entropy of"),
 }  # fmt: skip
 
 
@@ -246,7 +246,7 @@ def test_a_second_backward_is_refused():
     with mode():
         loss = _rows(model(TOKENS))
         loss.backward(retain_graph=True)
-        with pytest.raises(ApplyError, match="gives its gradients once"):
+        with pytest.raises(ApplyError, match="keeps its gradients for one backward only"):
             loss.backward()
 
 
@@ -266,7 +266,7 @@ def test_a_head_that_is_no_plain_linear_is_refused(kind):
         model.head = Scaled(8, 31)
     plan = make_plan(load_spec(FULL), graph_of(model), world_size=1)
     (problem,) = chunked_loss_problems(model, plan)
-    says = {"hooks": "has hooks", "another forward": "a forward of its own"}[kind]
+    says = {"hooks": "has hooks", "another forward": "a forward other than torch.nn.Linear's"}[kind]
     assert says in problem.what
 
 
@@ -358,7 +358,7 @@ def test_in_a_loop_of_ones_own(pool):
     for apart, told in pool(2).run(own_loop, True):
         assert not told
         assert apart <= parity.TOLERANCE
-    assert "does not say loss_chunks" in pool(2).run(own_loop, False)[0][1]
+    assert "does not state loss_chunks" in pool(2).run(own_loop, False)[0][1]
 
 
 def with_labels(name: str, plan: dict[str, Any]) -> tuple[float, float]:

@@ -108,14 +108,14 @@ def test_the_models_own_checkpointing(pool):
 REFUSED = {
     "written out": "no call of scaled_dot_product_attention over the sequence was seen",
     "Llama written out": "no call of scaled_dot_product_attention over the sequence was seen",
-    "window": "on the whole sequence (not causal, with a mask, scale None)",
-    "Mistral with window": "attention 1 is computed otherwise on the whole sequence",
-    "distance": "attention over a part of the sequence was given a mask",
+    "window": "on the full sequence (not causal, with a mask, scale None)",
+    "Mistral with window": "attention 1 is computed differently on the full sequence",
+    "distance": "attention over a shard of the sequence was given a mask",
     "conv": "the queries of attention 2 differ by",
     "narrow": "the queries of attention 1 differ by",
     "counted": "the queries of attention 1 differ by",
     "Roberta": "the queries of attention 1 differ by",
-    "pooled": "the output  of shape [1, 66] was computed from this rank's part",
+    "pooled": "the output  of shape [1, 66] was computed from this rank's shard",
 }
 
 
@@ -215,7 +215,7 @@ def test_a_loss_inside_the_model(pool):
     """The mean over tokens is right; targets shifted by the model lose those between parts."""
     assert pool(2).run(own_loss, False)[0] in ("0.0", "-0.0")
     assert (
-        "the output [1] of shape [] was computed from this rank's part"
+        "the output [1] of shape [] was computed from this rank's shard"
         in (pool(2).run(own_loss, True)[0])
     )
 
@@ -232,9 +232,8 @@ def labels() -> str:
 
 
 def test_labels_are_refused(pool):
-    assert (
-        "the output loss of shape [] was computed from this rank's part" in (pool(2).run(labels)[0])
-    )
+    told = pool(2).run(labels)[0]
+    assert "the output loss of shape [] was computed from this rank's shard" in told
 
 
 def padded(sample: int) -> str:
@@ -253,7 +252,7 @@ def padded(sample: int) -> str:
 def test_padding_that_one_rank_sees_is_refused_on_every_rank(pool):
     for sample in (0, 5):
         told = pool(2).run(padded, sample)
-        assert "was given a mask, which was made for the part alone" in told[0]
+        assert "was given a mask, which covers this shard alone" in told[0]
         assert told[0] == told[1]
 
 
@@ -340,5 +339,5 @@ def heads_of_three() -> str:
 
 def test_heads_that_do_not_divide(pool):
     told = pool(2).run(heads_of_three)
-    assert "attention has 3 heads and 3 key-value heads on each rank" in told[0]
+    assert "does not divide the 3 heads and 3 key-value heads on each rank" in told[0]
     assert told[0] == told[1]

@@ -36,16 +36,16 @@ def test_what_is_cut(pool):
     ("batch", "plan", "says"),
     [
         (torch.zeros(2, 18, dtype=torch.int64), {}, "does not divide into the 4 chunks of cp"),
-        (torch.zeros(2, 3, 8, 8), {}, "no tensor of tokens (samples, tokens)"),
+        (torch.zeros(2, 3, 8, 8), {}, "no tensor has the shape (samples, tokens)"),
         (
             (torch.zeros(2, 16, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64)),
             {},
-            "tensors of lengths 8, 16 could be it",
+            "its tensors have the lengths 8, 16",
         ),
         (
             (torch.zeros(2, 16, dtype=torch.int64), torch.zeros(2, 1, 16, 16)),
             {},
-            "has the length of the sequence along dim 2",
+            "has the sequence length along dim 2",
         ),
     ],
 )
@@ -65,7 +65,7 @@ def uneven_targets() -> int:
     model = meshplan.parallelize(context_models.build("arange"), CP2)
     tokens, targets = context_models.batch(0)
     targets[:, -2:] = -100
-    with pytest.warns(UserWarning, match="targets of -100 are spread unevenly over cp"):
+    with pytest.warns(UserWarning, match="different numbers of targets of -100"):
         meshplan.local_batch(model, (tokens, targets))
     return 1
 

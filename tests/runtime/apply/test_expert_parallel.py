@@ -199,10 +199,10 @@ def bad_routing(what: str) -> str:
 def test_a_routing_that_cannot_be_dispatched_is_refused_on_all_ranks_of_ep(pool, what):
     expected = (
         "meshplan: 1 problem\n"
-        "'blocks.0.experts' got a routing on rank 1 that ep cannot dispatch: not one expert from 0 "
-        "to 7 and one weight for every slot\n"
-        "    fix: let the router choose an expert for each slot, with weight 0 for those that are "
-        "to count nothing"
+        "ep cannot dispatch the routing of 'blocks.0.experts' on rank 1: every slot needs one "
+        "expert index from 0 to 7 and one weight\n"
+        "    fix: let the router choose an expert for every slot, and give slots that do not count "
+        "the weight 0"
     )
     assert pool(2).run(bad_routing, what) == [expected] * 2
 

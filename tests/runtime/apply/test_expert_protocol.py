@@ -153,21 +153,22 @@ class Tuple(Base):
 
 
 REFUSED: dict[type[Base], str] = {
-    Normalises: "its output is not the sum over the slots of what each expert makes of them",
-    NormalisesInTraining: (
-        "its output is not the sum over the slots of what each expert makes of them"
-    ),
+    Normalises: "its output is not the sum of the experts' outputs over the slots",
+    NormalisesInTraining: "its output is not the sum of the experts' outputs over the slots",
     Drops: "its output for a token depends on the other tokens",
-    Capacity: "its output for a token depends on how many go to its expert",
-    Mixes: "its output is not the sum over the slots of what each expert makes of them",
-    Numbered: "its output depends on an expert's number, not only on its parameters",
-    Scaled: "its output is not the sum over the slots of what each expert makes of them",
-    Stubborn: "it raised IndexError: index 1 is out of bounds for dimension 0 with size 1",
+    Capacity: "its output for a token depends on how many tokens go to the same expert",
+    Mixes: "its output is not the sum of the experts' outputs over the slots",
+    Numbered: "its output depends on an expert's index, not only on its parameters",
+    Scaled: "its output is not the sum of the experts' outputs over the slots",
+    Stubborn: "a test call raised IndexError: index 1 is out of bounds for dimension 0 with size 1",
     Deaf: "its output does not depend on the expert",
-    Nan: "its output is not the sum over the slots of what each expert makes of them",
-    Whole: "its forward takes (x), not tokens, expert indices and weights",
-    More: "its forward takes (x, index, scores, mask), not tokens, expert indices and weights",
-    Tuple: "it does not return one row per token",
+    Nan: "its output is not the sum of the experts' outputs over the slots",
+    Whole: "its forward must take tokens, expert indices and weights, but takes (x)",
+    More: (
+        "its forward must take tokens, expert indices and weights, but takes "
+        "(x, index, scores, mask)"
+    ),
+    Tuple: "its forward does not return one row per token",
 }
 
 
@@ -212,7 +213,7 @@ def test_arguments_are_found_in_any_order_and_by_name() -> None:
     assert (found.names, found.order) == (("x", "chosen", "scores"), ("x", "scores", "chosen"))
     x, scores, chosen = torch.zeros(1), torch.ones(1), torch.ones(1) * 2
     assert found.arguments((x, scores), {"chosen": chosen}) == [x, chosen, scores]
-    with pytest.raises(Exception, match="were called with other arguments"):
+    with pytest.raises(Exception, match="were called with arguments other than"):
         found.arguments((x, scores, chosen), {"more": x})
 
 

@@ -133,7 +133,7 @@ def test_stages_gather_in_the_loss_of_a_whole_batch(pool, microbatches):
         if microbatches == 1:
             assert (loss <= 1e-5, state <= parity.TOLERANCE, told) == (True, True, "")
         else:
-            assert "gather_batch sees one of the 2 microbatches" in told
+            assert "gather_batch sees only one of the 2 microbatches" in told
 
 
 def test_what_cannot_be_gathered_is_refused(pool):
@@ -142,7 +142,7 @@ def test_what_cannot_be_gathered_is_refused(pool):
         assert "call gather_batch in the loss function" in told
     accumulated = {"strategy": "ddp", "batch": {"accumulate": 2}}
     for _, _, told in pool(2).run(train, "simclr", accumulated):
-        assert "gather_batch sees one of the 2 microbatches" in told
+        assert "gather_batch sees only one of the 2 microbatches" in told
 
 
 def uneven() -> str:
@@ -268,9 +268,9 @@ def test_nothing_counted_is_zero(pool):
 @pytest.mark.parametrize(
     ("total", "count", "says"),
     [
-        (torch.ones(2), 2, r"a sum of shape \[2\]\n.*add it up first"),
-        (torch.tensor(1), 2, "a sum that is not a tensor of floats"),
-        (1.0, 2, "a sum that is not a tensor of floats"),
+        (torch.ones(2), 2, r"a sum of shape \[2\]\n.*sum the losses first"),
+        (torch.tensor(1), 2, "a sum that is not a floating-point tensor"),
+        (1.0, 2, "a sum that is not a floating-point tensor"),
         (torch.tensor(1.0), torch.ones(2), "a count that is not one number"),
         (torch.tensor(1.0), True, "a count that is not one number"),
         (torch.tensor(1.0), -1, "add up to -1"),
@@ -304,8 +304,8 @@ def mean_in(plan: dict[str, Any], is_own_loop: bool) -> str:
 
 def test_where_it_is_not_for_it_is_refused(pool):
     for told in pool(2).run(mean_in, {"strategy": "ddp"}, False):
-        assert "global_mean was called inside of train_step" in told
+        assert "global_mean was called inside train_step" in told
         assert "return (sum, count) from the loss function" in told
     stages = {"mesh": {"pp": 2}, "pipeline": {"schedule": "1F1B", "microbatches": 2}}
     for told in pool(2).run(mean_in, stages, True):
-        assert "for a model in pipeline stages" in told
+        assert "global_mean does not support pipelined models" in told

@@ -141,7 +141,7 @@ def drop_other_layers() -> str:
 
 def test_ranks_that_drop_other_layers_are_told_before_the_update(pool):
     for answer in pool(2).run(drop_other_layers):
-        assert answer.startswith("True: meshplan: 1 problem\nthe ranks called other units")
+        assert answer.startswith("True: meshplan: 1 problem\nthe ranks called different units")
 
 
 def drop_one_layer_everywhere() -> list[float]:
@@ -227,7 +227,7 @@ def calls_by_step(plan: dict[str, Any], orders: list[list[tuple[int, ...]]]) -> 
 
 
 WHOLE, SHORT, TURNED = (0, 1, 2), (0, 1), (1, 0, 2)
-REFUSED = "True: the ranks called other units"[: len("True: ") + 27]
+REFUSED = "True: the ranks called different units"[: len("True: ") + 27]
 
 
 @pytest.mark.parametrize("plan", [{"strategy": "full_shard"}, {"strategy": "zero1"}], ids=str)

@@ -240,11 +240,11 @@ def refused(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("weight", "loss_parallel does not compute cross_entropy with weight"),
-        ("probabilities", "cross_entropy with a target of probabilities"),
-        ("gathered by hand", "the loss does something else with logits that are cut"),
-        ("in backward", "the loss does something else with logits that are cut"),
-        ("not stated", "this model's plan does not say loss_parallel: true"),
+        ("weight", "loss_parallel does not support cross_entropy with weight"),
+        ("probabilities", "cross_entropy with class probabilities as the target"),
+        ("gathered by hand", "the loss uses logits sharded over the vocabulary"),
+        ("in backward", "the loss uses logits sharded over the vocabulary"),
+        ("not stated", "this model's plan does not state loss_parallel: true"),
     ],
 )
 def test_refusals(pool, kind, says):

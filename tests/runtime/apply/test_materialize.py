@@ -135,17 +135,17 @@ def test_what_nothing_initialises_is_refused(pool):
     assert untouched
     assert message == (
         "meshplan: 1 problem\n"
-        "table is on meta, and nothing initialises it: Forgetful has no reset_parameters() that "
-        "writes it\n"
-        "    fix: define Forgetful.reset_parameters() or init_weights() on the model, or build "
-        "the model on the CPU"
+        "table is on the meta device, and no code initialises it: Forgetful has no "
+        "reset_parameters() that sets it\n"
+        "    fix: define Forgetful.reset_parameters(), define init_weights() on the model, or "
+        "build the model on the CPU"
     )
 
 
 def test_what_is_initialised_in_part_is_refused(pool):
     message, untouched = pool(2).run(refusal, Partly, 4, 4)[0]
     assert untouched
-    assert "weight was on meta, and its initialisation does not write all of it" in message
+    assert "weight was on the meta device, and its initialisation leaves some" in message
 
 
 @pytest.mark.parametrize("rank", [0, 1])

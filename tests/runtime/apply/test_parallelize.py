@@ -107,7 +107,7 @@ REFUSALS: dict[str, tuple[Any, str, str]] = {
         SHARD | {"activation_checkpointing": {"mode": "selective", "save": ["mmm"]}},
         "ApplyError",
         "meshplan: 1 problem\n"
-        "<mapping>: activation_checkpointing: 'mmm' is not an op that can be kept\n"
+        "<mapping>: activation_checkpointing: 'mmm' is not an op whose output can be saved\n"
         "    fix: use mm, bmm, conv, sdpa or the name of an aten op",
     ),
     "code that is not there": (
@@ -130,7 +130,7 @@ REFUSALS: dict[str, tuple[Any, str, str]] = {
         "meshplan: 1 problem\n"
         f"<mapping>: rules[1].apply: '{__name__}:explode' failed on 'norm': "
         "RuntimeError: the user's code failed\n"
-        "    fix: mend the function",
+        "    fix: correct the function",
     ),
     "ranks that read different plans": (
         [SHARD, SHARD, SHARD | {"strategy": "zero2"}, SHARD],

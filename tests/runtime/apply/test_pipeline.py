@@ -361,5 +361,5 @@ def test_what_one_rank_cannot_do_is_raised_on_all(pool, schedule, first):
         assert rank[1 if first else 0] == ""
     # Between modules a stage may fail for want of those of other stages: it says what and where.
     both = ["".join(rank) for rank in told]
-    assert any("could not do its part of a step" in text for text in both)
+    assert any("the step failed on rank" in text for text in both)
     assert all("ValueError: too large" in text for text in both)

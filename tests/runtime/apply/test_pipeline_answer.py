@@ -85,7 +85,7 @@ def first_step() -> str:
 
 def test_what_one_stage_refuses_to_update_is_refused_in_all(pool):
     first, second = pool(2).run(first_step, timeout=30)
-    assert "rank 1 refuses its first step" in first
+    assert "the first step failed on rank 1" in first
     assert "this stage does not train" in first
     assert "this stage does not train" in second
 
@@ -110,5 +110,5 @@ def poisoned() -> tuple[str, float]:
 def test_numbers_that_are_none_are_refused_the_first_time(pool):
     """They may come of what was not sent; later they are the model's own."""
     for said, loss in pool(2).run(poisoned, timeout=30):
-        assert said.count("the loss is not a number") == 1
+        assert said.count("the loss contains NaN") == 1
         assert loss != loss

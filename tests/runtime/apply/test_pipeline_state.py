@@ -250,7 +250,7 @@ def test_what_every_stage_can_remember_is_remembered(pool, name, parts):
         ("ReadingStatistics", "1F1B", "'norm' writes in place into a tensor"),
         ("Normalising", "1F1B", "writes what its modules computed into a buffer"),
         ("Reentrant", "1F1B", "use_reentrant=True"),
-        ("Scaling", "ZBVZeroBubble", "cannot be split in two halves"),
+        ("Scaling", "ZBVZeroBubble", "cannot be split into input gradients"),
     ],
 )
 def test_what_stages_cannot_do_is_refused_on_all_ranks(pool, name, schedule, why):

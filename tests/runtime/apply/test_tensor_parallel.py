@@ -343,8 +343,8 @@ def odd_length() -> str:
 def test_a_sequence_that_tp_does_not_divide_is_refused_on_every_rank(pool):
     expected = (
         "meshplan: 1 problem\n"
-        "a sequence of 15 does not divide by tp 2, and sequence_parallel cuts it\n"
-        "    fix: pad it to a multiple of 2"
+        "sequence_parallel shards the sequence over tp: 2, which does not divide its length 15\n"
+        "    fix: pad the sequence to a multiple of 2"
     )
     assert pool(4).run(odd_length) == [expected] * 4
 

@@ -110,7 +110,7 @@ def test_also_in_a_loop_by_hand(pool, plan):
 def test_stages_must_be_told(pool):
     _, words = PLANS["pp"]
     for refused, _ in pool(2).run(train, words, "unfreeze", is_told=False):
-        assert "parameters of stage 0 or of one before it were frozen or unfrozen" in refused
+        assert "parameters of stage 0 or of an earlier stage were frozen or unfrozen" in refused
 
 
 def differently(plan: str, names: list[str]) -> str:

@@ -59,7 +59,8 @@ def test_every_rank_knows_its_place():
         ("dies", "meshplan: 1 problem\nrank 1 died (exit code 3)"),
         (
             "is killed",
-            "meshplan: 1 problem\nrank 1 died (SIGKILL)\n    fix: perhaps memory ran out",
+            "meshplan: 1 problem\nrank 1 died (SIGKILL)\n"
+            "    fix: free host memory, which probably ran out",
         ),
         (
             "raises",
@@ -70,7 +71,7 @@ def test_every_rank_knows_its_place():
             "meshplan: 1 problem\nrank 1 refused:\nmeshplan: 1 problem\nthis does not fit\n"
             "    fix: change it",
         ),
-        ("is silent", "meshplan: 1 problem\nranks 0, 1 said nothing for 3 s"),
+        ("is silent", "meshplan: 1 problem\nranks 0, 1 sent no result for 3 s"),
     ],
 )
 def test_one_bad_rank_ends_all(monkeypatch, how, message):

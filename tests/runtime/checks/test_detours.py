@@ -70,7 +70,7 @@ SAID = {
     ("ddp", "attribute"): "read it as model.module.head",
     ("full_shard", "a layer"): "'head' was called by itself, outside of the model's forward",
     ("full_shard", "a block"): "done",
-    ("pp", "attribute"): "this rank holds some stages of a pipeline",
+    ("pp", "attribute"): "is not on this rank, which holds only some pipeline stages",
     **{(plan, way): "cannot be copied or pickled" for plan in PLANS
        for way in ("deepcopy", "average", "pickle", "save")},
     **{(plan, way): "say precision in the plan" for plan in PLANS for way in ("half", "double")},

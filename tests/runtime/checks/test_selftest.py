@@ -166,7 +166,7 @@ def whole_sequence() -> str:
 
 
 def test_a_sequence_that_arrives_whole_is_refused(pool):
-    assert "the whole arrives on all of them" in pool(4).run(whole_sequence)[0]
+    assert "all ranks got the same full sequence" in pool(4).run(whole_sequence)[0]
 
 
 def old_optimizer() -> str:
@@ -182,7 +182,7 @@ def old_optimizer() -> str:
 
 
 def test_an_optimizer_made_too_early_is_refused(pool):
-    assert "it was made before parallelize" in pool(2).run(old_optimizer)[0]
+    assert "it was created before parallelize" in pool(2).run(old_optimizer)[0]
 
 
 def repaired() -> bool:

@@ -232,7 +232,7 @@ def returned(kind: str) -> tuple[str, float]:
 
 def test_what_is_no_loss_is_refused_and_numbers_of_numpy_are_counts(pool):
     for told, _ in pool(2).run(returned, "a dict"):
-        assert "loss_fn returned a dict, which is no loss" in told
+        assert "loss_fn returned a dict instead of a loss" in told
     assert pool(2).run(returned, "an integer of NumPy") == [
         (told, pytest.approx(loss)) for told, loss in pool(2).run(returned, "a mean")
     ]

@@ -35,8 +35,8 @@ def load(plan: dict[str, Any]) -> tuple[str, float]:
 def test_whole_tensors_are_refused_and_parts_are_taken(pool: Any, mesh: dict[str, int]) -> None:
     rules = models.tp_rules("own_llama") if "tp" in mesh else []
     for told, apart in pool(2).run(load, {"mesh": mesh, "rules": rules}):
-        assert "was given the whole of embed.weight, of which this rank holds a part" in told
-        assert "fix: load it into the model before parallelize" in told
+        assert "the full tensor of embed.weight, but this rank holds a shard of it" in told
+        assert "fix: load the state dict before parallelize" in told
         assert apart == 0.0
 
 

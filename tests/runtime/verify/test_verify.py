@@ -186,7 +186,7 @@ def test_a_model_that_draws_random_numbers_cannot_be_compared(run):
     shape = {"shape": [1, 8], "dtype": "float32"}
     code, out, err = run(PLAN | {"model": {"entry": f"{__name__}:Random"}, "input": shape})
     assert (code, out) == (2, "")
-    assert "its forward draws random numbers, so that two runs differ anyway" in err
+    assert "its forward draws random numbers: two calls on the same inputs differ" in err
 
 
 def test_a_model_that_says_nothing_of_its_input(run):

@@ -32,11 +32,10 @@ _TORCH: Final = os.path.dirname(torch.__file__) + os.sep
 _OPTIONS: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 MASKED: Final = Problem(
-    "attention over a part of the sequence was given a mask, which was made for the part alone: a "
-    "padding mask, a sliding window, packed samples (position_ids that start anew) or a position "
-    "bias",
-    fix="under cp give no attention_mask (pad at the end and ignore those targets), and use models "
-    "with plain causal or full attention",
+    "attention over a shard of the sequence was given a mask, which covers this shard alone: a "
+    "padding mask, a sliding window, packed samples (position_ids that restart) or a position bias",
+    fix="under cp, pass no attention_mask (pad at the end and ignore those targets), and use a "
+    "model with plain causal or full attention",
 )
 """The problem of a mask: masks made for parts do not combine to that of the whole."""
 
@@ -125,10 +124,11 @@ class SequenceMode(TorchFunctionMode):
             self.refuse(
                 Problem(
                     f"line {frame.f_lineno} of {os.path.basename(frame.f_code.co_filename)} "
-                    f"{'attends to' if is_attention else 'asks for'} {lengths[-1]} items, which it "
-                    "did not when the model was tested: whether that is the sequence is not known",
-                    fix="call the model that parallelize returned, not a part of it; where that "
-                    "is so, leave cp out or pad to another length",
+                    f"{'attends to' if is_attention else 'asks for'} {lengths[-1]} items, but did "
+                    "not in the test of the model under cp: meshplan cannot tell whether that is "
+                    "the sequence length",
+                    fix="call the model that parallelize returned, not one of its modules; if you "
+                    "already do, pad to another length or leave cp out",
                 )
             )
             return is_attention  # Other ranks may enter the collective of this attention.
@@ -300,11 +300,10 @@ def _over_sequence(
     if kind == "all_to_all" and any(count % parts.size for count in heads):
         mode.refuse(
             Problem(
-                f"attention has {heads[0]} heads and {heads[1]} key-value heads on each rank, "
-                f"which do not divide by cp {parts.size}, and all_to_all gives each rank whole "
-                "heads",
+                f"all_to_all distributes whole heads over cp: {parts.size}, which does not divide "
+                f"the {heads[0]} heads and {heads[1]} key-value heads on each rank",
                 parts.context.reason.origin,
-                "say context: {attention: all_gather}",
+                "set context: {attention: all_gather}",
             )
         )
         kind = "all_gather"
@@ -320,8 +319,8 @@ def _over_sequence(
 
 def _other_queries(q: torch.Tensor, k: torch.Tensor) -> Problem:
     return Problem(
-        f"{q.shape[-2]} queries attend to the {k.shape[-2]} tokens of a part of the sequence, and "
-        "cp exchanges self-attention only",
+        f"{q.shape[-2]} queries attend to the {k.shape[-2]} tokens of a shard of the sequence, but "
+        "cp supports self-attention only",
         fix="leave cp out",
     )
 

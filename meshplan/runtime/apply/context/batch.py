@@ -44,13 +44,13 @@ def sequence_length(value: Any, stated: int | None) -> int:
         assert stated is not None
         return stated
     what = (
-        f"tensors of lengths {', '.join(map(str, sorted(found)))} could be it"
+        f"its tensors have the lengths {', '.join(map(str, sorted(found)))}"
         if found
-        else "no tensor of tokens (samples, tokens) or embeddings (samples, tokens, width) is there"
+        else "no tensor has the shape (samples, tokens) or (samples, tokens, width)"
     )
     raise ApplyError(
         Problem(
-            f"cp cuts the sequence, but which dim of this batch it is cannot be told: {what}",
+            f"cp shards the sequence, but the sequence length of this batch is unclear: {what}",
             fix="state batch: {seq_len: N} in the plan"
             if found
             else "pass inputs and targets "
@@ -69,9 +69,9 @@ def has_sequence(tensor: torch.Tensor, length: int) -> bool:
     if others:
         raise ApplyError(
             Problem(
-                f"a tensor of shape {list(tensor.shape)} has the length of the sequence along dim "
-                f"{others[0]}, and cp cuts dim 1 only",
-                fix="give no mask of queries by keys; where the size is the same by chance, pad "
+                f"a tensor of shape {list(tensor.shape)} has the sequence length along dim "
+                f"{others[0]}, but cp shards dim 1 only",
+                fix="pass no mask of shape (queries, keys); if the sizes are equal by chance, pad "
                 "the sequence to another length",
             )
         )
@@ -96,8 +96,8 @@ def local_sequence(plan: Plan, batch: Any) -> Any:
     if length % chunks:
         raise ApplyError(
             Problem(
-                f"a sequence of {length} does not divide into the {chunks} chunks of cp",
-                fix=f"pad it to a multiple of {chunks}",
+                f"a sequence of length {length} does not divide into the {chunks} chunks of cp",
+                fix=f"pad the sequence to a multiple of {chunks}",
             )
         )
 
@@ -121,9 +121,9 @@ def _warn_if_uneven(held: list[list[torch.Tensor]]) -> None:
     counts = {sum(int((piece == _IGNORED).sum()) for piece in pieces) for pieces in held}
     if len(counts) > 1:
         warnings.warn(
-            f"targets of {_IGNORED} are spread unevenly over cp: if the loss is the mean over the "
-            "others, the mean over ranks is not that of one process; say loss: tokens in the plan, "
-            "or let loss_fn return (sum, count)",
+            f"the ranks of cp have different numbers of targets of {_IGNORED}: if the loss is the "
+            "mean over the other targets, the mean over ranks differs from that of one process; "
+            "set loss: tokens in the plan, or let loss_fn return (sum, count)",
             stacklevel=2,
         )
 

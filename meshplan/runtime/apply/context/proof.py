@@ -39,7 +39,7 @@ _EDGE: Final = 4
 """Tokens compared at both ends of each chunk of the part."""
 
 
-_CANNOT: Final = "this model cannot be run on parts of the sequence"
+_CANNOT: Final = "this model cannot be run on shards of the sequence"
 
 _UNSEEN: Final = Problem(
     f"{_CANNOT}: no call of scaled_dot_product_attention over the sequence was seen",
@@ -95,9 +95,9 @@ class _PartRun(AttentionTrial):
         form_before, before = self.whole.attentions[number]
         if form != form_before:
             self._report(
-                f"attention {number + 1} is computed otherwise on the whole sequence "
-                f"({_spell(form_before)}) than on a part of it ({_spell(form)})",
-                "use a model whose attention is plainly causal or full at this length: no sliding "
+                f"attention {number + 1} is computed differently on the full sequence "
+                f"({_spell(form_before)}) than on a shard ({_spell(form)})",
+                "use a model with plain causal or full attention at this length: no sliding "
                 "window, padding mask or position bias",
             )
             return
@@ -106,12 +106,13 @@ class _PartRun(AttentionTrial):
             share = _difference(before[name], own, -2)
             is_first = not number and name != "attention"
             if share > min(_tolerance(own), _FIRST_TOLERANCE if is_first else 1.0):
+                shown = "outputs" if name == "attention" else name
                 self._report(
-                    f"the {name} of attention {number + 1} differ by {share:.1%} from those on the "
-                    "whole sequence",
-                    "make the positions from position_ids, torch.arange(n) or table[:n] in the "
-                    "model's forward, exchange nothing between tokens but by "
-                    "scaled_dot_product_attention, or leave cp out",
+                    f"the {shown} of attention {number + 1} differ by {share:.1%} from those on "
+                    "the full sequence",
+                    "compute positions from position_ids, torch.arange(n) or table[:n] in the "
+                    "model's forward, let tokens interact only in scaled_dot_product_attention, "
+                    "or leave cp out",
                 )
                 return
 
@@ -189,9 +190,9 @@ def _run_part(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         raise
     except Exception as error:  # User code may raise anything.
         problem = Problem(
-            f"{_CANNOT}: there it raises {error!r}, and on the whole it does not",
-            fix="see the traceback above; say context: {balance: false}, so that no rank's tokens "
-            "have a gap, or leave cp out",
+            f"{_CANNOT}: on a shard it raises {error!r}, on the full sequence it does not",
+            fix="see the traceback above; set context: {balance: false}, which gives every rank "
+            "contiguous tokens, or leave cp out",
         )
         raise ApplyError(problem) from error
 
@@ -209,8 +210,8 @@ def raise_remote(problem: Problem | None) -> None:
 def _call_problems(whole: _Whole, part: _PartRun) -> Iterator[Problem]:
     if len(whole.attentions) != part.count:
         yield Problem(
-            f"{_CANNOT}: it attends {part.count} times to a part, but {len(whole.attentions)} "
-            "times to the whole",
+            f"{_CANNOT}: it calls attention {part.count} times on a shard, but "
+            f"{len(whole.attentions)} times on the full sequence",
             fix="leave cp out",
         )
 
@@ -233,16 +234,15 @@ def _output_problems(
             share = _difference(before.index_select(dim, there), after.index_select(dim, at), dim)
             if share > _tolerance(after):
                 yield Problem(
-                    f"{_CANNOT}: its output differs by {share:.1%} from that on the whole",
-                    fix="exchange nothing between tokens but by scaled_dot_product_attention, or "
-                    "leave cp out",
+                    f"{_CANNOT}: its output differs by {share:.1%} from that on the full sequence",
+                    fix="let tokens interact only in scaled_dot_product_attention, or leave cp out",
                 )
         elif not _is_mean(before, after, group):
             yield Problem(
                 f"the output {name} of shape {list(after.shape)} was computed from this rank's "
-                "part of the sequence, which gives another number than the whole",
-                fix="take the loss of the outputs of all tokens outside the model (loss_fn), with "
-                "targets shifted before local_batch, and pass no labels",
+                "shard of the sequence, and differs from that of the full sequence",
+                fix="compute the loss outside the model (loss_fn) from the outputs of all tokens, "
+                "with targets shifted before local_batch, and pass no labels to the model",
             )
 
 

@@ -37,7 +37,7 @@ def told_to_all(
         raise ApplyError(
             Problem(
                 f"the model returns a {kind}, which ranks that do not run the last stage cannot "
-                "make",
+                "rebuild",
                 fix="call model.eval_step(inputs), whose output stays on the ranks of the last "
                 "stage (model.has_output)",
             )
@@ -69,9 +69,9 @@ def as_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         elif parameter.kind is parameter.VAR_POSITIONAL and parameter.name in named:
             raise ApplyError(
                 Problem(
-                    f"a pipelined model is called with arguments for *{parameter.name} and with "
-                    "keywords at once",
-                    fix="give all arguments in one of the two ways",
+                    "a pipelined model was called with both positional arguments for "
+                    f"*{parameter.name} and keyword arguments",
+                    fix=f"pass all arguments by position, or none for *{parameter.name}",
                 )
             )
     return named

@@ -62,9 +62,9 @@ class UnitHooks:
                 # In the unit's own stage the hook may keep a changed result; here it would differ.
                 raise ApplyError(
                     Problem(
-                        f"a forward hook changes what '{fqn}' returns, which stages that do not "
-                        "run it cannot follow",
-                        fix="change it inside the module's forward, or leave pp out",
+                        f"a forward hook changes the output of '{fqn}', which stages that do not "
+                        "run this module cannot reproduce",
+                        fix="change the output in the module's forward, or leave pp out",
                     )
                 )
 

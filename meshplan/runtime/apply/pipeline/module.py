@@ -117,8 +117,8 @@ class PipelinedModule(nn.Module):
         if torch.is_grad_enabled():
             raise ApplyError(
                 Problem(
-                    "a pipelined model is called with gradients enabled, but its forward and "
-                    "backward run in turns, microbatch by microbatch",
+                    "a pipelined model was called with gradients enabled, but its schedule "
+                    "interleaves the forward and backward of the microbatches",
                     fix="call meshplan.train_step(model, ...) or model.step(inputs, targets, "
                     "loss_fn) to train, and model(inputs) inside torch.no_grad() for the output",
                 )
@@ -141,9 +141,9 @@ class PipelinedModule(nn.Module):
             if hidden is None or not hasattr(hidden[0], name):
                 raise
         raise AttributeError(
-            f"'{name}' of the model is not here: this rank holds some stages of a pipeline. "
-            "meshplan.train_step(model, ...) trains, model.eval_step(inputs) gives the output, "
-            "meshplan.full_state_dict(model) the tensors, and model.stages this rank's modules"
+            f"'{name}' of the model is not on this rank, which holds only some pipeline stages: "
+            "use meshplan.train_step(model, ...) to train, model.eval_step(inputs) for the output, "
+            "meshplan.full_state_dict(model) for all tensors, model.stages for this rank's modules"
         )
 
     @property
@@ -279,14 +279,14 @@ class PipelinedModule(nn.Module):
                 assert run.failure is not None
                 raise run.failure
             rank, text = next((rank, text) for rank, text in told if text)
-            raise ApplyError(Problem(f"rank {rank} could not do its part of a step: {text}"))
+            raise ApplyError(Problem(f"the step failed on rank {rank}: {text}"))
         if has_poison:
             raise ApplyError(
                 Problem(
-                    "what a stage sends or the loss is not a number: either the model itself gives "
-                    "that, or it uses what was not sent",
+                    "the output of a stage or the loss contains NaN: either the model itself "
+                    "computes NaN, or a stage uses a tensor that was not sent to it",
                     self._stages.reason.origin,
-                    "try the model in one process; if it is right there, cut elsewhere",
+                    "run the model in one process; if its output is finite there, cut elsewhere",
                 )
             )
 

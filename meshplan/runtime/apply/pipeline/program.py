@@ -55,9 +55,10 @@ def _stages_of(calls: tuple[Call, ...], stages: Stages) -> list[int]:
         if place is None:
             raise ApplyError(
                 Problem(
-                    f"'{call.module}' runs here, but did not when the plan was decided",
+                    f"'{call.module}' is called with these inputs, but was not when the plan "
+                    "was made",
                     stages.reason.origin,
-                    "pass example_inputs to parallelize that take the same way through the model",
+                    "pass example_inputs to parallelize that take the same path through the model",
                 )
             )
     return [place for place in places if place is not None]
@@ -79,16 +80,18 @@ def _problems(
     for call in cut.units:
         for kind in opaque_in(forms[call.id]):
             yield Problem(
-                f"'{call.module}' returns a {kind}, which stages that do not run it cannot make",
+                f"'{call.module}' returns a {kind}, which stages that do not run this module "
+                "cannot rebuild",
                 origin,
-                "cut inside it, or let it return tensors alone",
+                "cut inside this module, or let it return only tensors",
             )
             break
     for stage, names in enumerate(cut.relay(places, stages.num).reads):
         for name in sorted(names):
             if stage not in stages.tensors.get(name, ()):
                 yield Problem(
-                    f"stage {stage} reads {name} here, but does not hold it",
+                    f"stage {stage} reads {name} with these inputs, but the plan places {name} in "
+                    "other stages only",
                     origin,
-                    "pass example_inputs to parallelize that take the same way through the model",
+                    "pass example_inputs to parallelize that take the same path through the model",
                 )

@@ -333,7 +333,10 @@ class PipelineStep:
             kind = dtype if dtype is not None and kind.is_floating_point else kind
             shape = self.form.sequence.shape(number, value.shape)
             if shape is None:
-                what = f"nothing tells whether what stage {stage} sends is cut along the sequence"
+                what = (
+                    f"the recorded forward does not show whether a tensor that stage {stage} sends "
+                    "is sharded along the sequence"
+                )
                 raise ApplyError(Problem(what, fix="leave sequence_parallel or pp out"))
             out.append((shape, kind, kind.is_floating_point))
         return out
@@ -384,14 +387,14 @@ def _changed(stage: int, known: list[Meta], found: list[Meta]) -> Problem:
     """Return the problem that a stage sends other tensors than the next one expects."""
     if [meta[:2] for meta in known] == [meta[:2] for meta in found]:
         return Problem(
-            f"parameters of stage {stage} or of one before it were frozen or unfrozen, and the "
-            "stages behind it do not know yet whether a gradient is to come back",
+            f"parameters of stage {stage} or of an earlier stage were frozen or unfrozen, and "
+            "later stages do not know yet whether to send a gradient back",
             fix="call model.train() on every rank after freezing or unfreezing",
         )
     return Problem(
-        f"what stage {stage} sends changed its shape or dtype from {known} to {found}, "
+        f"the tensors that stage {stage} sends changed shape or dtype from {known} to {found}, "
         "although the inputs did not",
-        fix="cut where shapes follow from the shapes of the inputs",
+        fix="cut where shapes depend only on the shapes of the inputs",
     )
 
 

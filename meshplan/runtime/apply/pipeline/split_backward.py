@@ -93,7 +93,8 @@ def _refusing() -> Iterator[None]:
     except RuntimeError as error:
         raise ApplyError(
             Problem(
-                f"the backward of a stage cannot be split in two halves: {error}",
+                "the backward of a stage cannot be split into input gradients and weight "
+                f"gradients: {error}",
                 fix="use a schedule that does not split the backward: 1F1B or Interleaved1F1B",
             )
         ) from error
@@ -116,8 +117,8 @@ def check_weights(
     if any(id(variable) not in known for output in outputs for variable in leaves_of(output)):
         raise ApplyError(
             Problem(
-                "the forward of a stage uses a weight that is not among its parameters when "
-                "backward begins, so a backward in two halves would miss it",
+                "the forward of a stage uses a weight that is not among the stage's parameters "
+                "when backward begins, and a split backward would lose the gradient of that weight",
                 fix="use a schedule that does not split the backward: 1F1B or Interleaved1F1B",
             )
         )

@@ -126,11 +126,11 @@ class Replay:
             raise ApplyError(_glue_problem(self.stage, error)) from error
         else:
             if self._place < len(program.calls):
-                raise self._strayed(program.calls[self._place].module, "it was not called")
+                raise self._strayed(program.calls[self._place].module, "the module was not called")
         if self.stage == program.last:
             paths = [path for path, _ in tensors_in(output)]
             if paths != [path for path, _ in program.flow.outputs]:
-                raise self._strayed("the end", "it returned other tensors")
+                raise self._strayed("the end", "the model returned different tensors")
             return output
         return tuple(self._outgoing(value) for value in program.sent(self.stage))
 
@@ -153,9 +153,9 @@ class Replay:
             raise ApplyError(
                 Problem(
                     f"the model recomputes '{fqn}' by checkpoint(..., use_reentrant=True), which "
-                    "cuts off the gradients of what other stages sent",
-                    fix="use use_reentrant=False in the model, or leave it to the plan's "
-                    "activation_checkpointing",
+                    "loses the gradients of tensors from other stages",
+                    fix="pass use_reentrant=False in the model, or use activation_checkpointing "
+                    "in the plan instead",
                 )
             )
         self._place += 1
@@ -181,9 +181,9 @@ class Replay:
     def _strayed(self, fqn: str, how: str) -> ApplyError:
         return ApplyError(
             Problem(
-                f"the forward took another way than when it was recorded: at '{fqn}', {how}",
-                fix="a pipeline needs a forward whose module calls depend on the shapes of its "
-                "inputs alone",
+                f"the forward took a different path than when it was recorded: at '{fqn}', {how}",
+                fix="let the model's module calls depend only on the shapes of its inputs, or "
+                "leave pp out",
             )
         )
 
@@ -193,7 +193,7 @@ class Replay:
         wanted = set(program.sent(self.stage))
         found = [tensor for _, tensor in tensors_in(output)]
         if len(found) != len(call.outputs):
-            raise self._strayed(call.module, "it returned another number of tensors")
+            raise self._strayed(call.module, "the module returned a different number of tensors")
         for (_, value), tensor in zip(call.outputs, found, strict=True):
             if value in wanted and value not in self.kept:
                 if isinstance(tensor, DTensor):
@@ -201,7 +201,7 @@ class Replay:
                         Problem(
                             f"'{call.module}' returns a DTensor, which cannot be sent to the next "
                             "stage",
-                            fix="give it a style whose output is local, or cut elsewhere",
+                            fix="give this module a style with a local output, or cut elsewhere",
                         )
                     )
                 self.kept[value] = tensor.clone() if value in program.written else tensor
@@ -243,8 +243,8 @@ class Replay:
 def _glue_problem(stage: int, error: Exception) -> Problem:
     first = (str(error).strip() or repr(error)).splitlines()[0]
     return Problem(
-        f"stage {stage} cannot run what lies between its modules without those of other stages: "
-        f"{type(error).__name__}: {first}",
+        f"stage {stage} cannot run the code between its modules without the outputs of other "
+        f"stages' modules: {type(error).__name__}: {first}",
         fix="cut elsewhere (pipeline: {split: [...]}), or leave pp out",
     )
 
