@@ -10,10 +10,10 @@ from meshplan.render.statements import statement_value
 from meshplan.units import format_gib, format_step
 
 _INPUTS: Final = {
-    "inputs.plan": "the plan says something else",
-    "inputs.model": "the model is another",
-    "inputs.profile": "it is for another machine",
-    "inputs.profile_file": "it goes by another measurement of the machine",
+    "inputs.plan": "the plan file",
+    "inputs.model": "the model",
+    "inputs.profile": "the machine",
+    "inputs.profile_file": "the measured profile of the machine",
 }
 _FIGURES: Final = {
     "expected.step_s": "a step",
@@ -54,7 +54,7 @@ def _line(change: FieldChange, blocks: Sequence[str]) -> str:
 
 def _value(field: str, value: Any, blocks: Sequence[str]) -> str:
     if value is None:
-        return "not stated" if field not in _FIGURES else "not told"
+        return "not stated" if field not in _FIGURES else "unknown"
     if field == "expected.step_s":
         return format_step(value)
     if field == "expected.mfu":

@@ -30,14 +30,14 @@ def losses_to_text(
     return [
         "loss in nats per byte",
         *columns(rows, ">>>>"),
-        f"largest difference of all {len(losses)} steps: {worst:.1e} of {tolerance:.0e} allowed: "
+        f"largest difference over all {len(losses)} steps: {worst:.1e}, {tolerance:.0e} allowed: "
         + verdict,
     ]
 
 
 def bytes_to_text(live: Sequence[StateBytes], predicted: Sequence[StateBytes]) -> list[str]:
     """Return a row per rank: bytes measured, bytes predicted, and their difference."""
-    header = ("rank", "parameters", "gradients", "optimizer", "held", "predicted", "difference")
+    header = ("rank", "parameters", "gradients", "optimizer", "measured", "predicted", "difference")
     rows: list[tuple[str, ...]] = [header]
     for rank, (held, said) in enumerate(zip(live, predicted, strict=True)):
         numbers = (held.parameters_bytes, held.gradients_bytes, held.optimizer_bytes,
@@ -49,7 +49,7 @@ def bytes_to_text(live: Sequence[StateBytes], predicted: Sequence[StateBytes]) -
     return [
         "bytes of state that each rank held before the last optimizer step",
         *columns(rows, ">>>>>>>"),
-        f"held and predicted: {verdict}",
+        f"measured and predicted: {verdict}",
     ]
 
 

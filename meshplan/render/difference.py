@@ -33,8 +33,8 @@ def difference_to_json(found: PlanDifference) -> dict[str, Any]:
 
 _FIGURES = {
     "step_s": "a step",
-    "tokens_per_s": "tokens a second",
-    "peak_bytes": "memory at the most",
+    "tokens_per_s": "tokens per second",
+    "peak_bytes": "peak memory, at most",
     "traffic_bytes": "sent and received by rank 0",
 }
 
@@ -104,7 +104,7 @@ def _figures(found: PlanDifference) -> list[str]:
         if old.value is None or new.value is None:
             side = found.old if old.value is None else found.new
             why = old.why or new.why
-            missing += wrapped(f"  {words}: not told of {side.name}: {why}", indent=4)
+            missing += wrapped(f"  {words}: unknown for {side.name}: {why}", indent=4)
             continue
         share = f"{new.value / old.value - 1:+.1%}" if old.value else ""
         rows.append((f"  {words}", _figure(name, old), "->", _figure(name, new), share))

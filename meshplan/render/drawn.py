@@ -110,7 +110,7 @@ def memory_lines(facts: MemoryBars) -> list[Line]:
     key: list[Run] = [("  ", "")]
     for name in used:
         key += [(_LETTERS[name], _on(INKS[name])), (f" {name}  ", "")]
-    end = "  - up to the most that it may be" + ("; | the limit" if limit else "")
+    end = "  - up to the upper end of the estimate" + ("; | the limit" if limit else "")
     lines += [[], key, [(end if not facts.unknown else f"  ? unknown: {facts.unknown}", "dim")]]
     return lines
 
@@ -174,7 +174,7 @@ def gantt_lines(facts: Gantt, wide: int = 96) -> list[Line]:
             lines.append([(f"  … {facts.ranks - 31:,} more ranks", "dim")])
         cells: list[Run] = [(f"  pp {rank:<4}" if facts.schedule else "  ranks  ", "dim")]
         cells += [(kind, _on(PASSES[kind]) if kind in PASSES else "dim") for kind in rows[rank]]
-        cells.append((f"  keeps {facts.most_kept[rank]:,}", ""))
+        cells.append((f"  in flight {facts.most_kept[rank]:,}", ""))
         lines.append(cells)
     kinds = dict.fromkeys(block.kind for block in facts.blocks)
     words = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "of weights"}
@@ -182,7 +182,7 @@ def gantt_lines(facts: Gantt, wide: int = 96) -> list[Line]:
     lines += [
         [],
         [(f"  {key}, . waiting; a step is {facts.time(facts.step)}", "dim")],
-        [("  keeps: the most forwards that wait for their backward", "dim")],
+        [("  in flight: the most forwards that wait for their backward at once", "dim")],
         [(f"  {facts.assumed}", "dim")],
     ]
     return lines

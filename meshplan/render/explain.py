@@ -14,7 +14,7 @@ from meshplan.units import format_bytes, format_gib, format_step
 
 _SAME: Final = 5e-4
 """Steps whose times differ by a smaller share count as equally long."""
-_TAKEN: Final = "; the fastest takes {:.1%} less, and is not as simple"
+_TAKEN: Final = "; the fastest takes {:.1%} less time but is less simple"
 
 
 def why_not_to_json(answer: WhyNot) -> dict[str, Any]:
@@ -45,25 +45,25 @@ def why_not_to_json(answer: WhyNot) -> dict[str, Any]:
 
 def verdict(answer: WhyNot) -> str:
     """Return the answer in one line."""
-    return ("" if answer.is_whole else "so far, the time was up: ") + _verdict(answer)
+    return ("" if answer.is_whole else "search incomplete, time limit reached: ") + _verdict(answer)
 
 
 def _verdict(answer: WhyNot) -> str:
     num_with, num = answer.num_with
     if 0 < num_with < num:
-        return f"the plan has it on {num_with} of {num} blocks; on all, {_alone(answer)}"
+        return f"the plan uses it on {num_with} of {num} blocks; on all blocks: {_alone(answer)}"
     return _alone(answer)
 
 
 def _alone(answer: WhyNot) -> str:
     if answer.why:
-        return f"not in the space: {answer.why}"
+        return f"not in the search space: {answer.why}"
     if answer.seconds is None:
         if answer.missing_bytes is None or answer.missing_bytes <= 0:
             return (
-                "nothing with it fits" if answer.is_whole else "nothing with it was found that fits"
+                "no plan with it fits" if answer.is_whole else "no plan with it that fits was found"
             )
-        return f"does not fit: {format_gib(answer.missing_bytes)} are missing at the least"
+        return f"does not fit: at least {format_gib(answer.missing_bytes)} over the limit"
     if answer.plan is not None and answer.objective == "memory":
         return _by_memory(answer, answer.plan)
     plan_s = answer.plan.seconds if answer.plan is not None else answer.base_s
@@ -72,9 +72,10 @@ def _alone(answer: WhyNot) -> str:
     more = answer.seconds / plan_s - 1
     if answer.is_planned:
         less = 1 - answer.base_s / plan_s
-        return "the plan has it" + (_TAKEN.format(less) if less >= _SAME else "")
+        return "the plan uses it" + (_TAKEN.format(less) if less >= _SAME else "")
     if more <= -_SAME and answer.is_left:
-        return f"{more:+.1%}: the planner leaves it as the plan has it, and the plan may state it"
+        words = "faster, but the planner does not choose this by itself: state it in the plan"
+        return f"{more:+.1%}: {words}"
     if more <= -_SAME:
         return f"{more:+.1%}: faster, but by less than {SLACK:.0%}, and the plan is simpler"
     if more < _SAME:
@@ -95,7 +96,7 @@ def _on_another_mesh(answer: WhyNot) -> str:
     mesh = answer.evaluated.stated.get("mesh")
     if mesh is None or mesh == answer.plan.stated.get("mesh"):
         return ""
-    return f"it takes mesh: {flow(mesh)}, "
+    return f"with mesh: {flow(mesh)}, "
 
 
 def _axes(answer: WhyNot, cause: str) -> str:
@@ -111,9 +112,9 @@ def _by_memory(answer: WhyNot, plan: Evaluated) -> str:
     """Compare memory and time with the plan, for the objective "memory"."""
     assert answer.evaluated is not None
     if answer.is_planned:
-        return "the plan has it"
+        return "the plan uses it"
     more = answer.evaluated.memory.worst.band[1] - plan.memory.worst.band[1]
-    held = f"holds {format_bytes(more)} more" if more > 0 else "holds no more than the plan"
+    held = f"uses {format_bytes(more)} more" if more > 0 else "uses no more memory"
     return f"{held}, {answer.evaluated.seconds / plan.seconds - 1:+.1%} time"
 
 
@@ -124,7 +125,7 @@ def why_not_to_text(answer: WhyNot) -> list[str]:
         held = format_gib(answer.evaluated.memory.worst.band[1])
         lines += [
             "",
-            f"the best with it, {format_step(answer.seconds)} a step, {held} at the most:",
+            f"the best plan with it, {format_step(answer.seconds)} a step, at most {held}:",
         ]
         lines += [part for line in way_lines(answer.evaluated) for part in wrapped(f"  {line}", 4)]
     return lines

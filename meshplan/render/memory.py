@@ -109,7 +109,7 @@ def memory_to_text(
 def _table(estimate: MemoryEstimate, model: str, colour: bool) -> list[str]:
     has_stages = any(group.stages for group in estimate.groups)
     header = ["ranks", *(["stages"] if has_stages else []), "tensors", "allocated", "reserved",
-              "driver", "in all", "from", "to"]  # fmt: skip
+              "driver", "total", "from", "to"]  # fmt: skip
     rows = [
         [
             ranks_to_text(group.ranks),
@@ -150,12 +150,12 @@ def _on_host(estimate: MemoryEstimate) -> list[str]:
     host = estimate.host
     assert host is not None
     held, limit = format_gib(host.held_bytes), format_gib(host.limit_bytes)
-    there = "" if host.is_stated else " assumed (hardware.host_memory states it)"
-    over = ", which is TOO MUCH" if host.is_over else ""
+    there = "" if host.is_stated else " (assumed; state hardware.host_memory)"
+    over = ": TOO MUCH" if host.is_over else ""
     return [
         "",
-        f"in the host's memory besides: {size} of {whose}; a node's ranks hold {held} of the "
-        f"{limit}{there} of its host{over}",
+        f"host memory: {size} for {whose}; the ranks of a node use {held} of its "
+        f"{limit}{there}{over}",
     ]
 
 
@@ -172,7 +172,9 @@ def _peak(estimate: MemoryEstimate) -> list[str]:
     group = estimate.worst
     whole = group.peak.requested_bytes
     whose = ranks_in_words(group.ranks)
-    where = f"in {group.at.module}" if group.at.module else f"of no module, for {group.at.term}"
+    where = (
+        f"in {group.at.module}" if group.at.module else f"outside all modules, for {group.at.term}"
+    )
     title = f"the peak of {whose} is in {group.at.phase}, {where}:"
     largest_first = sorted(group.terms.items(), key=lambda item: -item[1])
     rows = [
@@ -192,9 +194,9 @@ def _modules(group: RankGroup) -> list[str]:
     if rest:
         others = _sum(rest)
         rows.append((f"  {len(rest)} others", "", *_columns(others)))
-    rows.append(("  in all", "", *_columns(_sum(group.modules))))
-    header = ("  module", "", *_COLUMNS, "other", "in all")
-    return ["the same by module:", *columns([header, *rows], "<<" + ">" * (len(_COLUMNS) + 2))]
+    rows.append(("  total", "", *_columns(_sum(group.modules))))
+    header = ("  module", "", *_COLUMNS, "other", "total")
+    return ["the peak by module:", *columns([header, *rows], "<<" + ">" * (len(_COLUMNS) + 2))]
 
 
 def _sum(rows: Sequence[ModuleBytes]) -> Mapping[Term, int]:
@@ -212,7 +214,7 @@ def _columns(terms: Mapping[Term, int]) -> tuple[str, ...]:
 
 def reconciliation_to_text(estimate: MemoryEstimate) -> list[str]:
     """Return the steps from the textbook to the exact figure of the worst ranks, term by term."""
-    return ["from the textbook to this figure:", *columns(_steps(estimate), "<>><")]
+    return ["from the textbook formula to this estimate:", *columns(_steps(estimate), "<>><")]
 
 
 def _steps(estimate: MemoryEstimate) -> list[tuple[str, str, str, str]]:
@@ -234,9 +236,9 @@ def explained_to_text(estimate: MemoryEstimate) -> list[str]:
         f"{ranks_in_words(group.ranks)}, in {group.at.phase}{where}: {estimate.size}"
         f"{_verdict(group, estimate.limit_bytes, False)}"
     )
-    why = f"how far it may be wrong: it is from {format_bytes(low)} to this, which has to fit"
+    why = f"margin of error: the peak is between {format_bytes(low)} and this, which has to fit"
     over = ("  error", _signed(high - group.peak.total_bytes), format_bytes(high), why)
-    return [title, "", "from the textbook to this figure:",
+    return [title, "", "from the textbook formula to this estimate:",
             *columns([*_steps(estimate), over], "<>><")]  # fmt: skip
 
 
@@ -250,14 +252,14 @@ def _fixes(estimate: MemoryEstimate, colour: bool) -> list[str]:
         paint("ok  ", "green", colour) + line if fix.fits else paint("OVER", "red", colour) + line
         for fix, line in zip(estimate.fixes, lines, strict=True)
     ]
-    return ["one change at a time, each estimated, the cheapest first:", *marked]
+    return ["single changes, each estimated, the cheapest first:", *marked]
 
 
 def _basis(estimate: MemoryEstimate) -> list[str]:
     how = f"tier {estimate.tier}: {_HOW[estimate.tier]}; {estimate.certified}"
     if estimate.bound:
         how = f"an upper bound: {estimate.bound}"
-    return [how, *(f"taken for granted: {what}: {value}" for what, value in estimate.assumed)]
+    return [how, *(f"assumed: {what}: {value}" for what, value in estimate.assumed)]
 
 
 def _gib(num_bytes: int) -> str:

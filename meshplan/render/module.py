@@ -70,7 +70,7 @@ def module_to_text(answer: ModuleAnswer) -> list[str]:
 
 def _tensors(answer: ModuleAnswer) -> list[str]:
     plan = answer.plan
-    header = ("tensor", "shape", "at rest", "in forward", "gradient", "on a rank", "decided by")
+    header = ("tensor", "shape", "at rest", "in forward", "gradient", "local shape", "decided by")
     prefix = f"{answer.name}." if answer.name else ""
     alike: dict[tuple[str, ...], list[str]] = {}
     for each in answer.tensors:
@@ -99,7 +99,7 @@ def _states(answer: ModuleAnswer) -> list[str]:
         ("  buffers", format_bytes(states.buffers_bytes)),
     ]
     if answer.saved_bytes is not None:
-        what = f"  kept for backward by {answer.block}, of a microbatch"
+        what = f"  activations saved by {answer.block}, per microbatch"
         rows.append((what, format_bytes(answer.saved_bytes)))
     rows = [row for row in rows if row[1] != "0 B"]
     return [f"bytes on rank {answer.rank}", *columns(rows, "<>")]
@@ -108,14 +108,14 @@ def _states(answer: ModuleAnswer) -> list[str]:
 def _cost(answer: ModuleAnswer) -> list[str]:
     cost = answer.cost
     if cost is None:
-        return [f"seconds are not told: {answer.why_no_cost}"]
+        return [f"no time estimate: {answer.why_no_cost}"]
     rows = [
         ("  forward", format_seconds(cost.forward_s)),
         ("  backward", format_seconds(cost.backward_s)),
-        ("  of both, what is sent in the way", format_seconds(cost.exposed_s)),
-        ("  once a step, last gradients and the optimizer", format_seconds(cost.update_s)),
+        ("  exposed communication in both", format_seconds(cost.exposed_s)),
+        ("  once per step, last gradients and the optimizer", format_seconds(cost.update_s)),
     ]
-    return [f"time of {answer.block}, of a microbatch", *columns(rows, "<>")]
+    return [f"time of {answer.block} per microbatch", *columns(rows, "<>")]
 
 
 def explained_memory_to_json(estimate: MemoryEstimate) -> dict[str, Any]:

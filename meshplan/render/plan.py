@@ -153,10 +153,10 @@ def decision_to_text(
     chosen = decision.chosen
     if chosen is None:
         limit = format_gib(decision.limit_bytes)
-        line = f"{title}: nothing in the space fits into {limit}"
+        line = f"{title}: no configuration fits into {limit}"
         if not decision.is_whole:
-            end = "it was interrupted" if decision.is_interrupted else "the time was up"
-            line = f"{title}: {end} before anything was found that fits into {limit}"
+            end = "interrupted" if decision.is_interrupted else "time limit reached"
+            line = f"{title}: {end} before a plan was found that fits into {limit}"
         return [paint(line, "bold", colour), *_section(_rejected(decision.rejected))]
     lines = [
         paint(f"{title}: {format_step(chosen.seconds)} a step", "bold", colour)
@@ -192,14 +192,14 @@ def _offload(decision: Decision, chosen: Evaluated) -> str:
         return ""
     without_s, price = decision.unoffloaded_s, ""
     if without_s == float("inf"):
-        price = "nothing fits" if decision.is_whole else "nothing was found that fits"
-        price = f", without which {price}"
+        price = "no plan fits" if decision.is_whole else "no plan that fits was found"
+        price = f"; without offload {price}"
     elif without_s is not None:
-        price = f", without which it is {format_step(without_s)}"
+        price = f"; without offload {format_step(without_s)} a step"
     held, limit = format_gib(host.held_bytes), format_gib(host.limit_bytes)
     known = "" if host.is_stated else " (assumed)"
     what = flow(chosen.stated["offload"])
-    return f", with offload: {what}{price}: {held} of a node's {limit}{known}"
+    return f", with offload: {what}, {held} of a node's {limit} host memory{known}{price}"
 
 
 def _rate(decision: Decision, evaluated: Evaluated) -> str:
@@ -230,8 +230,8 @@ def _memory(decision: Decision, evaluated: Evaluated) -> list[str]:
 def _allocator(evaluated: Evaluated) -> Iterator[str]:
     """Yield lines on how a process gets the allocator that the memory estimate assumes."""
     if evaluated.stated.get("allocator") == "expandable":
-        yield "        with expandable segments, which parallelize turns on before it moves the"
-        yield "        model; to allocate on the GPU sooner, start the job with"
+        yield "        with expandable segments: parallelize() turns them on before it moves the"
+        yield "        model; if the script allocates GPU memory earlier, start the job with"
         yield "        PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
@@ -240,16 +240,18 @@ def _host(evaluated: Evaluated) -> Iterator[str]:
     held = evaluated.memory.host
     if held is not None:
         much, limit = format_gib(held.held_bytes), format_gib(held.limit_bytes)
-        known = "" if held.is_stated else ", assumed: hardware.host_memory states it"
+        known = "" if held.is_stated else " (assumed; state hardware.host_memory)"
         yield f"{much} of a node's {limit}{known}"
 
 
 def _least(decision: Decision) -> list[str]:
     if decision.objective == "balanced":
-        return [f"        seconds times bytes: nothing in the space has {decision.gap:.1%} less"]
+        return [
+            f"        seconds times bytes: no configuration is more than {decision.gap:.1%} lower"
+        ]
     if decision.objective != "memory":
         return []
-    return [f"        the least; by linear figures nothing can hold {decision.gap:.1%} less"]
+    return [f"        the least found; lower bound of all configurations: {decision.gap:.1%} less"]
 
 
 def _ladder(decision: Decision) -> list[str]:
@@ -257,13 +259,13 @@ def _ladder(decision: Decision) -> list[str]:
     if ladder is None:
         return []
     return [
-        f"limits  {format_step(ladder.roofline_s)} if all flops ran at the peak",
-        f"        {format_step(ladder.no_network_s)} if nothing had to be sent: the network costs "
+        f"limits  {format_step(ladder.roofline_s)} if all flops ran at peak throughput",
+        f"        {format_step(ladder.no_network_s)} if communication were free: the network costs "
         f"{ladder.plan_s / ladder.no_network_s - 1:.1%}",
-        f"        {format_step(ladder.no_memory_limit_s)} if memory had no end: its limit costs "
-        f"{ladder.plan_s / ladder.no_memory_limit_s - 1:.1%}",
-        f"        {format_step(ladder.plan_s)} the fastest of {decision.num_configs:,} "
-        f"configurations, each with {decision.num_options} choices for every block "
+        f"        {format_step(ladder.no_memory_limit_s)} if memory were unlimited: the limit "
+        f"costs {ladder.plan_s / ladder.no_memory_limit_s - 1:.1%}",
+        f"        {format_step(ladder.plan_s)} for the fastest of {decision.num_configs:,} "
+        f"configurations, each with {decision.num_options} options per block "
         + (f"(gap {decision.gap:.2%})" if decision.is_whole else "so far"),
     ]
 
@@ -271,10 +273,10 @@ def _ladder(decision: Decision) -> list[str]:
 def _unproved(decision: Decision) -> list[str]:
     if decision.is_whole:
         return []
-    end = "it was interrupted" if decision.is_interrupted else "the time was up"
+    end = "interrupted" if decision.is_interrupted else "time limit reached"
     if decision.objective in ("memory", "balanced"):
-        return [f"so far: {end}"]
-    return [f"so far: {end}; nothing in the space is more than {decision.gap:.1%} faster"]
+        return [f"search incomplete: {end}"]
+    return [f"search incomplete: {end}; no configuration is more than {decision.gap:.1%} faster"]
 
 
 def _alternatives(decision: Decision) -> list[str]:
@@ -297,7 +299,7 @@ def _alternatives(decision: Decision) -> list[str]:
         for head, evaluated in zip(heads, decision.alternatives, strict=True)
         for part in packed(f"  {head}  ", _other_lines(evaluated, chosen))
     ]
-    return ["others that fit", *lines]
+    return ["alternatives that fit", *lines]
 
 
 def _other_lines(evaluated: Evaluated, chosen: Evaluated) -> Iterator[str]:
@@ -324,4 +326,4 @@ def _rejected(rejected: Iterable[Rejected]) -> list[str]:
     lines = [part for line in reasons[:_MOST_REJECTED] for part in wrapped(line, 4)]
     if (more := len(reasons) - _MOST_REJECTED) > 0:
         lines.append(f"  and {more} more (--json)")
-    return ["not in the space", *lines] if lines else []
+    return ["not in the search space", *lines] if lines else []

@@ -17,15 +17,15 @@ def profile_to_text(profile: Profile) -> Iterator[str]:
     attention = profile.peak_flops * profile.attention_efficiency / _TERA
     guess = " (a guess)" if LINKS_ARE_A_GUESS in profile.sources else ""
     rows = (
-        ("products", f"{products:.3g} TFLOP/s ({profile.efficiency:.0%} of the peak)"),
+        ("matmuls", f"{products:.3g} TFLOP/s ({profile.efficiency:.0%} of peak)"),
         ("attention", f"{attention:.3g} TFLOP/s"),
         ("memory", f"{profile.memory_bytes_per_s / _GIGA:.0f} GB/s"),
-        ("a kernel", f"{profile.launch_s * 1e6:.1f} us to start"),
+        ("kernel launch", f"{profile.launch_s * 1e6:.1f} us"),
         ("between devices", f"{profile.intra_bytes_per_s / _GIGA:.1f} GB/s" + guess),
         ("from the host", f"{profile.pcie_bytes_per_s / _GIGA:.1f} GB/s"),
     )
     for name, figure in rows:
         yield f"  {name:16} {figure}"
     if profile.residual is not None:
-        yield f"  off by {profile.residual:.1%} (root mean square of {profile.num_runs} times)"
+        yield f"  fit error {profile.residual:.1%} (root mean square over {profile.num_runs} runs)"
     yield from (f"  {source}" for source in profile.sources)

@@ -29,15 +29,15 @@ def retarget_to_text(found: PlanDifference, moved: Reshard) -> list[str]:
     """Return the lines of the answer."""
     share = moved.moved_bytes / moved.needed_bytes if moved.needed_bytes else 0.0
     rows = [
-        ("  the model's once", format_bytes(moved.state_bytes)),
-        ("  of all ranks together", format_bytes(moved.needed_bytes)),
-        ("  that ranks do not hold yet, on the same devices",
+        ("  the whole model, counted once", format_bytes(moved.state_bytes)),
+        ("  all ranks together", format_bytes(moved.needed_bytes)),
+        ("  to be moved, if every rank keeps its device",
          f"{format_bytes(moved.moved_bytes)}, {share:.0%}"),
-        (f"  of these the most, rank {moved.most_rank}", format_bytes(moved.most_bytes)),
+        (f"  most received by one rank, rank {moved.most_rank}", format_bytes(moved.most_bytes)),
     ]  # fmt: skip
     return [
         *difference_to_text(found),
         "",
-        "parameters and the optimizer's state",
+        "parameters and optimizer state",
         *columns(rows, "<<"),
     ]

@@ -20,9 +20,9 @@ from meshplan.render.tree import Entry, TreeLine, fold_tree
 from meshplan.units import format_bytes
 
 _WRAPPERS: Mapping[str, str] = {
-    "none": "no data axis",
-    "ddp": "DistributedDataParallel around the whole model",
-    "units": "FSDP2, unit by unit",
+    "none": "not applied: the mesh has no data axis",
+    "ddp": "applied as DistributedDataParallel around the whole model",
+    "units": "applied as FSDP2, unit by unit",
 }
 
 
@@ -53,10 +53,10 @@ def settings(plan: Plan) -> list[tuple[str, str]]:
              "output": precision.output, "master": precision.master}  # fmt: skip
     stated_roles = [f"{role} {dtype}" for role, dtype in roles.items() if dtype]
     return [
-        ("strategy", f"{why_to_text(strategy, plan)}; applied as {_WRAPPERS[assignment.wrapper]}"),
+        ("strategy", f"{why_to_text(strategy, plan)}; {_WRAPPERS[assignment.wrapper]}"),
         ("precision", ", ".join(stated_roles) or "the model's own"),
         ("optimizer", spec.optimizer + (f", gradient norm at most {clip:g}" if clip else "")),
-        *([("allocator", "its segments grow")] if spec.allocator == "expandable" else []),
+        *([("allocator", "expandable segments")] if spec.allocator == "expandable" else []),
         ("batch", _batch(plan)),
         *([("tp", "sequence parallel")] if assignment.sequence_parallel else []),
         *([("loss", _loss(plan))] if assignment.chunked_loss else []),
@@ -67,7 +67,7 @@ def settings(plan: Plan) -> list[tuple[str, str]]:
 def _loss(plan: Plan) -> str:
     chunked = plan.assignment.chunked_loss
     assert chunked is not None
-    words = f"{chunked.head} and cross-entropy over {chunked.chunks} parts of the tokens"
+    words = f"{chunked.head} and cross-entropy over {chunked.chunks} chunks of the tokens"
     return f"{why_to_text(chunked.reason, plan)}; {words}"
 
 
@@ -122,7 +122,7 @@ def _entries(plan: Plan) -> list[Entry]:
         if unit.precision != plan.spec.precision and unit.precision.word:
             notes[fqn].append(f"precision {unit.precision.word}")
     for fqn, recompute in assignment.recompute.items():
-        save = f", keeping {', '.join(recompute.policy.save)}" if recompute.policy.save else ""
+        save = f", saving {', '.join(recompute.policy.save)}" if recompute.policy.save else ""
         reason = Reason(
             f"activation_checkpointing: {recompute.policy.mode}{save}", recompute.reason.origin
         )
@@ -159,11 +159,15 @@ def _unit(plan: Plan, fqn: str) -> str:
     if not unit.is_sharded:
         return "replicated unit"
     reshard = unit.reshard_after_forward
-    where = ", at rest in the host's memory" if unit.on_host else ""
+    where = ", at rest in host memory" if unit.on_host else ""
     if isinstance(reshard, bool):
-        freed = "unit freed after forward" if reshard else "unit kept until backward ends"
+        freed = (
+            "unit resharded after forward"
+            if reshard
+            else "unit kept gathered until its last backward"
+        )
         return freed + where
-    return f"unit cut over {reshard} ranks after forward{where}"
+    return f"unit resharded over {reshard} ranks after forward{where}"
 
 
 def _tensor_cells(
@@ -174,7 +178,7 @@ def _tensor_cells(
     is_held = stages is None or stages.holds(info.fqn, 0)
     key = (info.shape, placed.stored, is_held)
     if key not in pieces:
-        pieces[key] = _pieces(plan, placed) if is_held else "in another stage"
+        pieces[key] = _pieces(plan, placed) if is_held else "on another stage"
     dtype = placed.dtype
     if placed.compute_dtype != dtype:
         dtype += f", computed in {placed.compute_dtype}"
@@ -193,7 +197,7 @@ def _pieces(plan: Plan, placed: Placed) -> str:
     first = placed.local_shape(plan.mesh)
     smallest = placed.stored.least_local_shape(placed.info.shape, plan.mesh)
     return shape_to_text(first) + (
-        f", least {shape_to_text(smallest)}" if smallest != first else ""
+        f", smallest {shape_to_text(smallest)}" if smallest != first else ""
     )
 
 
@@ -223,7 +227,7 @@ def states_to_text(plan: Plan) -> list[str]:
     else:
         rows.append(_states_row(f"{most} (most)", every[most]))
         rows.append(_states_row(f"{least} (least)", every[least]))
-    title = "resident state between backward and the optimizer's step, activations apart"
+    title = "resident state between backward and the optimizer step, without activations"
     return [title, *columns(rows, "<>>>>>>")]
 
 

@@ -62,9 +62,9 @@ def frontier_to_text(
         for head, evaluated in zip(heads, evaluated_plans, strict=True)
         for part in packed(f"{head}  ", _words(evaluated))
     ]
-    end = "it was interrupted" if is_interrupted else "the time was up"
-    end = "" if is_whole else f", so far: {end}"
-    return [f"the fastest within less and less memory{end}", *lines]
+    end = "interrupted" if is_interrupted else "time limit reached"
+    end = "" if is_whole else f" (search incomplete: {end})"
+    return [f"memory-time frontier, fastest plan first{end}", *lines]
 
 
 def _words(evaluated: Evaluated) -> Iterator[str]:
@@ -107,9 +107,9 @@ def cost_to_text(decision: Decision, price: float | None) -> list[str]:
     if found is None or (price is None and decision.objective != "cost"):
         return []
     what = "tokens" if decision.tokens else "samples"
-    line = f"cost    {found[f'gpu_hours_per_million_{what}']:.4f} GPU-hours for a million {what}"
+    line = f"cost    {found[f'gpu_hours_per_million_{what}']:.4f} GPU-hours per million {what}"
     if price is not None:
-        line += f", {found[f'price_per_million_{what}']:.4f} at {price:g} an hour"
+        line += f", {found[f'price_per_million_{what}']:.4f} at {price:g} per GPU-hour"
     return [line]
 
 
@@ -152,13 +152,13 @@ def _more(found: TrainingTarget) -> str:
     """Describe the larger batch with which more GPUs help; "" if the batch is large enough."""
     if found.samples is None:
         return ""
-    few = f": {found.samples:,} samples of a step are too few for more GPUs to be faster"
+    few = f": with {found.samples:,} samples per step, more GPUs are no faster"
     if found.more is None:
         return f"{few}; raise batch.global"
     samples, size = found.more
     assert size.days is not None
     took = f"{size.num_gpus:,} GPUs take {format_days(size.days)}"
-    return f"{few}; raise batch.global: with {samples:,} {took}"
+    return f"{few}; raise batch.global: with {samples:,} samples, {took}"
 
 
 def training_to_text(found: TrainingTarget, price: float | None) -> list[str]:
@@ -167,7 +167,7 @@ def training_to_text(found: TrainingTarget, price: float | None) -> list[str]:
     for size in found.sizes:
         mark = "<- the fewest" if size is found.answer else ""
         if size is found.answer and not found.is_fewest:
-            mark = "<- the fewest of those that were planned"
+            mark = "<- the fewest of the numbers tried"
         took = format_days(size.days) if size.days is not None else size.why
         nodes = f"{size.nodes:,} node{'' if size.nodes == 1 else 's'}"
         rows.append((f"  {size.num_gpus:,} GPUs", nodes, took, mark))
@@ -177,9 +177,12 @@ def training_to_text(found: TrainingTarget, price: float | None) -> list[str]:
     title = f"{format_count(round(found.tokens))} tokens in {_allowed(found.days)}"
     lines = [title, *columns(rows, ">><<")]
     if found.answer is None:
-        return [*lines, *wrapped(f"  no number of nodes that was planned does it{_more(found)}", 4)]
+        return [
+            *lines,
+            *wrapped(f"  none of these numbers of nodes trains in time{_more(found)}", 4),
+        ]
     if price is not None:
         assert found.answer.days is not None
         whole = found.answer.days * 24 * found.answer.num_gpus * price
-        lines.append(f"  it costs {whole:,.0f} at {price:g} for a GPU-hour")
+        lines.append(f"  cost: {whole:,.0f} at {price:g} per GPU-hour")
     return lines

@@ -10,8 +10,8 @@ from meshplan.render.text import columns, packed, wrapped
 from meshplan.units import format_gib, format_step
 
 _HOPELESS: Final = (
-    "no statement of the plan is in the way: with nothing stated but model, batch, precision, "
-    "optimizer and machine nothing fits"
+    "even with only model, batch, precision, optimizer and hardware stated, no plan fits: no other "
+    "setting is the cause"
 )
 
 
@@ -52,20 +52,24 @@ def conflict_to_text(trouble: Trouble) -> list[str]:
     why = wrapped(f"  {trouble.why}", indent=4) if trouble.why else []
     if not trouble.conflict:
         if not trouble.is_hopeless:
-            what = f"{ended(trouble)} before it was known which statements are in the way"
+            what = f"{ended(trouble)} before the conflicting settings were found"
             return [what, *why]
         return [*wrapped(_HOPELESS, indent=2), *why]
-    title = "nothing fits with all of these, whatever else is left open; with any one less it does"
+    title = (
+        "even with all other settings open, no plan with these fits; drop any one and a plan fits"
+    )
     if len(trouble.conflict) == 1:
-        title = "nothing fits with this, whatever else is left open; without it something does"
+        title = (
+            "even with all other settings open, no plan with this one fits; drop it and a plan fits"
+        )
     if not trouble.is_least:
-        title = f"some of these do not go together; {ended(trouble)} before it was known which"
+        title = f"some of these settings conflict; {ended(trouble)} before it was clear which"
     return [title, *(f"  {each}" for each in trouble.conflict), *why]
 
 
 def ended(trouble: Trouble) -> str:
     """Return the reason why the search ended early."""
-    return "it was interrupted" if trouble.is_interrupted else "the time was up"
+    return "the search was interrupted" if trouble.is_interrupted else "the time limit was reached"
 
 
 def _remedies(trouble: Trouble) -> list[str]:
@@ -73,13 +77,13 @@ def _remedies(trouble: Trouble) -> list[str]:
     devices = wrapped(f"with more devices: {more}", indent=4) if more else []
     if not trouble.remedies:
         late = "" if trouble.is_whole else f" before {ended(trouble)}"
-        return [f"no single change was found that helps{late}", *devices]
+        return [f"no single change that helps was found{late}", *devices]
     heads = columns(
         [
             (
                 f"  {each.change}",
                 f"{format_step(each.evaluated.seconds)} a step",
-                f"{format_gib(each.evaluated.memory.worst.band[1])} at the most",
+                f"at most {format_gib(each.evaluated.memory.worst.band[1])}",
             )
             for each in trouble.remedies
         ],
@@ -89,4 +93,8 @@ def _remedies(trouble: Trouble) -> list[str]:
     for head, each in zip(heads, trouble.remedies, strict=True):
         says = statement_lines(each.setting, each.evaluated.plan.graph.blocks())
         lines += [head, *packed("      ", says)]
-    return ["one change at a time, each searched and replayed:", *lines, *devices]
+    return [
+        "changes that make a plan fit, one at a time; each was searched and its memory simulated:",
+        *lines,
+        *devices,
+    ]

@@ -12,8 +12,8 @@ _MOST_LINES = 6
 
 def verdict_to_text(verdict: Verdict, plan: str) -> list[str]:
     """Return the lines of the report; the last line is the verdict."""
-    out = _list("made smaller", verdict.notes)
-    out += _list("rules that match nothing of the small model", verdict.unmatched)
+    out = _list("scaled down", verdict.notes)
+    out += _list("rules that match nothing in the scaled-down model", verdict.unmatched)
     if verdict.refusal:
         return [*out, f"{plan}: does NOT RUN", *verdict.refusal.splitlines()]
     assert verdict.moved is not None
@@ -25,7 +25,7 @@ def verdict_to_text(verdict: Verdict, plan: str) -> list[str]:
             rows.append((f"{each.what}, step {each.step}", *numbers, *apart))
     out += [f"on {verdict.mesh}, {verdict.world} processes", *columns(rows, "<>>>><")]
     out += _moved(verdict)
-    out.append(f"live shapes: ok, {verdict.num_tensors} tensors on every rank as the plan says")
+    out.append(f"live shapes: ok, {verdict.num_tensors} tensors on every rank as planned")
     out += _bytes(verdict)
     out += _collectives(verdict)
     out += _remarks(verdict)
@@ -47,13 +47,13 @@ def _moved(verdict: Verdict) -> list[str]:
             continue
         wrong = [each for each in moved.wrong if each.is_buffer == is_buffer]
         count = f"{moved.num_buffers} compared" if is_buffer else f"{moved.num_judged} moved"
-        still = "" if is_buffer else f"; {moved.num_still} did not move visibly"
+        still = "" if is_buffer else f"; {moved.num_still} moved no further than rounding"
         out.append(
-            f"{what}: {_word(not wrong)}, {count}, {shift.name} is {shift.share:.1e} of its "
-            f"movement apart, {shift.allowed_share:.1e} allowed{still}"
+            f"{what}: {_word(not wrong)}, {count}; nearest to its limit: {shift.name}, "
+            f"off by {shift.share:.1e} of its movement, {shift.allowed_share:.1e} allowed{still}"
         )
         out += [
-            f"    DIFFERENT: {each.name}, {each.share:.0%} of its movement, "
+            f"    DIFFERENT: {each.name}, off by {each.share:.0%} of its movement, "
             f"{each.allowed_share:.0%} allowed"
             for each in wrong[:_MOST_LINES]
         ]
@@ -65,21 +65,22 @@ def _moved(verdict: Verdict) -> list[str]:
 def _remarks(verdict: Verdict) -> list[str]:
     """Return lines that explain the tolerances and how the single process was run."""
     out = [
-        f"allowed: {ROUNDINGS:g} times what rounding moves in one process, and never less than "
-        f"{verdict.tolerance.loss:.3g} of a loss and {verdict.tolerance.relative:.3g} of a movement"
+        f"allowed: {ROUNDINGS:g} times the change that rounding causes in one process, but at "
+        f"least {verdict.tolerance.loss:.3g} of a loss and {verdict.tolerance.relative:.3g} of a "
+        "movement"
     ]
     if verdict.microbatches > 1:
         out.append(
-            f"one process took {verdict.microbatches} microbatches a step too: BatchNorm has "
-            "statistics of each"
+            f"the one process also ran {verdict.microbatches} microbatches per step: BatchNorm "
+            "computes its statistics over each microbatch"
         )
     if verdict.own_statistics:
         others = len(verdict.own_statistics) - 1
         names = verdict.own_statistics[0] + (f" and {others} more" if others else "")
         out.append(
-            f"not as one process with the whole batch: {names} take statistics of each data rank's "
-            "own samples, as the one process here did too; sync_batchnorm: true takes BatchNorm's "
-            "over all samples"
+            f"unlike one process with the whole batch: {names} compute statistics over each data "
+            "rank's own samples, and so did the one process here; add `sync_batchnorm: true` to "
+            "compute those of BatchNorm over all samples"
         )
     return out
 
@@ -110,18 +111,17 @@ def _collectives(verdict: Verdict) -> list[str]:
     apart = [(n, r) for n, r in enumerate(verdict.ranks) if r.sent]
     if not apart:
         told = (
-            f"collectives of a step: ok, {count}; kind by kind and byte by byte as predicted on "
-            f"{_ranks(verdict)}"
+            f"collectives of a step: ok, {count}; kinds and bytes as predicted on {_ranks(verdict)}"
         )
         if first.num_routed:
-            told += f", but for the bytes of {first.num_routed} that the routing of tokens decides"
+            told += f", except the bytes of {first.num_routed}, whose sizes depend on token routing"
         return [told]
     rank, report = apart[0]
     return [
-        f"{head}; DIFFERENT on {len(apart)} ranks, on rank {rank}:",
+        f"{head}; DIFFERENT on {len(apart)} ranks; on rank {rank}:",
         *(
             f"    {each.route.kind} along {' and '.join(each.route.axes)} of "
-            f"{each.route.num_bytes:,} B: {each.counted}, predicted {each.predicted}"
+            f"{each.route.num_bytes:,} B: counted {each.counted}, predicted {each.predicted}"
             for each in report.sent[:_MOST_LINES]
         ),
     ]

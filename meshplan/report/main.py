@@ -131,8 +131,8 @@ def check_target(path: Path) -> None:
         SpecError: The name does not end in .html or .htm, or the file cannot be written.
     """
     if path.suffix.lower() not in (".html", ".htm"):
-        what = "a report is a page, and the name does not say so"
-        raise SpecError(Problem(what, Origin(str(path)), "let the name end in .html"))
+        what = "a report is an HTML page, and this name does not end in .html or .htm"
+        raise SpecError(Problem(what, Origin(str(path)), "use a name that ends in .html"))
     check_writable(path, "the report")
 
 
@@ -165,10 +165,10 @@ def report_of(known: ReportFacts) -> Report:
     titles = {
         "memory": "Does it fit?",
         "choice": "Why this plan, and why not another?",
-        "layouts": "Who holds what, and why?",
-        "time": "Who waits, and who sends?",
+        "layouts": "What does each rank hold, and why?",
+        "time": "When do ranks wait, and what do they send?",
         "plan": "What does the plan say?",
-        "rest": "What is left out, and what is to be known?",
+        "rest": "What is left out, and what else should you know?",
     }
     content = [Section(key, title, parts[key]) for key, title in titles.items()]
     return Report(
@@ -192,7 +192,8 @@ def _picture(known: ReportFacts, what: str, theme: str) -> Picture:
         return draw_decision(known.decision, what, theme=theme)
     plan = known.plan or known.counted
     if plan is None:
-        raise PlanError("there is no plan to draw" if known.decision else "no model is known")
+        has_searched = known.decision is not None or known.trouble is not None
+        raise PlanError("no plan was found" if has_searched else "pictures need a model")
     given: dict[str, Any] = {}
     if what in ("memory", "waterfall", "timeline"):
         given = {"gpu": known.gpu, "memory": known.memory}
@@ -239,8 +240,10 @@ def _verdict(known: ReportFacts) -> tuple[str, bool | None]:
     if decision is not None and decision.chosen is None:
         found = "fits" if decision.is_whole else "was found in time that fits"
         limit = format_gib(decision.limit_bytes)
-        return f"Nothing of {decision.num_configs:,} configurations {found} into {limit}", False
-    return "No model is known: only the states can be told, by the textbook", None
+        return f"None of {decision.num_configs:,} configurations {found} into {limit}", False
+    if known.trouble is not None:
+        return "The settings of the plan leave no configuration to choose from", None
+    return "Without a model, textbook formulas give the training states only", None
 
 
 def _limit(known: ReportFacts) -> int | None:

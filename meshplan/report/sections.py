@@ -32,14 +32,14 @@ def key_figures(
     if plan is not None:
         found.append(("GPUs", f"{plan.mesh.world_size:,}"))
     if estimate is not None:
-        found.append(("memory of a GPU", estimate.size))
+        found.append(("memory per GPU", estimate.size))
     evaluated = decision.chosen if decision else None
     if decision is not None and evaluated is not None:
-        found.append(("a step, by the cost model", format_seconds(evaluated.seconds)))
+        found.append(("step time, by the cost model", format_seconds(evaluated.seconds)))
         if decision.tokens:
-            found.append(("tokens a second and GPU", f"{decision.tokens_per_s(evaluated):,.0f}"))
+            found.append(("tokens/s per GPU", f"{decision.tokens_per_s(evaluated):,.0f}"))
         else:
-            found.append(("samples a second and GPU", f"{decision.samples_per_s(evaluated):,.1f}"))
+            found.append(("samples/s per GPU", f"{decision.samples_per_s(evaluated):,.1f}"))
         found.append(("MFU", f"{decision.mfu(evaluated):.1%}"))
     return pairs(found, "figures")
 
@@ -52,10 +52,10 @@ def about_plan(
         yield pairs([("mesh", str(plan.mesh)), *settings(plan)])
     chosen = decision.chosen if decision else None
     if decision is not None and chosen is not None and decision.spec.free_fields:
-        yield heading("Chosen for what the file leaves open")
+        yield heading("Chosen by the planner, where the file leaves it open")
         yield bullets(way_lines(chosen))
     if on_top:
-        yield heading("Stated beside the file, and before it")
+        yield heading("Overrides of the file")
         yield bullets(on_top)
     if text:
         yield heading("The file")
@@ -81,29 +81,29 @@ def about_memory(estimate: MemoryEstimate) -> Iterator[str]:
             for step in estimate.reconciliation
         ]  # fmt: skip
         yield Table(
-            caption="From the textbook's figure to this one, in this order",
-            columns=("what", ">changes it by", ">to", "why"),
+            caption="From the textbook formula to this estimate, step by step",
+            columns=("step", ">change", ">result", "why"),
             rows=rows,
             is_ordered=True,
         ).to_html()
     if estimate.fixes:
         rows = [
             [Cell(fix.change), Cell(fix.setting), gib(fix.total_bytes),
-             Cell("fits", mark="good") if fix.fits else Cell("does not", mark="bad")]
+             Cell("fits", mark="good") if fix.fits else Cell("does not fit", mark="bad")]
             for fix in estimate.fixes
         ]  # fmt: skip
-        columns = ("single change", "in the plan", ">at the most", "")
+        columns = ("single change", "in the plan", ">at most", "")
         yield Table(caption="What would help", columns=columns, rows=rows).to_html()
     basis = f"an upper bound: {estimate.bound}" if estimate.bound else estimate.certified
-    yield paragraph(f"How these figures are known: {basis}.", "quiet")
-    yield bullets(f"taken for granted: {what}: {value}" for what, value in estimate.assumed)
+    yield paragraph(f"Basis of these figures: {basis}.", "quiet")
+    yield bullets(f"assumed: {what}: {value}" for what, value in estimate.assumed)
 
 
 def _groups(estimate: MemoryEstimate) -> Table:
     facts = memory_bars(estimate)
     has_stages = any(group.stages for group in estimate.groups)
     columns = ["ranks", *(["stages"] if has_stages else []), ">tensors", ">allocated", ">reserved",
-               ">driver", ">in all", ">from", ">to", "verdict"]  # fmt: skip
+               ">driver", ">total", ">from", ">to", "verdict"]  # fmt: skip
     rows = []
     for group in estimate.groups:
         rows.append(
@@ -112,7 +112,9 @@ def _groups(estimate: MemoryEstimate) -> Table:
              *map(gib, group.peak), gib(group.peak.total_bytes), *map(gib, group.band),
              _left(group, estimate.limit_bytes)]
         )  # fmt: skip
-    return Table(caption=f"{facts.title}. Each row: ranks alike", columns=columns, rows=rows)
+    return Table(
+        caption=f"{facts.title}. Each row: ranks with equal memory", columns=columns, rows=rows
+    )
 
 
 def _left(group: RankGroup, limit_bytes: int | None) -> Cell:
@@ -132,7 +134,7 @@ def about_states(states: StatesEstimate) -> Iterator[str]:
         for row in states.rows
     ]  # fmt: skip
     yield Table(
-        caption="Training states of each GPU by the textbook, activations not counted",
+        caption="Training states of each GPU by the textbook formulas, without activations",
         columns=("strategy", "precision", "formula", ">bytes", ""),
         rows=rows,
     ).to_html()
@@ -153,7 +155,7 @@ def about_layouts(plan: Plan) -> Iterator[str]:
                      *map(Cell, (at_rest, why, shape, piece, dtype, kind))])  # fmt: skip
     source = plan.spec.source
     yield Table(
-        caption=f"Why each module and tensor is where it is; line:column are of {source}",
+        caption=f"Layout of each module and tensor, and what decided it (line:column of {source})",
         columns=("module or tensor", "at rest", "decided by", "shape", "on rank 0", "dtype",
                  "class"),
         rows=rows,
@@ -182,15 +184,16 @@ def about_traffic(plan: Plan) -> Iterator[str]:
 def about_choice(decision: Decision, why_not: Sequence[WhyNot]) -> Iterator[str]:
     """Yield tables of measured plans, of `why_not` answers, and of what is not in the space."""
     chosen = decision.chosen
-    found = (
-        f"{decision.num_configs:,} configurations, {decision.num_options} choices for each block"
-    )
+    found = f"{decision.num_configs:,} configurations, {decision.num_options} options per block"
     if decision.is_whole:
-        proved = "none of them fits" if chosen is None else f"proved to within {decision.gap:.2%}"
-        yield paragraph(f"Searched to the end: {found}; {proved}.")
+        proved = "none of them fits" if chosen is None else f"optimal to within {decision.gap:.2%}"
+        yield paragraph(f"Exhaustive search: {found}; {proved}.")
     else:
-        end = "it was interrupted" if decision.is_interrupted else "the time was up"
-        yield paragraph(f"So far, {end}: {found}; nothing is more than {decision.gap:.1%} faster.")
+        end = "interrupted" if decision.is_interrupted else "time limit reached"
+        better = "faster" if decision.objective in ("time", "cost") else "better"
+        known = f"no configuration is more than {decision.gap:.1%} {better} than the best found"
+        known = "no plan that fits was found" if chosen is None else known
+        yield paragraph(f"Search incomplete ({end}): {found}; {known}.")
     evaluated_plans = {
         id(evaluated): evaluated
         for evaluated in (*([chosen] if chosen else []), *decision.alternatives, *decision.measured)
@@ -209,14 +212,14 @@ def about_choice(decision: Decision, why_not: Sequence[WhyNot]) -> Iterator[str]
             for answer in why_not
         ]  # fmt: skip
         yield Table(
-            caption="Why not otherwise: the best with one setting held",
-            columns=("setting", ">a step", "verdict", "the best with it"),
+            caption="Why not another setting: the best plan with that setting fixed",
+            columns=("setting", ">a step", "verdict", "best plan with it"),
             rows=rows,
         ).to_html()
     if decision.rejected:
         rows = [[Cell(each.what), Cell(each.why)] for each in decision.rejected]
         yield Table(
-            caption="Not in the space, and why", columns=("what", "why"), rows=rows
+            caption="Not in the search space, and why", columns=("what", "why"), rows=rows
         ).to_html()
 
 
@@ -237,8 +240,8 @@ def _candidates(decision: Decision, evaluated_plans: Sequence[Evaluated]) -> str
             ]
         )
     return Table(
-        caption="Candidates whose memory was replayed to the byte",
-        columns=("candidate", ">a step", ">slower by", ">memory at the most", "verdict"),
+        caption="Candidates whose memory was simulated event by event",
+        columns=("candidate", ">a step", ">slower by", ">peak memory, at most", "verdict"),
         rows=rows,
     ).to_html()
 
@@ -251,7 +254,7 @@ def about_trouble(trouble: Trouble) -> Iterator[str]:
     yield bullets(line.strip() for line in rest)
     if not trouble.remedies:
         more = "" if trouble.is_whole else f" before {ended(trouble)}"
-        yield paragraph(f"No single change was found that helps{more}.")
+        yield paragraph(f"No single change that helps was found{more}.")
         return
     rows = [
         [Cell(each.change),
@@ -261,8 +264,8 @@ def about_trouble(trouble: Trouble) -> Iterator[str]:
         for each in trouble.remedies
     ]  # fmt: skip
     yield Table(
-        caption="What would help: one change at a time, each searched and replayed",
-        columns=("change", "in the plan", ">a step", ">memory at the most", ">GPUs"),
+        caption="What would help: one change at a time, each searched and its memory simulated",
+        columns=("change", "in the plan", ">a step", ">peak memory, at most", ">GPUs"),
         rows=rows,
     ).to_html()
 

@@ -51,7 +51,7 @@ def test_a_network_with_batch_norm_is_judged_in_half_precision(pools, syncs):
     assert verdict.moved.worst > verdict.tolerance.relative
     assert bool(verdict.own_statistics) is not syncs
     told = "\n".join(verdict_to_text(verdict, "plan"))
-    assert ("sync_batchnorm: true takes BatchNorm's over all samples" in told) is not syncs
+    assert ("compute those of BatchNorm over all samples" in told) is not syncs
 
 
 def test_every_comparison_says_what_is_allowed(pools):

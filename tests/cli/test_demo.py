@@ -33,7 +33,7 @@ def test_the_demo():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith((ROOT / "tests/golden/show_hybrid_2x4.txt").read_text())
-    assert done.stdout.endswith("held and predicted: ok on every rank, to the byte\n")
+    assert done.stdout.endswith("measured and predicted: ok on every rank, to the byte\n")
     rows = re.findall(r"^ +(\d) +(\d\.\d{6}) +(\d\.\d{6}) +(\S+)$", done.stdout, re.MULTILINE)
     assert [row[0] for row in rows] == ["1", "2", "3"]
     assert 5.5 < float(rows[0][1]) < 6.0
@@ -148,7 +148,7 @@ def test_a_difference_is_said_and_is_no():
     assert not agrees(losses, alone, 1e-4)
     assert not agrees([float("nan")], [5.0], 1e-4)
     assert losses_to_text(losses, alone, 8, 1e-4)[-1] == (
-        "largest difference of all 3 steps: 1.0e-03 of 1e-04 allowed: DIFFERENT"
+        "largest difference over all 3 steps: 1.0e-03, 1e-04 allowed: DIFFERENT"
     )
 
 
@@ -156,7 +156,7 @@ def test_bytes_that_cancel_out_still_differ():
     held, said = StateBytes(100, 200, 300, 0), StateBytes(100, 201, 299, 0)
     lines = bytes_to_text([said, held], [said, said])
     assert lines[-2].split() == ["1", "100", "200", "300", "600", "600", "2"]
-    assert lines[-1] == "held and predicted: DIFFERENT on 1 rank"
+    assert lines[-1] == "measured and predicted: DIFFERENT on 1 rank"
 
 
 def test_long_runs_are_shown_in_a_dozen_rows():

@@ -222,7 +222,7 @@ def test_the_text_says_where_and_why(run):
     assert row[1:3] == ["x", "3"]
     assert "OVER by" in out
     assert "the peak of ranks 0-3 is in " in out
-    assert "from the textbook to this figure:\n  textbook: full_shard, 16*a/n" in out
+    assert "from the textbook formula to this estimate:\n  textbook: full_shard, 16*a/n" in out
     assert "tier 3: the whole step was traced; nothing is extrapolated" in out
 
 

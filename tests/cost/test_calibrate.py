@@ -142,7 +142,7 @@ def test_the_verb_writes_a_profile_or_says_why_not(tmp_path, monkeypatch, capsys
     path = tmp_path / "profile.json"
     monkeypatch.setattr(calibrate, "measure", lambda: MADE)
     assert main(["calibrate", "--out", str(path), "-q"]) == 0
-    assert "off by 0.0%" in capsys.readouterr().out
+    assert "fit error 0.0%" in capsys.readouterr().out
     assert read_profile(path).device == H100.name
     path.unlink()
     noisy = tuple(replace(s, seconds=s.seconds * (1 + n % 2)) for n, s in enumerate(MADE.moves))

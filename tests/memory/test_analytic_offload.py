@@ -231,9 +231,9 @@ def test_the_estimate_tells_both_sides() -> None:
 @pytest.mark.parametrize(
     ("memory", "fits", "words"),
     [
-        ({}, True, "of the 288.0 GiB assumed (hardware.host_memory states it) of its host"),
-        ({"host_memory": "1MiB"}, False, "of its host, which is TOO MUCH"),
-        ({"host_memory": "1GiB"}, True, "of the 1.0 GiB of its host"),
+        ({}, True, "of its 288.0 GiB (assumed; state hardware.host_memory)"),
+        ({"host_memory": "1MiB"}, False, ": TOO MUCH"),
+        ({"host_memory": "1GiB"}, True, "of its 1.0 GiB"),
     ],
 )
 def test_a_node_s_host_holds_what_its_ranks_do(

@@ -79,8 +79,8 @@ def test_the_layout_names_rows_and_ranks():
 
 def test_the_rows_of_a_pipeline_wait_where_they_wait():
     text = text_of(gantt_lines(gantt(llama(4, **PIPED)), wide=33))
-    assert "pp 0   FFFF......BBFBBFBBFBBFBB.BB.BB.BB  keeps 4" in text
-    assert "pp 3   ...FBBFBBFBBFBBFBBFBBFBBFBB......  keeps 1" in text
+    assert "pp 0   FFFF......BBFBBFBBFBBFBB.BB.BB.BB  in flight 4" in text
+    assert "pp 3   ...FBBFBBFBBFBBFBBFBBFBBFBB......  in flight 1" in text
 
 
 @pytest.mark.parametrize("what", ["mesh", "layout", "memory", "gantt"])

@@ -90,7 +90,7 @@ def test_what_it_costs_stands_with_the_limits(job, capsys):
     at = next(number for number, line in enumerate(lines) if line.startswith("cost "))
     assert lines[at - 1] == ""
     assert lines[at + 1] == ""
-    assert at < lines.index("not in the space")
+    assert at < lines.index("not in the search space")
 
 
 def test_plans_of_a_frontier_are_told_apart(job, capsys):
@@ -102,7 +102,7 @@ def test_plans_of_a_frontier_are_told_apart(job, capsys):
     out, err = capsys.readouterr()
     assert "bytes" not in err
     assert " GiB" in err
-    frontier = out.partition("less and less memory\n")[2]
+    frontier = out.partition("memory-time frontier, fastest plan first\n")[2]
     plans = [" ".join(each.split()[4:]) for each in _entries(frontier)]
     assert len(plans) == len(set(plans)) > 2
 
@@ -130,7 +130,7 @@ def test_a_training_of_tokens_needs_samples_that_have_some(tmp_path, capsys):
     capsys.readouterr()
     assert main(["diff", lock, lock, "--set", "optimizer=sgd"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert f"a step: not told of {lock}: no config tells of Alone" in text
+    assert f"a step: unknown for {lock}: no config tells of Alone" in text
 
 
 def test_what_was_measured_is_gone_by_where_the_lock_was(job, tmp_path, capsys):

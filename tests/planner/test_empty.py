@@ -32,7 +32,7 @@ def test_samples_that_no_mesh_shares_out_are_the_reason(job, capsys):
     assert main(["plan", "-f", str(path), "-q"]) == 1
     out = capsys.readouterr().out
     assert what in " ".join(out.split())
-    assert "not in the space\n  mesh.tp=8: " in out
+    assert "not in the search space\n  mesh.tp=8: " in out
     assert max(map(len, out.splitlines()[1:])) <= 100
     assert main(["plan", "-f", str(path), "-q", "--json"]) == 1
     result = json.loads(capsys.readouterr().out)["result"]

@@ -293,7 +293,7 @@ def test_experts_are_found_by_what_they_stack(tmp_path):
 def test_explain_knows_ep(job, capsys):
     path = str(job())
     assert main(["explain", "why-not", "mesh.ep=3", "-f", path, "-q"]) == 1
-    assert "not in the space" in capsys.readouterr().out
+    assert "not in the search space" in capsys.readouterr().out
     assert main(["explain", "why-not", "mesh.ep=4", "-f", path, "-q", "--json"]) == 0
     (answer,) = json.loads(capsys.readouterr().out)["result"]["answers"]
     assert answer["step_s"] >= answer["best_step_s"] * (1 - 1e-4)

@@ -24,7 +24,7 @@ def test_how_a_rule_does():
     assert _compared("zero1", RULE, slow, 1.0).startswith("no: zero2 +20.0%")
     none = [asked("full_shard", None, 2**30), asked("zero2", None, 2**30)]
     assert _compared("zero1", RULE, none, 1.0) == (
-        "no: does not fit: 1.0 GiB are missing at the least"
+        "no: does not fit: at least 1.0 GiB over the limit"
     )
 
 

@@ -144,7 +144,7 @@ def test_json_of_a_module(job, capsys):
     assert module["tensors"][0]["layout"] == "S(0)@dp_shard"
     assert module["tensors"][0]["decided_by"][0]["text"].startswith("strategy")
     assert main(["explain", "model.layers.0", "-f", str(path)]) == 0
-    assert "time of model.layers.0, of a microbatch" in capsys.readouterr().out
+    assert "time of model.layers.0 per microbatch" in capsys.readouterr().out
 
 
 def test_tensors_that_are_alike_are_one_row(job, capsys):
@@ -172,7 +172,7 @@ def test_memory_is_told_from_the_textbook_to_the_byte(job, capsys):
     assert memory["total_bytes"] == checking.estimate_memory(path).worst.peak.total_bytes
     assert main(["explain", "memory", "-f", str(path)]) == 0
     text = capsys.readouterr().out
-    assert "from the textbook to this figure" in text
+    assert "from the textbook formula to this estimate" in text
     assert main(["plan", "-f", str(path), "--json", "-q"]) == 0
     peak = json.loads(capsys.readouterr().out)["result"]["peak_bytes"]
     assert memory["band"][1] == peak
@@ -180,7 +180,7 @@ def test_memory_is_told_from_the_textbook_to_the_byte(job, capsys):
     assert title.startswith("ranks 0-7, in backward")
     assert f", at most {format_gib(peak).split()[0]}, of 79.1 GiB  ok, " in title
     error = next(line for line in text.splitlines() if line.startswith("  error "))
-    assert f" {format_bytes(peak)}  how far it may be wrong" in error
+    assert f" {format_bytes(peak)}  margin of error" in error
     hardware = PLAN["hardware"] | {"headroom": 0.99}
     path = job(mesh={"dp_shard": 8}, strategy="full_shard", hardware=hardware,
                batch={"micro": 1, "accumulate": 1, "seq_len": 1024})  # fmt: skip

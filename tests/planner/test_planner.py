@@ -297,7 +297,7 @@ def test_what_else_a_plan_says_is_kept(job, fields, mesh):
 def test_nothing_fits(job, capsys):
     path = job(hardware=PLAN["hardware"] | {"headroom": 0.99})
     assert main(["plan", "-f", str(path), "--dry-run"]) == 1
-    assert "nothing in the space fits into 0.8 GiB" in capsys.readouterr().out
+    assert "no configuration fits into 0.8 GiB" in capsys.readouterr().out
     assert not lock_path(path).exists()
 
 

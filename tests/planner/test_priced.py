@@ -205,7 +205,7 @@ def test_one_that_does_not_fit_is_said_not_to_fit(write, capsys, is_json):
     out = " ".join(out.split())
     assert "as it is stated: expected 1." in out
     assert "over by" in out.lower()
-    assert "whatever else is left open" not in out
+    assert "even with all other settings open" not in out
 
 
 @pytest.mark.wide

@@ -161,17 +161,17 @@ def test_a_trouble_on_paper():
     trouble = Trouble(conflict=(statement,), is_least=True, is_hopeless=False, why="",
                       remedies=(), is_whole=True)  # fmt: skip
     assert trouble_to_text(trouble) == [
-        "nothing fits with this, whatever else is left open; without it something does",
+        "even with all other settings open, no plan with this one fits; drop it and a plan fits",
         "  batch.micro: 8",
         "",
-        "no single change was found that helps",
+        "no single change that helps was found",
     ]
     (line, *_) = trouble_to_text(replace(trouble, conflict=(), is_hopeless=True))
-    assert "with nothing stated but model, batch" in line
+    assert "even with only model, batch" in line
     (line, *_) = trouble_to_text(replace(trouble, conflict=(), is_whole=False))
-    assert "the time was up" in line
+    assert "the time limit was reached" in line
     (line, *_) = trouble_to_text(replace(trouble, conflict=(), is_whole=False, is_interrupted=True))
-    assert line.startswith("it was interrupted before")
+    assert line.startswith("the search was interrupted before")
     (line, *_) = trouble_to_text(replace(trouble, is_least=False, is_whole=False))
     assert "some of these" in line
 

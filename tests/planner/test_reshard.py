@@ -157,7 +157,7 @@ def test_retarget(job, capsys):
     assert read(out).chosen["mesh"] == result["mesh"]
     assert main(words) == 0
     text = capsys.readouterr().out
-    assert "parameters and the optimizer's state" in text
+    assert "parameters and optimizer state" in text
     assert lock_path(path).read_bytes() == before
     for bad in ("nodes", "colour=red", "nodes=x"):
         assert main([*words[:-1], bad]) == 2

@@ -100,8 +100,9 @@ def test_what_lies_on_the_host_unasked_is_said_first(job, capsys):
     flags = ["--set", "loss_chunks=1", "--dry-run", "-q"]
     assert main(["plan", "-f", str(path), *flags]) == 0
     first = capsys.readouterr().out.splitlines()[0]
-    assert "with offload: params, without which nothing fits" in first
-    assert re.search(r"123\.\d GiB of a node's 1,152\.0 GiB \(assumed\)$", first)
+    assert first.endswith("; without offload no plan fits")
+    assert "with offload: params, " in first
+    assert re.search(r"123\.\d GiB of a node's 1,152\.0 GiB host memory \(assumed\);", first)
     assert main(["plan", "-f", str(path), "--dry-run", "-q"]) == 0
     assert "offload" not in capsys.readouterr().out.splitlines()[0]
 
@@ -119,7 +120,7 @@ def test_the_lock_has_what_was_chosen_and_every_verb_goes_by_it(job, capsys):
     assert plan.assignment.chunked_loss.chunks == found.chosen["loss_chunks"]
     assert plan.spec.allocator == found.chosen["allocator"]
     assert main(["explain", "-f", str(path), "why", "loss_chunks"]) == 0
-    assert f"loss_chunks={found.chosen['loss_chunks']}: the plan has it" in capsys.readouterr().out
+    assert f"loss_chunks={found.chosen['loss_chunks']}: the plan uses it" in capsys.readouterr().out
 
 
 def test_a_lock_cannot_change_what_is_stated(job):

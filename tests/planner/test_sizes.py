@@ -143,9 +143,9 @@ def test_a_frontier_is_of_plans_that_beat_each_other(job):
         )
     assert undominated([*evaluated_plans, *evaluated_plans]) == evaluated_plans
     lines = frontier_to_text(evaluated_plans, is_whole=False)
-    assert lines[0].endswith("so far: the time was up")
+    assert lines[0].endswith("(search incomplete: time limit reached)")
     assert frontier_to_text(evaluated_plans, is_whole=False, is_interrupted=True)[0].endswith(
-        "interrupted"
+        "interrupted)"
     )
     assert len([line for line in lines if " GiB  mesh: " in line]) == len(evaluated_plans)
 
@@ -240,7 +240,7 @@ def test_too_few_samples_are_told_with_as_many_as_would_do(job, capsys):
     words = ["plan", "-f", str(path), "--dry-run", "--tokens", "1e9", "--days", "0.02", "-q"]
     assert main(words) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert f"raise batch.global: with {samples:,} {size.num_gpus:,} GPUs take" in said
+    assert f"raise batch.global: with {samples:,} samples, {size.num_gpus:,} GPUs take" in said
 
 
 def test_frontier_and_cost_in_json(job, capsys):

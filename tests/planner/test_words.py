@@ -51,7 +51,7 @@ def test_what_changed_since_the_last_lock(job, capsys):
     assert "inputs.model" not in by_field
     assert "mesh.dp_shard: 8 -> 4" in err
     assert "mesh.dp_replicate: not stated -> 2" in err
-    assert "the plan says something else" in err
+    assert "changed since the last lock: the plan file" in err
     assert read(lock_path(path)).chosen["mesh"] == {"dp_shard": 8}
 
 
@@ -126,7 +126,7 @@ def test_time_that_is_up_after_an_answer_is_an_honest_no(job, capsys, monkeypatc
     assert not result["is_interrupted"]
     assert main(["plan", "-f", str(path), "--dry-run", "-q"]) == 1
     out = capsys.readouterr().out
-    assert "so far: the time was up; nothing in the space is more than" in out
+    assert "search incomplete: time limit reached; no configuration is more than" in out
 
 
 def measured(path, *, share=1.0, dtype="bfloat16", gpu="h100-sxm-80gb"):
@@ -193,7 +193,7 @@ def test_the_lock_depends_on_the_profile(job, tmp_path, capsys, monkeypatch):
     assert again.intra_bytes_per_s == pytest.approx(0.5 * 450e9 * 0.75)  # It goes by the new one.
     _, result, err = plan(capsys, path, "--profile", str(profile), "--dry-run")
     assert "inputs.profile_file" in {each["field"] for each in result["changed"]}
-    assert "another measurement of the machine" in err
+    assert "the measured profile of the machine" in err
     profile.unlink()  # Where the job runs nobody measured; the choices hold.
     assert main(["check", "-f", str(path)]) == 0
     assert "planning" not in capsys.readouterr().err

@@ -229,7 +229,7 @@ def test_an_open_plan_that_nothing_fits_says_what_would_help():
          "activation_checkpointing": "auto"}
     )  # fmt: skip
     assert found.fits is False
-    assert found.verdict.startswith("Nothing of ")
+    assert found.verdict.startswith("None of ")
     texts = Page(found.html).texts
     assert any(text.startswith("4 GPUs") for text in texts)
     assert any("none of them fits" in text for text in texts)
@@ -240,7 +240,7 @@ def test_an_open_plan_that_nothing_fits_says_what_would_help():
     ("words", "error"),
     [
         ([], "no file is named for the report"),
-        (["-o", "report.pdf"], "the name does not say so"),
+        (["-o", "report.pdf"], "this name does not end in .html or .htm"),
         (["-o", "nowhere/report.html"], "its folder does not exist"),
     ],
 )

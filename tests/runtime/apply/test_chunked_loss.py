@@ -321,7 +321,7 @@ def test_the_digest_and_the_words_know_it_without_a_live_model():
     assert some.assignment.chunked_loss.head == "head"
     assert check_plan(plan | {"loss_chunks": 1}).plan.digest() == whole.digest()
     lines = "\n".join(plan_to_text(some))
-    assert "head and cross-entropy over 4 parts of the tokens" in lines
+    assert "head and cross-entropy over 4 chunks of the tokens" in lines
     assert plan_to_json(some)["chunked_loss"]["chunks"] == 4
     assert plan_to_json(whole)["chunked_loss"] is None
     (fact, _), *_ = [f for f in explain_module(some, "head").facts if "loss" in f[0]]

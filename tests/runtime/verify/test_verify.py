@@ -344,6 +344,6 @@ def test_each_finding(changed, finding):
 
 def test_what_the_routing_decides_is_said():
     verdict = replace(RIGHT, ranks=(replace(RANK, num_routed=12),))
-    for told, end in ((RIGHT, "the one rank"), (verdict, "that the routing of tokens decides")):
+    for told, end in ((RIGHT, "the one rank"), (verdict, "whose sizes depend on token routing")):
         line = next(x for x in verdict_to_text(told, "plan") if x.startswith("collectives"))
         assert line.endswith(end)
