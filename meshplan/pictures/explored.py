@@ -32,7 +32,7 @@ from meshplan.spec.strategies import STRATEGIES
 
 __all__ = ["Knobs", "Scene", "knobs_of", "png_of", "scene_of", "spec_at"]
 
-_ORIGIN: Final = Origin("what was set by hand")
+_ORIGIN: Final = Origin("the controls")
 _LINE: Final = 0.22
 _MOST_NODES: Final = 4
 """Maximum number of nodes drawn, because sliders redraw the picture many times a second."""
@@ -196,7 +196,7 @@ def scene_of(
         bars = facts_of(turned, "memory", gpu=gpu, memory=memory)
     except MeshplanError as error:
         said = [_in_words(problem) for problem in error.problems]
-        what = f"{_asked(knobs)}: this cannot be"
+        what = f"{_asked(knobs)}: not possible"
         return Scene(knobs=knobs, verdict=what, words=tuple(said), is_possible=False, pictures=())
     return Scene(
         knobs=knobs,

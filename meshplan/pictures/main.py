@@ -77,7 +77,7 @@ class DrawRequest:
             )  # No picture shows the memory under another allocator.
         except PlanError as error:
             first = error.problems[0]
-            fix = f"{first.fix or 'see the plan'}; or give estimate=meshplan.estimate_memory(...)"
+            fix = f"{first.fix or 'see the plan'}; or pass estimate=meshplan.estimate_memory(...)"
             raise PlanError(Problem(first.what, first.origin, fix)) from None
 
 
@@ -160,8 +160,8 @@ def gantt_facts(asked: DrawRequest) -> Gantt:
         return gantt(asked.plan)
     return gantt(
         asked.plan, times.forward_s, times.backward_s, crossing_s=times.crossing_s,
-        assumed=f"Seconds are a cost model's for {profile.device}, without what ends a step: the "
-        "last reductions and the optimizer.",
+        assumed=f"Seconds are the cost model's for {profile.device}, without the end of a step: "
+        "the last reductions and the optimizer.",
     )  # fmt: skip
 
 
@@ -175,8 +175,8 @@ def _comm(asked: DrawRequest) -> Picture:
 
 def _searched(asked: DrawRequest) -> Decision:
     if asked.decision is None:
-        what = "a plan does not say what it was chosen from"
-        fix = "give decision=meshplan.search_plan(...), or use meshplan draw -f plan.yaml"
+        what = "this picture shows a search, and a plan does not contain the search"
+        fix = "pass decision=meshplan.search_plan(...), or run meshplan draw -f plan.yaml"
         raise PlanError(Problem(what, Origin("draw"), fix))
     return asked.decision
 
@@ -280,7 +280,7 @@ def _asked(plan: Plan, what: str, theme: str, given: Mapping[str, Any]) -> DrawR
     for option in given:
         if what not in _TAKES.get(option, ()):
             fix = (
-                f"of {option} there are pictures {' and '.join(_TAKES[option])}"
+                f"{option} is an option of the pictures {' and '.join(_TAKES[option])}"
                 if (option in _TAKES)
                 else f"the options are theme, {', '.join(_TAKES)}"
             )

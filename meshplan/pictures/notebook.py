@@ -133,7 +133,7 @@ def memory_html(estimate: MemoryEstimate) -> str:
     ]  # fmt: skip
     return (
         f'<div role="group" aria-label="{escape(facts.alt)}"><b>{escape(facts.title)}</b>'
-        f"{''.join(lines)}{table(rows, ('at the peak of the worst', 'bytes'))}</div>"
+        f"{''.join(lines)}{table(rows, ('at the peak of the largest rank', 'bytes'))}</div>"
     )
 
 
@@ -143,5 +143,5 @@ def layout_html(layout: Layout) -> str:
         (f"dim {dim}", f"cut by {', '.join(axes)}" if axes else "whole")
         for dim, axes in enumerate(layout.cuts)
     ]
-    rows += [(f"axis {axis}", "each rank holds an addend") for axis in layout.partial]
+    rows += [(f"axis {axis}", "each rank has a partial sum") for axis in layout.partial]
     return f"<div><b>{escape(layout.spell())}</b>{table(rows)}</div>"

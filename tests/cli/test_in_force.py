@@ -29,8 +29,8 @@ STATED = {
     "mesh": {"dp_shard": 8}, "strategy": "full_shard", "batch": {"micro": 2, "accumulate": 1,
     "seq_len": 8192}, "hardware": {"nodes": 1, "gpus_per_node": 8, "gpu": "a100-sxm-40gb"},
 }  # fmt: skip
-BY, OTHER = "goes by plan.lock.yaml", "plan.lock.yaml was made for another state of this file"
-DEFAULTS = "what the plan leaves out has its default"
+BY, OTHER = "uses plan.lock.yaml", "plan.lock.yaml was made for another state of this file"
+DEFAULTS = "keys that the plan leaves out have their defaults"
 VERBS = (
     "check -f PLAN", "estimate -f PLAN", "explain memory -f PLAN", "explain model.norm -f PLAN",
     "explain why strategy -f PLAN", "show -f PLAN", "draw --what memory -o OUT.svg -f PLAN",
@@ -129,7 +129,7 @@ def test_what_is_freed_is_in_the_lock_and_holds_in_every_verb(closed, capsys):
     lock = read(lock_path(closed))
     assert lock is not None
     assert lock.free == tuple(free)
-    line = "goes by plan.lock.yaml, which frees batch.micro and mesh.dp_replicate"
+    line = "uses plan.lock.yaml, which frees batch.micro and mesh.dp_replicate"
     found = checking.check_plan(closed)
     assert found.notes == (line,)
     assert found.plan is not None
@@ -149,7 +149,7 @@ def test_a_picture_of_the_search_is_of_what_is_freed(closed, capsys):
         capsys.readouterr()
         assert main([*words, "--json", *free]) == 0
         title = json.loads(capsys.readouterr().out)["result"]["title"]
-        counts.append(int(title.split()[1]))
+        counts.append(int(title.split()[2].replace(",", "")))
     assert counts[0] < counts[1]
 
 

@@ -47,7 +47,7 @@ def test_without_a_profile_what_to_do_is_said(own, capsys):
     path, _ = own
     assert main(["plan", "-f", path, "-q"]) == 2
     err = capsys.readouterr().err
-    assert "nothing says how fast the devices are" in err
+    assert "the plan states no GPU, so its speed is unknown" in err
     assert "meshplan calibrate --out mine.json, then meshplan plan --profile mine.json" in err
 
 

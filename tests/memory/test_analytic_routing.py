@@ -61,7 +61,7 @@ def test_spread_experts_say_what_they_are_taken_to_be_sent() -> None:
     )
     assert estimate_worst_routing(usual, plan) == found != usual
     (said,) = (value for what, value in found.assumed if what == "routing")
-    assert said.startswith("the 2 ranks of ep are sent as many tokens each; with all of them sent")
+    assert said.startswith("each of the 2 ranks of ep receives an even share of the tokens; if one")
     even = analytic_log(plan, batch=1, seq_len=2048).peak.live_bytes
     all_here = Spread(2, most_arriving(shape_of(plan.graph), 2), is_unit=True)
     most = analytic_log(plan, batch=1, seq_len=2048, spread=all_here).peak.live_bytes
@@ -83,7 +83,7 @@ def test_what_a_plan_states_of_the_routing_is_what_memory_is_told_for() -> None:
     some, said = peak(experts={"capacity": 1.5})
     most, _ = peak(experts={"capacity": 2})
     assert even < some < most == peak(experts={"capacity": 7})[0]
-    assert said == "a rank of ep is sent 1.5 times an even share at the most, as stated"
+    assert said == "a rank of ep receives at most 1.5 times an even share, as the plan states"
     limit = estimate_analytic(
         plan_of(MIXTRAL | LONG, {"version": 1} | more, 4),
         device="h100-sxm-80gb", limit_bytes=None,
@@ -109,10 +109,10 @@ def test_more_slots_come_where_all_are_sent_to_one() -> None:
 @pytest.mark.parametrize(
     ("more", "what"),
     [
-        ({"experts_implementation": "eager"}, "experts_implementation keeps depends on where"),
+        ({"experts_implementation": "eager"}, "experts_implementation depends on the routing"),
         ({"output_router_logits": True}, "the loss over output_router_logits"),
         ({"router_jitter_noise": 0.1}, "router_jitter_noise"),
-        ({"hidden_act": "quick_gelu"}, "what quick_gelu keeps"),
+        ({"hidden_act": "quick_gelu"}, "the activation quick_gelu saves"),
     ],
 )
 def test_switches_that_change_a_block_are_refused(more: dict[str, Any], what: str) -> None:

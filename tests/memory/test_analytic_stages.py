@@ -333,7 +333,7 @@ def test_of_a_very_long_step_all_ranks_are_told_in_brief(monkeypatch: pytest.Mon
     monkeypatch.setattr(stages, "_MOST", 0)
     monkeypatch.setattr(stages, "_FAR_TOO_MANY", 0)
     found = estimate_analytic(plan, device="cuda", limit_bytes=None)
-    assert found.certified.endswith("are told in brief")
+    assert found.certified.endswith("are summarised")
     for brief, whole in zip(found.groups, full.groups, strict=True):
         assert brief.peak.requested_bytes == whole.peak.requested_bytes
         assert brief.band[1] > whole.peak.reserved_bytes

@@ -295,7 +295,7 @@ def test_a_step_is_told_without_torch() -> None:
 
 def test_an_unknown_family_is_refused() -> None:
     graph = from_mapping({"model_type": "gemma2"})
-    with pytest.raises(PlanError, match="Gemma2ForCausalLM are not known one by one"):
+    with pytest.raises(PlanError, match="no rules for the operators of Gemma2ForCausalLM"):
         work_of(graph, MicrobatchSpec(batch=1, seq_len=8))
 
 

@@ -120,7 +120,7 @@ def test_what_has_no_rule_is_refused_by_name(case: str) -> None:
 def test_matrices_in_parts_are_refused(case: str) -> None:
     model, world, plan, how = CASES[case]
     _, found, _ = replayed.decided(model, plan, world)
-    with pytest.raises(PlanError, match="what DTensor gathers where muon steps"):
+    with pytest.raises(PlanError, match="what DTensor gathers when the optimizer muon steps"):
         replay(MicrobatchTrace(EventLog((), (), ("before",)), (), {}), found, how)
 
 

@@ -56,7 +56,7 @@ def test_states_are_those_of_the_textbook(strategy, precision, states, book):
 def test_the_map_says_that_nobody_knows_what_is_sent():
     picture = draw(counted(strategy="full_shard"), "mesh")
     assert picture.title == (
-        "8 ranks on 2 nodes: 8 different shards, each held once; what crosses the nodes is unknown"
+        "8 ranks on 2 nodes: 8 different shards, each held once; traffic across nodes is unknown"
     )
     assert not re.search(r"\d [KMG]iB", " ".join(written(picture.figure)))
     check_readable(picture.figure)

@@ -172,7 +172,7 @@ def test_skips_of_a_u_are_arrows_around_what_they_skip(theme):
     check_drawn(facts, picture)
     texts = written(picture.figure)
     assert {"down0", "middle", "up2", "join"} <= set(texts)
-    assert any("by a recorded forward" in text for text in texts)
+    assert any("data flow of a recorded forward" in text for text in texts)
 
 
 def test_a_frame_shows_one_of_many_with_what_comes_in_and_goes_out():
@@ -241,7 +241,9 @@ def test_an_outline_has_arrows_between_blocks_and_none_inside():
     assert frame not in facts.links
     picture = draw(plan, "graph")
     check_drawn(facts, picture)
-    assert any("the config does not tell more" in text for text in written(picture.figure))
+    assert any(
+        "the config does not give their data flow" in text for text in written(picture.figure)
+    )
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
@@ -281,7 +283,7 @@ def test_without_a_forward_nothing_is_said_to_go_anywhere():
     picture = draw(plan, "graph")
     check_drawn(facts, picture)
     texts = written(picture.figure)
-    assert any("nothing tells what goes between" in text for text in texts)
+    assert any("no forward was recorded" in text for text in texts)
     assert any(text.startswith(LONG[:6]) and text.endswith("_end") for text in texts)
 
 

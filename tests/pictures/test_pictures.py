@@ -356,7 +356,7 @@ def test_texts_are_measured_and_shortened():
         (lambda plan: draw(plan, "mesh", name="lm_head"), "takes no 'name'"),
         (lambda plan: draw(plan, "mesh", colour=3), "takes no 'colour'"),
         (lambda plan: draw(plan, "mesh").save("x.gif"), "'.gif' is no kind of picture"),
-        (lambda plan: draw(plan, "mesh").save("picture"), "it says no kind"),
+        (lambda plan: draw(plan, "mesh").save("picture"), "it has no suffix"),
         (lambda plan: draw(plan, "mesh").save("/nowhere/x.png"), "its folder does not exist"),
     ],
 )

@@ -22,8 +22,12 @@ TIGHT = {"mesh": {"dp_shard": "auto"}, "strategy": None}
     [
         (["why"], "'why' is not a question", "ask why FIELD, or why-not FIELD=VALUE"),
         (["why", "not", "mesh.tp=4"], "is not a question", "why-not FIELD=VALUE"),
-        (["why-not", "mesh.tp"], "why not which value?", "ask why-not mesh.tp=VALUE, or why"),
-        (["why-not", "mesh.xx=2"], "'mesh.xx' is nothing that is planned", "such as mesh.tp=8"),
+        (
+            ["why-not", "mesh.tp"],
+            "why-not needs a value of mesh.tp",
+            "ask why-not mesh.tp=VALUE, or why",
+        ),
+        (["why-not", "mesh.xx=2"], "'mesh.xx' is no key that the planner", "such as mesh.tp=8"),
         (["why-not", "strategy=fast"], "'fast' is no strategy", "write one of ddp, zero1"),
         (["why-not", "mesh.tp=0"], "'0' is no positive number", "a whole number of at least 1"),
         (
@@ -32,8 +36,8 @@ TIGHT = {"mesh": {"dp_shard": "auto"}, "strategy": None}
             "none, params, activations or",
         ),
         (["why-not", "sequence_parallel=1"], "'1' is no value", "write true or false"),
-        (["model.layrs"], "is no module of", "did you mean 'model.layers'? Questions are: "),
-        (["zzz"], "is no module of", "see meshplan show for the names. Questions are: why"),
+        (["model.layrs"], "is neither a module of", "did you mean 'model.layers'? Questions are: "),
+        (["zzz"], "is neither a module of", "see meshplan show for the names. Questions are: why"),
     ],
 )
 def test_a_question_that_is_none_is_told_how_to_ask(job, capsys, words, what, fix):
@@ -124,13 +128,13 @@ def test_a_training_of_tokens_needs_samples_that_have_some(tmp_path, capsys):
                       "input": {"shape": [2, 64, 512], "dtype": "fp32"}}  # fmt: skip
     path.write_text(json.dumps(content))
     assert main(["plan", "-f", str(path), "-q", "--tokens", "1e9", "--days", "1"]) == 2
-    assert "nothing says how many a sample has" in capsys.readouterr().err
+    assert "the plan states no tokens per sample" in capsys.readouterr().err
     assert main(["plan", "-f", str(path), "-q"]) == 0
     lock = str(lock_path(path))
     capsys.readouterr()
     assert main(["diff", lock, lock, "--set", "optimizer=sgd"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert f"a step: unknown for {lock}: no config tells of Alone" in text
+    assert f"a step: unknown for {lock}: Alone has no config to estimate from" in text
 
 
 def test_what_was_measured_is_gone_by_where_the_lock_was(job, tmp_path, capsys):

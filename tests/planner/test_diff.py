@@ -121,10 +121,10 @@ def test_figures_are_those_of_each_plan(two, job):
 def test_what_cannot_be_told_says_why(two):
     found = compared(two({}, {"mesh": {"tp": 2, "dp_shard": 4}, "tp_plan": "auto"}))
     assert found.new.traffic_bytes.value is None
-    assert "a config does not tell" in found.new.traffic_bytes.why
+    assert "unknown from a config" in found.new.traffic_bytes.why
     assert found.old.traffic_bytes.value > 0
     found = compared(two({}, {"hardware": None}))
-    assert "nothing says which devices" in found.new.step_s.why
+    assert "the plan states no hardware" in found.new.step_s.why
     assert found.new.peak_bytes.value > 0
 
 
@@ -232,7 +232,7 @@ def test_locks_and_exit_codes(job, capsys):
     assert main(["diff", lock, str(other)]) == 2
     assert f"{lock}: this lock was made for another state of its plan" in capsys.readouterr().err
     path.unlink()
-    with pytest.raises(SpecError, match="which is not beside it"):
+    with pytest.raises(SpecError, match="which is not in the same folder"):
         plan_of_lock(lock)
     assert main(["diff", lock, str(other)]) == 2
     assert main(["diff", str(other), str(other), "-f", str(other)]) == 2

@@ -24,10 +24,10 @@ def test_samples_that_no_mesh_shares_out_are_the_reason(job, capsys):
     with pytest.raises(EmptySpaceError) as caught:
         search_plan(path)
     (problem,) = caught.value.problems
-    what = "no mesh of 4,096 devices shares out 64 samples: its data ranks take 256 at the least"
+    what = "no mesh of 4,096 devices can split 64 samples: its data ranks need at least 256"
     assert problem.what == what
     assert problem.origin.path == "batch.global"
-    assert problem.fix == ("write a batch.global of which 256 is a divisor, or take fewer devices")
+    assert problem.fix == "set batch.global to a multiple of 256, or use fewer devices"
     assert search_plan(path, ["batch.global=256"]).chosen is not None
     assert main(["plan", "-f", str(path), "-q"]) == 1
     out = capsys.readouterr().out
@@ -50,7 +50,7 @@ def test_what_is_stated_of_the_batch_counts_among_the_samples(job, batch, least)
     path = job(hardware=MANY, batch=PLAN["batch"] | batch, mesh=mesh)
     with pytest.raises(EmptySpaceError) as caught:
         search_plan(path)
-    assert f"its data ranks take {least:,} at the least" in caught.value.problems[0].what
+    assert f"its data ranks need at least {least:,}" in caught.value.problems[0].what
     assert search_plan(path, [f"batch.global={least}"]).chosen is not None
 
 

@@ -47,7 +47,7 @@ def test_a_lock_holds_from_every_folder(job, capsys, monkeypatch):
         ("[1, 2", "the '[' that opens here is never closed"),
         ("[" * 3000, "values are nested more than 32 levels deep"),
         ("lock: &a [1]\nchosen: [*a, *a]", "anchors such as '&a' are not supported"),
-        ("lock: 1", "it is of format 1, and this version's is 2"),
+        ("lock: 1", "its format is 1, and this version reads 2"),
         ("lock: 2\nchosen: {}", "it has no inputs"),
         ("lock: 2\ninputs: {plan: a, model: b}\nchosen: 3", "it has no chosen"),
         ("lock: 2\nchosen: {}\ninputs: {plan: a}", "its inputs have no model"),
@@ -71,7 +71,7 @@ def test_what_is_no_file_is_neither_read_nor_replaced(job, capsys, kind):
     err = capsys.readouterr().err
     assert code == 2
     assert f"{target}: the lock cannot be written: this is a {kind}, not a file" in err
-    assert "fix: say -o FILE, in a folder" in err
+    assert "fix: add -o FILE, in a folder" in err
     assert target.is_dir() if kind == "folder" else target.is_char_device()
 
 
@@ -96,7 +96,7 @@ def test_a_lock_that_cannot_be_written_leaves_nothing_behind(job, capsys, monkey
 def test_a_folder_that_is_not_there_is_said(job, capsys):
     path = job(**TIGHT)
     assert main(["plan", "-f", str(path), "-q", "-o", "/nowhere/at/all.lock.yaml"]) == 2
-    assert "in a folder that is there" in capsys.readouterr().err
+    assert "in a folder that exists" in capsys.readouterr().err
 
 
 def test_what_is_planned_without_a_lock_is_what_plan_says(job, capsys):

@@ -69,12 +69,12 @@ def test_blocks_add_up_to_the_step(job):
         ({"activation_checkpointing": {"mode": "selective", "save": ["mm"]}}, "to save"),
         ({"rules": [{"match": "model.layers.1", "reshard_after_forward": 2}]}, "fewer ranks"),
         ({"rules": [{"match": "model.layers.1", "place": "replicate"}]}, "the same axes"),
-        ({"batch": {"seq_len": 64}}, "batch that is not stated"),
+        ({"batch": {"seq_len": 64}}, "states no batch size"),
         ({"compile": True}, "compiled"),
         ({"mesh": {"pp": 2, "dp_shard": 4}, "batch": {"micro": 2, "accumulate": 2, "seq_len": 64}},
          "accumulation around"),
         ({"mesh": {"pp": 2, "dp_shard": 4},
-          "pipeline": {"schedule": "LoopedBFS", "virtual": 2}}, "this schedule"),
+          "pipeline": {"schedule": "LoopedBFS", "virtual": 2}}, "the schedule LoopedBFS"),
     ],
 )  # fmt: skip
 def test_what_has_no_figures_is_refused(job, fields, words):
@@ -114,7 +114,7 @@ def test_the_whole_model_holds_what_its_rank_does(job, mesh):
     assert answer.states == state_bytes(plan.assignment, "adamw", 0)
     parts = [t.states.total_bytes for t in answer.tensors]
     assert sum(parts) == answer.states.total_bytes
-    assert "it holds 6 blocks" in answer.why_no_cost
+    assert "it has 6 blocks" in answer.why_no_cost
     assert "in no block" in explain_module(plan, "lm_head").why_no_cost
 
 

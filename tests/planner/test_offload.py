@@ -244,7 +244,7 @@ def test_what_fits_without_is_planned_without(job):
          "where every block is recomputed in full, only"),
         ({"offload": "optimizer"}, "keep their states where the parameters are"),
         ({"rules": [{"match": "model.layers.0", "offload": "params"}]},
-         "what single modules offload has no figures of time"),
+         "no figures for offload of single modules"),
     ],
 )  # fmt: skip
 def test_what_has_no_figures_is_refused(job, fields, what):

@@ -304,15 +304,15 @@ def test_nothing_fits(job, capsys):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"batch": {"seq_len": 1024}}, "how many samples a step has"),
-        ({"batch": {"global": 64}}, "how long a sample is"),
-        ({"hardware": None}, "nothing says"),
-        ({"hardware": {"nodes": 1, "gpus_per_node": 8, "memory": "80GiB"}}, "how fast"),
+        ({"batch": {"seq_len": 1024}}, "states no samples per step"),
+        ({"batch": {"global": 64}}, "states no sequence length"),
+        ({"hardware": None}, "states no GPU"),
+        ({"hardware": {"nodes": 1, "gpus_per_node": 8, "memory": "80GiB"}}, "speed is unknown"),
         ({"mesh": [2, 4]}, "bare mesh"),
         ({"compile": True}, "no rules for compiled blocks"),
         ({"solve": {"objective": "speed"}}, "'speed' is not an objective"),
-        ({"activation_checkpointing": {"mode": "selective", "save": ["mm"]}}, "than the usual"),
-        ({"rules": [{"match": "model.layers.3.mlp", "stage": 1}]}, "between whole blocks"),
+        ({"activation_checkpointing": {"mode": "selective", "save": ["mm"]}}, "a list of operations to save"),
+        ({"rules": [{"match": "model.layers.3.mlp", "stage": 1}]}, "splits stages between blocks"),
         ({"rules": [{"match": "lm_head", "stage": 0}]}, "into the last stage"),
         ({"mesh": {"dp_shard": "auto", "ep": "2 in dp_shard"}}, "no module of the model stacks"),
         ({"batch": {"global": 7, "seq_len": 64}, "mesh": {"dp_shard": 8}}, "7 is not a multiple"),
@@ -392,7 +392,7 @@ def test_what_is_left_open_without_any_model_says_what_to_do(job):
     assert problem.what == (
         "mesh and strategy are left to the planner, and there is no plan.lock.yaml"
     )
-    assert problem.fix.startswith("give the plan its model, such as model: {config: PATH}")
+    assert problem.fix.startswith("add the model to the plan, such as model: {config: PATH}")
 
 
 def test_names_are_folded_into_patterns():

@@ -187,7 +187,7 @@ def test_what_is_left_open_is_named(write, capsys):
     flags = ["-f", path, "--model", MODEL]
     assert main(["plan", *flags, "--dry-run"]) == 2
     err = capsys.readouterr().err
-    assert "activation_checkpointing is left to the planner, which does not search this" in err
+    assert "activation_checkpointing is left to the planner, which cannot search this plan" in err
     assert "pipeline parallelism of a live model" in err
     assert "plan.yaml:1:" in err
 
@@ -203,7 +203,7 @@ def test_one_that_does_not_fit_is_said_not_to_fit(write, capsys, is_json):
         assert result["conflict"] is None
         return
     out = " ".join(out.split())
-    assert "as it is stated: expected 1." in out
+    assert "the plan as stated does not fit: expected 1." in out
     assert "over by" in out.lower()
     assert "even with all other settings open" not in out
 

@@ -169,7 +169,7 @@ def test_every_key_that_narrows_is_a_statement(job: Any) -> None:
         "offload.params": "true", "context": "attention all_to_all, balance false",
         "tp_plan": "hf", "sequence_parallel": "false", "loss_parallel": "true",
         "loss_chunks": "2", "compile": "true", "experts.capacity": "1.5",
-        "pipeline": "there is one", "pipeline.schedule": "1F1B", "pipeline.microbatches": "8",
+        "pipeline": "stated", "pipeline.schedule": "1F1B", "pipeline.microbatches": "8",
         "rules[0].unit": "true of model.layers.0",
         "rules[0].place": "tp colwise of model.layers.0",
     }  # fmt: skip
@@ -230,7 +230,10 @@ def test_a_key_without_a_value_states_nothing(job: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "what"),
     [
-        ({"activation_checkpointing": {"mode": "auto", "budget": 0.5}}, "a budget of activations"),
+        (
+            {"activation_checkpointing": {"mode": "auto", "budget": 0.5}},
+            "a budget for activation memory",
+        ),
         ({"batch": {"global": 16, "seq_len": 256, "accumulate": {"0": 2, "4": 4}}}, "the epoch"),
     ],
 )

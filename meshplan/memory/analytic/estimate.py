@@ -82,7 +82,7 @@ def estimate_analytic(
     check_fused(plan, seq_len, device=device)
     groups = equal_ranks(plan.assignment)
     shape = f"[{micro * plan.accumulate}, {seq_len // plan.mesh.size('cp')}] int64"
-    certified = f"told from the config; traced models differ by at most {ERROR:.0%}"
+    certified = f"estimated from the config; traces of models differ by at most {ERROR:.0%}"
     works = analytic_microbatches(plan, micro, seq_len, device=device, played=played)
     # Expandable segments, modules and compiled blocks need logs; a search needs only figures.
     keeps_logs = try_expandable or tells_modules or bool(plan.assignment.compiled)
@@ -197,19 +197,19 @@ def _of_experts(plan: Plan, *, worst_routing: bool) -> Iterator[tuple[str, str]]
         spread = Spread(ep, most_arriving(shape, ep), spread_of(plan).is_unit)
         works = analytic_microbatches(plan, plan.micro, plan.spec.batch.seq_len, spread=spread)
         peak = _log_of(works, plan, 0, summarised=False).peak.live_bytes
-        worst = f"; with all of them sent to one, its tensors would be {format_gib(peak)}"
+        worst = f"; if one rank received all of them, its tensors would be {format_gib(peak)}"
     stated = plan.spec.experts.capacity
     if stated is None:
-        yield "routing", f"the {ep} ranks of ep are sent as many tokens each{worst}"
+        yield "routing", f"each of the {ep} ranks of ep receives an even share of the tokens{worst}"
     else:
-        much = f"a rank of ep is sent {stated:g} times an even share at the most, as stated"
+        much = f"a rank of ep receives at most {stated:g} times an even share, as the plan states"
         yield "routing", much + worst
 
 
 def in_chunks(plan: Plan) -> str:
     """Return a phrase about the chunked loss for the assumptions; "" if it is not chunked."""
     chunks = loss_chunks_of(plan)
-    return f", head and loss over {chunks} parts of the tokens" if chunks > 1 else ""
+    return f", head and loss computed over {chunks} chunks of the tokens" if chunks > 1 else ""
 
 
 def _in_brief(num_in_full: int, num_groups: int) -> str:
@@ -217,7 +217,7 @@ def _in_brief(num_in_full: int, num_groups: int) -> str:
     if num_in_full == num_groups:
         return ""
     where = "" if not num_in_full else ", on ranks that need less than others"
-    return f"; microbatches that make no peak are told in brief{where}"
+    return f"; microbatches that cannot set the peak are summarised{where}"
 
 
 def _log_of(works: Works, plan: Plan, rank: int, *, summarised: bool) -> EventLog:

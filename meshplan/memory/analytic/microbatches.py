@@ -216,7 +216,7 @@ def refusals(plan: Plan) -> Iterator[Problem]:
         if is_there:
             yield Problem(
                 f"a step told from a config has no rules for {what}",
-                fix="give the model itself (model: entry, with torch), so that it is traced",
+                fix="write model: {entry: PKG.MOD:FN} in the plan, to trace the model with torch",
             )
 
 

@@ -172,6 +172,8 @@ def _unknown(plan: Plan, tape: Tape) -> Iterator[Problem]:
         ),
     ):
         if is_there:
-            otherwise = "give the model itself (model: entry, with torch), so that it is traced"
+            otherwise = (
+                "write model: {entry: PKG.MOD:FN} in the plan, to trace the model with torch"
+            )
             yield Problem(f"a step told from a config has no rules for {what}",
                           stages.reason.origin, fix or otherwise)  # fmt: skip

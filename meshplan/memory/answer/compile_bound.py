@@ -20,8 +20,8 @@ from meshplan.memory.log.events import EventLog, Storage, Term
 from meshplan.model.graph import around
 
 BOUND: Final = (
-    "blocks are compiled, and the figures are those of the same blocks run as they are written; "
-    "'from' leaves out all that a compiler may fuse away or compute again"
+    "blocks are compiled, and the figures are those of the same blocks without a compiler; "
+    "'from' leaves out every tensor that the compiler may fuse away or recompute"
 )
 _PRODUCTS: Final = ("mm", "bmm", "convolution", "_grouped_mm", "_scaled_dot_product", "_flash",
                     "_efficient")  # fmt: skip

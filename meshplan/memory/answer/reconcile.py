@@ -19,17 +19,17 @@ _STATES: Final = {
 and their bytes appear in the categories in which a step allocates them."""
 
 _WHY: Final = {
-    Term.PARAMETERS: "as the layouts cut them: tp, pp, padding, what stays whole, dtypes",
-    Term.GRADIENTS: "those that are there at the peak",
-    Term.OPTIMIZER: "as this optimizer keeps it, cut as the parameters are",
-    Term.BUFFERS: "tensors of the model that are no parameters",
+    Term.PARAMETERS: "as the plan shards them: tp, pp, padding, replicated parameters, dtypes",
+    Term.GRADIENTS: "those that exist at the peak",
+    Term.OPTIMIZER: "state of this optimizer, sharded like the parameters",
+    Term.BUFFERS: "tensors of the model that are not parameters",
     Term.INPUTS: "inputs and targets of the step",
-    Term.GATHERED: "parameters put together again to compute with",
-    Term.COMMUNICATION: "what collectives read and write",
-    Term.ACTIVATIONS: "kept for backward",
-    Term.LOSS: "logits, what the loss is computed from, and their gradients",
-    Term.WORKSPACES: "cuBLAS keeps them for each thread",
-    Term.TEMPORARIES: "what operators and the optimizer take for a while",
+    Term.GATHERED: "parameters gathered for forward and backward",
+    Term.COMMUNICATION: "inputs and outputs of collectives",
+    Term.ACTIVATIONS: "saved for backward",
+    Term.LOSS: "logits, intermediate tensors of the loss, and their gradients",
+    Term.WORKSPACES: "cuBLAS keeps one for each thread",
+    Term.TEMPORARIES: "short-lived tensors of operators and of the optimizer",
 }
 
 
@@ -75,12 +75,17 @@ def _deltas(book: dict[str, int], group: RankGroup) -> Iterator[tuple[str, int, 
             term = _STATES[name]
             yield str(term), group.terms.get(term, 0) - size, _WHY[term]
         else:
-            yield f"textbook's {name.replace('_', ' ')}", -size, "counted where they are made"
+            yield (
+                f"textbook's {name.replace('_', ' ')}",
+                -size,
+                "counted in the categories that allocate them",
+            )
     for term, size in group.terms.items():
         if term not in _STATES.values():
             yield str(term), size, _WHY.get(term, "")
     peak = group.peak
-    yield "rounding", peak.allocated_bytes - peak.requested_bytes, "blocks of 512 bytes"
+    rounding = peak.allocated_bytes - peak.requested_bytes
+    yield "rounding", rounding, "the allocator rounds up to multiples of 512 bytes"
     unused = peak.reserved_bytes - peak.allocated_bytes
-    yield "unused in segments", unused, "reserved by the allocator, and free"
-    yield "driver", peak.driver_bytes, "outside of torch: context, communicators"
+    yield "unused in segments", unused, "reserved by the allocator, but free"
+    yield "driver", peak.driver_bytes, "outside of torch's allocator: context, communicators"

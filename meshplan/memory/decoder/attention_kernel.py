@@ -32,7 +32,7 @@ def check_fused(plan: Plan, seq_len: int, *, is_cuda: bool = True, device: str =
     problems = [
         Problem(
             f"a step told from a config has no rules for {what}",
-            fix="give the model itself (model: entry, with torch), so that it is traced",
+            fix="write model: {entry: PKG.MOD:FN} in the plan, to trace the model with torch",
         )
         for what in _unfused(plan, seq_len, is_cuda=is_cuda, device=device)
     ]

@@ -113,7 +113,7 @@ def tape_of(shape: Shape, run: MicrobatchSpec, *, only: Collection[int] | None =
     """
     if run.is_sequence:
         what = "transformers' own code does not run with sequence_parallel"
-        raise PlanError(Problem(what, fix="leave sequence_parallel out"))
+        raise PlanError(Problem(what, fix="remove sequence_parallel from the plan"))
     tape = Tape()
     tokens = run.batch * run.seq_len
     size = run.element_bytes

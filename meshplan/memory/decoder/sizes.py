@@ -11,7 +11,7 @@ from meshplan.errors import PlanError, Problem
 from meshplan.layout.styles import Style, style_for
 from meshplan.model.graph import ModelGraph, pattern_of
 
-_ITSELF: Final = "give the model itself (model: {entry: PKG.MOD:FN} in the plan, with torch)"
+_ITSELF: Final = "write model: {entry: PKG.MOD:FN} in the plan, to trace the model with torch"
 
 _KNOWN: Final = frozenset(
     {
@@ -39,16 +39,16 @@ _WIDE_WEIGHTS: Final = frozenset({"MixtralForCausalLM", "DeepseekV3ForCausalLM"}
 _UNKNOWN: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
         "experts_implementation": (
-            "what the config's experts_implementation keeps depends on where tokens are sent",
-            "leave it out (transformers then takes grouped_mm), or give the model itself",
+            "activation memory of the config's experts_implementation depends on the routing",
+            f"remove it from the config (transformers then uses grouped_mm), or {_ITSELF}",
         ),
         "output_router_logits": (
-            "what the loss over output_router_logits keeps is not known",
-            "leave it out, or give the model itself",
+            "there is no rule for what the loss over output_router_logits saves for backward",
+            f"remove it from the config, or {_ITSELF}",
         ),
         "router_jitter_noise": (
-            "what router_jitter_noise keeps is not known",
-            "leave it out, or give the model itself",
+            "there is no rule for what router_jitter_noise saves for backward",
+            f"remove it from the config, or {_ITSELF}",
         ),
     }
 )
@@ -187,9 +187,9 @@ def shape_of(graph: ModelGraph) -> Shape:
     sizes, tensors = graph.config, graph.tensors
     root = graph.modules[""].type if "" in graph.modules else ""
     if root not in _KNOWN:
-        what = f"the operations of {root or graph.name} are not known one by one"
+        what = f"there are no rules for the operators of {root or graph.name}, given by its config"
         known = ", ".join(sorted(_KNOWN))
-        raise PlanError(Problem(what, fix=f"{_ITSELF}; known from a config are {known}"))
+        raise PlanError(Problem(what, fix=f"{_ITSELF}; a config is enough for {known}"))
     is_gpt2 = root == "GPT2LMHeadModel"
     heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
     first = "transformer.h.0" if is_gpt2 else "model.layers.0"
@@ -201,10 +201,8 @@ def shape_of(graph: ModelGraph) -> Shape:
     act = next(graph.modules[at].type for n in names if (at := f"{first}.{n}") in graph.modules)
     if act not in _ACTIVATIONS:
         known = ", ".join(sorted(_ACTIVATIONS))
-        what = f"what {act} keeps for backward is not known"
-        raise PlanError(
-            Problem(what, fix=f"give the model itself; known from a config are {known}")
-        )
+        what = f"there is no rule for what the activation {act} saves for backward"
+        raise PlanError(Problem(what, fix=f"{_ITSELF}; a config is enough for {known}"))
 
     def has(name: str) -> bool:
         return f"{first}.{name}" in tensors
@@ -261,9 +259,7 @@ def _experts_of(graph: ModelGraph) -> dict[str, Any]:
     top_k = graph.config["num_experts_per_tok"]
     if top_k > stack.shape[0]:
         what = f"a token cannot be sent to {top_k} of {stack.shape[0]} experts"
-        raise PlanError(
-            Problem(what, fix="let num_experts_per_tok be the number of experts at most")
-        )
+        raise PlanError(Problem(what, fix=f"set num_experts_per_tok to at most {stack.shape[0]}"))
     number = next(n for n, tensor in stacks.items() if tensor is not None)
     at = f"model.layers.{number}.mlp"
     names = (f"{at}.{name}.up_proj.weight" for name in ("shared_experts", "shared_expert"))

@@ -264,7 +264,8 @@ def _part(size: int, tp: int, fqn: str) -> int:
     """Return a rank's share of a dim that all ranks share equally; otherwise raise a PlanError."""
     if size % tp:
         what = f"{fqn} is cut into parts of several sizes: {size} does not divide by tp {tp}"
-        fix = "pad it to a multiple, or give the model itself (model: entry, with torch)"
+        entry = "model: {entry: PKG.MOD:FN}"
+        fix = f"pad it to a multiple of {tp}, or write {entry} in the plan, to trace it with torch"
         raise PlanError(Problem(what, fix=fix))
     return size // tp
 
@@ -281,6 +282,6 @@ def cut_otherwise(fqn: str) -> PlanError:
     return PlanError(
         Problem(
             f"what arrives at {fqn} is cut otherwise than its tp style computes with",
-            fix="give the projections around it styles that belong together, as tp_plan: hf does",
+            fix="give its input and output projections tp styles that match, as tp_plan: hf does",
         )
     )

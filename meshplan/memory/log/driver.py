@@ -30,9 +30,9 @@ class CommunicatorUse(StrEnum):
     """The main traffic of a communicator, which determines the peers that it connects."""
 
     COLLECTIVE = "collectives"
-    EXCHANGE = "all to all"
+    EXCHANGE = "all-to-all"
     NEIGHBOURS = "send and receive"
-    SHARED = "gradients of what several stages hold"
+    SHARED = "gradients of parameters that several stages share"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ def unlike(version: str) -> str:
         return ""
     *others, last = (f"{major}.{minor}" for major, minor in KNOWN)
     return (
-        f"torch {version} is installed, and these are the bytes of {', '.join(others)} and {last}: "
-        "the rules they were composed by are not those of this version, and --tier 3 traces "
-        "its own"
+        f"torch {version} is installed, but the bytes are those of {', '.join(others)} and {last}, "
+        "whose rules may not hold for this version; --tier 3 traces a step with the installed "
+        "version"
     )

@@ -35,7 +35,7 @@ def outline_of(part: StageTape, order: Order | None = None) -> StageSignature:
             if that does not matter.
     """
     tape = part.tape
-    assert not tape.handed, "what a stage of a pipeline does not do"
+    assert not tape.handed, "no gradient of a pipeline stage is made elsewhere"
     names = {"": 0}
     """Ids by name. The root has the same name in all stages."""
 

@@ -210,9 +210,9 @@ class _BlockRepeater:
             sizes = [[e.delta for e in part.events if e.delta > 0] for part in near]
             other = near[2] if is_forward else near[0]
             if sizes[0] != sizes[1] or sizes[1] != sizes[2]:
-                raise BlocksDifferError(f"{run.container}: other sizes")
+                raise BlocksDifferError(f"{run.container}: its blocks allocate different sizes")
             if self._spelled(run, near[1]) != self._spelled(run, other):
-                raise BlocksDifferError(f"{run.container}: another order")
+                raise BlocksDifferError(f"{run.container}: its blocks allocate in different orders")
         middle = {self._part_of(run, f, p) for f in (True, False) for p in (1, 2, 3)}
         for part in self._parts:
             for event in part.events:
@@ -221,7 +221,7 @@ class _BlockRepeater:
                     or abs(part.period - self._parts[self._births[event.storage].part].period) > 1
                 ):
                     raise BlocksDifferError(
-                        f"{run.container}: what a block makes is freed elsewhere"
+                        f"{run.container}: a storage is freed in a distant module"
                     )
 
     def _spelled(
@@ -233,7 +233,7 @@ class _BlockRepeater:
             birth = self._births[storage]
             home = self._parts[birth.part]
             if home.run is not run or abs(home.period - part.period) > 1:
-                raise BlocksDifferError(f"{run.container}: a block frees what it does not own")
+                raise BlocksDifferError(f"{run.container}: it frees a storage of a distant module")
             out.append((delta, phase, home.is_forward, home.period - part.period, birth.order))
         return out
 
@@ -296,7 +296,7 @@ class _BlockRepeater:
             if own is None:
                 edge = self._parts[number].start == mark.event
                 if edge and number and self._is_seam(number):
-                    raise BlocksDifferError(f"'{mark.unit}' acts between two blocks")
+                    raise BlocksDifferError(f"the unit '{mark.unit}' acts between two blocks")
                 own = number
             out[own].append(mark)
         return out
@@ -313,7 +313,7 @@ class _BlockRepeater:
                 if part.run is run and part.period == period:
                     return near
             if 0 < period < KEPT - 1:
-                raise BlocksDifferError(f"'{mark.unit}' acts while another block runs")
+                raise BlocksDifferError(f"the unit '{mark.unit}' acts while another block runs")
         return None
 
     def _is_seam(self, number: int) -> bool:
@@ -362,7 +362,7 @@ class _BlockRepeater:
             if part.start <= event <= part.start + len(part.events):
                 number = own
             elif 0 < part.period < KEPT - 1:
-                raise BlocksDifferError(f"the gradient of {fqn} is there while another block runs")
+                raise BlocksDifferError(f"the gradient of {fqn} completes while another block runs")
         return self._starts_of_copies[number, copy] + event - self._parts[number].start
 
 

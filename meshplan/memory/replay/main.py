@@ -105,7 +105,7 @@ def _unknown(plan: Plan, work: Prepared | None) -> Iterator[Problem]:
         ),
     ):
         if is_there:
-            fix = "trace the whole step (--tier 3)"
+            fix = "trace the whole step: meshplan estimate --tier 3"
             yield Problem(f"the replay of a step has no rules for {what}", fix=fix)
 
 

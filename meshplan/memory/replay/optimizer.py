@@ -95,15 +95,17 @@ def check_optimizer(name: str, assignment: Assignment | None = None) -> None:
         PlanError: The optimizer has no rule, or none for parameters that are sharded.
     """
     if name not in OPTIMIZERS and name not in LOOPS:
-        what = f"the replay of a step does not know what the optimizer {name} takes while it steps"
-        fix = "trace the whole step instead, or use one of " + ", ".join((*OPTIMIZERS, *LOOPS))
+        what = f"there is no rule for the temporary memory of a step of the optimizer {name}"
+        known = ", ".join((*OPTIMIZERS, *LOOPS))
+        fix = f"trace the step with meshplan estimate --tier 3, or use one of {known}"
         raise PlanError(Problem(what, fix=fix))
     if name in _OF_WHOLE_TENSORS and (assignment is None or _are_in_parts(assignment)):
         what = (
-            f"the replay of a step does not know what DTensor gathers where {name} steps on "
-            "parameters that lie in parts"
+            f"there is no rule for what DTensor gathers when the optimizer {name} steps on sharded "
+            "parameters"
         )
-        raise PlanError(Problem(what, fix="trace the whole step instead, or use strategy: ddp"))
+        fix = "trace the step with meshplan estimate --tier 3, or use strategy: ddp"
+        raise PlanError(Problem(what, fix=fix))
 
 
 def _are_in_parts(a: Assignment) -> bool:

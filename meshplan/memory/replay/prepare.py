@@ -108,7 +108,7 @@ class Prepared:
         """
         if not self._is_steady:
             what = "what the model keeps from one microbatch to the next is not always as large"
-            raise PlanError(Problem(what, fix="trace the whole step instead"))
+            raise PlanError(Problem(what, fix="trace the step with meshplan estimate --tier 3"))
 
     @property
     def num_events(self) -> int:

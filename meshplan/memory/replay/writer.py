@@ -77,7 +77,7 @@ class LogWriter:
 
     def change_host(self, delta: int) -> None:
         """Add `delta` to the bytes that the microbatch keeps on the host."""
-        assert self.has_host, "what is there is here too, in no order that anybody noted"
+        assert self.has_host, "the host has no memory apart from the device's"
         self._host_live += delta
         self._host_most = max(self._host_most, self._host_live)
 

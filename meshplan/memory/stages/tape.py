@@ -78,7 +78,7 @@ class TapeCutter:
                 self._received[until].append(value)
             elif until > stage:
                 what = "what a stage makes and a later one than the next uses is not told"
-                fix = "give the model itself (model: entry, with torch), or cut elsewhere"
+                fix = "write model: {entry: PKG.MOD:FN} in the plan, or split the stages elsewhere"
                 raise PlanError(Problem(what, stages.reason.origin, fix))
         self._rows_of: list[list[int]] = [[] for _ in range(stages.num)]
         self._everywhere: list[int] = []

@@ -143,6 +143,6 @@ def _unknown(what: str) -> PlanError:
     return PlanError(
         Problem(
             f"a backward in two halves has no rules for {what}",
-            fix="use 1F1B or Interleaved1F1B, or give the model itself (model: entry, with torch)",
+            fix="use 1F1B or Interleaved1F1B, or write model: {entry: PKG.MOD:FN} in the plan",
         )
     )

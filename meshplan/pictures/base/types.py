@@ -178,8 +178,8 @@ def check_target(path: Path) -> None:
     """
     origin = Origin(str(path))
     if path.suffix.lower() not in SUFFIXES:
-        kind = f"'{path.suffix}' is no kind of picture" if path.suffix else "it says no kind"
-        fix = f"let the name end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
+        kind = f"'{path.suffix}' is no kind of picture" if path.suffix else "it has no suffix"
+        fix = f"end the name in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
         raise SpecError(Problem(kind, origin, fix))
     check_writable(path, "the picture")
 

@@ -78,21 +78,21 @@ def draw_graph(facts: Graph, theme: Theme) -> Picture:
 
 def _notes(facts: Graph) -> list[str]:
     notes = [
-        f"Colour is the {facts.by} of a box's parameters; {{0..31}} stands for so many alike "
-        "modules, of which a frame shows one; numbers are parameters of all of them."
+        f"Colour: the {facts.by} of a box's parameters. {{0..31}} stands for that many identical "
+        "modules, one of which a frame shows; numbers count the parameters of all of them."
     ]
     if facts.source == "recorded":
-        notes.append("Arrows: what one gives another, by a recorded forward; a sign is where code "
-                     "between modules joins values.")  # fmt: skip
+        notes.append("Arrows: the data flow of a recorded forward; a sign marks code between "
+                     "modules that combines values.")  # fmt: skip
     elif facts.source == "told":
-        notes.append("Arrows: what one gives another, as transformers computes this family; a sign "
-                     "is where code between modules joins values.")  # fmt: skip
+        notes.append("Arrows: the data flow as transformers computes this family; a sign marks "
+                     "code between modules that combines values.")  # fmt: skip
     elif facts.source:
-        notes.append("Arrows: what one gives another. Within a frame without arrows the order is "
-                     "that of definition: the config does not tell more.")  # fmt: skip
+        notes.append("Arrows: the data flow. A frame without arrows shows its modules in the "
+                     "order of definition: the config does not give their data flow.")  # fmt: skip
     else:
-        notes.append("In order of definition: no forward was recorded, so nothing tells what goes "
-                     "between them.")  # fmt: skip
+        notes.append("Modules are in the order of definition: no forward was recorded, so the data "
+                     "flow is unknown.")  # fmt: skip
     if facts.num_idle:
         boxes = counted(facts.num_idle, "box", "boxes")
         notes.append(f"Left out: {boxes} of modules that do not run and hold no parameters.")

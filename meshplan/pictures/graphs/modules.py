@@ -59,11 +59,11 @@ class Graph:
     @property
     def alt(self) -> str:
         """A description for readers who cannot see the picture."""
-        arrows = "arrows from what gives to what takes" if self.source else "in order of definition"
+        arrows = "arrows along the data flow" if self.source else "in order of definition"
         modules = counted(sum(not box.is_meeting for box in self.boxes), "box", "boxes")
         return (
-            f"The modules of {self.model} in {modules}, alike ones folded, {arrows}, coloured by "
-            f"{self.by}: {'; '.join(self.groups[:6]) or 'nothing'}."
+            f"The modules of {self.model} in {modules}, identical ones folded, {arrows}, "
+            f"coloured by {self.by}: {'; '.join(self.groups[:6]) or 'nothing'}."
         )
 
 

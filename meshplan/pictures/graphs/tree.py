@@ -43,7 +43,7 @@ def title_of(found: Coloured) -> str:
         return f"{found.model}: {many} of {size} in {counted(found.num_stages, 'stage')}"
     if len(found.groups) == 1:
         return f"{found.model}: {many} of {size}, all laid out as {found.groups[0]}"
-    return f"{found.model}: {many} of {size}, laid out in {len(found.groups)} ways"
+    return f"{found.model}: {many} of {size}, in {len(found.groups)} layouts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,9 @@ class Tree:
     def alt(self) -> str:
         """A description for readers who cannot see the picture."""
         return (
-            f"The modules of {self.model} as a tree in {counted(len(self.rows), 'row')}, alike "
-            f"ones folded, coloured by {self.by}: {'; '.join(self.groups[:6]) or 'nothing'}."
+            f"The modules of {self.model} as a tree in {counted(len(self.rows), 'row')}, "
+            f"identical ones folded, coloured by {self.by}: "
+            f"{'; '.join(self.groups[:6]) or 'nothing'}."
         )
 
 

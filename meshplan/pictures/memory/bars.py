@@ -76,7 +76,7 @@ class MemoryBars:
             return "no limit stated"
         left = self.limit_bytes - (bar.high_bytes or bar.total_bytes)
         if bar.high_bytes is None and left >= 0:
-            return f"{format_bytes(left)} for what is unknown"
+            return f"{format_bytes(left)} left for the unknown part"
         return left_in_words(self.limit_bytes - left, self.limit_bytes)
 
     def size(self, bar: Bar) -> str:
@@ -97,7 +97,7 @@ class MemoryBars:
             return states
         if self.limit_bytes is None:
             size = self.size(worst)
-            return f"{size[0].upper()}{size[1:]} on {whose}; nothing says how much a GPU holds"
+            return f"{size[0].upper()}{size[1:]} on {whose}; the plan states no GPU memory"
         if worst.fits:
             if len(self.bars) + self.num_more == 1:
                 return f"It fits: {self.size(worst)} on every rank"
@@ -114,7 +114,7 @@ class MemoryBars:
         most = f"most of it {largest[0]}, {format_bytes(largest[1])}"
         where = f" {worst.where}" if worst.where else ""
         return (
-            f"One bar for each group of equal ranks, stacked by what the bytes are for: "
+            f"One bar for each group of equal ranks, stacked by category: "
             f"{worst.name} hold {format_bytes(worst.total_bytes)}{where}, {most}; "
             f"{self.verdict(worst)}."
         )
@@ -221,7 +221,7 @@ def draw_memory(facts: MemoryBars, theme: Theme) -> Picture:
     step = rows / tall
     axes = sheet.plot(
         left=left, bottom=0.6, units=(scale, step), most=shown * 1.02,
-        label="GiB of one GPU, at the worst moment of a step",
+        label="GiB of one GPU, at the peak of a step",
     )  # fmt: skip
     for number, bar in enumerate(facts.bars):
         at, place = 0.0, rows - number - 0.5
@@ -260,7 +260,9 @@ def _notes(facts: MemoryBars) -> Sequence[str]:
     if facts.unknown:
         notes.append(f"Activations and buffers of the step are unknown: {facts.unknown}.")
     else:
-        notes.append("A bar's whisker ends at the most that it may really be; verdicts go by it.")
+        notes.append(
+            "The whisker ends at the upper end of the range, which decides whether the plan fits."
+        )
     if facts.bound:
         notes.append(f"An upper bound: {facts.bound}.")
     if facts.num_more:

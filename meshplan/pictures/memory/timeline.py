@@ -92,7 +92,7 @@ class Timeline:
         last = self.points[-1] if self.points else Point(0, (0,))
         return (
             f"Bytes of the tensors of rank {self.rank} through {self.num_events:,} events of a "
-            f"step ({names}), stacked by what they are for; the peak, "
+            f"step ({names}), stacked by category; the peak, "
             f"{format_bytes(self.peak_bytes)}, is {self.where}; "
             f"{format_bytes(last.live_bytes)} are left at the end."
         )
@@ -130,7 +130,7 @@ def timeline(log: EventLog, rank: int = 0, num_forwards: int | None = None) -> T
         peak_event=log.peak.event,
         where=f"in {log.phase_at_peak}{maker}",
         num_events=len(log.events),
-        note=f"Of {num_forwards:,} forwards of the step {shown:,} are drawn; the others are like "
+        note=f"Drawn are {shown:,} of the {num_forwards:,} forwards of the step; the others equal "
         "the last but one." if is_summarised else "",
     )  # fmt: skip
 
@@ -177,8 +177,8 @@ def draw_timeline(facts: Timeline, theme: Theme) -> Picture:
         4.5,
         legend=[(str(term), TERMS[term]) for _, term in shown],
         notes=[
-            "One event is one tensor made or freed; what the allocator and the driver hold on top "
-            "is in the picture of memory. F is a forward, B a backward.",
+            "An event allocates or frees one tensor. Overheads of the allocator and the driver are "
+            "in the picture of memory. F is a forward, B a backward.",
             *([facts.note] if facts.note else []),
         ],
     )
@@ -199,7 +199,7 @@ def draw_timeline(facts: Timeline, theme: Theme) -> Picture:
     peak = facts.peak_bytes / unit
     axes.set_xlim(0, max(facts.num_events, 1))
     axes.set_ylim(0, (peak or 1.0) * 1.22)
-    axes.set_ylabel(f"{word} of tensors that live")
+    axes.set_ylabel(f"{word} of live tensors")
     axes.set_xlabel("events of a step, in order")
     axes.yaxis.grid(True, color=theme.line, lw=0.6)
     _draw_phases(axes, facts, scale, theme)

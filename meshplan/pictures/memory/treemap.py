@@ -100,12 +100,12 @@ class Treemap:
         if not self.total_bytes:
             return f"{self.model} has no parameters {whose}"
         if self.is_alone:
-            return f"{total} of parameters {whose}, and no other ranks to cut them for"
+            return f"{total} of parameters {whose}, with no other ranks to shard them over"
         if not self.whole_bytes:
-            return f"{total} of parameters {whose}, nothing of it whole on every rank"
+            return f"{total} of parameters {whose}, none of them replicated on every rank"
         share = self.whole_bytes / self.total_bytes
         whole = format_bytes(self.whole_bytes)
-        return f"{total} of parameters {whose}: {whole} ({share:.1%}) are whole on every rank"
+        return f"{total} of parameters {whose}: {whole} ({share:.1%}) are replicated on every rank"
 
     @property
     def alt(self) -> str:
@@ -115,7 +115,7 @@ class Treemap:
         most = max(self.areas, key=lambda area: area.num_bytes)
         return (
             f"Rectangles whose areas are the bytes of the parameters of {self.model}, coloured by "
-            f"how they lie; the largest is {most.name}, {format_bytes(most.num_bytes)}, "
+            f"layout; the largest is {most.name}, {format_bytes(most.num_bytes)}, "
             f"{most.placement}."
         )
 
@@ -223,12 +223,12 @@ def draw_treemap(facts: Treemap, theme: Theme) -> Picture:
     }
     legend: list[tuple[str, Ink]] = []
     if facts.whole_bytes:
-        legend.append(("whole on every rank that has it", WHOLE))
+        legend.append(("replicated on every rank that has it", WHOLE))
     legend += list(inks.items())[: len(PLACEMENTS) - 1]
     if len(inks) >= len(PLACEMENTS):
         legend.append(("other layouts", PLACEMENTS[-1]))
     whose = f"of rank {facts.rank}" if facts.of == "local" else "of the whole model"
-    notes = [f"Area is bytes {whose}. {{0..31}} stands for alike parameters of so many blocks."]
+    notes = [f"Area: bytes {whose}. {{0..31}} stands for the same parameter of that many blocks."]
     sheet = Sheet(theme, facts.title, _TALL, legend=legend, notes=notes)
     plane = sheet.plane()
     wide = WIDTH - 2 * EDGE

@@ -51,7 +51,7 @@ class Waterfall:
         first, *rest = self.steps
         book, exact = format_bytes(first.total_bytes), format_bytes(self.total_bytes)
         if self.unknown:
-            changed = f", {exact} by the layouts between steps" if rest else ""
+            changed = f", {exact} as the plan shards them" if rest else ""
             return f"The textbook's {book} of states{changed}; {self.missing} are unknown"
         if not rest:
             return f"The textbook's {book} are exact"
@@ -120,8 +120,8 @@ def waterfall_of_states(plan: Plan, limit_bytes: int | None, why: str) -> Waterf
     steps = [ReconcileStep(f"textbook: {row.strategy}, {row.formula}", start, start, row.source)]
     for name, size in book.items():
         what, exact = real.get(name, (f"textbook's {name.replace('_', ' ')}", 0))
-        reason = "as layouts, dtypes and optimizer make it" if name in real else (
-            "part of a step, and no state"
+        reason = "by the plan's layouts, dtypes and optimizer" if name in real else (
+            "needed during a step, not a state"
         )  # fmt: skip
         # Each tensor has a step counter, and a counted plan does not say how many there are.
         if abs(exact - size) > (_COUNTER if is_counted(plan) else 0):
@@ -129,7 +129,7 @@ def waterfall_of_states(plan: Plan, limit_bytes: int | None, why: str) -> Waterf
             steps.append(ReconcileStep(what, exact - size, total, reason))
     if held.buffers_bytes:
         total = steps[-1].total_bytes + held.buffers_bytes
-        reason = "tensors of the model that are no parameters"
+        reason = "tensors of the model that are not parameters"
         steps.append(ReconcileStep("buffers", held.buffers_bytes, total, reason))
     return Waterfall(
         ranks=ranks, steps=tuple(steps), limit_bytes=limit_bytes, unknown=why,
@@ -141,8 +141,8 @@ def draw_waterfall(facts: Waterfall, theme: Theme) -> Picture:
     """Draw a row for each step, with the total below."""
     steps = facts.steps
     note = (
-        f"Of {ranks_in_words(facts.ranks)}, which need most. Terms are those at the peak of a "
-        "step; what is written on the right is why they differ."
+        f"For {ranks_in_words(facts.ranks)}, which need most. Categories are those at the peak of "
+        "a step; the text on the right explains each difference."
     )
     if facts.unknown:
         note = f"States only, of {ranks_in_words(facts.ranks)}: {facts.unknown}."
@@ -152,7 +152,7 @@ def draw_waterfall(facts: Waterfall, theme: Theme) -> Picture:
         0.36 * (len(steps) + 1) + 1.0,
         notes=[note],
     )
-    last_name = "states alone" if facts.unknown else "peak, with all of it"
+    last_name = "states alone" if facts.unknown else "peak, all included"
     names = [step.name for step in steps] + [last_name]
     left = min(max(width_of(name, SMALL) for name in names), 3.2) + 0.4
     axes = sheet.axes(left=left, right=_WHY + 0.1, top=0.32, bottom=0.6)

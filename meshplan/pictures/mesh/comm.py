@@ -70,7 +70,7 @@ class Comm:
         if self.crossing_bytes is None or not total or self.num_ranks <= (self.per_node or 0):
             return sent
         share = self.crossing_bytes / total
-        return f"{sent}; of what all ranks send, {share:.1%} goes to other nodes"
+        return f"{sent}; of what all ranks send, {share:.1%} crosses nodes"
 
     @property
     def alt(self) -> str:
@@ -179,11 +179,11 @@ def _placed(
 def draw_comm(facts: Comm, theme: Theme) -> Picture:
     """Draw the matrix on the left and the bars on the right."""
     notes = [
-        "Bytes that a rank needs of another one, counted as if sent directly; a ring moves as many "
-        "in all, and libraries may pass them on."
+        "Bytes that one rank needs from another, counted as if sent directly. A ring moves as many "
+        "bytes in total, and libraries may pass them on through other ranks."
     ]
     if facts.is_told:
-        notes.append("What activations send is told by the sizes of the model.")
+        notes.append("Bytes of activations are computed from the model's sizes.")
     if facts.unknown:
         notes.append(f"Unknown, and not counted: {in_short(facts.unknown)}.")
     sheet = Sheet(theme, facts.title, 5.2, notes=notes)
@@ -280,8 +280,8 @@ def _bars(sheet: Sheet, axes: Axes, facts: Comm, theme: Theme) -> None:
         colour = theme.bad if lane.crosses else theme.ink
         write(plane, x, y + 0.04, fitted(text, wide, SMALL), theme, size=SMALL, colour=colour)
     if len(facts.lanes) > _MOST_BARS:
-        more = counted(len(facts.lanes) - _MOST_BARS, "lesser kind")
+        more = counted(len(facts.lanes) - _MOST_BARS, "smaller collective")
         write(plane, x, y - 0.3, f"and {more}", theme, size=SMALL, colour=theme.quiet)
     if any(line.get_gid() == "node" for line in axes.lines):
-        text = "lines in the matrix: where nodes end"
+        text = "lines in the matrix: node boundaries"
         write(plane, x, 0.85, text, theme, size=SMALL, colour=theme.bad)

@@ -120,9 +120,9 @@ class MeshMap:
             return ""
         sent = self.links.crossing_bytes
         if not sent and not self.links.unknown:
-            return "; nothing crosses the nodes"
+            return "; no traffic across nodes"
         if not sent:
-            return "; what crosses the nodes is unknown"
+            return "; traffic across nodes is unknown"
         least = "at least " if self.links.unknown else ""
         return f"; each rank sends {least}{format_bytes(sent)} a step along axes that cross nodes"
 
@@ -130,7 +130,7 @@ class MeshMap:
     def alt(self) -> str:
         """A description for readers who cannot see the picture."""
         same = (
-            "all tiles have one colour, since all hold the same"
+            "all tiles have one colour, since all ranks hold the same parameters"
             if self.num_shards == 1
             else "tiles of one colour hold the same shard; it is cut along "
             + " × ".join(self.cut_axes)
@@ -252,19 +252,20 @@ def draw_mesh(facts: MeshMap, theme: Theme, *, is_small: bool = False) -> Pictur
 def _notes(facts: MeshMap) -> list[str]:
     notes = ["Tiles of one colour (and hatch) hold the same parameters."]
     if facts.num_shards > 32:
-        notes = ["The brighter a tile, the later its shard; tiles of one colour hold the same."]
+        notes = ["Brighter tiles hold later shards; tiles of one colour hold the same shard."]
     more = facts.links.lanes[len(facts.lanes) :]
     if more:
         sent = format_bytes(sum(lane.sent_bytes for lane in more))
         notes.append(
-            f"Not drawn: {sent} a step of each rank, of {counted(len(more), 'lesser kind')}."
+            f"Not drawn: each rank sends {sent} a step by "
+            f"{counted(len(more), 'smaller collective')}."
         )
     if facts.links.is_told:
-        notes.append("What activations send is told by the sizes of the model.")
+        notes.append("Bytes of activations are computed from the model's sizes.")
     if facts.links.unknown:
         notes.append(f"Unknown, and not counted: {in_short(facts.links.unknown)}.")
     if any(lane.axes for lane in facts.links.lanes) and facts.noun == "row":
-        notes.append("Nothing says where nodes end: add hardware to the plan.")
+        notes.append("Node boundaries are unknown: add hardware to the plan.")
     return notes
 
 

@@ -108,13 +108,13 @@ class Gantt:
         most = self.most_kept
         if not self.schedule:
             return (
-                f"One row, since all ranks do alike: {counted(self.microbatches, 'forward')}, each "
-                "followed by its backward."
+                f"One row, since all ranks do the same: {counted(self.microbatches, 'forward')}, "
+                "each followed by its backward."
             )
         return (
             f"A row for each rank along pp, its forwards and backwards on a time axis of "
             f"{self.time(self.step)}; what is empty is the bubble, {self.idle_share:.1%}. Below, "
-            f"how many forwards each rank keeps for backward: at the most {most[0]} on the first "
+            f"how many forwards each rank keeps for backward: at most {most[0]} on the first "
             f"and {most[-1]} on the last."
         )
 
@@ -144,9 +144,9 @@ def gantt(
     ranks, virtual = (1, 1) if stages is None else (stages.num_ranks, stages.virtual)
     count = plan.accumulate if stages is None else stages.microbatches
     if (num := 2 * ranks * virtual * count) > _MOST_BLOCKS:
-        what = f"{count:,} microbatches are {num:,} blocks of a timeline, more than anybody sees"
+        what = f"{count:,} microbatches are {num:,} blocks of a timeline, too many to see"
         path = "batch.accumulate" if stages is None else "pipeline.microbatches"
-        fix = f"draw fewer of them, which look the same: --set {path}={4 * ranks * virtual}"
+        fix = f"draw fewer, whose pattern is the same: add --set {path}={4 * ranks * virtual}"
         raise PlanError(Problem(what, plan.spec.origin(path), fix))
     is_known = bool(forward_s)
     forward_s = forward_s or [1.0 / virtual] * (ranks * virtual)
@@ -171,7 +171,7 @@ def gantt(
         step=run.seconds,
         is_seconds=is_known,
         assumed=assumed
-        or "Taken for granted: stages are equal, and a backward takes twice its forward.",
+        or "Assumed: stages are equal, and a backward takes twice as long as its forward.",
     )
 
 
@@ -325,7 +325,7 @@ def _notes(facts: Gantt, shown: Sequence[int | None]) -> list[str]:
     else:
         notes.insert(0, "F3 is the forward of microbatch 3; a number alone is a microbatch.")
     if facts.ranks > _MOST_LINES:
-        notes.append("Of what is kept, only some ranks are drawn.")
+        notes.append("Kept forwards are drawn for some ranks only.")
     return notes
 
 

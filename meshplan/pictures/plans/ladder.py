@@ -84,12 +84,12 @@ def ladder(decision: Decision) -> LadderFacts:
     slower = evaluated.seconds / found.plan_s - 1
     rungs = [
         Rung(
-            "all flops at the peak",
+            "all flops at peak",
             found.roofline_s,
             f"MFU of the plan {decision.mfu(evaluated):.1%}",
         ),
-        Rung("nothing to send", found.no_network_s, f"the network costs {network:.1%}"),
-        Rung("memory without end", found.no_memory_limit_s, f"memory's limit costs {memory:.1%}"),
+        Rung("no communication", found.no_network_s, f"the network costs {network:.1%}"),
+        Rung("unlimited memory", found.no_memory_limit_s, f"the memory limit costs {memory:.1%}"),
         Rung(
             "fastest that fits",
             found.plan_s,
@@ -110,8 +110,8 @@ def draw_ladder(facts: LadderFacts, theme: Theme) -> Picture:
     """Draw a bar for each rung."""
     inks = [Ink(GREY), Ink(SKY, "//"), Ink(SKY), Ink(BLUE), Ink(GREEN)]
     notes = [
-        "Each bar is the fastest step of the whole space on such a machine. Seconds are a cost "
-        "model's."
+        "Each bar is the fastest step in the search space on such a machine, in seconds of the "
+        "cost model."
     ]
     sheet = Sheet(theme, facts.title, 0.62 * len(facts.rungs) + 0.75, notes=notes)
     left = max(width_of(rung.name, TEXT) for rung in facts.rungs) + 0.45

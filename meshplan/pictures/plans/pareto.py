@@ -78,10 +78,10 @@ class Pareto:
         many = counted(self.num_configs, "configuration")
         limit = format_gib(self.limit_bytes)
         if self.chosen is None:
-            found = "fits" if self.is_whole else "was found in time that fits"
-            return f"Nothing of {many} {found} into {limit}"
+            found = "fits" if self.is_whole else "was found in time to fit"
+            return f"None of {many} {found} into {limit}"
         return (
-            f"Of {many} this is chosen: {format_seconds(self.chosen.seconds)} a step and "
+            f"Chosen of {many}: {format_seconds(self.chosen.seconds)} a step and "
             f"{format_gib(self.chosen.num_bytes)} of {limit}"
         )
 
@@ -92,8 +92,9 @@ class Pareto:
         return (
             "Seconds of a step against memory of the rank that needs most: "
             f"{counted(len(self.measured), 'candidate')} measured, "
-            f"{counted(len(self.bounds), 'configuration')} known from below, {self.num_hopeless:,} "
-            f"of them beyond the limit of {format_gib(self.limit_bytes)}.{won}"
+            f"{counted(len(self.bounds), 'configuration')} with lower bounds, "
+            f"{self.num_hopeless:,} of them beyond the limit of "
+            f"{format_gib(self.limit_bytes)}.{won}"
         )
 
 
@@ -128,8 +129,8 @@ def words_of(evaluated: Evaluated) -> str:
 def draw_pareto(facts: Pareto, theme: Theme) -> Picture:
     """Draw step time upward against memory to the right, with the area beyond the limit shaded."""
     notes = [
-        "A ring is what a configuration takes at the least: its memory whatever the time, its time "
-        "whatever the memory. Dots are exact for the memory, and the cost model's for the time."
+        "A ring shows a configuration's lower bounds: its least memory at any step time, its least "
+        "step time at any memory. Dots have simulated memory, and times of the cost model."
     ]
     legend = [
         ("the plan", Ink(YELLOW)),

@@ -138,7 +138,7 @@ def side_of(
     """
 
     def told(what: str, ask: Callable[[], float]) -> Figure:
-        why = f"no config tells of {plan.graph.name}"
+        why = f"{plan.graph.name} has no config to estimate from"
         if plan.graph.config:
             try:
                 return Figure(ask())
@@ -167,7 +167,7 @@ def side_of(
         routes[key] = routes.get(key, 0) + each.count * each.route.num_bytes
     traffic = Figure(float(sum(routes.values())))
     if sent.unknown:
-        traffic = Figure(None, f"a config does not tell {sent.unknown[0]}")
+        traffic = Figure(None, f"unknown from a config: {sent.unknown[0]}")
     return DiffSide(
         name=str(name),
         plan=plan,

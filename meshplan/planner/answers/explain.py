@@ -64,12 +64,12 @@ class Shares:
 
 
 NAMES: Final[Mapping[str, str]] = {
-    "compute": "kernels that reach less",
+    "compute": "less efficient kernels",
     "recompute": "recomputation",
     "tensor_parallel": "exposed communication",
-    "data": "gathering and reducing that nothing hides",
-    "pipeline": "bubbles of the pipeline",
-    "host": "the optimizer on the host, and what waits for copies",
+    "data": "exposed gathers and reductions",
+    "pipeline": "pipeline bubbles",
+    "host": "the optimizer on the host, and waits for copies",
 }
 
 
@@ -187,9 +187,12 @@ class Asker:
         path, equals, text = map(str.strip, setting.partition("="))
         if path not in (*FIELDS, *STATED):
             fix = f"ask about one of {', '.join((*FIELDS, *STATED))}, such as mesh.tp=8"
-            raise SpecError(Problem(f"'{path}' is nothing that is planned", Origin(path), fix))
+            raise SpecError(
+                Problem(f"'{path}' is no key that the planner chooses", Origin(path), fix)
+            )
         if not equals:
-            what, fix = "why not which value?", f"ask why-not {path}=VALUE, or why {path} for all"
+            what = f"why-not needs a value of {path}"
+            fix = f"ask why-not {path}=VALUE, or why {path} for all values"
             raise SpecError(Problem(what, Origin(path), fix))
         if path in (*READ_AGAIN, *STATED):
             return self._stated(setting)

@@ -149,7 +149,7 @@ class _Asking:
     def _conflict(self) -> tuple[tuple[Statement, ...], bool, str]:
         """Return the statements in conflict, True if the set is proved minimal, and the reason."""
         whole = self._anything_without(())
-        self._report("nothing is left: looking for what contradicts what")
+        self._report("no configuration fits: looking for statements that conflict")
         free = self._anything_without(self._stated)
         self._is_hopeless = free.fits is False
         if whole.fits is not False or free.fits is not True:

@@ -83,7 +83,7 @@ def _side(lock: Lock) -> DiffSide:
     rate = said["expected.tokens_per_s_per_gpu"]
 
     def told(value: float | None) -> Figure:
-        return Figure(value, "" if value is not None else "its lock does not say")
+        return Figure(value, "" if value is not None else "its lock does not state it")
 
     return DiffSide(
         name=str(lock.path),
@@ -91,5 +91,5 @@ def _side(lock: Lock) -> DiffSide:
         step_s=told(said["expected.step_s"]),
         tokens_per_s=told(rate * math.prod(sizes) if rate else None),
         peak_bytes=told(said["memory.high_bytes"]),
-        traffic_bytes=Figure(None, "a lock does not say what is sent"),
+        traffic_bytes=Figure(None, "a lock does not state the bytes sent"),
     )

@@ -121,7 +121,7 @@ def source_of_lock(path: Path) -> tuple[Path, Lock] | None:
     source = source_beside(path)
     if source is None:
         name = f"{path.name.removesuffix(_SUFFIX)}.yaml"
-        what = f"this is the lock of {name}, which is not beside it"
+        what = f"this is the lock of {name}, which is not in the same folder"
         raise SpecError(Problem(what, Origin(str(path)), INSTEAD))
     return source, lock
 

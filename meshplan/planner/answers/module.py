@@ -98,9 +98,9 @@ def explain_module(plan: Plan, name: str, *, profile: str | Path | None = None) 
     inside = [b for b in blocks if is_inside(b, name) and b != name]
     block = next((b for b in blocks if is_inside(name, b)), "")
     if inside:
-        return replace(answer, why_no_cost=f"it holds {len(inside)} blocks: ask of one of them")
+        return replace(answer, why_no_cost=f"it has {len(inside)} blocks: ask about one of them")
     if not block:
-        return replace(answer, why_no_cost="it is in no block, and only blocks are told apart")
+        return replace(answer, why_no_cost="it is in no block, and costs are known by block")
     try:
         measured = read_profile(Path(profile), Origin("--profile")) if profile else None
         device, _, _ = read_limit(None, None, plan.spec)
@@ -115,7 +115,7 @@ def _unknown(plan: Plan, name: str) -> Problem:
     known = [*plan.graph.modules, *plan.assignment.tensors]
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     fix = f"did you mean '{close[0]}'?" if close else "see meshplan show for the names."
-    what = f"'{name}' is no module of {plan.graph.name}, and no question"
+    what = f"'{name}' is neither a module of {plan.graph.name} nor a question"
     fix += " Questions are: why FIELD, why-not FIELD=VALUE, memory"
     return Problem(what, Origin("explain"), fix)
 
@@ -159,7 +159,7 @@ def _facts(plan: Plan, name: str) -> Iterator[tuple[str, Reason]]:
         free = unit.reshard_after_forward
         word = "freed after forward" if free is True else "kept until backward ends"
         if not isinstance(free, bool):
-            word = f"cut over {free} ranks after forward"
+            word = f"resharded over {free} ranks after forward"
         word += ", at rest in the host's memory" if unit.on_host else ""
         yield f"parameters of {unit.fqn or 'the root unit'} {word}", unit.reason
     again = next(((fqn, a.recompute[fqn]) for fqn in around if fqn in a.recompute), None)
@@ -168,10 +168,10 @@ def _facts(plan: Plan, name: str) -> Iterator[tuple[str, Reason]]:
         yield f"{again[0]} is recomputed", Reason(text, again[1].reason.origin)
     there = next((fqn for fqn in around if fqn in a.host_activations), None)
     if there is not None:
-        what = f"what {there or 'the model'} keeps for backward waits in the host's memory"
+        what = f"activations saved by {there or 'the model'} are offloaded to the host's memory"
         yield what, a.host_activations[there]
     if a.chunked_loss is not None and name in (a.chunked_loss.head, ""):
-        what = f"computed with the loss, over {a.chunked_loss.chunks} parts of the tokens"
+        what = f"computed with the loss, over {a.chunked_loss.chunks} chunks of the tokens"
         yield f"{a.chunked_loss.head} is {what}", a.chunked_loss.reason
     if name in a.styles:
         yield f"{a.styles[name].style.name} along {a.styles[name].axis}", a.styles[name].reason

@@ -107,11 +107,12 @@ def _kinds(old: Plan, new: Plan) -> Counter[_PieceKind]:
     optimizer = new.spec.optimizer
     problems = []
     if {f: p.info.shape for f, p in before.items()} != {f: p.info.shape for f, p in after.items()}:
-        problems.append(Problem("the two plans are of different models"))
+        problems.append(Problem("the two plans are for different models"))
     if old.spec.optimizer != optimizer:
-        problems.append(Problem(f"one plan trains with {old.spec.optimizer}, one with {optimizer}"))
+        what = f"the two plans state different optimizers: {old.spec.optimizer} and {optimizer}"
+        problems.append(Problem(what))
     if optimizer not in OPTIMIZER_STATES:
-        problems.append(Problem(f"the state of {optimizer} is not of its parameters' shapes"))
+        problems.append(Problem(f"the states of {optimizer} do not have their parameters' shapes"))
     if problems:
         raise PlanError(problems)
     out: Counter[_PieceKind] = Counter()
@@ -119,8 +120,8 @@ def _kinds(old: Plan, new: Plan) -> Counter[_PieceKind]:
         if placed.info.is_buffer:
             continue
         if before[fqn].dtype != placed.dtype:
-            what = f"'{fqn}' is kept in {before[fqn].dtype} by one plan, in {placed.dtype} by one"
-            raise PlanError(Problem(what))
+            dtypes = f"{before[fqn].dtype} and {placed.dtype}"
+            raise PlanError(Problem(f"the two plans store '{fqn}' in different dtypes: {dtypes}"))
         states = OPTIMIZER_STATES[optimizer] if placed.info.trainable else 0
         size = DTYPE_BYTES[placed.dtype] * (1 + states)
         out[_PieceKind(placed.info.shape, size, _held(old, fqn), _held(new, fqn))] += 1

@@ -125,13 +125,13 @@ def narrowed(free: Freedom, path: str, text: str) -> tuple[Freedom | None, str]:
         if text not in RECOMPUTE:
             raise _no_value(path, text, RECOMPUTE)
         if RECOMPUTE.index(text) not in free.recompute:
-            return None, _why_rejected(free, f"{path}={text}") or "the plan states another"
+            return None, _why_rejected(free, f"{path}={text}") or "the plan states another value"
         held = {"recompute": (RECOMPUTE.index(text),)}
     elif path == "offload":
         if text not in WORDS:
             raise _no_value(path, text, tuple(WORDS))
         if WORDS[text] not in free.offload:
-            return None, "the plan states another"
+            return None, "the plan states another value"
         if WORDS[text] & ACTIVATIONS_THERE and RECOMPUTE.index("full") not in free.recompute:
             return None, ONLY_IN_FULL
         held = {"offload": (WORDS[text],)}
@@ -142,7 +142,7 @@ def narrowed(free: Freedom, path: str, text: str) -> tuple[Freedom | None, str]:
     elif path == "sequence_parallel":
         cut = tuple(size for size, is_cut in free.sequence_parallel.items() if is_cut and size > 1)
         if not cut:
-            return None, "with no size of tp can it be shown to be right"
+            return None, "no size of tp allows sequence_parallel"
         held = {"axes": {**free.axes, "tp": cut}}
     else:
         held = {"reshard": (int(text == "true"),), "modes": (MODES.index("shard"),)}
@@ -178,8 +178,8 @@ def no_mesh(free: Freedom, path: str, text: str) -> str:
     if path.startswith("mesh.") and int(text) not in divisors(free.world):
         return f"{free.world} devices do not divide by {text}"
     if path.startswith("mesh.") and free.axes[path.partition(".")[2]] == (1,):
-        return "the plan's mesh does not have that axis, or not more than one rank of it"
-    return "no mesh and batch of this many devices has it"
+        return f"the plan's mesh does not have {path.partition('.')[2]}, or has it with size 1"
+    return f"no mesh and batch of {free.world:,} devices have {path}={text}"
 
 
 def settings_of(free: Freedom, path: str) -> Iterator[str]:
@@ -203,5 +203,5 @@ def settings_of(free: Freedom, path: str) -> Iterator[str]:
     elif path in ("reshard_after_forward", "sequence_parallel", "loss_parallel"):
         yield from (f"{path}=true", f"{path}=false")
     else:
-        what, fix = f"'{path}' is nothing that is planned", f"ask about {', '.join(FIELDS)}"
+        what, fix = f"'{path}' is no key that the planner chooses", f"ask about {', '.join(FIELDS)}"
         raise SpecError(Problem(what, Origin(path), fix))

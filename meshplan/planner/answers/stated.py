@@ -162,7 +162,7 @@ def _of_offload(spec: Spec) -> Iterator[Statement]:
 def _of_pipeline(spec: Spec) -> Iterator[Statement]:
     if spec.pipeline is None:
         return
-    yield Statement(_PIPELINE, "there is one", allows_more=True)
+    yield Statement(_PIPELINE, "stated", allows_more=True)
     if (word := stated_schedule(spec)) is not None:
         yield Statement(_SCHEDULE, word)
     if (virtual := stated_virtual(spec)) is not None:

@@ -58,7 +58,7 @@ def check_chosen(
     """
     spec = load(())
     problems = [
-        Problem(f"a lock has no {path} to choose", origins[path], _AGAIN)
+        Problem(f"a lock may not choose {path}", origins[path], _AGAIN)
         for path in chosen
         if path not in _CHOICES and not _is_own_rule(path, chosen[path], spec)
     ]

@@ -30,7 +30,7 @@ from meshplan.spec.values import PlanValue, plain
 
 FORMAT: Final = 2
 _AGAIN: Final = "run meshplan plan again"
-_ELSEWHERE: Final = "say -o FILE, in a folder that is there and may be written to"
+_ELSEWHERE: Final = "add -o FILE, in a folder that exists and is writable"
 INSTEAD: Final = "give the plan file itself, or run meshplan plan again"
 """The fix for a lock that was named and does not hold."""
 _HEADROOM: Final = 0.10
@@ -72,7 +72,7 @@ class Lock:
     def used(self) -> str:
         """The line which reports that a command uses this lock."""
         free = f", which frees {' and '.join(self.free)}" if self.free else ""
-        return f"goes by {self.path.name}{free}"
+        return f"uses {self.path.name}{free}"
 
 
 def lock_path(plan: str | os.PathLike[str]) -> Path:
@@ -191,7 +191,7 @@ def _checked(content: Any) -> Mapping[str, Any]:
     if not isinstance(content, dict) or "lock" not in content:
         raise ValueError("it does not begin with lock:")
     if content["lock"] != FORMAT:
-        raise ValueError(f"it is of format {content['lock']}, and this version's is {FORMAT}")
+        raise ValueError(f"its format is {content['lock']}, and this version reads {FORMAT}")
     for part in ("inputs", "chosen"):
         if not isinstance(content.get(part), dict):
             raise ValueError(f"it has no {part}")
@@ -293,7 +293,7 @@ def lock_in_words(found: Lock | str, source: Any, spec: Spec) -> str:
         return found.used
     if spec.free_fields:
         return f"{found}: planning"
-    return f"{found}: what the plan leaves out has its default" if has_lock(source) else ""
+    return f"{found}: keys that the plan leaves out have their defaults" if has_lock(source) else ""
 
 
 def _check_chosen(lock: Lock, load: Callable[[Sequence[str]], Spec], graph: ModelGraph) -> None:

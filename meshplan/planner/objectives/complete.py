@@ -100,7 +100,7 @@ def complete_statements(
         free = " and ".join(spec.free_fields)
         are = "are" if len(spec.free_fields) > 1 else "is"
         what = f"{free} {are} left to the planner, and {found}"
-        fix = "give the plan its model, such as model: {config: PATH}, and run meshplan plan"
+        fix = "add the model to the plan, such as model: {config: PATH}, and run meshplan plan"
         raise PlanError(Problem(what, spec.origin(spec.free_fields[0]), fix))
     profile = profile_of_lock(source)
     question = (
@@ -120,5 +120,6 @@ def complete_statements(
 
 def nothing_fits(spec: Spec) -> Problem:
     """Return the problem that no plan fits into the memory."""
-    what = "nothing in the space fits into the memory that there is"
-    return Problem(what, spec.origin("mesh"), "see meshplan plan; allow more, or take more devices")
+    what = "no configuration of the space fits into the memory of the devices"
+    fix = "run meshplan plan for the reasons; state less in the plan, or use more devices"
+    return Problem(what, spec.origin("mesh"), fix)

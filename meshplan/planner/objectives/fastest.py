@@ -79,7 +79,7 @@ def decide_job(job: PlanningProblem, report: Callable[[str], None] = lambda text
         if (certified := job.certified(chosen)) is not None:
             chosen = certified
             break
-        report("what was chosen holds more than its pieces told: looking again")
+        report("a trace of the chosen plan needs more memory than was estimated: searching again")
     else:
         chosen = None
     best = found.best

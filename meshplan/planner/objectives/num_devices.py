@@ -244,10 +244,10 @@ class _Fewest:
                 raise  # Without `inter` bandwidth every other number of nodes fails the same way.
             return replace(never, why=error.problems[0].what)
         if least > self._days:
-            return replace(never, least_days=least, why=f"no less than {format_days(least)}")
+            return replace(never, least_days=least, why=f"at least {format_days(least)}")
         decision = decide_job(job)
         if decision.chosen is None:
-            why = "nothing fits" if decision.is_whole else "the time was up"
+            why = "nothing fits" if decision.is_whole else "time limit reached"
             return replace(never, least_days=least, why=why)
         evaluated = replace(
             decision.chosen, stated={"hardware.nodes": nodes, **decision.chosen.stated}
@@ -267,7 +267,7 @@ def _length(spec: Spec) -> int:
         PlanError: The plan does not state it.
     """
     if spec.batch.seq_len is None:
-        what = "a training is so many tokens, and nothing says how many a sample has"
+        what = "the plan states no tokens per sample, by which --tokens become steps"
         raise PlanError(Problem(what, spec.origin("batch"), "add batch: {seq_len: 2048}"))
     return spec.batch.seq_len
 
@@ -348,6 +348,6 @@ def positive(value: str | float, flag: str) -> float:
         number = 0.0
     if not (number > 0 and math.isfinite(number)):
         raise SpecError(
-            Problem(f"'{value}' is no positive number", Origin(flag), "write 14, or 15e12")
+            Problem(f"'{value}' is no positive number", Origin(flag), "write such as 14 or 15e12")
         )
     return number

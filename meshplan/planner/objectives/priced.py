@@ -39,17 +39,21 @@ def price(question: PlanRequest, report: Callable[[str], None] = lambda text: No
     if spec.free_fields:
         left = " and ".join(spec.free_fields)
         are = "are" if len(spec.free_fields) > 1 else "is"
-        fix = "state all, and the plan is priced as it stands"
-        what = f"{left} {are} left to the planner, which does not search this: {why}"
+        fix = "state a value for each, and the plan is estimated as it stands"
+        what = f"{left} {are} left to the planner, which cannot search this plan: {why}"
         raise PlanError(Problem(what, spec.origin(spec.free_fields[0]), fix))
     report("1 configuration")
     found = traced.priced(spec)
     plan, memory, cluster = found.plan, found.memory, question.cluster
     if not memory.fits:
         left = left_in_words(memory.worst.band[1], memory.limit_bytes)
-        fix = "meshplan estimate --fixes says what each change gives; others are not searched"
+        fix = (
+            "see meshplan estimate --fixes for the effect of each change; no other plan is searched"
+        )
         raise UnsearchedError(
-            Problem(f"as it is stated: {memory.size}: {left}", spec.origin("mesh"), fix),
+            Problem(
+                f"the plan as stated does not fit: {memory.size}: {left}", spec.origin("mesh"), fix
+            ),
             (Rejected("other plans", why),),
         )
     costed = Costed(plan, cluster, question.profile, found.chain)

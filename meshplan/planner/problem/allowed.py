@@ -12,7 +12,7 @@ from meshplan.planner.problem.chains import Chains
 from meshplan.planner.problem.decision import PlanRequest
 from meshplan.spec.spec import Offload, Spec
 
-_OF_MODULES: Final = "what single modules offload has no figures of time"
+_OF_MODULES: Final = "the cost model has no figures for offload of single modules"
 _NOT_COMPOSED: Final = "what a live model offloads is not composed of traced pieces"
 
 

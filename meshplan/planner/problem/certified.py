@@ -28,7 +28,7 @@ def certify_plan(question: PlanRequest, evaluated: Evaluated) -> Evaluated | Non
     elif question.certify is not None:
         found = question.certify(question.read(overrides(evaluated.stated)))
         if isinstance(found, str):
-            note = f"no trace of the model certifies this: {found}"
+            note = f"this plan was not certified by a trace of the model: {found}"
             told = _at_worst(evaluated).memory
             return replace(evaluated, memory=replace(told, notes=(*told.notes, note)))
         memory = found

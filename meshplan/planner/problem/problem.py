@@ -107,7 +107,7 @@ class PlanningProblem:
         cluster = self.question.cluster
         why = self.refuses(with_axes(self.spec, {"dp_shard": 2}))
         if why:
-            fix = "leave it out, or state all that is open, and let estimate trace the model"
+            fix = "leave it out, or state every open key and trace the model with meshplan estimate"
             raise PlanError(Problem(why, self.spec.origin(""), fix))
         return freedom_of(
             self.spec,
@@ -224,8 +224,11 @@ class PlanningProblem:
             are_units=self._traced is None and not self.spec.rules,
         )
         if not are_alike(found) and (self.grid["virtual"] > 1).any():
-            what = f"the planner cannot plan several stages a rank: {NOT_ALIKE} once tp cuts them"
-            fix = "say pipeline: {schedule: 1F1B}"
+            what = (
+                "the planner gives a rank several stages only of identical blocks, and with tp the "
+                "blocks of this model differ"
+            )
+            fix = "write pipeline: {schedule: 1F1B}"
             raise PlanError(Problem(what, self.spec.origin("pipeline.schedule"), fix))
         return replace(found, stages=self._cuts.places(found.names))
 

@@ -58,8 +58,8 @@ def question_of_file(
     path, origin = config_of(spec, config)
     graph = from_config(path, origin) if path is not None else None
     if graph is None or not graph.config:
-        what = "the planner reads a model from its config, and none is given"
-        fix = "add model: {config: PATH} to the plan, or --config PATH"
+        what = "the plan states no model config, which the planner needs"
+        fix = "add model: {config: PATH} to the plan, or pass --config PATH"
         raise PlanError(Problem(what, spec.origin("model"), fix))
     assert path is not None
     asked = question_of(load, graph, gpu, memory, Path(profile) if profile is not None else None)
@@ -137,8 +137,8 @@ def question_of(
     spec = load(())
     device, limit, _ = read_limit(gpu, memory, spec)
     if limit is None:
-        what = "nothing says how much memory a device has"
-        fix = "add gpu: h100-sxm-80gb to hardware, or --gpu"
+        what = "the plan states no GPU, so its memory is unknown"
+        fix = "add gpu: h100-sxm-80gb to hardware, or pass --gpu h100-sxm-80gb"
         raise PlanError(Problem(what, spec.origin("hardware"), fix))
     stated = spec.solve.get("time_limit_s")
     return PlanRequest(
@@ -167,7 +167,7 @@ def cluster_of(spec: Spec, device: str, profile: Profile | None = None) -> Clust
     """
     stated = spec.hardware
     if stated is None:
-        what = "nothing says which devices there are"
+        what = "the plan states no hardware"
         fix = "add hardware: {nodes: 1, gpus_per_node: 8, gpu: h100-sxm-80gb}"
         raise PlanError(Problem(what, spec.origin("hardware"), fix))
     if device != SOME_GPU:
@@ -175,10 +175,10 @@ def cluster_of(spec: Spec, device: str, profile: Profile | None = None) -> Clust
     elif profile is not None:
         found = _measured_device(profile, stated)
     else:
-        what = "nothing says how fast the devices are"
+        what = "the plan states no GPU, so its speed is unknown"
         fix = (
-            "add gpu: h100-sxm-80gb, say, or measure one that is in no table: meshplan calibrate "
-            "--out mine.json, then meshplan plan --profile mine.json"
+            "add gpu: h100-sxm-80gb to hardware, or measure the GPU: meshplan calibrate --out "
+            "mine.json, then meshplan plan --profile mine.json"
         )
         raise PlanError(Problem(what, spec.origin("hardware"), fix))
     intra, inter = stated.intra_bytes_per_s, stated.inter_bytes_per_s

@@ -29,10 +29,10 @@ def check_batch(spec: Spec, *, reads_tokens: bool = True) -> None:
     batch, problems = spec.batch, []
     is_counted = isinstance(batch.micro, int) and isinstance(batch.accumulate, int)
     if batch.global_ is None and batch.of_data_rank is None and not is_counted:
-        what = "nothing says how many samples a step has, so no two plans can be compared"
+        what = "the plan states no samples per step, without which plans cannot be compared"
         problems.append(Problem(what, spec.origin("batch"), "add batch: {global: 64}"))
     if reads_tokens and batch.seq_len is None:
-        what = "nothing says how long a sample is"
+        what = "the plan states no sequence length"
         problems.append(Problem(what, spec.origin("batch"), "add batch: {seq_len: 2048}"))
     if problems:
         raise PlanError(problems)

@@ -12,7 +12,7 @@ from meshplan.planner.space.enumeration import enumerate_grid
 from meshplan.planner.space.space import EmptySpaceError, Freedom
 from meshplan.spec.spec import Spec
 
-_FIX: Final = "state less, or another batch.global"
+_FIX: Final = "state less, or change batch.global"
 
 
 def nothing_to_choose(free: Freedom, spec: Spec) -> EmptySpaceError:
@@ -21,16 +21,16 @@ def nothing_to_choose(free: Freedom, spec: Spec) -> EmptySpaceError:
     least = _least_samples(free)
     devices = f"{free.world:,} device{'' if free.world == 1 else 's'}"
     if least is None or free.global_ is None:
-        what = f"no mesh of {devices} has all that is stated"
+        what = f"no mesh of {devices} satisfies the plan"
         problem = Problem(what, spec.origin("mesh"), whys or _FIX)
     else:
         what = (
-            f"no mesh of {devices} shares out {free.global_:,} samples: "
-            f"its data ranks take {least:,} at the least"
+            f"no mesh of {devices} can split {free.global_:,} samples: "
+            f"its data ranks need at least {least:,}"
         )
-        fix = f"write a batch.global of which {least:,} is a divisor, or take fewer devices"
+        fix = f"set batch.global to a multiple of {least:,}, or use fewer devices"
         if least <= free.global_ or not len(enumerate_grid(replace(free, global_=least))):
-            what = f"no mesh of {devices} shares out {free.global_:,} samples as stated"
+            what = f"no mesh of {devices} can split {free.global_:,} samples as the plan states"
             fix = _FIX
         problem = Problem(what, spec.origin("batch.global"), fix)
     return EmptySpaceError(problem, free.rejected)

@@ -43,7 +43,7 @@ def fixed_choices_of(spec: Spec, graph: ModelGraph) -> Pins:
         again = _policy(spec, cascade, graph, fqn)
         back = cascade.inherited(fqn, "reshard_after_forward")
         if back is not None and not isinstance(back.value, bool):
-            what = "the planner has no figures for parameters that are resharded to fewer ranks"
+            what = "the planner has no figures for parameters resharded over fewer ranks"
             raise PlanError(Problem(what, spec.origin(back.path), "write true or false"))
         pins[fqn] = Pin(
             (RECOMPUTE.index(again),) if again else (),
@@ -77,9 +77,9 @@ def check_fixed_choices(spec: Spec) -> None:
         if rule.activation_checkpointing is not None
     }
     asked = [
-        *((f"{at}.save", "other operations than the usual") for at, p in policies.items()
+        *((f"{at}.save", "a list of operations to save") for at, p in policies.items()
           if p.save),
-        *((f"{at}.budget", "a budget of activations") for at, p in policies.items()
+        *((f"{at}.budget", "a budget for activation memory") for at, p in policies.items()
           if p.budget is not None),
         *((f"mesh.{axis}", "borrowed ranks") for axis, size in mesh.items()
           if isinstance(size, Borrow) and axis != "ep"),
@@ -87,8 +87,8 @@ def check_fixed_choices(spec: Spec) -> None:
     if isinstance(spec.batch.accumulate, Mapping):
         asked.append(("batch.accumulate", "a batch that changes with the epoch"))
     problems = [
-        Problem(f"the planner cannot hold {what} yet", spec.origin(path),
-                "leave it out, or state all that is left open")
+        Problem(f"the planner does not support {what} yet", spec.origin(path),
+                "leave it out, or state every open key")
         for path, what in asked
     ]  # fmt: skip
     if problems:

@@ -59,8 +59,8 @@ def fixed_stages_of(spec: Spec, graph: ModelGraph) -> FixedStages:
         if fqn in blocks:
             pins[fqn] = stage
         elif _place(graph, fqn, blocks) is None:
-            what = f"the planner cuts between whole blocks, and '{fqn}' is none"
-            fix = "name blocks, or state all that is left open"
+            what = f"the planner splits stages between blocks, and '{fqn}' is no block"
+            fix = "name a block, or state every open key"
             problems.append(Problem(what, spec.origin(path), fix))
         else:
             ends[fqn] = stage
@@ -74,7 +74,7 @@ def fixed_stages_of(spec: Spec, graph: ModelGraph) -> FixedStages:
         is_last = stage == LAST or (num is not None and stage == num - 1)
         if (wanted == 0 and stage != 0) or (wanted == LAST and not is_last):
             what = f"the planner puts '{fqn}' into the {'first' if wanted == 0 else 'last'} stage"
-            fix = "leave its stage out, or state all that is left open"
+            fix = "leave its stage out, or state every open key"
             problems.append(Problem(what, spec.origin("rules"), fix))
     if problems:
         raise PlanError(problems)
@@ -93,7 +93,8 @@ def _stated(spec: Spec, graph: ModelGraph) -> Iterator[tuple[str, int, str]]:
             for name in names:
                 if name not in known:
                     what = f"'{name}' is no module of {graph.name}"
-                    raise PlanError(Problem(what, spec.origin("pipeline.split"), "correct it"))
+                    fix = "write a module that meshplan show lists"
+                    raise PlanError(Problem(what, spec.origin("pipeline.split"), fix))
                 yield known[name], stage, "pipeline.split"
 
 

@@ -211,8 +211,8 @@ def _axes(spec: Spec, world: int) -> dict[str, tuple[int, ...]]:
     if spec.mesh is None or spec.mesh == AUTO:
         return dict.fromkeys(AXES, every)
     if not isinstance(spec.mesh, Mapping):
-        what = "a bare mesh leaves open which axes it has"
-        fix = "name the axes, such as mesh: {dp_replicate: 2, dp_shard: 4}, or say mesh: auto"
+        what = "a bare mesh does not name its axes"
+        fix = "name the axes, such as mesh: {dp_replicate: 2, dp_shard: 4}, or write mesh: auto"
         raise PlanError(Problem(what, spec.origin("mesh"), fix))
     out: dict[str, tuple[int, ...]] = dict.fromkeys(AXES, (1,))
     for axis, size in spec.mesh.items():
@@ -336,10 +336,10 @@ def _check_offload(spec: Spec, what: int, refuses: Callable[[Spec], str]) -> Non
         params = trial.offload.params and spec.offload.params is not None
         there = replace(trial.offload, optimizer=optimizer, params=params)
         trial = replace(trial, offload=there)
-    why, fix = refuses(trial), "leave it out, or state all that is open"
+    why, fix = refuses(trial), "leave it out, or state every open key"
     if not why and what & ACTIVATIONS_THERE and stated and mode != "full":
         why = ONLY_IN_FULL
-        fix = "say activation_checkpointing: full"
+        fix = "write activation_checkpointing: full"
     if why:
         raise PlanError(Problem(why, spec.origin("offload"), fix))
 

@@ -211,9 +211,9 @@ def _stage_of(plan: Plan, block: str) -> int:
 def _not_read(plan: Plan) -> Iterator[Problem]:
     """Yield problems of a plan whose config, or stated batch, says too little to derive costs."""
     if not plan.graph.config:
-        yield _no_figures(plan, f"{plan.graph.name}: no config tells of it")
+        yield _no_figures(plan, f"{plan.graph.name}, which has no config")
     if plan.spec.batch.seq_len is None:
-        yield _no_figures(plan, "a batch that is not stated")
+        yield _no_figures(plan, "a plan that states no batch.seq_len")
 
 
 def _no_figures(plan: Plan, what: str) -> Problem:
@@ -232,26 +232,28 @@ def _unknown(plan: Plan) -> Iterator[Problem]:
     blocks = plan.graph.blocks()
     split = stages and {_stages_of_block(plan, block) for block in blocks}
     for is_there, what in (
-        (plan.micro is None, "a batch that is not stated"),
+        (plan.micro is None, "a plan that states no batch size"),
         (bool(mesh.loans), "borrowed ranks"),
         (bool(a.compiled), "compiled blocks"),
         (any(u.on_host for u in a.units.values()) and not offload_of(plan) & PARAMS_THERE,
-         "parameters of single modules on the host"),
+         "offloaded parameters of single modules"),
         (bool(a.host_activations) and not offload_of(plan) & ACTIVATIONS_THERE,
-         "offloaded activations of other blocks than all, recomputed in full"),
-        (any(not isinstance(each, bool) for each in reshards), "resharding to fewer ranks"),
-        (len(units) > 1, "units that are not all cut along the same axes"),
-        (mode == "shard" and not set(blocks) <= set(a.units), "blocks that are no units"),
+         "offloaded activations without full recomputation of all blocks"),
+        (any(not isinstance(each, bool) for each in reshards), "resharding over fewer ranks"),
+        (len(units) > 1, "units that are not all sharded along the same axes"),
+        (mode == "shard" and not set(blocks) <= set(a.units), "blocks that are not units"),
         (odd_data, f"{a.strategy.name} on this mesh"),
         (any(r.policy.save for r in a.recompute.values()), "a list of operations to save"),
-        (stages is not None and plan.accumulate > 1, "accumulation around a pipeline"),
-        (stages is not None and stages.schedule not in _SCHEDULES, "this schedule"),
+        (stages is not None and plan.accumulate > 1, "gradient accumulation around a pipeline"),
+        (stages is not None and stages.schedule not in _SCHEDULES,
+         f"the schedule {stages.schedule}" if stages is not None else ""),
         (stages is not None and SCHEDULES[stages.schedule].splits_backward
          and any(unit.on_host for unit in a.units.values()),
-         "backwards in two halves of parameters that lie on the host"),
+         "a split backward of offloaded parameters"),
         (stages is not None and stages.virtual > 1 and _is_uneven(plan),
-         "stages of a rank that differ by more than a block"),
-        (bool(split) and max(len(each) for each in split or ()) > 1, "blocks that a stage cuts"),
+         "stages of one rank that differ by more than one block"),
+        (bool(split) and max(len(each) for each in split or ()) > 1,
+         "stage boundaries inside blocks"),
     ):  # fmt: skip
         if is_there:
             yield _no_figures(plan, what)

@@ -325,7 +325,7 @@ def test_the_digest_and_the_words_know_it_without_a_live_model():
     assert plan_to_json(some)["chunked_loss"]["chunks"] == 4
     assert plan_to_json(whole)["chunked_loss"] is None
     (fact, _), *_ = [f for f in explain_module(some, "head").facts if "loss" in f[0]]
-    assert fact == "head is computed with the loss, over 4 parts of the tokens"
+    assert fact == "head is computed with the loss, over 4 chunks of the tokens"
 
 
 def own_loop(stated: bool) -> tuple[float, str]:
