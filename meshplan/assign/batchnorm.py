@@ -30,34 +30,40 @@ def assign_batchnorm(spec: Spec, graph: ModelGraph, mesh: Mesh, stages: Stages |
     elif found and splits_samples:
         out.warnings.append(
             Problem(
-                f"{found[0].fqn} and {len(found) - 1} more keep statistics of their own rank's "
-                "samples, so the numbers differ from those of one process",
+                f"{_listed(found)}: batch statistics are computed from the samples of one rank "
+                "only, so results differ from those of one process",
                 None,
-                "say sync_batchnorm: true, or use GroupNorm or LayerNorm",
+                "write sync_batchnorm: true, or use GroupNorm or LayerNorm",
             )
         )
     tracked = [info for info in graph.modules.values() if _tracks_alone(info, graph)]
     if tracked and splits_samples:
         out.warnings.append(
             Problem(
-                f"{tracked[0].fqn} and {len(tracked) - 1} more keep running statistics of their "
-                "own rank's samples, so evaluation differs from rank to rank and a saved state "
-                "holds those of the first",
+                f"{_listed(tracked)}: running statistics are computed from the samples of one rank "
+                "only, so evaluation differs from rank to rank and a saved state dict contains "
+                "the statistics of the first rank",
                 None,
-                "say track_running_stats=False, or use GroupNorm",
+                "construct them with track_running_stats=False, or use GroupNorm",
             )
         )
     if found and stages is not None and stages.microbatches > 1:
         out.warnings.append(
             Problem(
-                f"{found[0].fqn} and {len(found) - 1} more keep statistics of each of the "
-                f"{stages.microbatches} microbatches of the pipeline, so the numbers are those of "
-                "one process that takes a batch in as many parts",
+                f"{_listed(found)}: batch statistics are computed for each of the "
+                f"{stages.microbatches} pipeline microbatches, so results are those of one process "
+                f"that accumulates gradients over {stages.microbatches} parts of the batch",
                 spec.origin("pipeline.microbatches"),
-                "use GroupNorm or LayerNorm, or ignore it",
+                "use GroupNorm or LayerNorm, or ignore this warning",
             )
         )
     return out
+
+
+def _listed(found: list[ModuleInfo]) -> str:
+    """Name the first module and count the others."""
+    others = len(found) - 1
+    return f"{found[0].fqn} and {others} more" if others else found[0].fqn
 
 
 def _is_batchnorm(info: ModuleInfo) -> bool:
@@ -74,13 +80,14 @@ def _synchronize(spec: Spec, graph: ModelGraph, found: list[ModuleInfo], out: Ba
     own = next((info for info in found if info.kind != "batchnorm"), None)
     if not found:
         what = f"'sync_batchnorm' has no effect: {graph.name} has no BatchNorm"
-        out.problems.append(Problem(what, origin, "remove it"))
+        out.problems.append(Problem(what, origin, "remove sync_batchnorm"))
     elif own is not None:
         out.problems.append(
             Problem(
-                f"'sync_batchnorm' cannot reach {own.fqn}: {own.type} has a forward of its own",
+                f"'sync_batchnorm' cannot be applied to {own.fqn}: {own.type} overrides the "
+                "forward of torch's BatchNorm",
                 origin,
-                "use torch's BatchNorm there, or remove it",
+                "use torch's BatchNorm there, or remove sync_batchnorm",
             )
         )
     else:

@@ -115,7 +115,7 @@ class Cascade:
                     Problem(
                         f"'{field}' cannot be stated for a parameter, only for a module",
                         self._spec.origin(statement.path),
-                        "match the module that holds it",
+                        "match the module that contains the parameter",
                     )
                 )
 
@@ -131,7 +131,7 @@ class Cascade:
             Problem(
                 f"'{text}' matches no {noun} of {graph.name}",
                 self._spec.origin(f"rules[{rule.index}].match{many}"),
-                f"did you mean '{near}'?" if near else "correct it, or say optional: true",
+                f"did you mean '{near}'?" if near else "correct the pattern, or add optional: true",
             )
         )
 

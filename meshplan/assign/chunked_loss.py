@@ -11,7 +11,6 @@ from meshplan.model.graph import ModelGraph, is_inside
 from meshplan.spec.spec import Spec
 
 _FIELD: Final = "loss_chunks"
-_LEAVE: Final = "leave loss_chunks out"
 
 
 def assign_chunked_loss(
@@ -37,19 +36,21 @@ def assign_chunked_loss(
     heads = heads_of(graph)
     if len(heads) != 1:
         names = " and ".join(f"'{head}'" for head in heads)
-        what = f"{names} could all give them" if heads else "none is known"
+        what = f"{names} qualify" if heads else "none qualifies"
         return None, [
             Problem(
-                f"'{_FIELD}' needs the one linear module that gives the logits, and {what}",
+                f"'{_FIELD}' needs exactly one linear module that computes the logits, but {what}",
                 origin,
-                f"{_LEAVE}: a head is found as the linear module outside of the repeated blocks "
-                "with a row for each row of an embedding",
+                "remove loss_chunks, or make the head the only linear module outside the repeated "
+                "blocks whose weight has as many rows as an embedding",
             )
         ]
     (head,) = heads
     what, fix = _trouble(spec, graph, head, styles, packed, units, tensors)
     if what:
-        return None, [Problem(f"'{_FIELD}' calls '{head}' in the loss: {what}", origin, fix)]
+        return None, [
+            Problem(f"'{_FIELD}' calls '{head}' inside the loss, but {what}", origin, fix)
+        ]
     return ChunkedLoss(head, chunks, Reason(f"{_FIELD}: {chunks}", origin)), []
 
 
@@ -75,6 +76,10 @@ def heads_of(graph: ModelGraph) -> list[str]:
     return tied or found
 
 
+def _unit_name(unit: Unit) -> str:
+    return f"'{unit.fqn}'" if unit.fqn else "the root unit"
+
+
 def _trouble(
     spec: Spec,
     graph: ModelGraph,
@@ -88,14 +93,18 @@ def _trouble(
     own = [tensors[tensor.fqn] for tensor in graph.owned(head)]
     around = next((fqn for fqn in packed if is_inside(head, fqn)), None)
     if head in styles or any("tp" in placed.stored.axes for placed in own):
-        return "tp cuts it, so no rank has all logits of a token", (
-            "say loss_parallel: true instead, or leave its weight whole"
+        return "tp shards it, while each loss chunk needs all logits of its tokens on one rank", (
+            f"write loss_parallel: true instead of loss_chunks, or leave '{head}' out of tp"
         )
     if around is not None:
-        return f"'{around}' is recomputed or offloaded as a whole", "state none for it"
+        return f"'{around}' is recomputed, or its activations are offloaded, as a whole", (
+            "write activation_checkpointing: none and offload: {activations: false} in a rule that "
+            f"matches '{around}'"
+        )
     if any(placed.compute_dtype == "float16" for placed in own):
         return (
-            "gradients are taken before the loss is scaled, and small ones vanish in float16",
+            "its gradients are computed before the loss is scaled, and small ones underflow in "
+            "float16",
             "use precision: bf16-mixed",
         )
     for placed in own:
@@ -104,16 +113,20 @@ def _trouble(
             continue
         if unit.fqn != head and unit.reshard_after_forward:
             return (
-                f"by then '{unit.fqn or 'the model'}' has given its weight back",
+                f"by then {_unit_name(unit)} has resharded its weight",
                 f'add rules: [{{match: "{head}", unit: true}}]'
                 if len(placed.info.names) == 1
-                else f"say reshard_after_forward: false for '{unit.fqn or '*'}'",
+                else f"write reshard_after_forward: false for '{unit.fqn or '*'}'",
             )
         if unit.fqn == head and unit.precision.output:
-            return "its rule of precision casts what it gives", "leave it out of that rule"
+            return (
+                "a precision rule casts its output",
+                f"leave '{head}' out of the precision rule",
+            )
     if spec.ddp.get("find_unused_parameters") or spec.ddp.get("static_graph"):
         return (
-            "DistributedDataParallel looks for what is used in what the model returns",
-            "leave find_unused_parameters and static_graph out",
+            "DistributedDataParallel, with find_unused_parameters or static_graph, searches the "
+            "model's output for the parameters in use",
+            "remove find_unused_parameters and static_graph",
         )
     return "", ""

@@ -47,9 +47,9 @@ def assign_context(
 def _no_effect(spec: Spec, mesh: Mesh) -> Iterator[Problem]:
     if spec.context is not None:
         yield Problem(
-            f"'context' has no effect without an axis cp (the mesh has {mesh})",
+            f"'context' has no effect without a cp axis (the mesh has {mesh})",
             spec.origin("context"),
-            "add cp to the mesh, or remove it",
+            "add cp to the mesh, or remove context",
         )
 
 
@@ -60,10 +60,10 @@ def _sequence(spec: Spec, mesh: Mesh, context: ContextParallel) -> Iterator[Prob
         return
     fix = f"use a multiple of {chunks}"
     if context.balance and not length % mesh.size("cp"):
-        fix += ", or say context: {balance: false}"
-    each = f"{chunks} chunks, two for each rank of" if context.balance else f"{chunks} parts for"
+        fix += ", or write context: {balance: false}"
+    parts = f"{chunks} chunks, two per" if context.balance else f"{chunks} parts, one per"
     yield Problem(
-        f"a sequence of {length} does not divide into {each} cp",
+        f"a sequence of {length} cannot be divided into {parts} cp rank",
         spec.origin("batch.seq_len"),
         fix,
     )
@@ -82,10 +82,10 @@ def _heads(
         count = graph.config.get(key, 0)
         if count % mesh.size("cp"):
             yield Problem(
-                f"{count} {noun} do not divide by cp {mesh.size('cp')}, and all_to_all gives each "
+                f"{count} {noun} do not divide by cp {mesh.size('cp')}, but all_to_all gives each "
                 "rank whole heads",
                 spec.origin("context.attention"),
-                "use attention: all_gather, or a smaller cp",
+                "write context: {attention: all_gather}, or use a smaller cp",
             )
             return
 
@@ -94,8 +94,8 @@ def _hidden_attention(spec: Spec, graph: ModelGraph) -> Iterator[Problem]:
     found = next((m for m in graph.modules.values() if m.type == _HIDDEN_ATTENTION), None)
     if found is not None:
         yield Problem(
-            f"{found.fqn} ({found.type}) computes its attention inside torch, where the parts of "
-            "the sequence cannot be exchanged",
+            f"{found.fqn} ({found.type}) computes attention inside a single torch call, where cp "
+            "cannot exchange the parts of the sequence",
             spec.origin("mesh.cp"),
             "use modules that call torch.nn.functional.scaled_dot_product_attention, or leave cp "
             "out",

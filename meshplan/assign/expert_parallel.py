@@ -60,9 +60,9 @@ def assign_ep(
         if found and found.value != "R":
             out.report(
                 Problem(
-                    "ep is stated for a parameter, but experts are spread with their module",
+                    "ep is stated for a parameter, but experts are distributed with their module",
                     spec.origin(found.path),
-                    f"match the module '{tensor.module}'",
+                    f"match the module '{tensor.module}' instead",
                 )
             )
     is_borrowed = any(loan.name == "ep" for loan in mesh.loans)
@@ -80,8 +80,10 @@ def assign_ep(
             for tensor in tensors:
                 out.layouts[tensor.fqn] = Layout.whole(len(tensor.shape)).cut("ep", 0)
     if spec.experts.capacity is not None and mesh.size("ep") == 1:
-        what = "'experts.capacity' has no effect without an ep axis: no tokens are sent to ranks"
-        fix = 'add ep to the mesh, such as ep: "2 in dp_shard", or remove it'
+        what = (
+            "'experts.capacity' has no effect without an ep axis: no tokens are sent to other ranks"
+        )
+        fix = 'add ep to the mesh, such as ep: "2 in dp_shard", or remove experts.capacity'
         out.report(Problem(what, spec.origin("experts.capacity"), fix))
     for problem in _beside(spec, mesh, out, mesh.size("ep") > 1 and not is_placed):
         out.report(problem)
@@ -92,14 +94,18 @@ def _beside(spec: Spec, mesh: Mesh, out: ExpertParallel, cuts_nothing: bool) -> 
     """List settings in the rest of the plan that conflict with ep."""
     problems = []
     if cuts_nothing:
-        what = f"the axis ep of size {mesh.size('ep')} cuts nothing: no rule places a module on it"
+        what = (
+            f"the ep axis of size {mesh.size('ep')} shards nothing: no rule places a module on ep"
+        )
         fix = f"add a rule such as {{match: '**.experts', place: {{ep: {EXPERT_STYLE}}}}}"
-        problems.append(Problem(what, spec.origin("mesh.ep"), f"{fix}, or drop the axis"))
+        problems.append(Problem(what, spec.origin("mesh.ep"), f"{fix}, or remove ep from the mesh"))
     nested = [fqn for fqn in out.uses for around in out.uses if fqn != around and
               is_inside(fqn, around)]  # fmt: skip
     for fqn in nested:
-        what = f"'{fqn}' lies inside another module whose experts are spread"
-        problems.append(Problem(what, out.uses[fqn].reason.origin, "match one of the two"))
+        what = f"'{fqn}' lies inside another module that is placed on ep"
+        problems.append(
+            Problem(what, out.uses[fqn].reason.origin, "match only one of the two modules")
+        )
     return problems
 
 
@@ -127,29 +133,36 @@ def _problem(
         return f"'{word}' is not a style of the axis ep", f"write ep: {EXPERT_STYLE}"
     info = graph.modules[fqn]
     name = f"'{fqn}' ({info.type})"
-    stack = "use a module that stacks its experts in parameters (E, out, in), as transformers does"
+    stack = (
+        "use a module with stacked experts (parameters of shape (E, out, in)), as transformers does"
+    )
     if not info.has_forward:
-        what = f"{name} only lists its experts, and the code around it calls them one by one"
-        return what + ": nothing says when tokens can be sent", stack
+        what = f"{name} is a container whose experts are called one by one by the code around it"
+        return f"{what}: ep has no single call at which to exchange tokens", stack
     if not tensors:
-        return f"{name} holds no experts: it has no parameters", "match the module that does"
+        return f"{name} has no parameters, and so no experts", "match the module with the experts"
     for tensor in tensors:
         sizes = {t.shape[0] for t in tensors if t.shape}
         if tensor.is_buffer:
-            what = f"{name} holds the buffer {tensor.fqn}, which may be one value per expert"
-            return what, "keep it outside the module, or leave these experts out of ep"
+            what = f"{name} has the buffer {tensor.fqn}, which may have one value per expert"
+            fix = "move the buffer out of the module, or leave these experts out of ep"
+            return f"{what}, but ep does not shard buffers", fix
         beside = [t for t in tensors if t.module == tensor.module]  # Routers have at most 2 dims.
         if not tensor.shape or len(sizes) > 1 or not any(len(t.shape) > 2 for t in beside):
             shapes = ", ".join(f"{t.fqn.removeprefix(fqn + '.')} {list(t.shape)}" for t in tensors)
-            what = f"{name} does not stack experts: not all parameters have one entry per expert"
+            what = (
+                f"{name} does not stack its experts: not all parameters have the experts as dim 0"
+            )
             return f"{what} ({_short(shapes)})", _nearer(graph, fqn, stack)
         if tensor.aliases:
-            what = f"{' and '.join(tensor.names)} are one tensor, of which ep would cut one name"
+            names = " and ".join(tensor.names)
+            what = f"{names} are one tensor, which ep would shard under only one of these names"
             return what, "leave these experts out of ep"
         cut = tp.cuts.get(tensor.fqn)
         if cut is not None and (cut.layout.axes or cut.is_local):
-            what = f"{tensor.fqn} is laid out by tp ({cut.reason.text}) and by ep"
-            return f"{what}: that is not available yet in this version", "leave one of them out"
+            what = f"{tensor.fqn} is sharded by both tp ({cut.reason.text}) and ep"
+            fix = "remove the placement on tp or the one on ep"
+            return f"{what}, which is not available yet in this version", fix
     num = tensors[0].shape[0]
     if num % mesh.size("ep"):
         lent = mesh.size("ep", EXPERT_SHARD)

@@ -27,7 +27,7 @@ def assign_loss(spec: Spec, graph: ModelGraph, mesh: Mesh, tp: TensorParallel) -
     origin = spec.origin("loss_parallel")
     if mesh.size("tp") == 1:
         what = "'loss_parallel' has no effect without a tp axis"
-        return [Problem(what, origin, "add tp to the mesh, or remove it")]
+        return [Problem(what, origin, "add tp to the mesh, or remove loss_parallel")]
     blocks = graph.blocks()
     heads = [
         fqn
@@ -37,8 +37,8 @@ def assign_loss(spec: Spec, graph: ModelGraph, mesh: Mesh, tp: TensorParallel) -
         and not any(is_inside(fqn, block) for block in blocks)
     ]
     if not heads:
-        what = "'loss_parallel' needs logits that are cut over the vocabulary, and no head is"
-        return [Problem(what, origin, "give the model's last projection the style vocab")]
+        what = "'loss_parallel' needs logits sharded over the vocabulary, but tp shards no head"
+        return [Problem(what, origin, "write place: {tp: vocab} for the model's last projection")]
     for fqn in heads:
         tp.styles[fqn] = replace(tp.styles[fqn], style=LOGITS)
     return []

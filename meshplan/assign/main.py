@@ -163,9 +163,9 @@ def _compiled(spec: Spec, graph: ModelGraph) -> tuple[tuple[str, ...], list[Prob
         return (blocks if spec.compile else ()), []
     return (), [
         Problem(
-            f"{graph.name} has no repeated blocks, so nothing says what to compile",
+            f"'compile' compiles the repeated blocks, but {graph.name} has none",
             spec.origin("compile"),
-            "remove it, and call model.compile() after parallelize",
+            "remove compile, and call model.compile() after parallelize",
         )
     ]
 
@@ -202,7 +202,7 @@ def _place(
 ) -> Placed:
     whole = Layout.whole(len(tensor.shape))
     if tensor.is_buffer:
-        reason = Reason("buffers are never cut")
+        reason = Reason("buffers are never sharded")
         return Placed(info=tensor, unit=None, stored=whole, computed=whole, gradient=whole,
                       dtype=tensor.dtype, compute_dtype=tensor.dtype,
                       data_reason=reason)  # fmt: skip
@@ -215,7 +215,7 @@ def _place(
     if dtype != main and tensor.trainable and cascade.param(tensor, PLACE) is None:
         # FSDP2 reduces the gradients of a unit as one tensor, so they must be of one dtype.
         is_alone = is_alone or bool(mesh.present(GRADIENT_AXES))
-        dim, reason = None, Reason(f"{dtype} beside {main}, so it is reduced by itself")
+        dim, reason = None, Reason(f"{dtype} beside {main}, so it is reduced separately")
     stored = used
     for axis in unit.shard_axes if dim is not None else ():
         stored = stored.cut(axis, dim or 0)
@@ -251,12 +251,12 @@ def _data_cut(
     around = cascade.inherited(tensor.module, PLACE)
     reason = unit.reason
     if not tensor.numel:
-        return bool(mesh.present(GRADIENT_AXES)), None, Reason("there is nothing to cut")
+        return bool(mesh.present(GRADIENT_AXES)), None, Reason("the tensor is empty")
     if not tensor.shape:
         asked = parse_placement(str(own.value)) if own else None
         if own is not None and asked is not None:
             units.report(no_dim(tensor, asked, spec.origin(own.path)))
-        return bool(mesh.present(GRADIENT_AXES)), None, Reason("a scalar cannot be cut")
+        return bool(mesh.present(GRADIENT_AXES)), None, Reason("a scalar cannot be sharded")
     if own is not None:
         origin = spec.origin(own.path)
         reason = Reason(own.text, origin)
@@ -267,7 +267,7 @@ def _data_cut(
         if not unit.is_sharded:
             units.report(
                 Problem(
-                    f"{tensor.fqn} cannot be sharded alone: the module around it is replicated",
+                    f"{tensor.fqn} cannot be sharded separately: its module is replicated",
                     origin,
                     f"match the module '{tensor.module}' instead",
                 )
@@ -291,7 +291,9 @@ def _data_cut(
         if stated is not None and stated.text.startswith("dp_shard:"):
             units.report(pieces_cut_twice(tensor, dim, spec.origin(stated.path)))
         dim = 1 - dim
-        reason = Reason(f"{reason.text}, dim {dim}: tp cuts pieces of the other", reason.origin)
+        reason = Reason(
+            f"{reason.text}, dim {dim}: tp shards pieces of dim {1 - dim}", reason.origin
+        )
     if dim and sizes[dim] % ranks:
         # FSDP2 pads dim 0 only.
         units.report(
@@ -313,7 +315,7 @@ def _first_even(sizes: tuple[int, ...], ranks: int) -> int:
 def _not_alone(tensor: TensorInfo, origin: Origin | None) -> Problem:
     # A parameter reduced by itself is averaged over ranks, and these have different experts.
     return Problem(
-        f"{tensor.fqn} holds experts that ep spreads: it cannot be replicated by itself",
+        f"{tensor.fqn} contains experts that ep distributes: it cannot be replicated separately",
         origin,
         f"match the module '{tensor.module}' instead",
     )
@@ -325,8 +327,8 @@ def _other_size(spec: Spec, world_size: int | None) -> list[Problem]:
         return []
     return [
         Problem(
-            f"hardware states {spec.hardware.world_size} devices, but this job has {world_size}: "
-            "the plan is spread over those",
+            f"'hardware' states {spec.hardware.world_size} devices, but this job has {world_size} "
+            f"ranks: the plan uses {world_size}",
             spec.origin("hardware"),
             f"launch {spec.hardware.world_size} ranks, or correct hardware",
         )
@@ -372,9 +374,9 @@ def _no_empty_parts(mesh: Mesh, tensors: Mapping[str, Placed]) -> Iterator[Probl
         size = placed.info.shape[dim]
         if -(-size // tp) * (tp - 1) >= size:
             yield Problem(
-                f"{fqn}: its dim {dim} of size {size} leaves the last rank of tp {tp} nothing",
+                f"{fqn}: dim {dim} of size {size} leaves no elements for the last rank of tp {tp}",
                 placed.tp_reason.origin,
-                "leave it out of tp",
+                f"leave {fqn} out of tp",
             )
 
 

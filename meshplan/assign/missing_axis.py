@@ -19,7 +19,7 @@ _ADD: Final = {
 
 def no_axis(axis: str, mesh: Mesh, origin: Origin | None) -> Problem:
     """Build the problem of a placement along an axis that the mesh lacks."""
-    fix = f"add it to the mesh, such as {_ADD[axis]}, or remove the placement"
+    fix = f"add {axis} to the mesh, such as {_ADD[axis]}, or remove the placement"
     return Problem(f"the mesh has no axis {axis} (it has {mesh})", origin, fix)
 
 

@@ -25,11 +25,11 @@ def multihead_pieces(
     origin = said.reason.origin
     heads, head_dim = role(info.sizes, "heads") or 0, role(info.sizes, "head_dim") or 0
     if any(t.fqn.endswith(".bias_k") or t.fqn == "bias_k" for t in graph.owned(info.fqn)):
-        what = f"{info.fqn} adds a bias to its keys (add_bias_kv), which tp cannot cut"
+        what = f"{info.fqn} adds a bias to its keys (add_bias_kv), which tp cannot shard"
         return Problem(f"{what} in this version", origin, "leave this module out of tp")
     if sequence_parallel and tp > 1:
-        what = f"{info.fqn} is a {info.type}, which cannot take a part of the sequence"
-        return Problem(f"{what} in this version", origin, "leave sequence_parallel out")
+        what = f"{info.fqn} is a {info.type}, which cannot run under sequence_parallel"
+        return Problem(f"{what} in this version", origin, "remove sequence_parallel")
     if heads % tp:
         return Problem(
             f"{info.fqn}: {heads} heads of {head_dim} do not divide by tp {tp}",

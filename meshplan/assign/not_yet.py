@@ -30,33 +30,38 @@ def not_yet(spec: Spec) -> list[Problem]:
             ask(
                 getattr(rule.offload, part, None) == AUTO,
                 f"rules[{rule.index}].offload.{part}",
-                "a choice of what to offload",
+                "'auto' in the offload of a rule",
                 "write true or false for each part",
             )
     ask(spec.loss_chunks == "fused", "loss_chunks",
-        "a loss in fused kernels (Liger's, cut cross-entropy), which are not torch's own and of "
-        "which nothing tells what they hold,", "write a number such as 8: head and loss are then "
-        "computed over so many parts of the tokens by torch's own kernels")  # fmt: skip
+        "'loss_chunks: fused' (a kernel outside torch, such as Liger's or cut cross-entropy, whose "
+        "memory cannot be estimated)", "write a number such as 8: torch's own kernels then compute "
+        "head and loss in 8 chunks of the tokens")  # fmt: skip
     free(spec.loss_chunks == AUTO, "loss_chunks", "'loss_chunks: auto'", "write 1, or 8")
     free(spec.allocator == AUTO, "allocator", "'allocator: auto'", "write default or expandable")
     for name in ("micro", "accumulate"):
         value = getattr(spec.batch, name)
         free(value == AUTO, f"batch.{name}", f"'{name}: auto'", "write the number")
-        ask(isinstance(value, Mapping), f"batch.{name}", "a schedule by epoch", "write one number")
+        ask(
+            isinstance(value, Mapping),
+            f"batch.{name}",
+            f"a schedule of '{name}' by epoch",
+            "write one number",
+        )
     free(spec.activation_checkpointing.mode == AUTO, "activation_checkpointing",
          "'activation_checkpointing: auto'", "write none, full or selective")  # fmt: skip
     ask(spec.activation_checkpointing.budget is not None, "activation_checkpointing.budget",
-        "a budget of activations", "write auto, none, full or selective")  # fmt: skip
+        "'budget' of activation_checkpointing", "write auto, none, full or selective")  # fmt: skip
     for rule in spec.rules:
         at = f"rules[{rule.index}]"
         ask(rule.activation_checkpointing and _is_planned(rule.activation_checkpointing),
-            f"{at}.activation_checkpointing", "'auto' and 'budget' in a rule",
+            f"{at}.activation_checkpointing", "'auto' or 'budget' in a rule",
             "use none, full or selective")  # fmt: skip
         for axis, word in rule.place.items():
             path = f"{at}.place.{axis}"
             ask(word in PLANNED_STYLES, path, f"the style '{word}'")
-            ask(axis == "pp", path, f"axis '{axis}'")
-            ask(axis == "dp_shard" and word == AUTO, path, "'auto'", "write S(0) or R")
+            ask(axis == "pp", path, f"a placement on the axis '{axis}'")
+            ask(axis == "dp_shard" and word == AUTO, path, "'dp_shard: auto'", "write S(0) or R")
     problems = [
         Problem(f"{what} is not available yet in this version", spec.origin(path), fix)
         for path, what, fix in asked
@@ -69,19 +74,19 @@ def not_yet(spec: Spec) -> list[Problem]:
         if "cp" in rule.place:
             problems.append(
                 Problem(
-                    "cp cuts the sequence, not parameters; those of sharded modules are cut over "
-                    "dp_shard and cp together",
+                    "cp shards the sequence, not parameters: the parameters of sharded modules are "
+                    "sharded over dp_shard and cp together",
                     spec.origin(f"rules[{rule.index}].place.cp"),
-                    "place it on dp_shard",
+                    "place the module on dp_shard",
                 )
             )
         word = rule.place.get("dp_replicate", "R")
         if word != "R":
             problems.append(
                 Problem(
-                    f"dp_replicate holds replicas by definition: '{word}' cannot be placed on it",
+                    f"'{word}' cannot be placed on dp_replicate, whose ranks are replicas",
                     spec.origin(f"rules[{rule.index}].place.dp_replicate"),
-                    "place it on dp_shard",
+                    "place the module on dp_shard",
                 )
             )
     return problems

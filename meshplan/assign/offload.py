@@ -39,24 +39,24 @@ def params_on_host(
     optimizer, of_optimizer = _stated(spec, cascade, fqn, "optimizer")
     if optimizer and not params:
         return False, Problem(
-            "torch's optimizers keep their states where the parameters are, and nothing of torch "
-            "moves them for a step: they cannot be offloaded alone",
+            "optimizer states cannot be offloaded alone: torch's optimizers keep them on the "
+            "device of the parameters and do not move them for a step",
             spec.origin(of_optimizer),
-            "write offload: params, which takes parameters, gradients and states together",
+            "write offload: params, which offloads parameters, gradients and optimizer states",
         )
     if params and optimizer is False and _place(where) == _place(of_optimizer):
         return False, Problem(
-            "with parameters on the host the optimizer's states are there too: 'optimizer: false' "
-            "cannot be kept",
+            "'optimizer: false' is not possible with offloaded parameters: torch's optimizers keep "
+            "their states on the device of the parameters",
             spec.origin(of_optimizer),
-            "remove it",
+            "remove optimizer: false",
         )
     if params and not is_sharded:
+        name = f"'{fqn}'" if fqn else "the model"
         return False, Problem(
-            f"'{fqn or 'the model'}' is not sharded, and FSDP2 offloads only what it shards: torch "
-            "has no way to keep the parameters of replicas on the host",
+            f"{name} is not sharded, and FSDP2 offloads only sharded parameters",
             spec.origin(where),
-            "use strategy: full_shard, or state offload: none there",
+            "use strategy: full_shard, or write offload: none for this module",
         )
     return bool(params), None
 
@@ -74,10 +74,10 @@ def shared_on_host(
         unit = units.get(placed.unit) if placed.unit is not None else None
         if len(holders) > 1 and placed.info.trainable and unit is not None and unit.on_host:
             yield Problem(
-                f"stages {' and '.join(map(str, holders))} share '{fqn}', whose gradients are "
-                "summed where they lie: no collective of the device reaches the host",
+                f"stages {' and '.join(map(str, holders))} share '{fqn}' and sum its gradients "
+                "with an all-reduce on the device, but offloaded gradients are on the host",
                 spec.origin(_FIELD),
-                f"offload by a rule on modules beside it, {_beside(blocks)}or use dp_shard instead "
+                f"offload only other modules by a rule, {_beside(blocks)}or use dp_shard instead "
                 "of pp",
             )
 
@@ -101,9 +101,9 @@ def assign_host_activations(
     if spec.offload.activations and not blocks:
         problems.append(
             Problem(
-                f"{graph.name} has no repeated blocks: nothing says whose activations to offload",
+                f"offload.activations applies to the repeated blocks, but {graph.name} has none",
                 spec.origin(_ACTIVATIONS),
-                "state it by a rule on the modules",
+                "write offload: {activations: true} in a rule that matches the modules",
             )
         )
     for block in blocks:
@@ -117,11 +117,11 @@ def assign_host_activations(
         around = next((outer for outer in out if fqn != outer and is_inside(fqn, outer)), None)
         if not graph.modules[fqn].has_forward:
             kind = graph.modules[fqn].type
-            what = f"'{fqn}' is a {kind}, never called itself: its activations cannot be offloaded"
+            what = f"'{fqn}' is a {kind}, which is never called: it has no activations to offload"
             problems.append(Problem(what, origin, f"match its children, such as '{fqn}.*'"))
         elif around is not None:
             what = f"'{fqn}' lies inside '{around}', whose activations are offloaded as a whole"
-            fix = f"state offload: none for '{around}', or remove this"
+            fix = f"write offload: none for '{around}', or remove this setting"
             problems.append(Problem(what, origin, fix))
         else:
             out[fqn] = Reason(f"{_FIELD}: activations", origin)
@@ -131,10 +131,11 @@ def assign_host_activations(
             # When the forward around it begins, it is not known yet what will be gathered inside.
             problems.append(
                 Problem(
-                    f"'{inner}' is a unit of its own inside '{fqn}', whose activations are to be "
-                    "offloaded: its gathered weights could not be told from activations",
+                    f"'{inner}' is a separate unit inside '{fqn}', whose activations are "
+                    "offloaded, and its gathered weights cannot be distinguished from activations",
                     reason.origin,
-                    f"state it for the modules beside '{inner}', or say unit: false for that",
+                    f"offload the activations of the modules beside '{inner}' instead, or write "
+                    f"unit: false for '{inner}'",
                 )
             )
             break

@@ -28,7 +28,7 @@ class _Partner:
 _LEAVE_CUT: Final = ("colwise", "packed_colwise")
 _LEFT_CUT = _Partner(
     ("rowwise",),
-    "leaves its output cut, but no rowwise module near it takes it up",
+    "leaves its output sharded, but no rowwise module near it consumes that output",
     "make the projection that consumes it rowwise, or use colwise_gather_output",
 )
 _PARTNERS: Final[Mapping[str, _Partner]] = {
@@ -36,13 +36,13 @@ _PARTNERS: Final[Mapping[str, _Partner]] = {
     "packed_colwise": _LEFT_CUT,
     "rowwise": _Partner(
         _LEAVE_CUT,
-        "expects its input cut, but no colwise module near it leaves one",
+        "expects a sharded input, but no colwise module near it produces one",
         "make the projections that feed it colwise, or use rowwise_split_input",
     ),
     # Without sharded values the sum would count every gradient once per rank, silently.
     "replicated_with_grad_allreduce": _Partner(
         _LEAVE_CUT,
-        "adds up gradients of parts, but no colwise module near it leaves parts",
+        "sums partial gradients over tp, but no colwise module near it has a sharded output",
         "make the projections that feed it colwise, or remove the placement",
         is_error=True,
     ),
@@ -66,7 +66,7 @@ def check_tied(
                     f"{' and '.join(tensor.names)} are one tensor, but only "
                     f"{_styled(tensor, out)} has a tp style",
                     cut.reason.origin,
-                    f"give '{module}' a style that cuts it alike, such as vocab",
+                    f"give '{module}' a style that shards the tensor identically, such as vocab",
                 ))  # fmt: skip
 
 
@@ -85,10 +85,11 @@ def check_pairs(mesh: Mesh, out: TensorParallel, proved: Collection[str] = ()) -
         is_split = mesh.size("pp") > 1 and leaves_cut(use) and fqn not in proved
         if is_split and around_pair(fqn, out.styles) == "":
             report(out, Problem(
-                f"{fqn} leaves its output cut, and only the whole model holds what takes it up: "
-                "the stages of a pipeline cannot compare it with itself whole",
+                f"{fqn} leaves its output sharded, and only the whole model contains both {fqn} "
+                "and the projection that consumes the output: a pipeline stage cannot run the "
+                "whole model to verify the pair",
                 use.reason.origin,
-                "put both projections and the code between them into one module, say tp_plan: "
+                "put both projections and the code between them into one module, write tp_plan: "
                 "auto, or leave pp out",
             ))  # fmt: skip
         name = use.style.name
@@ -150,8 +151,8 @@ def check_shared(
         ]
         if not any(width and width > use.pieces[0].size for width in widths):
             report(out, Problem(
-                f"{fqn}: its {use.pieces[0].parts} heads would be shared by tp {tp}, but the "
-                "queries beside them are not colwise",
+                f"{fqn}: tp {tp} would share its {use.pieces[0].parts} heads between ranks, but "
+                "the query projection beside it is not colwise",
                 use.reason.origin,
                 "make q, k and v colwise and the output projection rowwise, or none of them",
             ))  # fmt: skip

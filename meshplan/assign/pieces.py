@@ -79,15 +79,16 @@ def _packed(info: ModuleInfo, said: Preset, size: int, tp: int) -> tuple[Piece, 
         sizes = (size // stated[0],) * stated[0]
     if not sizes:
         return Problem(
-            f"nothing says which projections {info.fqn} ({info.type}) fuses",
+            f"the plan does not state which projections {info.fqn} ({info.type}) fuses",
             origin,
-            "state how many equal pieces it has, packed_colwise(3), or their sizes, "
-            "'packed_colwise(4096, 1024, 1024)'; or use colwise, if it fuses none",
+            "write the number of equal pieces, packed_colwise(3), or their sizes, "
+            "'packed_colwise(4096, 1024, 1024)', or use colwise if the module fuses none",
         )
     if sum(sizes) != size:
-        what = " and ".join(map(str, sizes)) if len(stated) != 1 else f"{stated[0]} equal pieces"
+        total = f"the sum of {' and '.join(map(str, sizes))}"
+        what = f"divisible into {stated[0]} equal pieces" if len(stated) == 1 else total
         return Problem(
-            f"{info.fqn}: its output dim of size {size} is not made of {what}",
+            f"{info.fqn}: its output dim of size {size} is not {what}",
             origin,
             f"state pieces that add up to {size}",
         )
@@ -125,7 +126,7 @@ def divisor_fix(size: int, tp: int, whole: str) -> str:
 def pieces_cut_twice(tensor: TensorInfo, dim: int, origin: Origin | None) -> Problem:
     """Build the problem of data axes that would shard the dim whose pieces tp shards."""
     return Problem(
-        f"{tensor.fqn}: tp cuts the pieces of dim {dim}, which dp_shard cannot cut as well",
+        f"{tensor.fqn}: tp shards each piece of dim {dim}, so dp_shard must shard another dim",
         origin,
         f"use S({1 - dim})",
     )

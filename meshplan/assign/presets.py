@@ -56,12 +56,15 @@ def presets_of(spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh) -> P
         return out
     origin = spec.origin("tp_plan")
     if "tp" not in mesh.names:
-        what, fix = "'tp_plan' has no effect without a tp axis", "add tp to the mesh, or remove it"
+        what, fix = (
+            "'tp_plan' has no effect without a tp axis",
+            "add tp to the mesh, or remove tp_plan",
+        )
         out.problems.append(Problem(what, origin, fix))
         return out
     reason = Reason("tp_plan: hf", origin)
     problem = None if graph.tp_preset else Problem(
-        f"{graph.name} brings no tp plan of transformers along",
+        f"transformers has no tp plan for {graph.name}",
         origin,
         "write rules with colwise and rowwise, or try tp_plan: auto",
     )  # fmt: skip
@@ -72,10 +75,11 @@ def presets_of(spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh) -> P
         elif problem is None and not _is_overridden(fqn, graph, cascade):
             module = fqn if fqn in graph.modules else fqn.rpartition(".")[0]
             problem = Problem(
-                f"transformers' plan has '{theirs}' for {fqn}, which is not available yet in "
+                f"transformers' tp plan has '{theirs}' for {fqn}, which is not available yet in "
                 "this version",
                 origin,
-                f"leave it whole: {{match: '{_NUMBER.sub('.*', module)}', place: {{tp: R}}}}",
+                "leave it whole by a rule: "
+                f"{{match: '{_NUMBER.sub('.*', module)}', place: {{tp: R}}}}",
             )
     out.problems += [problem] if problem else []
     return out

@@ -36,7 +36,8 @@ def assign_recompute(
                 Problem(
                     f"{graph.name} has neither repeated blocks nor a module to recompute",
                     spec.origin(_FIELD),
-                    "remove it, or move what is to be recomputed into a module of its own",
+                    "remove activation_checkpointing, or move the code to recompute into a "
+                    "separate module",
                 )
             )
     for container in dict.fromkeys(b.rpartition(".")[0] for b in blocks):
@@ -58,7 +59,7 @@ def assign_recompute(
         if not graph.modules[fqn].has_forward:
             problems.append(
                 Problem(
-                    f"'{fqn}' is a {graph.modules[fqn].type}, never called itself, so it "
+                    f"'{fqn}' is a {graph.modules[fqn].type}, which is never called, so it "
                     "cannot be recomputed",
                     origin,
                     f"match its children, such as '{fqn}.*'",
@@ -71,7 +72,7 @@ def assign_recompute(
                 Problem(
                     f"'{fqn}' lies inside '{around}', which is recomputed as a whole",
                     origin,
-                    f"state activation_checkpointing: none for '{around}', or remove this",
+                    f"write activation_checkpointing: none for '{around}', or remove this setting",
                 )
             )
             continue

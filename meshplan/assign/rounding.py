@@ -20,9 +20,9 @@ def rounding_warnings(spec: Spec, graph: ModelGraph, mesh: Mesh) -> Iterator[Pro
     if found is None or not is_mixture or states or mesh.size(*GRADIENT_AXES, "pp", "tp") == 1:
         return
     yield Problem(
-        f"{found.fqn} and others are {found.dtype} beside float32 ones: sums over ranks and "
-        f"microbatches are rounded to {found.dtype}, so numbers differ from those of one process "
-        f"by up to {half[found.dtype]} of each gradient",
+        f"some parameters, such as {found.fqn}, are {found.dtype} and others float32: sums over "
+        f"ranks and microbatches are rounded to {found.dtype}, so gradients differ from those of "
+        f"one process by up to {half[found.dtype]}",
         None,
-        "state precision: {master: fp32, reduce: fp32}, or ignore it",
+        "write precision: {master: fp32, reduce: fp32}, or ignore this warning",
     )

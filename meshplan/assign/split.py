@@ -40,16 +40,16 @@ def split_problems(
     for _, stated in cascade.modules_with("reshard_after_forward"):
         if stated.value is not False:
             yield Problem(
-                f"{stages.schedule} keeps gathered parameters until the end of the step",
+                f"{stages.schedule} keeps parameters gathered until the end of the step",
                 spec.origin(stated.path),
-                f"say reshard_after_forward: false, or {fix}",
+                f"write reshard_after_forward: false, or {fix}",
             )
             return
     for fqn, placed in tensors.items():
         if placed.reduced_alone and placed.info.trainable:
             yield Problem(
-                f"{fqn} is averaged by itself as soon as its gradient is there, which "
-                f"{stages.schedule} does not tell",
+                f"the gradient of {fqn} is averaged separately, outside of the FSDP units, which "
+                f"{stages.schedule} does not support",
                 spec.origin("pipeline.schedule"),
                 fix,
             )

@@ -53,7 +53,7 @@ def assign_stages(
                 f"{row.name} has {row.virtual or 'at least 2'} stages per rank, not "
                 f"virtual: {asked.virtual}",
                 spec.origin("pipeline.virtual"),
-                f"say virtual: {row.virtual or 2}",
+                f"write virtual: {row.virtual or 2}",
             )
         )
         return None, problems
@@ -63,7 +63,7 @@ def assign_stages(
     if why:
         origin = spec.origin("pipeline.microbatches")
         problems.append(Problem(f"{row.name} on pp {ranks} {why}, not {count}", origin,
-                                f"say microbatches: {least}"))  # fmt: skip
+                                f"write microbatches: {least}"))  # fmt: skip
     cutter = _StageCutter(spec, graph, cascade, ranks * virtual, recompute)
     units = cutter.units()
     stages = cutter.stages(units) if units else None
@@ -101,10 +101,10 @@ def idle_warnings(spec: Spec, graph: ModelGraph, stages: Stages | None) -> list[
         return []
     return [
         Problem(
-            f"along pp, rank {', '.join(map(str, idle))} has no trainable parameter: an optimizer "
-            "of trainable parameters alone would be empty there, which torch refuses",
+            f"no parameter of pp rank {', '.join(map(str, idle))} is trainable: an optimizer of "
+            "only the trainable parameters would be empty there, and torch raises an error",
             spec.origin("mesh.pp"),
-            "give the optimizer all of model.parameters(), or cut elsewhere with pipeline.split",
+            "pass all of model.parameters() to the optimizer, or change pipeline.split",
         )
     ]
 
@@ -115,10 +115,10 @@ def order_warnings(spec: Spec, graph: ModelGraph, stages: Stages | None) -> list
         return []
     return [
         Problem(
-            "stages are cut in the order in which modules are defined, since there is no live "
-            "model; parallelize cuts in the order in which they run, which may differ",
+            "no forward of the model was recorded: its stages follow the order in which modules "
+            "are defined, while parallelize follows the order in which they run, which may differ",
             spec.origin("mesh.pp"),
-            "name the model with --model pkg.mod:function to see its cut",
+            "name the model with --model pkg.mod:function to see the stages that parallelize makes",
         )
     ]
 
@@ -128,7 +128,7 @@ def _without_axis(spec: Spec, cascade: Cascade) -> list[Problem]:
     paths = ["pipeline"] * (spec.pipeline is not None) + sorted(stated)
     return [
         Problem(f"'{path.rpartition('.')[2]}' has no effect without a pp axis",
-                spec.origin(path), "add pp to the mesh, or remove it")
+                spec.origin(path), f"add pp to the mesh, or remove {path.rpartition('.')[2]}")
         for path in paths
     ]  # fmt: skip
 
@@ -175,20 +175,20 @@ class _StageCutter:
             origin = self.spec.origin("pipeline.split")
             if len(split) != self.count:
                 self._say(f"split has {len(split)} stages, but the plan has {self.count}", origin,
-                          f"list {self.count}, one per stage")  # fmt: skip
+                          f"write {self.count} lists of modules, one per stage")  # fmt: skip
             known = {n: m.fqn for m in self.graph.modules.values() for n in (m.fqn, *m.aliases)}
             for stage, names in enumerate(split):
                 for name in names:
                     if name not in known:
                         near = nearest(name, [n for n in known if n])
-                        self._say(f"'{name}' is no module of {self.graph.name}", origin,
-                                  f"did you mean '{near}'?" if near else "correct it")  # fmt: skip
+                        fix = f"did you mean '{near}'?" if near else "correct the name"
+                        self._say(f"'{name}' is no module of {self.graph.name}", origin, fix)
                         continue
                     marks[known[name]] = _StageMark(stage, Reason("split", origin))
         for fqn, mark in marks.items():
             if not 0 <= mark.stage < self.count:
-                self._say(f"'{fqn}' is put into stage {mark.stage}, but there are {self.count}",
-                          mark.reason.origin, f"use 0 to {self.count - 1}")  # fmt: skip
+                what = f"'{fqn}' is assigned to stage {mark.stage}, but there are only {self.count}"
+                self._say(what, mark.reason.origin, f"use 0 to {self.count - 1}")
         if marks:
             self.reason = next(iter(marks.values())).reason
         return marks
@@ -209,9 +209,9 @@ class _StageCutter:
         if self.problems:
             return []
         for fqn in sorted(self.opened & set(self.recompute)):
-            self._say(f"'{fqn}' is recomputed as a whole, so it cannot be cut",
+            self._say(f"'{fqn}' is recomputed as a whole, so it cannot be split between stages",
                       self.recompute[fqn].reason.origin,
-                      "recompute the modules inside it, or cut elsewhere")  # fmt: skip
+                      "recompute the modules inside it, or move the stage boundary")  # fmt: skip
             return []
         while True:
             units = self._list()
@@ -223,7 +223,7 @@ class _StageCutter:
             closed = [m for m, call in units if m not in self.recompute and self._opens(m, call)]
             if not closed:
                 self._say(
-                    f"{self.graph.name} has {len(units)} modules to cut between, fewer than "
+                    f"{self.graph.name} has {len(units)} modules to split between, fewer than "
                     f"{self.count} stages",
                     self.spec.origin("mesh"),
                     "use a smaller pp, or fewer stages per rank",
@@ -281,7 +281,7 @@ class _StageCutter:
             found = balance(weights, allowed, self.count)
             if found is None:
                 why = bonds[0].why if bonds else "there are too few modules"
-                what = f"{self.graph.name} cannot be cut into {self.count} stages: {why}"
+                what = f"{self.graph.name} cannot be split into {self.count} stages: {why}"
                 self._say(what, self.spec.origin("mesh"), "use a smaller pp, or another axis")
             return found
         stages = self._marked([module for module, _ in units])
@@ -298,16 +298,16 @@ class _StageCutter:
                 if mark.stage < current and module not in seen:
                     before = modules[place - 1]
                     is_recorded = self.flow is not None
-                    fix = f"put it into stage {current} or later"
+                    fix = f"assign it to stage {current} or later"
                     self._say(
-                        f"'{module}' is put into stage {mark.stage}, but "
+                        f"'{module}' is assigned to stage {mark.stage}, but "
                         f"{'runs' if is_recorded else 'is defined'} after '{before}' of "
                         f"stage {current}",
                         mark.reason.origin,
                         fix
                         if is_recorded
                         else f"{fix}, or name the model with --model "
-                        "pkg.mod:function: then the order in which modules run counts",
+                        "pkg.mod:function, so that stages follow the order in which modules run",
                     )
                     return None
                 current = max(current, mark.stage)
@@ -315,8 +315,8 @@ class _StageCutter:
             stages.append(current)
         missing = [s for s in range(self.count) if s not in stages]
         if missing:
-            self._say(f"no module is in stage {missing[0]}, and there are {self.count} stages",
-                      self.reason.origin, "put modules into every stage")  # fmt: skip
+            self._say(f"no module is in stage {missing[0]}, but the plan has {self.count} stages",
+                      self.reason.origin, "assign a module to every stage")  # fmt: skip
             return None
         return stages
 
@@ -324,10 +324,10 @@ class _StageCutter:
         for bond in bonds:
             if stages[bond.first] != stages[bond.last]:
                 self._say(
-                    f"stages {stages[bond.first]} and {stages[bond.last]} cannot be cut apart "
-                    f"between '{units[bond.first][0]}' and '{units[bond.last][0]}': {bond.why}",
+                    f"'{units[bond.first][0]}' and '{units[bond.last][0]}' are in stages "
+                    f"{stages[bond.first]} and {stages[bond.last]}, but must share one: {bond.why}",
                     self.reason.origin,
-                    "cut elsewhere: put both into one stage",
+                    "move the stage boundary: assign both to one stage",
                 )
 
     def tensors(self, units: _Units, stages: Sequence[int]) -> dict[str, tuple[int, ...]]:

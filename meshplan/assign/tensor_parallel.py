@@ -78,11 +78,11 @@ def assign_tp(
     if mesh.size("tp") > 1 and says_nothing:
         out.problems.append(
             Problem(
-                f"the axis tp of size {mesh.size('tp')} cuts nothing: "
-                "no rule places a module on it",
+                f"the tp axis of size {mesh.size('tp')} shards nothing: "
+                "no rule places a module on tp",
                 spec.origin("mesh.tp"),
                 "add rules such as {match: 'layers.*.attn.wq', place: {tp: colwise}}, "
-                "or drop the axis",
+                "or remove tp from the mesh",
             )
         )
     return out
@@ -187,7 +187,7 @@ def _share_out(
     if weight is None:
         return Problem(
             f"{info.fqn} ({info.type}) has no parameter with a dim '{dim}': its weight is "
-            "computed from others (weight_norm and its likes)",
+            "computed from other parameters (as by weight_norm)",
             said.reason.origin,
             "leave this module out of tp",
         )
@@ -246,10 +246,10 @@ def _cut_param(
     owner = graph.modules[graph.first_name(tensor.module)]
     if not owner.has_forward:
         report(out, Problem(
-            f"{tensor.fqn} cannot be cut: {owner.type} is never called itself, so nothing says "
-            "when to gather it",
+            f"{tensor.fqn} cannot be sharded by tp: {owner.type} is never called, so tp has "
+            "no call at which to gather the parameter",
             reason.origin,
-            "leave it whole",
+            "remove the placement on tp",
         ))  # fmt: skip
         return
     if not -len(tensor.shape) <= dim < len(tensor.shape):
@@ -266,7 +266,7 @@ def no_dim(tensor: TensorInfo, dim: int, origin: Origin | None) -> Problem:
     return Problem(
         f"{tensor.fqn} has shape {list(tensor.shape)}, which has no dim {dim}",
         origin,
-        fix if ndim else "a scalar cannot be cut: use R",
+        fix if ndim else "use R: a scalar cannot be sharded",
     )
 
 
@@ -276,7 +276,7 @@ def _record(out: TensorParallel, tensor: TensorInfo, cut: TensorCut) -> None:
     if before is not None and before.layout != cut.layout:
         report(out, Problem(
             f"{tensor.fqn} and {tensor.aliases[0] if tensor.aliases else tensor.fqn} are one "
-            f"tensor, but {before.reason} says {before.layout} and this says {cut.layout}",
+            f"tensor, but {before.reason} states {before.layout} and this rule {cut.layout}",
             cut.reason.origin,
             "give both the same placement",
         ))  # fmt: skip
@@ -293,12 +293,12 @@ def sequence_problems(spec: Spec, mesh: Mesh) -> Iterator[Problem]:
         yield Problem(
             "'sequence_parallel' has no effect without a tp axis",
             spec.origin("sequence_parallel"),
-            "add tp to the mesh, or remove it",
+            "add tp to the mesh, or remove sequence_parallel",
         )
     if (spec.batch.seq_len or 0) % parts:
         yield Problem(
             f"a sequence of {spec.batch.seq_len} does not divide by "
-            f"{' x '.join(mesh.present(('cp', 'tp')))} {parts}, and sequence_parallel cuts it",
+            f"{' x '.join(mesh.present(('cp', 'tp')))} {parts}, but sequence_parallel shards it",
             spec.origin("batch.seq_len"),
             f"use a multiple of {parts}",
         )

@@ -70,10 +70,11 @@ def assign_units(
     builder.visit("", None)
     if builder.as_stored:
         first, others = builder.as_stored[0], len(builder.as_stored) - 1
+        norms = f"{first} and {others} more norms keep" if others else f"{first} keeps"
         out.notes.append(
             Problem(
-                f"{first}{f' and {others} more' if others else ''} keep running statistics: their "
-                "parameters stay in the dtype they are stored in, each norm a unit of its own",
+                f"{norms} running statistics: parameters of these norms stay in their stored "
+                "dtype, and each norm is a separate unit",
             )
         )
     inner_first = sorted(out.by_fqn, key=lambda fqn: -_depth(graph, fqn))
@@ -153,7 +154,8 @@ class _UnitBuilder:
         elif differs and wanted is False:
             self.out.report(
                 Problem(
-                    f"'{fqn}' is placed otherwise than the module around it, so it must be a unit",
+                    f"'{fqn}' differs from the module around it in placement, resharding, "
+                    "precision, dtype or offload, so it must be a unit",
                     self.spec.origin(f"rules[{self._unit_rule(fqn)}].unit"),
                     "remove unit: false",
                 )
@@ -174,7 +176,7 @@ class _UnitBuilder:
                 kind = self.graph.modules[fqn].type
                 self.out.report(
                     Problem(
-                        f"'{fqn}' is a {kind}, never called itself, so it cannot be a unit",
+                        f"'{fqn}' is a {kind}, which is never called, so it cannot be a unit",
                         origin,
                         f"match its children, such as '{fqn}.*'",
                     )
@@ -241,7 +243,7 @@ class _UnitBuilder:
         if stated.value != "R" and not self.mesh.present(SHARD_AXES):
             self.out.report(
                 Problem(
-                    f"'{stated.text}' has no axis dp_shard to cut over (the mesh has {self.mesh})",
+                    f"'{stated.text}' needs the axis dp_shard (the mesh has {self.mesh})",
                     origin,
                     "add dp_shard to the mesh, or remove the placement",
                 )
@@ -252,7 +254,7 @@ class _UnitBuilder:
                     "'hybrid_shard' needs the axes dp_replicate and dp_shard "
                     f"(the mesh has {self.mesh})",
                     origin,
-                    "say place: shard, or add dp_replicate to the mesh",
+                    "write place: shard, or add dp_replicate to the mesh",
                 )
             )
 
@@ -326,9 +328,9 @@ def check_reshards(
             units.report(
                 Problem(
                     f"{stated.text} on '{unit.fqn}' is not available yet in this version, since "
-                    f"{others[0]} cuts {fqn}",
+                    f"{others[0]} shards {fqn}",
                     spec.origin(stated.path),
-                    f"say true or false for '{unit.fqn}'",
+                    f"write true or false for '{unit.fqn}'",
                 )
             )
 
@@ -345,18 +347,18 @@ def _merge_tied(spec: Spec, graph: ModelGraph, out: UnitDecision) -> None:
             if _DEFAULT_BLOCK not in unit.reason.text:
                 out.report(
                     Problem(
-                        f"{' and '.join(tensor.names)} are one tensor, but '{fqn}' is a unit of "
-                        "its own, which would split it in two",
+                        f"{' and '.join(tensor.names)} are one tensor, which cannot belong to two "
+                        f"units, but '{fqn}' is a separate unit",
                         unit.reason.origin,
-                        f"place the tensor itself: match: {{param: {tensor.fqn}}}, or a module "
-                        "around all that share it",
+                        f"write match: {{param: {tensor.fqn}}} for the tensor itself, or match a "
+                        "module around all that share it",
                     )
                 )
                 continue
             del out.by_fqn[fqn]
             out.notes.append(
                 Problem(
-                    f"'{fqn}' shares {tensor.fqn} with other modules: it is not a unit of its own",
+                    f"'{fqn}' shares {tensor.fqn} with other modules, so it is not a separate unit",
                     spec.origin(""),
                     "",
                 )

@@ -152,7 +152,7 @@ def test_recomputing_inside_what_is_recomputed() -> None:
     ) == (
         "rules[1].activation_checkpointing: 'layers.0.attn' lies inside 'layers.0', which is "
         "recomputed as a whole\n"
-        "    fix: state activation_checkpointing: none for 'layers.0', or remove this"
+        "    fix: write activation_checkpointing: none for 'layers.0', or remove this setting"
     )
 
 
@@ -160,7 +160,8 @@ def test_nothing_to_recompute() -> None:
     plan = SHARD | {"activation_checkpointing": "full"}
     assert refusal(plan, on=graph({}, {"weight": (4, 4)})) == (
         "activation_checkpointing: Model has neither repeated blocks nor a module to recompute\n"
-        "    fix: remove it, or move what is to be recomputed into a module of its own"
+        "    fix: remove activation_checkpointing, or move the code to recompute into a "
+        "separate module"
     )
 
 
@@ -211,7 +212,7 @@ def test_another_number_of_devices_than_hardware_states_is_told() -> None:
     )
     told = assign(spec, blocks(), world_size=2, gpus_per_node=2).warnings
     assert [str(warning) for warning in told] == [
-        "<mapping>: hardware: hardware states 8 devices, but this job has 2: the plan is spread "
-        "over those\n    fix: launch 8 ranks, or correct hardware"
+        "<mapping>: hardware: 'hardware' states 8 devices, but this job has 2 ranks: the plan "
+        "uses 2\n    fix: launch 8 ranks, or correct hardware"
     ]
     assert assign(spec, blocks(), world_size=8, gpus_per_node=8).warnings == ()

@@ -140,7 +140,7 @@ def test_what_ep_cannot_borrow(message):
 
 
 REFUSED: dict[str, tuple[dict[str, Any], list[Any], dict[str, tuple[int, ...]]]] = {
-    "mesh.ep: the axis ep of size 2 cuts nothing: no rule places a module on it": (PLAN, [], {}),
+    "mesh.ep: the ep axis of size 2 shards nothing: no rule places a module on ep": (PLAN, [], {}),
     "rules[0].place.ep: the mesh has no axis ep (it has dp_shard 8)": (
         {"mesh": {"dp_shard": 8}}, [SPREAD], {},
     ),
@@ -151,46 +151,49 @@ REFUSED: dict[str, tuple[dict[str, Any], list[Any], dict[str, tuple[int, ...]]]]
     "rules[0].place.ep: 'S(0)' is not a style of the axis ep": (
         PLAN, [rule("**.experts", place={"ep": "S(0)"})], {},
     ),
-    "rules[0].place.ep: ep is stated for a parameter, but experts are spread with their module": (
+    "rules[0].place.ep: ep is stated for a parameter, but experts are distributed with "
+    "their module": (
         PLAN, [rule({"param": "**.up"}, place={"ep": "ep_dispatch_experts"})], {},
     ),
-    "rules[0].place.ep: 'layers' (ModuleList) only lists its experts, and the code around it "
-    "calls them one by one: nothing says when tokens can be sent": (
+    "rules[0].place.ep: 'layers' (ModuleList) is a container whose experts are called one by "
+    "one by the code around it: ep has no single call at which to exchange tokens": (
         PLAN, [rule("layers", place={"ep": "ep_dispatch_experts"})], {},
     ),
-    "rules[0].place.ep: 'layers.0.moe' (other) does not stack experts: not all parameters have one "
-    "entry per expert (gate.weight [8, 6], experts.up [8, 12, 6], experts.down [8, 6, 12])": (
+    "rules[0].place.ep: 'layers.0.moe' (other) does not stack its experts: not all parameters have "
+    "the experts as dim 0 (gate.weight [8, 6], experts.up [8, 12, 6], experts.down [8, 6, 12])": (
         PLAN, [rule("layers.0.moe", place={"ep": "ep_dispatch_experts"})], {},
     ),
-    "rules[0].place.ep: 'layers.0.moe.experts' (other) does not stack experts: not all parameters "
-    "have one entry per expert (up [8, 12, 6], down [8, 6, 12], norm [6])": (
+    "rules[0].place.ep: 'layers.0.moe.experts' (other) does not stack its experts: not all "
+    "parameters have the experts as dim 0 (up [8, 12, 6], down [8, 6, 12], norm [6])": (
         PLAN, [SPREAD], {"norm": (6,)},
     ),
-    "rules[0].place.ep: 'layers.0.attn' (Linear) does not stack experts: not all parameters have "
-    "one entry per expert (weight [6, 6])": (
+    "rules[0].place.ep: 'layers.0.attn' (Linear) does not stack its experts: not all parameters "
+    "have the experts as dim 0 (weight [6, 6])": (
         PLAN, [rule("**.attn", place={"ep": "ep_dispatch_experts"})], {},
     ),
     "rules[0].place.ep: 'layers.0.moe.experts' (other) has 7 experts, which do not divide by ep 2":
         (PLAN, [SPREAD], {"up": (7, 12, 6), "down": (7, 6, 12)}),
-    "rules[1].place.dp_shard: layers.0.moe.experts.up holds experts that ep spreads: it cannot be "
-    "replicated by itself": (
+    "rules[1].place.dp_shard: layers.0.moe.experts.up contains experts that ep distributes: it "
+    "cannot be replicated separately": (
         PLAN, [SPREAD, rule({"param": "**.up"}, place={"dp_shard": "R"})], {},
     ),
-    "rules[1].unit: 'layers.0.moe.experts' is placed otherwise than the module around it, so it "
-    "must be a unit": (PLAN, [SPREAD, rule("**.experts", unit=False)], {}),
+    "rules[1].unit: 'layers.0.moe.experts' differs from the module around it in placement, "
+    "resharding, precision, dtype or offload, so it must be a unit": (
+        PLAN, [SPREAD, rule("**.experts", unit=False)], {},
+    ),
     "rules[1].reshard_after_forward: reshard_after_forward: 4 is not a divisor of efsdp 4 between "
     "1 and 4": (PLAN, [SPREAD, rule("layers.*", reshard_after_forward=4)], {}),
     "rules[1].reshard_after_forward: reshard_after_forward: 2 on 'layers.0.moe.experts' is not "
-    "available yet in this version, since ep cuts layers.0.moe.experts.up": (
+    "available yet in this version, since ep shards layers.0.moe.experts.up": (
         PLAN, [SPREAD, rule("layers.0", reshard_after_forward=2)], {},
     ),
     "rules[1].reshard_after_forward: reshard_after_forward: 2 on 'layers.0' is not available yet "
-    "in this version, since tp cuts layers.0.attn.weight": (
+    "in this version, since tp shards layers.0.attn.weight": (
         {"mesh": {"dp_shard": 4, "tp": 2}},
         [rule("**.attn", place={"tp": "colwise_gather_output"}),
          rule("layers.0", reshard_after_forward=2)], {},
     ),
-    "rules[0].place.ep: layers.0.moe.experts.up is laid out by tp (tp: S(1)) and by ep: that is "
+    "rules[0].place.ep: layers.0.moe.experts.up is sharded by both tp (tp: S(1)) and ep, which is "
     "not available yet in this version": (
         {"mesh": {"dp_shard": 2, "tp": 2, "ep": "2 in dp_shard"}},
         [SPREAD, rule("**.experts", place={"tp": "S(1)"})], {},
@@ -214,7 +217,7 @@ def test_the_fix_names_the_module_below():
 
 def test_tied_experts_are_refused():
     told = refusal(PLAN, SPREAD, on=mixture(tied=True))
-    assert "are one tensor, of which ep would cut one name" in told
+    assert "are one tensor, which ep would shard under only one of these names" in told
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a part that is empty": (
         two_blocks,
         TP | rule({"param": "0.thin"}, place={"tp": "S(0)"}),
-        "0.thin: its dim 0 of size 3 leaves the last rank of tp 4 nothing",
+        "0.thin: dim 0 of size 3 leaves no elements for the last rank of tp 4",
     ),
     "two dtypes in one unit by rule": (
         half_blocks,
@@ -85,12 +85,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a projection that is never called": (
         with_attention,
         TP | rule({"param": "0.out_proj.weight"}, place={"tp": "S(0)"}),
-        "0.out_proj.weight cannot be cut: NonDynamicallyQuantizableLinear is never called itself",
+        "0.out_proj.weight cannot be sharded by tp: NonDynamicallyQuantizableLinear is never",
     ),
     "a weight that is computed": (
         weight_normed,
         TP | rule("0", place={"tp": "rowwise"}),
-        "its weight is computed from others",
+        "its weight is computed from other parameters",
     ),
 }
 

@@ -69,18 +69,19 @@ def test_tied_weights_are_cut_once() -> None:
         (
             [tp("embed", "vocab")],
             "rules[0].place.tp: embed.weight and head.weight are one tensor, but only embed has a "
-            "tp style\n    fix: give 'head' a style that cuts it alike, such as vocab",
+            "tp style\n    fix: give 'head' a style that shards the tensor identically, such as "
+            "vocab",
         ),
         (
             [tp("embed", "vocab"), tp("head", "rowwise_split_input")],
             "rules[1].place.tp: embed.weight and head.weight are one tensor, but tp: vocab "
-            "(<mapping>) says S(0)@tp and this says S(1)@tp\n"
+            "(<mapping>) states S(0)@tp and this rule S(1)@tp\n"
             "    fix: give both the same placement",
         ),
         (
             [tp("embed", "R"), tp("head", "vocab")],
             "rules[1].place.tp: embed.weight and head.weight are one tensor, but tp: R (<mapping>) "
-            "says R and this says S(0)@tp\n    fix: give both the same placement",
+            "states R and this rule S(0)@tp\n    fix: give both the same placement",
         ),
     ],
 )
@@ -144,28 +145,28 @@ def test_fused_projections_are_not_cut_across() -> None:
             SHARD,
             [tp("head", "colwise")],
             "rules[0].place.tp: the mesh has no axis tp (it has dp_shard 4)\n"
-            "    fix: add it to the mesh, such as mesh: {dp_shard: 4, tp: 2}, or remove the "
+            "    fix: add tp to the mesh, such as mesh: {dp_shard: 4, tp: 2}, or remove the "
             "placement",
         ),
         (
             TP,
             [],
-            "mesh.tp: the axis tp of size 2 cuts nothing: no rule places a module on it\n"
-            "    fix: add rules such as {match: 'layers.*.attn.wq', place: {tp: colwise}}, or drop "
-            "the axis",
+            "mesh.tp: the tp axis of size 2 shards nothing: no rule places a module on tp\n"
+            "    fix: add rules such as {match: 'layers.*.attn.wq', place: {tp: colwise}}, or "
+            "remove tp from the mesh",
         ),
         (
             TP,
             [tp("norm", "replicated_with_grad_allreduce")],
-            "rules[0].place.tp: norm is replicated_with_grad_allreduce and adds up gradients of "
-            "parts, but no colwise module near it leaves parts\n"
+            "rules[0].place.tp: norm is replicated_with_grad_allreduce and sums partial "
+            "gradients over tp, but no colwise module near it has a sharded output\n"
             "    fix: make the projections that feed it colwise, or remove the placement",
         ),
         (
             SHARD | {"sequence_parallel": True},
             [],
             "sequence_parallel: 'sequence_parallel' has no effect without a tp axis\n"
-            "    fix: add tp to the mesh, or remove it",
+            "    fix: add tp to the mesh, or remove sequence_parallel",
         ),
     ],
 )
@@ -175,13 +176,13 @@ def test_tensor_parallel_that_cannot_be(plan: Any, rules: list[Any], message: st
 
 def test_half_a_pair_is_told_once_per_rule() -> None:
     assert warnings(TP, tp("layers.*.up", "colwise")) == (
-        "rules[0].place.tp: layers.0.up is colwise and leaves its output cut, but no rowwise "
-        "module near it takes it up\n"
+        "rules[0].place.tp: layers.0.up is colwise and leaves its output sharded, but no rowwise "
+        "module near it consumes that output\n"
         "    fix: make the projection that consumes it rowwise, or use colwise_gather_output"
     )
     assert warnings(TP, tp("layers.*.down", "rowwise")) == (
-        "rules[0].place.tp: layers.0.down is rowwise and expects its input cut, but no colwise "
-        "module near it leaves one\n"
+        "rules[0].place.tp: layers.0.down is rowwise and expects a sharded input, but no colwise "
+        "module near it produces one\n"
         "    fix: make the projections that feed it colwise, or use rowwise_split_input"
     )
 
@@ -191,5 +192,5 @@ def test_no_stage_of_a_pipeline_can_compare_a_pair_at_the_root():
     model = graph(dict.fromkeys(("up", "down"), "linear"), shapes)
     pair = [tp("up", "colwise"), tp("down", "rowwise")]
     told = refusal({"mesh": {"pp": 2, "tp": 2}}, *pair, on=model)
-    assert "up leaves its output cut, and only the whole model holds what takes it up" in told
+    assert "up leaves its output sharded, and only the whole model contains both up and" in told
     decide({"mesh": {"tp": 2}}, *pair, on=model)

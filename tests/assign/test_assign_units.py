@@ -39,15 +39,15 @@ def test_units_can_be_made_and_unmade() -> None:
 
 def test_a_container_cannot_be_a_unit() -> None:
     assert refusal(SHARD, rule("layers", unit=True)) == (
-        "rules[0].unit: 'layers' is a ModuleList, never called itself, so it cannot be a unit\n"
+        "rules[0].unit: 'layers' is a ModuleList, which is never called, so it cannot be a unit\n"
         "    fix: match its children, such as 'layers.*'"
     )
 
 
 def test_what_is_placed_otherwise_must_be_a_unit() -> None:
     assert refusal(SHARD, rule("layers.0", unit=False, place="replicate")) == (
-        "rules[0].unit: 'layers.0' is placed otherwise than the module around it, so it must be a "
-        "unit\n    fix: remove unit: false"
+        "rules[0].unit: 'layers.0' differs from the module around it in placement, resharding, "
+        "precision, dtype or offload, so it must be a unit\n    fix: remove unit: false"
     )
 
 
@@ -149,20 +149,20 @@ def test_one_rule_that_hits_many_layers_gives_one_message() -> None:
         (
             {"mesh": {"dp_replicate": 4}},
             rule("layers.*", place="shard"),
-            "rules[0].place: 'place: shard' has no axis dp_shard to cut over (the mesh has "
+            "rules[0].place: 'place: shard' needs the axis dp_shard (the mesh has "
             "dp_replicate 4)\n    fix: add dp_shard to the mesh, or remove the placement",
         ),
         (
             SHARD,
             rule("layers.*", place="hybrid_shard"),
             "rules[0].place: 'hybrid_shard' needs the axes dp_replicate and dp_shard (the mesh has "
-            "dp_shard 4)\n    fix: say place: shard, or add dp_replicate to the mesh",
+            "dp_shard 4)\n    fix: write place: shard, or add dp_replicate to the mesh",
         ),
         (
             HYBRID,
             rule("head", place={"dp_replicate": "S(0)"}),
-            "rules[0].place.dp_replicate: dp_replicate holds replicas by definition: 'S(0)' cannot "
-            "be placed on it\n    fix: place it on dp_shard",
+            "rules[0].place.dp_replicate: 'S(0)' cannot be placed on dp_replicate, whose ranks "
+            "are replicas\n    fix: place the module on dp_shard",
         ),
     ],
 )
@@ -176,7 +176,7 @@ def test_a_shard_in_a_replicated_module() -> None:
         rule("layers.0", place="replicate"),
         rule({"param": "layers.0.up.weight"}, place="shard"),
     ) == (
-        "rules[1].place: layers.0.up.weight cannot be sharded alone: the module around it is "
+        "rules[1].place: layers.0.up.weight cannot be sharded separately: its module is "
         "replicated\n    fix: match the module 'layers.0.up' instead"
     )
 
@@ -191,7 +191,7 @@ def test_scalars_are_whole_and_reduced_alone() -> None:
         place = rule({"param": "temperature"}, place={axis: "S(0)"})
         assert refusal(plan, place, on=one) == (
             f"rules[0].place.{axis}: temperature has shape [], which has no dim 0\n"
-            "    fix: a scalar cannot be cut: use R"
+            "    fix: use R: a scalar cannot be sharded"
         )
 
 
@@ -225,8 +225,8 @@ def test_a_shared_tensor_dissolves_the_units_that_would_split_it() -> None:
     plan = decide(SHARD, on=twins())
     assert list(plan.units) == [""]
     assert [str(w) for w in plan.warnings] == [
-        f"<mapping>: '{block}' shares layers.0.s.weight with other modules: it is not a unit of "
-        "its own"
+        f"<mapping>: '{block}' shares layers.0.s.weight with other modules, so it is not a "
+        "separate unit"
         for block in ("layers.0", "layers.1")
     ]
 
@@ -248,10 +248,10 @@ def test_tied_weights_stay_with_the_root() -> None:
 @pytest.mark.parametrize("match", ["embed", ["embed", "head"]])
 def test_tied_weights_cannot_be_of_two_units(match: Any) -> None:
     assert refusal(SHARD, rule(match, place="replicate"), on=blocks(tied=True)) == (
-        "rules[0].place: embed.weight and head.weight are one tensor, but 'embed' is a unit of its "
-        "own, which would split it in two\n"
-        "    fix: place the tensor itself: match: {param: embed.weight}, or a module around all "
-        "that share it"
+        "rules[0].place: embed.weight and head.weight are one tensor, which cannot belong to "
+        "two units, but 'embed' is a separate unit\n"
+        "    fix: write match: {param: embed.weight} for the tensor itself, or match a module "
+        "around all that share it"
     )
 
 
@@ -263,6 +263,4 @@ def test_every_stated_unit_that_would_split_a_tensor_is_told() -> None:
     with pytest.raises(PlanError) as caught:
         make_plan(spec, graph_of(model))
     said = str(caught.value)
-    assert all(
-        f"'{name}' is a unit of its own, which would split it" in said for name in ("a", "b")
-    )
+    assert all(f"but '{name}' is a separate unit" in said for name in ("a", "b"))

@@ -121,18 +121,18 @@ def test_show():
     [
         (
             BOTH | {"batch": {"seq_len": 30}},
-            "a sequence of 30 does not divide into 4 chunks, two for each rank of cp",
-            "use a multiple of 4, or say context: {balance: false}",
+            "a sequence of 30 cannot be divided into 4 chunks, two per cp rank",
+            "use a multiple of 4, or write context: {balance: false}",
         ),
         (
             BOTH | {"batch": {"seq_len": 31}, "context": {"attention": "all_to_all"}},
-            "a sequence of 31 does not divide into 2 parts for cp",
+            "a sequence of 31 cannot be divided into 2 parts, one per cp rank",
             "use a multiple of 2",
         ),
         (
             {"mesh": {"dp_shard": 2}, "context": {"balance": True}},
-            "'context' has no effect without an axis cp (the mesh has dp_shard 2)",
-            "add cp to the mesh, or remove it",
+            "'context' has no effect without a cp axis (the mesh has dp_shard 2)",
+            "add cp to the mesh, or remove context",
         ),
         (
             {"mesh": {"cp": 2, "dp_shard": 2}},
@@ -141,9 +141,9 @@ def test_show():
         ),
         (
             BOTH | {"rules": [{"match": "head", "place": {"cp": "S(0)"}}]},
-            "cp cuts the sequence, not parameters; those of sharded modules are cut over dp_shard "
-            "and cp together",
-            "place it on dp_shard",
+            "cp shards the sequence, not parameters: the parameters of sharded modules are "
+            "sharded over dp_shard and cp together",
+            "place the module on dp_shard",
         ),
         (
             {
@@ -164,7 +164,7 @@ def test_show():
                 "sequence_parallel": True,
                 "rules": [{"match": "head", "place": {"tp": "vocab"}}],
             },
-            "a sequence of 34 does not divide by cp x tp 4, and sequence_parallel cuts it",
+            "a sequence of 34 does not divide by cp x tp 4, but sequence_parallel shards it",
             "use a multiple of 4",
         ),
     ],
@@ -176,16 +176,14 @@ def test_refusals(plan, what, fix):
 def test_heads_of_a_config():
     plan = {"mesh": {"cp": 8}, "context": {"attention": "all_to_all"}}
     assert refusal({k: v for k, v in plan.items() if k != "context"}, TINY) == ""
-    assert "heads do not divide by cp 8, and all_to_all gives each rank whole" in refusal(
+    assert "heads do not divide by cp 8, but all_to_all gives each rank whole" in refusal(
         plan, TINY
     )
 
 
 def test_attention_inside_torch():
     plan = BOTH | {"model": {"entry": "tests.assign.test_context_check:encoder"}}
-    assert refusal(plan).startswith(
-        "0.self_attn (MultiheadAttention) computes its attention inside"
-    )
+    assert refusal(plan).startswith("0.self_attn (MultiheadAttention) computes attention inside")
 
 
 def encoder() -> object:

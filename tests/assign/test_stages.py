@@ -58,7 +58,7 @@ def test_a_rank_with_nothing_to_train_is_warned_about():
 
     assert told(("embed", "layers.0")) == []
     (warning,) = told(("embed", "layers.0", "layers.1"))
-    assert "along pp, rank 0 has no trainable parameter" in warning
+    assert "no parameter of pp rank 0 is trainable" in warning
 
 
 class Backwards(nn.Module):
@@ -79,7 +79,7 @@ def test_a_cut_without_a_recorded_forward_says_that_it_may_differ():
     told = [str(warning) for warning in guessed.assignment.warnings]
     assert units(guessed) == [["out"], ["middle"], ["first"]]
     assert len(told) == 1
-    assert "parallelize cuts in the order in which they run, which may differ" in told[0]
+    assert "parallelize follows the order in which they run, which may differ" in told[0]
     assert "--model" in told[0]
     exact = make_plan(spec, graph_of(model, record(model, torch.zeros(2, 4))), world_size=3)
     assert units(exact) == [["first"], ["middle"], ["out"]]
@@ -104,7 +104,7 @@ def test_statistics_of_microbatches_are_told():
         pipeline = {"schedule": "GPipe", "microbatches": count}
         spec = load_spec({"version": 1, "mesh": {"pp": 2}, "pipeline": pipeline})
         told = "\n".join(map(str, make_plan(spec, graph, world_size=2).assignment.warnings))
-        assert ("statistics of each of the 4 microbatches" in told) == is_told
+        assert ("for each of the 4 pipeline microbatches" in told) == is_told
 
 
 def test_each_stage_holds_what_it_reads_and_no_more():
@@ -173,10 +173,10 @@ def test_stages_are_part_of_what_ranks_agree_on():
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ({"pipeline": {"split": [["head"], ["embed"]]}}, "'head' is put into stage 0, but runs"),
+        ({"pipeline": {"split": [["head"], ["embed"]]}}, "'head' is assigned to stage 0, but runs"),
         ({"pipeline": {"split": [["embed"], ["hed"]]}}, "did you mean 'head'?"),
         ({"pipeline": {"split": [["embed"]]}}, "split has 1 stages, but the plan has 2"),
-        ({"rules": [{"match": "head", "stage": 5}]}, "into stage 5, but there are 2"),
+        ({"rules": [{"match": "head", "stage": 5}]}, "to stage 5, but there are only 2"),
         ({"rules": [{"match": "embed", "stage": "last"}]}, "no module is in stage 0"),
         ({"pipeline": {"schedule": "ZBVZeroBubble", "virtual": 3}}, "has 2 stages per rank"),
         ({"pipeline": {"schedule": "DualPipeV", "microbatches": 2}}, "at least 4 microbatches"),
@@ -186,7 +186,7 @@ def test_stages_are_part_of_what_ranks_agree_on():
          "activations would be recomputed in each half"),
         ({"activation_checkpointing": "full",
           "pipeline": {"split": [["embed", "layers.0.attn"], ["layers.0.norm2"]]}},
-         "is recomputed as a whole, so it cannot be cut"),
+         "is recomputed as a whole, so it cannot be split"),
         ({"mesh": {"tp": 2}, "pipeline": {}}, "'pipeline' has no effect without a pp axis"),
         ({"mesh": {"tp": 2}, "rules": [{"match": "head", "stage": 1}]}, "'stage' has no effect"),
     ],

@@ -56,22 +56,22 @@ def test_rules_override_module_by_module() -> None:
         (
             HF,
             {"layers.*.attn": "local_params"},
-            "tp_plan: transformers' plan has 'local_params' for layers.0.attn, which is not "
+            "tp_plan: transformers' tp plan has 'local_params' for layers.0.attn, which is not "
             "available yet in this version\n"
-            "    fix: leave it whole: {match: 'layers.*.attn', place: {tp: R}}",
+            "    fix: leave it whole by a rule: {match: 'layers.*.attn', place: {tp: R}}",
         ),
         (
             HF,
             {"layers.*.up.weight": "packed_rowwise"},
-            "tp_plan: transformers' plan has 'packed_rowwise' for layers.0.up.weight, which is "
+            "tp_plan: transformers' tp plan has 'packed_rowwise' for layers.0.up.weight, which is "
             "not available yet in this version\n"
-            "    fix: leave it whole: {match: 'layers.*.up', place: {tp: R}}",
+            "    fix: leave it whole by a rule: {match: 'layers.*.up', place: {tp: R}}",
         ),
         (
             HF | {"mesh": {"dp_shard": 2}},
             {},
             "tp_plan: 'tp_plan' has no effect without a tp axis\n"
-            "    fix: add tp to the mesh, or remove it",
+            "    fix: add tp to the mesh, or remove tp_plan",
         ),
     ],
 )
@@ -81,7 +81,7 @@ def test_presets_that_cannot_be(plan: Any, words: dict[str, str], message: str) 
 
 def test_a_model_without_a_plan() -> None:
     assert refusal(HF, tp("head", "vocab")) == (
-        "tp_plan: Model brings no tp plan of transformers along\n"
+        "tp_plan: transformers has no tp plan for Model\n"
         "    fix: write rules with colwise and rowwise, or try tp_plan: auto"
     )
 

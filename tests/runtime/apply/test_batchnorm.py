@@ -97,7 +97,10 @@ class Own(nn.BatchNorm2d):
 @pytest.mark.parametrize(
     ("model", "what"),
     [
-        (nn.Sequential(nn.Conv2d(3, 3, 3), Own(3)), "cannot reach 1: Own has a forward of its own"),
+        (
+            nn.Sequential(nn.Conv2d(3, 3, 3), Own(3)),
+            "cannot be applied to 1: Own overrides the forward",
+        ),
         (nn.Linear(4, 4), "has no effect: Linear has no BatchNorm"),
     ],
 )

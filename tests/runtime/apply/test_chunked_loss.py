@@ -291,19 +291,19 @@ def problems_of(plan: dict[str, Any], model: nn.Module) -> list[str]:
 @pytest.mark.parametrize(
     ("plan", "model", "says"),
     [
-        ({}, TwoHeads, "'head' and 'other' could all give them"),
-        ({}, lambda: models.build("resnet"), "gives the logits, and none is known"),
-        ({"precision": "16-mixed"}, Words, "small ones vanish in float16"),
-        ({"strategy": "ddp", "ddp": {"find_unused_parameters": True}}, Words, "looks for what"),
+        ({}, TwoHeads, "but 'head' and 'other' qualify"),
+        ({}, lambda: models.build("resnet"), "computes the logits, but none qualifies"),
+        ({"precision": "16-mixed"}, Words, "small ones underflow in float16"),
+        ({"strategy": "ddp", "ddp": {"find_unused_parameters": True}}, Words, "searches the"),
         ({"mesh": {"pp": 4}}, Words, "loss_chunks and pp do not go together"),
         ({"mesh": {"cp": 4}}, Words, "loss_chunks and cp do not go together"),
         ({"mesh": {"tp": 4}, "rules": [{"match": "head", "place": {"tp": "vocab"}}]}, Words,
-         "tp cuts it, so no rank has all logits of a token"),
+         "tp shards it, while each loss chunk needs all logits"),
         ({"rules": [{"match": "**", "reshard_after_forward": True}]}, Words,
-         "given its weight back"),
+         "has resharded its weight"),
         ({"rules": [{"match": "head", "activation_checkpointing": "full"}]}, Words,
          "'head' is recomputed"),
-        ({"loss_chunks": "fused"}, Words, "which are not torch's own"),
+        ({"loss_chunks": "fused"}, Words, "a kernel outside torch"),
     ],
 )  # fmt: skip
 def test_plans_that_cannot_be(plan, model, says):

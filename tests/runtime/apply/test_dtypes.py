@@ -103,5 +103,5 @@ def test_half_precision_beside_float32_is_told_where_ranks_add_up():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).to(torch.bfloat16), nn.Linear(8, 8))
     spec = load_spec({"version": 1, "strategy": "ddp"})
     told = [w.what for w in make_plan(spec, graph_of(model), world_size=2).assignment.warnings]
-    assert [text[:40] for text in told] == ["1.weight and others are bfloat16 beside "]
+    assert [text[:48] for text in told] == ["some parameters, such as 1.weight, are bfloat16 "]
     assert make_plan(spec, graph_of(model), world_size=1).assignment.warnings == ()

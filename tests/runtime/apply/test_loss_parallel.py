@@ -259,11 +259,11 @@ def test_refusals(pool, kind, says):
         ({"mesh": {"dp_shard": 2}}, "'loss_parallel' has no effect without a tp axis"),
         (
             TP4 | {"rules": models.tp_rules("own_llama")[:4]},
-            "'loss_parallel' needs logits that are cut over the vocabulary, and no head is",
+            "'loss_parallel' needs logits sharded over the vocabulary, but tp shards no head",
         ),
         (
             TP4 | {"rules": [{"match": "layers.*.attn.wq", "place": {"tp": "vocab"}}]},
-            "'loss_parallel' needs logits that are cut over the vocabulary, and no head is",
+            "'loss_parallel' needs logits sharded over the vocabulary, but tp shards no head",
         ),
     ],
 )

@@ -151,7 +151,7 @@ def test_layouts() -> None:
         (
             nn.MultiheadAttention(DIM, HEADS, add_bias_kv=True),
             {"mesh": {"tp": 2}},
-            "a adds a bias to its keys (add_bias_kv), which tp cannot cut in this version\n"
+            "a adds a bias to its keys (add_bias_kv), which tp cannot shard in this version\n"
             "    fix: leave this module out of tp",
         ),
         (
@@ -162,8 +162,8 @@ def test_layouts() -> None:
         (
             nn.MultiheadAttention(DIM, HEADS),
             {"mesh": {"tp": 2}, "sequence_parallel": True},
-            "a is a MultiheadAttention, which cannot take a part of the sequence in this version\n"
-            "    fix: leave sequence_parallel out",
+            "a is a MultiheadAttention, which cannot run under sequence_parallel in this version\n"
+            "    fix: remove sequence_parallel",
         ),
     ],
 )

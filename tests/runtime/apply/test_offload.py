@@ -191,8 +191,8 @@ def refusal(**more: Any) -> str:
 @pytest.mark.parametrize(
     ("more", "what"),
     [
-        ({"offload": "optimizer"}, "keep their states where the parameters are"),
-        ({"offload": {"params": True, "optimizer": False}}, "'optimizer: false' cannot be kept"),
+        ({"offload": "optimizer"}, "optimizer states cannot be offloaded alone"),
+        ({"offload": {"params": True, "optimizer": False}}, "'optimizer: false' is not possible"),
         ({"offload": "params", "mesh": {"dp_replicate": 2}, "strategy": "ddp"}, "is not sharded"),
         ({"offload": "auto"}, "'offload: auto' is left to the planner"),
         ({"offload": {"activations": True}, "compile": True}, "offloaded activations and compile"),

@@ -201,20 +201,21 @@ ONE = graph({"a": "Attention", "a.in_proj": "linear"}, {"a.in_proj.weight": (24,
         (
             2,
             "packed_colwise",
-            "rules[0].place.tp: nothing says which projections a.in_proj (Linear) fuses\n"
-            "    fix: state how many equal pieces it has, packed_colwise(3), or their sizes, "
-            "'packed_colwise(4096, 1024, 1024)'; or use colwise, if it fuses none",
+            "rules[0].place.tp: the plan does not state which projections a.in_proj (Linear) "
+            "fuses\n"
+            "    fix: write the number of equal pieces, packed_colwise(3), or their sizes, "
+            "'packed_colwise(4096, 1024, 1024)', or use colwise if the module fuses none",
         ),
         (
             2,
             "packed_colwise(5)",
-            "rules[0].place.tp: a.in_proj: its output dim of size 24 is not made of 5 equal "
-            "pieces\n    fix: state pieces that add up to 24",
+            "rules[0].place.tp: a.in_proj: its output dim of size 24 is not divisible into 5 "
+            "equal pieces\n    fix: state pieces that add up to 24",
         ),
         (
             2,
             "packed_colwise(16, 4)",
-            "rules[0].place.tp: a.in_proj: its output dim of size 24 is not made of 16 and 4\n"
+            "rules[0].place.tp: a.in_proj: its output dim of size 24 is not the sum of 16 and 4\n"
             "    fix: state pieces that add up to 24",
         ),
         (
@@ -233,8 +234,8 @@ def test_a_second_cut_of_pieces_is_refused() -> None:
     rules = [tp("a.in_proj", "packed_colwise(3)")]
     rules.append({"match": "a.in_proj", "place": {"dp_shard": "S(0)"}})
     assert refusal({"mesh": {"dp_shard": 2, "tp": 2}}, *rules, on=ONE) == (
-        "rules[1].place.dp_shard: a.in_proj.weight: tp cuts the pieces of dim 0, which dp_shard "
-        "cannot cut as well\n    fix: use S(1)"
+        "rules[1].place.dp_shard: a.in_proj.weight: tp shards each piece of dim 0, so dp_shard "
+        "must shard another dim\n    fix: use S(1)"
     )
 
 

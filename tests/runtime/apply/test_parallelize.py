@@ -99,9 +99,9 @@ REFUSALS: dict[str, tuple[Any, str, str]] = {
         TP2,
         "PlanError",
         "meshplan: 1 problem\n"
-        "<mapping>: mesh.tp: the axis tp of size 2 cuts nothing: no rule places a module on it\n"
-        "    fix: add rules such as {match: 'layers.*.attn.wq', place: {tp: colwise}}, or drop "
-        "the axis",
+        "<mapping>: mesh.tp: the tp axis of size 2 shards nothing: no rule places a module on tp\n"
+        "    fix: add rules such as {match: 'layers.*.attn.wq', place: {tp: colwise}}, or remove "
+        "tp from the mesh",
     ),
     "an op that cannot be kept": (
         SHARD | {"activation_checkpointing": {"mode": "selective", "save": ["mmm"]}},
@@ -281,8 +281,8 @@ def test_a_shadowed_rule_is_a_warning_on_rank_0(pool):
 
 def test_norms_that_keep_statistics_are_warned_about(pool):
     of_one, tracked, plain = pool(2).run(norms)[0]
-    assert "1 and 0 more keep statistics of their own rank's samples" in of_one
-    assert "1 and 0 more keep running statistics of their own rank's samples" in tracked
+    assert "1: batch statistics are computed from the samples of one rank only" in of_one
+    assert "1: running statistics are computed from the samples of one rank only" in tracked
     assert "statistics" not in plain
 
 
