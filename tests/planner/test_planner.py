@@ -311,7 +311,10 @@ def test_nothing_fits(job, capsys):
         ({"mesh": [2, 4]}, "bare mesh"),
         ({"compile": True}, "no rules for compiled blocks"),
         ({"solve": {"objective": "speed"}}, "'speed' is not an objective"),
-        ({"activation_checkpointing": {"mode": "selective", "save": ["mm"]}}, "a list of operations to save"),
+        (
+            {"activation_checkpointing": {"mode": "selective", "save": ["mm"]}},
+            "a list of operations to save",
+        ),
         ({"rules": [{"match": "model.layers.3.mlp", "stage": 1}]}, "splits stages between blocks"),
         ({"rules": [{"match": "lm_head", "stage": 0}]}, "into the last stage"),
         ({"mesh": {"dp_shard": "auto", "ep": "2 in dp_shard"}}, "no module of the model stacks"),
