@@ -31,12 +31,12 @@ FAULTS: Final[Mapping[str, tuple[str, ...]]] = {
     "verb": ("full_state_dict", "barrier", "evaluation"),
 }
 WORDS: Final[Mapping[str, tuple[str, ...]]] = {
-    "kill": ("died or was ended",),
+    "kill": ("died or was killed",),
     "stop": ("is stopped",),
     "raise": ("Mishap: in",),
-    "uneven": ("in vain", "has ended", "waits in", "batches of the same size"),
+    "uneven": ("in a deadlock", "has ended", "waits in", "batches of the same size"),
     "configuration": ("has a different plan than rank", "cannot apply its plan"),
-    "verb": ("in vain", "has ended", "waits in", "waits with"),
+    "verb": ("in a deadlock", "has ended", "waits in", "waits to begin"),
 }
 """Words of which one must stand in what a rank says."""
 

@@ -144,7 +144,7 @@ ON_META = (
     "the function is called without arguments under torch.device('meta'), where tensors have "
     "shapes and no values: it must only build the model"
 )
-FOUND = "modules are found among what is installed and in the working directory"
+FOUND = "modules are imported from the installed packages or the working directory"
 
 
 @pytest.mark.parametrize(

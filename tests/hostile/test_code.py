@@ -182,7 +182,7 @@ def test_a_file_with_a_persons_name_is_a_file(folder):
 def test_installed_modules_are_not_shadowed(folder, capsys):
     (folder / "hypothesis.py").write_text(EVIL)
     assert main(["check", "-f", "plan.yaml", "--model", "hypothesis:build"]) == 2
-    assert "and not the one in the working directory" in capsys.readouterr().err
+    assert ", not from the working directory" in capsys.readouterr().err
     assert not (folder / "RAN").exists()
 
 

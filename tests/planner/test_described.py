@@ -332,8 +332,8 @@ class _Scores(nn.Linear):
 @pytest.mark.parametrize(
     ("width", "words"),
     [
-        (3, "mean square in float32 of output and targets of its shape"),
-        (1, "what the model returns"),
+        (3, "mean squared error in float32 of output and targets of its shape"),
+        (1, "the scalar that the model returns"),
     ],
 )
 def test_a_number_that_a_model_returns_is_its_loss(width: int, words: str) -> None:

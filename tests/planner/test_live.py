@@ -310,19 +310,19 @@ def test_ddp_in_one_dtype_is_planned(mesh, strategy, precision, tmp_path):
 @pytest.mark.parametrize(
     ("entry", "fields", "words"),
     [
-        ("tests.helpers.planned:NoProducts", {}, "no product of matrices"),
+        ("tests.helpers.planned:NoProducts", {}, "no matrix multiplication or convolution"),
         ("torch.nn:Identity", {}, "Identity has no parameters to train"),
         ("tests.helpers.planned:Constant", {}, "these inputs does not depend on its parameters"),
         ("tests.helpers.estimated:asking", {"input": None, "batch": {"seq_len": 16}},
          "aten._local_scalar_dense.default"),
-        ("tests.helpers.planned:Alone", {"input": None}, "nothing says what Alone takes"),
+        ("tests.helpers.planned:Alone", {"input": None}, "the plan states no input for Alone"),
         ("tests.helpers.planned:Alone", {"optimizer": "muon"}, "on sharded parameters"),
         ("tests.helpers.planned:Alone", {"compile": True}, "compile of a live model"),
         ("tests.helpers.planned:Alone", {"activation_checkpointing": "selective"}, "selective"),
         ("tests.helpers.planned:Alone", {"batch": {"global": None}}, "no samples per step"),
         ("tests.helpers.planned:Convolves",
          {"precision": "32-true", "input": {"shape": [2, 16, 64], "dtype": "fp32"}},
-         "Convolves convolves in float32: cuDNN does that in TF32"),
+         "Convolves convolves in float32, for which cuDNN uses TF32"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_planned_is_said_in_words(entry, fields, words, tmp_path, capsys):

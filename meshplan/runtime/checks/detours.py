@@ -126,36 +126,37 @@ def explain_mixed_losses() -> None:
 
 def _mixed() -> Problem:
     return Problem(
-        "the loss is a DTensor: a number computed from parameters that lie in parts was added to "
-        "one that every rank has whole, and torch cannot take the gradient of both",
-        fix="take the whole number of what is computed from parameters first: "
-        "penalty.full_tensor(), or sum(p.full_tensor() ...) over several of them",
+        "the loss is a DTensor: a value computed from sharded parameters was added to a plain "
+        "tensor, and torch cannot compute the gradient of the sum",
+        fix="convert the value computed from parameters to a plain tensor first: "
+        "penalty.full_tensor(), or sum(p.full_tensor() for p in penalties)",
     )
 
 
 def _unaveraged(fqn: str) -> Problem:
     return Problem(
-        f"model.module{f'.{fqn}' if fqn else ''} was called by itself, past "
-        "DistributedDataParallel: its gradients would not be averaged over the ranks",
-        fix="call the module that parallelize returned, and let its forward choose what to run; "
-        "for evaluation, call under torch.no_grad()",
+        f"model.module{f'.{fqn}' if fqn else ''} was called directly instead of "
+        "through DistributedDataParallel: its gradients would not be averaged over the ranks",
+        fix="call the module that parallelize returned, and let its forward choose which "
+        "submodules run; to evaluate this submodule alone, call it under torch.no_grad()",
     )
 
 
 def _in_parts(fqn: str) -> Problem:
     return Problem(
-        f"'{fqn}' was called by itself, outside of the model's forward, where each rank has only "
-        "a part of its parameters",
-        fix="call the module that parallelize returned, and let its forward choose what to run, "
-        f"or add a rule {{match: '{fqn}', unit: true}}",
+        f"'{fqn}' was called directly, outside the model's forward, where each rank holds only a "
+        "shard of its parameters",
+        fix="call the module that parallelize returned, and let its forward choose which "
+        f"submodules run, or add a rule {{match: '{fqn}', unit: true}}",
     )
 
 
 def _cast(dtype: torch.dtype, to: torch.dtype, device: torch.device) -> Problem:
     return Problem(
-        f"the model's {dtype} tensors cannot become {to} on {device}: the plan says what each "
-        "rank holds",
-        fix="say precision in the plan (bf16-mixed, bf16-true), or cast before parallelize",
+        f"the model's {dtype} tensors cannot be converted to {to} on {device}: the plan sets the "
+        "dtype and device of every tensor",
+        fix="set precision in the plan (bf16-mixed, bf16-true), or convert the model before "
+        "parallelize",
     )
 
 
@@ -163,7 +164,7 @@ def _copy() -> Problem:
     return Problem(
         "a parallelized model cannot be copied or pickled: a copy would share its hooks and "
         "process groups",
-        fix="save meshplan.full_state_dict(model); for a moving average parallelize a second "
-        "model by the same plan, whose parameters lie alike: for e, p in zip(average.parameters(), "
-        "model.parameters()): e.data.lerp_(p.data, 0.01)",
+        fix="save meshplan.full_state_dict(model); for a moving average, parallelize a second "
+        "model with the same plan, which shards its parameters identically: for e, p in "
+        "zip(average.parameters(), model.parameters()): e.data.lerp_(p.data, 0.01)",
     )

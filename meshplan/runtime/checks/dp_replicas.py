@@ -33,11 +33,11 @@ _ABSENT: Final = -1.0
 """Stands in for the norm of a missing gradient."""
 
 
-_UNUSED: Final = "say ddp: {find_unused_parameters: true}, or freeze what is never used"
+_UNUSED: Final = "set ddp: {find_unused_parameters: true}, or freeze parameters that are never used"
 _LOOP: Final = (
-    "call the module that parallelize returned, and for each such call backward once before the "
-    "next; add losses up instead of going backward twice, and do not use torch.autograd.grad for "
-    "the gradients of a step"
+    "call the module that parallelize returned, and run one backward for each forward before the "
+    "next forward; add losses up instead of calling backward twice, and do not compute the "
+    "gradients of a step with torch.autograd.grad"
 )
 
 
@@ -100,8 +100,8 @@ def _before_step(watch: _DpReplicas, optimizer: torch.optim.Optimizer) -> None:
 
 def _without_gradients() -> Problem:
     return Problem(
-        "the model ran, but no parameter that the optimizer holds has a gradient: gradients were "
-        "taken of gathered copies, or none were taken, and the step would change nothing",
+        "the model ran, but no parameter of the optimizer has a gradient, so the step would change "
+        "nothing: gradients were computed for gathered copies of the parameters, or not at all",
         fix=_LOOP,
     )
 
@@ -130,12 +130,12 @@ def _compare(found: dict[str, nn.Parameter], axes: tuple[str, ...], watch: _DpRe
     unused = next((name for name, parameter in found.items() if parameter.grad is None), None)
     fix = _LOOP
     if unused is not None and watch.plan.assignment.wrapper == "ddp":
-        fix = f"{unused} got no gradient, and DistributedDataParallel waits for it: {_UNUSED}"
+        fix = f"{unused} got no gradient, but DistributedDataParallel waits for one: {_UNUSED}"
     raise ApplyError(
         Problem(
-            f"whole on every rank along {' and '.join(axes)}, but with gradients that differ "
-            f"there: {wrong[0]}{others}; they were not averaged, so each rank would train on its "
-            "own samples alone",
+            f"gradients of replicated parameters differ between ranks along {' and '.join(axes)}: "
+            f"{wrong[0]}{others}; these gradients were not averaged, so each rank would train on "
+            "its own samples only",
             fix=fix,
         )
     )

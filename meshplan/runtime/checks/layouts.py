@@ -46,13 +46,13 @@ def _differences(fqn: str, tensor: torch.Tensor, placed: Placed, plan: Plan) -> 
         "shape": placed.info.shape,
         "local shape": placed.local_shape(mesh, dist.get_rank()),
         "dtype": placed.dtype,
-        "cut": _spell({a: placed.stored.dim_of(a) for a in placed.stored.axes}, mesh),
+        "sharding": _spell({a: placed.stored.dim_of(a) for a in placed.stored.axes}, mesh),
     }
     found = {
         "shape": tuple(tensor.shape),
         "local shape": tuple(local_of(tensor).shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
-        "cut": _spell(cut_dims(tensor), mesh),
+        "sharding": _spell(cut_dims(tensor), mesh),
     }
     return [
         Problem(f"{fqn}: {what} is {found[what]}, but the plan says {expected[what]}")
@@ -64,4 +64,4 @@ def _differences(fqn: str, tensor: torch.Tensor, placed: Placed, plan: Plan) -> 
 def _spell(cuts: Mapping[str, int | None], mesh: Mesh) -> str:
     """Format axes as `dp_shard on dim 0, tp on dim 1`; axes of one rank shard nothing."""
     words = sorted(f"{axis} on dim {dim}" for axis, dim in cuts.items() if mesh.size(axis) > 1)
-    return ", ".join(words) or "nowhere"
+    return ", ".join(words) or "none"

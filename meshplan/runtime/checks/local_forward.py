@@ -139,9 +139,9 @@ def _capture(module: nn.Module, island: LocalModule, proof: _PendingProof) -> Ca
             return forward(*args, **kwargs)
         except RuntimeError as error:
             error.add_note(
-                f"meshplan: {island.fqn or 'the model'} runs on a part of its heads or pieces; "
-                "code that counts on all of them cannot be cut by rule: leave it out of tp, or "
-                "try tp_plan: auto"
+                f"meshplan: {island.fqn or 'the model'} runs with one rank's shard of its heads or "
+                "fused projections; code that assumes all of them cannot be sharded by a rule: "
+                "leave the module out of tp, or try tp_plan: auto"
             )
             raise
 
@@ -202,16 +202,18 @@ def _prove(model: nn.Module, island: LocalModule, proof: _PendingProof) -> None:
 
 def _problem(island: LocalModule, module: nn.Module, plan: Plan, worst: float) -> Problem:
     changed = ", ".join(f"{name} {value}" for name, value in island.whole.items())
-    cut = f" (of {changed})" if changed else ""
+    cut = f" (in one process: {changed})" if changed else ""
     what = f"{island.fqn or 'the model'} ({type(module).__name__}) "
     if worst == _INCOMPARABLE:
-        what += "cannot be compared with itself whole"
+        what += "cannot be compared with its unsharded computation"
     elif worst == _LEFT_CUT:
-        what += "returns features that are cut along tp, and nothing that takes them up is near it"
+        what += "returns features that are sharded along tp, and no enclosing module combines them"
     else:
-        what += f"computes something else once its heads, pieces or features are cut{cut}"
+        what += (
+            f"computes other values when its heads, fused projections or features are sharded{cut}"
+        )
     inner = (use.reason for f, use in plan.assignment.styles.items() if is_inside(f, island.fqn))
-    fix = "leave its projections out of tp together, or try tp_plan: auto"
+    fix = "leave all of its projections out of tp, or try tp_plan: auto"
     return Problem(what, next(inner).origin, fix)
 
 

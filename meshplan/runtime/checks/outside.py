@@ -78,20 +78,20 @@ def _problem(fqn: str, unit: str, operation: str) -> Problem:
     fix = "use the optimizer's weight_decay for a penalty on weights"
     if unit:
         fix = (
-            f"say unit: false for '{unit}', which leaves its parameters to the unit around it "
-            f"(as for a block whose forward the model does not call), or {fix}"
+            f"set unit: false for '{unit}', which leaves its parameters to the enclosing unit "
+            f"(needed for a block whose forward the model does not call), or {fix}"
         )
     return Problem(
-        f"{fqn} is used by '{operation}' outside {inside}, where each rank has only a part of it",
+        f"{fqn} is used by '{operation}' outside {inside}, where each rank holds only a shard",
         fix=fix,
     )
 
 
 def _problem_of_gradients(operation: str) -> Problem:
     return Problem(
-        f"the forward or the loss calls '{operation}' itself, but units free their parameters "
-        "after their forward and reduce gradients in every backward, and what ranks of tp send one "
-        "another has one derivative only: derivatives of derivatives are lost",
+        f"the forward or the loss calls '{operation}', but units free their parameters after the "
+        "forward and reduce gradients in every backward, and the collectives of tp can be "
+        "differentiated only once: second derivatives would be lost",
         fix=_OTHER_STRATEGY,
     )
 
@@ -109,9 +109,9 @@ def refuse_second_derivatives(model: nn.Module, plan: Plan) -> None:
         if torch.is_grad_enabled():
             raise ApplyError(
                 Problem(
-                    "a gradient of the model's output is taken with create_graph=True, and its own "
+                    "a gradient of the model's output is computed with create_graph=True, but its "
                     "derivative would be wrong or fail: units have freed their parameters by "
-                    "then, and what ranks of tp send one another has one derivative only",
+                    "then, and the collectives of tp can be differentiated only once",
                     fix=_OTHER_STRATEGY,
                 )
             )
@@ -129,8 +129,9 @@ _OTHER_STRATEGY: Final = "use strategy: ddp, without tp"
 
 def _problem_of_others(fqn: str) -> Problem:
     return Problem(
-        f"{fqn} was put in the place of the parameter that this forward gathers (as "
-        "torch.func.functional_call does), so it would be left unused and nothing be trained",
+        f"the parameter {fqn} was replaced by another tensor for this forward (as "
+        "torch.func.functional_call does), but units gather the original parameter: the "
+        "replacement would not be used, and nothing would be trained",
         fix="use strategy: ddp, or call the model with its own parameters",
     )
 

@@ -138,9 +138,9 @@ def check_loss(loss: torch.Tensor, plan: Plan, mesh: DeviceMesh) -> None:
     if differs:
         raise ApplyError(
             Problem(
-                f"the loss is {low:.6g} on one rank of tp and {high:.6g} on another: the output of "
-                "the model is cut, and each rank takes the loss of its part",
-                fix="give the last projection the style vocab or colwise_gather_output",
+                f"the loss is {low:.6g} on one rank of tp and {high:.6g} on another: the "
+                "model's output is sharded, and each rank computes the loss of its shard",
+                fix="set the style of the last projection to vocab or colwise_gather_output",
             )
         )
 
@@ -182,9 +182,9 @@ def _problem(wrong: list[tuple[float, str]]) -> Problem:
     shown = ", ".join(f"{name} ({share:.0%})" for share, name in wrong[:4])
     others = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
     return Problem(
-        f"whole on every rank of tp, but with gradients that differ there: {shown}{others}; what "
-        "computes on parts would be trained on wrong numbers",
-        fix="give its module a style that says so (sequence_parallel for a norm on a part of the "
-        "sequence, replicated_with_grad_allreduce for one inside cut heads), or cut the modules "
-        "around it as a whole: q, k, v and output projection together",
+        f"gradients of replicated parameters differ between ranks of tp: {shown}{others}; their "
+        "modules compute on shards, and would be trained on wrong gradients",
+        fix="set a style for the module (sequence_parallel for a norm on a part of the sequence, "
+        "replicated_with_grad_allreduce for a module inside sharded heads), or shard the modules "
+        "around it together: q, k, v and output projection",
     )

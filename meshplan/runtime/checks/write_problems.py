@@ -12,40 +12,40 @@ def warn(names: list[str], between: str) -> None:
     if names:
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         warnings.warn(
-            f"meshplan: the forward writes {names[0]}{others}, and what it writes differs between "
-            f"{between}: a statistic of each one's own samples, as DistributedDataParallel has it; "
-            "the first rank's is used and saved. To take it over all samples, compute it from "
-            "meshplan.gather_batch(...)",
+            f"meshplan: the forward writes {names[0]}{others}, and the written values differ "
+            f"between {between}: each computes a statistic of its own samples, as under "
+            "DistributedDataParallel; the first rank's values are used and saved. For a statistic "
+            "of all samples, compute it from meshplan.gather_batch(...)",
             stacklevel=2,
         )
 
 
-_AFTER = "write it after optimizer.step(), outside of the forward"
+_AFTER = "write it after optimizer.step(), outside the forward"
 
 
 def cast_problem(place: TensorPlace, dtype: str) -> Problem:
     rule = f"a rule {{match: '{place.unit}', precision: 32-true}}" if place.unit else "32-true"
     return Problem(
-        f"the forward writes {place.name}, of which it has a copy in {dtype}: what is written "
-        "would be rounded, or lost",
-        fix=f"add {rule}, or {_AFTER}" if place.unit else f"say precision: {rule}, or {_AFTER}",
+        f"the forward writes {place.name}, but works on a copy of it in {dtype}: the written "
+        "values would be rounded or lost",
+        fix=f"add {rule}, or {_AFTER}" if place.unit else f"set precision: {rule}, or {_AFTER}",
     )
 
 
 def statistic_problem(name: str, between: str) -> Problem:
     return Problem(
-        f"the forward writes {name} from the samples that it sees, and its output was computed "
-        f"from that: {between} that see other samples would train on other numbers",
-        fix="compute it from meshplan.gather_batch(...), which holds the samples of all ranks, or "
-        "say batch: {per_rank: true} to let each rank and microbatch keep its own",
+        f"the forward computes {name} from its own samples, and its output from {name}: {between} "
+        "with other samples would train with other values",
+        fix=f"compute {name} from meshplan.gather_batch(...), which returns the samples of all "
+        "ranks, or set batch: {per_rank: true} to let each rank and microbatch keep its own value",
     )
 
 
 def rank_problem(place: TensorPlace, count: int) -> Problem:
     others = f" and {count - 1} more" if count > 1 else ""
     return Problem(
-        f"the forward writes {place.name}{others}, and ranks that see other samples write other "
-        "numbers, so their copies of the model would part ways",
+        f"the forward writes {place.name}{others}, and ranks with other samples write other "
+        "values, so their copies of the model would diverge",
         fix="compute it from meshplan.gather_batch(...), which is the same on every rank, or "
         f"{_AFTER}",
     )
@@ -54,13 +54,13 @@ def rank_problem(place: TensorPlace, count: int) -> Problem:
 def microbatch_problem(place: TensorPlace) -> Problem:
     return Problem(
         f"the forward writes {place.name}, and a second microbatch of the same step writes other "
-        "numbers than the first, where one process writes once",
-        fix=f"{_AFTER}, or take the batch in one piece (batch.accumulate: 1, no pp)",
+        "values than the first; one process would write once per step",
+        fix=f"{_AFTER}, or run the batch as one microbatch (batch.accumulate: 1, no pp)",
     )
 
 
 def again_problem(place: TensorPlace) -> Problem:
     return Problem(
-        f"the forward writes {place.name}, and writes other numbers when it runs again in backward",
-        fix=f"leave its module out of activation_checkpointing, or {_AFTER}",
+        f"the forward writes {place.name}, but other values when it is recomputed in backward",
+        fix=f"exclude its module from activation_checkpointing, or {_AFTER}",
     )

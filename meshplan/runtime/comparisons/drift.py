@@ -93,10 +93,10 @@ def check_drift(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         raise ApplyError(
             Problem(
                 f"several ranks hold a copy of {wrong[0]}{others}, and the copies are no longer "
-                "the same: something wrote to them beside the optimizer, or ranks stepped on "
+                "equal: something other than the optimizer wrote to them, or ranks stepped on "
                 "different gradients",
-                fix="write to parameters alike on all ranks, outside of the forward; give ranks "
-                "along tp and pp the same batch; step all ranks with the same optimizer",
+                fix="write the same values to parameters on all ranks, outside the forward; give "
+                "ranks along tp and pp the same batch; step all ranks with the same optimizer",
             )
         )
 

@@ -108,10 +108,10 @@ def same_samples(axis: str, samples: int, plan: Plan) -> Problem:
     other = next(rank for rank in range(plan.mesh.world_size) if plan.mesh.index(rank, (axis,)))
     return Problem(
         f"ranks 0 and {other} were given the same {samples} samples, like all ranks along {axis}"
-        f"{_planned(plan)}: each of them must be given samples of its own",
+        f"{_planned(plan)}: each of these ranks must be given different samples",
         plan.spec.origin("batch"),
-        f"cut the global batch with meshplan.local_batch(model, batch), or {SAMPLER}; say batch: "
-        "{per_rank: true} where ranks are meant to hold the same samples",
+        f"split the global batch with meshplan.local_batch(model, batch), or {SAMPLER}; set batch: "
+        "{per_rank: true} if ranks are meant to train on the same samples",
     )
 
 
@@ -119,7 +119,7 @@ def _planned(plan: Plan) -> str:
     if plan.micro is None:
         return ""
     own, ranks = plan.micro * plan.accumulate, plan.num_data_ranks
-    return f", where the plan's batch of {own * ranks} has {own} for each of {ranks} data ranks"
+    return f", but the plan's batch of {own * ranks} has {own} for each of {ranks} data ranks"
 
 
 def note_size(batch: Any, plan: Plan, *, may_be_micro: bool = False) -> None:
@@ -143,11 +143,11 @@ def note_size(batch: Any, plan: Plan, *, may_be_micro: bool = False) -> None:
     each = f" on each of {ranks} data ranks, {given * ranks} in all" if ranks > 1 else ""
     planned = f"{wanted}, {wanted * ranks} in all" if ranks > 1 else f"{wanted}"
     problem = Problem(
-        f"a step was given {given} samples{each}, and the plan says {planned}: what it estimates "
-        "is for that batch",
+        f"a step was given {given} samples{each}, but the plan states {planned}: its estimates "
+        "are for the stated batch",
         plan.spec.origin("batch"),
-        f"give meshplan.local_batch(model, batch) the {wanted * ranks} samples of a step, or state "
-        f"batch: {{global: {given * ranks}}}",
+        f"pass all {wanted * ranks} samples of a step to meshplan.local_batch(model, batch), or "
+        f"state batch: {{global: {given * ranks}}}",
     )
     warnings.warn(str(problem), stacklevel=2)
 

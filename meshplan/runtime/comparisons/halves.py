@@ -33,13 +33,13 @@ _TOLERANCE: Final = {torch.float64: 1e-7, torch.float32: 3e-5}
 _HALF: Final = 2e-2
 """Relative differences up to which rounding may be the cause [Empirical]."""
 _GATHER: Final = (
-    "gather what is compared with meshplan.gather_batch; or say batch: {per_rank: true}, where "
-    "each rank's batch is meant to stand alone"
+    "gather the samples to compare with meshplan.gather_batch; or set batch: {per_rank: true} if "
+    "each rank's batch is meant to be independent"
 )
 
 _SHIFTED: Final = (
-    "let loss_fn return (loss * n, n) with n = (labels[:, 1:] != -100).sum(): the model itself "
-    "shifts the labels"
+    "let loss_fn return (loss * n, n) with n = (labels[:, 1:] != -100).sum(), because the model "
+    "itself shifts the labels"
 )
 
 
@@ -269,9 +269,9 @@ def loss_problem(three: Three, plan: Plan) -> Problem | None:
     if not math.isfinite(whole.loss):
         return None
     shown = (
-        f"it is {whole.loss:.6g} for {{}} samples, and {first.loss:.6g} and {second.loss:.6g} for "
-        "each half of them"
-    ).replace("{}", "some")
+        f"loss_fn returns {whole.loss:.6g} for some samples, and {first.loss:.6g} and "
+        f"{second.loss:.6g} for the two halves of them"
+    )
     if whole.count is not None:
         return _pair_problem(three, shown)
     kind = plan.spec.loss
@@ -279,19 +279,19 @@ def loss_problem(three: Three, plan: Plan) -> Problem | None:
     if kind == "sum":
         if agrees(first.loss + second.loss, three):
             return None
-        what = f"the plan says loss: sum, but loss_fn does not return a sum over samples: {shown}"
-        fix = "say loss: mean, or tokens for a mean over the targets that are not -100; or " + PAIR
+        what = f"the plan states loss: sum, but loss_fn does not return a sum over samples: {shown}"
+        fix = "set loss: mean, or tokens for a mean over the targets that are not -100; or " + PAIR
         return Problem(what, origin, fix)
     of_tokens = token_mean(three)
     if kind == "tokens":
         if of_tokens is None or agrees(of_tokens, three):
             return None
         what = (
-            f"the plan says loss: tokens, but loss_fn does not return the mean over the targets "
-            f"that are not {IGNORED}: {shown}, which hold {first.tokens:.0f} and "
-            f"{second.tokens:.0f}"
+            f"the plan states loss: tokens, but loss_fn does not return the mean over the targets "
+            f"that are not {IGNORED}: {shown}, which contain {first.tokens:.0f} and "
+            f"{second.tokens:.0f} such targets"
         )
-        fix = f"leave out what it leaves out in the targets too; or {PAIR}"
+        fix = f"set the targets that loss_fn leaves out to {IGNORED}; or {PAIR}"
         return Problem(what, origin, _SHIFTED if _is_shifted(three) else fix)
     return _mean_problem(three, of_tokens, shown, plan)
 
@@ -303,33 +303,34 @@ def _mean_problem(three: Three, of_tokens: float | None, shown: str, plan: Plan)
     if are_finite and agrees((first.loss + second.loss) / 2, three):
         return None
     if are_finite and agrees(first.loss + second.loss, three):
-        what = f"loss_fn returns a sum over samples, and the plan takes it for their mean: {shown}"
-        return Problem(what, origin, "say loss: sum, or divide by the number of samples")
+        what = f"loss_fn returns a sum over samples, but the plan expects their mean: {shown}"
+        return Problem(what, origin, "set loss: sum, or divide by the number of samples")
     if of_tokens is not None and agrees(of_tokens, three) and first.tokens != second.tokens:
         what = (
             f"loss_fn returns a mean over the targets that are not {IGNORED}, and parts of a batch "
-            f"hold unequal numbers of them ({first.tokens:.0f} and {second.tokens:.0f}): the mean "
-            f"of the parts' means is not that of one process ({shown})"
+            f"contain unequal numbers of them ({first.tokens:.0f} and {second.tokens:.0f}): the "
+            f"mean of the parts' losses is not the loss of one process ({shown})"
         )
-        return Problem(what, origin, f"say loss: tokens; or {PAIR}")
+        return Problem(what, origin, f"set loss: tokens; or {PAIR}")
     low, high = min(first.loss, second.loss), max(first.loss, second.loss)
     if _is_shifted(three):
         what = (
-            "the loss is a mean over the labels but the first of each row, and parts of a batch "
-            f"hold unequal numbers of them ({first.shifted:.0f} and {second.shifted:.0f}): {shown}"
+            "the loss is a mean over all labels except the first of each row, and parts of a batch "
+            f"contain unequal numbers of these ({first.shifted:.0f} and {second.shifted:.0f}): "
+            f"{shown}"
         )
         return Problem(what, origin, _SHIFTED)
     if plan.spec.batch.per_rank:
         return None
     if not are_finite or low <= whole.loss <= high:
         what = (
-            "loss_fn returns a mean over something of which parts of a batch hold unequal amounts "
-            f"(a mask, weights of classes): {shown}, which is not the mean of both"
+            "loss_fn returns a mean whose total weight differs between parts of a batch (such as a "
+            f"mask or class weights): {shown}, so the loss is not the mean of the halves' losses"
         )
         return Problem(what, origin, f"{PAIR}; or {_GATHER}")
     what = (
-        f"loss_fn compares samples with one another: {shown}, so it is not put together from "
-        "those of ranks and microbatches"
+        f"loss_fn compares samples with one another: {shown}, so the losses of ranks and "
+        "microbatches do not combine to the loss of the batch"
     )
     return Problem(what, origin, _GATHER)
 
@@ -344,9 +345,9 @@ def _pair_problem(three: Three, shown: str) -> Problem | None:
         return None
     what = "sum" if adds_up else "count"
     return Problem(
-        f"the {what} that loss_fn returns does not add up over parts of a batch: {shown}, and "
-        f"counts {', '.join(f'{c:g}' for c in counts)}",
-        fix="return the sum over what it was given and how many that were, neither divided",
+        f"the {what} that loss_fn returns does not add up over parts of a batch: {shown}, "
+        f"with counts {', '.join(f'{c:g}' for c in counts)}",
+        fix="return the sum over the given samples or tokens, and their number, neither divided",
     )
 
 

@@ -139,9 +139,9 @@ def mixing_problem(found: tuple[str, nn.Module] | None, plan: Plan) -> Problem:
     else:
         who = "the forward of the model gives"
     return Problem(
-        f"{who} a sample another output when other samples are beside it, and each rank and "
-        "microbatch has some of them only: the numbers would not be those of one process",
+        f"{who} a sample another output when the other samples of the batch change, and each rank "
+        "and microbatch has only some of them: the results would differ from those of one process",
         plan.spec.origin("batch"),
-        "gather what it looks at with meshplan.gather_batch; or say batch: {per_rank: true}, "
-        "where each rank's batch is meant to stand alone",
+        "gather the samples that the output depends on with meshplan.gather_batch; or set batch: "
+        "{per_rank: true} if each rank's batch is meant to be independent",
     )

@@ -18,9 +18,9 @@ from meshplan.runtime.base.optimizer_steps import before_steps
 from meshplan.runtime.base.parallel_models import is_stepped, known_models, known_parameters
 
 _FIX = (
-    "put the module that holds them (a criterion) inside the model; or parallelize it too, "
-    "meshplan.parallelize(criterion, {'version': 1, 'strategy': 'ddp'}), and make the optimizer "
-    "from both"
+    "move the module that owns them (such as a criterion) into the model; or parallelize that "
+    "module too, meshplan.parallelize(criterion, {'version': 1, 'strategy': 'ddp'}), and create "
+    "the optimizer with the parameters of both"
 )
 
 _seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -65,7 +65,7 @@ def unknown_to_model(optimizer: torch.optim.Optimizer, model: nn.Module) -> list
 def _problem(unknown: list[nn.Parameter]) -> Problem:
     others = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
     return Problem(
-        f"the optimizer trains a parameter of shape {list(unknown[0].shape)}{others} that no "
-        "parallelized model has: its gradients are those of this rank's samples alone",
+        f"the optimizer trains a parameter of shape {list(unknown[0].shape)}{others} that "
+        "belongs to no parallelized model: its gradient comes from this rank's samples only",
         fix=_FIX,
     )

@@ -245,8 +245,9 @@ class StepCheck:
             if named is not None and dist.get_rank() == 0 and self._step == 1:
                 name, module = named
                 warnings.warn(
-                    f"'{name}' ({type(module).__name__}) takes statistics of the samples beside it "
-                    "in evaluation too: of each rank's, as under DistributedDataParallel",
+                    f"'{name}' ({type(module).__name__}) normalises with batch statistics in "
+                    "evaluation too: those of each rank's own samples, as under "
+                    "DistributedDataParallel",
                     stacklevel=4,
                 )
             return

@@ -54,22 +54,23 @@ def uneven_of(three: Three, plan: Plan) -> Uneven:
         return Uneven()
     if agrees(first.loss + second.loss, three):  # All zeros, or one half without any token.
         return Uneven()
-    shown = f"it is {whole.loss:.6g}, and {first.loss:.6g} and {second.loss:.6g} for each half"
+    shown = f"{whole.loss:.6g}, and {first.loss:.6g} and {second.loss:.6g} for the two halves"
     of_all = (first.loss + second.loss) / 2 if first.tokens is None else None
     means = (token_mean(three), mask_mean(three), of_all)
     follows = [mean is not None and agrees(mean, three) for mean in means]
     follows[TOKENS] |= is_none
     where = "the batch" if plan.assignment.context is None else "the sequence"
-    over = (f"the targets that are not {IGNORED}", "what a mask leaves", "all tokens")
+    over = (f"the targets that are not {IGNORED}", "the elements that a mask keeps", "all tokens")
     fixes = (
-        f"say loss: tokens; or {PAIR}",
+        f"set loss: tokens; or {PAIR}",
         PAIR,
-        f"{PAIR}; or say batch: {{per_rank: true}}, where each rank's batch stands alone",
+        f"{PAIR}; or set batch: {{per_rank: true}} if each rank's batch is independent",
     )
     problems = {
         amount: Problem(
-            f"loss_fn returns a mean over {over[amount]} ({shown}), and parts of {where} hold "
-            "unequal numbers of them: the mean of their means is not that of one process",
+            f"loss_fn returns a mean over {over[amount]} ({shown}), and parts of {where} "
+            "contain unequal numbers of them: the mean of the parts' losses is not the loss of one "
+            "process",
             plan.spec.origin("loss"),
             fixes[amount],
         )
@@ -94,9 +95,9 @@ def lone_problem(three: Three, plan: Plan) -> Problem | None:
     is_mean = of_tokens is not None and agrees(of_tokens, three)
     if is_mean or not agrees(first.loss + second.loss, three):
         return None
-    shown = f"it is {whole.loss:.6g}, and {first.loss:.6g} and {second.loss:.6g} for each half"
-    what = f"loss_fn returns a sum, and the plan takes it for a mean: {shown}"
-    fix = "say loss: sum, or divide by the number of samples"
+    shown = f"{whole.loss:.6g}, and {first.loss:.6g} and {second.loss:.6g} for the two halves"
+    what = f"loss_fn returns a sum, but the plan expects a mean: {shown}"
+    fix = "set loss: sum, or divide by the number of samples"
     return Problem(what, plan.spec.origin("loss"), fix)
 
 
@@ -113,23 +114,23 @@ def sequence_problem(three: Three, plan: Plan) -> Problem | None:
     if is_sum and (is_mean or is_token_mean):  # All zeros, or one half without any token.
         return None
     shown = (
-        f"it is {whole.loss:.6g} for a part of the sequence, and {first.loss:.6g} and "
-        f"{second.loss:.6g} for each half of that"
+        f"loss_fn returns {whole.loss:.6g} for a part of the sequence, and {first.loss:.6g} and "
+        f"{second.loss:.6g} for the two halves of that part"
     )
     if whole.count is not None:
         return _count_problem(three, is_sum, is_mean or is_token_mean, shown)
     if kind == "sum" and (is_mean or is_token_mean):
         what = (
-            "the plan says loss: sum, and the losses of the parts of the sequence that ranks of cp "
-            f"hold are added up, but loss_fn averages over tokens: {shown}"
+            "the plan states loss: sum, so the losses that ranks of cp compute for their parts of "
+            f"the sequence are added up, but loss_fn averages over tokens: {shown}"
         )
-        return Problem(what, origin, f"add up over tokens; or {PAIR}")
+        return Problem(what, origin, f"return the sum over tokens; or {PAIR}")
     if kind != "sum" and is_sum:
         what = (
-            "loss_fn adds up over tokens, and ranks of cp, each with a part of the sequence, are "
-            f"averaged: {shown}"
+            "loss_fn returns a sum over tokens, but the losses that ranks of cp compute for their "
+            f"parts of the sequence are averaged: {shown}"
         )
-        return Problem(what, origin, f"divide by the number of tokens it was given; or {PAIR}")
+        return Problem(what, origin, f"divide by the number of given tokens; or {PAIR}")
     return None
 
 
@@ -140,9 +141,9 @@ def _count_problem(three: Three, is_sum: bool, is_mean: bool, shown: str) -> Pro
     is_constant = counts[0] == counts[1] == counts[2]
     if not (is_sum and is_constant) and not (is_mean and not is_sum and is_counted):
         return None
-    over = "tokens, and the count does not" if is_sum else "samples, and the count is of tokens"
+    over = "tokens and the count is not" if is_sum else "samples and the count is of tokens"
     return Problem(
-        f"loss_fn returns (sum, count), of which ranks of cp hold parts: the sum is over {over}: "
-        f"{shown}, and counts {', '.join(f'{count:g}' for count in counts)}",
-        fix="let both be over the tokens it was given, neither divided",
+        "loss_fn returns (sum, count), which are added up over ranks of cp, but the sum is over "
+        f"{over}: {shown}, with counts {', '.join(f'{count:g}' for count in counts)}",
+        fix="compute both over the given tokens, neither divided",
     )

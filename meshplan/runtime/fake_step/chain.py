@@ -186,16 +186,16 @@ def check_speed(
     """
     name = type(model).__name__
     if not flops:
-        what = f"{name} has no product of matrices, and no convolution"
-        fix = "nothing says then how long a step takes: state all, and ask meshplan estimate"
+        what = f"{name} has no matrix multiplication or convolution, so there is nothing to time"
+        fix = "state every choice in the plan instead of auto, and run meshplan estimate"
         raise PlanError(Problem(what, origin, fix))
     if plan.assignment.compute_dtypes == {"float32"} and convolved > _HARDLY:
-        what = f"{name} convolves in float32: cuDNN does that in TF32"
-        fix = "how fast is not known: choose a precision that computes in bfloat16 or float16"
+        what = f"{name} convolves in float32, for which cuDNN uses TF32 at an unknown speed"
+        fix = "choose a precision that computes in bfloat16 or float16, such as bf16-mixed"
         raise PlanError(Problem(what, plan.spec.origin("precision"), fix))
     if unknown:
         names = ", ".join(sorted(unknown))
-        report(f"how much {names} computes is not known: counted is what it moves")
+        report(f"the FLOPs of {names} are unknown: only the bytes that they move are counted")
 
 
 def _turn(one: Traces, two: Traces, name: str) -> tuple[float, ...]:

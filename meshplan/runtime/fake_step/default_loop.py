@@ -80,10 +80,10 @@ def check_stated(spec: Spec, micro: int | None, *, reads_tokens: bool) -> None:
 
 
 def _untraced(spec: Spec) -> Problem:
-    what = f"torch has no optimizer '{spec.optimizer}' whose step could be traced"
+    what = f"the step of optimizer '{spec.optimizer}' cannot be traced"
     fix = f"use one of {', '.join(OPTIMIZERS)}"
     if spec.optimizer in RULES:
-        fix += ", or leave --tier out: what its step takes is known by rules"
+        fix += ", or omit --tier: the memory of its step is then computed by rules"
     return Problem(what, spec.origin("optimizer"), fix)
 
 
@@ -95,7 +95,7 @@ def _check_in_parts(plan: Plan) -> None:
     a = plan.assignment
     in_parts = a.wrapper == "units" or any(p.stored.axes for p in a.tensors.values())
     if plan.spec.optimizer == "adafactor" and in_parts:
-        what = "torch's Adafactor does not step on parameters that lie in parts, as these do"
+        what = "torch's Adafactor does not support sharded parameters, and this plan shards them"
         fix = "use strategy: ddp in single precision, or another optimizer"
         raise PlanError(Problem(what, plan.spec.origin("optimizer"), fix))
 
@@ -138,9 +138,9 @@ def loop_of(model: nn.Module, plan: Plan, returned: Returned | None = None) -> D
     if (ep := plan.mesh.size("ep")) > 1:
         stated = spec.experts.capacity
         much = (
-            f"a rank of ep is sent {stated:g} times an even share at the most, as stated"
+            f"a rank of ep receives at most {stated:g} times an even share, as the plan states"
             if stated is not None
-            else f"the {ep} ranks of ep are sent as many tokens each"
+            else f"each of the {ep} ranks of ep receives an even share of the tokens"
         )
         assumed.append(("routing", much))
     return DefaultLoop(
@@ -158,7 +158,7 @@ def _with_length(spec: Spec) -> tuple[Spec, tuple[tuple[str, str], ...]]:
     given, length = spec.input, spec.batch.seq_len
     if given is None or length is None or not is_tokens(given) or given.shape[1] == length:
         return spec, ()
-    words = f"batch.seq_len's {length}; input's {given.shape[1]} only shows what the model takes"
+    words = f"{length} from batch.seq_len; the {given.shape[1]} of input.shape is only an example"
     wanted = replace(given, shape=(given.shape[0], length))
     return replace(spec, input=wanted), (("length of a sequence", words),)
 
@@ -232,11 +232,11 @@ def _loss(
 ) -> tuple[Any, Callable[[Any, Any], torch.Tensor], str]:
     """Return (targets, loss function, description of the loss in words)."""
     if not shapes:
-        what = "the model returns no tensor of numbers that a loss could be made of"
+        what = "the model returns no floating-point tensor from which a loss could be computed"
         raise PlanError(Problem(what, None, "let its forward return logits, or the loss itself"))
     shape = shapes[0]
     if not shape:
-        return (), lambda output, _: _tensor_of(output), "what the model returns"
+        return (), lambda output, _: _tensor_of(output), "the scalar that the model returns"
     tokens = next((t for _, t in tensors_in(inputs) if t.ndim == 2 and len(shape) == 3), None)
     is_language = (
         tokens is not None and not tokens.is_floating_point() and tuple(tokens.shape) == shape[:2]
@@ -246,7 +246,8 @@ def _loss(
         targets = _classes(shape[-1], samples, shape[1:-1])
         return targets, _cross_entropy, words + name
     targets = _numbers(samples, shape[1:])
-    return targets, _mean_square, f"mean square in float32 of {name} and targets of its shape"
+    words = f"mean squared error in float32 of {name} and targets of its shape"
+    return targets, _mean_square, words
 
 
 def _tensor_of(output: Any) -> torch.Tensor:

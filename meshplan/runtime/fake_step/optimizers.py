@@ -85,7 +85,7 @@ OPTIMIZERS: Final[Mapping[str, tuple[Make, str]]] = MappingProxyType(
         "adamw_fused": (_of(torch.optim.AdamW, fused=True), "torch's AdamW with fused: true"),
         "adam_fused": (_of(torch.optim.Adam, fused=True), "torch's Adam with fused: true"),
         "sgd": (_of(torch.optim.SGD), "torch's SGD with its defaults"),
-        "sgd_momentum": (_of(torch.optim.SGD, momentum=0.9), "torch's SGD with a momentum"),
+        "sgd_momentum": (_of(torch.optim.SGD, momentum=0.9), "torch's SGD with momentum 0.9"),
         "adagrad": (_of(torch.optim.Adagrad), "torch's Adagrad with its defaults"),
         "rmsprop": (_of(torch.optim.RMSprop), "torch's RMSprop with its defaults"),
         "adafactor": (_of(torch.optim.Adafactor), "torch's Adafactor with its defaults"),

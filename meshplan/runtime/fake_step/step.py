@@ -109,8 +109,8 @@ def fake_rank(
     if dist.is_initialized():
         raise ApplyError(
             Problem(
-                "this process is in a process group, and cannot stand for a rank of another",
-                fix="estimate before init_process_group, or in a process of its own",
+                "this process is already in a process group, and cannot simulate a rank of another",
+                fix="estimate before init_process_group, or in a separate process",
             )
         )
     with group_of_fakes(rank, plan.mesh.world_size), on_fake_devices():

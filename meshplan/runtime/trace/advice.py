@@ -71,7 +71,7 @@ def _in_place_of_split(statement: ast.stmt, call: ast.Call) -> str:
     words = [str(len(names.elts)), *map(ast.unparse, given[1:])]
     words += [f"{word.arg}={ast.unparse(word.value)}" for word in call.keywords]
     tensor = ast.unparse(call.args[0] if is_function else call.func.value)
-    return f"write {tensor}.chunk({', '.join(words)}), which divides what is there"
+    return f"write {tensor}.chunk({', '.join(words)}), which splits the local size"
 
 
 def _in_place_of_view(call: ast.Call, frame: FrameType, size: int) -> str:
@@ -88,7 +88,7 @@ def _in_place_of_view(call: ast.Call, frame: FrameType, size: int) -> str:
         and isinstance(value, int)
         and value % size == 0
     ]
-    return f"write -1 in place of {counts[0]}, which counts what is cut" if counts else ""
+    return f"write -1 in place of {counts[0]}, the size in one process" if counts else ""
 
 
 def _elements(node: ast.expr) -> list[ast.expr]:

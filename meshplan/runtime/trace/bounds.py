@@ -133,14 +133,16 @@ def check_grows(most: EventLog, less: EventLog) -> None:
     """
     for one, other in zip_longest(most.events, less.events):
         if one is None or other is None:
-            raise NoBoundError("with fewer picked, the step takes another course")
+            raise NoBoundError("with fewer elements selected, the step runs other operators")
         storage, twin = most.storages[one.storage], less.storages[other.storage]
         is_same = (storage.op, storage.module) == (twin.op, twin.module)
         if not is_same or one.phase != other.phase or (one.delta > 0) != (other.delta > 0):
-            raise NoBoundError("with fewer picked, the step takes another course")
+            raise NoBoundError("with fewer elements selected, the step runs other operators")
         if abs(other.delta) > abs(one.delta):
             where = f" in {storage.module}" if storage.module else ""
-            raise NoBoundError(f"with fewer picked, what {storage.op}{where} makes is larger")
+            raise NoBoundError(
+                f"with fewer elements selected, {storage.op}{where} makes a larger tensor"
+            )
 
 
 def _nonzero(share: Share, x: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ _ON_META = (
 )
 
 
-_FOUND = "modules are found among what is installed and in the working directory"
+_FOUND = "modules are imported from the installed packages or the working directory"
 
 
 def graph_of_entry(entry: str, origin: Origin) -> ModelGraph:
@@ -125,6 +125,6 @@ def _check_place(module_name: str, origin: Origin) -> None:
     is_here = os.path.isfile(f"{here}.py") or os.path.isfile(os.path.join(here, "__init__.py"))
     if there is None or not is_here or os.path.realpath(there).startswith(os.path.realpath(here)):
         return
-    what = f"'{top}' is the module of {there}, and not the one in the working directory"
-    fix = "rename the file here, or put its folder on PYTHONPATH"
+    what = f"'{top}' was imported from {there}, not from the working directory"
+    fix = "rename the module in the working directory, or add that directory to PYTHONPATH"
     raise SpecError(Problem(what, origin, fix))

@@ -34,10 +34,10 @@ def find_example(model: nn.Module, spec: Spec, given: Any = None) -> Any:
     except SpecError as error:
         raise PlanError(
             Problem(
-                f"the plan needs the data flow of {type(model).__name__}, and nothing says what "
-                "the model takes",
+                f"the plan needs the data flow of {type(model).__name__}, but no input of the "
+                "model is stated",
                 spec.origin("tp_plan" if spec.tp_plan == AUTO else "mesh"),
-                "pass example_inputs to parallelize, or state input: {shape: [2, 16], "
+                "pass example_inputs to parallelize, or add to the plan: input: {shape: [2, 16], "
                 "dtype: int64}",
             )
         ) from error

@@ -85,7 +85,7 @@ def _problem(model: nn.Module, error: Exception) -> Problem:
     fix = "pass example_inputs that the model's forward accepts"
     if (untraceable(error) or ("", ""))[1] == "shape":
         fix = (
-            "let no shape in it depend on numbers (transformers computes experts so with "
+            "let no shape in the forward depend on values (for experts of transformers, set "
             "experts_implementation='grouped_mm')"
         )
     place = place_of(error)

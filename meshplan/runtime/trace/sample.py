@@ -70,10 +70,8 @@ def sample_inputs(
         return out
     if _reads_tokens(model):
         return drawn((samples, tokens))
-    what = f"nothing says what {type(model).__name__} takes"
-    fix = (
-        "state its input in the plan, with the samples first: input: {shape: [2, 16], dtype: fp32}"
-    )
+    what = f"the plan states no input for {type(model).__name__}, and the model implies none"
+    fix = "add to the plan, with the samples along dim 0: input: {shape: [2, 16], dtype: fp32}"
     raise SpecError(Problem(what, spec.origin("input"), fix))
 
 
@@ -104,8 +102,8 @@ def check_size(spec: Spec) -> None:
     """
     size = math.prod(spec.input.shape[1:]) if spec.input is not None else 0
     if size > _MOST_ELEMENTS:
-        what = f"one sample of the example has {size:,} elements, and several are trained on"
-        fix = f"show a smaller one, of at most {_MOST_ELEMENTS:,}: --set 'input.shape=[2, 64]', say"
+        what = f"one sample of the input has {size:,} elements, too many for a batch of samples"
+        fix = f"use at most {_MOST_ELEMENTS:,} elements, for example --set 'input.shape=[2, 64]'"
         raise SpecError(Problem(what, spec.origin("input.shape"), fix))
 
 

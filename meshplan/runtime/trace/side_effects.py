@@ -233,7 +233,7 @@ def _problem(model: nn.Module, item: Any) -> Problem:
          if not isinstance(holder, types.FrameType)), ""
     )  # fmt: skip
     return Problem(
-        f"the forward of {type(model).__name__} keeps a {type(item).__name__}{shape} outside of "
-        f"the model{kept}, where a trial run on a copy would leave its own",
-        fix="keep it in a buffer or an attribute of a module, or compute it anew",
+        f"the forward of {type(model).__name__} keeps a {type(item).__name__}{shape} outside "
+        f"the model{kept}, where a trial run on a copy of the model would leave another",
+        fix="keep it in a buffer or an attribute of a module, or compute it in every forward",
     )

@@ -65,9 +65,9 @@ def _part(x: torch.Tensor, tp: DeviceMesh) -> torch.Tensor:
     if x.shape[1] % tp.size():
         raise ApplyError(
             Problem(
-                f"a sequence of {x.shape[1]} does not divide by tp {tp.size()}, and "
-                "sequence_parallel cuts it",
-                fix=f"pad it to a multiple of {tp.size()}",
+                f"sequence_parallel shards the sequence over tp: {tp.size()}, which does not "
+                f"divide its length {x.shape[1]}",
+                fix=f"pad the sequence to a multiple of {tp.size()}",
             )
         )
     whole = DTensor.from_local(x, tp, [Replicate()], run_check=False)

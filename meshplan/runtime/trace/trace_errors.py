@@ -23,17 +23,17 @@ from meshplan.runtime.trace.bounds import UnknownShapeError
 _WHY: Final = MappingProxyType(
     {
         "number": (
-            "asks a tensor for its numbers, and there are none before the step is run",
-            "make what follows depend on sizes alone, or name a function that builds the model "
+            "reads the values of a tensor, and fake tensors have none",
+            "let the code depend on sizes only, or name a function that builds the model "
             "with a stub in place of {module}: --model pkg.mod:fn",
         ),
         "shape": (
-            "makes a tensor as large as its numbers say, and there are none before the step is run",
-            "keep the whole tensor and mask it (torch.where), or name a function that builds the "
-            "model with a stub in place of {module}: --model pkg.mod:fn",
+            "makes a tensor whose shape depends on values, and fake tensors have none",
+            "keep the full size and mask elements (torch.where), or name a function that builds "
+            "the model with a stub in place of {module}: --model pkg.mod:fn",
         ),
         "rule": (
-            "has no rule that says which shape it makes",
+            "has no fake implementation that gives the shape of its result",
             "register one (torch.library.register_fake), or name a function that builds the model "
             "with a stub in place of {module}: --model pkg.mod:fn",
         ),
@@ -63,15 +63,16 @@ def problem_of(error: Exception, model: nn.Module, origin: Origin | None) -> Pro
     if found is None:
         if (why := _untrained(error, model)) is not None:
             return Problem(
-                why, origin, "name a model, and inputs, that its parameters are used for"
+                why, origin, "name a model with parameters to train, and inputs that use them"
             )
         text = f"{type(error).__name__}: {error}".partition("\n")[0]
-        what = f"the step cannot be imagined, {place}: {text}"
+        what = f"the step cannot run on fake tensors, {place}: {text}"
         fix = "state the inputs that the model takes: input: {shape: [2, 16], dtype: int64}"
         return Problem(what, origin, fix)
     op, why = found
     says, fix = _WHY[why]
-    return Problem(f"{op} {says}: {place}", origin, fix.format(module=module or "it"))
+    fix = fix.format(module=module or "the module that calls the operator")
+    return Problem(f"{op} {says}: {place}", origin, fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ def alone_problem(
     shapes = [f"{list(t.shape)} {str(t.dtype)[6:]}" for _, t in tensors_in(inputs)]
     what = f"the forward of {type(model).__name__} fails at {place}, in one process too, on inputs "
     what += f"{', '.join(shapes)}: {_said(error)}"
-    fix = f"mend {place}, or state what the model takes: input: {{shape: [2, 16], dtype: int64}}"
+    fix = f"fix {place}, or state the model's input: input: {{shape: [2, 16], dtype: int64}}"
     return Problem(what, origin, fix)
 
 
@@ -134,21 +135,21 @@ def sharded_problem(
     place = place_of(error) or module or type(model).__name__
     fqn = widths.cut_in(module)
     if fqn is None:
-        what = f"{module or type(model).__name__} fails under this plan at {place}, and not in one "
+        what = f"{module or type(model).__name__} fails under this plan at {place}, but not in one "
         what += f"process: {_said(error)}"
-        fix = "let the code there go by the shapes and dtypes of its tensors, or leave it whole: "
+        fix = "use the shapes and dtypes of the tensors there, or replicate the module: "
         return Problem(what, origin, fix + f'rules: [{{match: "{module}", place: replicate}}]')
     use = plan.assignment.styles[fqn]
     local, whole, size = widths.local[fqn], widths.whole[fqn], plan.mesh.size(use.axis)
     what = (
-        f"with {use.axis} {size}, {fqn} gives {local} features where one process has {whole}, and "
-        f"{place} counts on {whole}: {_said(error)}"
+        f"with {use.axis}: {size}, {fqn} returns {local} features where one process returns "
+        f"{whole}, but {place} assumes {whole}: {_said(error)}"
     )
     found = _own_frame(error)
     fix = (
         advice_at(*found, size) if found else ""
-    ) or "read the size from the tensor there, as x.shape[-1]"
-    fix += f"; or leave {fqn} and what reads it whole along {use.axis}"
+    ) or "read the size from the tensor there, such as x.shape[-1]"
+    fix += f"; or replicate {fqn} and the modules that read its output along {use.axis}"
     return Problem(what, use.reason.origin or origin, fix)
 
 
@@ -162,7 +163,7 @@ def _untrained(error: Exception, model: nn.Module) -> str | None:
     if not any(each.requires_grad for each in model.parameters()):
         return f"{name} has no parameters to train"
     if "does not require grad" in str(error):
-        return f"what {name} gives of these inputs does not depend on its parameters"
+        return f"the output of {name} on these inputs does not depend on its parameters"
     return None
 
 

@@ -83,7 +83,7 @@ def verify(small: Small, report: Callable[[str], None]) -> Verdict:
     world = 1
     for size in sizes.values():
         world *= size if isinstance(size, int) else 1
-    report(f"{world} processes on the CPU of this machine, and one of them alone")
+    report(f"{world} processes on this machine's CPU; one of them also trains without the plan")
     common: dict[str, Any] = {
         "world": world, "notes": small.notes, "unmatched": small.unmatched
     }  # fmt: skip
@@ -120,7 +120,8 @@ def _verify_rank(send: Send, spec: Spec, source: ModelSource) -> None:
             shared = [prepare(copy.deepcopy(alone), spec)]
         except Exception as error:  # The model's own code may raise anything.
             text = f"{type(error).__name__}: {error}".partition("\n")[0]
-            shared = [Problem(f"one process cannot train the small model: {text}", source.origin)]
+            what = f"the small model cannot be trained in one process: {text}"
+            shared = [Problem(what, source.origin)]
     dist.broadcast_object_list(shared, src=0)
     if isinstance(shared[0], Problem):
         if is_first:

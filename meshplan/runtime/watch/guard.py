@@ -77,7 +77,7 @@ def guarded(verb: str = "") -> Iterator[None]:
         yield
         return
     if job.cause:
-        what = f"the process group is dead since {job.cause}"
+        what = f"the process group is unusable, because {job.cause}"
         raise ApplyError(Problem(what, fix=job.fix or RESTART))
     before = group_sequences()
     is_outermost = bool(verb) and _enter(job, verb)
@@ -242,7 +242,7 @@ def _settle(job: Job, error: BaseException, before: _Sequences) -> ApplyError | 
         return ApplyError(job.failed()) if is_lost else None
     own = _failed(f"rank {job.rank} failed: {_spell(error)}")
     if is_lost:
-        own = _lost(job, "the process that serves the store (rank 0, where no launcher does)")
+        own = _lost(job, "the process that serves the store (rank 0, unless a launcher does)")
     try:
         if is_lost:
             own = _why_lost(job, str(error))
@@ -261,7 +261,7 @@ def _settle(job: Job, error: BaseException, before: _Sequences) -> ApplyError | 
 
 def _lost(job: Job, peer: str) -> Problem:
     at = f" (in {job.progress.running})" if job.progress.running else ""
-    return _failed(f"rank {job.rank} lost its connection to {peer}, which died or was ended{at}")
+    return _failed(f"rank {job.rank} lost its connection to {peer}, which died or was killed{at}")
 
 
 def _why_lost(job: Job, text: str) -> Problem:

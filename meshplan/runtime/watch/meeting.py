@@ -120,16 +120,15 @@ def missed(job: Job, told: Mapping[str, Any], own_where: str) -> Problem:
     rank = told["rank"]
     here = f"rank {job.rank} is in {own_where}"
     if told["kind"] == "left":
-        what = f"rank {rank} has ended{_after(told['last'])}, and {here}"
-        return Problem(what, fix=f"give every rank equally many batches; then {RESTART}")
+        what = f"rank {rank} has ended{_after(told['last'])}, but {here}"
+        return Problem(what, fix=f"give every rank the same number of batches; then {RESTART}")
     name = told["name"]
     at = f" ({told['where']})" if told["where"] else ""
-    where = f"with its forward in {name}" if name in _KINDS else f"in {name}"
-    what = f"rank {rank} waits {where}{at}{_after(told['last'])}, and {here}"
+    where = f"to begin a forward in {name}" if name in _KINDS else f"in {name}"
+    what = f"rank {rank} waits {where}{at}{_after(told['last'])}, but {here}"
     doing = "run evaluation" if name in _KINDS else f"call {name}"
-    return Problem(
-        what, fix=f"{doing} on every rank, and give every rank equally many batches; then {RESTART}"
-    )
+    fix = f"{doing} on every rank, and give every rank the same number of batches; then {RESTART}"
+    return Problem(what, fix=fix)
 
 
 def _after(last: str) -> str:

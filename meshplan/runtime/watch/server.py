@@ -98,8 +98,8 @@ class Server:
 def stopped(rank: int, process: int | None, own_rank: int, where: str) -> Problem:
     """Return the problem of a rank that is stopped while this one waits for it."""
     what = (
-        f"rank {rank} is stopped (process {process}, by SIGSTOP or the like) and does not "
+        f"rank {rank} is stopped (process {process}, by SIGSTOP or a similar signal) and does not "
         f"answer, while rank {own_rank} waits for it in {where}"
     )
-    fix = f"find out who stopped it, and let it go on or end it; then {RESTART}"
+    fix = f"find out what stopped the process, and resume or kill it; then {RESTART}"
     return Problem(what, fix=fix)

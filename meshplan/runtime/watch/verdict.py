@@ -10,7 +10,7 @@ from meshplan.runtime.watch.job import NEEDS_ALL, RESTART
 
 _NAMED: Final = 8
 """Ranks up to this number are listed one by one."""
-_BATCHES: Final = "give every rank equally many batches"
+_BATCHES: Final = "give every rank the same number of batches"
 
 
 def verdict(told: Mapping[int, Mapping[str, Any]]) -> Problem | None:
@@ -36,10 +36,9 @@ def verdict(told: Mapping[int, Mapping[str, Any]]) -> Problem | None:
     if len(verbs) > 1 and rare:
         fix = f"call {rare[0]} on every rank, and {_BATCHES}"
     else:
-        fix = f"{_BATCHES}, and let every rank call the same in the same order"
-    return Problem(
-        f"the ranks wait for each other in vain: {_tell(places)}", fix=f"{fix}; then {RESTART}"
-    )
+        fix = f"{_BATCHES}, and call the same functions in the same order on every rank"
+    what = f"the ranks wait for each other in a deadlock: {_tell(places)}"
+    return Problem(what, fix=f"{fix}; then {RESTART}")
 
 
 def notice(told: Mapping[int, Mapping[str, Any]], size: int, waited_s: float) -> str:
@@ -52,19 +51,19 @@ def notice(told: Mapping[int, Mapping[str, Any]], size: int, waited_s: float) ->
     """
     waiting = {rank: each for rank, each in told.items() if each["waits"]}
     lines = [f"{len(waiting)} of {size} ranks have waited for {waited_s:.0f} s"]
-    lines.append("  they wait: " + _tell(_by_place([_place(e) for e in waiting.values()], waiting)))
+    lines.append("  waiting: " + _tell(_by_place([_place(e) for e in waiting.values()], waiting)))
     missing = [rank for rank, each in told.items() if not each["waits"]]
-    lines += [f"  rank {rank} has not come: {_busy(told[rank])}" for rank in missing[:_NAMED]]
+    lines += [f"  rank {rank} is missing: {_busy(told[rank])}" for rank in missing[:_NAMED]]
     silent = [rank for rank in range(size) if rank not in told]
     if silent:
-        what = "does not answer: it has ended, its process is stopped, or its interpreter is held"
-        lines.append(f"  {name_ranks(silent)} {what}")
+        why = "the process has ended or is stopped, or its Python interpreter is blocked"
+        lines.append(f"  no answer from {name_ranks(silent)}: {why}")
     return "\n".join(lines)
 
 
 def _busy(each: Mapping[str, Any]) -> str:
-    running = f"it is in {each['running']}" if each["running"] else "it is outside of every verb"
-    at = ", called from ".join(each["lines"]) or "code that has no Python lines"
+    running = f"in {each['running']}" if each["running"] else "outside meshplan's functions"
+    at = ", called from ".join(each["lines"]) or "code without Python lines"
     return f"{running}{_after(each)}, at {at}"
 
 

@@ -357,7 +357,7 @@ class Watchdog(threading.Thread):
 
     def _died(self, rank: int) -> Problem:
         where = self._job.progress.running or "a forward"
-        what = f"rank {self._job.rank} waits in {where} for rank {rank}, which died or was ended"
+        what = f"rank {self._job.rank} waits in {where} for rank {rank}, which died or was killed"
         return Problem(what, fix=f"see the log of that rank; then {RESTART}")
 
     def _stopped(self, rank: int, process: int | None) -> Problem:

@@ -114,7 +114,7 @@ def check(name: str, plan: dict[str, Any], change: Callable[[nn.Module], None]) 
             left_whole,
             "meshplan: 2 problems\n"
             "layers.0.attn.wk.weight: local shape is (32, 64), but the plan says (8, 64)\n"
-            "layers.0.attn.wk.weight: cut is nowhere, but the plan says dp_shard on dim 0",
+            "layers.0.attn.wk.weight: sharding is none, but the plan says dp_shard on dim 0",
         ),
         (
             "own_llama",
@@ -122,7 +122,7 @@ def check(name: str, plan: dict[str, Any], change: Callable[[nn.Module], None]) 
             replicated,
             "meshplan: 2 problems\n"
             "norm.weight: local shape is (64,), but the plan says (16,)\n"
-            "norm.weight: cut is nowhere, but the plan says dp_shard on dim 0",
+            "norm.weight: sharding is none, but the plan says dp_shard on dim 0",
         ),
         (
             "own_llama",
@@ -130,7 +130,7 @@ def check(name: str, plan: dict[str, Any], change: Callable[[nn.Module], None]) 
             cut_along_another_dim,
             "meshplan: 2 problems\n"
             "layers.0.attn.wq.weight: local shape is (64, 16), but the plan says (16, 64)\n"
-            "layers.0.attn.wq.weight: cut is dp_shard on dim 1, but the plan says dp_shard on "
+            "layers.0.attn.wq.weight: sharding is dp_shard on dim 1, but the plan says dp_shard on "
             "dim 0",
         ),
         (
@@ -138,8 +138,8 @@ def check(name: str, plan: dict[str, Any], change: Callable[[nn.Module], None]) 
             TP,
             axes_swapped,
             "meshplan: 1 problem\n"
-            "layers.0.attn.wo.weight: cut is dp_shard on dim 1, tp on dim 0, but the plan says "
-            "dp_shard on dim 0, tp on dim 1",
+            "layers.0.attn.wo.weight: sharding is dp_shard on dim 1, tp on dim 0, but the plan "
+            "says dp_shard on dim 0, tp on dim 1",
         ),
         (
             "own_llama",

@@ -65,15 +65,15 @@ def go(plan: str, way: str) -> str:
 
 
 SAID = {
-    ("ddp", "inside"): "model.module was called by itself, past DistributedDataParallel",
-    ("ddp", "a block"): "model.module.layers.0 was called by itself",
+    ("ddp", "inside"): "model.module was called directly instead of through DistributedData",
+    ("ddp", "a block"): "model.module.layers.0 was called directly",
     ("ddp", "attribute"): "read it as model.module.head",
-    ("full_shard", "a layer"): "'head' was called by itself, outside of the model's forward",
+    ("full_shard", "a layer"): "'head' was called directly, outside the model's forward",
     ("full_shard", "a block"): "done",
     ("pp", "attribute"): "is not on this rank, which holds only some pipeline stages",
     **{(plan, way): "cannot be copied or pickled" for plan in PLANS
        for way in ("deepcopy", "average", "pickle", "save")},
-    **{(plan, way): "say precision in the plan" for plan in PLANS for way in ("half", "double")},
+    **{(plan, way): "set precision in the plan" for plan in PLANS for way in ("half", "double")},
 }  # fmt: skip
 
 

@@ -218,8 +218,8 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp x full_shard": (4, plan_of(mesh={"pp": 2, "dp_shard": 2}, **PIPE)),
 }
 RIGHT = ("Block", "Renormed", "Clamped", "Normalised", "Followed", "Counted", "Spectral")
-ONCE_MORE = "writes other numbers when it runs again in backward"
-SECOND = "a second microbatch of the same step writes other numbers"
+ONCE_MORE = "but other values when it is recomputed in backward"
+SECOND = "a second microbatch of the same step writes other values"
 REFUSED = {
     ("Followed", "accumulated"): SECOND,
     ("Followed", "pp x full_shard"): SECOND,
@@ -261,7 +261,7 @@ def test_a_parameter_that_follows_the_samples_is_refused(pool, plan):
     world, words = PLANS[plan]
     for refused, _, _ in pool(world).run(train, "Drifting", words):
         assert refused.startswith(
-            "the forward writes layers.0.up.weight and 3 more, and ranks that see other samples"
+            "the forward writes layers.0.up.weight and 3 more, and ranks with other samples"
         )
 
 
@@ -277,21 +277,21 @@ def test_an_average_of_all_weights_is_written_in_every_stage(pool):
 def test_what_the_output_is_computed_from_may_not_follow_the_samples(pool, plan):
     world, words = PLANS[plan]
     for refused, _, _ in pool(world).run(train, "Centring", words):
-        assert "the forward writes layers." in refused
-        assert "and its output was computed from that" in refused
+        assert "the forward computes layers." in refused
+        assert "from its own samples, and its output from " in refused
 
 
 @pytest.mark.parametrize("plan", ["ddp", "full_shard"])
 def test_nor_may_an_attribute(pool, plan):
     world, words = PLANS[plan]
     for refused, _, _ in pool(world).run(train, "Remembering", words):
-        assert "the forward writes layers.0.last from the samples" in refused
+        assert "the forward computes layers.0.last from its own samples" in refused
 
 
 def test_half_precision_copies_are_not_written_back(pool):
     words = plan_of(strategy="full_shard", precision="bf16-mixed")
     for refused, _, _ in pool(2).run(train, "Clamped", words):
-        assert "of which it has a copy in bfloat16" in refused
+        assert "works on a copy of it in bfloat16" in refused
     rule = {"match": "layers.*", "precision": "32-true"}
     refused, apart, _ = pool(2).run(train, "Clamped", {**words, "rules": [rule]})[0]
     assert (refused, apart < 1e-2) == ("", True)
@@ -319,4 +319,4 @@ def test_statistics_are_the_first_ranks_and_told_once(pool, plan):
     assert all(mean == results[0][0] for mean, _ in results)
     told = [text for _, texts in results for text in texts if "layers.0.mean" in text]
     assert len(told) == 1
-    assert "differs between ranks" in told[0]
+    assert "the written values differ between ranks" in told[0]

@@ -163,7 +163,7 @@ SHARD = {"strategy": "full_shard"}
         ("Largest", "plain", "layers.0.linear.weight is used by 'abs' outside"),
         ("Total", "train_step", "layers.0.linear.weight is used by 'sum' outside"),
         ("Plain", "penalty", "layers.0.linear.weight is used by 'square' outside"),
-        ("Forces", "train_step", "the forward or the loss calls 'grad' itself"),
+        ("Forces", "train_step", "the forward or the loss calls 'grad', but units"),
     ],
 )
 def test_is_refused_by_name_before_anything_is_updated(pool, name, loop, says):
@@ -203,12 +203,12 @@ def slope(plan: dict[str, Any]) -> str:
 @pytest.mark.parametrize("plan", [SHARD, {"mesh": {"tp": 2}, "tp_plan": "auto"}])
 def test_second_derivatives_are_refused_where_they_would_be_wrong(pool, plan):
     for what in pool(2).run(slope, plan):
-        assert what.startswith("a gradient of the model's output is taken with create_graph=True")
+        assert what.startswith("a gradient of the model's output is computed with create_graph")
 
 
 def test_a_forward_that_differentiates_is_refused_under_tp(pool):
     for what, _ in pool(2).run(train, "Forces", {"mesh": {"tp": 2}, "rules": TP_RULES}):
-        assert what.startswith("the forward or the loss calls 'grad' itself")
+        assert what.startswith("the forward or the loss calls 'grad', but units")
 
 
 def returned() -> float:

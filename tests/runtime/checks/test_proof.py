@@ -78,7 +78,7 @@ def alone(kind: type[nn.Module]) -> str:
 
 def test_a_model_that_is_one_attention_module(pool: Any) -> None:
     assert pool(2).run(alone, own.FusedAttention) == [""] * 2
-    assert "the model (Slopes) computes something else" in pool(2).run(alone, Slopes)[0]
+    assert "the model (Slopes) computes other values" in pool(2).run(alone, Slopes)[0]
 
 
 def first_forward(kind: str, mesh: dict[str, int]) -> str:
@@ -112,8 +112,8 @@ def test_what_computes_something_else_is_refused(
 ) -> None:
     told = pool(4).run(first_forward, kind, mesh)
     assert len(set(told)) == 1, told
-    assert f"{at} computes something else once its heads, pieces or features are cut" in told[0]
-    assert "fix: leave its projections out of tp together, or try tp_plan: auto" in told[0]
+    assert f"{at} computes other values when its heads, fused projections or features" in told[0]
+    assert "fix: leave all of its projections out of tp, or try tp_plan: auto" in told[0]
 
 
 @pytest.mark.parametrize("kind", ["fused", "dropping"])
@@ -141,7 +141,7 @@ def whole_keys() -> str:
 
 def test_keys_left_whole_under_cut_queries(pool: Any) -> None:
     for told in pool(2).run(whole_keys):
-        assert "self_attn (LlamaAttention) computes something else" in told
+        assert "self_attn (LlamaAttention) computes other values" in told
 
 
 def with_caches(precision: str) -> float:
@@ -190,7 +190,7 @@ def note() -> list[str]:
 
 
 def test_an_error_inside_names_the_module(pool: Any) -> None:
-    assert "meshplan: attn runs on a part of its heads" in pool(2).run(note)[0][0]
+    assert "meshplan: attn runs with one rank's shard of its heads" in pool(2).run(note)[0][0]
 
 
 def first_step(kind: type[nn.Module]) -> str:
@@ -214,7 +214,7 @@ def test_stages_of_a_pipeline(pool: Any) -> None:
     assert pool(4).run(first_step, own.FusedAttention) == [""] * 4
     told = pool(4).run(first_step, Slopes)
     pool(4).close()  # The stages do not fail together, so the group is dead.
-    assert all("(Slopes) computes something else once its heads" in text for text in told), told
+    assert all("(Slopes) computes other values when its heads" in text for text in told), told
 
 
 class NormedAttention(own.SeparateAttention):
@@ -320,19 +320,19 @@ def test_code_between_a_pair_that_takes_features_together_is_refused(
     pool: Any, between: str
 ) -> None:
     for told, _ in pool(2).run(first_of_pairs, ("plain", between)):
-        assert "1 (Pair) computes something else once its heads, pieces or features" in told
+        assert "1 (Pair) computes other values when its heads, fused projections" in told
 
 
 @pytest.mark.parametrize("between", ["softmax", "width"])
 def test_a_pair_that_is_the_whole_model(pool: Any, between: str) -> None:
     assert pool(2).run(first_of_pairs, ("plain",)) == [("", [1.0])] * 2
     for told, _ in pool(2).run(first_of_pairs, (between,)):
-        assert "the model (Pair) computes something else" in told
+        assert "the model (Pair) computes other values" in told
 
 
 def test_features_that_are_kept_cut_are_refused(pool: Any) -> None:
     for told, _ in pool(2).run(first_of_pairs, ("plain", "kept features")):
-        assert "1 (Pair) returns features that are cut along tp" in told
+        assert "1 (Pair) returns features that are sharded along tp" in told
 
 
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 2, "dp_shard": 2}])

@@ -101,7 +101,7 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_replicas_on_parts_are_refused_before_the_update(pool, case):
     name, plan, parameter = MISTAKES[case]
     for text, same in pool(4).run(first_step, name, plan):
-        assert "whole on every rank of tp, but with gradients that differ there" in text
+        assert "gradients of replicated parameters differ between ranks of tp" in text
         assert parameter in text
         assert same
 
@@ -110,7 +110,7 @@ def test_the_loss_of_a_part_is_refused_before_the_update(pool):
     """Targets below half of the vocabulary: no index betrays that rank 0 has half the logits."""
     plan = TP2 | {"rules": [COLWISE, ROWWISE, rule("head", tp="colwise")]}
     for text, same in pool(4).run(first_step, "own_llama", plan):
-        assert "the output of the model is cut, and each rank takes the loss of its part" in text
+        assert "the model's output is sharded, and each rank computes the loss of its shard" in text
         assert same
 
 
@@ -222,7 +222,7 @@ def plain_loop() -> str:
 
 
 def test_the_plain_loop_is_watched_too(pool):
-    assert "gradients that differ there: gate.weight (" in pool(4).run(plain_loop)[0]
+    assert "differ between ranks of tp: gate.weight (" in pool(4).run(plain_loop)[0]
 
 
 class Twins(nn.Module):

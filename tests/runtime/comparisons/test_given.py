@@ -91,7 +91,7 @@ def train(plan: dict[str, Any], what: str, by_hand: bool, steps: int = 5) -> tup
                     after = list(model.parameters())
                     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
                 return step, str(error), 0
-    notes = [n for n in caught if "the plan says" in str(n.message)]
+    notes = [n for n in caught if "the plan states" in str(n.message)]
     return 0, "", len(notes)
 
 
@@ -162,7 +162,7 @@ def test_both_numbers_are_said(pool):
     for step, told, _ in pool(2).run(train, plan, "the same", False):
         assert step == 1
         assert "the same 8 samples" in told
-        assert "where the plan's batch of 8 has 4 for each of 2 data ranks" in told
+        assert "but the plan's batch of 8 has 4 for each of 2 data ranks" in told
 
 
 def two_models(is_alone: bool) -> str:

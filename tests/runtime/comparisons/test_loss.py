@@ -209,7 +209,7 @@ LOSSES = {
     "mean": mean_loss, "sum": sum_loss, "pair": pair, "contrastive": contrastive,
     "dropped": dropped, "half": half_precision, "weighed": weighed, "wrong count": wrong_count,
 }  # fmt: skip
-TOKENS = "say loss: tokens; or let loss_fn return (sum, count)"
+TOKENS = "set loss: tokens; or let loss_fn return (sum, count)"
 REFUSED: dict[str, tuple[str, dict[str, Any], str, bool, str]] = {
     "masked": ("ddp", {}, "mean", False, TOKENS),
     "masked, shards": ("full_shard", {}, "mean", False, TOKENS),
@@ -218,8 +218,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, bool, str]] = {
     "masked, bf16": ("ddp", {}, "half", False, TOKENS),
     "masked, chunks": ("loss_chunks", {}, "mean", False, TOKENS),
     "masked, cut logits": ("loss_parallel", {}, "mean", False, TOKENS),
-    "a sum": ("ddp", {}, "sum", True, "say loss: sum"),
-    "no sum": ("ddp", {"loss": "sum"}, "mean", True, "say loss: mean"),
+    "a sum": ("ddp", {}, "sum", True, "set loss: sum"),
+    "no sum": ("ddp", {"loss": "sum"}, "mean", True, "set loss: mean"),
     "weights of classes": ("ddp", {}, "weighed", True, "let loss_fn return (sum, count)"),
     "contrastive": ("ddp", {}, "contrastive", True, "meshplan.gather_batch"),
     "a constant count": ("ddp", {}, "wrong count", True, "the count that loss_fn returns does not"),
@@ -256,7 +256,7 @@ def lone(name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("mean", "say loss: tokens"), ("sum", "say loss: sum"), ("pair", "")]
+    ("name", "words"), [("mean", "set loss: tokens"), ("sum", "set loss: sum"), ("pair", "")]
 )
 def test_single_samples_are_compared_by_their_tokens(pool, name, words):
     for told in pool(2).run(lone, name):

@@ -94,19 +94,19 @@ DDP: dict[str, Any] = {"strategy": "ddp"}
 CP: dict[str, Any] = {"mesh": {"cp": 2}}
 HALF = {"strategy": "full_shard", "precision": "bf16-true"}
 CASES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "lengths": (("lengths", over_tokens, DDP), "say loss: tokens"),
+    "lengths": (("lengths", over_tokens, DDP), "set loss: tokens"),
     "lengths of microbatches": (
-        ("turns", over_tokens, {**DDP, "batch": {"accumulate": 2}}, 32), "say loss: tokens",
+        ("turns", over_tokens, {**DDP, "batch": {"accumulate": 2}}, 32), "set loss: tokens",
     ),
     "a mask": (("lengths", over_mask, DDP), "let loss_fn return (sum, count)"),
-    "unequal lengths": (("padded", over_all, DDP), "say batch: {per_rank: true}"),
+    "unequal lengths": (("padded", over_all, DDP), "set batch: {per_rank: true}"),
     "unequal lengths, alone": (("padded", over_all, {**DDP, "batch": {"per_rank": True}}), ""),
     "of samples": (("lengths", over_samples, DDP), ""),
     "a vocabulary in half precision": (
-        ("one each", over_tokens, HALF, 4, 132, 1 << 15), "say loss: tokens",
+        ("one each", over_tokens, HALF, 4, 132, 1 << 15), "set loss: tokens",
     ),
-    "a mask along cp": (("prompts", over_mask, CP, 4, 24), "a mean over what a mask leaves"),
-    "as many classes as tokens": (("prompts", over_tokens, CP, 4, 16), "say loss: tokens"),
+    "a mask along cp": (("prompts", over_mask, CP, 4, 24), "the elements that a mask keeps"),
+    "as many classes as tokens": (("prompts", over_tokens, CP, 4, 16), "set loss: tokens"),
 }  # fmt: skip
 
 

@@ -166,40 +166,40 @@ def given_loss(output: Any, targets: Any) -> Any:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "adds up over tokens": (
         {"layout": "cp", "loss": over_samples},
-        "loss_fn adds up over tokens, and ranks of cp, each with a part of the sequence, are",
+        "loss_fn returns a sum over tokens, but the losses that ranks of cp compute for their",
     ),
     "of one sample": (
         {"layout": "cp", "loss": over_samples, "samples": 1},
-        "loss_fn adds up over tokens, and ranks of cp, each with a part of the sequence, are",
+        "loss_fn returns a sum over tokens, but the losses that ranks of cp compute for their",
     ),
     "adds up over tokens of numbers": (
         {"layout": "cp", "loss": squares, "batch": "floats"},
-        "loss_fn adds up over tokens, and ranks of cp, each with a part of the sequence, are",
+        "loss_fn returns a sum over tokens, but the losses that ranks of cp compute for their",
     ),
     "averages over tokens": (
         {"layout": "cp", "loss": summed_means, "stated": {"loss": "sum"}},
-        "the plan says loss: sum, and the losses of the parts of the sequence",
+        "the plan states loss: sum, so the losses that ranks of cp compute for their parts",
     ),
     "counts samples": (
         {"layout": "cp", "loss": tokens_over_samples},
-        "the sum is over tokens, and the count does not",
+        "the sum is over tokens and the count is not",
     ),
     "counts tokens": (
         {"layout": "cp", "loss": means_over_tokens},
-        "the sum is over samples, and the count is of tokens",
+        "the sum is over samples and the count is of tokens",
     ),
     "prompts": (
         {"layout": "cp", "loss": token_loss, "batch": "prompts of 1 / 8"},
-        "parts of the sequence hold unequal numbers of them",
+        "parts of the sequence contain unequal numbers of them",
     ),
     "prompts all over a part": (
         {"layout": "cp", "loss": token_loss, "batch": "prompts of 1 / 2",
          "stated": {"context": {"balance": False}}},
-        "parts of the sequence hold unequal numbers of them",
+        "parts of the sequence contain unequal numbers of them",
     ),
     "of the hardest samples": (
         {"layout": "cp", "loss": hardest, "samples": 2, "stated": TWICE},
-        "loss_fn returns a mean over something of which parts of a batch hold unequal amounts",
+        "loss_fn returns a mean whose total weight differs between parts of a batch",
     ),
     "mixes under cp": (
         {"layout": "cp", "loss": token_loss, "kind": "mixes", "stated": TWICE},
@@ -207,7 +207,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "sum under compile": (
         {"layout": "compile", "loss": summed_means},
-        "returns a sum over samples, and the plan takes it for their mean",
+        "returns a sum over samples, but the plan expects their mean",
     ),
     "mixes under compile": (
         {"layout": "compile", "loss": token_loss, "kind": "mixes"},
@@ -215,11 +215,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "own sum under compile": (
         {"layout": "compile", "loss": given_loss, "kind": "weighs samples", "batch": "labels"},
-        "returns a sum over samples, and the plan takes it for their mean",
+        "returns a sum over samples, but the plan expects their mean",
     ),
     "sum under loss_chunks": (
         {"layout": "loss_chunks", "loss": summed_means},
-        "returns a sum over samples, and the plan takes it for their mean",
+        "returns a sum over samples, but the plan expects their mean",
     ),
     "mixes under loss_chunks": (
         {"layout": "loss_chunks", "loss": token_loss, "kind": "mixes"},
@@ -227,7 +227,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "own sum under loss_chunks": (
         {"layout": "loss_chunks", "loss": given_loss, "kind": "weighs samples", "batch": "labels"},
-        "returns a sum over samples, and the plan takes it for their mean",
+        "returns a sum over samples, but the plan expects their mean",
     ),
 }  # fmt: skip
 

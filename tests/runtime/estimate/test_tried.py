@@ -53,17 +53,17 @@ def checked(stated: dict[str, Any]) -> checking.CheckResult:
     [
         (
             "fused", FUSED, "split",
-            "with tp 2, c_attn gives 48 features where one process has 96",
-            "write self.c_attn(x).chunk(3, dim=2), which divides what is there",
+            "with tp: 2, c_attn returns 48 features where one process returns 96",
+            "write self.c_attn(x).chunk(3, dim=2), which splits the local size",
         ),
         (
             "Heads", cut("q", "o"), "view",
-            "with tp 2, q gives 16 features where one process has 32",
-            "write -1 in place of self.n_head, which counts what is cut",
+            "with tp: 2, q returns 16 features where one process returns 32",
+            "write -1 in place of self.n_head, the size in one process",
         ),
         (
             "Scaled", cut("up", "down"), "factors",
-            "with tp 2, up gives 32 features where one process has 64",
+            "with tp: 2, up returns 32 features where one process returns 64",
             "read the size from the tensor there",
         ),
     ],
@@ -72,7 +72,7 @@ def checked(stated: dict[str, Any]) -> checking.CheckResult:
 def test_the_line_that_counts_on_the_whole_width_is_named(entry, rules, line, said, fix, mesh):
     (problem,) = checked(plan(entry, rules=rules, mesh=mesh)).problems
     assert said in problem.what
-    assert f"tried_models.py:{LINES[line]} counts on" in problem.what
+    assert f"tried_models.py:{LINES[line]} assumes" in problem.what
     assert problem.fix.startswith(fix)
     assert "rules[0].place.tp" in str(problem.origin)
 
@@ -118,7 +118,7 @@ def test_inputs_that_nobody_stated_are_not_blamed_on_the_model():
     del stated["input"]
     found = checked(stated)
     assert found.is_ok
-    assert any("nothing says what Broken takes" in note for note in found.notes)
+    assert any("the plan states no input for Broken" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("mesh", [{"dp_replicate": 2, "dp_shard": 4}, {"dp_shard": 2, "tp": 2}])

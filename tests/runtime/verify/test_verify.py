@@ -192,7 +192,7 @@ def test_a_model_that_draws_random_numbers_cannot_be_compared(run):
 def test_a_model_that_says_nothing_of_its_input(run):
     code, _, err = run({k: v for k, v in PLAN.items() if k != "input"})
     assert code == 2
-    assert "nothing says what Tower takes" in err
+    assert "the plan states no input for Tower" in err
 
 
 def test_a_model_larger_than_this_machine_is_cut_before_it_is_built(run, monkeypatch):

@@ -131,7 +131,7 @@ def test_a_failure_on_one_rank_is_told_to_all(pool, name, where):
             assert kind == "ApplyError"
             assert f"rank {CULPRIT} failed: Mishap: in {where}" in text
         assert later == "ApplyError"
-        assert f"the process group is dead since rank {CULPRIT} failed" in later_text
+        assert f"the process group is unusable, because rank {CULPRIT} failed" in later_text
 
 
 def test_what_fails_on_every_rank_leaves_the_group_alive(pool):
@@ -193,7 +193,7 @@ def dying_rank(how: str) -> str:
     ("how", "words"),
     [
         ("uncaught", f"rank {CULPRIT} failed: Mishap: in the loader"),
-        ("killed", f"lost its connection to rank {CULPRIT}, which died or was ended"),
+        ("killed", f"lost its connection to rank {CULPRIT}, which died or was killed"),
     ],
 )
 def test_the_end_of_a_process_is_told_to_all(pool, how, words):

@@ -32,31 +32,31 @@ SECONDS = 10.0
 CASES = [
     (
         faults.Case(kind="uneven", where="end of loop", plan="tp", in_haste=True),
-        r"rank 1 waits in full_state_dict \(faults.py:\d+ in run\) after train_step 1, and rank 0 "
+        r"rank 1 waits in full_state_dict \(faults.py:\d+ in run\) after train_step 1, but rank 0 "
         r"is in train_step 2\n.*fix: call full_state_dict on every rank, and give every rank",
     ),
     (
         faults.Case(kind="uneven", where="end of loop", by_hand=True, in_haste=True),
-        r"in vain: rank 0 in all_gather_[a-z_]+ \(faults.py:\d+ in train, forward 2\), rank 1 "
-        r"in full_state_dict 1 \(faults.py:\d+ in run\)",
+        r"in a deadlock: rank 0 in all_gather_[a-z_]+ \(faults.py:\d+ in train, forward 2\), "
+        r"rank 1 in full_state_dict 1 \(faults.py:\d+ in run\)",
     ),
     (
         faults.Case(kind="verb", where="barrier", plan="ddp", by_hand=True, in_haste=True),
-        r"in vain: rank 0 in [a-z_ ]+ \(faults.py:\d+ in train, forward 2\), rank 1 in barrier "
-        r"\(faults.py:\d+ in other_verb, forward 1\)",
+        r"in a deadlock: rank 0 in [a-z_ ]+ \(faults.py:\d+ in train, forward 2\), rank 1 in "
+        r"barrier \(faults.py:\d+ in other_verb, forward 1\)",
     ),
     (
         faults.Case(kind="verb", where="evaluation", culprit=0, by_hand=True, in_haste=True),
-        r"rank 0 waits with its forward in evaluation \(faults.py:\d+ in other_verb\) after "
-        r"forward 1, and rank 1 is in forward 2\n.*fix: run evaluation on every rank",
+        r"rank 0 waits to begin a forward in evaluation \(faults.py:\d+ in other_verb\) after "
+        r"forward 1, but rank 1 is in forward 2\n.*fix: run evaluation on every rank",
     ),
     (
         faults.Case(kind="verb", where="evaluation", plan="pp", in_haste=True),
-        r"rank 1 waits with its forward in evaluation .*, and rank 0 is in train_step 2",
+        r"rank 1 waits to begin a forward in evaluation .*, but rank 0 is in train_step 2",
     ),
     (
         faults.Case(kind="uneven", where="leave", by_hand=True, in_haste=True),
-        r"rank 1 has ended after forward 1, and rank 0 is in forward 2\n.*equally many batches",
+        r"rank 1 has ended after forward 1, but rank 0 is in forward 2\n.*same number of batches",
     ),
     (
         faults.Case(kind="stop", where="loss", plan="pp", in_haste=True),
@@ -76,7 +76,7 @@ CASES = [
     ),
     (
         faults.Case(kind="kill", where="state", step=3, in_haste=True),
-        r"rank 0 waits in full_state_dict 1 for rank 1, which died or was ended",
+        r"rank 0 waits in full_state_dict 1 for rank 1, which died or was killed",
     ),
 ]
 
@@ -404,7 +404,7 @@ def test_a_long_wait_names_who_is_missing_and_where(pool):
     assert len(first) == 1
     assert "1 of 2 ranks have waited" in first[0]
     assert "rank 0 in barrier (test_watch.py:" in first[0]
-    assert "rank 1 has not come: it is outside of every verb, at test_watch.py:" in first[0]
+    assert "rank 1 is missing: outside meshplan's functions, at test_watch.py:" in first[0]
     assert "in read_slowly, called from test_watch.py:" in first[0]
 
 
