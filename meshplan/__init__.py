@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from meshplan.layout.mesh import Mesh as Mesh
     from meshplan.plan.plan import Plan as Plan
     from meshplan.plan.plan import make_plan as make_plan
-    from meshplan.runtime.apply.gather import gather_batch as gather_batch
-    from meshplan.runtime.apply.gather import global_mean as global_mean
+    from meshplan.runtime.apply.data.gather import gather_batch as gather_batch
+    from meshplan.runtime.apply.data.gather import global_mean as global_mean
     from meshplan.runtime.parallelize import parallelize as parallelize
     from meshplan.runtime.train.grad_hooks import register_grad_hook as register_grad_hook
     from meshplan.runtime.train.gradient_scale import clip_grad_norm_ as clip_grad_norm_
@@ -52,8 +52,8 @@ _ROOMS = {
     "loss_parallel": "meshplan.runtime.train.step",
     "register_grad_hook": "meshplan.runtime.train.grad_hooks",
     "clip_grad_norm_": "meshplan.runtime.train.gradient_scale",
-    "gather_batch": "meshplan.runtime.apply.gather",
-    "global_mean": "meshplan.runtime.apply.gather",
+    "gather_batch": "meshplan.runtime.apply.data.gather",
+    "global_mean": "meshplan.runtime.apply.data.gather",
     "full_state_dict": "meshplan.runtime.train.state",
     "guarded": "meshplan.runtime.watch.guard",
     # check, estimate and search before running

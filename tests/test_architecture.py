@@ -24,7 +24,10 @@ LEVELS = [
         files layout
         spec
         model
-        assign textbook wrappers
+        assign.base textbook wrappers
+        assign.tensor_parallel assign.axes
+        assign.units assign.auto
+        assign
         plan
         memory.log
         memory.tape memory.answer
@@ -44,9 +47,17 @@ LEVELS = [
         pictures.graphs pictures.mesh
         pictures.memory pictures.plans
         pictures
+        render.base
+        render.layouts
+        render.memory
+        render.plans
         render runtime.base runtime.demo_model
         runtime.torch_private runtime.calibrate runtime.demo_moe
         runtime.trace runtime.watch runtime.checks
+        runtime.apply.loss
+        runtime.apply.tensor_parallel
+        runtime.apply.experts runtime.apply.data
+        runtime.apply.parameters
         runtime.apply
         runtime.comparisons
         runtime.train
@@ -222,7 +233,7 @@ def test_the_checker_finds(module, source, complaint):
     ("module", "source"),
     [
         ("assign", "from meshplan.layout.layout import Layout\nimport json"),
-        ("assign", "from meshplan.assign.types import Assignment"),
+        ("assign", "from meshplan.assign.base.types import Assignment"),
         ("runtime", "import torch"),
         ("model.graph", "def f():\n import networkx"),
         ("api", "def f():\n from meshplan.runtime.parallelize import parallelize"),

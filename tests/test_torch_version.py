@@ -18,7 +18,7 @@ from meshplan.api import planning
 from meshplan.api.checking import estimate_memory
 from meshplan.memory.answer import assemble
 from meshplan.memory.log import torch_version
-from meshplan.runtime.apply.data import mixed_precision
+from meshplan.runtime.apply.data.data import mixed_precision
 from meshplan.runtime.base.mesh import _packed, replicated
 from meshplan.runtime.torch_private import values
 from meshplan.runtime.torch_private.ops import _FromLocal, as_dtensor

@@ -9,9 +9,7 @@ full_shard shards dim 0 over dp_shard. It is stored as `S(0)@tp,dp_shard` and co
 `S(0)@tp`.
 """
 
-from meshplan.assign.main import assign
-from meshplan.assign.pairs import around_pair, leaves_cut
-from meshplan.assign.types import (
+from meshplan.assign.base.types import (
     Assignment,
     ContextParallel,
     ExpertUse,
@@ -22,6 +20,8 @@ from meshplan.assign.types import (
     StyleUse,
     Unit,
 )
+from meshplan.assign.main import assign
+from meshplan.assign.tensor_parallel.pairs import around_pair, leaves_cut
 
 __all__ = [
     "Assignment",

@@ -8,25 +8,25 @@ from types import MappingProxyType
 from typing import Literal
 
 from meshplan.assign.auto import apply_derived, cut_inside, derive
-from meshplan.assign.batchnorm import assign_batchnorm
-from meshplan.assign.cascade import Cascade
-from meshplan.assign.chunked_loss import assign_chunked_loss
-from meshplan.assign.context import assign_context
-from meshplan.assign.dtypes import FLOATS, stored_dtype
-from meshplan.assign.expert_parallel import ExpertParallel, assign_ep
-from meshplan.assign.loss import assign_loss
-from meshplan.assign.not_yet import not_yet
-from meshplan.assign.offload import assign_host_activations, shared_on_host
-from meshplan.assign.pieces import pieces_cut_twice
-from meshplan.assign.presets import presets_of
-from meshplan.assign.recompute import assign_recompute
-from meshplan.assign.rounding import rounding_warnings
-from meshplan.assign.split import gathered_throughout, split_problems
-from meshplan.assign.stages import assign_stages, idle_warnings, order_warnings
-from meshplan.assign.tensor_cuts import TensorParallel
-from meshplan.assign.tensor_parallel import assign_tp, no_dim, sequence_problems
-from meshplan.assign.types import Assignment, Placed, Reason, Unit
-from meshplan.assign.units import PLACE, UnitDecision, assign_units, check_reshards
+from meshplan.assign.axes.context import assign_context
+from meshplan.assign.axes.expert_parallel import ExpertParallel, assign_ep
+from meshplan.assign.axes.split import gathered_throughout, split_problems
+from meshplan.assign.axes.stages import assign_stages, idle_warnings, order_warnings
+from meshplan.assign.base.cascade import Cascade
+from meshplan.assign.base.dtypes import FLOATS, stored_dtype
+from meshplan.assign.base.not_yet import not_yet
+from meshplan.assign.base.pieces import pieces_cut_twice
+from meshplan.assign.base.rounding import rounding_warnings
+from meshplan.assign.base.tensor_cuts import TensorParallel
+from meshplan.assign.base.types import Assignment, Placed, Reason, Unit
+from meshplan.assign.tensor_parallel.chunked_loss import assign_chunked_loss
+from meshplan.assign.tensor_parallel.loss import assign_loss
+from meshplan.assign.tensor_parallel.presets import presets_of
+from meshplan.assign.tensor_parallel.tensor_parallel import assign_tp, no_dim, sequence_problems
+from meshplan.assign.units.batchnorm import assign_batchnorm
+from meshplan.assign.units.offload import assign_host_activations, shared_on_host
+from meshplan.assign.units.recompute import assign_recompute
+from meshplan.assign.units.units import PLACE, UnitDecision, assign_units, check_reshards
 from meshplan.errors import Origin, PlanError, Problem
 from meshplan.layout.layout import Layout
 from meshplan.layout.mesh import GRADIENT_AXES, Axis, Mesh

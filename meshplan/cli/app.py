@@ -32,8 +32,8 @@ from meshplan.cli.common import (
 )
 from meshplan.errors import MeshplanError, Origin, Problem, SpecError
 from meshplan.garbage import leave_at_once
-from meshplan.render.estimate import estimate_to_json, estimate_to_text
-from meshplan.render.text import PlainStream, envelope
+from meshplan.render.base.text import PlainStream, envelope
+from meshplan.render.memory.estimate import estimate_to_json, estimate_to_text
 from meshplan.spec.recipes import find_plan
 from meshplan.spec.trust import ALLOW_CODE
 from meshplan.textbook.inverse import STATES_ONLY
@@ -129,7 +129,7 @@ def _asks_for_peaks(args: argparse.Namespace) -> bool:
 
 
 def _estimate_peaks(args: argparse.Namespace) -> int:
-    from meshplan.render.memory import memory_to_json, memory_to_text
+    from meshplan.render.memory.memory import memory_to_json, memory_to_text
 
     estimate = checking.estimate_memory(
         source_of(args),
@@ -150,7 +150,7 @@ def _estimate_peaks(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from meshplan.render.findings import findings_to_json, findings_to_text
+    from meshplan.render.base.findings import findings_to_json, findings_to_text
 
     try:
         path = plan_file(args)
@@ -183,9 +183,9 @@ def _demo_flags(parser: argparse.ArgumentParser) -> None:
 
 def _demo(args: argparse.Namespace) -> int:
     from meshplan.memory import state_bytes_by_rank
+    from meshplan.render.base.progress import loss_progress
     from meshplan.render.demo import agrees, bytes_to_text, demo_to_json, losses_to_text
-    from meshplan.render.progress import loss_progress
-    from meshplan.render.show import plan_to_text
+    from meshplan.render.layouts.show import plan_to_text
     from meshplan.runtime import demo
     from meshplan.runtime.base import local_ranks
     from meshplan.spec.reader import load_spec
@@ -373,7 +373,7 @@ def _answer(argv: Sequence[str] | None) -> int:
     except MeshplanError as error:
         print(error, file=sys.stderr)
         if "--json" in (sys.argv[1:] if argv is None else argv):
-            from meshplan.render.findings import findings_to_json
+            from meshplan.render.base.findings import findings_to_json
 
             print(envelope("problems/1", findings_to_json(error.problems)))
         sys.stdout.flush()

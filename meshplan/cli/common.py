@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from meshplan.api.source import Source, SourceArguments
 from meshplan.errors import Problem, SpecError
-from meshplan.render.text import wants_colour
+from meshplan.render.base.text import wants_colour
 
 YES, NO, COULD_NOT = 0, 1, 2
 

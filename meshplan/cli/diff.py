@@ -10,7 +10,7 @@ from meshplan.api import checking
 from meshplan.api.source import Source
 from meshplan.cli.common import NO, YES, Verb, answer, model_flags, print_notes, profile_flag
 from meshplan.errors import MeshplanError, Problem, SpecError
-from meshplan.render.text import envelope
+from meshplan.render.base.text import envelope
 
 if TYPE_CHECKING:
     from meshplan.planner.answers.difference import PlanDifference
@@ -54,7 +54,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _print_difference(args: argparse.Namespace, found: PlanDifference, notes: Sequence[str]) -> int:
-    from meshplan.render.difference import difference_to_json, difference_to_text
+    from meshplan.render.plans.difference import difference_to_json, difference_to_text
 
     if args.json:
         answer(args, envelope("diff/1", difference_to_json(found), notes))

@@ -23,7 +23,7 @@ from meshplan.cli.common import (
     source_of,
 )
 from meshplan.errors import Origin, PlanError, Problem, SpecError
-from meshplan.render.text import envelope
+from meshplan.render.base.text import envelope
 from meshplan.textbook.inputs import read_limit
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ _OF_MEMORY = ("memory", "waterfall")
 
 
 def _show(args: argparse.Namespace) -> int:
-    from meshplan.render.findings import findings_to_text
-    from meshplan.render.show import plan_to_json, plan_to_text
+    from meshplan.render.base.findings import findings_to_text
+    from meshplan.render.layouts.show import plan_to_json, plan_to_text
 
     notes: list[str] = []
     plan = checking.decide(source_of(args), noted=notes.append)
@@ -106,7 +106,7 @@ def _draw(args: argparse.Namespace) -> int:
 def _in_terminal(source: Source, args: argparse.Namespace) -> int:
     """Print the text version of a picture, if the picture has one."""
     from meshplan.pictures.main import facts_of
-    from meshplan.render.drawn import (
+    from meshplan.render.layouts.drawn import (
         gantt_lines,
         graph_lines,
         layout_lines,

@@ -28,7 +28,7 @@ from meshplan.cli.common import (
     until_interrupted,
 )
 from meshplan.errors import Origin, Problem, SpecError
-from meshplan.render.text import envelope
+from meshplan.render.base.text import envelope
 
 if TYPE_CHECKING:
     from meshplan.planner.lock.changes import FieldChange
@@ -68,7 +68,7 @@ def _plan(args: argparse.Namespace) -> int:
     from meshplan.api import planning
     from meshplan.planner.answers.frontier import undominated
     from meshplan.planner.space.space import EmptySpaceError
-    from meshplan.render.sizing import frontier_to_json, frontier_to_text
+    from meshplan.render.plans.sizing import frontier_to_json, frontier_to_text
 
     old = None
     asked = _PlanFlags(args)
@@ -111,7 +111,7 @@ def _plan(args: argparse.Namespace) -> int:
     if old is not None:
         from meshplan.planner.answers.difference import figures_of
         from meshplan.planner.answers.reshard import reshard
-        from meshplan.render.retarget import retarget_to_json, retarget_to_text
+        from meshplan.render.plans.retarget import retarget_to_json, retarget_to_text
 
         assert decision.chosen is not None
         found = planning.compare(
@@ -129,7 +129,7 @@ def _plan(args: argparse.Namespace) -> int:
 def _plan_training(asked: _PlanFlags) -> int:
     """Find the fewest nodes for a whole training, and print the plan for them."""
     from meshplan.api import planning
-    from meshplan.render.sizing import training_to_json, training_to_text
+    from meshplan.render.plans.sizing import training_to_json, training_to_text
 
     args = asked.args
     if args.tokens is None or args.days is None:
@@ -181,13 +181,13 @@ def _print_trouble(
     """Report that there is no plan, with the reason and changes that would help."""
     from meshplan.api import planning
     from meshplan.planner.space.space import UnsearchedError
-    from meshplan.render.plan import (
+    from meshplan.render.plans.plan import (
         decision_to_json,
         decision_to_text,
         no_space_to_json,
         no_space_to_text,
     )
-    from meshplan.render.trouble import trouble_to_json, trouble_to_text
+    from meshplan.render.plans.trouble import trouble_to_json, trouble_to_text
 
     args = asked.args
     if isinstance(found, Exception):
@@ -221,14 +221,14 @@ def _print_plan(
         lines: Further lines of the text.
     """
     from meshplan.api import planning
-    from meshplan.render.changes import changes_to_json, changes_to_text
-    from meshplan.render.plan import (
+    from meshplan.render.plans.changes import changes_to_json, changes_to_text
+    from meshplan.render.plans.plan import (
         decision_to_json,
         decision_to_text,
         written_to_json,
         written_to_text,
     )
-    from meshplan.render.sizing import cost_to_json, cost_to_text
+    from meshplan.render.plans.sizing import cost_to_json, cost_to_text
 
     args = asked.args
     changes = _changes(args, asked.path, decision)
@@ -301,7 +301,7 @@ def _explain(args: argparse.Namespace) -> int:
     if len(args.words) == 1 and args.words[0] not in ("why", "why-not"):
         return _explain_memory(args) if args.words == ["memory"] else _explain_module(args)
     from meshplan.api import planning
-    from meshplan.render.explain import why_not_to_json, why_not_to_text
+    from meshplan.render.plans.explain import why_not_to_json, why_not_to_text
 
     asked = _PlanFlags(args)
     answers = planning.explain(asked.source, args.words, report=asked.report)
@@ -317,7 +317,7 @@ def _explain(args: argparse.Namespace) -> int:
 
 def _explain_module(args: argparse.Namespace) -> int:
     from meshplan.api import planning
-    from meshplan.render.module import module_to_json, module_to_text
+    from meshplan.render.memory.module import module_to_json, module_to_text
 
     notes: list[str] = []
     plan = checking.decide(source_of(args), noted=notes.append)
@@ -331,7 +331,7 @@ def _explain_module(args: argparse.Namespace) -> int:
 
 
 def _explain_memory(args: argparse.Namespace) -> int:
-    from meshplan.render.module import explained_memory_to_json, explained_memory_to_text
+    from meshplan.render.memory.module import explained_memory_to_json, explained_memory_to_text
 
     estimate = checking.estimate_memory(source_of(args), report=noting(args))
     if args.json:

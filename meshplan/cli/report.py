@@ -18,7 +18,7 @@ from meshplan.cli.common import (
     source_of,
 )
 from meshplan.errors import Problem, SpecError
-from meshplan.render.text import envelope
+from meshplan.render.base.text import envelope
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:

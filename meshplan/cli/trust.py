@@ -6,7 +6,7 @@ import argparse
 
 from meshplan.cli.common import YES, Verb, answer, print_notes
 from meshplan.errors import Problem, SpecError
-from meshplan.render.text import envelope
+from meshplan.render.base.text import envelope
 from meshplan.spec import trust
 from meshplan.spec.recipes import OWN_MODELS
 

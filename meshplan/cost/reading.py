@@ -41,7 +41,7 @@ _SENT: Final = {
 _SUMMED: Final = frozenset({"amax", "stack"})
 """Ops of a vocabulary-parallel loss whose results are summed over ranks.
 
-Source: `runtime.apply.vocab_parallel_loss`."""
+Source: `runtime.apply.loss.vocab_parallel_loss`."""
 
 
 def is_chosen(row: TapeOp) -> bool:

@@ -4,7 +4,7 @@ Parameters other than experts are sharded finely enough to count as even. Expert
 unit of their block are sharded between experts, so of 8 experts 16 ranks have one or none.
 Experts spread over ep are a unit of their own, sharded along a dim that divides.
 
-Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py, for padding; `assign.pieces`.
+Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py, for padding; `assign.base.pieces`.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ Communication and computation overlap as in meshplan's own runtime:
   left to hide that. Each half takes half as long.
 - Computation waits for tp's communication, and for what cp gathers: nothing hides them.
 
-Source: `runtime.apply.data.set_gradient_sync`, `traffic.units` and `traffic.data`, which count the
-same collectives; Zhao et al. 2023 (PyTorch FSDP), section 3.3, for what overlaps.
+Source: `runtime.apply.data.data.set_gradient_sync`, `traffic.units` and `traffic.data`, which count
+the same collectives; Zhao et al. 2023 (PyTorch FSDP), section 3.3, for what overlaps.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from meshplan.assign import Assignment, assign
-from meshplan.assign.missing_axis import rules_without_axis
-from meshplan.assign.not_yet import not_yet
+from meshplan.assign.base.missing_axis import rules_without_axis
+from meshplan.assign.base.not_yet import not_yet
 from meshplan.errors import PlanError, Problem, UnstatedError
 from meshplan.layout.mesh import DATA_AXES, GRADIENT_AXES, Mesh
 from meshplan.model.graph import ModelGraph

@@ -8,7 +8,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import TypeVar
 
-from meshplan.assign.types import Assignment, Placed, Stages, Unit
+from meshplan.assign.base.types import Assignment, Placed, Stages, Unit
 from meshplan.model.graph import around
 from meshplan.plan.plan import Plan
 

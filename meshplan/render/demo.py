@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshplan.memory import StateBytes
-from meshplan.render.show import states_to_json
-from meshplan.render.text import columns
+from meshplan.render.base.text import columns
+from meshplan.render.layouts.show import states_to_json
 
 _MOST_ROWS = 12
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshplan.plan.verdict import ROUNDINGS, RankReport, Verdict
-from meshplan.render.text import columns
+from meshplan.render.base.text import columns
 
 _MOST_LINES = 6
 

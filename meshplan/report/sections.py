@@ -13,11 +13,11 @@ from meshplan.plan.plan import Plan
 from meshplan.planner.answers.explain import WhyNot
 from meshplan.planner.answers.infeasible import Trouble
 from meshplan.planner.problem.decision import Decision, Evaluated
-from meshplan.render.explain import verdict
-from meshplan.render.memory import ranks_to_text
-from meshplan.render.show import settings, tree
-from meshplan.render.statements import statement_lines, way_lines
-from meshplan.render.trouble import conflict_to_text, ended
+from meshplan.render.base.statements import statement_lines, way_lines
+from meshplan.render.layouts.show import settings, tree
+from meshplan.render.memory.memory import ranks_to_text
+from meshplan.render.plans.explain import verdict
+from meshplan.render.plans.trouble import conflict_to_text, ended
 from meshplan.report.page import bullets, heading, numbered, pairs, paragraph
 from meshplan.report.tables import Cell, Table, gib, seconds, share, size
 from meshplan.textbook.inverse import StatesEstimate

@@ -22,9 +22,9 @@ from torch.nn.parameter import is_lazy
 from meshplan.errors import ApplyError, MeshplanError, Origin, PlanError, Problem
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.runtime.apply.allocator import allocator_problems, set_allocator
-from meshplan.runtime.apply.chunked_loss import chunked_loss_problems
-from meshplan.runtime.apply.expert_protocol import expert_problems
-from meshplan.runtime.apply.materialize import agree_on_values
+from meshplan.runtime.apply.experts.expert_protocol import expert_problems
+from meshplan.runtime.apply.loss.chunked_loss import chunked_loss_problems
+from meshplan.runtime.apply.parameters.materialize import agree_on_values
 from meshplan.runtime.apply.wrap import apply_plan, exchange, function_of, raise_remote
 from meshplan.runtime.base.batch_agreement import open_groups
 from meshplan.runtime.base.mesh import device_mesh, ensure_process_group, ranks_per_node

@@ -1,6 +1,6 @@
 """Predict the traffic of BatchNorms, whose statistics are over samples.
 
-Source of the statistics over all data ranks: `runtime.apply.batchnorm`: sums and the number of
+Source of the statistics over all data ranks: `runtime.apply.data.batchnorm`: sums and the number of
 values, then the variance. Each of them is all-reduced, and so are the gradients of both.
 """
 

@@ -76,7 +76,7 @@ def unit_traffic(plan: Plan, unit: Unit, use: UnitUse, rank: int) -> Iterator[Tr
     parameters, gradients = f"parameters of {what}", f"gradients of {what}"
     yield one(mesh, "all_gather", unit.shard_axes, gathered, parameters, use.gathers)
     reduced = sum(num_bytes(p, unit.precision.reduce or p.compute_dtype) for p in trained)
-    # As in `runtime.apply.data.set_gradient_sync`: shards are reduced after every microbatch.
+    # As in `runtime.apply.data.data.set_gradient_sync`: shards are reduced after every microbatch.
     is_at_once = "gradient" in plan.assignment.strategy.cuts
     at_last = use.reductions[-1] if use.reductions else 0
     times = sum(use.reductions) if is_at_once else at_last

@@ -5,7 +5,7 @@ results; gradients are sent in the opposite direction. What a rank sends of its 
 depend on the routing. What it sends of the tokens that it received does: `Routed` gives bounds,
 unless the number of received tokens is known.
 
-Source: `runtime.apply.experts`.
+Source: `runtime.apply.experts.experts`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Predict the traffic of a vocabulary-parallel loss.
 
-Source: `runtime.apply.vocab_parallel_loss`: the highest logit of each token, then three sums per
-token; its backward communicates nothing.
+Source: `runtime.apply.loss.vocab_parallel_loss`: the highest logit of each token, then three sums
+per token; its backward communicates nothing.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from meshplan.assign.types import Stages
+from meshplan.assign.base.types import Stages
 from meshplan.layout.dtypes import DTYPE_BYTES
 from meshplan.layout.schedules import SCHEDULES, Action, actions
 from meshplan.model.flow import Call, Flow

@@ -1,7 +1,7 @@
 """Count how often FSDP2 gathers and reduces each unit in one step, by playing `wrappers.fsdp`.
 
 Backward visits the calls of a forward in reverse. A unit with a missing gradient reduces zeros, as
-`runtime.apply.gradients` makes it.
+`runtime.apply.data.gradients` makes it.
 """
 
 from __future__ import annotations
@@ -247,8 +247,8 @@ class _Play:
                     self._units.after_forward(fqn, in_backward=False)
 
     def _backward(self, *, is_last: bool) -> None:
-        # As in `runtime.apply.data.set_gradient_sync`: what is not resharded after forward stays
-        # gathered until the last backward, and so does everything while backwards are split.
+        # As in `runtime.apply.data.data.set_gradient_sync`: what is not resharded after forward
+        # stays gathered until the last backward, and so does everything while backwards are split.
         for unit in self._states:
             unit.gives_back = (is_last or unit.reshards) and not self._passes.splits
             unit.reductions.append(0)

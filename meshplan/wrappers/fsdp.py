@@ -8,8 +8,9 @@ for the hook of FSDP2 that it names, and calls `Actions` for whatever that hook 
                forward.  After it: take its gradients, reshard it, reduce them.
     at the end of backward: the same "after" for units that no gradient reached.
 
-Whether a backward reshards and reduces is set before it, as `runtime.apply.data.set_gradient_sync`
-does: while microbatches accumulate, shards of gradients are reduced at once, whole ones at the end.
+Whether a backward reshards and reduces is set before it, as in
+`runtime.apply.data.data.set_gradient_sync`: while microbatches accumulate, shards of gradients are
+reduced at once, whole ones at the end.
 
 Source: torch 2.13, torch/distributed/fsdp/_fully_shard: `_fsdp_state` and `_fsdp_param_group`.
 """

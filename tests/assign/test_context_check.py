@@ -13,7 +13,7 @@ from meshplan.api.checking import check_plan
 from meshplan.layout.layout import Layout
 from meshplan.layout.mesh import Mesh
 from meshplan.plan.plan import Plan
-from meshplan.render.show import plan_to_json, plan_to_text
+from meshplan.render.layouts.show import plan_to_json, plan_to_text
 
 MODEL: dict[str, Any] = {"version": 1, "model": {"entry": "meshplan.runtime.demo_model:build"}}
 TINY = str(Path(__file__).parents[1] / "bad_plans" / "needs_model" / "tiny_llama.json")

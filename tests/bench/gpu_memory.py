@@ -118,7 +118,7 @@ def measured(size: str, plan: Mapping[str, Any], device: str) -> Figures | str:
 @contextmanager
 def _real_replicas() -> Iterator[None]:
     """The wrapper of replicas is the real one: tensors have numbers, only others do not answer."""
-    from meshplan.runtime.apply import data
+    from meshplan.runtime.apply.data import data
 
     ask = data.is_fake_execution
     data.is_fake_execution = lambda: False
@@ -145,7 +145,7 @@ def _answered(wrapped: Any) -> None:
 def _measured(size: str, plan: Mapping[str, Any], device: str) -> Figures:
     import torch
 
-    from meshplan.runtime.apply.materialize import InitialValues
+    from meshplan.runtime.apply.parameters.materialize import InitialValues
     from meshplan.runtime.apply.wrap import applied, apply_plan
     from meshplan.runtime.base.batch_agreement import open_groups
     from meshplan.runtime.base.fake_mode import fake_execution

@@ -14,12 +14,12 @@ from tests.bench.mutants_record import blocks
 
 ROOMS: Final = ("layout/*", "assign/*", "memory/*", "cost/*", "planner/*", "runtime/*")
 WEAK: Final = (
-    "layout/layout.py", "layout/mesh.py", "layout/schedules.py", "assign/types.py",
-    "assign/stages.py", "memory/repeat/compose.py", "memory/log/allocator.py",
+    "layout/layout.py", "layout/mesh.py", "layout/schedules.py", "assign/base/types.py",
+    "assign/axes/stages.py", "memory/repeat/compose.py", "memory/log/allocator.py",
     "memory/log/driver.py", "memory/replay/optimizer.py", "cost/step.py", "cost/pipeline.py",
     "planner/knapsack/knapsack.py", "planner/solve/search.py", "runtime/train/step.py",
-    "runtime/apply/tensor_parallel.py", "runtime/watch/guard.py",
-    "runtime/apply/vocab_parallel_loss.py", "runtime/apply/materialize.py",
+    "runtime/apply/tensor_parallel/tensor_parallel.py", "runtime/watch/guard.py",
+    "runtime/apply/loss/vocab_parallel_loss.py", "runtime/apply/parameters/materialize.py",
     "runtime/apply/pipeline/run.py",
 )  # fmt: skip
 """Where mutants have survived before: half of the draws are from here."""

@@ -20,7 +20,7 @@ from typing import Final
 from meshplan.api.planning import search_plan
 from meshplan.errors import MeshplanError
 from meshplan.planner.problem.decision import Decision, Evaluated
-from meshplan.render.text import columns
+from meshplan.render.base.text import columns
 from meshplan.units import format_gib
 from tests.bench.planned_models import write_plan
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import meshplan
-from meshplan.render.text import columns
+from meshplan.render.base.text import columns
 from tests.bench.planned_models import write_plan
 
 

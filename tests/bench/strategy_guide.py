@@ -18,8 +18,8 @@ from typing import Final
 
 from meshplan.api.planning import explain, search_plan
 from meshplan.planner.answers.explain import WhyNot
-from meshplan.render.explain import verdict
-from meshplan.render.text import columns
+from meshplan.render.base.text import columns
+from meshplan.render.plans.explain import verdict
 from meshplan.units import format_gib
 from tests.bench.planned_models import write_plan
 from tests.bench.plans_table import there

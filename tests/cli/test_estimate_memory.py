@@ -18,7 +18,7 @@ from meshplan.api import checking
 from meshplan.cli.app import main
 from meshplan.errors import PlanError
 from meshplan.kernels import recurrent_buffers
-from meshplan.render.memory import memory_to_json, memory_to_text
+from meshplan.render.memory.memory import memory_to_json, memory_to_text
 from tests.helpers import estimated, picked
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,9 +21,9 @@ from meshplan.cli.app import main
 from meshplan.memory import state_bytes, state_bytes_by_rank
 from meshplan.model.blueprint import from_mapping
 from meshplan.plan.plan import Plan, make_plan
-from meshplan.render.ranks import map_of_ranks
-from meshplan.render.show import plan_to_json, plan_to_text
-from meshplan.render.tree import Entry, TreeLine, fold_tree
+from meshplan.render.base.tree import Entry, TreeLine, fold_tree
+from meshplan.render.layouts.ranks import map_of_ranks
+from meshplan.render.layouts.show import plan_to_json, plan_to_text
 from meshplan.spec.reader import load_spec
 from meshplan.spec.recipes import recipe_names, recipe_path
 

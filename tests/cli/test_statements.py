@@ -12,9 +12,9 @@ from meshplan.cli.app import main
 from meshplan.planner.lock.changes import FieldChange
 from meshplan.planner.lock.lock import lock_path, read
 from meshplan.planner.problem.overrides import patterns
-from meshplan.render.changes import changes_to_text
-from meshplan.render.statements import flow, stages_in_words, statement_lines, statement_value
-from meshplan.render.text import WIDTH, packed, wrapped
+from meshplan.render.base.statements import flow, stages_in_words, statement_lines, statement_value
+from meshplan.render.base.text import WIDTH, packed, wrapped
+from meshplan.render.plans.changes import changes_to_text
 from meshplan.spec.match import compile_selector
 from meshplan.spec.spec import Selector
 from tests.planner.test_planner import LLAMA, job

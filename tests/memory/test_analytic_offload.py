@@ -20,7 +20,7 @@ from meshplan.memory.replay import replay
 from meshplan.memory.replay.optimizer import is_uniform
 from meshplan.model.blueprint import from_mapping
 from meshplan.plan.plan import Plan, make_plan
-from meshplan.render.memory import memory_to_json, memory_to_text
+from meshplan.render.memory.memory import memory_to_json, memory_to_text
 from meshplan.spec.reader import load_spec
 from tests.memory.test_analytic import GPT2, LLAMA, QWEN3
 from tests.memory.test_analytic_stages import NUMBERS

@@ -16,7 +16,7 @@ from meshplan.memory.answer.compile_bound import BOUND, least_of
 from meshplan.memory.answer.estimate import Tier
 from meshplan.memory.log.events import Event, EventLog, Storage, Term
 from meshplan.plan.plan import Plan, make_plan
-from meshplan.render.memory import memory_to_json, memory_to_text
+from meshplan.render.memory.memory import memory_to_json, memory_to_text
 from meshplan.spec.reader import load_spec
 from tests.helpers import compiled
 from tests.helpers.graphs import blocks

@@ -19,7 +19,7 @@ from meshplan.memory.analytic.estimate import estimate_analytic
 from meshplan.pictures.main import facts_of
 from meshplan.pictures.plans.gantt import gantt
 from meshplan.planner.problem.request import cluster_of
-from meshplan.render.drawn import (
+from meshplan.render.layouts.drawn import (
     gantt_lines,
     layout_lines,
     memory_lines,

@@ -16,7 +16,7 @@ from meshplan.planner.objectives.fastest import decide_job
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import question_of_file
 from meshplan.planner.solve.search import search
-from meshplan.render.explain import verdict
+from meshplan.render.plans.explain import verdict
 from tests.bench.planned_models import MODELS
 from tests.planner.test_planner import LARGE, LLAMA, PLAN, job
 

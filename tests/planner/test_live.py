@@ -25,7 +25,7 @@ from meshplan.planner.objectives.fastest import decide, decide_job
 from meshplan.planner.problem.decision import Decision, PlanRequest
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.solve.config import Candidate
-from meshplan.render.sizing import cost_to_json, cost_to_text
+from meshplan.render.plans.sizing import cost_to_json, cost_to_text
 from meshplan.runtime.fake_step.costs import Ask, watch
 from meshplan.runtime.live.planned import question_of_entry
 from meshplan.runtime.live.traced import TracedModel

@@ -16,7 +16,7 @@ from meshplan.planner.lock.lock import lock_path, overrides
 from meshplan.planner.objectives.offload_variants import fastest_that_fits
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import question_of_file
-from meshplan.render.trouble import trouble_to_text
+from meshplan.render.plans.trouble import trouble_to_text
 from meshplan.spec.reader import load_spec
 from tests.planner.test_planner import LLAMA, OPEN, job
 

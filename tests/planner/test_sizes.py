@@ -26,7 +26,7 @@ from meshplan.planner.problem.request import question_of_file
 from meshplan.planner.solve.config import Candidate, ConfigSolver, solve_config
 from meshplan.planner.solve.result import ReplayedMemory
 from meshplan.planner.tables.cost_table import memory_bounds
-from meshplan.render.sizing import frontier_to_text
+from meshplan.render.plans.sizing import frontier_to_text
 from tests.planner.test_planner import LLAMA, job
 
 __all__ = ["job"]

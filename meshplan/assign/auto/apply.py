@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from meshplan.assign.auto.derive import Derived
 from meshplan.assign.auto.stream import Stream
-from meshplan.assign.tensor_cuts import TensorCut, TensorParallel
-from meshplan.assign.types import LocalAttribute, StyleUse
+from meshplan.assign.base.tensor_cuts import TensorCut, TensorParallel
+from meshplan.assign.base.types import LocalAttribute, StyleUse
 from meshplan.layout.layout import Layout
 from meshplan.layout.styles import GATHERED, GRADIENTS_ADDED
 from meshplan.model.flow import Flow

@@ -15,8 +15,8 @@ from meshplan.assign.auto.proof import Refuted
 from meshplan.assign.auto.regions import NO_PAIR, FlowUses, Region
 from meshplan.assign.auto.sequence import find_stream
 from meshplan.assign.auto.stream import PARTS, Stream, crossings
-from meshplan.assign.cascade import Cascade
-from meshplan.assign.types import LocalUse, Preset, Reason, SequenceBoundary, Stages
+from meshplan.assign.base.cascade import Cascade
+from meshplan.assign.base.types import LocalUse, Preset, Reason, SequenceBoundary, Stages
 from meshplan.errors import Origin, Problem
 from meshplan.layout.layout import Piece
 from meshplan.layout.mesh import Mesh

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from meshplan.assign.pieces import out_width
-from meshplan.assign.types import LocalUse, Preset, Reason
+from meshplan.assign.base.pieces import out_width
+from meshplan.assign.base.types import LocalUse, Preset, Reason
 from meshplan.layout.layout import Piece
 from meshplan.model.graph import ModelGraph, ModuleInfo
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from meshplan.assign.auto.proof import Refuted
 from meshplan.assign.auto.stream import Stream
-from meshplan.assign.types import Preset
+from meshplan.assign.base.types import Preset
 from meshplan.model.graph import ModelGraph
 
 _ARGUMENTS: Final[Mapping[str, Mapping[str, str]]] = {

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from meshplan.assign.types import Reason, SequenceBoundary
+from meshplan.assign.base.types import Reason, SequenceBoundary
 
 PARTS: Final = Reason(
     "auto: replicated and used on shards of the sequence, with its gradient all-reduced over tp"

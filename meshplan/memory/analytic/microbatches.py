@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-from meshplan.assign.types import Stages
+from meshplan.assign.base.types import Stages
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.dtypes import DTYPE_BYTES
 from meshplan.memory.analytic.stages import Played, StageWorks

@@ -1,6 +1,6 @@
 """The head and cross-entropy over one chunk of tokens after the other, as ops.
 
-Source: `runtime.apply.chunked_loss`, whose lines these follow.
+Source: `runtime.apply.loss.chunked_loss`, whose lines these follow.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def _dispatch(
 ) -> int:  # fmt: skip
     """Send slots to the rank of their expert, compute, and send the results back.
 
-    Source: `runtime.apply.experts._Dispatch`, whose lines these follow.
+    Source: `runtime.apply.experts.experts._Dispatch`, whose lines these follow.
     """
     tape, table = w.tape, shape.experts * _ID
     size, ids = w.size(x) * shape.top_k, w.size(index)

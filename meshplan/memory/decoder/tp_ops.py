@@ -3,7 +3,7 @@
 Two tables follow `styles.STYLES`: how a layout outside becomes the one that is computed with, and
 back. A style that is in neither is refused by name.
 
-Source: `runtime.apply.tensor_parallel`, whose hooks these ops model; torch 2.13,
+Source: `runtime.apply.tensor_parallel.tensor_parallel`, whose hooks these ops model; torch 2.13,
 distributed/tensor/_redistribute.py and placement_types.py.
 """
 
@@ -246,7 +246,7 @@ def look_up(
 
 
 def _own_rows(w: TapeBuilder, ids: int, rows: int, width: int, name: str) -> int:
-    """Append `runtime.apply.local_tensors.look_up_own_rows`."""
+    """Append `runtime.apply.tensor_parallel.local_tensors.look_up_own_rows`."""
     at, tokens = w.at(f"{w.module}.{name}" if w.module else name), w.size(ids) // _ID
     own = at.row("sub", (ids,), tokens * _ID)
     below, above = (at.row(op, (own,), tokens) for op in ("lt", "ge"))

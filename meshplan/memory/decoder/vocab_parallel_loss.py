@@ -1,6 +1,6 @@
 """Cross-entropy of logits that are sharded over the vocabulary, as ops.
 
-Source: `runtime.apply.vocab_parallel_loss`, whose lines these follow.
+Source: `runtime.apply.loss.vocab_parallel_loss`, whose lines these follow.
 """
 
 from __future__ import annotations

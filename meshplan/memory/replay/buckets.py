@@ -16,7 +16,7 @@ from meshplan.memory.replay.writer import LogWriter
 
 @dataclass(frozen=True, slots=True)
 class DdpOptions:
-    """Options of a plan's `ddp:` section, as `runtime.apply.data` passes them on."""
+    """Options of a plan's `ddp:` section, as `runtime.apply.data.data` passes them on."""
 
     is_view: bool = True
     broadcasts: bool = True

@@ -130,7 +130,7 @@ class Wrapped:
         self._alone.fill()
         tensors = self._plan.assignment.tensors.values()
         count = sum(p.info.trainable and not p.info.is_buffer and p.info.numel > 0 for p in tensors)
-        # One flag for each parameter and two checksums of the calls, by `runtime.apply.gradients`.
+        # One flag for each parameter, two checksums of the calls: `runtime.apply.data.gradients`.
         self._writer.free(self._writer.make(8 * (count + 2), Term.COMMUNICATION))
 
     def add_gradients(self, fqn: str) -> int | None:

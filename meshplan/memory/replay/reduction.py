@@ -85,7 +85,7 @@ class Reduction:
         return storage
 
     def _fill(self, unit: ReplayUnit) -> None:
-        """Allocate zeros for missing gradients, as `runtime.apply.gradients` does.
+        """Allocate zeros for missing gradients, as `runtime.apply.data.gradients` does.
 
         A parameter may have a gradient on one rank and none on another.
         """

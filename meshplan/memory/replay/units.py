@@ -54,7 +54,7 @@ class ReplayUnits(Units[ReplayUnit]):
         super().__init__(map(ReplayUnit.of, shards), self._bytes)
 
     def set_last(self, is_last: bool, *, keeps_whole: bool) -> None:
-        """Do what `runtime.apply.data.set_gradient_sync` does before each microbatch.
+        """Do what `runtime.apply.data.data.set_gradient_sync` does before each microbatch.
 
         Args:
             is_last: True if the coming backward is the last of the step.

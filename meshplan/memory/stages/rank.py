@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from meshplan.assign.types import Stages
+from meshplan.assign.base.types import Stages
 from meshplan.layout.schedules import Action
 from meshplan.memory.log.microbatch import MicrobatchTrace
 from meshplan.memory.stages.microbatch import StageWork

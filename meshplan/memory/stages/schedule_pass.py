@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from meshplan.assign.types import Stages
+from meshplan.assign.base.types import Stages
 from meshplan.layout.schedules import Action
 from meshplan.memory.log.events import Change, EventLog, Storage, Term
 from meshplan.memory.log.microbatch import AT_STAGE, HookKind, HookPoint, MicrobatchTrace

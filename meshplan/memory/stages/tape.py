@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshplan.assign.types import Stages
+from meshplan.assign.base.types import Stages
 from meshplan.errors import PlanError, Problem
 from meshplan.memory.log.events import Term
 from meshplan.memory.tape.op import Grad, RecomputeSpan, Tape, TapeOp

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from meshplan.assign.types import Stages
+from meshplan.assign.base.types import Stages
 from meshplan.cost.profile import Profile
 from meshplan.errors import MeshplanError
 from meshplan.memory.analytic.estimate import estimate_analytic

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Final
 
-from meshplan.assign.cascade import Cascade
+from meshplan.assign.base.cascade import Cascade
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.layout.styles import EXPERT_STYLE
 from meshplan.model.graph import ModelGraph

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshplan.assign.cascade import Cascade
+from meshplan.assign.base.cascade import Cascade
 from meshplan.cost.grid import RECOMPUTE
 from meshplan.errors import PlanError, Problem
 from meshplan.model.graph import ModelGraph

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from meshplan.assign.cascade import Cascade
+from meshplan.assign.base.cascade import Cascade
 from meshplan.errors import PlanError, Problem
 from meshplan.model.graph import ModelGraph, is_inside
 from meshplan.spec.spec import Spec

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan.plan import Plan
-from meshplan.runtime.apply.tensor_parallel import forget_entered
+from meshplan.runtime.apply.tensor_parallel.tensor_parallel import forget_entered
 from meshplan.runtime.base.fake_mode import is_fake_execution
 from meshplan.runtime.base.mesh import sums_over_ranks
 from meshplan.runtime.base.module_state import plain_attributes

@@ -19,21 +19,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan.plan import Plan
-from meshplan.runtime.apply.batchnorm import apply_sync_batchnorm
-from meshplan.runtime.apply.chunked_loss import apply_chunked_loss
 from meshplan.runtime.apply.context.apply import ContextParallelism
-from meshplan.runtime.apply.data import apply_data_parallel, keep_evaluation_apart
-from meshplan.runtime.apply.experts import apply_expert_parallel
-from meshplan.runtime.apply.gradients import agree_on_gradients
-from meshplan.runtime.apply.loss_weights import History
-from meshplan.runtime.apply.materialize import InitialValues
-from meshplan.runtime.apply.max_norm import share_looked_up_rows
+from meshplan.runtime.apply.data.batchnorm import apply_sync_batchnorm
+from meshplan.runtime.apply.data.data import apply_data_parallel, keep_evaluation_apart
+from meshplan.runtime.apply.data.gradients import agree_on_gradients
+from meshplan.runtime.apply.data.trainability import follow_trainability
+from meshplan.runtime.apply.experts.experts import apply_expert_parallel
+from meshplan.runtime.apply.loss.chunked_loss import apply_chunked_loss
+from meshplan.runtime.apply.loss.loss_weights import History
 from meshplan.runtime.apply.offload import apply_host_activations
+from meshplan.runtime.apply.parameters.materialize import InitialValues
+from meshplan.runtime.apply.parameters.max_norm import share_looked_up_rows
+from meshplan.runtime.apply.parameters.randomness import give_own_stream
 from meshplan.runtime.apply.pipeline.apply import apply_pipeline
-from meshplan.runtime.apply.randomness import give_own_stream
 from meshplan.runtime.apply.recompute import apply_recompute
-from meshplan.runtime.apply.tensor_parallel import align_gradients, apply_tensor_parallel
-from meshplan.runtime.apply.trainability import follow_trainability
+from meshplan.runtime.apply.tensor_parallel.tensor_parallel import (
+    align_gradients,
+    apply_tensor_parallel,
+)
 from meshplan.runtime.base.compile import apply_compile, compiles
 from meshplan.runtime.base.fake_mode import is_fake_execution
 from meshplan.runtime.base.forward_calls import routable_units, route_direct_calls

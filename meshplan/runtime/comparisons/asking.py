@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshplan.runtime.apply.lazy_logits import LazyLogits
-from meshplan.runtime.apply.randomness import undisturbed
-from meshplan.runtime.apply.vocab_parallel_loss import take_loss
+from meshplan.runtime.apply.loss.lazy_logits import LazyLogits
+from meshplan.runtime.apply.loss.vocab_parallel_loss import take_loss
+from meshplan.runtime.apply.parameters.randomness import undisturbed
 from meshplan.runtime.base.pytree import fill, given_to, opaque_in, shape_of, tensors_in
 from meshplan.runtime.comparisons.closures import kept
 from meshplan.runtime.torch_private.private import group_sequences

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshplan.runtime.apply.lazy_logits import LazyLogits
-from meshplan.runtime.apply.loss_weights import IGNORED, token_targets
+from meshplan.runtime.apply.loss.lazy_logits import LazyLogits
+from meshplan.runtime.apply.loss.loss_weights import IGNORED, token_targets
 from meshplan.runtime.base.pytree import fill, opaque_in, shape_of, tensors_in
 
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from meshplan.errors import Problem
 from meshplan.layout.mesh import DATA_AXES, GRADIENT_AXES
 from meshplan.plan.plan import Plan
-from meshplan.runtime.apply.lazy_logits import LazyLogits
-from meshplan.runtime.apply.loss_weights import IGNORED, num_parts
+from meshplan.runtime.apply.loss.lazy_logits import LazyLogits
+from meshplan.runtime.apply.loss.loss_weights import IGNORED, num_parts
 from meshplan.runtime.base.mesh import device
 from meshplan.runtime.base.pytree import fill, shape_of, tensors_in
 from meshplan.runtime.comparisons.asking import LossFn

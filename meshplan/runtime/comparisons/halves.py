@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from meshplan.errors import Problem
 from meshplan.plan.plan import Plan
-from meshplan.runtime.apply.lazy_logits import LazyLogits
-from meshplan.runtime.apply.loss_weights import IGNORED, PAIR, token_targets, tokens_by_sample
+from meshplan.runtime.apply.loss.lazy_logits import LazyLogits
+from meshplan.runtime.apply.loss.loss_weights import IGNORED, PAIR, token_targets, tokens_by_sample
 from meshplan.runtime.base.mesh import local_of
 from meshplan.runtime.base.pytree import tensors_in
 from meshplan.runtime.comparisons.asking import LossCall, LossFn, ask, coarsest, refuse_alone

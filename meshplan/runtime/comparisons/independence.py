@@ -25,10 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshplan.errors import Problem
 from meshplan.plan.plan import Plan
-from meshplan.runtime.apply.lazy_logits import LazyLogits
-from meshplan.runtime.apply.loss_mode import loss_mode
+from meshplan.runtime.apply.loss.lazy_logits import LazyLogits
+from meshplan.runtime.apply.loss.loss_mode import loss_mode
+from meshplan.runtime.apply.parameters.randomness import undisturbed
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
-from meshplan.runtime.apply.randomness import undisturbed
 from meshplan.runtime.apply.wrap import own_module
 from meshplan.runtime.base.batch import as_arguments
 from meshplan.runtime.base.mesh import device_type, local_of

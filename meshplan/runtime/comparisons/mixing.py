@@ -11,9 +11,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from meshplan.errors import Problem
 from meshplan.plan.plan import Plan
-from meshplan.runtime.apply.lazy_logits import LazyLogits
+from meshplan.runtime.apply.loss.lazy_logits import LazyLogits
+from meshplan.runtime.apply.parameters.randomness import undisturbed
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
-from meshplan.runtime.apply.randomness import undisturbed
 from meshplan.runtime.apply.wrap import own_module
 from meshplan.runtime.base.batch import as_arguments
 from meshplan.runtime.base.mesh import local_of

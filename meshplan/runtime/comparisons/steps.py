@@ -16,9 +16,9 @@ from torch import nn
 from meshplan.errors import ApplyError, Problem
 from meshplan.layout.mesh import GRADIENT_AXES
 from meshplan.plan.plan import Plan
-from meshplan.runtime.apply import gather
 from meshplan.runtime.apply.context.batch import sequence_length
-from meshplan.runtime.apply.loss_weights import History, num_parts
+from meshplan.runtime.apply.data import gather
+from meshplan.runtime.apply.loss.loss_weights import History, num_parts
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.wrap import own_module
 from meshplan.runtime.base.batch import chunked

@@ -14,7 +14,7 @@ from typing import Any
 
 from meshplan.errors import Problem
 from meshplan.plan.plan import Plan
-from meshplan.runtime.apply.loss_weights import IGNORED, PAIR, tokens_by_sample
+from meshplan.runtime.apply.loss.loss_weights import IGNORED, PAIR, tokens_by_sample
 from meshplan.runtime.comparisons.cutting import mask_sum, num_elements
 from meshplan.runtime.comparisons.halves import Three, agrees, mask_mean, token_mean
 

@@ -14,7 +14,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Final
 
-from meshplan.assign.chunked_loss import heads_of
+from meshplan.assign.tensor_parallel.chunked_loss import heads_of
 from meshplan.errors import MeshplanError
 from meshplan.memory.answer.estimate import Fix, MemoryEstimate, margin
 from meshplan.plan.plan import Plan

@@ -20,7 +20,7 @@ from torch import nn
 
 from meshplan.errors import MeshplanError, Origin, Problem, SpecError
 from meshplan.plan.plan import Plan
-from meshplan.runtime.apply.materialize import InitialValues
+from meshplan.runtime.apply.parameters.materialize import InitialValues
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.wrap import apply_plan
 from meshplan.runtime.base.batch import mapped

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshplan.assign.types import Reason, Recompute, Unit
+from meshplan.assign.base.types import Reason, Recompute, Unit
 from meshplan.memory.log.events import Term
 from meshplan.memory.log.microbatch import MicrobatchTrace
 from meshplan.memory.repeat.repeat_blocks import RepeatedBlocks, repeat_blocks
 from meshplan.plan.plan import Plan
-from meshplan.runtime.apply.chunked_loss import apply_chunked_loss
-from meshplan.runtime.apply.loss_mode import loss_mode
+from meshplan.runtime.apply.loss.chunked_loss import apply_chunked_loss
+from meshplan.runtime.apply.loss.loss_mode import loss_mode
 from meshplan.runtime.apply.recompute import apply_recompute
 from meshplan.runtime.apply.wrap import cast_parameters
 from meshplan.runtime.base.batch import as_arguments, mapped

@@ -24,10 +24,10 @@ from meshplan.memory.repeat.repeat_blocks import RepeatedBlocks, repeat_blocks
 from meshplan.memory.replay.buckets import DdpOptions
 from meshplan.plan.plan import Plan
 from meshplan.plan.restrict import restrict
-from meshplan.runtime.apply.loss_mode import loss_mode
-from meshplan.runtime.apply.materialize import InitialValues
+from meshplan.runtime.apply.loss.loss_mode import loss_mode
+from meshplan.runtime.apply.loss.vocab_parallel_loss import take_loss
+from meshplan.runtime.apply.parameters.materialize import InitialValues
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
-from meshplan.runtime.apply.vocab_parallel_loss import take_loss
 from meshplan.runtime.apply.wrap import applied, apply_plan, cast_parameters
 from meshplan.runtime.base.batch import as_arguments, mapped
 from meshplan.runtime.base.fake_mode import INSTEAD_OF_WRAPPING

@@ -23,9 +23,9 @@ from meshplan.garbage import no_collection
 from meshplan.memory.log.events import EventLog, Term
 from meshplan.memory.replay.shards import offloads_params
 from meshplan.plan.plan import Plan
-from meshplan.runtime.apply.data import params_on_host
-from meshplan.runtime.apply.expert_protocol import find_for_twin
-from meshplan.runtime.apply.materialize import InitialValues
+from meshplan.runtime.apply.data.data import params_on_host
+from meshplan.runtime.apply.experts.expert_protocol import find_for_twin
+from meshplan.runtime.apply.parameters.materialize import InitialValues
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.wrap import applied, apply_plan, cast_parameters
 from meshplan.runtime.base.batch import mapped

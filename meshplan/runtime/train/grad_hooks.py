@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from meshplan.errors import ApplyError, Problem
 from meshplan.plan.plan import Plan
-from meshplan.runtime.apply.tensor_parallel import LAYS_GRADIENTS
+from meshplan.runtime.apply.tensor_parallel.tensor_parallel import LAYS_GRADIENTS
 from meshplan.runtime.apply.wrap import applied, own_module
 from meshplan.runtime.base.mesh import without_partial
 from meshplan.runtime.base.optimizer_steps import before_steps, is_due

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshplan.runtime.apply.data import params_on_host
+from meshplan.runtime.apply.data.data import params_on_host
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.wrap import Applied, applied
 from meshplan.runtime.base.fake_mode import numbers

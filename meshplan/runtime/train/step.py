@@ -14,11 +14,11 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.layout.mesh import DATA_AXES
 from meshplan.plan.plan import Plan
 from meshplan.runtime.apply.context.batch import local_sequence
-from meshplan.runtime.apply.data import reshard_units, set_gradient_sync
-from meshplan.runtime.apply.loss_mode import loss_mode
-from meshplan.runtime.apply.loss_weights import Weights, weighing
+from meshplan.runtime.apply.data.data import reshard_units, set_gradient_sync
+from meshplan.runtime.apply.loss.loss_mode import loss_mode
+from meshplan.runtime.apply.loss.loss_weights import Weights, weighing
+from meshplan.runtime.apply.loss.vocab_parallel_loss import take_loss
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
-from meshplan.runtime.apply.vocab_parallel_loss import take_loss
 from meshplan.runtime.apply.wrap import applied, own_module
 from meshplan.runtime.base.batch import as_arguments, chunked, mapped, part_of
 from meshplan.runtime.base.batch_agreement import check_batches_agree, mean_over_ranks

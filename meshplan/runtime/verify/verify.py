@@ -32,7 +32,7 @@ from meshplan.plan.verdict import (
     TrainingRun,
     Verdict,
 )
-from meshplan.runtime.apply.initial_values import initialise
+from meshplan.runtime.apply.parameters.initial_values import initialise
 from meshplan.runtime.apply.wrap import applied
 from meshplan.runtime.base.held_bytes import live_bytes
 from meshplan.runtime.base.local_ranks import Send, run_ranks

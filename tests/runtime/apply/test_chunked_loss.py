@@ -19,8 +19,8 @@ from meshplan.api.checking import check_plan
 from meshplan.errors import ApplyError, PlanError
 from meshplan.plan.plan import make_plan
 from meshplan.planner.answers.module import explain_module
-from meshplan.render.show import plan_to_json, plan_to_text
-from meshplan.runtime.apply.chunked_loss import (
+from meshplan.render.layouts.show import plan_to_json, plan_to_text
+from meshplan.runtime.apply.loss.chunked_loss import (
     ChunkedLossMode,
     apply_chunked_loss,
     chunked_loss_problems,

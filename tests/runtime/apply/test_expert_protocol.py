@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshplan.runtime.apply.expert_protocol import Protocol, find_protocol
+from meshplan.runtime.apply.experts.expert_protocol import Protocol, find_protocol
 from tests.helpers import moe
 
 E, D, F = 4, 8, 6

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import meshplan
-from meshplan.runtime.apply import gradients
+from meshplan.runtime.apply.data import gradients
 
 WIDTH, EXPERTS = 8, 4
 

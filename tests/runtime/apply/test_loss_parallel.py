@@ -18,7 +18,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import meshplan
 from meshplan.api.checking import check_plan
-from meshplan.runtime.apply.vocab_parallel_loss import LossParallel
+from meshplan.runtime.apply.loss.vocab_parallel_loss import LossParallel
 from tests.helpers import models, parity
 from tests.helpers.wide import leaving
 from tests.runtime.apply.test_parity import assert_same

@@ -10,7 +10,7 @@ from torch import nn
 
 import meshplan
 from meshplan.plan.plan import make_plan
-from meshplan.runtime.apply.materialize import InitialValues, _part
+from meshplan.runtime.apply.parameters.materialize import InitialValues, _part
 from meshplan.runtime.trace.structure import graph_of
 from meshplan.spec.reader import load_spec
 from tests.helpers import models, parity
@@ -152,7 +152,7 @@ def test_what_is_initialised_in_part_is_refused(pool):
 @pytest.mark.parametrize("style", ["colwise", "rowwise"])
 def test_a_part_keeps_nothing_of_the_rest(monkeypatch, rank, style):
     """A view would keep the whole tensor, and every rank the whole model."""
-    monkeypatch.setattr("meshplan.runtime.apply.materialize.dist.get_rank", lambda: rank)
+    monkeypatch.setattr("meshplan.runtime.apply.parameters.materialize.dist.get_rank", lambda: rank)
     rules = [{"match": "0", "place": {"tp": style}}]
     spec = load_spec({"version": 1, "mesh": {"tp": 2}, "rules": rules})
     plan = make_plan(spec, graph_of(nn.Sequential(nn.Linear(4, 8))), world_size=2)
@@ -165,7 +165,9 @@ def test_a_part_keeps_nothing_of_the_rest(monkeypatch, rank, style):
 
 def test_a_model_on_meta_is_given_memory_where_the_plan_keeps_each_part(monkeypatch):
     """With a device that is not the host, only what is offloaded lies on the host."""
-    monkeypatch.setattr("meshplan.runtime.apply.materialize.device", lambda: torch.device("meta"))
+    monkeypatch.setattr(
+        "meshplan.runtime.apply.parameters.materialize.device", lambda: torch.device("meta")
+    )
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     rules = [{"match": "1", "offload": "params"}]

@@ -18,8 +18,8 @@ from meshplan.memory.analytic.estimate import estimate_analytic
 from meshplan.memory.answer.states import state_bytes
 from meshplan.model.blueprint import from_mapping
 from meshplan.plan.plan import Plan, make_plan
-from meshplan.render.memory import memory_to_json, memory_to_text
-from meshplan.render.show import plan_to_text
+from meshplan.render.layouts.show import plan_to_text
+from meshplan.render.memory.memory import memory_to_json, memory_to_text
 from meshplan.runtime.apply import offload
 from meshplan.runtime.base.host_copies import to_host
 from meshplan.runtime.estimate.fixes import changes_of

@@ -281,7 +281,7 @@ def changed_attribute() -> str:
     plan = meshplan.plan.plan.make_plan(
         load_spec({"version": 1, "mesh": {"tp": 2}, "rules": FUSED}), graph_of(model), world_size=2
     )
-    from meshplan.runtime.apply.local_tensors import set_local_attributes
+    from meshplan.runtime.apply.tensor_parallel.local_tensors import set_local_attributes
 
     before = dict(vars(model.layers[0].attn))
     spoil(model)

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan.plan.plan import Plan
 from meshplan.plan.restrict import restrict
-from meshplan.runtime.apply.expert_protocol import find_for_twin
-from meshplan.runtime.apply.materialize import InitialValues
+from meshplan.runtime.apply.experts.expert_protocol import find_for_twin
+from meshplan.runtime.apply.parameters.materialize import InitialValues
 from meshplan.runtime.apply.pipeline.hooks import hooks_of
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.pipeline.run import StageRuntime

@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from meshplan.assign.types import Stages
+from meshplan.assign.base.types import Stages
 from meshplan.errors import ApplyError, Problem
 from meshplan.layout.schedules import SCHEDULES, actions, forward_only, released
 from meshplan.plan.plan import Plan
-from meshplan.runtime.apply.data import set_gradient_sync
+from meshplan.runtime.apply.data.data import set_gradient_sync
 from meshplan.runtime.apply.pipeline.answer import as_inputs, told_to_all
 from meshplan.runtime.apply.pipeline.program import make_program
 from meshplan.runtime.apply.pipeline.run import (

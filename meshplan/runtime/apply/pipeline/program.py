@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from meshplan.assign.types import Stages
+from meshplan.assign.base.types import Stages
 from meshplan.errors import ApplyError, Problem
 from meshplan.model.flow import Call
 from meshplan.model.stage_boundary import UnitFlow, stages_of, unit_calls

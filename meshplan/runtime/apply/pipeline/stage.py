@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointFunction
 
-from meshplan.assign.types import Stages
+from meshplan.assign.base.types import Stages
 from meshplan.errors import ApplyError, Problem
 from meshplan.model.flow import Call, Flow
 from meshplan.model.graph import ModelGraph

@@ -1,0 +1,132 @@
+"""Divide one dim of a module over tp: plainly, piece by piece, or kv heads shared by neighbours.
+
+A sharding that the surrounding code sees must keep heads whole. Projections fused in one weight are
+sharded one by one. If there are fewer kv heads than ranks, every rank whose queries need a kv head
+computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshplan.assign.base.types import Preset
+from meshplan.errors import Origin, Problem
+from meshplan.layout.layout import Piece
+from meshplan.layout.styles import Style, parse_packed
+from meshplan.model.graph import ModelGraph, ModuleInfo, TensorInfo
+
+
+def share_out(
+    graph: ModelGraph, info: ModuleInfo, style: Style, said: Preset, size: int, tp: int
+) -> tuple[Piece, ...] | Problem:
+    """Return the pieces of the dim of this size that `style` shards; () for a plain sharding.
+
+    A gathered output may be uneven and may split heads: no code sees its shards.
+    """
+    if "S(-1)" not in (style.input[0], style.output[1]):
+        return ()
+    if style.name == "packed_colwise":
+        return _packed(info, said, size, tp)
+    if info.packed > 1 and style.cut_dim == "out":
+        return Problem(
+            f"{info.fqn} ({info.type}) fuses {info.packed} projections in one weight, and "
+            f"'{said.word}' would cut across them",
+            said.reason.origin,
+            "use packed_colwise",
+        )
+    heads = size // info.head_dim if info.head_dim else 0
+    if heads and size % heads == 0 and tp % heads == 0 and heads < tp and style.cut_dim == "out":
+        shared = any(n % tp == 0 for n in _heads_beside(graph, info))
+        alike = sum(n == heads for n in _heads_beside(graph, info))
+        if shared and alike == 1:  # One key and one value projection.
+            return (Piece(size, heads),)
+    if heads and heads % tp:
+        return Problem(
+            f"{info.fqn}: {heads} heads of {info.head_dim} do not divide by tp {tp}",
+            said.reason.origin,
+            divisor_fix(heads, tp, "q, k, v and the output projection"),
+        )
+    if size % tp:
+        return Problem(
+            f"{info.fqn}: its dim '{style.cut_dim}' of size {size} does not divide by tp {tp}",
+            said.reason.origin,
+            divisor_fix(size, tp, "this module and its counterparts"),
+        )
+    return ()
+
+
+def _heads_beside(graph: ModelGraph, info: ModuleInfo) -> Iterator[int]:
+    """Yield the number of heads of each other projection of the same attention module."""
+    for other in graph.children(info.fqn.rpartition(".")[0]):
+        if other.fqn != info.fqn and other.head_dim == info.head_dim:
+            width = out_width(graph, other)
+            if width is not None:
+                yield width // (info.head_dim or 1)
+
+
+def out_width(graph: ModelGraph, info: ModuleInfo) -> int | None:
+    """Size of the output dim of a projection; None for other modules."""
+    weight = next((t for t in graph.owned(info.fqn) if "out" in t.dims), None)
+    return weight.shape[weight.dims.index("out")] if weight is not None else None
+
+
+def _packed(info: ModuleInfo, said: Preset, size: int, tp: int) -> tuple[Piece, ...] | Problem:
+    """Return the pieces of a fused weight, each sharded by itself."""
+    origin = said.reason.origin
+    _, stated = parse_packed(said.word)
+    sizes = stated or info.pieces
+    if len(stated) == 1:
+        sizes = (size // stated[0],) * stated[0]
+    if not sizes:
+        return Problem(
+            f"the plan does not state which projections {info.fqn} ({info.type}) fuses",
+            origin,
+            "write the number of equal pieces, packed_colwise(3), or their sizes, "
+            "'packed_colwise(4096, 1024, 1024)', or use colwise if the module fuses none",
+        )
+    if sum(sizes) != size:
+        total = f"the sum of {' and '.join(map(str, sizes))}"
+        what = f"divisible into {stated[0]} equal pieces" if len(stated) == 1 else total
+        return Problem(
+            f"{info.fqn}: its output dim of size {size} is not {what}",
+            origin,
+            f"state pieces that add up to {size}",
+        )
+    pieces = []
+    for number, piece in enumerate(sizes):
+        unit = info.head_dim if info.head_dim and piece % info.head_dim == 0 else 1
+        count = piece // unit
+        # Keys and values are the last two pieces, equal in size and smaller than the queries.
+        is_kv = len(sizes) == 3 and number and sizes[1] == sizes[2] < sizes[0] and unit > 1
+        if count % tp and not (is_kv and tp % count == 0):
+            noun = f"{count} heads of {unit}" if unit > 1 else f"a piece of size {piece}"
+            return Problem(
+                f"{info.fqn}: {noun} {'do' if unit > 1 else 'does'} not divide by tp {tp}",
+                origin,
+                divisor_fix(count, tp, "this module and its counterparts"),
+            )
+        pieces.append(Piece(piece, min(count, tp)))
+    return tuple(pieces)
+
+
+def are_equal(pieces: tuple[Piece, ...], tp: int) -> bool:
+    """Return True if one placement can express the sharding.
+
+    That needs equal pieces, and no two ranks may share a part of them.
+    """
+    return len(set(pieces)) == 1 and pieces[0].parts == tp and len(pieces) > 1
+
+
+def divisor_fix(size: int, tp: int, whole: str) -> str:
+    """Suggest a smaller tp that divides, or none at all."""
+    divisor = max((d for d in range(1, tp) if size % d == 0), default=1)
+    return f"use tp: {divisor}" if divisor > 1 else f"leave {whole} out of tp together"
+
+
+def pieces_cut_twice(tensor: TensorInfo, dim: int, origin: Origin | None) -> Problem:
+    """Build the problem of data axes that would shard the dim whose pieces tp shards."""
+    return Problem(
+        f"{tensor.fqn}: tp shards each piece of dim {dim}, so dp_shard must shard another dim",
+        origin,
+        f"use S({1 - dim})",
+    )

@@ -1,0 +1,1 @@
+"""Styles on modules: which projections, heads and losses an axis shards."""

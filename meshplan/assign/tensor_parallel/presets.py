@@ -1,0 +1,103 @@
+"""`tp_plan`: styles under the rules of tp, module by module.
+
+This module maps the words of transformers' tp plans to the styles that do exactly the same. A word
+that is not supported is refused, unless a rule states something else for that module.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
+
+from meshplan.assign.base.cascade import Cascade
+from meshplan.assign.base.types import Preset, Reason
+from meshplan.errors import Problem
+from meshplan.layout.mesh import Mesh
+from meshplan.model.graph import ModelGraph
+from meshplan.spec.spec import Spec
+
+_HF_WORDS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "colwise": "colwise",
+        "rowwise": "rowwise",
+        "packed_colwise": "packed_colwise",
+        "colwise_gather_output": "colwise_gather_output",
+        "colwise_rep": "colwise_gather_output",
+        "rowwise_split_input": "rowwise_split_input",
+        "rowwise_rep": "rowwise_split_input",
+        "embedding_rowwise": "vocab",
+        "embedding_colwise": "colwise_gather_output",
+        "replicated_with_grad_allreduce": "replicated_with_grad_allreduce",
+        "replicate": "R",
+    }
+)
+"""transformers' words for a module, and meshplan's.
+
+Source: transformers 5.23, `distributed/tensor_parallel.py`, ALL_PARALLEL_STYLES."""
+
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+
+
+@dataclass(slots=True)
+class Presets:
+    """Styles from `tp_plan` by module fqn, and the problems with it."""
+
+    by_module: dict[str, Preset] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def presets_of(spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh) -> Presets:
+    """Return the preset that `tp_plan` asks for."""
+    out = Presets()
+    if spec.tp_plan != "hf":
+        return out
+    origin = spec.origin("tp_plan")
+    if "tp" not in mesh.names:
+        what, fix = (
+            "'tp_plan' has no effect without a tp axis",
+            "add tp to the mesh, or remove tp_plan",
+        )
+        out.problems.append(Problem(what, origin, fix))
+        return out
+    reason = Reason("tp_plan: hf", origin)
+    problem = None if graph.tp_preset else Problem(
+        f"transformers has no tp plan for {graph.name}",
+        origin,
+        "write rules with colwise and rowwise, or try tp_plan: auto",
+    )  # fmt: skip
+    for fqn, theirs in _applied(graph):
+        word = _HF_WORDS.get(theirs)
+        if word is not None and fqn in graph.modules:
+            out.by_module[fqn] = Preset(word, reason)
+        elif problem is None and not _is_overridden(fqn, graph, cascade):
+            module = fqn if fqn in graph.modules else fqn.rpartition(".")[0]
+            problem = Problem(
+                f"transformers' tp plan has '{theirs}' for {fqn}, which is not available yet in "
+                "this version",
+                origin,
+                "leave it whole by a rule: "
+                f"{{match: '{_NUMBER.sub('.*', module)}', place: {{tp: R}}}}",
+            )
+    out.problems += [problem] if problem else []
+    return out
+
+
+def _applied(graph: ModelGraph) -> Iterator[tuple[str, str]]:
+    """Yield (module or parameter, word of the plan); the plan writes `*` for layer numbers."""
+    for fqn in (*graph.modules, *(t.fqn for t in graph.parameters)):
+        word = graph.tp_preset.get(_NUMBER.sub(".*", fqn))
+        if word is not None:
+            yield fqn, word
+
+
+def _is_overridden(fqn: str, graph: ModelGraph, cascade: Cascade) -> bool:
+    """Return True if a rule decides the tp axis of this module or parameter."""
+    if fqn not in graph.modules:
+        if cascade.param(graph.tensors[fqn], "place.tp") is not None:
+            return True
+        fqn = graph.first_name(fqn.rpartition(".")[0])
+    around = cascade.inherited(fqn, "place.tp")
+    return cascade.own(fqn, "place.tp") is not None or (around is not None and around.value == "R")

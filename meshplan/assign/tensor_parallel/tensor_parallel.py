@@ -1,0 +1,304 @@
+"""The tp axis: choose the style of each module, and check if the module can take it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from meshplan.assign.base.cascade import Cascade, Stated
+from meshplan.assign.base.missing_axis import no_axis
+from meshplan.assign.base.pieces import are_equal, share_out
+from meshplan.assign.base.tensor_cuts import TensorCut, TensorParallel, report
+from meshplan.assign.base.types import Preset, Reason, StyleUse
+from meshplan.assign.tensor_parallel.heads import local_attributes
+from meshplan.assign.tensor_parallel.multihead import multihead_cuts, multihead_pieces
+from meshplan.assign.tensor_parallel.pairs import check_pairs, check_shared, check_tied
+from meshplan.errors import Origin, Problem
+from meshplan.layout.layout import Layout, Piece
+from meshplan.layout.mesh import Mesh
+from meshplan.layout.styles import (
+    PLANNED_STYLES,
+    WEIGHT_DIMS,
+    Style,
+    dims_of,
+    kinds_of,
+    parse_placement,
+    style_for,
+)
+from meshplan.model.graph import ModelGraph, ModuleInfo, TensorInfo
+from meshplan.spec.spec import AUTO, Spec
+
+_FIELD = "place.tp"
+
+
+def assign_tp(
+    spec: Spec,
+    graph: ModelGraph,
+    cascade: Cascade,
+    mesh: Mesh,
+    preset: Mapping[str, Preset] = MappingProxyType({}),
+) -> TensorParallel:
+    """Collect styles from the rules and the preset, and check them against their modules.
+
+    Args:
+        preset: Styles from `tp_plan`, by module fqn. A rule on the same module overrides them, and
+            so does an `R` on a module around it.
+    """
+    out = TensorParallel()
+    by_rules = dict(cascade.modules_with(_FIELD))
+    if "tp" not in mesh.names:
+        by_rule = {s.rule.index: s for s in by_rules.values()}
+        for tensor in graph.parameters:
+            found = cascade.param(tensor, _FIELD)
+            if found:
+                by_rule[found.rule.index] = found
+        out.problems += [no_axis("tp", mesh, spec.origin(s.path)) for s in by_rule.values()]
+        return out
+    stated = {fqn: _said(spec, s) for fqn, s in by_rules.items() if s.value != AUTO}
+    for fqn, said in preset.items():
+        around = cascade.inherited(fqn, _FIELD)
+        if fqn not in stated and (around is None or around.value != "R"):
+            stated[fqn] = said
+    for fqn in graph.modules:
+        if fqn in stated:
+            info = graph.modules[fqn]
+            _assign_module(graph, mesh, info, stated[fqn], out, spec.sequence_parallel)
+    for tensor in graph.parameters:
+        found = cascade.param(tensor, _FIELD)
+        if found:
+            _assign_param(graph, tensor, _said(spec, found), out)
+    order: dict[Origin | None, int] = {spec.origin(s.path): s.rule.index for s in by_rules.values()}
+    out.problems.sort(key=lambda problem: order.get(problem.origin, len(spec.rules)))
+    proved = {fqn for fqn, said in stated.items() if said.is_proved}
+    check_tied(graph, mesh, out, proved)
+    check_pairs(mesh, out, proved)
+    check_shared(graph, mesh, out, proved)
+    local_attributes(graph, mesh, out)
+    says_nothing = spec.tp_plan == "none" and not any("tp" in rule.place for rule in spec.rules)
+    if mesh.size("tp") > 1 and says_nothing:
+        out.problems.append(
+            Problem(
+                f"the tp axis of size {mesh.size('tp')} shards nothing: "
+                "no rule places a module on tp",
+                spec.origin("mesh.tp"),
+                "add rules such as {match: 'layers.*.attn.wq', place: {tp: colwise}}, "
+                "or remove tp from the mesh",
+            )
+        )
+    return out
+
+
+def _said(spec: Spec, statement: Stated) -> Preset:
+    """Convert the statement of a rule to a preset."""
+    return Preset(str(statement.value), Reason(statement.text, spec.origin(statement.path)))
+
+
+def _assign_module(
+    graph: ModelGraph,
+    mesh: Mesh,
+    info: ModuleInfo,
+    said: Preset,
+    out: TensorParallel,
+    sequence_parallel: bool,
+) -> None:
+    word, reason = said.word, said.reason
+    if word in PLANNED_STYLES:
+        return  # Reported by `not_yet`.
+    owned = [t for t in graph.owned(info.fqn) if not t.is_buffer]
+    if word == "R":
+        for tensor in owned:
+            whole = Layout.whole(len(tensor.shape))
+            _record(out, tensor, TensorCut(whole, False, reason))
+        return
+    style = style_for(word, info.kind)
+    if style is None:
+        dim = parse_placement(word)
+        if dim is not None and owned and info.kind not in ("linear", "conv1d", "embedding"):
+            for tensor in owned:
+                _cut_param(graph, tensor, dim, reason, out)
+            return
+        report(out, _cannot_take(graph, info, said))
+        return
+    pieces: tuple[Piece, ...] | Problem = said.pieces
+    if style.cut_dim and not said.is_proved:
+        pieces = _share_out(graph, mesh, info, style, said, sequence_parallel)
+    if isinstance(pieces, Problem):
+        report(out, pieces)
+        return
+    out.styles[info.fqn] = StyleUse(style, "tp", reason, pieces, is_proved=said.is_proved)
+    if info.kind == "mha":
+        for tensor, layout in multihead_cuts(graph, info, mesh.size("dp_shard")):
+            _record(out, tensor, TensorCut(layout, False, reason))
+    else:
+        _cut(graph, mesh, info, out.styles[info.fqn], out)
+
+
+def _dims(tensor: TensorInfo, owner: ModuleInfo) -> tuple[str, ...]:
+    """The dims of a tensor as this owner names them; a tied tensor has a name per owner."""
+    names = {n.rpartition(".")[0]: n.rpartition(".")[2] for n in tensor.names}
+    leaf = next(names[m] for m in (owner.fqn, *owner.aliases) if m in names)
+    return dims_of(owner.kind, leaf, len(tensor.shape))
+
+
+def _cannot_take(graph: ModelGraph, info: ModuleInfo, said: Preset) -> Problem:
+    word = said.word
+    name = info.fqn or "the root module"
+    dim = parse_placement(word)
+    if dim is not None and info.kind in WEIGHT_DIMS:
+        ndim = len(WEIGHT_DIMS[info.kind])
+        what = f"the weight of {name} has {ndim} dims, so it has no dim {dim}"
+        return Problem(what, said.reason.origin, f"use S(0) to S({ndim - 1})")
+    kinds = kinds_of(word) or ("linear", "conv1d", "embedding")
+    below = [
+        m.fqn
+        for m in graph.modules.values()
+        if m.kind in kinds and (not info.fqn or m.fqn.startswith(info.fqn + "."))
+    ]
+    if below:
+        fix = f"match a module that can, such as '{below[0]}'"
+    else:
+        fix = "remove the placement, or state 'R'"
+    a = "an" if kinds[0][0] in "aeiou" else "a"
+    return Problem(
+        f"'{word}' cannot be applied to {name} ({info.type}): it needs {a} {_either(kinds)} module",
+        said.reason.origin,
+        fix,
+    )
+
+
+def _either(words: tuple[str, ...]) -> str:
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def _share_out(
+    graph: ModelGraph,
+    mesh: Mesh,
+    info: ModuleInfo,
+    style: Style,
+    said: Preset,
+    sequence_parallel: bool,
+) -> tuple[Piece, ...] | Problem:
+    """The pieces of the dim that the style shards; () for a plain sharding."""
+    if info.kind == "mha":
+        tp = mesh.size("tp")
+        return multihead_pieces(graph, info, said, tp, sequence_parallel=sequence_parallel)
+    dim = style.cut_dim or ""
+    weight = next((t for t in graph.owned(info.fqn) if dim in _dims(t, info)), None)
+    if weight is None:
+        return Problem(
+            f"{info.fqn} ({info.type}) has no parameter with a dim '{dim}': its weight is "
+            "computed from other parameters (as by weight_norm)",
+            said.reason.origin,
+            "leave this module out of tp",
+        )
+    size = weight.shape[_dims(weight, info).index(dim)]
+    return share_out(graph, info, style, said, size, mesh.size("tp"))
+
+
+def _cut(
+    graph: ModelGraph, mesh: Mesh, info: ModuleInfo, use: StyleUse, out: TensorParallel
+) -> None:
+    """Lay out the parameters of a module under its style.
+
+    A weight in equal pieces is sharded in each of them, which one placement can express as long as
+    the data axes shard another dim. Every other weight in pieces stays whole, and so do biases:
+    each rank computes with its own rows, and gradients are added up.
+    """
+    tp, dim, reason = mesh.size("tp"), use.style.cut_dim, use.reason
+    for tensor in graph.owned(info.fqn):
+        if tensor.is_buffer:
+            continue
+        layout, dims, why = Layout.whole(len(tensor.shape)), _dims(tensor, info), reason
+        at = dims.index(dim) if dim in dims else None
+        if at is not None and not use.pieces:
+            layout = layout.cut("tp", at)
+        elif at is not None and tp > 1:
+            others = [size for d, size in enumerate(tensor.shape) if d != at]
+            if others and are_equal(use.pieces, tp) and others[0] % mesh.size("dp_shard") == 0:
+                layout = layout.cut("tp", at, len(use.pieces))
+            else:
+                sizes = "+".join(str(piece.size) for piece in use.pieces)
+                why = Reason(f"{reason.text}, whole: each rank takes its part of {sizes}",
+                             reason.origin)  # fmt: skip
+        _record(out, tensor, TensorCut(layout, False, why))
+
+
+def _assign_param(graph: ModelGraph, tensor: TensorInfo, said: Preset, out: TensorParallel) -> None:
+    word, reason = said.word, said.reason
+    dim = parse_placement(word)
+    if word == "R":
+        whole = Layout.whole(len(tensor.shape))
+        out.cuts[tensor.fqn] = TensorCut(whole, False, reason)
+    elif dim is not None:
+        _cut_param(graph, tensor, dim, reason, out)
+    else:
+        report(out, Problem(
+            f"'{word}' is a style for modules, not a placement of one parameter",
+            reason.origin,
+            "use S(0), S(1) or R, or match the module instead",
+        ))  # fmt: skip
+
+
+def _cut_param(
+    graph: ModelGraph, tensor: TensorInfo, dim: int, reason: Reason, out: TensorParallel
+) -> None:
+    """Apply S(d) to a parameter: stored sharded, gathered each time its module runs."""
+    owner = graph.modules[graph.first_name(tensor.module)]
+    if not owner.has_forward:
+        report(out, Problem(
+            f"{tensor.fqn} cannot be sharded by tp: {owner.type} is never called, so tp has "
+            "no call at which to gather the parameter",
+            reason.origin,
+            "remove the placement on tp",
+        ))  # fmt: skip
+        return
+    if not -len(tensor.shape) <= dim < len(tensor.shape):
+        report(out, no_dim(tensor, dim, reason.origin))
+        return
+    layout = Layout.whole(len(tensor.shape)).cut("tp", dim)
+    _record(out, tensor, TensorCut(layout, True, reason))
+
+
+def no_dim(tensor: TensorInfo, dim: int, origin: Origin | None) -> Problem:
+    """Build the problem of a parameter that is to be sharded along a dim that it does not have."""
+    ndim = len(tensor.shape)
+    fix = "use S(0)" if ndim == 1 else f"use S(0) to S({ndim - 1})"
+    return Problem(
+        f"{tensor.fqn} has shape {list(tensor.shape)}, which has no dim {dim}",
+        origin,
+        fix if ndim else "use R: a scalar cannot be sharded",
+    )
+
+
+def _record(out: TensorParallel, tensor: TensorInfo, cut: TensorCut) -> None:
+    """Record a sharding; a tied tensor with two of them must have equal ones."""
+    before = out.cuts.get(tensor.fqn)
+    if before is not None and before.layout != cut.layout:
+        report(out, Problem(
+            f"{tensor.fqn} and {tensor.aliases[0] if tensor.aliases else tensor.fqn} are one "
+            f"tensor, but {before.reason} states {before.layout} and this rule {cut.layout}",
+            cut.reason.origin,
+            "give both the same placement",
+        ))  # fmt: skip
+        return
+    out.cuts[tensor.fqn] = cut
+
+
+def sequence_problems(spec: Spec, mesh: Mesh) -> Iterator[Problem]:
+    """Yield the reasons why the sequence cannot be sharded over this mesh."""
+    if not spec.sequence_parallel:
+        return
+    parts = mesh.size("cp", "tp")
+    if mesh.size("tp") == 1:
+        yield Problem(
+            "'sequence_parallel' has no effect without a tp axis",
+            spec.origin("sequence_parallel"),
+            "add tp to the mesh, or remove sequence_parallel",
+        )
+    if (spec.batch.seq_len or 0) % parts:
+        yield Problem(
+            f"a sequence of {spec.batch.seq_len} does not divide by "
+            f"{' x '.join(mesh.present(('cp', 'tp')))} {parts}, but sequence_parallel shards it",
+            spec.origin("batch.seq_len"),
+            f"use a multiple of {parts}",
+        )

@@ -1,0 +1,1 @@
+"""FSDP2 units, what is offloaded or recomputed, and statistics of BatchNorm."""

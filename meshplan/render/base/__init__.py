@@ -1,0 +1,1 @@
+"""Lines, trees and colours of text answers."""

@@ -1,0 +1,1 @@
+"""The text of a plan: layouts, stages, ranks."""

@@ -1,0 +1,1 @@
+"""The text of memory: an estimate, a module, the textbook."""

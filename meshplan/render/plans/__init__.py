@@ -1,0 +1,1 @@
+"""The text of a search: the plan, alternatives, differences, why not."""

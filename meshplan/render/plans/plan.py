@@ -1,0 +1,329 @@
+"""Output of `meshplan plan`: the chosen plan, its distance to the limits, and the alternatives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from meshplan.memory.answer.estimate import left_in_words
+from meshplan.planner.answers.written import Written
+from meshplan.planner.problem.decision import Decision, Evaluated
+from meshplan.planner.space.space import EmptySpaceError, Rejected
+from meshplan.render.base.statements import flow, settings_in_words, way_lines
+from meshplan.render.base.text import columns, packed, paint, wrapped
+from meshplan.render.memory.memory import ranks_in_words
+from meshplan.units import format_gib, format_step
+
+_MOST_REJECTED = 12
+
+
+def decision_to_json(decision: Decision) -> dict[str, Any]:
+    """Return the `result` of schema plan/1."""
+    chosen = decision.chosen
+    ladder = decision.ladder
+    return {
+        **(way_to_json(decision, chosen) if chosen else dict.fromkeys(_KEYS)),
+        "limit_bytes": decision.limit_bytes,
+        "fits": chosen is not None,
+        "gap": decision.gap if chosen else None,
+        "objective": decision.objective,
+        "is_whole": decision.is_whole,
+        "is_interrupted": decision.is_interrupted,
+        "num_configs": decision.num_configs,
+        "num_measured": decision.num_measured,
+        "search_s": decision.search_s,
+        "ladder": None
+        if ladder is None
+        else {
+            "roofline_s": ladder.roofline_s,
+            "no_network_s": ladder.no_network_s,
+            "no_memory_limit_s": ladder.no_memory_limit_s,
+            "plan_s": ladder.plan_s,
+        },
+        "chosen": dict(chosen.stated) if chosen else None,
+        "alternatives": [way_to_json(decision, evaluated) for evaluated in decision.alternatives],
+        "rejected": [{"what": each.what, "why": each.why} for each in decision.rejected],
+        "profile": {
+            "device": decision.profile.device,
+            "framework": decision.profile.framework,
+            "dtype": decision.profile.dtype,
+            "residual": decision.profile.residual,
+            "file": str(decision.profile_path) if decision.profile_path else None,
+        },
+    }
+
+
+_KEYS = (
+    "mesh", "strategy", "batch", "pipeline", "activation_checkpointing", "step_s",
+    "tokens_per_s_per_gpu", "mfu", "expected_bytes", "peak_bytes",
+    "host_bytes",
+)  # fmt: skip
+
+
+def way_to_json(decision: Decision, evaluated: Evaluated) -> dict[str, Any]:
+    """Return one plan as in `result` of schema plan/1 and in its lists."""
+    plan = evaluated.plan
+    a, stages = plan.assignment, plan.assignment.stages
+    batch = plan.spec.batch
+    return {
+        "mesh": {each.name: each.size for each in (*a.mesh, *a.mesh.loans)},
+        "strategy": a.strategy.name,
+        "batch": {
+            "micro": plan.micro,
+            "accumulate": plan.accumulate,
+            "global": batch.global_ or decision.samples,
+        },
+        "pipeline": stages and {
+            "schedule": stages.schedule,
+            "virtual": stages.virtual,
+            "microbatches": stages.microbatches,
+        },
+        "activation_checkpointing": {
+            mode: sum(r.policy.mode == mode for r in a.recompute.values())
+            for mode in ("selective", "full")
+        },
+        "step_s": evaluated.seconds,
+        "tokens_per_s_per_gpu": decision.tokens_per_s(evaluated),
+        "mfu": decision.mfu(evaluated),
+        "expected_bytes": evaluated.memory.worst.peak.total_bytes,
+        "peak_bytes": evaluated.memory.worst.band[1],
+        "host_bytes": evaluated.memory.host.held_bytes if evaluated.memory.host else 0,
+    }  # fmt: skip
+
+
+def written_to_json(written: Written) -> dict[str, Any]:
+    """Return the key `as_written` of schema plan/1."""
+    memory = written.memory
+    return {
+        "step_s": written.seconds,
+        "expected_bytes": memory.worst.peak.total_bytes,
+        "peak_bytes": memory.worst.band[1],
+        "fits": memory.fits,
+    }
+
+
+def written_to_text(written: Written) -> str:
+    """Return a note on the plan file as it stands."""
+    left = left_in_words(written.memory.worst.band[1], written.memory.limit_bytes)
+    return f"as the file stands, without the lock: {written.memory.size}: {left}"
+
+
+def no_space_to_json(error: EmptySpaceError) -> dict[str, Any]:
+    """Return the `result` of schema plan/1 for statements that leave nothing to choose from."""
+    return {
+        **dict.fromkeys(_KEYS),
+        "fits": False,
+        "gap": None,
+        "is_whole": True,
+        "num_configs": 0,
+        "ladder": None,
+        "chosen": None,
+        "alternatives": [],
+        "rejected": [
+            {"what": "everything", "why": error.problems[0].what},
+            *({"what": each.what, "why": each.why} for each in error.rejected),
+        ],
+    }
+
+
+def no_space_to_text(error: EmptySpaceError, title: str) -> list[str]:
+    """Return the lines of the answer for statements that leave nothing to choose from.
+
+    Args:
+        error: The error of the search.
+        title: Name of the plan.
+    """
+    problem = error.problems[0]
+    fix = problem.fix if problem.origin and problem.origin.path == "batch.global" else ""
+    lines = [*wrapped(f"{title}: {problem.what}", 4), *(wrapped(f"  fix: {fix}", 4) if fix else [])]
+    return [*lines, *_section(_rejected(error.rejected))]
+
+
+def decision_to_text(
+    decision: Decision, title: str, costs: Sequence[str] = (), *, colour: bool = False
+) -> list[str]:
+    """Return the lines of the answer, without the notes.
+
+    Args:
+        decision: The planner's decision.
+        title: Name of the plan.
+        costs: Lines on the cost; empty if the user did not ask for it.
+        colour: If True, the lines are coloured.
+    """
+    chosen = decision.chosen
+    if chosen is None:
+        limit = format_gib(decision.limit_bytes)
+        line = f"{title}: no configuration fits into {limit}"
+        if not decision.is_whole:
+            end = "interrupted" if decision.is_interrupted else "time limit reached"
+            line = f"{title}: {end} before a plan was found that fits into {limit}"
+        return [paint(line, "bold", colour), *_section(_rejected(decision.rejected))]
+    lines = [
+        paint(f"{title}: {format_step(chosen.seconds)} a step", "bold", colour)
+        + f", {_rate(decision, chosen)} per GPU"
+        + f", MFU {decision.mfu(chosen):.1%}"
+        + _offload(decision, chosen),
+        "",
+        *(part for line in way_lines(chosen) for part in wrapped(f"  {line}", 4)),
+        "",
+        *_memory(decision, chosen),
+        *_least(decision),
+        *_section(_ladder(decision)),
+        *_unproved(decision),
+        *_section(costs),
+        *_section(_alternatives(decision)),
+        *_section(_rejected(decision.rejected)),
+    ]
+    return lines
+
+
+def _section(lines: Sequence[str]) -> list[str]:
+    """Return the lines with an empty line before them; [] for no lines."""
+    return ["", *lines] if lines else []
+
+
+def _offload(decision: Decision, chosen: Evaluated) -> str:
+    """Describe what the planner offloads to the host, and the time without offload; "" if nothing.
+
+    The plan file does not ask for offload, and a step waits for it, so the title line reports it.
+    """
+    host = chosen.memory.host
+    if chosen.stated.get("offload", "none") == "none" or host is None:
+        return ""
+    without_s, price = decision.unoffloaded_s, ""
+    if without_s == float("inf"):
+        price = "no plan fits" if decision.is_whole else "no plan that fits was found"
+        price = f"; without offload {price}"
+    elif without_s is not None:
+        price = f"; without offload {format_step(without_s)} a step"
+    held, limit = format_gib(host.held_bytes), format_gib(host.limit_bytes)
+    known = "" if host.is_stated else " (assumed)"
+    what = flow(chosen.stated["offload"])
+    return f", with offload: {what}, {held} of a node's {limit} host memory{known}{price}"
+
+
+def _rate(decision: Decision, evaluated: Evaluated) -> str:
+    """Return tokens per second of one GPU, or samples per second if samples have no length."""
+    if decision.tokens:
+        return f"{decision.tokens_per_s(evaluated):,.0f} tokens/s"
+    return f"{decision.samples_per_s(evaluated):,.1f} samples/s"
+
+
+def _memory(decision: Decision, evaluated: Evaluated) -> list[str]:
+    worst = evaluated.memory.worst
+    left = left_in_words(worst.band[1], evaluated.memory.limit_bytes)
+    return [
+        f"memory  {evaluated.memory.size}: {left}",
+        f"        on {ranks_in_words(worst.ranks)}, in {worst.at.phase}"
+        + (f" of {worst.at.module}" if worst.at.module else ""),
+        *(
+            line
+            for what, value in evaluated.memory.assumed
+            if what == "routing"
+            for line in wrapped(f"        if {value}", 8)
+        ),
+        *(f"host    {line}" for line in _host(evaluated)),
+        *_allocator(evaluated),
+    ]
+
+
+def _allocator(evaluated: Evaluated) -> Iterator[str]:
+    """Yield lines on how a process gets the allocator that the memory estimate assumes."""
+    if evaluated.stated.get("allocator") == "expandable":
+        yield "        with expandable segments: parallelize() turns them on before it moves the"
+        yield "        model; if the script allocates GPU memory earlier, start the job with"
+        yield "        PYTORCH_ALLOC_CONF=expandable_segments:True"
+
+
+def _host(evaluated: Evaluated) -> Iterator[str]:
+    """Yield the memory used on the host, and its limit."""
+    held = evaluated.memory.host
+    if held is not None:
+        much, limit = format_gib(held.held_bytes), format_gib(held.limit_bytes)
+        known = "" if held.is_stated else " (assumed; state hardware.host_memory)"
+        yield f"{much} of a node's {limit}{known}"
+
+
+def _least(decision: Decision) -> list[str]:
+    if decision.objective == "balanced":
+        return [
+            f"        seconds times bytes: no configuration is more than {decision.gap:.1%} lower"
+        ]
+    if decision.objective != "memory":
+        return []
+    return [f"        the least found; lower bound of all configurations: {decision.gap:.1%} less"]
+
+
+def _ladder(decision: Decision) -> list[str]:
+    ladder = decision.ladder
+    if ladder is None:
+        return []
+    return [
+        f"limits  {format_step(ladder.roofline_s)} if all flops ran at peak throughput",
+        f"        {format_step(ladder.no_network_s)} if communication were free: the network costs "
+        f"{ladder.plan_s / ladder.no_network_s - 1:.1%}",
+        f"        {format_step(ladder.no_memory_limit_s)} if memory were unlimited: the limit "
+        f"costs {ladder.plan_s / ladder.no_memory_limit_s - 1:.1%}",
+        f"        {format_step(ladder.plan_s)} for the fastest of {decision.num_configs:,} "
+        f"configurations, each with {decision.num_options} options per block "
+        + (f"(gap {decision.gap:.2%})" if decision.is_whole else "so far"),
+    ]
+
+
+def _unproved(decision: Decision) -> list[str]:
+    if decision.is_whole:
+        return []
+    end = "interrupted" if decision.is_interrupted else "time limit reached"
+    if decision.objective in ("memory", "balanced"):
+        return [f"search incomplete: {end}"]
+    return [f"search incomplete: {end}; no configuration is more than {decision.gap:.1%} faster"]
+
+
+def _alternatives(decision: Decision) -> list[str]:
+    if not decision.alternatives:
+        return []
+    chosen = decision.chosen
+    assert chosen is not None
+    heads = columns(
+        [
+            (
+                f"{evaluated.seconds / chosen.seconds - 1:+.1%}",
+                format_gib(evaluated.memory.worst.band[1]),
+            )
+            for evaluated in decision.alternatives
+        ],
+        ">>",
+    )
+    lines = [
+        part
+        for head, evaluated in zip(heads, decision.alternatives, strict=True)
+        for part in packed(f"  {head}  ", _other_lines(evaluated, chosen))
+    ]
+    return ["alternatives that fit", *lines]
+
+
+def _other_lines(evaluated: Evaluated, chosen: Evaluated) -> Iterator[str]:
+    """Yield the statements of a plan that differ from the chosen plan."""
+    there = set(way_lines(chosen))
+    yield from (line for line in way_lines(evaluated) if line not in there)
+    for path in chosen.stated:
+        if path not in evaluated.stated and path.startswith("rules["):
+            yield f"without {path}"
+        elif (
+            path == "pipeline.virtual"
+            and path not in evaluated.stated
+            and evaluated.plan.assignment.stages
+        ):
+            yield f"{path}: 1"
+
+
+def _rejected(rejected: Iterable[Rejected]) -> list[str]:
+    """Return lines on what is not in the space, one per reason."""
+    by_why: dict[str, list[str]] = {}
+    for each in rejected:
+        by_why.setdefault(each.why, []).append(each.what)
+    reasons = [f"  {settings_in_words(whats)}: {why}" for why, whats in by_why.items()]
+    lines = [part for line in reasons[:_MOST_REJECTED] for part in wrapped(line, 4)]
+    if (more := len(reasons) - _MOST_REJECTED) > 0:
+        lines.append(f"  and {more} more (--json)")
+    return ["not in the search space", *lines] if lines else []

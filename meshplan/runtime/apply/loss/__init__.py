@@ -1,0 +1,1 @@
+"""Losses of sharded logits: in chunks, by vocabulary, weighted by tokens."""

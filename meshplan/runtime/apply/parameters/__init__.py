@@ -1,0 +1,1 @@
+"""Parameters of a live model: initial values, shards, writes in forward."""

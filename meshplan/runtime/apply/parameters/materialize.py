@@ -1,0 +1,171 @@
+"""Initial values before wrapping: every rank must start from the values that one process has.
+
+Real tensors are compared across ranks and taken from rank 0 where they differ. Tensors on meta are
+initialised in full, one after the other, with the same random numbers on every rank; each rank
+keeps its own shard and frees the rest (`runtime.apply.parameters.initial_values`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshplan.errors import ApplyError, Problem
+from meshplan.plan.plan import Plan
+from meshplan.runtime.apply.data.data import params_on_host
+from meshplan.runtime.apply.parameters.initial_values import initialise
+from meshplan.runtime.base.digest import checksum
+from meshplan.runtime.base.mesh import device, local_of
+
+
+@dataclass(slots=True)
+class InitialValues:
+    """Initial values of a model that is still on meta.
+
+    Attributes:
+        local: This rank's shards, by fqn; empty for a real model.
+    """
+
+    local: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def fill(self, model: nn.Module, plan: Plan) -> None:
+        """Allocate the model's memory and copy the values in; later calls do nothing."""
+        if not self.local:
+            return
+        on_host = {id(param) for param in params_on_host(model, plan)}
+
+        def empty(tensor: torch.Tensor) -> torch.Tensor:
+            where = torch.device("cpu") if id(tensor) in on_host else device()
+            return torch.empty_like(tensor, device=where)
+
+        model._apply(empty)  # Like `to_empty`, which supports one device only.
+        _retie(model, plan)
+        params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        with torch.no_grad():
+            for fqn, value in self.local.items():
+                local_of(params.get(fqn, buffers.get(fqn))).copy_(value)
+        self.local.clear()
+
+
+def agree_on_values(model: nn.Module, plan: Plan) -> InitialValues:
+    """Make real values equal on all ranks, in place, and compute those of tensors on meta.
+
+    Returns:
+        The values of a model on meta, to be filled in after wrapping; empty for a real model.
+
+    Raises:
+        ApplyError: A tensor on meta is not initialised by the model, or the ranks have different
+            tensors on meta and none of them has all values.
+    """
+    tensors = _tensors(model, plan)
+    missing = [fqn for fqn, t in tensors.items() if t.is_meta]
+    everywhere: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everywhere, missing)
+    if not any(everywhere):
+        _take_from_rank_0(tensors)
+        return InitialValues()
+    if all(names == everywhere[0] for names in everywhere):
+        _take_from_rank_0({f: t for f, t in tensors.items() if not t.is_meta})
+        out = InitialValues()
+        names = {fqn: placed.info.names for fqn, placed in plan.assignment.tensors.items()}
+
+        def keep(fqn: str, value: torch.Tensor) -> None:
+            if _is_held(fqn, plan):
+                out.local[fqn] = _part(value, fqn, plan)
+
+        initialise(model, names, keep)
+        for fqn, tensor in tensors.items():
+            if not tensor.is_meta:
+                keep(fqn, tensor)
+        return out
+    # Only some ranks have real values: one that has all of them broadcasts.
+    full = next((rank for rank, names in enumerate(everywhere) if not names), None)
+    if full is None:
+        raise ApplyError(
+            Problem(
+                "the ranks have different tensors on the meta device, and no rank has the values "
+                "of all tensors",
+                fix="build the model identically on every rank, or with real values for all "
+                "tensors on one rank",
+            )
+        )
+    return _receive(tensors, plan, full)
+
+
+def _tensors(model: nn.Module, plan: Plan) -> dict[str, torch.Tensor]:
+    found = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {fqn: found[fqn] for fqn in plan.assignment.tensors}
+
+
+def _part(value: torch.Tensor, fqn: str, plan: Plan) -> torch.Tensor:
+    """Return this rank's shard of a full value, in the dtype it is stored in."""
+    placed = plan.assignment.tensors[fqn]
+    value = value.detach()
+    ranges = placed.stored.ranges(placed.info.shape, plan.mesh, dist.get_rank())
+    dtype = getattr(torch, placed.dtype)
+    part = value
+    for dim, slices in enumerate(ranges):
+        pieces = [part.narrow(dim, s.start, s.stop - s.start) for s in slices]
+        part = torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
+    part = part.to(dtype=dtype).contiguous()
+    # A view would keep the full value's memory alive.
+    whole = value.untyped_storage().data_ptr()
+    return part.clone() if part.untyped_storage().data_ptr() == whole else part
+
+
+def _take_from_rank_0(tensors: dict[str, torch.Tensor]) -> None:
+    """Compare checksums in one collective, then broadcast only tensors that differ."""
+    if dist.get_world_size() == 1 or not tensors:
+        return
+    sums = torch.tensor([checksum(t) for t in tensors.values()], dtype=torch.int64)
+    low, high = sums.to(device(), copy=True), sums.to(device(), copy=True)
+    dist.all_reduce(low, op=dist.ReduceOp.MIN)
+    dist.all_reduce(high, op=dist.ReduceOp.MAX)
+    differs = (low != high).tolist()
+    for tensor, different in zip(tensors.values(), differs, strict=True):
+        if different:
+            sent = tensor.detach().to(device(), copy=True).contiguous()
+            dist.broadcast(sent, src=0)
+            # New memory instead of a copy into the old, which is restored if a later step raises.
+            tensor.data = sent.to(tensor.device)
+
+
+def _receive(tensors: dict[str, torch.Tensor], plan: Plan, source: int) -> InitialValues:
+    """Broadcast each tensor once from the rank that has all values; keep this rank's shard."""
+    out = InitialValues()
+    is_source = dist.get_rank() == source
+    for fqn, tensor in tensors.items():
+        if is_source:
+            full = tensor.detach().to(device()).contiguous()
+        else:
+            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device())
+        dist.broadcast(full, src=source)
+        if _is_held(fqn, plan):
+            out.local[fqn] = _part(full, fqn, plan)
+    return out
+
+
+def _is_held(fqn: str, plan: Plan) -> bool:
+    """Return True if a stage of this rank holds the tensor."""
+    stages = plan.assignment.stages
+    place = plan.mesh.index(dist.get_rank(), ("pp",))
+    return stages is None or stages.holds(fqn, place)
+
+
+def _retie(model: nn.Module, plan: Plan) -> None:
+    """Tie names of one tensor again, since `_apply` gives each name a tensor of its own."""
+    for placed in plan.assignment.tensors.values():
+        tensor = _holder(model, placed.info.fqn)[placed.info.fqn.rpartition(".")[2]]
+        for name in placed.info.aliases:
+            _holder(model, name)[name.rpartition(".")[2]] = tensor
+
+
+def _holder(model: nn.Module, name: str) -> dict[str, Any]:
+    """Return the module's table of parameters or of buffers that contains this name."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    return module._parameters if leaf in module._parameters else module._buffers

@@ -1,0 +1,1 @@
+"""Tensor parallelism of a live model by DTensor."""

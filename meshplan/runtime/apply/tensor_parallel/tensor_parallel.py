@@ -1,0 +1,317 @@
+"""Tensor parallelism: parameters become DTensors, and hooks lay activations out as styles demand.
+
+The table `layout.styles.STYLES` lists the layouts; each styled module gets two hooks. Applied
+before activation checkpointing and before the data axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distribute_tensor
+
+from meshplan.assign import Placed, StyleUse
+from meshplan.errors import ApplyError, Problem
+from meshplan.layout.styles import GATHERED, LOGITS
+from meshplan.plan.plan import Plan
+from meshplan.runtime.apply.loss.vocab_parallel_loss import leave_logits
+from meshplan.runtime.apply.tensor_parallel.local_tensors import (
+    compute_locally,
+    look_up_own_rows,
+    looks_up_own_rows,
+    set_local_attributes,
+)
+from meshplan.runtime.apply.tensor_parallel.multihead import attend_by_heads
+from meshplan.runtime.base.compile import compiles
+from meshplan.runtime.base.fake_mode import is_fake_execution
+from meshplan.runtime.base.mesh import activation_placement, placement, submesh
+from meshplan.runtime.torch_private.ops import as_dtensor
+from meshplan.runtime.trace.sp_boundary import cross
+
+
+def apply_tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Shard the parameters over tp and register the hooks that redistribute activations, in place.
+
+    Assumes: every rank has the same full values, or all are on meta, so that each rank takes its
+    own shard without communication.
+    """
+    if plan.mesh.size("tp") == 1:
+        return
+    tp = submesh(mesh, ("tp",))
+    styled = set(plan.assignment.styles)
+    for placed in plan.assignment.tensors.values():
+        if placed.tp_reason is None or placed.info.is_buffer:
+            continue
+        owners = {name.rpartition(".")[0] for name in placed.info.names}
+        is_touched = "tp" in placed.computed.axes or placed.gathered_axes or placed.is_local
+        if not is_touched and not owners & styled:
+            continue  # Replicated, and no sharded computation reads it: it stays a plain tensor.
+        distribute(model, placed.info.names, tp, placement(placed.stored, "tp"))
+        if placed.gathered_axes:
+            for name in placed.info.names:
+                _gather_at_use(model, name)
+        if placed.is_local:
+            _local_at_use(model, placed)
+    for crossing in plan.assignment.crossings:
+        cross(model.get_submodule(crossing.module), crossing, tp)
+    outside = "S(1)" if plan.assignment.sequence_parallel else "R"
+    for fqn, use in plan.assignment.styles.items():
+        module = model.get_submodule(fqn)
+        if isinstance(module, nn.MultiheadAttention):
+            attend_by_heads(module, use, tp)
+            continue
+        if use.pieces:
+            compute_locally(module, use, tp)
+        elif use.style.cut_dim == "vocab" and looks_up_own_rows(module, tp):
+            look_up_own_rows(module, tp)
+        _flow(module, use, tp, outside)
+    if not compiles(model, plan):
+        for fqn in {fqn.rpartition(".")[0] for fqn in plan.assignment.styles}:
+            model.get_submodule(fqn).register_forward_hook(forget_entered, always_call=True)
+    set_local_attributes(model, plan)
+
+
+def distribute(
+    model: nn.Module, names: tuple[str, ...], mesh: DeviceMesh, where: Placement
+) -> None:
+    """Replace a parameter by a DTensor under all its names, so that tied parameters stay tied.
+
+    Args:
+        model: The model that holds the parameter.
+        names: All names of the parameter, the first one for reading.
+        mesh: The mesh to distribute over, of one axis.
+        where: Placement along that axis.
+    """
+    old = model.get_parameter(names[0])
+    # No source rank: values already agree, so the broadcast per tensor would be wasted.
+    new = nn.Parameter(
+        distribute_tensor(old.detach(), mesh, [where], src_data_rank=None),
+        requires_grad=old.requires_grad,
+    )
+    for name in names:
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, new)
+
+
+LAYS_GRADIENTS: Final = "_meshplan_lays_gradients"
+"""Attribute set on a parameter that `align_gradients` has registered its hook on."""
+
+
+def align_gradients(model: nn.Module, plan: Plan) -> None:
+    """Redistribute gradients that no FSDP unit reduces to the placements of their parameter.
+
+    The backward of an embedding with a forward of its own leaves the gradient of the whole
+    vocabulary on every rank, and that of a norm in a sequence-parallel region leaves partial sums.
+    Without the hook the optimizer's state would get that layout.
+
+    A second call registers hooks only on parameters that have become trainable since.
+
+    Assumes: the model has its memory, since moving a DTensor parameter drops its hooks.
+    """
+
+    def lay(gradient: torch.Tensor, placements: tuple[Placement, ...]) -> torch.Tensor:
+        assert isinstance(gradient, DTensor)
+        return gradient.redistribute(placements=placements)
+
+    if plan.mesh.size("tp") == 1:
+        return
+    for fqn, placed in plan.assignment.tensors.items():
+        if placed.unit is None and not placed.info.is_buffer:
+            param = model.get_parameter(fqn)
+            is_new = param.requires_grad and not hasattr(param, LAYS_GRADIENTS)
+            if isinstance(param, DTensor) and is_new:
+                param.register_hook(partial(lay, placements=param.placements))
+                setattr(param, LAYS_GRADIENTS, True)
+
+
+def _flow(module: nn.Module, use: StyleUse, tp: DeviceMesh, outside: str) -> None:
+    """Register the hooks that redistribute a module's input and its output, as its style says.
+
+    Redistribution is never asynchronous: an asynchronous collective returns a tensor subclass that
+    a compiled block takes for its content, and the gradients come out wrong (torch 2.13).
+    """
+
+    def spell(words: tuple[str, str]) -> tuple[Placement, Placement]:
+        first, second = (activation_placement(outside if w == "outside" else w) for w in words)
+        return first, second
+
+    is_gathered = use.style.input[0] == GATHERED
+    arrives, wanted = spell(("R", use.style.input[1]) if is_gathered else use.style.input)
+    is_checked = use.style.input[0] != "outside" or arrives != Shard(1) or is_fake_execution()
+    _, leaves = spell(use.style.output)
+    gradient = [activation_placement(use.style.gradient)] if use.style.gradient else None
+
+    def enter(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        nonlocal is_checked
+        if not is_checked:
+            is_checked = True
+            _check_part(args[0] if args else next(iter(kwargs.values())), tp)
+        if args:
+            return (_as_dtensor(args[0], tp, arrives, wanted, is_gathered), *args[1:]), kwargs
+        first = next(iter(kwargs))
+        x = _as_dtensor(kwargs[first], tp, arrives, wanted, is_gathered)
+        return args, {**kwargs, first: x}
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: DTensor) -> torch.Tensor:
+        if use.style == LOGITS:
+            return leave_logits(output)
+        _check_even(output, leaves, tp)
+        local = output.redistribute(placements=[leaves]).to_local(grad_placements=gradient)
+        # torch forbids in-place writes to the result of `to_local`.
+        return local.clone() if use.is_written else local
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    if not use.pieces:  # With fused pieces the output is a local tensor and stays one.
+        module.register_forward_hook(leave)
+
+
+def _check_even(x: torch.Tensor, wanted: Placement, tp: DeviceMesh) -> None:
+    """Raise an ApplyError if a sequence does not divide into equal shards.
+
+    gloo aborts the process on uneven shards, and between modules the full length is not known.
+    Every rank of tp sees the same length, so every rank raises.
+    """
+    if wanted == Shard(1) and x.shape[1] % tp.size():
+        raise ApplyError(
+            Problem(
+                f"sequence_parallel shards the sequence over tp: {tp.size()}, which does not "
+                f"divide its length {x.shape[1]}",
+                fix=f"pad the sequence to a multiple of {tp.size()}",
+            )
+        )
+
+
+def _check_part(x: torch.Tensor, tp: DeviceMesh) -> None:
+    """Raise an ApplyError if, under `sequence_parallel`, all ranks of tp got the same sequence.
+
+    A sequence that arrives whole would be counted once per rank without any other symptom. Checked
+    on the first call of a module. A sequence of equal positions passes, since it cannot show a
+    difference.
+    """
+    own = torch.stack((x.detach().float().sum(), x.detach().float().norm()))
+    varies = (x != x[:, :1]).any().to(own.dtype)
+    low, high = torch.stack((*own, varies)), torch.stack((*own, varies))
+    dist.all_reduce(low, op=dist.ReduceOp.MIN, group=tp.get_group())
+    dist.all_reduce(high, op=dist.ReduceOp.MAX, group=tp.get_group())
+    if bool(low[2]) and torch.equal(low, high):
+        raise ApplyError(
+            Problem(
+                "sequence_parallel expects a different shard of the sequence on each rank of tp, "
+                "but all ranks got the same full sequence",
+                fix="give the embedding the style vocab, which shards its output along the "
+                "sequence, or leave sequence_parallel out",
+            )
+        )
+
+
+def _as_dtensor(
+    x: torch.Tensor,
+    tp: DeviceMesh,
+    arrives: Placement,
+    wanted: Placement,
+    leaves_addends: bool = False,
+) -> torch.Tensor:
+    """Convert a local activation to a DTensor in the layout that the module computes with.
+
+    q, k and v read the same tensor. They get the same DTensor, so that their gradients are added
+    before a single all-reduce instead of after one each.
+
+    Args:
+        x: The activation, local or already a DTensor.
+        tp: The mesh of tp.
+        arrives: Placement that a local `x` has.
+        wanted: Placement that the module computes with.
+        leaves_addends: If True, the gradient of `x` is returned as this rank's partial sum, and the
+            module that supplied `x` reduces it.
+    """
+
+    def as_it_is() -> DTensor:
+        if leaves_addends:
+            return as_dtensor(x, tp, arrives, Partial())
+        return DTensor.from_local(x, tp, [arrives], run_check=False)
+
+    if isinstance(x, DTensor):
+        return x.redistribute(placements=[wanted])
+    if arrives != wanted:
+        _check_even(x, wanted, tp)
+        whole = DTensor.from_local(x, tp, [arrives], run_check=False)
+        return whole.redistribute(placements=[wanted])
+    # Compiled code is traced once, so its tensors must not be cached. An inference tensor has no
+    # version counter and no gradients to add.
+    if torch.compiler.is_compiling() or x.is_inference():
+        return as_it_is()
+    key = (id(x), tp, arrives, x._version, torch.is_grad_enabled())
+    if key not in _entered:
+        while len(_entered) >= _MOST_ENTERED:  # If the parent is never called, nothing clears it.
+            del _entered[next(iter(_entered))]
+        _entered[key] = (x, as_it_is())
+    return _entered[key][1]
+
+
+_entered: dict[tuple[object, ...], tuple[torch.Tensor, DTensor]] = {}
+"""Inputs of styled modules with the DTensors made of them, while the parent module runs.
+
+The parent holds the inputs anyway. Stored as attributes of the inputs, the entries would never be
+freed: a DTensor references its local tensor where the garbage collector cannot see it.
+"""
+_MOST_ENTERED: Final = 8
+"""Entries kept at most; the oldest is dropped first."""
+
+
+def forget_entered(*unused: Any) -> None:
+    """Clear the cache of styled modules' inputs; their parent module has run."""
+    _entered.clear()
+
+
+def _local_at_use(model: nn.Module, placed: Placed) -> None:
+    """Let plain code compute with the local tensor of a parameter during each forward.
+
+    A replicated parameter's gradient is summed over the ranks of tp.
+    """
+    gradient = None if placed.computed.axes else [Partial()]
+    _at_use(model, placed.info.fqn, lambda value: value.to_local(grad_placements=gradient))
+
+
+def _gather_at_use(model: nn.Module, name: str) -> None:
+    """All-gather a sharded parameter inside each forward of the module that holds it."""
+    _at_use(model, name, DTensor.full_tensor)
+
+
+def _at_use(model: nn.Module, name: str, see: Callable[[Any], torch.Tensor]) -> None:
+    """Let the module that holds a parameter compute with `see(parameter)` during each forward.
+
+    The forward is wrapped, instead of hooked, so that a recomputed forward applies `see` again.
+
+    Args:
+        model: The model that contains the parameter.
+        name: Fully qualified name of the parameter.
+        see: Maps the DTensor parameter to the tensor to compute with.
+    """
+    fqn, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(fqn)
+    forward = owner.forward
+
+    @wraps(forward)
+    def seeing(*args: Any, **kwargs: Any) -> Any:
+        # An instance attribute hides the parameter of the same name from `self.<leaf>`. If one
+        # exists already it takes precedence: FSDP may have resharded the parameter since.
+        hidden = vars(owner).get(leaf)
+        value = owner._parameters[leaf] if hidden is None else hidden
+        vars(owner)[leaf] = see(value) if hidden is None or isinstance(hidden, DTensor) else hidden
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            if hidden is None:
+                vars(owner).pop(leaf, None)
+            else:
+                vars(owner)[leaf] = hidden
+
+    owner.forward = seeing
