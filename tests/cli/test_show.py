@@ -156,7 +156,7 @@ def test_uneven_pieces_and_unequal_ranks_are_shown():
     spec = load_spec({"version": 1, "mesh": {"dp_shard": 8}, "strategy": "full_shard"})
     text = "\n".join(plan_to_text(make_plan(spec, from_mapping(UNEVEN))))
     assert re.search(
-        r"embed_tokens.weight +Embedding +\(10, 12\) .* \(2, 12\), least \(0, 12\)", text
+        r"embed_tokens.weight +Embedding +\(10, 12\) .* \(2, 12\), smallest \(0, 12\)", text
     )
     assert "also named lm_head.weight" in text
     assert "model.layers.{0..2}" in text
@@ -171,7 +171,7 @@ def test_a_piece_of_a_piece_may_be_smaller_than_the_last_ranks():
     spec = load_spec(plan | {"rules": [{**rules[0], "match": {"param": "model.norm.weight"}}]})
     # 14 over tp gives 7 and 7; 7 over 3 gives 3, 3, 1.
     text = "\n".join(plan_to_text(make_plan(spec, graph)))
-    assert re.search(r"model.norm.weight .* S\(0\)@tp,dp_shard +\(3,\), least \(1,\)", text)
+    assert re.search(r"model.norm.weight .* S\(0\)@tp,dp_shard +\(3,\), smallest \(1,\)", text)
 
 
 def test_ten_thousand_modules():
