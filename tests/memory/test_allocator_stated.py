@@ -93,5 +93,5 @@ def test_what_the_environment_says_stays(environment, settings):
 def test_an_environment_that_says_otherwise_is_refused():
     environment = {"PYTORCH_CUDA_ALLOC_CONF": "a:1,expandable_segments:False"}
     (problem,) = allocator_problems(load_spec({"version": 1} | GROWS), environment)
-    assert "PYTORCH_CUDA_ALLOC_CONF says expandable_segments:false" in problem.what
+    assert "PYTORCH_CUDA_ALLOC_CONF sets expandable_segments:false" in problem.what
     assert not list(allocator_problems(load_spec({"version": 1}), environment))

@@ -134,5 +134,5 @@ def test_mixtral_looks_back_as_far_as_its_config_says() -> None:
 
 
 def test_what_auto_derives_of_other_experts_needs_a_live_model() -> None:
-    with pytest.raises(PlanError, match="auto reads tensor parallelism"):
+    with pytest.raises(PlanError, match="auto derives tp styles from a recorded forward"):
         plan_of(MIXTRAL | {"experts_implementation": "eager"}, {"version": 1} | AUTO, 2)

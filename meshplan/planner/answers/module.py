@@ -157,7 +157,9 @@ def _facts(plan: Plan, name: str) -> Iterator[tuple[str, Reason]]:
     unit = next((a.units[fqn] for fqn in around if fqn in a.units), None)
     if unit is not None and unit.is_sharded:
         free = unit.reshard_after_forward
-        word = "freed after forward" if free is True else "kept until backward ends"
+        word = (
+            "resharded after forward" if free is True else "kept gathered until its last backward"
+        )
         if not isinstance(free, bool):
             word = f"resharded over {free} ranks after forward"
         word += ", at rest in the host's memory" if unit.on_host else ""
