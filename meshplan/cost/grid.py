@@ -33,7 +33,8 @@ MODES: Final = ("ddp", "zero1", "shard")
 differ in `dp_replicate` and in the reshard of the options below. ddp uses dp_replicate alone."""
 
 SCHEDULE_WORDS: Final = ("", "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
-"""The supported schedules; "" if there is no pipeline."""
+"""The schedules that the planner searches and prices, of `layout.schedules.SCHEDULES`; "" if there
+is no pipeline."""
 
 _IN_HALVES: Final = SCHEDULE_WORDS.index("InterleavedZeroBubble")
 

@@ -16,6 +16,7 @@ from meshplan.layout.dtypes import DTYPE_BYTES
 from meshplan.layout.hardware import find_device
 from meshplan.layout.mesh import AXES
 from meshplan.layout.optimizers import SHAPED_STATES
+from meshplan.layout.schedules import SCHEDULES
 from meshplan.spec.contradictions import disagreements
 from meshplan.spec.rules import (
     RULE_KEYS,
@@ -247,12 +248,8 @@ def _split(value: PlanValue, found: Findings) -> str | tuple[tuple[str, ...], ..
     return tuple(stages) or None
 
 
-_SCHEDULES: Final = (
-    "1F1B", "GPipe", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble",
-    "DualPipeV", AUTO,
-)  # fmt: skip
 _PIPELINE: Final[Mapping[str, Decoder]] = {
-    "schedule": choice(_SCHEDULES, "a pipeline schedule"),
+    "schedule": choice((*SCHEDULES, AUTO), "a pipeline schedule"),
     "virtual": integer(1),
     "microbatches": _count,
     "split": _split,

@@ -1,8 +1,8 @@
 """Resident state of one rank: parameters, gradients and optimizer state, exact to the byte.
 
-The closed forms of `formulas` give the size of an idealised model. This module reads the layout of
-every tensor of the real one, with uneven shards, padding, frozen and tied parameters. Activations,
-gathered parameters and communication buffers are not included.
+The closed forms of `textbook.formulas` give the size of an idealised model. This module reads the
+layout of every tensor of the real one, with uneven shards, padding, frozen and tied parameters.
+Activations, gathered parameters and communication buffers are not included.
 """
 
 from __future__ import annotations

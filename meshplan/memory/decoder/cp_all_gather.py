@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from meshplan import kernels
 from meshplan.layout.dtypes import DTYPE_BYTES
 from meshplan.memory.decoder.attention import attend
 from meshplan.memory.decoder.sizes import shape_of
@@ -162,8 +163,14 @@ def _masked(
     if w.is_cuda:
         each = w.size(q) // (length * head_dim * w.element_bytes)
         figures = each * _up(length, 32) if own.pads else None
-        workspace_backward_bytes = _inside(w, each, length, head_dim, pads=own.pads)
-        workspace_backward_bytes += 2 * heads * w.size(k) if heads > 1 else 0
+        size = w.element_bytes
+        workspace = (
+            kernels.efficient_backward(each, length, columns, head_dim, head_dim, size)
+            if own.pads
+            else kernels.flash_backward(each, length, columns, head_dim, size, is_grouped=False)
+        )
+        # Gradients of keys and values for every head of queries, where several share a key.
+        workspace_backward_bytes = sum(workspace) + (2 * heads * w.size(k) if heads > 1 else 0)
     out = w.attention(
         q,
         k,
@@ -175,20 +182,6 @@ def _masked(
         figures=figures,
     )
     return out, (rows, mask)
-
-
-def _inside(w: TapeBuilder, heads: int, length: int, head_dim: int, *, pads: bool) -> int:
-    """Bytes of workspace of the backward: sums of rows, and in half precision dq in fp32.
-
-    Source: `memory.decoder.attention`, and attention_backward.cu for the kernel that pads.
-    """
-    sums = heads * _up(length, 32 if pads else 128) * _FP32
-    if w.element_bytes == _FP32:
-        return sums
-    rows, width = (
-        (_up(length, 64), 32) if pads else (_up(length, 128), 32 if head_dim <= 128 else 64)
-    )
-    return sums + heads * rows * _up(head_dim, width) * _FP32
 
 
 def _up(size: int, multiple: int) -> int:

@@ -26,7 +26,7 @@ class UnwrappedParameters:
         self._params = {param.fqn: param for param in params}
         self.gradients: dict[str, int] = {}
 
-    def be_there(self) -> None:
+    def allocate_resident(self) -> None:
         """Allocate nothing, because nothing exists before a step."""
 
     def before_forward(self, *, is_first: bool, is_last: bool) -> None:

@@ -77,7 +77,7 @@ class Buckets:
         self.gradients: dict[str, int] = {}
         self.found: set[str] = set()
 
-    def be_there(self) -> None:
+    def allocate_resident(self) -> None:
         """Allocate what exists before a step: the buckets, and the flags of used parameters."""
         term = Term.GRADIENTS if self._options.is_view else Term.COMMUNICATION
         self._buckets = [self._writer.make(size, term) for size in self._sizes.values()]
@@ -95,7 +95,7 @@ class Buckets:
         if is_first and is_last:
             self._writer.free_all(self._buckets)
             used = self._used
-            self.be_there()
+            self.allocate_resident()
             self._writer.free_all(used)
         flat = [
             self._writer.make(size, Term.COMMUNICATION)

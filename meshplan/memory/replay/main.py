@@ -162,10 +162,10 @@ class _StepBuilder:
     def _before(self, copy: Copy) -> None:
         """Allocate what exists before the step."""
         mesh = self._plan.mesh
-        copy.be_there(self._work.before, times={Term.INPUTS: self._plan.accumulate})
+        copy.allocate_resident(self._work.before, times={Term.INPUTS: self._plan.accumulate})
         for at, part in self._parts.items():
             gradients = self._work.gradients_at.get(at, {})
-            part.be_there(gradients, self._optimizer, has_host=self._has_host)
+            part.allocate_resident(gradients, self._optimizer, has_host=self._has_host)
         if any(mesh.size(axis) > 1 for axis in mesh.names if axis not in DATA_AXES):
             # The ranks of a replica compare the shapes of their batches, as two numbers.
             self._writer.free(self._writer.make(16, Term.COMMUNICATION))

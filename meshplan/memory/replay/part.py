@@ -59,7 +59,9 @@ class Wrapped:
             alone = (p for p in self._params if p.fqn not in self._unit_of)
             self._alone = UnwrappedParameters(writer, alone, fills=self._agrees)
 
-    def be_there(self, found: Mapping[str, object], optimizer: str, *, has_host: bool) -> None:
+    def allocate_resident(
+        self, found: Mapping[str, object], optimizer: str, *, has_host: bool
+    ) -> None:
         """Allocate what exists before a step: parameters, and states of those that get gradients.
 
         Args:
@@ -67,7 +69,7 @@ class Wrapped:
             optimizer: A name of `spec.OPTIMIZER_STATES`.
             has_host: If True, the optimizer's step counts are in the host's memory.
         """
-        self._alone.be_there()
+        self._alone.allocate_resident()
         for fqn, placed in self._plan.assignment.tensors.items():
             if not placed.info.is_buffer:
                 size = self._numels[fqn].padded * DTYPE_BYTES[placed.dtype]

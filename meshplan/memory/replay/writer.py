@@ -181,7 +181,7 @@ class Copy:
         """Return the number in the written log of a storage of the microbatch."""
         return self._known.get(storage, self._first + storage)
 
-    def be_there(self, before: Sequence[Change], times: Mapping[Term, int]) -> None:
+    def allocate_resident(self, before: Sequence[Change], times: Mapping[Term, int]) -> None:
         """Allocate what exists before the microbatch.
 
         Args:

@@ -118,7 +118,7 @@ class Asker:
 
     Args:
         question: The request of the plan file.
-        told: Called with a line on the size of each space.
+        report: Called with a line on the size of each space.
     """
 
     def __init__(
