@@ -128,7 +128,7 @@ def test_a_training_of_tokens_needs_samples_that_have_some(tmp_path, capsys):
                       "input": {"shape": [2, 64, 512], "dtype": "fp32"}}  # fmt: skip
     path.write_text(json.dumps(content))
     assert main(["plan", "-f", str(path), "-q", "--tokens", "1e9", "--days", "1"]) == 2
-    assert "the plan states no tokens per sample" in capsys.readouterr().err
+    assert "the plan states no sequence length" in capsys.readouterr().err
     assert main(["plan", "-f", str(path), "-q"]) == 0
     lock = str(lock_path(path))
     capsys.readouterr()

@@ -233,7 +233,7 @@ class _BlockRepeater:
             birth = self._births[storage]
             home = self._parts[birth.part]
             if home.run is not run or abs(home.period - part.period) > 1:
-                raise BlocksDifferError(f"{run.container}: it frees a storage of a distant module")
+                raise BlocksDifferError(f"{run.container}: a block frees a distant storage")
             out.append((delta, phase, home.is_forward, home.period - part.period, birth.order))
         return out
 

@@ -98,9 +98,11 @@ def explain_module(plan: Plan, name: str, *, profile: str | Path | None = None) 
     inside = [b for b in blocks if is_inside(b, name) and b != name]
     block = next((b for b in blocks if is_inside(name, b)), "")
     if inside:
-        return replace(answer, why_no_cost=f"it has {len(inside)} blocks: ask about one of them")
+        return replace(
+            answer, why_no_cost=f"{name} has {len(inside)} blocks: ask about one of them"
+        )
     if not block:
-        return replace(answer, why_no_cost="it is in no block, and costs are known by block")
+        return replace(answer, why_no_cost=f"{name} is in no block, and costs are known by block")
     try:
         measured = read_profile(Path(profile), Origin("--profile")) if profile else None
         device, _, _ = read_limit(None, None, plan.spec)

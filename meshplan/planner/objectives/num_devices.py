@@ -267,7 +267,7 @@ def _length(spec: Spec) -> int:
         PlanError: The plan does not state it.
     """
     if spec.batch.seq_len is None:
-        what = "the plan states no tokens per sample, by which --tokens become steps"
+        what = "the plan states no sequence length, which turns --tokens into steps"
         raise PlanError(Problem(what, spec.origin("batch"), "add batch: {seq_len: 2048}"))
     return spec.batch.seq_len
 
@@ -348,6 +348,6 @@ def positive(value: str | float, flag: str) -> float:
         number = 0.0
     if not (number > 0 and math.isfinite(number)):
         raise SpecError(
-            Problem(f"'{value}' is no positive number", Origin(flag), "write such as 14 or 15e12")
+            Problem(f"'{value}' is no positive number", Origin(flag), "write 14 or 15e12")
         )
     return number
