@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from meshplan.memory.log.events import Term
+from meshplan.memory.replay.gather import Gathering
 from meshplan.memory.replay.shards import Shard
 from meshplan.memory.replay.unit import ADDING_UP, REDUCING, ReplayUnit
 from meshplan.memory.replay.writer import LogWriter
 
 
-class Reduction:
-    """The gradient reductions of all units on one rank.
+class Reduction(Gathering):
+    """The all-gathers and gradient reductions of all units on one rank: `fsdp.Actions` as bytes.
 
     Args:
         writer: The log to write to.
@@ -30,7 +31,8 @@ class Reduction:
         *,
         fills: bool,
     ) -> None:
-        self._writer, self._settling, self._fills = writer, settling, fills
+        super().__init__(writer)
+        self._settling, self._fills = settling, fills
         self._scattering: list[int] = []
         self._filled: set[str] = set()
         self._real: set[str] = set()
@@ -58,6 +60,12 @@ class Reduction:
             unit.sending = None
             self._reduce_scatter(unit, unit.taken)
             unit.taken = {}
+
+    def end_step(self, unit: ReplayUnit) -> None:
+        """Free what the last backward has left: a prefetch that nothing waited for, and buffers."""
+        self._writer.free(unit.sending)
+        self._writer.free(unit.gathering)
+        unit.sending = unit.gathering = None
 
     def end_reduction(self) -> None:
         """Free the buffer of the last reduction, which has ended."""

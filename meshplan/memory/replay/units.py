@@ -4,31 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from meshplan.memory.replay.gather import Gathering
 from meshplan.memory.replay.reduction import Reduction
 from meshplan.memory.replay.shards import UnitShards
 from meshplan.memory.replay.unit import ReplayUnit
 from meshplan.memory.replay.writer import LogWriter
 from meshplan.wrappers.fsdp import Units
-
-
-class _UnitBytes(Gathering, Reduction):
-    """The `Actions` of units, as storages that are made and freed."""
-
-    def __init__(
-        self,
-        writer: LogWriter,
-        settling: Mapping[str, Sequence[tuple[int, int]]],
-        *,
-        fills: bool,
-    ) -> None:
-        Gathering.__init__(self, writer)
-        Reduction.__init__(self, writer, settling, fills=fills)
-
-    def end_step(self, unit: ReplayUnit) -> None:
-        self._writer.free(unit.sending)
-        self._writer.free(unit.gathering)
-        unit.sending = unit.gathering = None
 
 
 class ReplayUnits(Units[ReplayUnit]):
@@ -50,7 +30,7 @@ class ReplayUnits(Units[ReplayUnit]):
         fills: bool,
     ) -> None:
         self._writer = writer
-        self._bytes = _UnitBytes(writer, settling, fills=fills)
+        self._bytes = Reduction(writer, settling, fills=fills)
         super().__init__(map(ReplayUnit.of, shards), self._bytes)
 
     def set_last(self, is_last: bool, *, keeps_whole: bool) -> None:
