@@ -18,6 +18,7 @@ from meshplan.cli.app import main
 from meshplan.errors import PlanError, SpecError
 from meshplan.pictures.main import OF_DECISIONS, WHATS
 from meshplan.pictures.mesh.counted import OF_COUNT, ONLY_COUNT
+from meshplan.planner.lock.lock import read, write
 from meshplan.report.figures import Colours, figure
 from meshplan.report.main import Report, ReportFacts, report_of
 from meshplan.units import format_gib, format_seconds
@@ -173,11 +174,12 @@ def test_a_report_goes_by_the_lock_and_says_where_a_search_differs(tmp_path):
     lock_plan(path, search_plan(path))
     found = Page(make_report(path).html)
     assert any("plan.lock.yaml" in text for text in found.texts)
-    assert not any("otherwise than a search" in text for text in found.texts)
-    assert "strategy: zero1" in lock.read_text()
-    lock.write_text(lock.read_text().replace("strategy: zero1", "strategy: zero2"))
+    assert not any("a new search chooses another plan" in text for text in found.texts)
+    content = {key: value for key, value in read(lock).content.items() if key != "hash"}
+    assert content["chosen"]["strategy"] == "zero1"
+    write(lock, {**content, "chosen": {**content["chosen"], "strategy": "zero2"}})
     found = Page(make_report(path).html)
-    assert any("otherwise than a search" in text for text in found.texts)
+    assert any("a new search chooses another plan" in text for text in found.texts)
     assert any("zero2; applied" in text for text in found.texts)
     # Seconds of another plan are none of this one's.
     assert "MFU" not in found.texts
@@ -226,7 +228,7 @@ def test_an_open_plan_that_nothing_fits_says_what_would_help():
     found = make_report(
         {"version": 1, "model": {"config": str(LLAMA)}, "hardware": hardware, "mesh": "auto",
          "strategy": "auto", "precision": "bf16-mixed", "batch": {"global": 8, "seq_len": 8192},
-         "activation_checkpointing": "auto"}
+         "activation_checkpointing": "auto", "offload": "none"}
     )  # fmt: skip
     assert found.fits is False
     assert found.verdict.startswith("None of ")
