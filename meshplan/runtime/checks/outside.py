@@ -48,10 +48,11 @@ class OutsideUse(TorchFunctionMode):
         # Gathered parameters are other objects, so the sharded ones only occur where no unit
         # gathers them. With a pipeline, a rank has only some of the parameters.
         live = dict(model.named_parameters(remove_duplicate=False))
+        units = plan.assignment.units
         self.lying = {
             id(live[fqn]): (fqn, placed.unit)
             for fqn, placed in plan.assignment.tensors.items()
-            if placed.unit is not None and fqn in live
+            if placed.unit is not None and placed.unit in units and fqn in live
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

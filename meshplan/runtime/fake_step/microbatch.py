@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from meshplan.assign import Assignment
@@ -102,13 +103,22 @@ def _traced(
 ) -> tuple[MicrobatchTrace, list[RepeatedBlocks]]:
     """Return (the trace, the runs with the events at which their blocks begin)."""
     bare = without_data(plan)
+    names: dict[nn.Module, str] = {}
+    markings: list[HookPointRecorder] = []
     with fake_rank(model, bare, rank, device) as (twin, mesh, fake, behaviour):
         batch, goals = mapped(inputs, fake), mapped(targets, fake)
-        wrapped = apply_plan(twin, bare, mesh, InitialValues())
+        watching = ledger(names, behaviour)
+
+        def mark(module: nn.Module) -> None:
+            markings.append(hook_points_of(module, plan, watching))
+
+        wrapped = _applied_without_data(twin, bare, mesh, mark)
         applied(wrapped).is_tested = True
-        watching = ledger(names_of(wrapped), behaviour)
-        is_plain = _is_plain(model, plan)
-        return _watched(wrapped, plan, batch, goals, loss_fn, watching, runs, is_plain=is_plain)
+        names.update(names_of(wrapped))
+        return _watched(
+            wrapped, batch, goals, plan, loss_fn, watching, markings[0], runs,
+            is_plain=_is_plain(model, plan),
+        )  # fmt: skip
 
 
 def _traced_pass(
@@ -136,11 +146,7 @@ def _traced_pass(
     with fake_rank(model, bare, rank, device) as (twin, mesh, fake, behaviour):
         ledger = MemoryTracker(names, behaviour)
         batch, goals = mapped(inputs, fake), mapped(targets, fake)
-        token = INSTEAD_OF_WRAPPING.set(mark)
-        try:
-            wrapped = apply_plan(twin, bare, mesh, InitialValues())
-        finally:
-            INSTEAD_OF_WRAPPING.reset(token)
+        wrapped = _applied_without_data(twin, bare, mesh, mark)
         assert isinstance(wrapped, PipelinedModule)
         # Record forwards with parameters in the dtypes in which they are stored: those of other
         # stages still have the dtypes that they had at that time.
@@ -175,13 +181,30 @@ def _traced_pass(
         return work
 
 
+def _applied_without_data(
+    model: nn.Module, bare: Plan, mesh: DeviceMesh, mark: Callable[[nn.Module], None]
+) -> nn.Module:
+    """Apply a plan, and call `mark` with each model or stage where it would be wrapped for data.
+
+    Hooks that `mark` registers are called in the order of a wrapper's own: after those of tensor
+    parallelism, before those of context parallelism.
+    """
+    token = INSTEAD_OF_WRAPPING.set(mark)
+    try:
+        return apply_plan(model, bare, mesh, InitialValues())
+    finally:
+        INSTEAD_OF_WRAPPING.reset(token)
+
+
 def without_data(plan: Plan) -> Plan:
-    """Return the plan with parameters stored as they are computed with, and without any wrapper."""
+    """Return the plan with parameters stored as they are computed with, and without any wrapper.
+
+    Each parameter keeps its unit, which will redistribute its gradient when it reduces it.
+    """
     whole = plan.assignment
     tensors = {
         fqn: replace(
             placed,
-            unit=None,
             stored=placed.stored.without(*UNIT_AXES),
             dtype=placed.compute_dtype,
             reduced_alone=False,
@@ -196,11 +219,12 @@ def without_data(plan: Plan) -> Plan:
 
 def _watched(
     model: nn.Module,
-    plan: Plan,
     inputs: Any,
     targets: Any,
+    plan: Plan,
     loss_fn: LossFn,
     ledger: MemoryTracker,
+    marking: HookPointRecorder,
     runs: Sequence[RepeatedBlocks],
     *,
     is_plain: bool,
@@ -212,7 +236,6 @@ def _watched(
     not run.
     """
     held = note_held(ledger, model, (inputs, targets))
-    marking = hook_points_of(model, plan, ledger)
     edges = [Edges(model, run, ledger) for run in runs]
     args, kwargs = as_arguments(inputs)
 
