@@ -7,8 +7,9 @@ Communication and computation overlap as in meshplan's own runtime:
   root unit, whose communication nothing hides. Hidden communication slows the computation that
   hides it by `Profile.contention` of the communication's time.
 - In mode "shard" gradients are reduced after every microbatch, and across replicas after the last
-  one. "ddp" and "zero1" reduce after the last one only. Parameters that are resharded after forward
-  are gathered for every forward and every backward, others for the first forward of a step.
+  one. "ddp" and "zero1" reduce after the last one only. `traffic.units.gathers_of_block` counts the
+  gathers: parameters that are resharded after forward are gathered for every forward and every
+  backward, others for the first forward of a step.
 - With a split backward (zero bubble), gradients are reduced after the last backward, and nothing is
   left to hide that. Each half takes half as long.
 - Computation waits for tp's communication, and for what cp gathers: nothing hides them.
@@ -41,6 +42,7 @@ from meshplan.cost.types import BlockKind, ElementBytes, Sent, Tally
 from meshplan.layout.dtypes import DTYPE_BYTES
 from meshplan.memory.decoder.cp_all_gather import takes_masks
 from meshplan.spec.spec import Precision
+from meshplan.traffic.units import gathers_of_block
 
 Array = NDArray[Any]
 
@@ -195,9 +197,9 @@ def terms(
     later = reduced - at_once + summed
     back_at_once = np.where(is_at_once, back, 0.0)
     for again, reshard in OPTIONS:
-        backward = backwards[again]
-        each = at_once + gathers if reshard else at_once
-        copied = back_at_once + there if reshard else back_at_once
+        backward, use = backwards[again], gathers_of_block(reshards=bool(reshard))
+        each = at_once + use.backward * gathers
+        copied = back_at_once + use.backward * there
         usual = join(backward, each, copied)
         end = join(backward, each + later, copied + back - back_at_once)
         if whole is not None:
@@ -206,11 +208,10 @@ def terms(
             end = np.where(is_whole, hidden(backward, whole, contention=rows.slows()), end)
             later = np.where(is_whole, whole, later)
         end = np.where(halved, usual + later, end)
-        if reshard:
-            usual, end = usual + alone, end + alone
-        forwards.append(waited if reshard else forward)
+        usual, end = usual + use.backward * alone, end + use.backward * alone
+        forwards.append(waited if use.forward else forward)
         first.append(usual + waited_for)
-        last.append(end - usual + (0.0 if reshard else waited - forward))
+        last.append(end - usual + (use.first_forward - use.forward) * (waited - forward))
     # Only mode "shard" reshards, and a split backward neither reshards nor recomputes.
     missing = OPTION_RESHARD[None] & ~is_at_once[:, None]
     missing |= (OPTION_RECOMPUTE[None] > 0) & halved[:, None]
