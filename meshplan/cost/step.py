@@ -7,7 +7,7 @@ Communication and computation overlap as in meshplan's own runtime:
   root unit, whose communication nothing hides. Hidden communication slows the computation that
   hides it by `Profile.contention` of the communication's time.
 - In mode "shard" gradients are reduced after every microbatch, and across replicas after the last
-  one. "ddp" and "zero1" reduce after the last one only. `traffic.units.gathers_of_block` counts the
+  one. "ddp" and "zero1" reduce after the last one only. `wrappers.fsdp.gathers_of_block` counts the
   gathers: parameters that are resharded after forward are gathered for every forward and every
   backward, others for the first forward of a step.
 - With a split backward (zero bubble), gradients are reduced after the last backward, and nothing is
@@ -42,7 +42,7 @@ from meshplan.cost.types import BlockKind, ElementBytes, Sent, Tally
 from meshplan.layout.dtypes import DTYPE_BYTES
 from meshplan.memory.decoder.cp_all_gather import takes_masks
 from meshplan.spec.spec import Precision
-from meshplan.traffic.units import gathers_of_block
+from meshplan.wrappers.fsdp import gathers_of_block
 
 Array = NDArray[Any]
 

@@ -60,6 +60,11 @@ STRATEGIES: Final[Mapping[str, Strategy]] = MappingProxyType(
 )
 
 
+def strategy_of(axes: tuple[str, ...], cuts: frozenset[str]) -> str:
+    """Return the name of the strategy that shards these states and needs these data axes."""
+    return next(s.name for s in STRATEGIES.values() if (s.axes, s.cuts) == (axes, cuts))
+
+
 def resolve_mesh(
     spec: Spec, world_size: int | None = None, gpus_per_node: int | None = None
 ) -> tuple[Mesh, Strategy]:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
-from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from meshplan.assign import Unit
 from meshplan.model.graph import is_inside
@@ -103,38 +101,8 @@ def uses_of_units(plan: Plan, forward: Forward | None, passes: Passes) -> Mappin
     for root in _roots(plan.assignment.units):
         inside = {fqn: unit for fqn, unit in units.items() if is_inside(fqn, root)}
         events = _events(plan, inside, forward) if forward else _once(inside)
-        reshards = {fqn: bool(unit.reshard_after_forward) for fqn, unit in inside.items()}
-        out |= dict(_Play(reshards, events, passes).uses())
+        out |= dict(_Play(inside, events, passes).uses())
     return out
-
-
-class BlockGathers(NamedTuple):
-    """The all-gathers of one block, by the pass over a microbatch in which it needs them."""
-
-    first_forward: int
-    forward: int
-    """In every later forward of the step."""
-    backward: int
-
-
-@cache
-def gathers_of_block(*, reshards: bool) -> BlockGathers:
-    """Count the all-gathers of a block that lies between others, in a step of two microbatches.
-
-    Args:
-        reshards: True if the parameters of all blocks are resharded after forward.
-    """
-    blocks = dict.fromkeys(("first", "middle", "last"), reshards)
-    events = [
-        _HookEvent(kind, (fqn,), needs_grad=True) for fqn in blocks for kind in ("enter", "leave")
-    ]
-    play = _Play(blocks, events, Passes(("F", "B", "F", "B")))
-    gathers = [0]
-    for run in (play.forward, partial(play.backward, is_last=False), play.forward):
-        run()
-        gathers.append(play.states["middle"].gathers)
-    first_forward, backward, forward = (after - before for before, after in pairwise(gathers))
-    return BlockGathers(first_forward, forward, backward)
 
 
 def _roots(units: Mapping[str, Unit]) -> list[str]:
@@ -198,20 +166,19 @@ def _stretches(order: Sequence[str]) -> Iterator[tuple[Sequence[str], int]]:
 
 
 class _Play:
-    """Simulate the steps of units, given for each whether it is resharded after forward."""
+    """Simulate steps until a step equals the next one."""
 
     def __init__(
-        self, reshards: Mapping[str, bool], events: Sequence[_HookEvent], passes: Passes
+        self, units: Mapping[str, Unit], events: Sequence[_HookEvent], passes: Passes
     ) -> None:
         self._units = Units(
             (
-                _CountedUnit(fqn=fqn, has_params=True, reshards=after_forward)
-                for fqn, after_forward in reshards.items()
+                _CountedUnit(fqn=fqn, has_params=True, reshards=bool(unit.reshard_after_forward))
+                for fqn, unit in units.items()
             ),
             _Counts(),
         )
-        self.states = self._units.states
-        self._states = tuple(self.states.values())
+        self._states = tuple(self._units.states.values())
         self._events, self._passes = events, passes
 
     def uses(self) -> Iterator[tuple[str, UnitUse]]:
@@ -229,7 +196,7 @@ class _Play:
         for stretch, times in _stretches(order[:last]):
             self._repeat(stretch, times)
         if last < len(order):
-            self.backward(is_last=not self._passes.splits)
+            self._backward(is_last=not self._passes.splits)
             self._repeat(order[last + 1 :], 1)
         if self._passes.splits and self._passes.settles:
             # Split backwards leave their gradients to one reduction after all of them.
@@ -255,9 +222,9 @@ class _Play:
             before.append((0, 0, len(self._units.order)))
             for kind in stretch:
                 if kind == "F":
-                    self.forward()
+                    self._forward()
                 else:
-                    self.backward(is_last=False)
+                    self._backward(is_last=False)
 
     def _add(self, before: Sequence[tuple[int, int, int]], times: int) -> None:
         """Count what was done since `before` another `times` times."""
@@ -271,8 +238,7 @@ class _Play:
                 unit.places += [place + more for more in later for place in left]
         self._units.order += again * times
 
-    def forward(self) -> None:
-        """Run the forward of one microbatch."""
+    def _forward(self) -> None:
         for event in self._events:
             for fqn in event.units if event.kind != "redo" else ():
                 if event.kind == "enter":
@@ -280,8 +246,7 @@ class _Play:
                 else:
                     self._units.after_forward(fqn, in_backward=False)
 
-    def backward(self, *, is_last: bool) -> None:
-        """Run the backward of one microbatch; `is_last` if no other one follows in the step."""
+    def _backward(self, *, is_last: bool) -> None:
         # As in `runtime.apply.data.data.set_gradient_sync`: what is not resharded after forward
         # stays gathered until the last backward, and so does everything while backwards are split.
         for unit in self._states:

@@ -17,10 +17,12 @@ Source: torch 2.13, torch/distributed/fsdp/_fully_shard: `_fsdp_state` and `_fsd
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Generic, Protocol, TypeVar
+from functools import cache
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 
 class TrainingState(Enum):
@@ -214,3 +216,58 @@ class Units(Generic[Unit]):
         elif unit.held is not GatherState.SHARDED:
             self._actions.free(unit)
             unit.held = GatherState.SHARDED
+
+
+class BlockGathers(NamedTuple):
+    """The all-gathers of one block in each pass over a microbatch.
+
+    Args:
+        first_forward: Number in the first forward of a step.
+        forward: Number in every later forward of the step.
+        backward: Number in every backward.
+    """
+
+    first_forward: int
+    forward: int
+    backward: int
+
+
+class _Gathers(Counter[str]):
+    """The `Actions` that count the all-gathers of each unit."""
+
+    def gather(self, unit: UnitState) -> None:
+        self[unit.fqn] += 1
+
+    def _send_nothing(self, *_: UnitState) -> None:
+        """Count no all-gather."""
+
+    wait = end_forward = free = keep_fewer = _send_nothing
+    take_gradients = reduce = end_step = _send_nothing
+
+
+@cache
+def gathers_of_block(*, reshards: bool) -> BlockGathers:
+    """Count the all-gathers of a block between others, while microbatches accumulate.
+
+    Args:
+        reshards: True if the parameters of all blocks are resharded after forward.
+    """
+    blocks, counts = ("before", "block", "after"), _Gathers()
+    units = Units((UnitState(fqn=b, has_params=True, reshards=reshards) for b in blocks), counts)
+    for unit in units.states.values():
+        unit.gives_back = reshards
+
+    def forward() -> int:
+        for fqn in blocks:
+            units.before_forward(fqn)
+            units.after_forward(fqn, in_backward=False)
+        return counts.pop("block", 0)
+
+    def backward() -> int:
+        for fqn in reversed(blocks):
+            units.before_backward(fqn)
+            units.after_backward(fqn)
+        units.end_of_backward(is_last=False)
+        return counts.pop("block", 0)
+
+    return BlockGathers(first_forward=forward(), backward=backward(), forward=forward())

@@ -24,6 +24,7 @@ from meshplan.traffic import (
     forecast,
     units,
 )
+from meshplan.wrappers.fsdp import gathers_of_block
 from tests.helpers import models
 from tests.helpers.counted import told_and_counted
 from tests.runtime.apply.test_tensor_parallel import NORMS, PLAIN
@@ -177,9 +178,12 @@ class OneByOne(units._Play):
 
 def test_microbatches_that_are_alike_count_as_if_each_was_played():
     rng = random.Random(0)
+    spec = load_spec({"version": 1, "mesh": {"dp_shard": 2}})
+    few = make_plan(spec, graph_of(models.build("own_llama")))
     for _ in range(300):
         names = "abcd"[: rng.randint(1, 4)]
-        own = {name: rng.random() < 0.6 for name in names}
+        unit = next(iter(few.assignment.units.values()))
+        own = {n: replace(unit, fqn=n, reshard_after_forward=rng.random() < 0.6) for n in names}
         events = []
         for name in rng.choices(names, k=len(names) + 1):
             events.append(units._HookEvent("enter", (name,), rng.random() < 0.8))
@@ -200,7 +204,7 @@ def test_the_gathers_that_seconds_are_made_of_are_those_of_the_traffic(strategy:
     """Which seeded bug would this catch? A forward or backward more or less in the price."""
     spec = load_spec({"version": 1, "mesh": {"dp_shard": 2}, "strategy": strategy})
     plan = make_plan(spec, graph_of(models.build("own_llama")))
-    block = units.gathers_of_block(reshards=strategy == "full_shard")
+    block = gathers_of_block(reshards=strategy == "full_shard")
     for count in (1, 2, 5):
         uses = units.uses_of_units(plan, None, units.Passes(("F", "B") * count))
         assert uses["layers.1"].gathers == (

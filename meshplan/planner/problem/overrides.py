@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from meshplan.cost.grid import MODES, OPTIONS, RECOMPUTE, SCHEDULE_WORDS
-from meshplan.layout.mesh import AXES
+from meshplan.layout.mesh import AXES, DATA_AXES
 from meshplan.planner.solve.config import Candidate
 from meshplan.planner.space.cp import context_of
 from meshplan.planner.space.ep import LENDER, is_placed, words
@@ -23,10 +23,8 @@ from meshplan.planner.space.memory_settings import memory_setting_words
 from meshplan.planner.space.offload import offload_words
 from meshplan.planner.space.space import Freedom
 from meshplan.spec.spec import AUTO, Allocator, Spec
+from meshplan.spec.strategies import strategy_of
 from meshplan.units import spans_of
-
-_UNIFORM: Final = {0: ("zero2", "hybrid_shard_zero2"), 1: ("full_shard", "hybrid_shard")}
-"""The strategies for one and for two data axes, by `reshard` of the blocks (0 or 1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +108,9 @@ def statements(
         out["mesh"] = {"dp_shard": 1, **mesh}
         data = ["dp_shard"]
     if mode == "shard":
-        out["strategy"] = _UNIFORM[usual][len(data) - 1]
+        cuts = {"optimizer", "gradient", *(("parameter",) if usual else ())}
+        axes = DATA_AXES if len(data) > 1 else ("dp_shard",)
+        out["strategy"] = strategy_of(axes, frozenset(cuts))
     else:
         out["strategy"] = mode if data else None  # A mesh without a data axis needs no strategy.
     pp, micro, count = sizes["pp"], int(row["micro"]), int(row["microbatches"])

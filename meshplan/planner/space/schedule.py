@@ -9,6 +9,7 @@ from meshplan.cost.grid import SCHEDULE_WORDS
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.schedules import SCHEDULES
 from meshplan.spec.spec import AUTO, Spec
+from meshplan.spec.strategies import STRATEGIES
 
 _HALVED: Final = "InterleavedZeroBubble"
 _TRIED: Final = ("1F1B", "Interleaved1F1B", _HALVED)
@@ -24,7 +25,6 @@ _LEFT_OUT: Final = {
     },
 }
 """Schedules that are not tried if the plan leaves them open, with the reason."""
-_GIVING_BACK: Final = ("full_shard", "hybrid_shard")
 
 
 def schedules_of(
@@ -81,7 +81,9 @@ def _keeps_from_halves(spec: Spec) -> str:
         modes.append(spec.activation_checkpointing)
     if any(mode is not None and mode.mode not in ("none", AUTO) for mode in modes):
         return "what is recomputed would be recomputed in each half of a backward"
-    if spec.strategy in _GIVING_BACK or any(rule.reshard_after_forward for rule in spec.rules):
+    stated = STRATEGIES.get(spec.strategy or "")
+    reshards = stated is not None and "parameter" in stated.cuts
+    if reshards or any(rule.reshard_after_forward for rule in spec.rules):
         return "parameters stay gathered to the end of a step, and the plan gives some back"
     if spec.compile:
         return "a compiled block has one backward, which nothing splits in two halves"

@@ -16,16 +16,17 @@ from typing import Final
 
 from meshplan.assign.tensor_parallel.chunked_loss import heads_of
 from meshplan.errors import MeshplanError
+from meshplan.layout.mesh import DATA_AXES
 from meshplan.memory.answer.estimate import Fix, MemoryEstimate, margin
 from meshplan.plan.plan import Plan
 from meshplan.spec.spec import ActivationCheckpointing, Rule, Selector, Spec
+from meshplan.spec.strategies import STRATEGIES
 
 _A_FEW_SECONDS: Final = 8.0
 _MOST_TIMES: Final = 8
 """Factor up to which more GPUs are tried."""
 _CHUNKS: Final = 8
 """Number of chunks of a loss. Source: torchtune's default for chunked cross-entropy."""
-_SHARDED: Final = ("zero1", "zero2", "full_shard")
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,30 +302,26 @@ def _halved(spec: Spec, first: int, micro: int, count: int) -> _TriedChange:
 
 
 def _strategies(plan: Plan) -> Iterator[_TriedChange]:
-    """Yield the next strategies, which shard more."""
-    spec, mesh = plan.spec, plan.mesh
-    name = plan.assignment.strategy.name
-    if name == "hybrid_shard_zero2":
-        yield _TriedChange(
-            "also shard parameters",
-            "strategy: hybrid_shard",
-            replace(spec, strategy="hybrid_shard"),
-        )
-    if name not in ("ddp", *_SHARDED) or mesh.size("dp_replicate", "dp_shard") == 1:
+    """Yield the strategies that shard more states, over the ranks that the plan has."""
+    spec, mesh, now = plan.spec, plan.mesh, plan.assignment.strategy
+    if mesh.size(*DATA_AXES) == 1:
         return
-    later = _SHARDED[_SHARDED.index(name) + 1 :] if name in _SHARDED else _SHARDED
-    sizes = spec.mesh
-    if isinstance(sizes, Mapping):
-        sizes = MappingProxyType(
-            {"dp_shard" if axis == "dp_replicate" else axis: n for axis, n in sizes.items()}
-        )
-    for strategy in later:
-        cut = {"zero1": "optimizer states", "zero2": "gradients", "full_shard": "parameters"}
-        yield _TriedChange(
-            f"shard {cut[strategy]} over data ranks",
-            f"strategy: {strategy}",
-            replace(spec, strategy=strategy, mesh=sizes),
-        )
+    axes, sizes = now.axes, spec.mesh
+    if not now.cuts:  # Ranks that only replicate.
+        axes = ("dp_shard",)
+        if isinstance(sizes, Mapping):
+            sizes = MappingProxyType(
+                {"dp_shard" if axis == "dp_replicate" else axis: n for axis, n in sizes.items()}
+            )
+    words = {"optimizer": "optimizer states", "gradient": "gradients", "parameter": "parameters"}
+    for later in STRATEGIES.values():
+        if later.axes == axes and later.cuts > now.cuts:
+            last = [word for state, word in words.items() if state in later.cuts][-1]
+            yield _TriedChange(
+                f"shard {last} over data ranks",
+                f"strategy: {later.name}",
+                replace(spec, strategy=later.name, mesh=sizes),
+            )
 
 
 def _more_machines(plan: Plan) -> Iterator[_TriedChange]:
