@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 KIB: Final = 2**10
 MIB: Final = 2**20
@@ -117,6 +117,44 @@ def parse_bandwidth(text: str | int | float) -> float:
     if bare == unit or bare.lower() not in units:
         raise ValueError(f"{text!r} is not {_BANDWIDTH}")
     return _positive(text, number, units[bare.lower()], _BANDWIDTH) / (8 if is_bits else 1)
+
+
+_SIGN: Final = r"^\s*\+?"
+_POSITIVE: Final = rf"{_SIGN}(?=[\d_.]*[1-9])(?:\d[\d_]*\.?[\d_]*|\.\d+)(?:[eE][+-]?\d{{1,4}})?\s*"
+_BYTE: Final = "(?:[kKmMgGtT][iI]?)?[bB]"
+_RATE: Final = "(?:(?:[kKmMgGtT][iI]?)?B|[kKmMgGtT]b(?:it)?)(?:/s|ps)"
+"""Bits and bytes differ in the case of the last letter only."""
+
+
+def _large(digits: int) -> str:
+    """Return the regular expression of a number with at least so many digits before the point."""
+    least = "|".join(str(n) for n in range(digits - 1, 19))
+    return (
+        rf"{_SIGN}(?:[1-9]\d{{{digits - 1},}}\.?\d*|[1-9][\d_]*\.?[\d_]*[eE]\+?0*(?:{least}))\s*$"
+    )
+
+
+FORMS: Final[Mapping[Callable[[str], int | float], tuple[dict[str, Any], str]]] = {
+    parse_count: (
+        {"type": "integer", "minimum": 1, "maximum": _MAX},
+        rf"{_POSITIVE}[kKmMbBgGtT]\s*$|{_SIGN}0*[1-9][\d_]*\.?0*\s*$"
+        rf"|{_SIGN}[1-9][\d_]*\.?[\d_]*[eE]\+?\d{{1,2}}\s*$",
+    ),
+    parse_bytes: (
+        {"type": "number", "exclusiveMinimum": 0, "maximum": _MAX},
+        rf"{_POSITIVE}(?:{_BYTE})?\s*$",
+    ),
+    parse_memory: (
+        {"type": "number", "minimum": MIB, "maximum": _MAX},
+        rf"{_POSITIVE}{_BYTE}\s*$|{_large(8)}",
+    ),
+    parse_bandwidth: (
+        {"type": "number", "minimum": _LEAST_BANDWIDTH, "maximum": _MAX},
+        rf"{_POSITIVE}{_RATE}\s*$|{_large(7)}",
+    ),
+}
+"""For each parser, the JSON Schema of the numbers that it accepts, and a regular expression of the
+texts, which lets through what only arithmetic tells, such as a count that is not whole."""
 
 
 def format_bytes(num_bytes: int | float) -> str:

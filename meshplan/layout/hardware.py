@@ -142,6 +142,34 @@ def find_device(name: str, origin: Origin | None = None) -> Device:
     raise SpecError(Problem(what, origin, fix))
 
 
+@cache
+def names_pattern() -> str:
+    """Return a regular expression for the names that `find_device` accepts.
+
+    A name may have any of the words of one device in any order, unless another device has them too.
+    """
+    table = {key: frozenset(key.split("-")) for key in devices()}
+    forms = []
+    for key, words in table.items():
+        shared = {words & others for other, others in table.items() if other != key}
+        most = [each for each in shared if each and not any(each < other for other in shared)]
+        unless = "".join(f"(?!{_of_words(each)})" for each in sorted(most, key=sorted))
+        forms.append(f"{unless}{_of_words(words)}")
+    exact = "|".join(re.escape(key) for key in table)
+    return f"^(?:{exact}|{'|'.join(forms)})"
+
+
+def _of_words(words: frozenset[str]) -> str:
+    """Return a regular expression for texts of only these words, in any case and order."""
+    cased = [
+        "".join(f"[{c}{c.upper()}]" if c.isalpha() else re.escape(c) for c in word)
+        for word in sorted(words)
+    ]
+    # "80g" stands for "80gb".
+    each = "|".join(re.sub(r"^(\d+\[gG\])\[bB\]$", r"\1(?:[bB])?", word) for word in cased)
+    return rf"[\s_-]*(?:(?:{each})(?:[\s_-]+|$))+$"
+
+
 def _words(name: str) -> list[str]:
     """Return the lower-case words of a name; `80g` becomes `80gb`."""
     words = [word for word in re.split(r"[\s_-]+", name.lower()) if word]

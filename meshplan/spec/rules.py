@@ -32,21 +32,28 @@ from meshplan.spec.spec import (
 from meshplan.spec.values import (
     Decoder,
     Findings,
+    Form,
     PlanValue,
+    any_of,
     boolean,
     choice,
+    decoder,
     did_you_mean,
     integer,
     is_mapping,
     is_stated,
     items,
     join,
+    list_form,
+    mapping_form,
     measured,
     pattern,
     quote,
+    scalar_words_form,
     section,
     show,
     text,
+    words_form,
 )
 from meshplan.units import parse_bytes
 
@@ -70,11 +77,13 @@ code_name = pattern(
 axis_list: Final = f"the axes are {', '.join(AXES)}"
 
 
+@decoder({"type": "boolean"}, {"const": AUTO})
 def boolean_or_auto(value: PlanValue, found: Findings) -> bool | str | None:
     """Decode `true`, `false` or `auto`."""
     return AUTO if value.data == AUTO else boolean(value, found)
 
 
+@decoder(scalar_words_form([*DTYPE_WORDS, *(f"torch.{word}" for word in DTYPE_WORDS)]))
 def _dtype(value: PlanValue, found: Findings) -> str | None:
     """Decode a floating-point dtype by any of its names; return torch's name."""
     word = value.text.lower().removeprefix("torch.")
@@ -85,13 +94,17 @@ def _dtype(value: PlanValue, found: Findings) -> str | None:
     return None
 
 
+_ROLES: Final = dict.fromkeys(("param", "reduce", "output", "master"), _dtype)
+
+
+@decoder(words_form(*PRECISION_WORDS), mapping_form(_ROLES))
 def precision(value: PlanValue, found: Findings) -> Precision | None:
     """Decode a precision word, or dtypes by role."""
     if isinstance(value.data, (list, dict)):
         roles = section(
             value,
             found,
-            dict.fromkeys(("param", "reduce", "output", "master"), _dtype),
+            _ROLES,
             "precision: bf16-mixed, or {param: bf16, reduce: fp32, master: fp32}",
         )
         return Precision(**roles) if roles is not None else None
@@ -107,6 +120,7 @@ def precision(value: PlanValue, found: Findings) -> Precision | None:
     return None
 
 
+@decoder({"type": "number", "minimum": 0, "maximum": 1}, measured(parse_bytes).form["anyOf"][1])
 def _budget(value: PlanValue, found: Findings) -> float | int | None:
     """Decode a fraction of the activations, or bytes."""
     if isinstance(value.data, (int, float)) and not isinstance(value.data, bool):
@@ -119,9 +133,13 @@ def _budget(value: PlanValue, found: Findings) -> float | int | None:
     return size
 
 
+_operation = pattern(r"[A-Za-z_][\w.:]*", "the name of an operation", "mm")
+
+
+@decoder(list_form(_operation.form))
 def _operations(value: PlanValue, found: Findings) -> tuple[str, ...] | None:
-    name = pattern(r"[A-Za-z_][\w.:]*", "the name of an operation", "mm")
-    return tuple(filter(None, [name(v, found) for v in items(value, found, "save: [mm, sdpa]")]))
+    names = [_operation(v, found) for v in items(value, found, "save: [mm, sdpa]")]
+    return tuple(filter(None, names))
 
 
 _CHECKPOINTING_READS: Final = {
@@ -132,16 +150,33 @@ _CHECKPOINTING_READS: Final = {
 """The modes that read a key; in any other mode it would be ignored."""
 
 
+_mode = choice(_MODES, "an activation checkpointing mode")
+_CHECKPOINTING: Final[Mapping[str, Decoder]] = {
+    "mode": _mode, "every": integer(), "save": _operations, "budget": _budget,
+}  # fmt: skip
+
+
+def _needs_mode(key: str) -> Form:
+    """Return the form of a mapping whose mode reads this key, if the key has a value."""
+    modes = words_form(*_CHECKPOINTING_READS[key])
+    return any_of({"properties": {key: {"type": "null"}}}, {"properties": {"mode": modes}})
+
+
+@decoder(
+    _mode.form,
+    mapping_form(
+        _CHECKPOINTING, required=("mode",), allOf=[_needs_mode(key) for key in _CHECKPOINTING_READS]
+    ),
+)
 def activation_checkpointing(value: PlanValue, found: Findings) -> ActivationCheckpointing | None:
     """Decode a mode, or a mode with its details."""
-    mode = choice(_MODES, "an activation checkpointing mode")
     if not isinstance(value.data, (list, dict)):
-        word = mode(value, found)
+        word = _mode(value, found)
         return ActivationCheckpointing(mode=word) if word else None
     got = section(
         value,
         found,
-        {"mode": mode, "every": integer(), "save": _operations, "budget": _budget},
+        _CHECKPOINTING,
         "activation_checkpointing: full, or {mode: selective, save: [mm, sdpa]}",
         required={"mode": f"add mode: {join(_MODES[1:])}"},
     )
@@ -156,13 +191,18 @@ def activation_checkpointing(value: PlanValue, found: Findings) -> ActivationChe
     return ActivationCheckpointing(**got)
 
 
+_OFFLOADED: Final = dict.fromkeys(("params", "optimizer", "activations"), boolean_or_auto)
+
+
+@decoder(words_form(*_OFFLOAD_WORDS), mapping_form(_OFFLOADED))
 def offload(value: PlanValue, found: Findings) -> Offload | None:
     """Decode one word, or a mapping of what is offloaded."""
     if not isinstance(value.data, (list, dict)):
         word: Offload | None = choice(_OFFLOAD_WORDS, "an offload setting")(value, found)
         return word
-    fields = dict.fromkeys(("params", "optimizer", "activations"), boolean_or_auto)
-    got = section(value, found, fields, "offload: optimizer, or {params: true, optimizer: true}")
+    got = section(
+        value, found, _OFFLOADED, "offload: optimizer, or {params: true, optimizer: true}"
+    )
     return Offload(**got) if got is not None else None
 
 
@@ -180,6 +220,12 @@ _MATCH_KINDS: Final[Mapping[str, Decoder]] = {
     "type": text("the name of a class"),
     "param": text("a pattern of parameter names"),
 }
+
+
+_SELECTOR_FORM: Final = any_of(
+    {"type": "string", "minLength": 1},
+    *({**mapping_form({key: each}, required=(key,))} for key, each in _MATCH_KINDS.items()),
+)
 
 
 def _selector(value: PlanValue, found: Findings) -> Selector | None:
@@ -207,6 +253,7 @@ def _selector(value: PlanValue, found: Findings) -> Selector | None:
     return selector
 
 
+@decoder(_SELECTOR_FORM, list_form(_SELECTOR_FORM))
 def _match(value: PlanValue, found: Findings) -> tuple[Selector, ...] | None:
     many = isinstance(value.data, list)
     each = items(value, found, _MATCH_EXAMPLE) if many else [value]
@@ -254,8 +301,37 @@ def _placement(axis: str, value: PlanValue, found: Findings) -> str | None:
 
 
 _DATA_WORDS: Final = ("replicate", "shard", "hybrid_shard")
+_PLACEMENT_FORM: Final = any_of(
+    words_form(*_REPLICATE),
+    {"type": "string", "pattern": r"^\s*([sS]|[sS]hard)\(\s*-?\d+\s*\)\s*$"},
+)
+_PIECES: Final = r"\s*(?:(?:[2-9]|[1-9]\d+)|[1-9]\d*(?:\s*,\s*[1-9]\d*)+)\s*"
+"""The numbers of `packed_colwise(...)`: a count of at least 2, or two and more sizes."""
+_TP_FORM: Final = any_of(
+    {"enum": [AUTO, *(style for style in _STYLES if style != EXPERT_STYLE)]},
+    {"type": "string", "pattern": rf"^packed_colwise\({_PIECES}\)$"},
+    words_form(AUTO),
+    _PLACEMENT_FORM,
+)
+_AXES_FORM: Final[Form] = {
+    "type": "object",
+    "minProperties": 1,
+    "additionalProperties": False,
+    "properties": {
+        axis: any_of(
+            {
+                "tp": _TP_FORM,
+                "ep": any_of({"const": EXPERT_STYLE}, words_form(AUTO), _PLACEMENT_FORM),
+            }.get(axis, any_of(words_form(AUTO), _PLACEMENT_FORM)),
+            {"type": "null"},
+        )
+        for axis in AXES
+        if axis != "pp"
+    },
+}
 
 
+@decoder(words_form(*_DATA_WORDS), _AXES_FORM)
 def _place(value: PlanValue, found: Findings) -> str | dict[str, str] | None:
     """Decode a word for the data axes, or a placement by axis."""
     example = "place: shard, or place: {tp: colwise}"
@@ -280,6 +356,7 @@ def _place(value: PlanValue, found: Findings) -> str | dict[str, str] | None:
     return out
 
 
+@decoder({"type": "boolean"}, {"type": "integer", "minimum": 2})
 def _reshard(value: PlanValue, found: Findings) -> bool | int | None:
     if isinstance(value.data, bool):
         return value.data
@@ -291,7 +368,7 @@ def _reshard(value: PlanValue, found: Findings) -> bool | int | None:
     return None
 
 
-_FIELDS: Final = {
+_FIELDS: Final[Mapping[str, Decoder]] = {
     "match": _match,
     "place": _place,
     "stage": integer(0, "first", "last"),
@@ -306,6 +383,11 @@ _FIELDS: Final = {
 }
 RULE_KEYS: Final = tuple(_FIELDS)
 _STATES: Final = tuple(key for key in _FIELDS if key not in ("match", "why", "optional"))
+RULE_FORM: Final = mapping_form(
+    _FIELDS,
+    required=("match",),
+    anyOf=[{"required": [key], "properties": {key: {"not": {"type": "null"}}}} for key in _STATES],
+)
 
 
 def rule(index: int, value: PlanValue, found: Findings, homes: Mapping[str, str]) -> Rule | None:

@@ -13,12 +13,13 @@ from typing import Any, Final
 
 from meshplan.errors import Origin, SpecError
 from meshplan.layout.dtypes import DTYPE_BYTES
-from meshplan.layout.hardware import find_device
+from meshplan.layout.hardware import devices, find_device, names_pattern
 from meshplan.layout.mesh import AXES
 from meshplan.layout.optimizers import SHAPED_STATES
 from meshplan.layout.schedules import SCHEDULES
 from meshplan.spec.contradictions import disagreements
 from meshplan.spec.rules import (
+    RULE_FORM,
     RULE_KEYS,
     activation_checkpointing,
     axis_ok,
@@ -47,15 +48,20 @@ from meshplan.spec.spec import (
 from meshplan.spec.values import (
     Decoder,
     Findings,
+    Form,
     PlanValue,
+    any_of,
     boolean,
     choice,
+    decoder,
     did_you_mean,
     integer,
     is_mapping,
     is_stated,
     items,
     join,
+    list_form,
+    mapping_form,
     measured,
     number,
     section,
@@ -69,9 +75,10 @@ _MAX_DEVICES: Final = 10**6
 _count, _steps = integer(1, AUTO, high=MOST_MICROBATCHES), integer(1, high=MOST_MICROBATCHES)
 Mesh = Mapping[str, Any] | tuple[int, ...] | str
 _size = integer(1, high=_MAX_DEVICES)
-_positive = number(lambda x: x > 0, "a number above 0")
+_positive = number(lambda x: x > 0, "a number above 0", exclusiveMinimum=0)
 
 
+@decoder({"const": VERSION})
 def _version(value: PlanValue, found: Findings) -> int | None:
     if value.data == VERSION and not isinstance(value.data, bool):
         return VERSION
@@ -87,6 +94,9 @@ _MODEL: Final[Mapping[str, Decoder]] = {
 }
 
 
+@decoder(
+    any_of(*(mapping_form({key: each}, required=(key,), title=key) for key, each in _MODEL.items()))
+)
 def _model(value: PlanValue, found: Findings) -> ModelSpec | None:
     example = "model: {params: 3e9}, {config: PATH} or {entry: module:name}"
     num_before = len(found.problems)
@@ -100,6 +110,7 @@ def _model(value: PlanValue, found: Findings) -> ModelSpec | None:
     return ModelSpec(**got)
 
 
+@decoder({"enum": list(devices())}, {"type": "string", "pattern": names_pattern()})
 def _gpu(value: PlanValue, found: Findings) -> str | None:
     name: str | None = text("the name of a GPU")(value, found)
     try:
@@ -117,7 +128,9 @@ _HARDWARE: Final[Mapping[str, Decoder]] = {
     "host_memory": measured(parse_memory),
     "intra": measured(parse_bandwidth),
     "inter": measured(parse_bandwidth),
-    "headroom": number(lambda x: 0 <= x < 1, "a fraction of at least 0 and below 1"),
+    "headroom": number(
+        lambda x: 0 <= x < 1, "a fraction of at least 0 and below 1", minimum=0, exclusiveMaximum=1
+    ),
 }
 _HARDWARE_NAMES: Final = {
     "memory": "memory_bytes",
@@ -127,6 +140,18 @@ _HARDWARE_NAMES: Final = {
 }
 
 
+def _unless_null(key: str) -> Form:
+    """Return the form of a mapping that has a value for this key."""
+    return {"required": [key], "properties": {key: {"not": {"type": "null"}}}}
+
+
+@decoder(
+    mapping_form(
+        _HARDWARE,
+        required=("gpus_per_node",),
+        **{"not": {"allOf": [_unless_null("gpu"), _unless_null("memory")]}},
+    )
+)
 def _hardware(value: PlanValue, found: Findings) -> HardwareSpec | None:
     example = "hardware: {nodes: 1, gpus_per_node: 8}"
     required = {"gpus_per_node": "add gpus_per_node: 8"}
@@ -153,6 +178,20 @@ def _axis_size(value: PlanValue, found: Findings) -> int | str | Borrow | None:
     return size
 
 
+_BORROW_FORM: Final[Form] = {"type": "string", "pattern": r"^\s*0*[1-9]\d{0,6}\s+in\s+\S+\s*$"}
+_AXIS_FORM: Final = any_of(integer(1, AUTO, high=_MAX_DEVICES).form, _BORROW_FORM, {"type": "null"})
+
+
+@decoder(
+    {"const": AUTO},
+    list_form(_size.form),
+    {
+        "type": "object",
+        "properties": dict.fromkeys(AXES, _AXIS_FORM),
+        "additionalProperties": False,
+        "minProperties": 1,
+    },
+)
 def _mesh(value: PlanValue, found: Findings) -> Mesh | None:
     if value.data == AUTO:
         return AUTO
@@ -187,6 +226,14 @@ def _check_borrow(
         found.add(value.data[axis], what, f"write a divisor of {lender}")
 
 
+@decoder(
+    _count.form,
+    {
+        "type": "object",
+        "patternProperties": {"^[0-9]{1,9}$": any_of(_steps.form, {"type": "null"})},
+        "additionalProperties": False,
+    },
+)
 def _accumulate(value: PlanValue, found: Findings) -> Any:
     """Decode a number of microbatches, `auto`, or a number by the epoch from which it applies."""
     if not isinstance(value.data, dict):
@@ -211,6 +258,7 @@ _BATCH: Final[Mapping[str, Decoder]] = {
 }
 
 
+@decoder(mapping_form(_BATCH))
 def _batch(value: PlanValue, found: Findings) -> Batch | None:
     got = section(value, found, _BATCH, "batch: {micro: 4, seq_len: 2048}")
     if got is None:
@@ -218,32 +266,42 @@ def _batch(value: PlanValue, found: Findings) -> Batch | None:
     return Batch(global_=got.pop("global", None), **got)
 
 
-def _input_dtype(value: PlanValue, found: Findings) -> str | None:
-    words = {word: name for name in DTYPE_BYTES for word in (name, f"torch.{name}")}
-    word: str | None = choice({**words, **DTYPE_WORDS}, "a dtype")(value, found)
-    return word
+_INPUT_DTYPES: Final[Mapping[str, str]] = {
+    **{word: name for name in DTYPE_BYTES for word in (name, f"torch.{name}")},
+    **DTYPE_WORDS,
+}
 
 
+@decoder(list_form(integer(1).form))
+def _shape(value: PlanValue, found: Findings) -> tuple[int, ...]:
+    sizes = [integer(1)(v, found) for v in items(value, found, "shape: [4, 3, 224, 224]")]
+    return tuple(size for size in sizes if size is not None)
+
+
+_INPUT: Final[Mapping[str, Decoder]] = {
+    "shape": _shape, "dtype": choice(_INPUT_DTYPES, "a dtype"),
+}  # fmt: skip
+
+
+@decoder(mapping_form(_INPUT, required=("shape",)))
 def _input(value: PlanValue, found: Findings) -> InputSpec | None:
-    def shape(value: PlanValue, found: Findings) -> tuple[int, ...]:
-        sizes = [integer(1)(v, found) for v in items(value, found, "shape: [4, 3, 224, 224]")]
-        return tuple(size for size in sizes if size is not None)
-
     example = "input: {shape: [4, 3, 224, 224], dtype: float32}"
     required = {"shape": "add shape: [4, 3, 224, 224]"}
-    fields: Mapping[str, Decoder] = {"shape": shape, "dtype": _input_dtype}
-    got = section(value, found, fields, example, required=required)
+    got = section(value, found, _INPUT, example, required=required)
     return InputSpec(**got) if got and "shape" in got else None
 
 
+_module_name = text("the name of a module")
+
+
+@decoder({"const": AUTO}, list_form(list_form(_module_name.form)))
 def _split(value: PlanValue, found: Findings) -> str | tuple[tuple[str, ...], ...] | None:
     if value.data == AUTO:
         return AUTO
     example = "split: auto, or one list of modules per stage: [[embed, layers.0], [layers.1, head]]"
-    name = text("the name of a module")
     stages = []
     for stage in items(value, found, example):
-        names = [name(v, found) for v in items(stage, found, example)]
+        names = [_module_name(v, found) for v in items(stage, found, example)]
         stages.append(tuple(filter(None, names)))
     return tuple(stages) or None
 
@@ -256,6 +314,7 @@ _PIPELINE: Final[Mapping[str, Decoder]] = {
 }
 
 
+@decoder(mapping_form(_PIPELINE))
 def _pipeline(value: PlanValue, found: Findings) -> Pipeline | None:
     got = section(value, found, _PIPELINE, "pipeline: {schedule: 1F1B, microbatches: 8}")
     return Pipeline(**got) if got is not None else None
@@ -267,16 +326,20 @@ _CONTEXT: Final[Mapping[str, Decoder]] = {
 }
 
 
+@decoder(mapping_form(_CONTEXT))
 def _context(value: PlanValue, found: Findings) -> Context | None:
     got = section(value, found, _CONTEXT, "context: {attention: all_gather, balance: true}")
     return Context(**got) if got is not None else None
 
 
 _EXPERTS: Final[Mapping[str, Decoder]] = {
-    "capacity": number(lambda x: x >= 1, "a number of at least 1: a multiple of an even share"),
+    "capacity": number(
+        lambda x: x >= 1, "a number of at least 1: a multiple of an even share", minimum=1
+    ),
 }
 
 
+@decoder(mapping_form(_EXPERTS))
 def _experts(value: PlanValue, found: Findings) -> Experts | None:
     got = section(value, found, _EXPERTS, "experts: {capacity: 1.5}")
     return Experts(**got) if got is not None else None
@@ -291,6 +354,7 @@ _DDP: Final[Mapping[str, Decoder]] = {
 }
 
 
+@decoder(mapping_form(_DDP))
 def _ddp(value: PlanValue, found: Findings) -> dict[str, Any] | None:
     return section(value, found, _DDP, "ddp: {bucket_mb: 25, static_graph: true}")
 
@@ -299,27 +363,37 @@ _DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|min|h)?")
 _SECONDS: Final = {None: 1, "s": 1, "min": 60, "h": 3600}
 
 
+@decoder(
+    {"type": "number", "exclusiveMinimum": 0},
+    {"type": "string", "pattern": rf"^(?=.*[1-9])(?:{_DURATION.pattern})$"},
+)
 def _duration(value: PlanValue, found: Findings) -> float | None:
-    form = _DURATION.fullmatch(value.text)
+    form = _DURATION.fullmatch(value.data) if isinstance(value.data, str) else None
     seconds = float(form[1]) * _SECONDS[form[2]] if form else 0.0
+    if isinstance(value.data, (int, float)) and not isinstance(value.data, bool):
+        seconds = value.data
     if 0 < seconds < math.inf:
         return seconds
     found.add(value, f"{show(value)} is not a duration", "write something like 30s, 5min or 1h")
     return None
 
 
+_SOLVE: Final[Mapping[str, Decoder]] = {
+    "objective": choice(("time", "memory", "balanced", "cost"), "an objective"),
+    "time_limit": _duration,
+    "keep": integer(1),
+}
+
+
+@decoder(mapping_form(_SOLVE))
 def _solve(value: PlanValue, found: Findings) -> dict[str, Any] | None:
-    fields: Mapping[str, Decoder] = {
-        "objective": choice(("time", "memory", "balanced", "cost"), "an objective"),
-        "time_limit": _duration,
-        "keep": integer(1),
-    }
-    got = section(value, found, fields, "solve: {objective: time, time_limit: 30s}")
+    got = section(value, found, _SOLVE, "solve: {objective: time, time_limit: 30s}")
     if got and "time_limit" in got:
         got["time_limit_s"] = got.pop("time_limit")
     return got
 
 
+@decoder({"type": "array", "items": RULE_FORM})
 def _rules(value: PlanValue, found: Findings) -> tuple[Rule, ...] | None:
     if not isinstance(value.data, list):
         fix = "begin each rule with a dash: - match: embed"
@@ -359,6 +433,9 @@ _PLAN: Final[Mapping[str, Decoder]] = {
     "solve": _solve,
     "rules": _rules,
 }
+
+PLAN_FORM: Final = mapping_form(_PLAN, required=("version",))
+"""The JSON Schema of a plan, without titles and defaults."""
 
 _HOMES: Final = {
     **dict.fromkeys(RULE_KEYS, "write it in an entry of 'rules'"),

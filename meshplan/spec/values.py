@@ -1,8 +1,9 @@
 """The values of a plan file with their places, and the small decoders that read them.
 
 A decoder takes a `PlanValue` and returns its meaning. If it cannot, it records a `Problem` and
-returns None, and reading continues, so that one run finds every mistake of a file. The file
-syntax is read in `reader`; the keys of the format are in `schema`.
+returns None, and reading continues, so that one run finds every mistake of a file. Beside it stands
+the JSON Schema of what it accepts, which `json_schema` collects. The file syntax is read in
+`reader`; the keys of the format are in `schema`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Final
 
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.spec.match import near
+from meshplan.units import FORMS
 
 _MAX_PROBLEMS: Final = 100
 """Limit after which reading stops, so that a file of junk does not cost a minute of suggestions."""
@@ -73,7 +75,59 @@ class Findings:
             raise SpecError(self.problems)
 
 
-Decoder = Callable[[PlanValue, Findings], Any]
+Form = dict[str, Any]
+"""A JSON Schema (draft-07)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """What a key may be: how it is read, and its form for editors.
+
+    Args:
+        read: Returns the meaning of a value; if it has none, records a problem and returns None.
+        form: The JSON Schema of the values that are read without a problem.
+    """
+
+    read: Callable[[PlanValue, Findings], Any]
+    form: Form
+
+    def __call__(self, value: PlanValue, found: Findings) -> Any:
+        """Read a value."""
+        return self.read(value, found)
+
+
+def decoder(*forms: Form) -> Callable[[Callable[[PlanValue, Findings], Any]], Decoder]:
+    """Make a decoder of a function that accepts values of any of these forms."""
+    return lambda read: Decoder(read, any_of(*forms))
+
+
+def any_of(*forms: Form) -> Form:
+    """Return the form of values that have one of these forms."""
+    return forms[0] if len(forms) == 1 else {"anyOf": list(forms)}
+
+
+def words_form(*words: str) -> Form:
+    """Return the form of one of these words in any case."""
+    by_case = "|".join(
+        "".join(f"[{c.lower()}{c.upper()}]" if c.isalpha() else re.escape(c) for c in word)
+        for word in words
+    )
+    return {"anyOf": [{"enum": list(words)}, {"type": "string", "pattern": f"^({by_case})$"}]}
+
+
+def mapping_form(fields: Mapping[str, Decoder], required: Iterable[str] = (), **more: Any) -> Form:
+    """Return the form of a mapping as `section` reads it: a key without a value is not stated."""
+    forms = {
+        key: each.form if key in required else any_of(each.form, {"type": "null"})
+        for key, each in fields.items()
+    }
+    out: Form = {"type": "object", "properties": forms, "additionalProperties": False}
+    return out | ({"required": list(required)} if required else {}) | more
+
+
+def list_form(entry: Form) -> Form:
+    """Return the form of a list with at least one entry, as `items` reads it."""
+    return {"type": "array", "items": entry, "minItems": 1}
 
 
 def plain(value: PlanValue) -> Any:
@@ -204,11 +258,18 @@ def integer(low: int = 1, *words: str, high: int = 10**9) -> Decoder:
             found.add(value, f"{show(value)} is not {wanted}", fix)
         return None
 
-    return decode
+    whole = {"type": "integer", "minimum": low, "maximum": high}
+    return Decoder(decode, any_of(whole, words_form(*words)) if words else whole)
 
 
-def number(accepts: Callable[[float], bool], wanted: str) -> Decoder:
-    """Return a decoder for a finite number for which `accepts` is true."""
+def number(accepts: Callable[[float], bool], wanted: str, **bounds: float) -> Decoder:
+    """Return a decoder for a finite number for which `accepts` is true.
+
+    Args:
+        accepts: Returns True for the numbers that are valid.
+        wanted: These numbers in words.
+        bounds: The same as keywords of JSON Schema.
+    """
 
     def decode(value: PlanValue, found: Findings) -> float | None:
         if _is_number(value.data) and accepts(value.data):
@@ -216,11 +277,12 @@ def number(accepts: Callable[[float], bool], wanted: str) -> Decoder:
         found.add(value, f"{show(value)} is not {wanted}", _unquote(value))
         return None
 
-    return decode
+    return Decoder(decode, {"type": "number", **bounds})
 
 
 def measured(parse: Callable[[str], Any]) -> Decoder:
     """Return a decoder for a number with a unit, read by one of the parsers of `units`."""
+    bare, regex = FORMS[parse]
 
     def decode(value: PlanValue, found: Findings) -> Any:
         if isinstance(value.data, (bool, list, dict)):
@@ -232,7 +294,7 @@ def measured(parse: Callable[[str], Any]) -> Decoder:
             found.add(value, str(error))
             return None
 
-    return decode
+    return Decoder(decode, any_of(bare, {"type": "string", "pattern": regex}))
 
 
 def choice(words: Mapping[str, Any] | Iterable[str], noun: str) -> Decoder:
@@ -247,9 +309,16 @@ def choice(words: Mapping[str, Any] | Iterable[str], noun: str) -> Decoder:
         found.add(value, f"{show(value)} is not {noun}", did_you_mean(value.text, meaning, fix))
         return None
 
-    return decode
+    return Decoder(decode, scalar_words_form(meaning))
 
 
+def scalar_words_form(words: Iterable[str]) -> Form:
+    """Return the form of one of these words, of which numbers need no quotes."""
+    numbers = [int(word) for word in words if word.isdecimal()]
+    return any_of(words_form(*words), *([{"enum": numbers}] if numbers else []))
+
+
+@decoder({"type": "boolean"})
 def boolean(value: PlanValue, found: Findings) -> bool | None:
     """Decode `true` or `false`; `yes`, `on` and similar words are texts."""
     if isinstance(value.data, bool):
@@ -271,7 +340,7 @@ def text(wanted: str) -> Decoder:
         found.add(value, f"{show(value)} is not {wanted}", "put it in quotes" if is_scalar else "")
         return None
 
-    return decode
+    return Decoder(decode, {"type": "string", "pattern": r"\S"})
 
 
 def pattern(regex: str, wanted: str, example: str) -> Decoder:
@@ -284,7 +353,7 @@ def pattern(regex: str, wanted: str, example: str) -> Decoder:
         found.add(value, f"{show(value)} is not {wanted}", f"write something like {example}")
         return None
 
-    return decode
+    return Decoder(decode, {"type": "string", "pattern": f"^(?:{regex})$"})
 
 
 def _is_number(data: Any) -> bool:
