@@ -14,6 +14,7 @@ from meshplan.errors import MeshplanError, Origin, Problem, SpecError
 from meshplan.layout.hardware import SOME_GPU, find_device
 from meshplan.layout.mesh import DATA_AXES
 from meshplan.model.blueprint import from_config, from_params
+from meshplan.model.blueprint.config import config_file
 from meshplan.model.graph import ModelGraph
 from meshplan.spec.spec import AUTO, Spec
 from meshplan.spec.strategies import resolve_mesh
@@ -114,7 +115,7 @@ def graph_of(spec: Spec) -> ModelGraph | None:
     if spec.model.params is not None:
         return from_params(spec.model.params)
     if spec.model.config is not None:
-        path = Path(spec.source).parent / spec.model.config
+        path = config_file(spec.model.config, Path(spec.source).parent)
         return from_config(path, spec.origin("model.config"))
     return None
 

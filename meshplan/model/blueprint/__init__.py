@@ -19,7 +19,7 @@ from typing import Any
 
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.model.blueprint.builder import GraphBuilder
-from meshplan.model.blueprint.config import Facts, read_json
+from meshplan.model.blueprint.config import Facts, config_file, read_json
 from meshplan.model.blueprint.families import FAMILIES, GPT2_DEFAULTS
 from meshplan.model.blueprint.modules import build_decoder, build_gpt2
 from meshplan.model.blueprint.outline import decoder_outline, gpt2_outline
@@ -55,7 +55,7 @@ def from_config(
     """Return the graph of the model that a Hugging Face config.json describes.
 
     Args:
-        path: The file, or the directory that contains it.
+        path: The file, its directory, or the name of a model in the Hugging Face Hub's local cache.
         origin: The place where the user named the path, for problems with the file itself.
         blocks: A number of blocks to build instead of the config's own, or the indices of those of
             its blocks to build; None builds all.
@@ -63,9 +63,7 @@ def from_config(
     Raises:
         SpecError: The file cannot be read, or describes nothing that can be built.
     """
-    file = Path(path)
-    if file.is_dir():
-        file = file / "config.json"
+    file = config_file(path)
     content = read_json(file, origin)
     if blocks is not None:
         content = with_blocks(content, blocks, str(file))

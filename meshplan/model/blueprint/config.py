@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -170,6 +171,46 @@ def attention_sizes(facts: Facts) -> tuple[int, int, int]:
     return heads, kv_heads, head_dim
 
 
+_REPOSITORY: Final = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+"""The form of a model's name on the Hugging Face Hub: organisation/model."""
+
+
+def config_file(path: str | Path, folder: str | Path = "") -> Path:
+    """Return the file that a user's name of a config stands for; it may not exist.
+
+    Args:
+        path: A config.json, its directory, or the name of a model on the Hugging Face Hub, whose
+            config is looked up in the Hub's local cache.
+        folder: The directory that a relative path starts from.
+    """
+    file = Path(folder) / path
+    if file.is_dir():
+        return file / "config.json"
+    if not file.exists() and _REPOSITORY.fullmatch(str(path)):
+        return _in_hub_cache(str(path)) or file
+    return file
+
+
+def _in_hub_cache(repository: str) -> Path | None:
+    """Return the config of a model in the local cache of huggingface_hub; None if it is not there.
+
+    Source: huggingface_hub's documentation, "Understand caching" and "Environment variables".
+    """
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
+    hub = Path(os.environ.get("HF_HOME") or home) / "hub"
+    hub = Path(os.environ.get("HF_HUB_CACHE") or hub)
+    model = hub / f"models--{repository.replace('/', '--')}"
+    snapshots = sorted((model / "snapshots").glob("*/config.json"), key=os.path.getmtime)
+    try:
+        main = (model / "refs" / "main").read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):  # Only some other revision was downloaded.
+        main = ""
+    for file in reversed(snapshots):
+        if file.parent.name == main:
+            return file
+    return snapshots[-1] if snapshots else None
+
+
 def read_json(file: Path, origin: Origin | None) -> Mapping[str, Any]:
     """Return the JSON object in a config file.
 
@@ -182,6 +223,9 @@ def read_json(file: Path, origin: Origin | None) -> Mapping[str, Any]:
         data = read_bytes(file, _MAX_FILE_BYTES, "a config.json")
     except FileNotFoundError as error:
         what = f"cannot read {str(file)!r}: {error.strerror}"
+        name = "/".join(file.parts[-2:])
+        if _REPOSITORY.fullmatch(name) and file.suffix != ".json":
+            ask += f"; a model of the Hugging Face Hub: hf download {name} config.json"
         raise SpecError(Problem(what, origin, ask)) from None
     except SpecError as error:
         what = f"cannot read {str(file)!r}: {error.problems[0].what}"

@@ -13,6 +13,7 @@ from meshplan.cost.profile import Profile
 from meshplan.errors import Origin, PlanError, Problem
 from meshplan.layout.hardware import SOME_GPU, Cluster, Device, Link, find_device
 from meshplan.model.blueprint import from_config
+from meshplan.model.blueprint.config import config_file
 from meshplan.model.graph import ModelGraph
 from meshplan.planner.problem.decision import PlanRequest
 from meshplan.spec.keys import OBJECTIVE, TIME_LIMIT_S
@@ -77,7 +78,8 @@ def config_of(spec: Spec, config: str | Path | None = None) -> tuple[str | Path 
         The path of the config and its origin. The path is None if neither names a config.
     """
     if config is None and spec.model is not None and spec.model.config is not None:
-        return Path(spec.source).parent / spec.model.config, spec.origin("model.config")
+        file = config_file(spec.model.config, Path(spec.source).parent)
+        return file, spec.origin("model.config")
     return config, Origin("--config")
 
 

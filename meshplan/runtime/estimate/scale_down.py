@@ -20,7 +20,7 @@ from torch import nn
 
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.layout.mesh import Mesh
-from meshplan.model.blueprint.config import foreign_problem, read_json
+from meshplan.model.blueprint.config import config_file, foreign_problem, read_json
 from meshplan.model.graph import ModelGraph
 from meshplan.runtime.estimate.tiny_config import shrink_layers, shrink_sizes
 from meshplan.runtime.trace.entry import model_of_entry
@@ -144,7 +144,7 @@ def model_source_of(spec: Spec, model: str | None, config: str | Path | None) ->
     if spec.model is not None and spec.model.entry is not None:
         return ModelSource(entry=spec.model.entry, origin=spec.origin("model.entry"))
     if spec.model is not None and spec.model.config is not None:
-        path = Path(spec.source).parent / spec.model.config
+        path = config_file(spec.model.config, Path(spec.source).parent)
         return source_of_config(path, spec.origin("model.config"))
     what = "the plan names no function or config of the model"
     fix = "add --model pkg.mod:function, --config PATH, or one of them to the plan's 'model'"
@@ -157,8 +157,7 @@ def source_of_config(path: str | Path, origin: Origin) -> ModelSource:
     Raises:
         SpecError: The file cannot be read, or transformers has no such model.
     """
-    file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
+    file = config_file(path)
     content = read_json(file, origin)
     if (problem := foreign_problem(content, str(file))) is not None:
         raise SpecError(problem)
