@@ -89,7 +89,7 @@ def test_few_blocks_of_each_kind_never_say_more_than_all(job: PlanningProblem) -
             continue
         shortened += 1
         assert len(short.graph.blocks()) == sum(map(len, short.stages))
-        stated = statements(job.spec, job.free, job.grid[row], short.stages, {})
+        stated = statements(job.spec, job.free, job.grid[row], short.stages, {}, "default")
         few = make_plan(question.read(overrides(stated)), short.graph)
         plan = make_plan(question.read(overrides(job.stated(numbers, found))), question.graph)
         least = TruncatedBound(

@@ -103,20 +103,18 @@ def _traced(
 ) -> tuple[MicrobatchTrace, list[RepeatedBlocks]]:
     """Return (the trace, the runs with the events at which their blocks begin)."""
     bare = without_data(plan)
-    names: dict[nn.Module, str] = {}
-    markings: list[HookPointRecorder] = []
+    watching: list[tuple[MemoryTracker, HookPointRecorder]] = []
     with fake_rank(model, bare, rank, device) as (twin, mesh, fake, behaviour):
         batch, goals = mapped(inputs, fake), mapped(targets, fake)
-        watching = ledger(names, behaviour)
 
         def mark(module: nn.Module) -> None:
-            markings.append(hook_points_of(module, plan, watching))
+            tracker = ledger(names_of(module), behaviour)
+            watching.append((tracker, hook_points_of(module, plan, tracker)))
 
         wrapped = _applied_without_data(twin, bare, mesh, mark)
         applied(wrapped).is_tested = True
-        names.update(names_of(wrapped))
         return _watched(
-            wrapped, batch, goals, plan, loss_fn, watching, markings[0], runs,
+            wrapped, batch, goals, plan, loss_fn, *watching[0], runs,
             is_plain=_is_plain(model, plan),
         )  # fmt: skip
 
