@@ -16,7 +16,7 @@ from contextlib import contextmanager, redirect_stdout
 from typing import Any, NoReturn
 
 from meshplan.api import checking
-from meshplan.cli import diff, draw, planning, report, trust
+from meshplan.cli import diff, draw, planning, report, starting, trust
 from meshplan.cli.common import (
     COULD_NOT,
     NO,
@@ -239,6 +239,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 VERBS: tuple[Verb, ...] = (
+    *starting.VERBS[:1],
     Verb(
         "estimate",
         "estimate the memory of a plan's step, or of the states under every strategy",
@@ -253,6 +254,7 @@ VERBS: tuple[Verb, ...] = (
     trust.VERB,
     Verb("verify", "compare a scaled-down plan with one process", _verify_flags, _verify),
     Verb("demo", "train under a plan on this machine and in one process", _demo_flags, _demo),
+    *starting.VERBS[1:],
 )
 """All subcommands, in the order of `meshplan --help`."""
 
@@ -294,7 +296,7 @@ def _parser() -> argparse.ArgumentParser:
     for verb in VERBS:
         sub = verbs.add_parser(verb.name, help=verb.help, description=verb.help, parents=[common])
         verb.add_flags(sub)
-        sub.set_defaults(run=verb.run)
+        sub.set_defaults(run=verb.run, make_parser=_parser)
     return parser
 
 

@@ -123,6 +123,15 @@ def _device() -> torch.device:
     return found or torch.device("cpu")
 
 
+def seen_devices() -> tuple[Device | None, int]:
+    """Return the first accelerator of this machine and how many there are; (None, 0) without one.
+
+    A device that the hardware table lacks has a name and its memory only.
+    """
+    device = _device()
+    return (None, 0) if device.type == "cpu" else (_facts(device), torch.accelerator.device_count())
+
+
 def _facts(device: torch.device) -> Device:
     """Return the hardware table's device of this name, or one with only a name and its memory."""
     if device.type != "cuda":

@@ -19,6 +19,8 @@ from meshplan.spec.spec import InputSpec, Spec
 
 _MOST_ELEMENTS: Final = 1 << 20
 """Elements of the largest sample that a real training accepts, to check whether a plan is right."""
+_EDGES: Final = {1: 1024, 2: 224, 3: 64}
+"""Edge of a guessed input, by the number of dims that a convolution moves along."""
 TOKENS: Final = 16
 """Length of a sequence if the plan does not state one."""
 
@@ -92,6 +94,25 @@ def _first_layer(model: nn.Module) -> nn.Module | None:
     """Return the first module that has parameters and no submodules, or None if there is none."""
     layers = (m for m in model.modules() if not any(True for _ in m.children()))
     return next((m for m in layers if any(True for _ in m.parameters())), None)
+
+
+def likely_shape(model: nn.Module) -> tuple[int, ...] | str | None:
+    """Guess the shape of one sample's input from the model's first layer.
+
+    Returns:
+        The shape; "tokens" if the layer looks them up; None if it implies neither.
+    """
+    layer = _first_layer(model)
+    if isinstance(layer, nn.Embedding):
+        return "tokens"
+    if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        num_dims = len(layer.kernel_size)
+        return (1, layer.in_channels, *[_EDGES[num_dims]] * num_dims)
+    if isinstance(layer, nn.Linear):
+        return (1, layer.in_features)
+    if isinstance(layer, nn.RNNBase):
+        return (1, TOKENS, layer.input_size)
+    return None
 
 
 def check_size(spec: Spec) -> None:
