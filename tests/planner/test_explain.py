@@ -57,7 +57,7 @@ def test_what_is_not_in_the_space_says_why(job):
     assert "8 devices do not divide by 3" in verdict(ask(path, "mesh.tp=3"))
     assert "heads do not divide by it" in verdict(ask(path, "mesh.cp=8"))
     path = job(mesh={"dp_shard": 8}, strategy=None)
-    assert "mesh does not have tp, or has it with size 1" in verdict(ask(path, "mesh.tp=2"))
+    assert "mesh has no tp, or states size 1" in verdict(ask(path, "mesh.tp=2"))
 
 
 def test_what_has_no_figures_is_told_and_not_searched(job):

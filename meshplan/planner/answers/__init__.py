@@ -1,1 +1,1 @@
-"""Answers about a decision: why, why not, differences between plans, and changes that would fit."""
+"""Answers about a decision: why, why not, how two plans differ, and which changes would fit."""

@@ -1,4 +1,4 @@
-"""Compare two complete plans: the decisions that differ, and the figures that follow from each."""
+"""Compare two complete plans: the decisions that differ, and the figures of each plan."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from meshplan.traffic import forecast
 from meshplan.units import format_bytes
 
 _ABSENT: Final = "absent"
-"""Stands for a tensor that one of the two plans does not have."""
+"""Stands for the layout of a tensor that one of the two plans does not have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Differs:
-    """One decision that differs.
+    """One decision that differs between two plans.
 
     Args:
         what: A field of the plan, or a pattern of fqns.
-        old: Value in the first plan; None if it has none.
-        new: Value in the second plan; None if it has none.
+        old: Value in the first plan; None if the plan has none.
+        new: Value in the second plan; None if the plan has none.
     """
 
     what: str
@@ -43,11 +43,11 @@ class Differs:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure that follows from a plan.
+    """An estimated figure of a plan, such as its step time.
 
     Args:
         value: The figure; None if it cannot be estimated.
-        why: Reason why it cannot be estimated; "" if it can.
+        why: Reason why the figure cannot be estimated; "" if it can.
     """
 
     value: float | None
@@ -59,13 +59,13 @@ class DiffSide:
     """One of the two plans, with its figures.
 
     Args:
-        name: The user's name for it, such as a path.
+        name: The user's name for the plan, such as a path.
         plan: The plan; None if only its lock is known.
         step_s: Seconds of a step.
         tokens_per_s: Tokens per second of all devices together.
         peak_bytes: Upper end of the estimated memory of the fullest rank, in bytes.
-        traffic_bytes: Bytes that rank 0 sends and receives in a step, whole tensors counted once.
-        routes: Bytes of `traffic_bytes` by (kind of collective, axes).
+        traffic_bytes: Bytes of the whole tensors in rank 0's collectives and sends of a step.
+        routes: {(kind of collective, axes): its part of `traffic_bytes`}.
     """
 
     name: str
@@ -85,8 +85,8 @@ class PlanDifference:
         old: The first plan.
         new: The second plan.
         fields: Differences in mesh, strategy, batch and other fields of the plan.
-        blocks: Differences in the choices of blocks, by patterns of their fqns.
-        placements: Differences in the stored layouts of tensors, by patterns of their fqns.
+        blocks: Differences in the choices of blocks, one for each pattern of block fqns.
+        placements: Differences in the stored layouts of tensors, one for each pattern of fqns.
     """
 
     old: DiffSide
@@ -97,18 +97,19 @@ class PlanDifference:
 
     @property
     def is_same(self) -> bool:
+        """True if no decision differs."""
         return not (self.fields or self.blocks or self.placements)
 
 
 def figures_of(decision: Decision, plan: Plan | None = None) -> dict[str, float]:
-    """Return the planner's figures of the plan it chose, by their names in `DiffSide`.
+    """Return the planner's figures of the plan that it chose.
 
     Args:
         decision: The planner's decision.
-        plan: A plan that must be the chosen one; None does not check.
+        plan: A plan that must equal the chosen one; None to skip this check.
 
     Returns:
-        The figures; {} if nothing was chosen, or another plan than `plan`.
+        {field of `DiffSide`: figure}; {} if no plan was chosen, or another plan than `plan`.
     """
     evaluated = decision.chosen
     if evaluated is None or (plan is not None and plan.digest() != evaluated.plan.digest()):
@@ -127,14 +128,14 @@ def side_of(
     profile: Profile | None = None,
     known: Mapping[str, float] = MappingProxyType({}),
 ) -> DiffSide:
-    """Compute the figures of a plan from its model's config.
+    """Return a plan with its figures, computed from its model's config.
 
     Args:
         name: The user's name for the plan, such as a path.
         plan: The plan.
-        profile: Measured speeds of the machine; None takes known figures.
-        known: Figures from the planner or a lock, used if there is no config, by their names in
-            `DiffSide`.
+        profile: Measured speeds of the machine; None to use the tables of known devices.
+        known: {field of `DiffSide`: figure} from the planner or a lock, used for figures that
+            cannot be computed.
     """
 
     def told(what: str, ask: Callable[[], float]) -> Figure:
@@ -180,7 +181,12 @@ def side_of(
 
 
 def difference(old: DiffSide, new: DiffSide) -> PlanDifference:
-    """Compare two plans, both of which must be known."""
+    """Compare two plans.
+
+    Args:
+        old: The first plan; its `plan` must not be None.
+        new: The second plan; its `plan` must not be None.
+    """
     assert old.plan is not None
     assert new.plan is not None
     before, after = dict(_fields(old.plan)), dict(_fields(new.plan))
@@ -198,6 +204,7 @@ def difference(old: DiffSide, new: DiffSide) -> PlanDifference:
 
 
 def _fields(plan: Plan) -> Iterator[tuple[str, Any]]:
+    """Yield (path as in plan.yaml, value) of the decisions on the whole model."""
     a, spec, stages = plan.assignment, plan.spec, plan.assignment.stages
     if spec.hardware is not None:
         for each in dataclasses.fields(spec.hardware):
@@ -210,7 +217,7 @@ def _fields(plan: Plan) -> Iterator[tuple[str, Any]]:
             yield f"mesh.{axis.name}", axis.size
     for loan in a.mesh.loans:
         yield f"mesh.{loan.name}", f"{loan.size} in {loan.within}"
-    # Without a data axis the strategy is called ddp, although nothing was stated or chosen.
+    # Without a data axis the strategy is "ddp" even if none was stated or chosen: omit it then.
     is_said = plan.num_data_ranks > 1 or plan.mesh.world_size == 1 or a.strategy.name != "ddp"
     yield "strategy", a.strategy.name if is_said else None
     yield "sequence_parallel", a.sequence_parallel
@@ -236,16 +243,16 @@ def _fields(plan: Plan) -> Iterator[tuple[str, Any]]:
 
 
 def _size(name: str, value: Any) -> Any:
-    """Format a field of the hardware, with its unit if it has one."""
+    """Return the value of a hardware field, as text with its unit if it is in bytes."""
     if value is not None and name.endswith("_bytes"):
         return format_bytes(value)
     return f"{value / 1e9:g} GB/s" if value is not None and name.endswith("_per_s") else value
 
 
 def _begins(plan: Plan, stages: Stages) -> list[list[str]]:
-    """Return for each stage its first block, or its first module if it has no block.
+    """Return one list per stage, as `pipeline.split` names stages.
 
-    This is how a plan file names stages.
+    Each list has the stage's first block, or its first module if it has no block.
     """
     blocks = set(plan.graph.blocks())
     inside: dict[int, list[str]] = {}
@@ -258,7 +265,7 @@ def _begins(plan: Plan, stages: Stages) -> list[list[str]]:
 
 
 def _blocks(plan: Plan) -> dict[str, dict[str, str]]:
-    """Return the choices of each block in the words of a plan file, by fqn."""
+    """Return {fqn of a block: {key of plan.yaml: value}} of the choices of each block."""
     a = plan.assignment
     out: dict[str, dict[str, str]] = {}
     for block in plan.graph.blocks():
@@ -278,7 +285,12 @@ def _blocks(plan: Plan) -> dict[str, dict[str, str]]:
 def _folded(
     old: Mapping[str, Mapping[str, str]], new: Mapping[str, Mapping[str, str]]
 ) -> Iterator[Differs]:
-    """Yield one difference for all blocks with the same change."""
+    """Yield the differences between block choices, one for all blocks with the same change.
+
+    Args:
+        old: Choices in the first plan, as `_blocks` returns them.
+        new: Choices in the second plan.
+    """
     alike: dict[tuple[str, str | None, str | None], list[str]] = {}
     for block in dict.fromkeys((*old, *new)):
         before, after = old.get(block, {}), new.get(block, {})
@@ -290,7 +302,10 @@ def _folded(
 
 
 def _placements(old: Plan, new: Plan) -> Iterator[Differs]:
-    """Yield one difference for all tensors of equal names inside blocks with the same change."""
+    """Yield the differences between stored layouts.
+
+    Tensors with the same name inside their blocks and the same change share one difference.
+    """
     before, after = _layouts(old), _layouts(new)
     blocks = sorted({*old.graph.blocks(), *new.graph.blocks()}, key=len, reverse=True)
     alike: dict[tuple[str, str, str], list[str]] = {}

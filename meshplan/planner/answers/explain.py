@@ -1,7 +1,8 @@
 """Explain a plan by searching again with one setting fixed.
 
-The answer to "why not" is the best plan with that setting, and what it costs and where; or how much
-memory is missing; or why the setting is not in the space.
+The answer to "why not" is the best plan with that setting, and the parts of the step in which it
+is slower. If no plan with the setting fits, the answer is the memory that is missing. If the
+setting is not in the space, the answer is the reason.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from meshplan.planner.space.space import EmptySpaceError, Freedom
 from meshplan.planner.tables.cost_table import memory_bounds
 
 _MOST_SIZES: Final = 8
-"""Number of microbatch sizes that are offered: those nearest to the plan's own."""
+"""Most microbatch sizes that `why batch.micro` compares: those nearest to the plan's size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +48,12 @@ class Shares:
     """The parts of a step's time, in seconds.
 
     Attributes:
-        compute: The model's own operations.
-        recompute: Operations that backward runs again.
-        tensor_parallel: Communication along tp.
+        compute: The model's operations, without communication and recomputation.
+        recompute: Recomputation in backward.
+        tensor_parallel: Exposed communication of tp, ep and cp.
         data: Exposed communication of data ranks, and the optimizer.
         pipeline: Pipeline bubbles, and waiting between stages.
-        host: The optimizer on the host, and waiting for copies.
+        host: The optimizer on the host, and waiting for copies to and from the host.
     """
 
     compute: float
@@ -75,25 +76,26 @@ NAMES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhyNot:
-    """The best plan with one setting fixed, next to the plan without.
+    """The best plan with one setting fixed, compared with the plan chosen without it.
 
     Args:
         setting: The setting as it was given, such as "mesh.tp=8".
         base_s: Seconds of the best step without the setting; None if nothing fits.
         seconds: Seconds of the best step with the setting; None if nothing fits.
         evaluated: The best plan with the setting; None if nothing fits.
-        plan: The chosen plan without the setting, which may be simpler and slower than the best;
+        plan: The plan chosen without the setting, which may be simpler and slower than the best;
             None if nothing fits.
-        is_planned: If True, that plan has the setting already.
-        num_with: (blocks of that plan with the setting, all blocks that choose it); (0, 0) if
-            blocks do not choose it.
-        is_left: If True, the setting is one that the planner keeps as stated, or chooses in part.
-        shares: The parts of the step time of `evaluated`; None if there is none.
-        plan_shares: The parts of the step time of `plan`; None if there is none.
+        is_planned: If True, `plan` has the setting already.
+        num_with: (blocks of `plan` with the setting, blocks of `plan` that choose the field);
+            (0, 0) if blocks do not choose it.
+        is_left: If True, the setting is of a field in `settings.STATED`, which the planner keeps as
+            stated or chooses in part.
+        shares: The parts of the step time of `evaluated`; None if there is no such plan.
+        plan_shares: The parts of the step time of `plan`; None if there is no such plan.
         objective: The objective by which both plans were chosen.
-        missing_bytes: Bytes that the smallest plan with the setting is over; None if something
-            fits or this is not known.
-        is_whole: If True, all searches ended by themselves, before the time limit.
+        missing_bytes: Bytes by which the smallest plan with the setting exceeds the limit; None if
+            a plan fits, or if the search for the smallest was stopped.
+        is_whole: If True, all searches ran to their end, before the time limit.
         why: Reason why the setting is not in the space; "" if it is.
     """
 
@@ -114,11 +116,13 @@ class WhyNot:
 
 
 class Asker:
-    """Answers questions about one plan file, each compared with the same plan.
+    """Answer questions about the settings of one plan file.
+
+    All answers compare with the same plan: that which the planner chooses with no setting fixed.
 
     Args:
         question: The request of the plan file.
-        report: Called with a line on the size of each space.
+        report: Called with a line on the number of configurations of each search.
     """
 
     def __init__(
@@ -129,10 +133,10 @@ class Asker:
     @cached_property
     def _job(self) -> PlanningProblem:
         if self._question.objective == "cost":
-            # On a fixed number of nodes the cheapest plan is the fastest one.
+            # On a fixed number of nodes, the plan with the fewest GPU-hours is the fastest one.
             self._question = _on_the_cheapest(self._question)
         if self._question.objective == "balanced" and (found := balance(self._question)):
-            # The balanced plan is the fastest one that uses no more memory than it does.
+            # The balanced plan is the fastest plan within its memory, so lower the limit to this.
             self._question = replace(self._question, limit_bytes=found.limit_bytes)
         return PlanningProblem(self._question)
 
@@ -142,7 +146,7 @@ class Asker:
 
     @cached_property
     def decision(self) -> Decision:
-        """The decision without any setting fixed."""
+        """The planner's decision without any setting fixed."""
         if self._is_about_memory:
             return smallest_of(self._job)
         return decide_job(self._job)
@@ -157,7 +161,7 @@ class Asker:
         return self._job.free
 
     def settings(self, path: str) -> list[str]:
-        """Return the values of a field that can be asked about, as settings.
+        """Return the settings of a field that can be asked about, such as "mesh.tp=8".
 
         Args:
             path: The field, such as "mesh.tp".
@@ -181,8 +185,8 @@ class Asker:
             setting: The setting, such as "mesh.tp=8".
 
         Raises:
-            SpecError: The setting is not one that the planner chooses, or has no value.
-            PlanError: The plan says too little.
+            SpecError: The setting has no value, or its field or value is unknown.
+            PlanError: The plan file lacks a statement.
         """
         path, equals, text = map(str.strip, setting.partition("="))
         if path not in (*FIELDS, *STATED):
@@ -201,7 +205,7 @@ class Asker:
         held, why = narrowed(self.free, path, text)
         if held is None:
             return WhyNot(setting=setting, why=why)
-        num_rows = self._num_rows  # Report errors of the plan itself before those of the setting.
+        num_rows = self._num_rows  # Raise errors of the plan before those of the setting.
         job = PlanningProblem(self._question, held)
         try:
             grid = job.grid
@@ -219,7 +223,7 @@ class Asker:
     def _stated(self, setting: str) -> WhyNot:
         """Search the best plan with a setting added to the plan file."""
         read = self._question.read
-        assert self._num_rows  # Report errors of the plan itself before those of the setting.
+        assert self._num_rows  # Raise errors of the plan before those of the setting.
         try:
             job = PlanningProblem(replace(self._question, read=lambda more: read([setting, *more])))
             self._report(f"{len(job.grid):,} configurations with {setting}")
@@ -236,7 +240,7 @@ class Asker:
         return replace(self._beside(setting, job), is_planned=is_planned, is_left=is_left)
 
     def _beside(self, setting: str, job: PlanningProblem) -> WhyNot:
-        """Compare the best plan of a problem with the plan without the setting."""
+        """Compare the best plan of a problem with the plan chosen without the setting."""
         base, plan = self.decision, self.decision.chosen
         evaluated, candidate, is_whole = self._best(job)
         return WhyNot(
@@ -253,7 +257,7 @@ class Asker:
         )
 
     def _best(self, job: PlanningProblem) -> tuple[Evaluated | None, Candidate | None, bool]:
-        """Return the best plan of a problem, its candidate, and True if the search is whole."""
+        """Return (the best plan of a problem, its candidate, True if the search ran to its end)."""
         if self._is_about_memory:
             decision = smallest_of(job)
             job.allow(job.question.limit_bytes)
@@ -283,10 +287,11 @@ def _deadline(job: PlanningProblem) -> float:
 
 
 def _missing(job: PlanningProblem) -> int | None:
-    """Return the bytes by which the smallest plan is over the limit; None if the time is up.
+    """Return the bytes by which the smallest plan exceeds the limit.
 
     Candidates are estimated in the order of their linear bytes, which are lower bounds, until these
-    reach the least estimate.
+    reach the least estimate. The result is None if the search is stopped or nothing can be
+    estimated.
     """
     numbers, deadline = job.usual, _deadline(job)
     rows = least_rows(numbers.grid, memory_bounds(numbers), float("inf"))
@@ -305,7 +310,7 @@ def _missing(job: PlanningProblem) -> int | None:
 
 
 def _shares(job: PlanningProblem, candidate: Candidate) -> Shares:
-    """Split the step time of a candidate into its parts."""
+    """Return the parts of a candidate's step time."""
     numbers = job.usual
     at, row = candidate.row, numbers.grid[candidate.row]
     option_counts = np.sum([np.array(stage) for stage in candidate.option_counts], axis=0)

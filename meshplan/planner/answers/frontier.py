@@ -1,4 +1,4 @@
-"""The frontier of memory against step time: the fastest plans within less and less memory."""
+"""Search the frontier of memory against time: the fastest plans for ever lower memory limits."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from meshplan.spec.keys import TIME_LIMIT_S
 from meshplan.units import format_gib, format_step
 
 _STEP: Final = 0.95
-"""Share of one point's memory that the next point of a frontier may use."""
+"""Share of one plan's memory that the next plan of a frontier may use."""
 _MOST_POINTS: Final = 16
 
 
 def frontier(
     question: PlanRequest, report: Callable[[str], None] = lambda text: None
 ) -> tuple[tuple[Evaluated, ...], bool]:
-    """Search the plans of which none is both slower and larger than another.
+    """Search for plans of which none is both slower and larger than another.
 
-    The first is the fastest that fits, the next the fastest within 5 % less memory than the first
-    one uses, and so on.
+    The first plan is the fastest that fits. Each next plan is the fastest with 5 % less memory than
+    the plan before.
 
     Args:
         question: The request.
         report: Called with lines on the progress.
 
     Returns:
-        The plans, fastest first, and True if all searches ended by themselves.
+        (the plans, fastest first; True if all searches ran to their end).
     """
     if is_priced(question):
         alone = price(question, report).chosen
@@ -61,7 +61,7 @@ def frontier(
 
 
 def undominated(evaluated_plans: Iterable[Evaluated]) -> tuple[Evaluated, ...]:
-    """Return the plans for which no other is both as fast and as small, fastest first."""
+    """Return the plans that no other plan dominates in time and memory, fastest first."""
     return tuple(_undominated(evaluated_plans))
 
 

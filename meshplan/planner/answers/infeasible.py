@@ -1,8 +1,8 @@
 """Explain why no plan fits: which statements are in conflict, and which changes would help.
 
-Every claim is a search of its own. A set of statements is in conflict if nothing fits with all of
-them; the set is minimal if something fits without any single one. Every remedy was searched and
-replayed, and fits.
+Every claim is the result of a search. A set of statements is in conflict if no plan with all of
+them fits. The set is minimal if, whichever of its statements is dropped, some plan fits. Every
+remedy is a plan that was found by a search and fits by its replay.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ from meshplan.spec.keys import TIME_LIMIT_S
 _MOST_TIMES: Final = 16
 """Largest factor by which the number of nodes is raised."""
 _USUAL_NODE: Final = 8
+"""Devices up to which a single node is enlarged before more nodes are tried."""
 _PROBES: Final = 4
-"""Numbers of nodes tried between one that is too small and one that is enough."""
+"""Most numbers of nodes tried between one that is too small and one that is enough."""
 _SHARES: Final = 4
-"""Number of parts of the time limit, of which a single search may take one."""
+"""A single search may take the time limit divided by this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """One change to the plan file that was searched, and the plan that fits with it.
+    """One change to the plan file, and a plan that fits with it.
 
     Args:
-        change: The change in words.
-        setting: The changed statements of the plan file, by path.
+        change: The change in words, for the user.
+        setting: {path: value} statements of the plan file that change.
         num_gpus: Number of devices of the plan.
         evaluated: The fastest plan found with the change.
-        is_whole: If True, that plan is proved to be the fastest.
+        is_whole: If True, `evaluated` is proved to be the fastest plan with the change.
     """
 
     change: str
@@ -59,14 +60,16 @@ class Trouble:
     """The reason why there is no plan, and the changes that would help.
 
     Args:
-        conflict: Statements with which, all together, nothing fits; () if no such set was found.
-        is_least: If True, something fits without any single one of them, with all statements
-            outside of the conflict left open.
-        is_hopeless: If True, nothing fits even with no statement at all.
-        why: Reason of the conflict; "" if it is memory.
+        conflict: Statements that together allow no plan that fits; () if no such set was found.
+        is_least: If True, the conflict is minimal: dropping any one of its statements, and all
+            statements outside of it, allows a plan that fits.
+        is_hopeless: If True, no plan fits even without any statement.
+        why: Reason of the conflict; "" if the reason is memory.
         remedies: Changes that help: those with the fewest devices first, then the fastest.
-        is_whole: If True, all searches were made, without running out of time or being stopped.
-        more_devices: Reason why more devices could not be tried or do not help; "" if it is memory.
+        is_whole: If True, all searches ran to their end; if False, the time limit or the user
+            stopped them.
+        more_devices: Reason why more devices could not be tried or do not help; "" if the reason is
+            memory.
         is_interrupted: If True, the user stopped the searches.
     """
 
@@ -85,9 +88,9 @@ class _Outcome:
     """The outcome of a search.
 
     Args:
-        fits: If True, something fits; None if this is not known.
-        evaluated: A plan that fits; None if there is none.
-        why: Reason why nothing fits, if it is not memory; else "".
+        fits: True if a plan fits, False if none does, None if the search was stopped before.
+        evaluated: A plan that fits; None if none was found.
+        why: Reason why nothing fits; "" if a plan fits or the reason is memory.
         is_whole: If True, `evaluated` is proved to be the fastest.
         dropped: The statements that the search left to the planner.
     """
@@ -100,7 +103,7 @@ class _Outcome:
 
 
 def trouble_of(question: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Trouble:
-    """Find out why no plan of a request fits, and what would help.
+    """Find out why no plan of a request fits, and which changes would help.
 
     Args:
         question: The request.
@@ -110,10 +113,10 @@ def trouble_of(question: PlanRequest, report: Callable[[str], None] = lambda tex
 
 
 class _Asking:
-    """All searches about one request.
+    """The searches for one request.
 
-    Its time limit holds once for the conflict and once for the remedies by statements. The remedies
-    by devices get half of it.
+    The search for the conflict may take the request's time limit, and so may the search for
+    statements to drop. The search for more devices may take half of it.
     """
 
     def __init__(self, question: PlanRequest, report: Callable[[str], None]) -> None:
@@ -147,14 +150,14 @@ class _Asking:
         )
 
     def _conflict(self) -> tuple[tuple[Statement, ...], bool, str]:
-        """Return the statements in conflict, True if the set is proved minimal, and the reason."""
+        """Return (statements in conflict, True if the set is proved minimal, reason)."""
         whole = self._anything_without(())
         self._report("no configuration fits: looking for statements that conflict")
         free = self._anything_without(self._stated)
         self._is_hopeless = free.fits is False
         if whole.fits is not False or free.fits is not True:
             return (), False, whole.why
-        # Deletion filter: a statement is needed for the conflict if something fits without it.
+        # Deletion filter: drop each statement in turn, and keep it only if some plan then fits.
         kept, why, is_least = list(self._stated), whole.why, True
         for one in self._stated:
             rest = [each for each in kept if each is not one]
@@ -166,10 +169,10 @@ class _Asking:
         return tuple(kept), is_least, why
 
     def _corrections(self) -> list[list[Statement]]:
-        """Return minimal sets of statements without which something fits.
+        """Return up to two minimal sets of statements to drop so that some plan fits.
 
-        Statements are kept one by one as long as something fits, once beginning with those of the
-        mesh and once with those of the blocks.
+        All statements are dropped first. They are then taken back one by one as long as some plan
+        fits, once in the order of the plan's statements (the mesh first) and once in reverse.
         """
         out: list[list[Statement]] = []
         for order in (self._stated, self._stated[::-1]):
@@ -187,10 +190,10 @@ class _Asking:
         return out
 
     def _anything_without(self, dropped: Sequence[Statement]) -> _Outcome:
-        """Find out if anything fits with some statements left to the planner.
+        """Find out if a plan fits with some statements dropped, that is, left to the planner.
 
-        Some statements allow more than the planner would try by itself, so that a plan may fit with
-        them only. If such statements are dropped, every subset of them is also tried as stated.
+        Some statements allow more than the planner would try by itself, so that a plan may fit only
+        with them. Of the dropped statements of this kind, every subset is also tried as stated.
         """
         more = [each for each in dropped if each.allows_more]
         outcome = _Outcome(False)
@@ -205,7 +208,7 @@ class _Asking:
         return outcome
 
     def _anything_of(self, dropped: Sequence[Statement]) -> _Outcome:
-        """Find out if anything fits with exactly these statements left to the planner."""
+        """Find out if a plan fits with exactly these statements left to the planner."""
         key = frozenset(dropped)
         if key not in self._known:
             found = self._ask(self._without(dropped), any_will_do=True)
@@ -215,7 +218,11 @@ class _Asking:
         return self._known[key]
 
     def _by_statements(self, tries: Iterable[Sequence[Statement]]) -> Iterator[Remedy]:
-        """Yield the remedies that leave some statements to the planner and keep all others."""
+        """Yield the remedies that leave some statements to the planner and keep the others.
+
+        Args:
+            tries: The sets of statements to leave to the planner.
+        """
         for some in tries:
             self._report(f"looking for a plan without {' and '.join(map(str, some))}")
             question = self._without(some)
@@ -232,7 +239,7 @@ class _Asking:
                 )
 
     def _by_devices(self) -> Iterator[Remedy]:
-        """Yield the remedy with the fewest more devices.
+        """Yield at most one remedy: the smallest number of devices found on which a plan fits.
 
         All statements are kept except the sizes of the data axes.
         """
@@ -251,7 +258,7 @@ class _Asking:
             if best is not None or self._is_late():
                 break
             if size[0] > 1 and cluster.inter is None:
-                break  # Without `inter` bandwidth every other number of nodes fails the same way.
+                break  # Without `inter` bandwidth, no number of nodes can be planned.
             failed = size[0]
         if best is None:
             return
@@ -269,6 +276,7 @@ class _Asking:
         yield best
 
     def _with_devices(self, nodes: int, each: int) -> Remedy | None:
+        """Search a plan on this many nodes of `each` devices; return None if none was found."""
         setting: dict[str, Any] = {"hardware.nodes": nodes, "hardware.gpus_per_node": each}
         mesh = self._question.read(()).mesh
         if isinstance(mesh, Mapping):
@@ -304,7 +312,7 @@ class _Asking:
         return late
 
     def _ask(self, question: PlanRequest, *, any_will_do: bool = False) -> _Outcome:
-        """Search the fastest plan that fits, or with `any_will_do` any plan that fits."""
+        """Search the fastest plan that fits; with `any_will_do`, return the first that fits."""
         if self._is_late():
             return _Outcome(None)
         try:
@@ -317,7 +325,7 @@ class _Asking:
                 return _Outcome(True if small else False if is_proved else None, small)
             deadline = min(self._deadline, time.monotonic() + self._limit / _SHARES)
             found = fastest_that_fits(job, deadline)
-        except (PlanError, SpecError) as error:  # The remaining statements may be invalid together.
+        except (PlanError, SpecError) as error:  # Other statements may now be invalid.
             first = error.problems[0]
             is_empty = isinstance(error, EmptySpaceError)
             fix = f"; {first.fix}" if first.fix and not is_empty else ""
@@ -325,19 +333,20 @@ class _Asking:
         evaluated = found.measured.result if found.measured is not None else small
         assert isinstance(evaluated, Evaluated)
         best = job.certified(min((evaluated, small), key=lambda each: each.seconds))
-        if best is None:  # The estimate was below a trace of the model.
+        if best is None:  # A trace shows that the plan does not fit.
             self._is_whole = False
             return _Outcome(None)
         return _Outcome(True, best, is_whole=found.is_whole)
 
     def _anything(self, job: PlanningProblem) -> tuple[Evaluated | None, bool]:
-        """Look for any plan that fits, by its memory alone.
+        """Look for any plan that fits, trying only plans with little memory.
 
-        Of configurations that differ in the microbatch alone, the one with the smallest uses the
-        least memory. Of all candidates of one configuration it is that with the least linear bytes.
+        Of configurations that differ only in their microbatches, only the one with the smallest
+        microbatches is tried, and of each configuration only the candidate with the fewest linear
+        bytes: the others use more memory.
 
         Returns:
-            A plan that fits or None, and True if it is proved that none fits.
+            (a plan that fits or None, True if it is proved that none fits).
         """
         numbers = job.usual
         bounds = memory_bounds(numbers)

@@ -1,4 +1,4 @@
-"""Compare two locks by their content alone, if a plan file is gone or was changed."""
+"""Compare two locks by their contents alone, if a plan file is missing or was changed."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from meshplan.spec.reader import load_spec
 _MARK: Final = ".lock."
 _FIGURES: Final = ("expected.", "memory.")
 _SHOWN: Final = 19
-"""Characters of a hash that are shown: its kind, and enough to distinguish two."""
+"""Characters of a hash that are shown: "sha256:" and twelve digits."""
 
 
 def locks_alone(old: str, new: str) -> tuple[Lock, Lock] | None:
-    """Return two locks if one of them does not hold for the plan file next to it; else None.
+    """Return two locks if at least one does not apply to the plan file next to it.
 
     Args:
         old: Path of the first lock.
         new: Path of the second lock.
 
+    Returns:
+        (the first lock, the second lock); None if both apply, or if a path is not that of a lock.
+
     Raises:
-        SpecError: One of them cannot be read.
+        SpecError: A lock cannot be read.
     """
     if not all(_MARK in Path(name).name for name in (old, new)):
         return None
@@ -38,13 +41,13 @@ def locks_alone(old: str, new: str) -> tuple[Lock, Lock] | None:
 
 
 def _holds(lock: Lock) -> bool:
-    """Return True if the plan file is next to its lock and equals the one the lock was made for."""
+    """Return True if a lock's plan file is next to it and states what the lock was made for."""
     source = source_beside(lock.path)
     return source is not None and spec_hash(load_spec(source)) == lock.spec
 
 
 def difference_of_locks(old: Lock, new: Lock) -> PlanDifference:
-    """Compare two locks by their content."""
+    """Compare two locks by their contents; the result has no differences between blocks."""
     before, after = dict(_fields(old.content)), dict(_fields(new.content))
     return PlanDifference(
         old=_side(old),
@@ -62,7 +65,7 @@ def _differ(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Dif
 
 
 def _fields(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of the choices in a lock and of the inputs that they were made for."""
+    """Yield (path, value) of a lock's choices and inputs; hashes of inputs are shortened."""
     for path, value in fields(content):
         if path in ("inputs.plan", "inputs.model"):
             yield path, str(value)[:_SHOWN]
@@ -76,14 +79,14 @@ def _tensors(lock: Lock) -> Mapping[str, str]:
 
 
 def _side(lock: Lock) -> DiffSide:
-    """Return the figures that a lock states for its plan."""
+    """Return one side of the comparison: the figures that a lock states for its plan."""
     said = dict(fields(lock.content))
     mesh = lock.chosen.get("mesh", {})
-    sizes = [size for size in mesh.values() if isinstance(size, int)]  # Borrowed ranks count once.
+    sizes = [size for size in mesh.values() if isinstance(size, int)]  # Skip ep: it is borrowed.
     rate = said["expected.tokens_per_s_per_gpu"]
 
     def told(value: float | None) -> Figure:
-        return Figure(value, "" if value is not None else "its lock does not state it")
+        return Figure(value, "" if value is not None else "the lock does not state this figure")
 
     return DiffSide(
         name=str(lock.path),

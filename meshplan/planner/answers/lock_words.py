@@ -1,4 +1,4 @@
-"""Write a decision as a lock file: the choices, and for readers the figures that follow."""
+"""Write a decision as a lock file: the choices, and the plan's figures for people who read it."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def lock_plan(
     Args:
         plan: Path of the plan file.
         decision: A decision that chose a plan.
-        path: Path of the lock; None puts it next to the plan file.
-        free: Keys left to the planner in addition to those that the file leaves open.
+        path: Path of the lock; None to write it next to the plan file.
+        free: Keys left to the planner (`--free`) besides those that the file leaves open.
 
     Returns:
         The path of the lock.
@@ -58,13 +58,13 @@ def changes_since(
     path: str | Path | None = None,
     free: Sequence[str] = (),
 ) -> tuple[FieldChange, ...] | None:
-    """Return the changes of a decision from the existing lock; None if there is no lock.
+    """Return the changes from the existing lock to a decision; None if there is no lock.
 
     Args:
         plan: Path of the plan file.
         decision: A decision that chose a plan.
-        path: Path of the lock; None looks next to the plan file.
-        free: Keys left to the planner in addition to those that the file leaves open.
+        path: Path of the lock; None for the lock next to the plan file.
+        free: Keys left to the planner (`--free`) besides those that the file leaves open.
 
     Raises:
         SpecError: The lock cannot be read.
@@ -75,15 +75,15 @@ def changes_since(
 
 
 def figures_of_lock(source: Any, plan: Plan, lock: Lock | None = None) -> dict[str, float]:
-    """Return the figures that a plan file's lock states, by their names in `DiffSide`.
+    """Return the figures that a plan file's lock states for the plan.
 
     Args:
         source: Path of the plan file, or its content as a mapping.
         plan: The plan.
-        lock: A lock that is known to hold; None looks for the one next to the plan file.
+        lock: A lock that is known to apply; None for the lock next to the plan file.
 
     Returns:
-        The figures; {} if there is no lock that holds.
+        {field of `DiffSide`: figure}; {} if no lock applies.
 
     Raises:
         SpecError: The lock cannot be read.
@@ -95,7 +95,7 @@ def figures_of_lock(source: Any, plan: Plan, lock: Lock | None = None) -> dict[s
     rate = said["expected.tokens_per_s_per_gpu"]
     figures = {
         "step_s": said["expected.step_s"],
-        # Samples that are no sequences have no tokens.
+        # The rate is 0 or None if samples are not sequences of tokens.
         "tokens_per_s": rate and rate * plan.mesh.world_size,
         "peak_bytes": said["memory.high_bytes"],
     }
@@ -103,9 +103,9 @@ def figures_of_lock(source: Any, plan: Plan, lock: Lock | None = None) -> dict[s
 
 
 def source_of_lock(path: Path) -> tuple[Path, Lock] | None:
-    """Return the plan file of a lock, and the lock; None if `path` is not a lock.
+    """Return (plan file of a lock, the lock); None if `path` is not a lock.
 
-    Once the model is known, `check_holds` checks that the lock holds.
+    This does not check that the lock applies: `check_holds` does, once the model is known.
 
     Args:
         path: Path of a file that may be a lock.
@@ -127,18 +127,18 @@ def source_of_lock(path: Path) -> tuple[Path, Lock] | None:
 
 
 def source_beside(lock: Path) -> Path | None:
-    """Return the plan file of a lock; None if it is not next to it."""
+    """Return the path of the plan file next to a lock; None if there is no such file."""
     source = lock.with_name(f"{lock.name.removesuffix(_SUFFIX)}.yaml")
     return source if source != lock and source.is_file() else None
 
 
 def lock_of(decision: Decision, folder: Path, free: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the content of a lock file. Equal inputs give equal bytes.
+    """Return the content of a lock file for a decision. Equal inputs give equal bytes.
 
     Args:
         decision: A decision that chose a plan.
         folder: The folder that the lock will be in.
-        free: Keys left to the planner in addition to those that the file leaves open.
+        free: Keys left to the planner (`--free`) besides those that the file leaves open.
     """
     chosen = decision.chosen
     assert chosen is not None
@@ -188,7 +188,7 @@ def lock_of(decision: Decision, folder: Path, free: Sequence[str] = ()) -> dict[
 
 
 def _profile_file(decision: Decision, folder: Path) -> dict[str, Any]:
-    """Return path and hash of the file of measured speeds; {} if the planner used none."""
+    """Return the lock's entry with path and hash of the profile; {} if the planner used none."""
     path = decision.profile_path
     if path is None:
         return {}
@@ -197,7 +197,7 @@ def _profile_file(decision: Decision, folder: Path) -> dict[str, Any]:
 
 
 def _round(number: float) -> float:
-    """Round to six digits; further ones depend on the machine that ran the planner."""
+    """Round to six digits; further digits depend on the machine that ran the planner."""
     return float(f"{number:.6g}")
 
 

@@ -1,4 +1,4 @@
-"""Explain one module of a plan: layouts, what decided them, memory and time."""
+"""Explain one module of a plan: its layouts, what decided them, its memory and its time."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ class TensorAnswer:
 
     Args:
         placed: The tensor with its layouts.
-        rank: The first rank that has the tensor, which `states` refers to.
-        states: Bytes of its parameter, gradient and optimizer state on that rank.
-        decided_by: Reasons for its layout along tp, ep and the data axes, in this order.
+        rank: The first rank that has the tensor.
+        states: Bytes of the tensor, its gradient and its optimizer state on `rank`.
+        decided_by: Reasons for the tensor's layout along tp, ep and the data axes, in this order;
+            axes without a reason are left out.
     """
 
     placed: Placed
@@ -44,14 +45,15 @@ class ModuleAnswer:
         name: The fqn that was given, of a module or a tensor.
         type: Class of the module; "" for a tensor.
         plan: The plan.
-        tensors: The tensors inside.
-        facts: Other decisions on the module in words, each with what decided it.
+        tensors: The module's parameters and buffers.
+        facts: (decision on the module in words, what decided it) for decisions besides layouts.
         rank: The first rank that has one of the tensors.
         states: Bytes of parameters, gradients and optimizer state of all tensors on `rank`.
-        block: fqn of the block that `cost` and `saved_bytes` are of; "" if they are not known.
-        cost: Seconds that the block takes; None if not known.
-        saved_bytes: Bytes of one microbatch that the block saves for backward; None if not known.
-        why_no_cost: Reason why `cost` and `saved_bytes` are not known; "" if they are.
+        block: Fqn of the block that the module is, or is in; "" if `cost` cannot be estimated.
+        cost: Seconds that this block takes; None if they cannot be estimated.
+        saved_bytes: Bytes that this block saves for the backward of one microbatch; None if they
+            cannot be estimated.
+        why_no_cost: Reason why `cost` and `saved_bytes` cannot be estimated; "" if they can.
     """
 
     name: str
@@ -72,8 +74,9 @@ def explain_module(plan: Plan, name: str, *, profile: str | Path | None = None) 
 
     Args:
         plan: The plan.
-        name: fqn of the module or tensor, as in `meshplan show`; "" for the whole model.
-        profile: Path of a file that `meshplan calibrate` wrote; None for known figures.
+        name: Fqn of the module or tensor, as in `meshplan show`; "" for the whole model.
+        profile: Path of a file that `meshplan calibrate` wrote; None to use the speeds of known
+            devices.
 
     Raises:
         SpecError: The model has no module or tensor of that name.
@@ -102,7 +105,9 @@ def explain_module(plan: Plan, name: str, *, profile: str | Path | None = None) 
             answer, why_no_cost=f"{name} has {len(inside)} blocks: ask about one of them"
         )
     if not block:
-        return replace(answer, why_no_cost=f"{name} is in no block, and costs are known by block")
+        return replace(
+            answer, why_no_cost=f"{name} is in no block, and costs are estimated for blocks only"
+        )
     try:
         measured = read_profile(Path(profile), Origin("--profile")) if profile else None
         device, _, _ = read_limit(None, None, plan.spec)
@@ -136,7 +141,7 @@ def _tensor(plan: Plan, fqn: str, first: Mapping[int, int]) -> TensorAnswer:
 
 
 def _first_ranks(plan: Plan) -> dict[int, int]:
-    """Return the first rank of each index along pp."""
+    """Return {index along pp: first rank with it}."""
     out: dict[int, int] = {}
     for rank, place in enumerate(plan.mesh.indices(("pp",))):
         out.setdefault(place, rank)
@@ -150,9 +155,9 @@ def _states(plan: Plan, fqns: list[str], rank: int) -> StateBytes:
 
 
 def _facts(plan: Plan, name: str) -> Iterator[tuple[str, Reason]]:
-    """Yield the decisions besides layouts, of the module itself or of a module around it.
+    """Yield (decision in words, what decided it) for decisions besides layouts.
 
-    Each is a text with the reason that decided it.
+    The decisions are those on the module, or on a module around it.
     """
     a = plan.assignment
     around = _around(name)
@@ -164,7 +169,7 @@ def _facts(plan: Plan, name: str) -> Iterator[tuple[str, Reason]]:
         )
         if not isinstance(free, bool):
             word = f"resharded over {free} ranks after forward"
-        word += ", at rest in the host's memory" if unit.on_host else ""
+        word += ", stored in the host's memory" if unit.on_host else ""
         yield f"parameters of {unit.fqn or 'the root unit'} {word}", unit.reason
     again = next(((fqn, a.recompute[fqn]) for fqn in around if fqn in a.recompute), None)
     if again is not None:
@@ -189,7 +194,7 @@ def _facts(plan: Plan, name: str) -> Iterator[tuple[str, Reason]]:
 
 
 def _around(name: str) -> list[str]:
-    """Return the fqn, then those of the modules around it, ending with the root ""."""
+    """Return the fqn, then the fqns of the modules around it, up to the root module ""."""
     out = [name]
     while out[-1]:
         out.append(out[-1].rpartition(".")[0])

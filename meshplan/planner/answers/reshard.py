@@ -1,9 +1,9 @@
 """Count the bytes that move when training continues under another plan.
 
 Parameters and optimizer state move. Under the new plan each rank needs its shard of every tensor.
-What it already has of the shard under the old plan stays; the rest is sent to it, or read from
-saved state. A shard is a product of sets of slices, one set per dim, so the elements that two
-shards share are the product of those that the sets of each dim share.
+The elements that it already has under the old plan stay; the others are sent to it, or read from a
+checkpoint. A shard consists of slices along each dim, so the number of elements that two shards
+have in common is the product, over dims, of the indices in common.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Reshard:
     """Bytes of parameters and optimizer state that a change of plan moves.
 
     Args:
-        state_bytes: Bytes of the whole model, counted once.
-        needed_bytes: Bytes that all ranks of the new plan need together.
-        moved_bytes: Bytes of these that a rank does not have yet, if every rank of both plans
-            stays on its device.
-        most_bytes: Most bytes that a single rank receives.
-        most_rank: The rank that receives them.
+        state_bytes: Bytes of the whole model, each tensor counted once.
+        needed_bytes: Bytes that the ranks of the new plan need, summed over ranks.
+        moved_bytes: Part of `needed_bytes` that the ranks do not have yet, if rank r of both plans
+            is on the same device.
+        most_bytes: Bytes received by the rank that receives the most.
+        most_rank: The rank that receives `most_bytes`.
     """
 
     state_bytes: int
@@ -47,7 +47,7 @@ class _TensorPlacement:
 
     Args:
         stored: Layout of the stored tensor.
-        places: Indices of the ranks along pp that have it.
+        places: Indices along pp of the ranks that have the tensor.
     """
 
     stored: Layout
@@ -56,11 +56,11 @@ class _TensorPlacement:
 
 @dataclass(frozen=True, slots=True)
 class _PieceKind:
-    """The properties of a tensor that its moved bytes depend on.
+    """The properties of a tensor that decide how many of its bytes move.
 
     Args:
         shape: Shape of the whole tensor.
-        element_bytes: Bytes of one element, optimizer state included.
+        element_bytes: Bytes of one element, including its optimizer state.
         old: Placement in the old plan.
         new: Placement in the new plan.
     """
@@ -74,7 +74,7 @@ class _PieceKind:
 def reshard(old: Plan, new: Plan) -> Reshard:
     """Count the bytes that move from one plan to another of the same model and optimizer.
 
-    Not counted are the step counters of optimizers, a few bytes per parameter, and padding.
+    Padding and the optimizer's step counters, a few bytes per parameter, are not counted.
 
     Args:
         old: The plan so far.
@@ -103,6 +103,7 @@ def reshard(old: Plan, new: Plan) -> Reshard:
 
 
 def _kinds(old: Plan, new: Plan) -> Counter[_PieceKind]:
+    """Count the tensors of each kind; raise PlanError if the plans cannot be compared."""
     before, after = old.assignment.tensors, new.assignment.tensors
     optimizer = new.spec.optimizer
     problems = []
@@ -137,7 +138,7 @@ def _held(plan: Plan, fqn: str) -> _TensorPlacement:
 
 
 def _elements(kind: _PieceKind, old: Mesh, new: Mesh) -> list[tuple[int, int]]:
-    """Return for each rank of the new mesh the elements it needs, and how many of them it has."""
+    """Return, for each rank of the new mesh, (elements it needs, those of them it already has)."""
     known: dict[tuple[tuple[int, ...], tuple[int, ...] | None], tuple[int, int]] = {}
     out = []
     for rank in range(new.world_size):
@@ -159,13 +160,18 @@ def _elements(kind: _PieceKind, old: Mesh, new: Mesh) -> list[tuple[int, int]]:
 
 
 def _spot(layout: Layout, mesh: Mesh, rank: int) -> tuple[int, ...]:
-    """Return a rank's coordinates on the axes of a layout. Equal ones mean equal shards."""
+    """Return a rank's coordinates on the axes of a layout; equal coordinates mean equal shards."""
     at = mesh.coordinates(rank)
     return tuple(at.get(axis, 0) for axis in layout.axes)
 
 
 def _common(one: Sequence[Sequence[slice]], other: Sequence[Sequence[slice]]) -> int:
-    """Return the number of elements that two shards of a tensor share."""
+    """Return the number of elements that two shards of a tensor have in common.
+
+    Args:
+        one: Disjoint slices of the first shard, for each dim.
+        other: Disjoint slices of the second shard, for each dim.
+    """
     return math.prod(
         sum(max(0, min(a.stop, b.stop) - max(a.start, b.start)) for a in left for b in right)
         for left, right in zip(one, other, strict=True)

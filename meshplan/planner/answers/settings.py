@@ -1,6 +1,6 @@
-"""Settings that `explain` can be asked about, such as "mesh.tp=8".
+"""Settings that `meshplan explain` can be asked about, such as "mesh.tp=8".
 
-This module lists them, finds out if a plan has one, and narrows a space to one.
+This module lists the settings, finds out if a plan has a setting, and narrows a space to a setting.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ FIELDS: Final = (
     "strategy", "batch.micro", "activation_checkpointing", "reshard_after_forward", "offload",
     "sequence_parallel", "loss_parallel", "loss_chunks", "allocator",
 )  # fmt: skip
-"""Fields that the planner chooses and can be asked about."""
+"""Fields that the planner chooses and a user can ask about."""
 
 READ_AGAIN: Final = ("loss_parallel", "loss_chunks", "allocator")
-"""Subset of `FIELDS` that is answered by planning the file with the value stated, also if the
-planner would not try that value by itself."""
+"""Subset of `FIELDS` for which the plan file is planned again with the value stated, since the
+planner may not try the value by itself."""
 
 STATED: Final = (
     "precision", "optimizer", "tp_plan",
     "context.attention", "experts.capacity", "pipeline.schedule", "pipeline.virtual",
 )  # fmt: skip
-"""Fields that a plan may state and that the planner keeps as they are, or chooses in part."""
+"""Further fields that a user can ask about. The planner keeps them as stated, or chooses them only
+in part."""
 
 
 def has(evaluated: Evaluated, path: str, text: str) -> bool:
-    """Return True if a plan has a setting that the planner chooses.
+    """Return True if a plan has a setting. A setting of blocks counts only if all blocks have it.
 
     Args:
         evaluated: The plan.
-        path: Field of the setting, such as "mesh.tp".
+        path: Field of the setting, one of `FIELDS`, such as "mesh.tp".
         text: Value of the setting, such as "8".
     """
     plan, a = evaluated.plan, evaluated.plan.assignment
@@ -75,7 +76,8 @@ def blocks_with(evaluated: Evaluated, path: str, text: str) -> tuple[int, int]:
         text: Value of the setting, such as "true".
 
     Returns:
-        (blocks with the setting, blocks that choose it); (0, 0) if blocks do not choose the field.
+        (blocks with the setting, blocks that choose the field); (0, 0) if the field is not chosen
+        by blocks.
     """
     a, blocks = evaluated.plan.assignment, evaluated.plan.graph.blocks()
     chosen: list[str]
@@ -91,7 +93,7 @@ def blocks_with(evaluated: Evaluated, path: str, text: str) -> tuple[int, int]:
 
 
 def narrowed(free: Freedom, path: str, text: str) -> tuple[Freedom | None, str]:
-    """Fix one choice of a space.
+    """Restrict a space to one setting.
 
     Args:
         free: The choices that are open.
@@ -99,10 +101,10 @@ def narrowed(free: Freedom, path: str, text: str) -> tuple[Freedom | None, str]:
         text: Value of the setting.
 
     Returns:
-        The narrowed choices and "", or None and the reason why the value is not among them.
+        (the restricted choices, ""); (None, reason) if the space does not have the value.
 
     Raises:
-        SpecError: The value is not one of the field.
+        SpecError: The field has no such value.
     """
     area, _, axis = path.partition(".")
     held: dict[str, Any] = {}
@@ -162,7 +164,7 @@ def _no_value(path: str, text: str, words: Sequence[str]) -> SpecError:
 
 
 def _why_rejected(free: Freedom, setting: str) -> str:
-    """Return the reason why the space leaves a setting out; "" if it does not."""
+    """Return the reason with which the space rejected a setting; "" if it did not reject it."""
     path, _, text = setting.partition("=")
     for each in free.rejected:
         what, _, values = each.what.partition("=")
@@ -172,18 +174,19 @@ def _why_rejected(free: Freedom, setting: str) -> str:
 
 
 def no_mesh(free: Freedom, path: str, text: str) -> str:
+    """Return the reason why no configuration of a space has a setting."""
     found = _why_rejected(free, f"{path}={text}")
     if found:
         return found
     if path.startswith("mesh.") and int(text) not in divisors(free.world):
         return f"{free.world} devices do not divide by {text}"
     if path.startswith("mesh.") and free.axes[path.partition(".")[2]] == (1,):
-        return f"the plan's mesh does not have {path.partition('.')[2]}, or has it with size 1"
-    return f"no mesh and batch of {free.world:,} devices have {path}={text}"
+        return f"the plan's mesh has no {path.partition('.')[2]}, or states size 1"
+    return f"no configuration of {free.world:,} devices has {path}={text}"
 
 
 def settings_of(free: Freedom, path: str) -> Iterator[str]:
-    """Yield the settings of a field that the open choices contain.
+    """Yield the settings of a field that a space allows, such as "mesh.tp=8".
 
     Raises:
         SpecError: The planner does not choose this field.

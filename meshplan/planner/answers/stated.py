@@ -1,7 +1,7 @@
 """List the statements of a plan that restrict the planner, and read the plan without some of them.
 
-Statements on what is trained are not listed: the model, the samples and tokens of a step, the
-dtypes of computation and the optimizer stay as they are. So does the machine.
+Some statements are not listed, because they define the task: the machine, the model, the samples
+and tokens of a step, the compute dtypes and the optimizer.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from meshplan.planner.space.schedule import stated_schedule, stated_virtual
 from meshplan.spec.spec import AUTO, Borrow, Rule, Spec
 
 _RULED: Final = ("activation_checkpointing", "reshard_after_forward", "stage", "unit")
-"""Fields of rules that the planner would choose; `place` is treated separately."""
+"""Fields of rules that restrict the planner, besides `data` and `place`."""
 _OTHERS: Final = "mesh"
-"""Path of the statement that the mesh has no axes but the named ones."""
+"""Path of a statement that a mesh with named axes makes: it has no other axes."""
 _PIPELINE: Final = "pipeline"
-"""Path of the statement that there is a pipeline."""
+"""Path of the statement that a `pipeline` section makes: the plan has a pipeline."""
 _SCHEDULE: Final = "pipeline.schedule"
 _VIRTUAL: Final = "pipeline.virtual"
 _WITH_SCHEDULE: Final = (_SCHEDULE, _VIRTUAL, "pipeline.microbatches")
 _SWITCHES: Final = ("compile",)
-"""Fields that the planner does not choose, and whose statement restricts its choices."""
+"""Fields that the planner does not choose but that restrict its choices if stated."""
 _OFFLOADED: Final = ("params", "optimizer", "activations")
 
 
@@ -40,7 +40,7 @@ class Statement:
         text: Value of the statement in words.
         rule: Index of the rule that the statement is part of; None if it is not in a rule.
         allows_more: If True, the statement allows something that the planner would not try by
-            itself, so that less may fit without it.
+            itself, so that a plan may fit only with the statement.
     """
 
     path: str
@@ -52,13 +52,13 @@ class Statement:
         return f"{self.path}: {self.text}"
 
     def settings(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the planner's statements that replace this one, by path.
+        """Return the planner's statements that replace this statement.
 
         Args:
-            chosen: All statements of a plan found without this one, by path.
+            chosen: {path: value} statements of a plan that was found without this statement.
 
         Returns:
-            Values by path; None as a value takes the statement back.
+            {path: value}; the value None removes a statement of the file.
         """
         area = self.path.partition(".")[0]
         if area == "mesh":
@@ -69,15 +69,15 @@ class Statement:
         own = f"{self.path}."
         found = {p: v for p, v in chosen.items() if p in (self.path, area) or p.startswith(own)}
         if area == _PIPELINE:
-            # A schedule comes with the virtual stages and microbatches that it was chosen with.
+            # A schedule suits only the virtual stages and microbatches that were chosen with it.
             found |= {path: chosen[path] for path in _WITH_SCHEDULE if path in chosen}
         return found if self.path in found or area in found else {self.path: None, **found}
 
     def change(self, chosen: Mapping[str, Any]) -> str:
-        """Describe the replacement in words, such as "batch.micro: 2 -> 1".
+        """Return the replacement in words, such as "batch.micro: 2 -> 1".
 
         Args:
-            chosen: All statements of a plan found without this one, by path.
+            chosen: {path: value} statements of a plan that was found without this statement.
         """
         new = self.settings(chosen)
         if self.path.startswith("mesh.") and self.path.partition(".")[2] in AXES:
@@ -96,7 +96,7 @@ def _words(value: Any) -> str:
 
 
 def statements_of(spec: Spec) -> tuple[Statement, ...]:
-    """Return all statements of a plan that restrict the planner, those of the mesh first."""
+    """Return all statements of a plan that restrict the planner, statements on the mesh first."""
     return (*_of_mesh(spec), *_of_whole(spec), *_of_pipeline(spec), *_of_rules(spec))
 
 
@@ -114,7 +114,7 @@ def _of_mesh(spec: Spec) -> Iterator[Statement]:
 
 
 def _of_whole(spec: Spec) -> Iterator[Statement]:
-    """Yield the statements that hold for the whole model."""
+    """Yield the statements on the whole model, other than those on the mesh and the pipeline."""
     if spec.strategy not in (None, AUTO):
         yield Statement("strategy", str(spec.strategy))
     for name in ("micro", "accumulate"):
@@ -146,10 +146,10 @@ def _of_whole(spec: Spec) -> Iterator[Statement]:
 
 
 def _of_offload(spec: Spec) -> Iterator[Statement]:
-    """Yield the statements on offload: one per key of the plan, or one for the short form."""
+    """Yield the statements on offload: one per key of `offload`, or one for its short form."""
     offload = spec.offload
     parts = {n: v for n in _OFFLOADED if (v := getattr(offload, n)) in (True, False)}
-    # An offloaded optimizer takes its parameters to the host too, if they are free.
+    # If only the optimizer is stated to be offloaded, the planner offloads the parameters, too.
     allows_more = offload.optimizer is True
     if any(f"offload.{name}" in spec.origins for name in _OFFLOADED):
         for name, value in parts.items():
@@ -203,19 +203,19 @@ def without(
     spec = read([*overrides(_left(whole, paths)), *more])
     counts = {each.path for each in _of_whole(whole)} & {"batch.micro", "batch.accumulate"}
     if whole.batch.global_ is None and len(counts) == 2 and counts & paths:
-        # Keep the samples of a step, which nothing else would state any more.
+        # Keep the samples of a step: only the dropped statements stated their number.
         own = of_data_rank(whole.batch)
         spec = replace(spec, batch=replace(spec.batch, of_data_rank=own))
     fields: dict[int, set[str]] = {}
     for each in dropped:
         if each.rule is not None:
             fields.setdefault(each.rule, set()).add(each.path.rpartition(".")[2])
-    # Rules that the planner adds come after those of the file, so indices stay valid.
+    # The planner appends its rules to those of the file, so the file's indices stay valid.
     return replace(spec, rules=tuple(_without(r, fields.get(r.index, ())) for r in spec.rules))
 
 
 def _left(spec: Spec, paths: Collection[str]) -> dict[str, Any]:
-    """Return the overrides that leave some paths open; None as a value takes a statement back."""
+    """Return {path: value} overrides that leave some paths open; None removes a statement."""
     mesh = _mesh_left(spec, paths)
     out: dict[str, Any] = {
         path: None for path in paths if not path.startswith(("mesh", "pipeline"))
@@ -224,20 +224,20 @@ def _left(spec: Spec, paths: Collection[str]) -> dict[str, Any]:
     left = stages & set(paths)
     pp = mesh.get("pp", 1)
     if _PIPELINE in left and (left == stages or pp in (1, AUTO)):
-        # Other statements on the pipeline still hold if there is one. A plan with a pipeline is
-        # searched with them, so this search is for plans without.
+        # Plans with a pipeline must keep the other statements on it, and are searched with the
+        # `pipeline` statement. This search is for plans without a pipeline.
         mesh |= {"pp": 1} if pp == AUTO and left != stages else {}
         out[_PIPELINE] = None
     else:
         out |= {path: None if path == _VIRTUAL else AUTO for path in left - {_PIPELINE}}
         if _VIRTUAL in left and _SCHEDULE not in stages:
-            out[_SCHEDULE] = AUTO  # Without this the default schedule would count as stated.
+            out[_SCHEDULE] = AUTO  # Else the default schedule would count as stated.
     is_other = mesh != _mesh_left(spec, ())
     return {"mesh": mesh, **out} if is_other else out
 
 
 def _mesh_left(spec: Spec, paths: Collection[str]) -> dict[str, Any]:
-    """Return the sizes of all axes that the mesh may have with some paths left open."""
+    """Return {axis: size or "auto"} of the mesh with some statements left to the planner."""
     if not isinstance(spec.mesh, Mapping):
         return dict.fromkeys(AXES, AUTO)
     others = dict.fromkeys(AXES, AUTO) if _OTHERS in paths else {}
@@ -248,7 +248,7 @@ def _mesh_left(spec: Spec, paths: Collection[str]) -> dict[str, Any]:
 
 
 def in_words(size: int | str | Borrow) -> int | str:
-    """Return the size of an axis as a plan file writes it."""
+    """Return the size of an axis as written in a plan file, such as "4 in dp_shard" if borrowed."""
     return f"{size.size} in {size.within}" if isinstance(size, Borrow) else size
 
 

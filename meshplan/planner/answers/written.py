@@ -1,4 +1,4 @@
-"""Estimate the plan file by itself, to compare it with the planner's choices."""
+"""Estimate the plan file without the planner's choices, to compare the two."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshplan.planner.tables.whole_plan import Costed
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The plan file with its defaults, as every verb but `plan` uses it if no lock holds.
+    """The plan file with default values for open keys, as commands use it if no lock applies.
 
     Attributes:
         memory: Memory estimate of the plan.
@@ -27,10 +27,10 @@ class Written:
 
 
 def as_written(decision: Decision, device: str, cluster: Cluster) -> Written | None:
-    """Estimate a plan file as it stands, with its defaults.
+    """Estimate the plan file of a decision with default values for its open keys.
 
     Args:
-        decision: The planner's decision on that file.
+        decision: The planner's decision on the plan file.
         device: A device name of `layout.hardware`, or "cuda".
         cluster: The machine.
 
@@ -49,7 +49,7 @@ def as_written(decision: Decision, device: str, cluster: Cluster) -> Written | N
             plan, device=device, limit_bytes=decision.limit_bytes, try_expandable=False
         )
     except MeshplanError:
-        return None  # The file leaves something open that only `plan` can choose.
+        return None  # Some open key has no default.
     try:
         seconds = Costed(plan, cluster, decision.profile).seconds
     except MeshplanError:

@@ -1,1 +1,1 @@
-"""The option of each block and the cuts between stages, solved exactly and bounded from below."""
+"""Choose the option of each block and the cuts between stages: exact solutions and lower bounds."""

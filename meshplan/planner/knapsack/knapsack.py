@@ -1,8 +1,9 @@
-"""Solve a multiple-choice knapsack exactly: one option per block, least time, within a memory.
+"""Solve a multiple-choice knapsack exactly: one option per block, least time, limited memory.
 
-Identical blocks form one kind with a count, so that their symmetry costs nothing. The LP relaxation
-gives a lower bound. A greedy filling, improved by exchanges, gives a first solution. Options whose
-reduced cost exceeds the gap are dropped, and the rest is decided by label setting with dominance.
+Identical blocks form one kind with a count, so that permutations of them are not enumerated. The LP
+relaxation gives a lower bound. A greedy filling, improved by exchanges, gives a first solution.
+Options whose reduced cost exceeds the gap between the two are dropped, and label setting with
+dominance decides between the others.
 
 Source: Kellerer, Pferschy, Pisinger, Knapsack Problems (2004), chapter 11.
 """
@@ -22,9 +23,9 @@ from meshplan.planner.knapsack.pareto_counts import Floats as Floats
 from meshplan.planner.knapsack.pareto_counts import ParetoCounts, pareto_counts_of, undominated
 
 _EPS: Final = 1e-12
-"""Relative tolerance for seconds and bytes: smaller differences are rounding errors."""
+"""Relative tolerance for comparing seconds or bytes: smaller differences are rounding errors."""
 _NEAR: Final = 1e-6
-"""Share of the capacity that a solution may lose or gain by rounding."""
+"""Share of the capacity by which rounding may change the bytes of a solution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class KnapsackSolution:
 
     Attributes:
         seconds: Seconds of all blocks; infinite if nothing fits.
-        option_counts: Number of blocks that take each option, by kind.
+        option_counts: [kind][option] number of blocks that take each option; () if nothing fits.
     """
 
     seconds: float
@@ -51,8 +52,8 @@ class _Trade(NamedTuple):
         lost: Seconds that one block loses.
         won: Bytes that one block frees.
         kind: Index of the kind.
-        source: Index of the option before.
-        target: Index of the option after.
+        source: Index of the option that a block has before the step.
+        target: Index of the option that it has after the step.
     """
 
     slope: float
@@ -78,7 +79,8 @@ class Options:
     @cached_property
     def fronts(self) -> list[list[int]]:
         """The indices of each kind's undominated options, fastest first."""
-        # There are few options but many instances: lists take a tenth of the time of arrays.
+        # Each instance has few options, and there are many instances: lists are ten times faster
+        # than arrays here.
         return [
             _front(t, m) for t, m in zip(self.seconds.tolist(), self.memory.tolist(), strict=True)
         ]
@@ -107,28 +109,35 @@ class Options:
 
     @cached_property
     def fastest(self) -> tuple[Floats, Floats]:
-        """[kinds] (seconds, bytes) of one block at its fastest; infinite without an option."""
+        """Two [kinds] arrays, (seconds, bytes) of one block with its fastest option.
+
+        Seconds are infinite for kinds without any option.
+        """
         first = [front[0] if len(front) else 0 for front in self.fronts]
         kinds = np.arange(len(first))
         return self.seconds[kinds, first], self.memory[kinds, first]
 
     @cached_property
     def there(self) -> tuple[Floats, Floats, NDArray[np.bool_]]:
-        """`fastest` with zeros for kinds without an option, and a [kinds] mask of the others."""
+        """Three [kinds] arrays: the two of `fastest`, and a mask of the kinds with an option.
+
+        Kinds without any option have 0 seconds and 0 bytes.
+        """
         there = np.isfinite(self.fastest[0])
         seconds, memory = (np.where(there, each, 0.0) for each in self.fastest)
         return seconds, memory, there
 
     @cached_property
     def smallest(self) -> Floats:
-        """[kinds] bytes of one block at its smallest option."""
+        """[kinds] bytes of one block with its smallest option."""
         last = [front[-1] if len(front) else 0 for front in self.fronts]
         return self.memory[np.arange(len(last)), last]
 
     def price(self, counts: Counts, capacity: float) -> float:
         """Return the seconds per byte of the last hull step that the LP relaxation takes.
 
-        `pareto_counts_of` is correct at any price. At this one it leaves the fewest combinations.
+        `pareto_counts_of` is correct at any price, and returns the fewest combinations at this
+        price.
 
         Args:
             counts: [kinds] blocks of each kind.
@@ -145,8 +154,8 @@ class Options:
         """Return lower bounds on the seconds by LP relaxation; infinite where nothing fits.
 
         Args:
-            counts: [queries, kinds] blocks of each kind, or [kinds] for all queries.
-            capacity: [queries] bytes for all blocks together, or [1] for all queries.
+            counts: [queries, kinds] blocks of each kind, or [kinds] if all queries have the same.
+            capacity: [queries] bytes for all blocks together, or [1] if all queries have the same.
 
         Returns:
             [queries] seconds.
@@ -162,7 +171,7 @@ class Options:
         np.cumsum(many * won, axis=1, out=ends[:, 1:])
         np.cumsum(many * lost, axis=1, out=prices[:, 1:])
         over = counts @ memory - capacity
-        # `to` is the step in which enough memory is freed; of this one only a `share` is taken.
+        # `to` is the step in which enough memory is freed. Only a `share` of this step is taken.
         to = np.minimum((ends < over[:, None]).sum(axis=1), ends.shape[1] - 1)
         at = np.maximum(to - 1, 0)
         row = np.arange(len(over)) if len(counts) > 1 else np.zeros(len(over), dtype=np.int64)
@@ -179,13 +188,13 @@ class Options:
 def solve(
     menu: Options, counts: Counts, capacity: float, below: float = float("inf")
 ) -> KnapsackSolution:
-    """Return the fastest options of so many blocks of each kind.
+    """Return the fastest choice of one option per block that fits into the capacity.
 
     Args:
         menu: The options.
         counts: [kinds] blocks of each kind.
         capacity: Bytes for all blocks together.
-        below: Seconds; only faster solutions are of interest.
+        below: Seconds of all blocks that the solution must beat.
 
     Returns:
         The solution; `NONE` if nothing fits or nothing is faster than `below`.
@@ -199,7 +208,7 @@ def solve(
 
 
 def _used(menu: Options, counts: Counts) -> list[tuple[int, list[int], int]]:
-    """Return (kind, undominated options, number of blocks) of the kinds that have any blocks."""
+    """Return (kind, undominated options, number of blocks) of each kind with at least one block."""
     return [(k, f, int(counts[k])) for k, f in enumerate(menu.fronts) if counts[k]]
 
 
@@ -214,7 +223,7 @@ def _choice(menu: Options, option_counts: Sequence[tuple[int, int, int]]) -> Kna
 
 
 def _front(seconds: list[float], memory: list[float]) -> list[int]:
-    """Return the indices of the undominated options of a kind, by increasing time."""
+    """Return the indices of the undominated options of a kind, fastest first."""
     front, least = [], float("inf")
     for time_s, held, option in sorted(zip(seconds, memory, range(len(seconds)), strict=True)):
         if held < least and time_s < float("inf"):
@@ -224,7 +233,10 @@ def _front(seconds: list[float], memory: list[float]) -> list[int]:
 
 
 class _Labels:
-    """Label setting, kind by kind: a label is the seconds and bytes of the kinds decided so far."""
+    """Solve a knapsack by label setting, kind by kind.
+
+    A label is a choice for the kinds decided so far, with its seconds and bytes.
+    """
 
     def __init__(self, menu: Options, counts: Counts, capacity: float, below: float) -> None:
         self._menu, self._capacity = menu, capacity * (1 + _EPS)
@@ -236,7 +248,7 @@ class _Labels:
         self._suffixes = self._rest(counts)
 
     def _rest(self, counts: Counts) -> list[Counts]:
-        """Counts of the blocks left to decide after each number of decided kinds: [kinds] each."""
+        """Return one [kinds] array of undecided blocks for each number of decided kinds, from 0."""
         left, out = counts.copy(), [counts]
         for kind, _, _ in self._kinds:
             left[kind] = 0
@@ -246,7 +258,7 @@ class _Labels:
     def best(self) -> KnapsackSolution:
         """Return the fastest solution that fits; `NONE` if none is faster than the limit."""
         menu, counts = self._menu, self._suffixes[0]
-        # Whatever a solution costs above the LP bound must be within the gap to the first solution.
+        # A solution may exceed the LP bound by at most the gap between it and the first solution.
         limit = min(self._below, self._first()) * (1 + _EPS)
         slack = limit - float(menu.relaxed(counts, np.array([self._capacity]))[0])
         price = menu.price(counts, self._capacity)
@@ -278,11 +290,11 @@ class _Labels:
         return chosen if chosen.seconds < self._below else NONE
 
     def _held(self, unused: float) -> list[tuple[float, float]]:
-        """Fewest and most bytes of each kind's blocks in a solution within the gap.
+        """Return (fewest, most) bytes that each kind's blocks may have in a better solution.
 
         Args:
-            unused: Bytes of the capacity that may stay free: at their price they cost the whole
-                slack.
+            unused: Bytes of the capacity that such a solution may leave free: at the LP price,
+                free bytes cost seconds, and more of them would exceed the slack.
         """
         kinds = [*self._kinds, *self._alone]
         memory = [(self._menu.memory[kind, front], count) for kind, front, count in kinds]
@@ -297,11 +309,12 @@ class _Labels:
     def _trace(
         self, layers: list[tuple[Counts, ParetoCounts]], at: int
     ) -> list[tuple[int, int, int]]:
-        """Return the (kind, option, number of blocks) entries that a final label is made of.
+        """Return the choices behind a final label as (kind, option, number of blocks) entries.
 
         Args:
-            layers: The labels kept, and the kind's combinations, of each decided kind.
-            at: Index of the label in the last layer.
+            layers: For each decided kind, the indices of the labels kept and the combinations of
+                the kind.
+            at: Index of the final label in the last layer.
         """
         out = [(kind, front[0], count) for kind, front, count in self._alone]
         for (kind, front, _), (kept, mixes) in reversed(
@@ -315,7 +328,7 @@ class _Labels:
     def _first(self) -> float:
         """Return the seconds of a first solution; infinite if nothing fits.
 
-        It is found greedily along the hulls, then improved by exchanges.
+        The solution is found greedily along the convex hulls and then improved by exchanges.
         """
         menu, counts = self._menu, self._suffixes[0]
         option_counts = np.zeros(menu.seconds.shape, dtype=np.int64)
@@ -326,7 +339,7 @@ class _Labels:
         for _, _, won, kind, source, target in menu._hulls:
             if over <= 0:
                 break
-            # Steps of one kind come in the order of its hull, so the blocks are at `source` by now.
+            # The steps of a kind follow its hull, so its blocks have reached option `source`.
             many = min(int(counts[kind]), int(np.ceil(over / won)))
             option_counts[kind, source] -= many
             option_counts[kind, target] += many
@@ -339,10 +352,10 @@ class _Labels:
         return float((option_counts[chosen] * menu.seconds[chosen]).sum())
 
     def _exchange(self, option_counts: Counts) -> bool:
-        """Change the option of one block, or of two, if that is faster and fits.
+        """Change the option of one block, or of two, in place, if that is faster and fits.
 
         Returns:
-            True if something was changed.
+            True if an option was changed.
         """
         menu, chosen = self._menu, option_counts > 0
         room = self._capacity - float((option_counts[chosen] * menu.memory[chosen]).sum())
@@ -357,13 +370,13 @@ class _Labels:
         kinds, sources, targets = np.array(moves).T
         lost = menu.seconds[kinds, targets] - menu.seconds[kinds, sources]
         more = menu.memory[kinds, targets] - menu.memory[kinds, sources]
-        # The last move changes nothing, so that a pair of moves may also be a single one.
+        # Append a move that changes nothing, so that pairs of moves include single moves.
         lost, more = np.append(lost, 0.0), np.append(more, 0.0)
         number = np.append(kinds * menu.seconds.shape[1] + sources, -1)
         is_last = np.append(option_counts[kinds, sources] == 1, False)
         both = np.add.outer(lost, lost)
         is_open = np.add.outer(more, more) <= room
-        # One block cannot move twice: two moves from the same option need two blocks at it.
+        # A block cannot move twice, so two moves from one option need two blocks with that option.
         is_open &= ~((number[:, None] == number) & is_last)
         both = np.where(is_open, both, np.inf)
         at = int(both.argmin())

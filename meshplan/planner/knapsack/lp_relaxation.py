@@ -1,7 +1,7 @@
 """Solve the LP relaxation of many multiple-choice knapsacks at once, each with its own options.
 
-The stages of one configuration keep different numbers of microbatches in flight, so each rank has
-its own `Options`. Solving them one by one costs more in calls than in arithmetic.
+The ranks of a pipeline keep different numbers of microbatches in flight, so each has its own
+`Options`. If their knapsacks were solved one by one, numpy calls would cost more than arithmetic.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def solve_relaxations(asked: Sequence[tuple[Options, Counts, float]]) -> list[Fl
         return [menu.relaxed(counts, np.array([room]))]
     menus, rooms = [menu for menu, _, _ in asked], np.array([room for _, _, room in asked])
     sizes = [len(counts) for _, counts, _ in asked]
-    # The queries of all problems are laid end to end; `of` is the problem of each: [queries].
+    # Concatenate the queries of all problems; `of` is the index of each query's problem: [queries].
     of = np.repeat(np.arange(len(menus)), sizes)
     num_kinds = max(len(menu.seconds) for menu in menus)
     num_steps = max(len(menu.steps[0]) for menu in menus)
@@ -54,7 +54,7 @@ def solve_relaxations(asked: Sequence[tuple[Options, Counts, float]]) -> list[Fl
     prices, ends = np.zeros((2, len(of), num_steps + 1))
     np.cumsum(many * steps[0][of], axis=1, out=prices[:, 1:])
     np.cumsum(many * steps[1][of], axis=1, out=ends[:, 1:])
-    # Step `to` is the first after which enough is freed. The relaxation takes only a `share` of it.
+    # Step `to` is the first after which enough is freed. Only a `share` of this step is taken.
     over = memory - capacity
     to = np.minimum((ends < over[:, None]).sum(axis=1), num_steps)
     at, row = np.maximum(to - 1, 0), np.arange(len(of))
@@ -62,7 +62,8 @@ def solve_relaxations(asked: Sequence[tuple[Options, Counts, float]]) -> list[Fl
     share = np.where(width > 0, (over - ends[row, at]) / np.where(width > 0, width, 1.0), 1.0)
     price = prices[row, at] + share * (prices[row, to] - prices[row, at])
     bound = np.where(smallest <= capacity, seconds + np.where(over > 0, price, 0.0), np.inf)
-    # Blocks of a kind without any option counted as 0 seconds so far: such queries are infeasible.
+    # Queries with a block of a kind without any option are infeasible. Such blocks counted as 0
+    # seconds so far.
     for n, (menu, (end, size)) in enumerate(zip(menus, _ends(sizes), strict=True)):
         there = menu.there[2]
         if not there.all():

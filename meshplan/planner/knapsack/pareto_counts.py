@@ -11,7 +11,7 @@ Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
 _NEAR: Final = 1e-6
-"""Part of a block below which a difference is a rounding error."""
+"""Fraction of one block up to which a difference between block counts is a rounding error."""
 
 
 class ParetoCounts(NamedTuple):
@@ -34,24 +34,26 @@ def pareto_counts_of(
 ) -> ParetoCounts:  # fmt: skip
     """Return the undominated combinations of options that `count` identical blocks can take.
 
-    At any price of a byte, a block pays at least what its cheapest option does. Whatever blocks pay
-    beyond that comes on top of the LP bound, so it is at most `slack`.
+    An option costs its seconds plus `price` for each byte. The cost of a combination above that of
+    the cheapest option for all blocks comes on top of the LP bound. Combinations in which it
+    exceeds `slack` are left out.
 
     Args:
         seconds: [options] seconds of one block.
         memory: [options] bytes of one block.
         count: Number of blocks.
-        price: Seconds that a byte is worth.
+        price: Seconds charged for a byte; any value gives a correct result.
         slack: Seconds that a solution may cost above the LP bound.
-        held: (fewest, most) bytes of all blocks together.
+        held: (fewest, most) bytes that all blocks together may have.
     """
     paid = seconds + price * memory
     extra = paid - paid.min()
-    # `extra` is the reduced cost of each option. Options with a high one come first, since only few
-    # blocks can take them. For options that cost nothing extra, the memory limits the number.
+    # `extra` is the reduced cost of each option. Options with a high reduced cost come first, since
+    # only few blocks can take them. Options without extra cost are limited by memory alone.
     order = np.argsort(-extra, kind="stable")
     option_counts = np.zeros((1, 0), dtype=np.int64)
-    # Partial combinations: seconds spent above the cheapest, blocks left, seconds, bytes.
+    # Partial combinations, one array each: cost above the cheapest option (`spent`), blocks without
+    # an option (`left`), seconds (`t`), bytes (`m`).
     spent, left, t, m = np.zeros(1), np.array([count]), np.zeros(1), np.zeros(1)
     low, high = held
     for at, option in enumerate(order):
@@ -64,8 +66,8 @@ def pareto_counts_of(
         within = np.floor((slack - spent) / each) if each > 0 else np.inf
         most = np.where(each * left + spent <= slack, left, np.minimum(left, within))
         fewest = np.zeros(len(left))
-        # The blocks that are left need at least the smallest and at most the largest of the
-        # remaining options, which bounds how many can take this option from both sides.
+        # The blocks left over need at least the smallest and at most the largest of the remaining
+        # options. This bounds from both sides how many blocks can take the current option.
         for room, more in (
             (high - m - left * rest.min(), own - rest.min()),
             (m + left * rest.max() - low, rest.max() - own),
@@ -99,14 +101,15 @@ def pareto_counts_of(
 
 
 def _undominated_each(groups: Counts, seconds: Floats, memory: Floats) -> Counts:
-    """Return the indices of the entries that no other of the same group beats in both.
+    """Return the indices of the entries not dominated within their group.
 
-    Partial combinations with equally many blocks left are one group: the same can be added to each.
+    An entry is dominated if another has no more seconds and no more bytes. Partial combinations
+    with equally many blocks left form a group, because the same options can complete each of them.
     """
     _, rank = np.unique(memory, return_inverse=True)
     order = np.lexsort((rank, seconds, groups))
-    # Shift the bytes' ranks so that later groups lie below earlier ones: the running minimum over
-    # all entries then begins anew with each group.
+    # Shift the ranks of the bytes so that each group lies below the one before: the running minimum
+    # over all entries then starts anew with each group.
     own = rank[order] - groups[order] * (len(rank) + 1)
     least = np.minimum.accumulate(own)
     is_better = np.ones(len(order), dtype=bool)
@@ -115,7 +118,7 @@ def _undominated_each(groups: Counts, seconds: Floats, memory: Floats) -> Counts
 
 
 def undominated(seconds: Floats, memory: Floats) -> Counts:
-    """Return the indices of the entries that no other beats in both, by increasing seconds."""
+    """Return the indices of the entries undominated in seconds and bytes, fastest first."""
     order = np.lexsort((memory, seconds))
     least = np.minimum.accumulate(memory[order])
     is_better = np.ones(len(order), dtype=bool)

@@ -1,9 +1,9 @@
-"""Cut a chain of blocks into stages so that a * (the slowest stage) + b * (their sum) is least.
+"""Cut a chain of blocks into stages so that a * (slowest stage) + b * (sum of stages) is least.
 
-The seconds of the stages are lower bounds at first. Those on the best path are replaced by exact
-values until the whole path is exact. Any contiguous cut is allowed.
+The seconds of the stages are lower bounds at first. The bounds on the best path are replaced by
+exact values until the whole path is exact. Any contiguous cut is allowed.
 
-Source: Zheng et al., Alpa (2022), section 5.2, for going through the slowest stage's values.
+Source: Zheng et al., Alpa (2022), section 5.2, which enumerates the slowest stage's values, too.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ def cut_into_stages(
     weights: tuple[float, float],
     below: float = float("inf"),
 ) -> tuple[float, tuple[int, ...]]:
-    """Return the best cut of the blocks into stages, and its cost.
+    """Return the cost of the best cut of the blocks into stages, and the cut.
 
     Args:
         bounds: [stages, length + 1, length + 1] lower bounds on the seconds of stage s with the
             blocks from i up to j; infinite where i >= j or the stage cannot have them. Changed in
             place: entries on the best paths become exact.
         exact: Returns the exact seconds of (stage, i, j), which are never less than the bound.
-        weights: The factors (a, b).
-        below: Cost below which a cut is of interest.
+        weights: The factors (a, b) of the slowest stage and of the sum of stages in the cost.
+        below: Cost that the cut must beat.
 
     Returns:
-        (cost, the ends of the stages, 0 first); (infinity, ()) if no cut costs less than `below`.
+        (cost, boundaries of the stages from 0 to length); (infinity, ()) if no cut costs less than
+        `below`.
     """
     stages = len(bounds)
     is_exact = np.zeros(bounds.shape, dtype=bool)
     while True:
-        # The best cut under lower bounds is the best cut once all its own entries are exact.
+        # If all entries of the best cut under lower bounds are exact, no other cut is better.
         cost, ends = _best(bounds, weights, below)
         if not ends:
             return float("inf"), ()
@@ -51,14 +52,22 @@ def cut_into_stages(
 
 
 def least_cut_cost(table: Floats, weights: tuple[float, float]) -> float:
-    """Return a lower bound on the cost of any cut of a table of seconds; infinite without any."""
+    """Return a lower bound on the cost of any cut; infinite if there is no cut.
+
+    Args:
+        table: [stages, length + 1, length + 1] seconds, as `bounds` of `cut_into_stages`.
+        weights: The factors (a, b).
+    """
     return weights[0] * _slowest(table) + weights[1] * _shortest(table)[0]
 
 
 def _best(
     table: Floats, weights: tuple[float, float], below: float
 ) -> tuple[float, tuple[int, ...]]:
-    """Return the best cut of a table of seconds, and its cost."""
+    """Return (cost, boundaries of the stages) of the best cut that costs less than `below`.
+
+    The result is (infinity, ()) if there is none.
+    """
     a, b = weights
     best = below
     ends: tuple[int, ...] = ()
@@ -67,9 +76,10 @@ def _best(
     if least_sum == float("inf") or a * least_slowest + b * least_sum >= best:
         return float("inf"), ()
     values = table[(table >= least_slowest) & (table < np.inf)]
-    # With `return_counts`, numpy does not import its masked arrays, which takes long.
+    # With `return_counts`, `np.unique` does not import `numpy.ma`, which takes long.
     values, _ = np.unique(values[a * values + b * least_sum < best], return_counts=True)
-    # Try each value as the limit of the slowest stage; the least sum under it is a shortest path.
+    # Try each value as the limit of the slowest stage. The cut with the least sum of stages under
+    # that limit is a shortest path.
     for slowest in values:
         if a * slowest + b * least_sum >= best:
             break
@@ -80,7 +90,7 @@ def _best(
 
 
 def _slowest(table: Floats) -> float:
-    """Return the least seconds of the slowest stage of any cut; infinite if there is no cut."""
+    """Return the seconds of the slowest stage, minimised over cuts; infinite if there is no cut."""
     slowest = np.full(table.shape[1], np.inf)
     slowest[0] = 0.0
     for stage in table:
@@ -89,7 +99,10 @@ def _slowest(table: Floats) -> float:
 
 
 def _shortest(table: Floats) -> tuple[float, tuple[int, ...]]:
-    """Return the least sum over stages, and the ends of the stages of that cut."""
+    """Return the least sum of the stages' seconds, and the boundaries of the stages of that cut.
+
+    The result is (infinity, ()) if there is no cut.
+    """
     stages, size, _ = table.shape
     costs = np.full(size, np.inf)
     costs[0] = 0.0

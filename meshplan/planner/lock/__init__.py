@@ -1,1 +1,1 @@
-"""plan.lock.yaml: the choices of a search, and the check that they still hold."""
+"""plan.lock.yaml: the choices of a search, and the checks that they still apply to the plan."""

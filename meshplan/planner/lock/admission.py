@@ -1,8 +1,8 @@
 """Check that a lock makes only choices that its plan file leaves open.
 
-A lock lies next to a plan and may come from anybody. Its statements go on top of the plan's, so
-each is checked against what the plan states by itself. A key that the planner never writes, and a
-choice that changes a stated value, are refused with their place in the lock.
+A lock lies next to a plan, and anybody may have written it. Its statements go on top of the plan's,
+so each is checked against the plan without the lock. A key that the planner never writes, and a
+choice that changes a stated value, raise an error with their line in the lock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CHOICES: Final = frozenset(
         "experts.capacity", "hardware.nodes", "loss_chunks", "allocator",
     }
 )  # fmt: skip
-"""Paths that the planner may state, in addition to rules for single blocks."""
+"""Paths that a lock may state, in addition to rules for single blocks."""
 _RULE: Final = re.compile(r"rules\[([0-9]{1,5})\]")
 _EXPERTS: Final = {"ep": EXPERT_STYLE}
 _OF_BLOCKS: Final = ("activation_checkpointing", "reshard_after_forward")
@@ -44,17 +44,17 @@ def check_chosen(
     statements: Sequence[str],
     graph: ModelGraph | None = None,
 ) -> None:
-    """Refuse choices that are not the planner's to make.
+    """Check that a lock makes only choices that its plan leaves open.
 
     Args:
-        chosen: The lock's choices, by path.
-        origins: Place of each choice in the lock file.
+        chosen: {path: value} choices of the lock.
+        origins: {path: place of the choice in the lock file}.
         load: Reads the plan file with statements on top.
-        statements: The choices as statements for `load`.
-        graph: The model; without it, what the lock's rules change for its modules is not checked.
+        statements: The choices as "path=value" statements for `load`.
+        graph: The model; if None, rules of the lock are not compared with rules of the plan.
 
     Raises:
-        SpecError: Some choices are refused; it lists all of them.
+        SpecError: The lock makes other choices; the error lists them.
     """
     spec = load(())
     problems = [
@@ -77,7 +77,10 @@ def check_chosen(
 
 
 def _is_own_rule(path: str, rule: Any, spec: Spec) -> bool:
-    """Return True if this is a rule for blocks, or for experts that no rule of the plan places."""
+    """Return True if a choice is a rule that the planner may add to the plan.
+
+    Such a rule sets an open choice of blocks, or places experts that no rule of the plan places.
+    """
     found = _RULE.fullmatch(path)
     if found is None or int(found[1]) < len(spec.rules) or not isinstance(rule, dict):
         return False
@@ -94,7 +97,7 @@ def _is_own_rule(path: str, rule: Any, spec: Spec) -> bool:
 
 
 def _in_lock(problem: Problem, origins: Mapping[str, Origin]) -> Problem:
-    """Return the problem of a statement with the place where the lock has it."""
+    """Return a problem of the locked spec with its place in the lock, if a choice causes it."""
     at = problem.origin.path if problem.origin is not None else ""
     around = (path for path in origins if at == path or at.startswith((f"{path}.", f"{path}[")))
     path = next(around, None)
@@ -104,7 +107,14 @@ def _in_lock(problem: Problem, origins: Mapping[str, Origin]) -> Problem:
 def _overruled(
     chosen: Mapping[str, Any], spec: Spec, locked: Spec, graph: ModelGraph | None
 ) -> Iterator[tuple[str, str]]:
-    """Yield (path of a choice, what the plan states instead)."""
+    """Yield (path, statement of the plan) for each choice that contradicts the plan.
+
+    Args:
+        chosen: {path: value} choices of the lock.
+        spec: The spec of the plan file.
+        locked: The spec with the choices on top.
+        graph: The model; if None, rules are not compared.
+    """
     sizes = _sizes(locked.mesh)
     for path in chosen:
         stated, now = _stated(spec, path), _stated(locked, path)
@@ -115,7 +125,7 @@ def _overruled(
 
 
 def _stated(spec: Spec, path: str) -> Any:
-    """Return the value that a file states for a choice; None if it states none."""
+    """Return the value that a file states at a path; None if it states none."""
     if not any(at == path or at.startswith(f"{path}.") for at in spec.origins):
         return None
     found: Any = spec
@@ -125,7 +135,15 @@ def _stated(spec: Spec, path: str) -> Any:
 
 
 def _agrees(path: str, stated: Any, now: Any, spec: Spec, sizes: Mapping[str, Any]) -> bool:
-    """Return True if a choice keeps a stated value, or leaves it out where it has no effect."""
+    """Return True if a choice keeps a stated value, or drops it where it has no effect.
+
+    Args:
+        path: Path of the choice.
+        stated: Value that the plan states.
+        now: Value with the lock on top.
+        spec: The spec of the plan file.
+        sizes: Axes of the locked mesh that are larger than 1.
+    """
     has_tp, has_ep = "tp" in sizes, "ep" in sizes
     match path:
         case "mesh":
@@ -157,7 +175,7 @@ def _sizes(mesh: Any) -> dict[str, Any]:
 
 
 def _keeps_mesh(stated: Any, sizes: Mapping[str, Any]) -> bool:
-    """Return True if the axes that the plan gives a size have it, and there are no others."""
+    """Return True if every axis has the size that the plan states, and there are no other axes."""
     if not isinstance(stated, Mapping):
         listed = sorted(size for size in stated if size != 1)
         return listed == sorted(size for size in sizes.values() if isinstance(size, int))
@@ -166,7 +184,7 @@ def _keeps_mesh(stated: Any, sizes: Mapping[str, Any]) -> bool:
 
 
 def _overruled_rules(spec: Spec, locked: Spec, graph: ModelGraph) -> Iterator[tuple[str, str]]:
-    """Yield (path of a rule of the lock, the rule of the plan that it contradicts for a module)."""
+    """Yield one (path of a lock's rule, statement of the plan that it contradicts), if any."""
     before, after = Cascade(spec, graph), Cascade(locked, graph)
     for fqn in graph.modules:
         for field in _OF_BLOCKS:

@@ -1,4 +1,4 @@
-"""The differences between a new answer and the lock that was there before."""
+"""List the differences between two locks: the new answer and the lock that it replaces."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 _ENOUGH: Final = 1e-3
-"""Relative change up to which a figure counts as equal."""
+"""Relative change of a figure up to which it counts as unchanged."""
 EXPECTED: Final = ("step_s", "tokens_per_s_per_gpu", "mfu")
-"""Figures of a lock that are compared."""
+"""Names of the figures in a lock's `expected` that are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +17,10 @@ class FieldChange:
     """A field that differs between two locks.
 
     Args:
-        field: Path of the field: of a choice as in plan.yaml, of anything else as in the lock.
-        old: Value before; None if there was none.
-        new: Value now; None if there is none.
+        field: Path of the field; for a choice its path in plan.yaml, for others the path in the
+            lock.
+        old: Value in the old lock; None if it has none.
+        new: Value in the new lock; None if it has none.
     """
 
     field: str
@@ -30,12 +31,12 @@ class FieldChange:
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[FieldChange, ...]:
     """Return the fields that differ between two locks: inputs, choices, figures.
 
-    Figures differ if they change by more than a tenth of a per cent. Layouts follow from the
-    choices, and are not compared.
+    Figures differ if they change by more than a tenth of a per cent. The layouts in a lock are not
+    compared, since the choices determine them.
 
     Args:
-        old: Contents of the lock before.
-        new: Contents of the lock now.
+        old: Contents of the old lock.
+        new: Contents of the new lock.
     """
     before, after = dict(fields(old)), dict(fields(new))
     return tuple(

@@ -1,8 +1,8 @@
-"""plan.lock.yaml: the planner's choices, in the words of plan.yaml, and the inputs they are for.
+"""plan.lock.yaml: the planner's choices, as statements of plan.yaml, and the inputs they are for.
 
-The choices are statements that go on top of the plan file, as `--set` does, so that a locked plan
-is the user's own file made complete. They hold while the plan file states the same and the model
-has the same parameters. A lock has no times and no dates: the same inputs give the same bytes.
+The choices go on top of the plan file, like `--set` statements, so that a locked plan is the user's
+file made complete. They apply as long as the plan file states the same and the model has the same
+parameters. A lock has no times and no dates: the same inputs give the same bytes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ FORMAT: Final = 2
 _AGAIN: Final = "run meshplan plan again"
 _ELSEWHERE: Final = "add -o FILE, in a folder that exists and is writable"
 INSTEAD: Final = "give the plan file itself, or run meshplan plan again"
-"""The fix for a lock that was named and does not hold."""
+"""The fix in errors on a lock that the user named and that does not apply."""
 _HEADROOM: Final = 0.10
-"""Headroom that earlier versions assumed for plans that do not state it."""
+"""Memory headroom that earlier versions assumed for plans that state none."""
 _MOST_BYTES: Final = 4 * 2**20
 
 
@@ -43,13 +43,13 @@ class Lock:
     """The contents of a lock file.
 
     Args:
-        spec: Hash of the plan file's spec that it was made for.
-        model: Hash of the model that it was made for.
-        profile: (profile file, its hash) of the measured constants that it was made with; None for
-            meshplan's own figures.
-        chosen: The choices: statements by path.
+        spec: Hash of the plan file's spec that the lock was made for.
+        model: Hash of the model that the lock was made for.
+        profile: (path, hash) of the file with measured speeds that the lock was made with; None if
+            it was made with the speeds that meshplan knows of the devices.
+        chosen: {path: value} statements of the planner's choices.
         free: Keys that `--free` gave to the planner although the plan file states them.
-        origins: Place of each choice in the lock file, by path.
+        origins: {path of a choice: place in the lock file}.
         path: Path of the lock file.
         content: Everything in the file.
     """
@@ -65,12 +65,12 @@ class Lock:
 
     @property
     def statements(self) -> dict[str, Any]:
-        """All statements that go on top of the plan file: freed keys first, then the choices."""
+        """{path: value} statements to put on top of the plan file: freed keys, then choices."""
         return {**freed(self.free), **self.chosen}
 
     @property
     def used(self) -> str:
-        """The line which reports that a command uses this lock."""
+        """The line to print if a command uses this lock; it names the freed keys."""
         free = f", which frees {' and '.join(self.free)}" if self.free else ""
         return f"uses {self.path.name}{free}"
 
@@ -86,20 +86,20 @@ def lock_path(plan: str | os.PathLike[str]) -> Path:
 
 
 def is_file(source: Any) -> bool:
-    """Return True if a plan is a file, which may have a lock, and not a mapping."""
+    """Return True if a plan is given as a file, which may have a lock, and not as a mapping."""
     return isinstance(source, str | os.PathLike)
 
 
 def has_lock(source: Any) -> bool:
-    """Return True if there is a lock next to a plan file, whether or not it holds."""
+    """Return True if there is a lock next to a plan file, even one that no longer applies."""
     return is_file(source) and lock_path(source).exists()
 
 
 def spec_hash(spec: Spec) -> str:
-    """Hash what a plan states, whatever its comments, its order of keys and its path.
+    """Hash what a plan states; comments, the order of keys and the path do not matter.
 
-    A headroom or dtype that is not stated counts as what earlier versions assumed for it, so that
-    their locks still hold.
+    A headroom or dtype that is not stated counts as the value that earlier versions assumed, so
+    that locks of these versions still apply.
     """
     hardware, given, more = spec.hardware, spec.input, ""
     if hardware is not None and "hardware.headroom" not in spec.origins:
@@ -112,7 +112,7 @@ def spec_hash(spec: Spec) -> str:
 
 
 def model_hash(graph: ModelGraph) -> str:
-    """Hash the names and shapes of all parameters, which decide what a plan's rules match."""
+    """Hash the names and shapes of all parameters, which identify the model for a plan."""
     return _hash(json.dumps(sorted((t.fqn, list(t.shape)) for t in graph.parameters)))
 
 
@@ -125,7 +125,7 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
 
     Args:
         path: Path of the lock file.
-        content: Everything in it but its hash, which is added.
+        content: Everything in the lock except its hash, which is added.
     """
     check_writable(path, "the lock", _ELSEWHERE)
     lock, *rest = content.items()
@@ -137,7 +137,7 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 class _Dumper(yaml.SafeDumper):
-    """A YAML dumper that repeats a list that occurs twice: the reader does not accept aliases."""
+    """A YAML dumper that writes no aliases, since `spec.reader` does not accept them."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -152,7 +152,7 @@ def read(path: Path) -> Lock | None:
     """Return the lock in a file; None if there is no file.
 
     Raises:
-        SpecError: The file is no lock, or was changed after it was written.
+        SpecError: The file is no lock of this version, or was changed after it was written.
     """
     try:
         root = read_yaml(path, _MOST_BYTES, "a lock")
@@ -187,7 +187,11 @@ def _chosen(root: PlanValue) -> Mapping[str, PlanValue]:
 
 
 def _checked(content: Any) -> Mapping[str, Any]:
-    """Return the contents of a lock, after a check of its format and its hash."""
+    """Check the format, hash and figures of a lock's contents, and return the contents.
+
+    Raises:
+        ValueError: The contents are not those of a lock that this version wrote.
+    """
     if not isinstance(content, dict) or "lock" not in content:
         raise ValueError("it does not begin with lock:")
     if content["lock"] != FORMAT:
@@ -205,7 +209,11 @@ def _checked(content: Any) -> Mapping[str, Any]:
 
 
 def _check_figures(content: Mapping[str, Any]) -> None:
-    """Check the figures that are compared and printed: whoever edits a lock can also hash it."""
+    """Check the figures that are compared and printed, since an edited lock may have a valid hash.
+
+    Raises:
+        ValueError: `expected` or `memory` is missing, or a figure is not a finite number >= 0.
+    """
     expected, groups = content.get("expected"), content.get("memory")
     if not isinstance(expected, dict):
         raise ValueError("it has no expected")
@@ -227,10 +235,10 @@ def _profile_of(path: Path, inputs: Mapping[str, Any]) -> tuple[Path, str] | Non
 
 
 def _free_of(inputs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the keys that a lock frees.
+    """Return the keys of the plan file that a lock frees, as `--free` did.
 
     Raises:
-        ValueError: Some key may not be freed.
+        ValueError: The lock frees a key that cannot be freed.
     """
     free = inputs.get("free", [])
     if not isinstance(free, list) or not all(each in FREEABLE for each in free):
@@ -239,17 +247,17 @@ def _free_of(inputs: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def file_hash(path: Path) -> str:
-    """Hash the contents of a file."""
+    """Return "sha256:" and the hash of a profile's bytes."""
     return f"sha256:{hashlib.sha256(read_bytes(path, _MOST_BYTES, 'a profile')).hexdigest()}"
 
 
 def overrides(stated: Mapping[str, Any]) -> list[str]:
-    """Return statements in the form of `--set PATH=VALUE`. JSON is YAML."""
+    """Return {path: value} statements as "path=value" strings, with values in JSON, for `--set`."""
     return [f"{path}={json.dumps(value)}" for path, value in stated.items()]
 
 
 def locked(source: Any, load: Callable[[Sequence[str]], Spec], graph: ModelGraph) -> Lock | str:
-    """Return the lock of a plan file, or the reason why none holds for this plan and model.
+    """Return the lock of a plan file, or the reason why none applies to this plan and model.
 
     Args:
         source: The plan file, or a mapping, which has no lock.
@@ -257,7 +265,7 @@ def locked(source: Any, load: Callable[[Sequence[str]], Spec], graph: ModelGraph
         graph: The model.
 
     Raises:
-        SpecError: The lock cannot be read, or states more than the plan leaves open.
+        SpecError: The lock cannot be read, or makes choices that the plan does not leave open.
     """
     if not is_file(source):
         return "a plan without a file has no lock"
@@ -274,7 +282,7 @@ def locked(source: Any, load: Callable[[Sequence[str]], Spec], graph: ModelGraph
         return f"{path.name} was made for another model"
     if lock.profile is not None:
         profile, known = lock.profile
-        # The profile need not exist where a job runs: its figures have served their purpose.
+        # The profile may be missing where a job runs: only planning needs its speeds.
         if profile.is_file() and file_hash(profile) != known:
             return f"{path.name} was made with another state of {profile.name}"
     _check_chosen(lock, load, graph)
@@ -282,7 +290,9 @@ def locked(source: Any, load: Callable[[Sequence[str]], Spec], graph: ModelGraph
 
 
 def lock_in_words(found: Lock | str, source: Any, spec: Spec) -> str:
-    """Return a line on the lock that a plan uses, or why it uses none; "" if it needs none.
+    """Return a line for the user: the lock that a plan uses, or why it uses none; or "".
+
+    The line is "" if nothing is left to the planner and there is no lock.
 
     Args:
         found: The result of `locked`.
@@ -297,7 +307,11 @@ def lock_in_words(found: Lock | str, source: Any, spec: Spec) -> str:
 
 
 def _check_chosen(lock: Lock, load: Callable[[Sequence[str]], Spec], graph: ModelGraph) -> None:
-    """Refuse choices that the plan does not leave open once the lock's keys are freed."""
+    """Check that the lock makes only choices that the plan, with the freed keys, leaves open.
+
+    Raises:
+        SpecError: The lock makes other choices.
+    """
     free = overrides(freed(lock.free))
     check_chosen(
         lock.chosen, lock.origins, lambda more: load([*free, *more]), overrides(lock.chosen), graph
@@ -305,17 +319,18 @@ def _check_chosen(lock: Lock, load: Callable[[Sequence[str]], Spec], graph: Mode
 
 
 def check_holds(lock: Lock, load: Callable[[Sequence[str]], Spec], graph: ModelGraph) -> None:
-    """Refuse a lock that the user names and that does not hold.
+    """Check that a lock which the user named applies to its plan and model.
 
-    A lock that merely lies next to its plan file is passed over instead (`locked`).
+    A lock that merely lies next to its plan file is ignored if it does not apply (`locked`).
 
     Args:
         lock: The lock.
-        load: Reads its plan file with statements on top.
+        load: Reads the lock's plan file with statements on top.
         graph: The model.
 
     Raises:
-        SpecError: The lock is for another plan or model, or states more than the plan leaves open.
+        SpecError: The lock is for another plan or model, or makes choices that the plan does not
+            leave open.
     """
     for is_other, other in (
         (lock.spec != spec_hash(load(overrides(freed(lock.free)))), "state of its plan file"),
@@ -330,12 +345,12 @@ def check_holds(lock: Lock, load: Callable[[Sequence[str]], Spec], graph: ModelG
 def chosen_spec(
     load: Callable[[Sequence[str]], Spec], chosen: Mapping[str, Any], source: str
 ) -> Spec:
-    """Return the spec with choices on top, whose origins name `source`.
+    """Return the spec with choices on top; error messages about them name `source`.
 
     Args:
         load: Reads the plan file with statements on top.
-        chosen: The choices, by path.
-        source: Name of the place that the choices come from.
+        chosen: {path: value} choices.
+        source: Name of what made the choices, such as a lock file.
     """
     spec = load(overrides(chosen))
 
@@ -350,7 +365,7 @@ def chosen_spec(
 
 
 def profile_of_lock(source: Any) -> Path | None:
-    """Return the profile that the lock of a plan file was made with; None if it does not exist."""
+    """Return the path of the profile that a plan file's lock was made with; None if none exists."""
     if not is_file(source):
         return None
     lock = read(lock_path(source))

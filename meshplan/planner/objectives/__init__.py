@@ -1,1 +1,1 @@
-"""Objectives of planning: the fastest plan, the least memory, a balance of both, fewest devices."""
+"""Objectives of planning: least step time, least memory, a balance of both, or fewest GPU-hours."""

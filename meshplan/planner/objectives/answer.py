@@ -1,4 +1,4 @@
-"""Find the best plan by the objective of a request: time, memory, both balanced, or cost."""
+"""Find the best plan by the objective of a request: "time", "memory", "balanced" or "cost"."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ _NOT_ASKED: Final = "something fits without, and nothing asks for it: offload: a
 def answer(question: PlanRequest, told: Told = lambda text: None) -> Decision:
     """Find the best plan by the request's objective.
 
-    A plan of a live model that states something that is not searched is priced as it stands.
+    If the plan of a live model states something that the planner cannot search, only this plan is
+    priced.
 
     Args:
         question: The request.
         told: Called with lines on the progress.
 
     Raises:
-        PlanError: The plan file says too little, or nothing is left to choose from.
+        PlanError: The plan file lacks a statement, or allows no configuration.
     """
     if is_priced(question):
         return price(question, told)
@@ -42,16 +43,17 @@ def answer(question: PlanRequest, told: Told = lambda text: None) -> Decision:
 
 
 def smallest(question: PlanRequest, told: Told = lambda text: None) -> Decision:
-    """Find the plan that uses the least memory, whatever time its step takes.
+    """Find the plan that uses the least memory, whatever its step time.
 
-    Its `gap` is how far the lower bound of all configurations is below it.
+    `Decision.gap` is the share by which the lower bound of all configurations is below the
+    plan's memory.
 
     Args:
         question: The request.
         told: Called with lines on the progress.
 
     Raises:
-        PlanError: The plan file says too little, or nothing is left to choose from.
+        PlanError: The plan file lacks a statement, or allows no configuration.
     """
     return smallest_of(PlanningProblem(question), told)
 
@@ -59,11 +61,11 @@ def smallest(question: PlanRequest, told: Told = lambda text: None) -> Decision:
 def smallest_of(job: PlanningProblem, told: Told = lambda text: None) -> Decision:
     """Find the plan of a problem that uses the least memory.
 
-    Configurations with offload are searched if the plan says `offload: auto`, or if nothing fits
-    without. The problem's `capacity` is lowered on the way.
+    Configurations with offload are searched if the plan states `offload: auto`, or if nothing fits
+    without offload.
 
     Args:
-        job: The problem.
+        job: The problem. Its `capacity` is lowered.
         told: Called with lines on the progress.
     """
     began, question = time.monotonic(), job.question
@@ -85,7 +87,7 @@ def smallest_of(job: PlanningProblem, told: Told = lambda text: None) -> Decisio
     elif not job.is_widened and len(job.free.offload) > 1:
         job.reject(Rejected("offload=params, activations", _NOT_ASKED))
     if evaluated is not None and (evaluated := job.certified(evaluated)) is None:
-        # The estimate was below a trace of the model. The fastest plan is certified by a trace too.
+        # A trace shows that the plan does not fit. Return the fastest plan, which is certified too.
         return replace(decide(question, told), objective="memory", gap=1.0, is_whole=False)
     samples, gap = 0, 1.0
     if evaluated is not None:

@@ -1,8 +1,8 @@
 """The balanced objective: the plan with the least product of step time and memory.
 
-Along the frontier of memory against time a slower plan pays as long as it saves a larger share of
-the memory than it adds to the time. Where that ends, the memory left over is headroom at little
-cost.
+Along the frontier of memory against time, a slower plan is better as long as it saves a larger
+share of memory than it adds to the time. The plan at which this ends leaves much memory free at
+little cost in time.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from meshplan.spec.keys import TIME_LIMIT_S
 from meshplan.units import format_gib, format_step
 
 _STEP: Final = 0.95
-"""Share of the last plan's memory that the next one may use. Plans between are not searched, and
-may be better by as much."""
+"""Share of the last plan's memory that the next plan may use. Plans between the two are not
+searched; their product may be smaller by up to this step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Balance:
         job: The problem that the plan was found in.
         evaluated: The plan.
         gap: Share by which another plan's product may be smaller.
-        is_whole: If True, the search ended by itself.
+        is_whole: If True, the search ran to its end; if False, it was stopped before.
     """
 
     job: PlanningProblem
@@ -49,7 +49,7 @@ class Balance:
 
     @property
     def limit_bytes(self) -> int:
-        """Bytes that the plan uses. The plan is the fastest one within this limit."""
+        """Bytes of the plan's fullest rank. The plan is the fastest one within this limit."""
         return self.evaluated.memory.worst.band[1]
 
 
@@ -61,7 +61,7 @@ def balanced(question: PlanRequest, report: Callable[[str], None] = lambda text:
         report: Called with lines on the progress.
 
     Raises:
-        PlanError: The plan file says too little, or nothing is left to choose from.
+        PlanError: The plan file lacks a statement, or allows no configuration.
     """
     began = time.monotonic()
     found = balance(question, report)
@@ -74,7 +74,7 @@ def balanced(question: PlanRequest, report: Callable[[str], None] = lambda text:
         decision,
         objective="balanced",
         gap=found.gap,
-        ladder=None,  # It is that of a machine with only this much memory.
+        ladder=None,  # It would be the ladder of a smaller memory limit.
         limit_bytes=question.limit_bytes,
         is_whole=decision.is_whole and found.is_whole,
         search_s=time.monotonic() - began,
@@ -82,7 +82,7 @@ def balanced(question: PlanRequest, report: Callable[[str], None] = lambda text:
 
 
 def _so_far(decision: Decision, found: Balance) -> Decision:
-    """Return the decision with the plan that `balance` found."""
+    """Return the decision with the plan that `balance` found as the chosen one."""
     job, candidate = found.job, found.evaluated.candidate
     assert candidate is not None
     samples = job.samples(candidate.row)
@@ -101,15 +101,15 @@ def balance(
 ) -> Balance | None:
     """Find the plan with the least product of seconds and bytes; None if no plan fits.
 
-    Searches the fastest plan, then the fastest one that uses less memory, and so on, until the
-    lower bounds show that no plan with less memory has a smaller product.
+    The fastest plan is searched, then the fastest plan with less memory, and so on, until the lower
+    bounds show that no plan with less memory has a smaller product.
 
     Args:
         question: The request.
         report: Called with lines on the progress.
 
     Raises:
-        PlanError: The plan file says too little, or nothing is left to choose from.
+        PlanError: The plan file lacks a statement, or allows no configuration.
     """
     began = time.monotonic()
     deadline = began + (TIME_LIMIT_S if question.time_limit_s is None else question.time_limit_s)
@@ -127,8 +127,8 @@ def balance(
         report(f"{format_step(seconds)} with {format_gib(held)}")
         if seconds * held < best:
             best, at = seconds * held, (job, evaluated)
-        # Nothing within this plan's limit is faster, so whatever uses more than the next limit has
-        # a product of at least seconds * limit. Whatever uses less is searched next.
+        # No plan within this limit is faster. Plans that use more than the next limit therefore
+        # have a product of at least seconds * limit; plans that use less are searched next.
         limit = int(held * _STEP)
         lower = min(lower, seconds * limit)
     if at is None:
@@ -139,19 +139,19 @@ def balance(
 
 
 def _fastest(job: PlanningProblem, seconds: float, best: float, deadline: float) -> SearchResult:
-    """Search the fastest plan that fits, among configurations that may have the least product.
+    """Search the fastest plan that fits, among configurations that may beat the least product.
 
     Args:
         job: The problem.
         seconds: Lower bound on the step time of all plans.
-        best: Smallest product of seconds and bytes so far.
+        best: Smallest product of seconds and bytes found so far.
         deadline: Value of `time.monotonic()` at which to stop.
     """
 
     def run(numbers: CostTable) -> SearchResult:
         hopeful = _products(job, numbers, seconds) < best
         kept = np.where(hopeful[:, None, None], numbers.seconds, np.inf)
-        with np.errstate(invalid="ignore"):  # Infinity times nothing is no bound.
+        with np.errstate(invalid="ignore"):  # Infinity * 0.
             return search(
                 replace(numbers, seconds=kept),
                 job.capacity,
@@ -164,7 +164,13 @@ def _fastest(job: PlanningProblem, seconds: float, best: float, deadline: float)
 
 
 def _products(job: PlanningProblem, numbers: CostTable, seconds: float) -> Floats:
-    """Return by configuration a lower bound on seconds times bytes; infinite if none exists."""
+    """Return [configs] lower bounds on seconds * bytes; infinite where no plan is possible.
+
+    Args:
+        job: The problem.
+        numbers: The cost table.
+        seconds: Lower bound on the step time of all plans.
+    """
     seconds_floor, holds = time_bounds(numbers), memory_bounds(numbers)
     exists = np.isfinite(seconds_floor) & np.isfinite(holds)
     held = [job.widened(each) for each in np.where(exists, holds, 0.0).tolist()]

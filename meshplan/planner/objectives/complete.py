@@ -1,4 +1,4 @@
-"""Complete a plan file: by its lock if that holds, else by planning."""
+"""Complete a plan file: with its lock if that applies to the plan, else by planning."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def complete_spec(
     lock: Lock | None = None,
     noted: Callable[[str], None] = lambda text: None,
 ) -> Spec:
-    """Return the spec with nothing left to the planner.
+    """Return the spec of a plan file with all open choices made.
 
     Args:
         source: Path of the plan file, or its content as a mapping.
@@ -41,13 +41,13 @@ def complete_spec(
         graph: The model that the plan is for.
         report: Called with lines on the progress.
         ask: Builds the request for a model without a config, from the path of a profile or None.
-        config: The config that `graph` was read from; None if it was read from none.
-        lock: The lock that the user named; None takes the one next to the plan file.
-        noted: Called with one line: which lock the plan goes by, or why it goes by none.
+        config: The config that `graph` was read from; None if it was not read from a config.
+        lock: The lock that the user named; None to use the lock next to the plan file.
+        noted: Called with one line: the lock that the plan uses, or why it uses none.
 
     Raises:
-        PlanError: Nothing fits, or the plan says too little to be planned.
-        SpecError: The lock cannot be read, or the named lock does not hold.
+        PlanError: Nothing fits, or the plan lacks a statement that planning needs.
+        SpecError: The lock cannot be read, or the named lock does not apply to this plan.
     """
     if lock is not None:
         check_holds(lock, loading(source, ()), graph)
@@ -65,10 +65,10 @@ def complete_statements(
     config: str | Path | None = None,
     noted: Callable[[str], None] = lambda text: None,
 ) -> tuple[Mapping[str, Any], str]:
-    """Return the statements that complete a plan file, and who made them.
+    """Return the statements that complete a plan file, and what made them: a lock or the planner.
 
-    This is the one place that decides which spec is in force. A lock that holds completes the
-    plan. Without one, fields that are `auto` are planned, and fields left out have their defaults.
+    Every command uses this rule. A lock that applies to the plan completes it. Without such a lock,
+    fields that are `auto` are planned, and fields left out have their defaults.
 
     Args:
         source: Path of the plan file, or its content as a mapping.
@@ -76,15 +76,15 @@ def complete_statements(
         graph: The model that the plan is for.
         report: Called with lines on the progress.
         ask: Builds the request for a model without a config, from the path of a profile or None.
-        config: The config that `graph` was read from; None if it was read from none.
-        noted: Called with one line: which lock the plan goes by, or why it goes by none.
+        config: The config that `graph` was read from; None if it was not read from a config.
+        noted: Called with one line: the lock that the plan uses, or why it uses none.
 
     Returns:
-        The statements by path, and their source for error messages: the name of the lock file,
-        "the planner", or "" if nothing is left open.
+        ({path: value} statements, their source for error messages). The source is the name of the
+        lock file, "the planner", or "" if nothing is left open.
 
     Raises:
-        PlanError: Nothing fits, or the plan says too little to be planned.
+        PlanError: Nothing fits, or the plan lacks a statement that planning needs.
         SpecError: The lock cannot be read.
     """
     spec = load(())
@@ -111,7 +111,7 @@ def complete_statements(
     path, origin = config_of(spec, config)
     is_other = sized is not None and sized is not graph
     if path is not None and (is_other or config is not None):
-        question = with_shorter(question, path, origin)  # As for `meshplan plan`.
+        question = with_shorter(question, path, origin)  # As `meshplan plan` does.
     decision = answer(question, report)
     if decision.chosen is None:
         raise PlanError(nothing_fits(spec))
@@ -119,7 +119,7 @@ def complete_statements(
 
 
 def nothing_fits(spec: Spec) -> Problem:
-    """Return the problem that no plan fits into the memory."""
+    """Return the problem to report if no plan fits into the memory."""
     what = "no configuration of the space fits into the memory of the devices"
     fix = "run meshplan plan for the reasons; state less in the plan, or use more devices"
     return Problem(what, spec.origin("mesh"), fix)

@@ -1,7 +1,7 @@
-"""Find the fastest plan that fits, and the simplest plan that is hardly slower.
+"""Find the fastest plan that fits, and choose the simplest plan that is hardly slower.
 
-Costs come from the `cost` package and memory from the `memory` package. A plan whose memory was not
-estimated there is never returned.
+Costs come from the `cost` package and memory from the `memory` package. Every plan returned was
+estimated by the `memory` package.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from meshplan.planner.tables.cost_table import CostTable, memory_bounds, time_bo
 from meshplan.units import format_step
 
 _MOST_CHOICES: Final = 8
-"""Number of plans that are chosen and certified at most. Each failure corrects the estimates."""
+"""Most plans that are chosen and then checked by a trace of the model. A plan that does not fit by
+its trace is excluded from the next choice."""
 
 
 def decide(question: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Decision:
@@ -39,7 +40,7 @@ def decide(question: PlanRequest, report: Callable[[str], None] = lambda text: N
         report: Called with lines on the progress.
 
     Raises:
-        PlanError: The plan file says too little, or nothing is left to choose from.
+        PlanError: The plan file lacks a statement, or allows no configuration.
     """
     return decide_job(PlanningProblem(question), report)
 
@@ -49,7 +50,7 @@ def decide_job(job: PlanningProblem, report: Callable[[str], None] = lambda text
     """Find the fastest plan of a problem.
 
     Args:
-        job: The problem. Its grid and its list of estimates grow on the way.
+        job: The problem. Its grid and its `measured` estimates are extended.
         report: Called with lines on the progress.
     """
     began = time.monotonic()
@@ -103,7 +104,7 @@ def decide_job(job: PlanningProblem, report: Callable[[str], None] = lambda text
         flops=job.flops(best.row) if best else 0.0,
         profile=job.profile,
         limit_bytes=job.question.limit_bytes,
-        # A stop after the search cuts simplification short, which may change the chosen plan.
+        # If the user stops after the search, simplification ends early and may choose another plan.
         is_whole=found.is_whole and not is_stopped,
         is_interrupted=is_stopped,
         profile_path=job.question.profile_path,
@@ -114,20 +115,20 @@ def decide_job(job: PlanningProblem, report: Callable[[str], None] = lambda text
 
 
 def size_in_words(job: PlanningProblem) -> str:
-    """Return the number of configurations in words, before any with offload are added."""
+    """Return the number of configurations in the problem's grid in words."""
     count = len(job.grid)
     return f"{count:,} configuration{'' if count == 1 else 's'}"
 
 
 def _bounds(job: PlanningProblem, numbers: CostTable) -> Iterator[Bound]:
-    """Yield the lower bounds of every configuration that exists."""
+    """Return an iterator over the lower bounds of all configurations with a possible plan."""
     seconds, held = time_bounds(numbers), memory_bounds(numbers)
     exists = np.isfinite(seconds) & np.isfinite(held)
     return map(Bound, seconds[exists].tolist(), map(job.widened, held[exists].tolist()))
 
 
 def _line(job: PlanningProblem, found: SearchResult) -> str:
-    """Return a line on the best plan so far."""
+    """Return a progress line on the best plan so far: its step time and mesh."""
     assert found.best is not None
     row: np.void = job.grid[found.best.row]
     mesh = " x ".join(f"{axis} {row[axis]}" for axis in AXES if row[axis] > 1) or "one device"
@@ -135,7 +136,7 @@ def _line(job: PlanningProblem, found: SearchResult) -> str:
 
 
 def _ladder(job: PlanningProblem, numbers: CostTable, best: Candidate) -> Ladder | None:
-    """Search the space again without network time, then without a memory limit.
+    """Search the space without network time, then without a memory limit, and list the step times.
 
     Returns:
         The ladder; None if the user stopped the searches.
@@ -143,7 +144,7 @@ def _ladder(job: PlanningProblem, numbers: CostTable, best: Candidate) -> Ladder
     stop = job.question.is_stopped
     if stop():
         return None
-    no_network = SearchResult(best=best)  # One device sends nothing.
+    no_network = SearchResult(best=best)  # A single device has no network time.
     if job.free.world > 1:
         free = job.numbers(without(job.profile, network=True))
         no_network = search(free, job.capacity, _fits, is_stopped=stop)
@@ -161,11 +162,12 @@ def _ladder(job: PlanningProblem, numbers: CostTable, best: Candidate) -> Ladder
 
 
 def _fits(candidate: Candidate) -> ReplayedMemory:
+    """Stand in for a replay: every candidate fits."""
     return ReplayedMemory(fits=True)
 
 
 def _why_refused(found: SearchResult) -> Iterator[Rejected]:
-    """Yield one entry per reason, with the number of configurations that it excludes."""
+    """Yield one rejection per reason, with the number of configurations refused for it."""
     by_why: dict[str, list[int]] = {}
     for row, why in found.refused.items():
         by_why.setdefault(why, []).append(row)

@@ -1,4 +1,4 @@
-"""Search the plan that uses the least memory."""
+"""Search for the plan that uses the least memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from meshplan.planner.tables.cost_table import memory_bounds
 
 
 def least_rows(grid: NDArray[np.void], bounds: Floats, capacity: float) -> list[int]:
-    """Return the configurations that may use the least memory, least bound first.
+    """Return the configurations that may use the least memory, lowest bound first.
 
-    Of configurations that differ in the size of the microbatch alone, only the one with the
-    smallest is returned.
+    Of configurations that differ only in their microbatches, only the one with the smallest
+    microbatches is returned.
 
     Args:
         grid: All configurations.
-        bounds: [configurations] lower bounds on the bytes of the fullest rank.
+        bounds: [configs] lower bounds on the bytes of the fullest rank.
         capacity: Bytes above which a configuration is left out.
 
     Returns:
@@ -37,17 +37,17 @@ def least_rows(grid: NDArray[np.void], bounds: Floats, capacity: float) -> list[
 
 
 class LeastMemory:
-    """The search for the plan with the least memory. It lowers the problem's `capacity`.
+    """A search for the plan with the least memory, run by the constructor.
 
     Args:
-        job: The problem.
+        job: The problem. Its `capacity` is lowered.
         deadline: Value of `time.monotonic()` at which to stop.
 
     Attributes:
-        evaluated: The plan with the least memory; None if no estimate was completed. It may not
-            fit.
-        lower_bytes: Lower bound on the bytes of all plans of the space.
-        is_whole: If True, all plans that may use less were looked at before the deadline.
+        evaluated: The plan with the least memory, which may still exceed the limit; None if no
+            estimate was completed.
+        lower_bytes: Lower bound on the bytes of the fullest rank of every plan.
+        is_whole: If True, all plans that may use less memory were examined before the deadline.
         num_measured: Number of memory estimates made.
     """
 
@@ -75,7 +75,7 @@ class LeastMemory:
                 evaluated = job.measure(numbers, candidate, allocators=(allocator,)).result
                 if isinstance(evaluated, Evaluated) and evaluated.memory.worst.band[1] < least:
                     least, self.evaluated = evaluated.memory.worst.band[1], evaluated
-                    job.allow(least)  # Estimates end as soon as a rank is over the best plan.
+                    job.allow(least)  # Later estimates stop above the best plan's bytes.
 
     def _is_late(self, job: PlanningProblem, deadline: float) -> bool:
         late = time.monotonic() > deadline or job.question.is_stopped()
@@ -84,4 +84,5 @@ class LeastMemory:
 
 
 def _held(candidate: Candidate) -> float:
+    """Return the linear bytes of the fullest rank."""
     return max(candidate.linear_bytes)

@@ -1,4 +1,4 @@
-"""The number of devices: the fewest that train in time, and the number that costs the least."""
+"""Find a number of devices: the fewest that train in time, or that with the fewest GPU-hours."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ DAY_S: Final = 86400.0
 _MOST_NODES: Final = 2**17
 _TENTH: Final = 0.1
 _HARDLY: Final = 0.02
-"""Share of the time that more nodes must save; if they save less, a step has too few samples."""
+"""Share of the time that a larger size must save; one that saves less is hardly faster. A step then
+has too few samples for more nodes."""
 _SLOWER: Final = 2
 """Consecutive sizes that are hardly faster, after which no larger size is tried."""
 _WITHOUT: Final = 4
@@ -38,12 +39,12 @@ _FEW: Final = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """One number of nodes, and how long the training takes on it.
+    """One number of nodes, and how long the training takes on these nodes.
 
     Args:
         nodes: Number of nodes.
         num_gpus: Number of devices on these nodes.
-        days: Days that the training takes; None if nothing fits, or if it is sure to take too long.
+        days: Days that the training takes; None if nothing fits, or if `least_days` is too long.
         least_days: Lower bound on the days; None if there is no mesh of this size.
         decision: The planner's decision; None if nothing was planned or nothing fits.
         why: Reason why there is no plan; "" if there is one.
@@ -64,12 +65,12 @@ class TrainingTarget:
     Args:
         tokens: Tokens to train on.
         days: Days that the training may take.
-        sizes: All sizes that were looked at, fewest nodes first.
-        answer: The smallest size that is fast enough; None if none was found.
-        is_fewest: If True, every smaller number of nodes was looked at.
-        samples: Samples of a step, as the plan states them; None if it does not.
-        more: If there is no answer, (samples of a step, a size that is fast enough with that many
-            samples); None if none was found.
+        sizes: All sizes that were tried, fewest nodes first.
+        answer: The smallest size that is fast enough; None if no size was.
+        is_fewest: If True, every smaller number of nodes was tried.
+        samples: Samples of a step that the plan states (`batch.global`); None if it states none.
+        more: If there is no answer, (a larger number of samples of a step, a size that is fast
+            enough with it); None if there is no such size.
     """
 
     tokens: float
@@ -82,10 +83,10 @@ class TrainingTarget:
 
 
 def with_nodes(question: PlanRequest, nodes: int) -> PlanRequest:
-    """Return the request on another number of nodes.
+    """Return the request for another number of nodes.
 
     Raises:
-        PlanError: The plan has no hardware, or its devices' speed is not known.
+        PlanError: The plan states no hardware, or no device and no profile give its speeds.
     """
     read = question.read
     again = replace(question, read=lambda more: read([f"hardware.nodes={nodes}", *more]))
@@ -100,25 +101,25 @@ def fewest(
 ) -> TrainingTarget:
     """Find the fewest whole nodes that train on a number of tokens in a number of days.
 
-    Each size is planned. Sizes grow through powers of two and the middles between them until one is
-    fast enough; bisection then finds the smallest. At last all smaller sizes are looked at as far
-    as time allows, because more nodes are faster for most sizes only. If more nodes are hardly
+    Each size tried is planned. Sizes grow through powers of two and the middles between them until
+    a size is fast enough. Bisection then finds a smaller one. As far as time allows, all remaining
+    smaller sizes are tried too, because more nodes are not always faster. If more nodes are hardly
     faster, a step has too few samples for them, and more samples are tried.
 
     Args:
-        question: The request. Its own number of nodes does not matter.
+        question: The request. Its number of nodes does not matter.
         tokens: Tokens to train on.
         days: Days that the training may take.
         report: Called with lines on the progress.
 
     Raises:
-        PlanError: The plan says too little.
+        PlanError: The plan lacks a statement, such as the sequence length.
     """
     return _Fewest(question, tokens, days, report).run()
 
 
 def _sizes_from(first: int) -> Iterator[int]:
-    """Yield numbers of nodes: this one, then powers of two and the middles between them.
+    """Yield numbers of nodes: the first, then powers of two and the middles between them.
 
     >>> list(itertools.islice(_sizes_from(83), 5))
     [83, 96, 128, 192, 256]
@@ -131,7 +132,7 @@ def _sizes_from(first: int) -> Iterator[int]:
 
 
 class _Fewest:
-    """The search of `fewest`. Sizes are planned once each."""
+    """The search that `fewest` runs. Each size is planned only once."""
 
     def __init__(
         self, question: PlanRequest, tokens: float, days: float, report: Callable[[str], None]
@@ -142,6 +143,7 @@ class _Fewest:
         self._known: dict[int, Size] = {}
 
     def run(self) -> TrainingTarget:
+        """Run the search."""
         first = self._first()
         failed, fastest, num_slower, num_without = first - 1, math.inf, 0, 0
         for nodes in _sizes_from(first):
@@ -156,7 +158,7 @@ class _Fewest:
                 return self._with_more_samples(first)
         else:
             return self._with_more_samples(first)
-        # Bisect between the largest size that failed and the one that is fast enough.
+        # Bisect between the largest size that failed and the size that is fast enough.
         while nodes - failed > 1 and not self._is_late():
             middle = (failed + nodes) // 2
             if self._does(middle):
@@ -172,13 +174,14 @@ class _Fewest:
         return self._training(nodes, True)
 
     def _first(self) -> int:
-        """Return a lower bound on the nodes: those needed if every operation ran at the peak."""
+        """Return the nodes needed at the devices' peak throughput: a lower bound on the answer."""
         job = PlanningProblem(with_nodes(self._question, 1))
         per_token = job.flops_of_sample / _length(job.spec)
         seconds = self._days * DAY_S * job.profile.peak_flops * job.question.cluster.gpus_per_node
         return max(1, math.ceil(self._tokens * per_token / seconds))
 
     def _training(self, nodes: int | None, is_fewest: bool) -> TrainingTarget:
+        """Return the target with the sizes tried so far; the answer is the size with `nodes`."""
         sizes = tuple(self._known[n] for n in sorted(self._known))
         answer = self._known[nodes] if nodes is not None else None
         return TrainingTarget(
@@ -191,7 +194,11 @@ class _Fewest:
         )
 
     def _with_more_samples(self, first: int) -> TrainingTarget:
-        """Return the target with no answer, but a size that works with more samples, if any."""
+        """Return a target without an answer; `more` is a size that needs more samples, if found.
+
+        Args:
+            first: Smallest number of nodes to try.
+        """
         found, times = self._training(None, False), _STEP
         while found.samples is not None and times <= _MOST_TIMES:
             samples = times * found.samples
@@ -205,7 +212,7 @@ class _Fewest:
         return found
 
     def _with_samples(self, samples: int) -> _Fewest:
-        """Return this search for steps of another number of samples."""
+        """Return the same search with another number of samples in a step."""
         read = self._question.read
 
         def more_of(more: Sequence[str]) -> Spec:
@@ -221,6 +228,7 @@ class _Fewest:
         return time.monotonic() > self._deadline or self._question.is_stopped()
 
     def _does(self, nodes: int) -> bool:
+        """Return True if this number of nodes trains in time. Each number is planned once."""
         if nodes not in self._known:
             self._known[nodes] = self._size(nodes)
             size = self._known[nodes]
@@ -230,6 +238,7 @@ class _Fewest:
         return days_there is not None and days_there <= self._days
 
     def _size(self, nodes: int) -> Size:
+        """Plan one number of nodes, unless its lower bound already takes too many days."""
         question = with_nodes(self._question, nodes)
         gpus = question.cluster.num_gpus
         never = Size(nodes=nodes, num_gpus=gpus, days=None, least_days=None, decision=None)
@@ -264,10 +273,10 @@ def _length(spec: Spec) -> int:
     """Return the tokens of a sample.
 
     Raises:
-        PlanError: The plan does not state it.
+        PlanError: The plan states no sequence length.
     """
     if spec.batch.seq_len is None:
-        what = "the plan states no sequence length, which turns --tokens into steps"
+        what = "the plan states no sequence length, which is needed to turn --tokens into steps"
         raise PlanError(Problem(what, spec.origin("batch"), "add batch: {seq_len: 2048}"))
     return spec.batch.seq_len
 
@@ -275,15 +284,15 @@ def _length(spec: Spec) -> int:
 def cheapest(question: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Decision:
     """Find the plan whose step takes the fewest GPU-hours, on all nodes or on fewer.
 
-    The number of nodes is halved again and again, and each size is planned on its own: a plan that
-    is twice as fast on twice the devices costs the same.
+    The number of nodes is halved down to 1, and each size is planned separately. A plan that is
+    twice as fast on twice the devices costs the same.
 
     Args:
         question: The request.
         report: Called with lines on the progress.
 
     Raises:
-        PlanError: Nothing is left to choose from, on any number of nodes.
+        PlanError: The plan allows no configuration on any number of nodes.
     """
     found: list[tuple[float, int, Decision]] = []
     empty: PlanError | None = None
@@ -324,7 +333,7 @@ def cheapest(question: PlanRequest, report: Callable[[str], None] = lambda text:
 
 
 def format_days(days: float) -> str:
-    """Format a number of days; below a tenth of a day in hours, minutes and seconds.
+    """Format a number of days; less than a tenth of a day is given in hours, minutes and seconds.
 
     >>> format_days(13.96), format_days(0.004)
     ('14.0 days', '5 min 46 s')
@@ -333,11 +342,11 @@ def format_days(days: float) -> str:
 
 
 def positive(value: str | float, flag: str) -> float:
-    """Read a positive number of the command line, such as 14 or 15e12.
+    """Return the positive number that a command-line flag states, such as 14 or 15e12.
 
     Args:
-        value: The text or number that was given.
-        flag: The flag it was given to, for the error message.
+        value: The text or number that the user gave.
+        flag: The flag, for the error message.
 
     Raises:
         SpecError: The value is not a positive number.

@@ -1,9 +1,10 @@
-"""Add configurations with offload to the space, where they may hold the answer.
+"""Add configurations with offload to the space, as far as they may contain the best plan.
 
-Offload costs time and saves memory. A configuration with offload takes at least as long as its twin
-without it and with unlimited memory, plus the host's slower update. So the space is searched
-without offload first, and only those variants are added that may beat the plan found. The search
-stays exhaustive, since every variant left out is excluded by a bound.
+Offload costs time and saves memory. A configuration with offload takes at least as long as the same
+configuration without offload and with unlimited memory, plus the slower update on the host. The
+space is therefore searched without offload first, and only those variants with offload are added
+that may beat the plan found. The search stays exhaustive, since a bound excludes every variant left
+out.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ _FULL: Final = np.array([again == RECOMPUTE.index("full") for again, _ in OPTION
 def searched(
     job: PlanningProblem, run: Callable[[CostTable], SearchResult]
 ) -> tuple[CostTable, SearchResult]:
-    """Search the whole space: without offload first, then the variants with it that may win.
+    """Search the whole space: without offload first, then variants with offload that may be faster.
 
     Args:
         job: The problem. Variants are added to its grid.
-        run: Searches a cost table. After its time limit it still returns a lower bound.
+        run: Searches a cost table. If stopped by a time limit, it still returns a lower bound.
 
     Returns:
-        The cost table of the final grid, and the result of all searches together.
+        (the cost table of the final grid, the result of all searches together).
     """
     numbers = job.usual
     found = run(numbers)
@@ -62,21 +63,23 @@ def searched(
     if add_offload_variants(job, found.unoffloaded_s):
         numbers = job.usual
         is_new = np.arange(len(numbers.grid)) >= num_base
-        # Configurations without pp are estimated soonest, and exclude many of those with it.
+        # Search configurations without pp first: their memory is estimated fastest, and a plan that
+        # fits excludes many configurations with pp.
         is_alone = numbers.grid["pp"] == 1
         for some in (is_new & is_alone, is_new & ~is_alone):
             if some.any():
-                with np.errstate(invalid="ignore"):  # Infinity less infinity is no bound.
+                with np.errstate(invalid="ignore"):  # Infinity - infinity.
                     found = _together(found, run(_only(numbers, some, found)))
     return numbers, found
 
 
 def fastest_that_fits(job: PlanningProblem, deadline: float | None = None) -> SearchResult:
-    """Search the fastest plan of a problem, without near candidates and without guesses.
+    """Search the fastest plan of a problem, without `SearchResult.near` and without guesses.
 
     Args:
-        job: The problem.
-        deadline: Value of `time.monotonic()` at which to stop with the best so far; None for none.
+        job: The problem. Variants with offload are added to its grid.
+        deadline: Value of `time.monotonic()` at which to stop with the best plan found so far; None
+            for no limit.
     """
     _, found = searched(
         job,
@@ -92,7 +95,13 @@ def fastest_that_fits(job: PlanningProblem, deadline: float | None = None) -> Se
 
 
 def _only(numbers: CostTable, some: NDArray[np.bool_], found: SearchResult) -> CostTable:
-    """Return the cost table with all but some configurations and the best one so far excluded."""
+    """Return the cost table restricted to some configurations and to that of the best plan.
+
+    Args:
+        numbers: The cost table.
+        some: [configs] mask of the configurations to keep.
+        found: The result so far.
+    """
     kept = some.copy()
     if found.best is not None:
         kept[found.best.row] = True
@@ -100,7 +109,7 @@ def _only(numbers: CostTable, some: NDArray[np.bool_], found: SearchResult) -> C
 
 
 def _together(one: SearchResult, two: SearchResult) -> SearchResult:
-    """Merge the results of two searches, of which the second knew the first one's best plan."""
+    """Merge the results of two searches; the second space includes the best plan of the first."""
     return replace(
         two,
         best=two.best or one.best,
@@ -119,14 +128,14 @@ def _together(one: SearchResult, two: SearchResult) -> SearchResult:
 
 
 def add_offload_variants(job: PlanningProblem, seconds: float = float("inf")) -> bool:
-    """Add the configurations with offload that may be faster than a step time.
+    """Add the configurations with offload that may be faster than the best plan so far.
 
     Afterwards `job.num_configs` counts all variants, excluded or not. Only the first call for a
-    problem adds any.
+    problem adds configurations.
 
     Args:
         job: The problem. Its grid grows.
-        seconds: Step time of the best plan so far; infinite if there is none.
+        seconds: Step seconds of the best plan so far; infinite if there is none.
 
     Returns:
         True if configurations were added.
@@ -162,16 +171,16 @@ def _offload_variants(
 ) -> tuple[Counts, NDArray[np.void]]:
     """Return the configurations that can offload, and their variants with offload.
 
-    FSDP2 offloads sharded parameters only. On one data rank it shards over one rank, which has no
-    other use.
+    FSDP2 offloads only parameters that it shards. With a single data rank it shards over one rank,
+    which is tried for offload only.
 
     Args:
         grid: Configurations without offload.
-        what: The offload bits of `cost.grid`.
+        what: Value of the grid's `offload`.
         job: The problem.
 
     Returns:
-        Indices into `grid`, and one variant for each.
+        (indices into `grid`, one variant with offload for each).
     """
     free = job.free
     if what & ACTIVATIONS_THERE and RECOMPUTE.index("full") not in free.recompute:
@@ -196,7 +205,7 @@ def _bounds(job: PlanningProblem, numbers: CostTable, at: Counts, what: int) -> 
         job: The problem.
         numbers: The cost table without offload.
         at: Indices of the configurations.
-        what: The offload bits of `cost.grid`.
+        what: Value of the grid's `offload`.
     """
     grid, seconds = numbers.grid[at], numbers.seconds[at]
     more = np.zeros(len(at))
@@ -218,7 +227,7 @@ def _bounds(job: PlanningProblem, numbers: CostTable, at: Counts, what: int) -> 
 
 
 def _host_least(job: PlanningProblem, rows: NDArray[np.void], what: int) -> Floats:
-    """Return by configuration the least host bytes of a node, if all nodes hold equally much."""
+    """Return [configs] lower bounds on the host bytes of the fullest node: the mean over nodes."""
     out = np.zeros(len(rows))
     if not what & PARAMS_THERE:
         return out
@@ -236,7 +245,7 @@ def _host_least(job: PlanningProblem, rows: NDArray[np.void], what: int) -> Floa
 
 
 def _more(job: PlanningProblem, grid: NDArray[np.void], what: int, cut: ProgramKey) -> Floats:
-    """Return by configuration the extra seconds of all blocks per microbatch with offload."""
+    """Return [configs] extra seconds per microbatch, of all blocks together, with offload."""
     chain, profile = job.chain_at(*cut), job.profile
     per_node = job.question.cluster.gpus_per_node
     widths = widths_of(job.spec.precision, job.dtype)
@@ -252,7 +261,10 @@ def _more(job: PlanningProblem, grid: NDArray[np.void], what: int, cut: ProgramK
 
 
 def _allowed(job: PlanningProblem, rows: NDArray[np.void], what: int) -> NDArray[np.void]:
-    """Return the variants whose axes allow offload. If two ranks of an axis do not, more do not."""
+    """Return the variants whose pp and ep allow offload; reject the others.
+
+    Only the smallest size of an axis is tried: if it does not allow offload, larger sizes do not.
+    """
     for axis, where in (("pp", " in a pipeline"), ("ep", " where experts are spread")):
         spread = rows[axis] > 1
         if not spread.any() or (axis == "pp" and not what & PARAMS_THERE):
@@ -266,7 +278,15 @@ def _allowed(job: PlanningProblem, rows: NDArray[np.void], what: int) -> NDArray
 def _refused(
     job: PlanningProblem, what: int, where: str = "", *, pp: int = 1, ep: int = 1
 ) -> Rejected | None:
-    """Return the rejection of a trial with offload; None if the model allows it."""
+    """Try this offload on the model, and return the rejection; None if the model allows it.
+
+    Args:
+        job: The problem.
+        what: Value of the grid's `offload`.
+        where: Words that follow the offload in the rejection, such as " in a pipeline".
+        pp: Size of pp; for more than two stages, two are tried.
+        ep: Size of ep.
+    """
     trial = with_offload(job.spec, what, pp=min(pp, 2), ep=ep, experts=job.free.experts)
     why = job.refuses(trial)
     return Rejected(f"offload={_words(what)}{where}", why) if why else None

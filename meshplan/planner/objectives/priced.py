@@ -1,7 +1,7 @@
-"""Price a live model's plan as it is stated, where the planner cannot search.
+"""Price the stated plan of a live model if the planner cannot search others.
 
-Memory is that of `estimate`. The step time follows from the costs of a microbatch, recorded as it
-runs.
+Memory is estimated as by `meshplan estimate`. The step time follows from the costs of a microbatch,
+which are recorded while the microbatch runs on fake tensors.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from meshplan.planner.tables.whole_plan import Costed
 
 
 def is_priced(question: PlanRequest) -> bool:
-    """Return True if a live model's plan states something that is priced but not searched."""
+    """Return True if a live model's plan can be priced as stated but not searched."""
     traced, spec = question.traced, question.read(())
     return traced is not None and traced.is_priced(spec) and bool(traced.refuses(spec))
 
 
 def price(question: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Decision:
-    """Price the one plan that is stated.
+    """Return a decision whose only plan is the stated one, with its memory and step time.
 
     Args:
         question: The request, of a live model.
@@ -31,7 +31,7 @@ def price(question: PlanRequest, report: Callable[[str], None] = lambda text: No
 
     Raises:
         UnsearchedError: The plan does not fit.
-        PlanError: Something is left open, or has no figures.
+        PlanError: The plan leaves something open, or the cost model has no figures for it.
     """
     began, spec, traced = time.monotonic(), question.read(()), question.traced
     assert traced is not None

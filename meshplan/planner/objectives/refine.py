@@ -1,10 +1,10 @@
 """Improve plans of models with several kinds of blocks, by the memory of each block's backward.
 
-The peak of a step is in the backward of some block, where everything that earlier blocks saved is
-live, and what its own backward needs in addition. Which block that is depends on the choices of all
-blocks, so one linear bound does not decide. As blocks follow one another, label setting (dynamic
-programming) over the bytes saved so far does: one label stands for the choices of all blocks so
-far. The search reports whatever stays unproved as its gap.
+Memory peaks in the backward of some block: everything that earlier blocks saved is live, and so is
+what the block's backward needs in addition. The block of the peak depends on the choices of all
+blocks, so a single linear bound is not exact. Label setting (dynamic programming) along the blocks
+is: a label is a choice for all blocks so far, with its seconds and the bytes that they save. What
+stays unproved is part of the search's gap.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from meshplan.planner.solve.search import TOLERANCE
 from meshplan.planner.tables.cost_table import CostTable, time_bounds
 
 _MOST_ROWS: Final = 6
+"""Most configurations that are tried, lowest time bound first."""
 _MOST_TRIES: Final = 4
-"""Candidates of a configuration whose memory is estimated."""
+"""Most candidates of a configuration whose memory is estimated."""
 _MOST_LABELS: Final = 2000
-"""Labels kept per block. Each is an undominated choice for the blocks so far."""
+"""Most labels kept after each block."""
 
 
 def refine(
     job: PlanningProblem, numbers: CostTable, found: SearchResult, deadline: float | None = None
 ) -> None:
-    """Look for faster plans in the configurations that may have one.
+    """Look for a faster plan among the configurations with the lowest time bounds.
 
-    Does nothing if the best plan is proved, or if blocks with options are of one kind.
-    Configurations with pp are skipped. A better plan replaces `found.best` and `found.measured`.
+    Nothing is done if the best plan is proved to be the fastest, or if all blocks with options are
+    of one kind. Configurations with pp are skipped.
 
     Args:
         job: The problem.
         numbers: The cost table that was searched.
-        found: The result of the search.
-        deadline: Value of `time.monotonic()` at which to stop; None for none.
+        found: The result of the search. A faster plan replaces its `best` and `measured`.
+        deadline: Value of `time.monotonic()` at which to stop; None for no limit.
     """
     kinds, turns = job.chain.kinds, job.chain.turns
     is_told = any(turns)
@@ -62,9 +63,9 @@ def refine(
 def _improve(
     job: PlanningProblem, numbers: CostTable, found: SearchResult, row: int, deadline: float | None
 ) -> None:
-    """Replace the best plan by the fastest one of a configuration, if it fits and is faster."""
+    """Replace the best plan by one of this configuration, if it is faster and fits."""
     excess = {0: 0.0, 1: 0.0}
-    """Bytes by `reshard` that estimates had above the peak computed here."""
+    """{`reshard`: bytes that a memory estimate reported above the peak computed by `_solve`}."""
     for _ in range(_MOST_TRIES):
         below = found.best.seconds * (1 - TOLERANCE) if found.best else float("inf")
         answers = [
@@ -89,18 +90,18 @@ def _improve(
 def _solve(
     job: PlanningProblem, numbers: CostTable, row: int, back: int, room: float, below: float
 ) -> tuple[Candidate, float] | None:
-    """Choose the fastest options of all blocks that keep every moment within some bytes.
+    """Choose the fastest options of all blocks whose peak memory stays within some bytes.
 
     Args:
         job: The problem.
         numbers: The cost table.
         row: Index of a configuration without pp.
         back: 1 if the blocks' parameters are freed after forward, 0 if they stay gathered.
-        room: Bytes that every moment must stay within.
-        below: Seconds that a step must stay below.
+        room: Bytes that the rank may use at any time.
+        below: Seconds that the step must beat.
 
     Returns:
-        The candidate and the bytes of its fullest moment; None if there is no such choice.
+        (the candidate, its peak bytes); None if there is no such choice.
     """
     config, turns = numbers.grid[row], job.chain.turns
     micro, microbatches = float(config["micro"]), float(config["microbatches"])
@@ -129,7 +130,7 @@ def _solve(
         at = np.flatnonzero((fixed + worst <= room).ravel())
         time_s = (taken[:, None] + seconds[kind, options][None]).ravel()[at]
         held = (kept[:, None] + more[None]).ravel()[at]
-        # Keep labels that no faster one beats in saved bytes; thin them out if there are too many.
+        # Keep labels that save fewer bytes than all faster labels; thin them out if too many.
         order = np.lexsort((held, time_s))
         least = np.minimum.accumulate(held[order]) if len(order) else held
         order = order[np.append(True, held[order][1:] < least[:-1])] if len(order) else order

@@ -1,7 +1,7 @@
-"""Among plans hardly slower than the best, choose the simplest, and alternatives that fit.
+"""Choose the simplest of the plans that are hardly slower than the best, and list alternatives.
 
-Optima are flat, and no cost model is accurate to two per cent. Fewer mesh axes and fewer different
-choices of the blocks are worth more than that.
+Many plans are nearly as fast as the best, and no cost model is accurate to two per cent. Fewer mesh
+axes and fewer different choices of the blocks are worth more than such a difference.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from meshplan.spec.keys import KEEP
 from meshplan.spec.spec import Allocator
 
 SLACK: Final = 0.02
-"""Share by which a simpler plan may be slower than the best one."""
+"""Share by which a simpler plan may be slower than the best plan."""
 
 Options = tuple[bool, ...]
-"""For each of `cost.grid.OPTIONS`, True if blocks may take it."""
+"""For each of `cost.grid.OPTIONS`, True if blocks may take this option."""
 
 
 class Try(NamedTuple):
@@ -34,8 +34,8 @@ class Try(NamedTuple):
 
     Attributes:
         row: Index of the configuration.
-        options: For each of `cost.grid.OPTIONS`, True if its blocks may take it.
-        allocators: Allocator settings to estimate its memory with.
+        options: For each of `cost.grid.OPTIONS`, True if the configuration's blocks may take it.
+        allocators: Allocator settings to estimate the memory with.
     """
 
     row: int
@@ -48,7 +48,7 @@ _DDP: Final = MODES.index("ddp")
 
 
 class Simplifier:
-    """Chooses among the configurations that a search found within `SLACK` of the best.
+    """Choose among the configurations that a search found within `SLACK` of the best plan.
 
     Args:
         job: The problem.
@@ -60,13 +60,13 @@ class Simplifier:
         self._job, self._numbers, self._found = job, numbers, found
         self._only: dict[tuple[int, Options], CostTable] = {}
         self._excess: dict[tuple[int, tuple[Allocator, ...]], float] = {}
-        """Excess bytes of the last candidate, by (configuration, allocators)."""
+        """{(configuration, allocators): excess bytes of the last candidate}."""
 
     def choose(self) -> tuple[Evaluated | None, tuple[Evaluated, ...]]:
         """Choose the simplest plan within `SLACK` of the best.
 
         Returns:
-            The chosen plan, or None if nothing fits, and alternatives that fit, fastest first.
+            (the chosen plan, alternatives that fit, fastest first); (None, ()) if nothing fits.
         """
         found = self._found
         if found.best is None or found.measured is None:
@@ -92,9 +92,9 @@ class Simplifier:
         )
 
     def _one_of_a_mesh(self) -> Iterator[int]:
-        """Yield the fastest configuration of each mesh but the best one's.
+        """Yield the fastest near configuration of each mesh except the best plan's mesh.
 
-        Configurations of one mesh differ little, so those of the best one's mesh are left out.
+        Other configurations of the same mesh would differ too little to be alternatives.
         """
         assert self._found.best is not None
         known = {self._mesh(self._found.best.row)}
@@ -108,11 +108,11 @@ class Simplifier:
         return tuple(int(self._job.grid[row][axis]) for axis in AXES)
 
     def _simpler(self, simplest: tuple[float, ...]) -> Iterator[Try]:
-        """Yield the tries that are simpler than a complexity, simplest first.
+        """Yield the tries that are simpler than the best plan, simplest first.
 
-        A try waits in a queue under a lower bound on its complexity, and is solved when its turn
-        comes: solving all ahead would mostly be wasted. Blocks with one option make one choice. A
-        try that allows more options is bounded by two choices: if its blocks made a single one, the
+        A try waits in a queue under a lower bound on its complexity, and is solved only when it
+        comes first: most tries never do. The bound counts one choice for blocks with a single
+        option, and two for blocks with more: if the blocks of such a try all made one choice, the
         try with only that option would give the same plan.
 
         Args:
@@ -138,13 +138,14 @@ class Simplifier:
                     heapq.heappush(waiting, (key, number, each))
 
     def _known_excess(self, each: Try) -> float:
+        """Return the known excess bytes of a try: of its last candidate or its configuration."""
         known = self._found.excess.get(each.row, self._job.taken(each.row))
         return self._excess.get((each.row, each.allocators), known)
 
     def _solve(self, each: Try) -> Candidate | None:
         """Return the fastest candidate of a try within `SLACK`; None if there is none.
 
-        Its memory is bounded with the excess bytes known so far.
+        The excess bytes known so far are subtracted from the capacity.
         """
         found, (row, options, _) = self._found, each
         assert found.best is not None
@@ -184,15 +185,16 @@ class Simplifier:
                     yield measured.result
                 if measured.fits or measured.why:
                     break
-                # Its excess was larger than known: solve again with less room, until no candidate
-                # is within the slack.
+                # The excess was larger than known: solve again with less capacity, until no
+                # candidate is within the slack.
                 known = self._known_excess(each)
                 self._excess[key] = max(measured.excess_bytes, known * _MORE, 1.0)
 
     def _complexity(self, candidate: Candidate, allocator: str) -> tuple[float, ...]:
-        """Return the complexity of a candidate. Complexities compare as tuples, least is simplest.
+        """Return the complexity of a candidate, a tuple; the least is the simplest.
 
-        They are `_of_row`, the number of different choices of blocks, stages per rank, seconds.
+        Its entries are those of `_of_row`, the number of different choices of blocks, the number of
+        stages per rank, and the seconds of a step.
         """
         blocks = {
             (b.recompute, b.reshard)
@@ -207,17 +209,17 @@ class Simplifier:
         return int(self._job.grid[row]["virtual"])
 
     def _of_row(self, row: int, allocator: str) -> tuple[int, int, int]:
-        """Count offloaded categories, axes larger than 1, and settings that only save memory."""
+        """Return counts: (offloaded categories, axes larger than 1, settings for memory alone)."""
         config = self._job.grid[row]
         spread = sum(int(config[axis] > 1) for axis in AXES)
-        # FSDP over one rank counts like one axis: it is not as simple as no wrapper.
+        # FSDP over one rank counts like an axis, since it is less simple than no wrapper.
         shards = config["mode"] != _DDP and not spread and not config["offload"]
         room = int(config["loss_chunks"] > 1) + int(allocator != "default")
         return int(config["offload"]).bit_count(), spread + int(shards), room
 
 
 def _sets_of_options() -> Iterator[Options]:
-    """Yield every set of recompute settings with reshard off, with reshard on, and with both."""
+    """Yield every set of recompute settings, each with reshard off, on, and free."""
     for size in range(1, len(RECOMPUTE) + 1):
         for again in itertools.combinations(range(len(RECOMPUTE)), size):
             for back in ((0,), (1,), (0, 1)):

@@ -1,1 +1,1 @@
-"""One planning problem: its space, its model's figures, and the memory estimates that decide."""
+"""One planning problem: its space, its model's costs, and the memory estimates that decide."""

@@ -1,4 +1,4 @@
-"""Decide a trial of a plan and estimate its step, or say why the model does not allow it."""
+"""Try a choice on the model, and return the reason if the planner cannot plan it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def why_not_allowed(trial: Spec, question: PlanRequest, chains: Chains) -> str:
     Args:
         trial: A spec that changes one choice, to find out if the model allows it.
         question: The request that the trial belongs to.
-        chains: The chains of that request. A trial with tp is refused if its chain cannot be read.
+        chains: The block costs of that request. A trial with tp is refused if the costs of its
+            blocks cannot be derived.
     """
     few, traced = question.few or question.graph, question.traced
     if any(rule.offload for rule in trial.rules):

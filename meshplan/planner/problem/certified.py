@@ -1,4 +1,4 @@
-"""The chosen plan's memory from a trace of its model, in place of an estimate from parts."""
+"""Replace the chosen plan's memory estimate with one from a trace of its model."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ OVER: Final = "a trace of the model with this plan holds more than its config te
 def certify_plan(question: PlanRequest, evaluated: Evaluated) -> Evaluated | None:
     """Return the plan with its memory as a trace of the model gives it; None if it does not fit.
 
-    Without a model to trace, the estimate stays as it is and reports the worst expert routing too.
-    If the model cannot be traced, the reason is added to the notes.
+    Without a model to trace, or if tracing fails, the plan keeps its estimate, and with ep the
+    estimate also reports the worst expert routing. If tracing fails, the reason is added to the
+    estimate's notes.
 
     Args:
         question: The request that the plan answers.
@@ -38,12 +39,12 @@ def certify_plan(question: PlanRequest, evaluated: Evaluated) -> Evaluated | Non
 
 
 def words_of(evaluated: Evaluated) -> str:
-    """Return the statements of a plan as JSON, which identifies it."""
+    """Return the statements of a plan as JSON: a string that identifies the plan."""
     return json.dumps(dict(evaluated.stated), sort_keys=True)
 
 
 def _at_worst(evaluated: Evaluated) -> Evaluated:
-    """Return the plan with the memory of the worst expert routing reported too, if ep is used."""
+    """Return the plan; if it uses ep, its memory also reports the worst expert routing."""
     if evaluated.plan.mesh.size("ep") == 1:
         return evaluated
     return replace(evaluated, memory=estimate_worst_routing(evaluated.memory, evaluated.plan))

@@ -1,4 +1,7 @@
-"""Chains of block costs by size of tp and ep, each read off the model once."""
+"""Block costs of the model for each size of tp and ep, derived once each.
+
+A chain (`cost.types.Chain`) lists the costs of all blocks in the order of forward.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from meshplan.spec.spec import Spec
 from meshplan.two_cores import each
 
 _MANY: Final = 8
-"""Number of chains from which a second core pays: starting it takes as long as reading one."""
+"""Number of chains from which a second core pays off: forking a process for it takes as long as
+deriving one chain."""
 
 
 class _ChainKey(NamedTuple):
@@ -26,9 +30,9 @@ class _ChainKey(NamedTuple):
     Attributes:
         tp: Size of tp.
         ep: Size of ep.
-        cuts: If True, tp shards activations along the sequence.
-        cuts_loss: If True, tp shards the loss along the vocabulary.
-        loss_chunks: Number of parts in which the loss is computed.
+        cuts: If True, tp shards activations along the sequence (sequence parallelism).
+        cuts_loss: If True, tp shards the loss along the vocabulary (loss parallelism).
+        loss_chunks: Number of token chunks in which the loss is computed.
     """
 
     tp: int
@@ -44,10 +48,10 @@ class Chains:
     Args:
         question: The request.
         spec: The spec of the plan file.
-        element_bytes: Returns the bytes of one element of the dtype that is computed in. Called
-            when the first chain is read.
-        cuts: Maps a size of tp to (if activations are sharded along the sequence, if the loss is
-            sharded along the vocabulary).
+        element_bytes: Returns the bytes of one element of the compute dtype. Called when the first
+            chain is derived.
+        cuts: Maps a size of tp to (True if activations are sharded along the sequence, True if the
+            loss is sharded along the vocabulary).
     """
 
     def __init__(
@@ -65,14 +69,15 @@ class Chains:
         self._read_before = question.chains
 
     def at(self, tp: int, ep: int, loss_chunks: int | None = None) -> Chain:
-        """Return the chain as one rank of `tp` and `ep` computes it.
+        """Return the chain for these sizes: the block costs of one rank of the tp and ep groups.
 
-        A live model has one chain, whatever the arguments.
+        A live model has a single chain, whatever the arguments.
 
         Args:
             tp: Size of tp.
             ep: Size of ep.
-            loss_chunks: Number of parts of the loss; None for the number that the plan states.
+            loss_chunks: Number of token chunks of the loss; None for the number that the plan
+                states.
         """
         if self._traced is not None:
             return self._traced.chain()
@@ -84,7 +89,7 @@ class Chains:
         return self._known[key]
 
     def of(self, plan: Plan, ep: int = 1) -> Chain:
-        """Return the chain as one rank of a plan's tp, and of `ep`, computes it."""
+        """Return the chain for the tp size of a plan and this size of ep."""
         tp = plan.mesh.size("tp")
         cuts, cuts_loss = plan.spec.sequence_parallel, plan.spec.loss_parallel
         key = _ChainKey(tp, ep, tp > 1 and cuts, tp > 1 and cuts_loss, loss_chunks_of(plan))
@@ -93,7 +98,7 @@ class Chains:
         return self._known[key]
 
     def read(self, cuts: Iterable[ProgramKey]) -> None:
-        """Compute the chains of many keys ahead of their use, on two cores if there are enough."""
+        """Derive the chains of these keys ahead of their use, on two cores if they are many."""
         keys = [self._key(cut) for cut in cuts]
         new = [key for key in keys if key not in self._known]
         if self._traced is None and len(new) >= _MANY:
@@ -104,6 +109,7 @@ class Chains:
         return _ChainKey(cut.tp, cut.ep, cuts, cuts_loss, cut.loss_chunks)
 
     def _read(self, key: _ChainKey) -> Chain:
+        """Derive a chain from a trial plan with the choices of the key."""
         trial = with_axes(
             self._spec,
             {"tp": key.tp},
@@ -114,9 +120,10 @@ class Chains:
         return self._read_off(make_plan(trial, self._few), key.ep)
 
     def _read_off(self, plan: Plan, ep: int) -> Chain:
+        """Derive the chain of a plan, or take it from the cache of the request."""
         length, tp = self._spec.batch.seq_len, plan.mesh.size("tp")
         assert length is not None
-        # Shared by all searches of a request: each later one needs the same chains.
+        # All searches of a request share this cache, since they need the same chains.
         key = id(self._graph), repr(plan.spec), ep
         if key not in self._read_before:
             self._read_before[key] = self._chain_of(plan, ep, length, tp)

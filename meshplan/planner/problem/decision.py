@@ -24,23 +24,26 @@ class PlanRequest:
     """A model, a machine and a plan file whose open choices are to be planned.
 
     Args:
-        read: Reads the spec of the plan file with these statements on top.
+        read: Returns the spec of the plan file with the given "path=value" statements on top.
         graph: The model.
-        few: The model with few blocks, for trials of what it allows; None takes `graph`.
-        shorter: Makes the model with this many blocks, or with these of its own blocks; None if
-            that is not possible.
+        few: The model with only a few blocks, used to try which choices it allows; None to use
+            `graph`.
+        shorter: Builds the model with a given number of blocks, or with only the blocks of the
+            given indices; None if that is not possible.
         objective: The measure by which plans are compared: "time", "memory", "balanced" or "cost".
         is_stopped: Returns True once the user wants the best plan found so far.
-        profile: Measured speeds of the machine; None takes the known figures of its devices.
-        profile_path: The file that `profile` was read from; None without a file.
+        profile: Measured speeds of the machine; None to use the tables of known devices.
+        profile_path: The file that `profile` was read from; None if it was read from none.
         device: A device name of `layout.hardware`, or "cuda".
         limit_bytes: Bytes of memory that one device may use.
         cluster: The machine.
         time_limit_s: Seconds after which the best plan so far is the answer; None for no limit.
         traced: Costs and memory of a live model; None if the model's config gives them.
-        chains: Cache of the chains read so far, by (id of the graph, spec of the trial, ep).
-        certify: Estimates a plan with nothing left open from a trace of the model, or returns why
-            it cannot be traced; None if there is no model to trace, or if `traced` does this.
+        chains: Cache of the block costs derived so far, by (id of the graph, repr of the spec, size
+            of ep).
+        certify: Estimates the memory of a complete plan from a trace of the model, or returns why
+            the model cannot be traced; None if there is no model to trace, or if `traced` does
+            this.
     """
 
     read: Callable[[Sequence[str]], Spec]
@@ -65,12 +68,12 @@ class Evaluated:
     """A complete plan with its step time and its memory estimate.
 
     Args:
-        stated: Statements that the plan file needs to become this plan, by path.
+        stated: {path: value} statements that turn the plan file into this plan.
         seconds: Seconds of one step.
         plan: The decided plan.
         memory: Memory estimate of the plan.
-        candidate: The candidate of the search that the plan was made from; None if the plan was
-            not searched.
+        candidate: The candidate of the search that became this plan; None if the plan does not
+            come from a search.
     """
 
     stated: Mapping[str, Any]
@@ -85,10 +88,10 @@ class Ladder:
     """Seconds of a step of the plan, and of the best plan on an idealised machine.
 
     Args:
-        roofline_s: Every flop of the model at the device's peak.
-        no_network_s: The best plan if communication took no time.
-        no_memory_limit_s: The best plan if devices had unlimited memory.
-        plan_s: The fastest plan that fits.
+        roofline_s: Seconds of the model's FLOPs at the devices' peak throughput.
+        no_network_s: Seconds of the best plan if communication took no time.
+        no_memory_limit_s: Seconds of the best plan if devices had unlimited memory.
+        plan_s: Seconds of the fastest plan that fits.
     """
 
     roofline_s: float
@@ -117,8 +120,8 @@ class Decision:
         spec: The spec of the plan file.
         chosen: The simplest plan within `SLACK` of the best one; None if nothing fits.
         best_s: Seconds of a step of the fastest plan that fits; infinite if nothing fits.
-        gap: Share by which some plan of the space may be faster than the fastest one found; with
-            another objective, share by which it may be better.
+        gap: Share by which some plan of the space may be faster than the fastest plan found. If the
+            objective is not "time", share by which it may be better by that objective.
         alternatives: Other plans that fit, fastest first.
         rejected: Values left out of the space, and configurations that were refused, with reasons.
         ladder: The best step times on idealised machines; None if they were not searched.
@@ -126,20 +129,21 @@ class Decision:
         num_options: Number of options that each block chooses from.
         num_measured: Number of candidates whose memory was estimated.
         search_s: Seconds that planning took.
-        samples: Samples of a step, of all ranks.
-        tokens: Tokens of a step, of all ranks.
-        flops: Flops of a step, of all ranks, without recomputation.
-        profile: Speeds of the machine that the search went by.
+        samples: Samples of a step, summed over ranks.
+        tokens: Tokens of a step, summed over ranks.
+        flops: Flops of a step, summed over ranks, without recomputation.
+        profile: Speeds of the machine that the search used.
         limit_bytes: Bytes of memory that one device may use.
-        is_whole: If True, the search ended by itself.
-        is_interrupted: If True, the user ended the search; if not, and the search is not whole,
-            its time limit was reached.
+        is_whole: If True, the search ran to its end; if False, it was stopped before.
+        is_interrupted: If True, the user stopped the search. If both this and `is_whole` are False,
+            the time limit stopped it.
         objective: The objective that the plan was chosen by.
-        profile_path: The file that the profile was read from; None for meshplan's own figures.
-        bounds: Lower bounds of all configurations.
+        profile_path: The file that the profile was read from; None if the speeds are those that
+            meshplan knows of the devices.
+        bounds: Lower bounds of each configuration on time and memory.
         measured: Plans with complete memory estimates, whether they fit or not.
-        unoffloaded_s: Seconds of the fastest plan without offload beyond what is stated, as in
-            `SearchResult`; None if no search ran.
+        unoffloaded_s: Seconds of a step of the fastest plan that fits and offloads no more than the
+            plan file states; infinite if there is no such plan; None if no search ran.
     """
 
     spec: Spec
@@ -168,21 +172,22 @@ class Decision:
 
     @property
     def evaluated_plans(self) -> tuple[Evaluated, ...]:
-        """The chosen plan and its alternatives. All of them fit."""
+        """The chosen plan, if any, and its alternatives. All of them fit."""
         return (*((self.chosen,) if self.chosen else ()), *self.alternatives)
 
     def tokens_per_s(self, evaluated: Evaluated) -> float:
-        """Return the tokens per second of one device."""
+        """Return the tokens per second and device of a plan."""
         return self.tokens / evaluated.seconds / evaluated.plan.mesh.world_size
 
     def samples_per_s(self, evaluated: Evaluated) -> float:
-        """Return the samples per second of one device."""
+        """Return the samples per second and device of a plan."""
         return self.samples / evaluated.seconds / evaluated.plan.mesh.world_size
 
     def mfu(self, evaluated: Evaluated) -> float:
-        """Return the model flops utilisation: the model's own flops as a share of the peak.
+        """Return the model flops utilisation (MFU) of a plan, between 0 and 1.
 
-        Recomputed flops do not count.
+        It is the share of the devices' peak throughput that the model's flops use. Recomputed flops
+        do not count.
         """
         return (
             self.flops

@@ -1,4 +1,7 @@
-"""Interface of a live model to the planner, without torch; `runtime.live.traced` implements it."""
+"""The interface between a live model and the planner, which does not import torch.
+
+`runtime.live.traced` implements it.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,10 @@ class Priced(NamedTuple):
 
     Attributes:
         plan: The plan, decided for the model.
-        memory: The memory estimate, as `estimate` reports it.
-        chain: Block costs as one rank of tp runs them under this plan, recompute included.
-        flops: Flops of one sample, forward and backward, of all ranks of tp, without recompute.
+        memory: The memory estimate, as `meshplan estimate` reports it.
+        chain: Block costs of one tp rank under this plan, recompute included.
+        flops: Flops of the forward and backward of one sample, summed over tp ranks, without
+            recompute.
     """
 
     plan: Plan
@@ -30,16 +34,20 @@ class Traced(Protocol):
     """Costs and memory of a live model that ran on fake tensors."""
 
     def refuses(self, spec: Spec) -> str:
-        """Return why a spec cannot be searched; "" if it can."""
+        """Return why the planner cannot search the choices of a spec; "" if it can."""
 
     def is_priced(self, spec: Spec) -> bool:
-        """Return True if a spec with nothing left open can be priced, searched or not."""
+        """Return True if `priced` takes a spec with nothing left open.
+
+        Such a spec may use features that `refuses` rejects for a search.
+        """
 
     def priced(self, spec: Spec) -> Priced:
-        """Price a plan that leaves nothing open.
+        """Return the memory and the costs of a plan that leaves nothing open.
 
         Raises:
-            PlanError: The plan does not fit the model, or something in it has no figures.
+            PlanError: The plan does not suit the model, or the cost model has no figures for
+                something in it.
         """
 
     def chain(self) -> Chain:
@@ -50,19 +58,19 @@ class Traced(Protocol):
         """
 
     def memory(self, plan: Plan, stop_above_bytes: float = float("inf")) -> MemoryEstimate:
-        """Estimate the memory of every rank, never below what the plan needs.
+        """Estimate the memory of every rank; the estimate is never below what the plan needs.
 
         Args:
             plan: A plan of this model.
             stop_above_bytes: Bytes that a rank may reserve before the estimate is abandoned.
 
         Raises:
-            PlanError: Something in the plan has no rule.
+            PlanError: The memory of something in the plan cannot be estimated.
             OverError: Some rank reserves more than `stop_above_bytes`.
         """
 
     def certify(self, plan: Plan) -> MemoryEstimate:
         """Estimate the memory of every rank from a microbatch traced under this very plan.
 
-        `memory` uses the trace from now on.
+        Later calls of `memory` use the trace, too.
         """

@@ -1,7 +1,7 @@
 """Turn a candidate of the search into statements of plan.yaml.
 
-Every choice of a candidate becomes a statement, path by path. A finished plan is the user's own
-file with these statements added, and nothing else.
+Every choice of a candidate becomes one statement: a path of the file and its value. A finished plan
+is the user's file with these statements added, and nothing else.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class BlockChoice:
     """The options chosen for one block.
 
     Attributes:
-        name: fqn of the block.
-        recompute: Place in `cost.grid.RECOMPUTE`.
+        name: Fqn of the block.
+        recompute: Index into `cost.grid.RECOMPUTE`.
         reshard: 1 if parameters are freed after forward, 0 if they stay gathered.
     """
 
@@ -45,15 +45,15 @@ class BlockChoice:
 def blocks_of(
     candidate: Candidate, order: Sequence[int], names: Sequence[str]
 ) -> tuple[tuple[BlockChoice, ...], ...]:
-    """Return the choices of the blocks that have any, by stage.
+    """Return the options of every block, one tuple of blocks for each stage.
 
-    Among equal blocks of a stage, those that recompute the most come first, and then those that
-    reshard: in the backward of the first blocks, what later ones saved is freed already.
+    Among identical blocks of a stage, the first ones get the most recomputation and, of these, the
+    first ones reshard: by their backward, the activations that later blocks saved are freed.
 
     Args:
         candidate: The candidate, which counts blocks by kind and option.
-        order: Kind of each place of the chain, as in `CostTable`.
-        names: fqn of each place, as in `CostTable`; "" for modules that are not in a block.
+        order: Kind of each place of the model, as in `CostTable`.
+        names: Fqn of the block at each place, as in `CostTable`; "" for modules outside the blocks.
     """
     out = []
     for stage, (begin, end) in enumerate(itertools.pairwise(candidate.ends)):
@@ -68,6 +68,7 @@ def blocks_of(
 
 
 def _sorted_options(option_counts: Sequence[int]) -> Iterator[int]:
+    """Return an iterator over the options of one kind, one per block, most recomputation first."""
     options = [number for number, count in enumerate(option_counts) for _ in range(count)]
     return iter(sorted(options, key=lambda number: OPTIONS[number], reverse=True))
 
@@ -80,13 +81,13 @@ def statements(
     pins: Pins,
     allocator: Allocator,
 ) -> dict[str, Any]:
-    """Return the statements that make the plan file the given plan, by path.
+    """Return {path: value} statements that turn the plan file into the given plan.
 
-    The value None takes a statement of the file back.
+    The value None removes a statement of the file.
 
     Args:
         spec: The spec of the plan file.
-        free: The choices that it leaves open.
+        free: The choices that the plan file leaves open.
         row: One configuration of the grid.
         stages: Choices of the blocks by stage, as `blocks_of` returns them.
         pins: Choices of single blocks that the file's rules fix already.
@@ -104,7 +105,7 @@ def statements(
     blocks = [block for stage in stages for block in stage]
     usual = max((block.reshard for block in blocks), default=0)
     mode = MODES[int(row["mode"])]
-    if mode != "ddp" and not data:  # FSDP over one rank, for offload or because it is stated.
+    if mode != "ddp" and not data:  # FSDP on one rank: offload needs it, or it is stated.
         out["mesh"] = {"dp_shard": 1, **mesh}
         data = ["dp_shard"]
     if mode == "shard":
@@ -124,7 +125,7 @@ def statements(
         if free.loss_parallel.get(sizes["tp"]) and not spec.loss_parallel:
             out["loss_parallel"] = True
     else:
-        # Settings that concern tp alone are taken back.
+        # Without tp, undo the file's settings that concern tp alone.
         out |= {"tp_plan": "none"} if spec.tp_plan != "none" else {}
         for switch in ("sequence_parallel", "loss_parallel"):
             out |= {switch: False} if getattr(spec, switch) else {}
@@ -133,14 +134,15 @@ def statements(
         if int(row["virtual"]) > 1:
             out["pipeline.virtual"] = int(row["virtual"])
         out["pipeline.microbatches"] = count
-        # A stage reaches from its named module to the next named one, so its first block suffices.
+        # A stage reaches from its named module to the first module of the next stage, so naming
+        # the stage's first block is enough.
         if spec.pipeline is None or spec.pipeline.split == AUTO:
             out["pipeline.split"] = [[stage[0].name] for stage in stages]
     out |= offload_words(spec, int(row["offload"]))
     out |= memory_setting_words(spec, int(row["loss_chunks"]), allocator)
     open_ = [b for b in blocks if not (b.name in pins and pins[b.name].recompute)]
     word = _usual_recompute(open_)
-    if spec.activation_checkpointing.every == 1:  # Any other `every` decides all blocks already.
+    if spec.activation_checkpointing.every == 1:  # Any other `every` fixes all blocks.
         out["activation_checkpointing"] = word
     rules = list(_recompute_rules(open_, word))
     open_ = [b for b in blocks if not (b.name in pins and pins[b.name].reshard)]
@@ -155,13 +157,13 @@ def statements(
 
 
 def _usual_recompute(blocks: Sequence[BlockChoice]) -> str:
-    """Return the plan-wide recompute setting: that of all blocks, or "none" if they differ."""
+    """Return the recompute setting that all blocks share, or "none" if they differ."""
     modes = {block.recompute for block in blocks}
     return RECOMPUTE[modes.pop()] if len(modes) == 1 else RECOMPUTE[0]
 
 
 def _recompute_rules(blocks: Sequence[BlockChoice], usual: str) -> Iterator[dict[str, Any]]:
-    """Yield the rules of blocks whose recompute setting differs from the plan's own."""
+    """Yield plan rules for the blocks whose recompute setting differs from the plan-wide one."""
     for place, word in enumerate(RECOMPUTE):
         names = [block.name for block in blocks if block.recompute == place]
         if names and word != usual:
@@ -169,16 +171,19 @@ def _recompute_rules(blocks: Sequence[BlockChoice], usual: str) -> Iterator[dict
 
 
 def _reshard_rules(blocks: Sequence[BlockChoice], usual: int) -> Iterator[dict[str, Any]]:
+    """Yield the plan rule for the blocks whose reshard differs from the plan-wide one, if any."""
     names = [block.name for block in blocks if block.reshard != usual]
     if names:
         yield {"match": patterns(names), "reshard_after_forward": not usual}
 
 
 def patterns(names: Sequence[str]) -> str | list[str]:
-    """Return globs that match these modules and no others. Runs of block numbers are folded.
+    """Return globs that match these modules and no others.
+
+    Consecutive block numbers become one glob, such as `layers.{0..3}`.
 
     Returns:
-        One glob, or a list of several.
+        One glob, or a list if several are needed.
     """
     out: list[str] = []
     by_container: dict[str, list[int]] = {}

@@ -51,8 +51,8 @@ _SHARES: Final = (1 + RESERVED_ERROR) * (1 + ERROR)
 class PlanningProblem:
     """One request with its space of configurations, its cost tables and its memory estimates.
 
-    "Linear bytes" are the lower bounds of `CostTable`, sums over the blocks of a rank. "Excess
-    bytes" are what an estimate of the memory package has above them.
+    "Linear bytes" are the lower bounds of `CostTable` on a rank's memory, sums over its blocks.
+    "Excess bytes" are the difference between an estimate of the memory package and these bounds.
 
     Args:
         question: The request.
@@ -92,7 +92,11 @@ class PlanningProblem:
             self.free = free
 
     def widened(self, linear_bytes: float) -> int:
-        """Return the least total bytes that an estimate reports for this many linear bytes."""
+        """Return the total bytes that an estimate reports at least for these linear bytes.
+
+        Args:
+            linear_bytes: Linear bytes of one rank.
+        """
         return int(linear_bytes * _SHARES) + self._driver
 
     # The space of configurations
@@ -123,7 +127,7 @@ class PlanningProblem:
         )
 
     def _heads(self) -> tuple[int, ...]:
-        """Return the heads of an attention and its key/value heads; () for a live model."""
+        """Return (query heads, key/value heads) of the attention; () for a live model."""
         if self._traced is not None:
             return ()
         shape = shape_of(self._graph)
@@ -147,22 +151,23 @@ class PlanningProblem:
 
     @cached_property
     def trial(self) -> Plan:
-        """A plan of the model with few blocks on one device."""
+        """A plan of the model with only a few blocks, on one device."""
         return make_plan(with_axes(self.spec, {"dp_shard": 1}), self._few)
 
     @cached_property
     def dtype(self) -> str:
-        """The dtype of the model's parameters."""
+        """The dtype of the model's first parameter."""
         tensors = self.trial.assignment.tensors.values()
         return next(p.info.dtype for p in tensors if not p.info.is_buffer)
 
     def chain_at(self, tp: int, ep: int = 1, loss_chunks: int | None = None) -> Chain:
-        """Return the chain of block costs as one rank of `tp` and `ep` computes it.
+        """Return the chain of block costs of one rank of the tp and ep groups.
 
         Args:
             tp: Size of tp.
             ep: Size of ep.
-            loss_chunks: Number of parts of the loss; None for the number that the plan states.
+            loss_chunks: Number of token chunks of the loss; None for the number that the plan
+                states.
         """
         return self._chains.at(tp, ep, loss_chunks)
 
@@ -171,7 +176,7 @@ class PlanningProblem:
         """All configurations, one record each (`cost.grid.GRID`).
 
         Raises:
-            EmptySpaceError: There is no configuration.
+            EmptySpaceError: The choices that are open allow no configuration.
         """
         # Read the profile first: a missing figure of the machine is reported before an empty space.
         assert self.profile.device
@@ -182,7 +187,7 @@ class PlanningProblem:
 
     @property
     def num_configs(self) -> int:
-        """Number of configurations, including those that a bound kept out of the grid."""
+        """Number of configurations of the space, including those that a bound excluded."""
         return max(self._num_configs, len(self.grid))
 
     def extend(self, rows: NDArray[np.void], num_configs: int) -> None:
@@ -206,7 +211,8 @@ class PlanningProblem:
         """Return the cost table of the grid at the speeds of a profile.
 
         Raises:
-            PlanError: Ranks may have several stages, but blocks differ once tp shards them.
+            PlanError: Some configurations have several stages per rank, which requires identical
+                blocks, but with tp the blocks of this model differ.
         """
         self._chains.read(cuts_of(self.grid))
         found = cost_table_of(
@@ -238,7 +244,7 @@ class PlanningProblem:
 
     @cached_property
     def usual(self) -> CostTable:
-        """The cost table at the machine's own speeds (`profile`)."""
+        """The cost table at the speeds of `profile`."""
         return self.numbers(self.profile)
 
     @cached_property
@@ -247,7 +253,7 @@ class PlanningProblem:
 
     @cached_property
     def profile(self) -> Profile:
-        """Speeds of the machine, measured or from the tables of known devices."""
+        """Speeds of the machine: measured ones, or those in the tables of known devices."""
         measured, dtype = self.question.profile, self._compute_dtype
         try:
             if measured is None:
@@ -262,25 +268,25 @@ class PlanningProblem:
         return self.spec.precision.param or self.dtype
 
     def samples(self, row: int) -> int:
-        """Return the samples of a step, of all ranks, in the configuration with this index."""
+        """Return the samples of a step, summed over ranks, of configuration `grid[row]`."""
         r = self.grid[row]
         return int(r["dp_replicate"] * r["dp_shard"] * r["micro"] * r["microbatches"])
 
     def flops(self, row: int) -> float:
-        """Return the flops of a step, of all ranks, without recompute, in this configuration."""
+        """Return the flops of a step, summed over ranks, of `grid[row]`; without recompute."""
         return self.flops_of_sample * self.samples(row)
 
     @property
     def flops_of_sample(self) -> float:
-        """Flops of one sample, forward and backward."""
+        """Flops of the forward and backward of one sample, without recompute."""
         chain = self.chain_at(1)
         return sum(
             chain.kinds[k].forward.flops + chain.kinds[k].backward.flops for k in chain.order
         )
 
     def allow(self, limit_bytes: float) -> None:
-        """Set the total bytes that a rank may use, and forget the estimates made so far."""
-        # The inverse of `widened`: linear bytes compare with the limit less driver and margins.
+        """Set the total bytes that a rank may use, and clear the cache of estimates."""
+        # Invert `widened`: what the driver and the margins leave of the limit is for linear bytes.
         self.capacity = (limit_bytes - self._driver) / _SHARES
         self._known.clear()
 
@@ -292,18 +298,23 @@ class PlanningProblem:
     def blocks(
         self, numbers: CostTable, candidate: Candidate
     ) -> tuple[tuple[BlockChoice, ...], ...]:
-        """Return the choices of the blocks by stage."""
+        """Return the options of every block of a candidate, one tuple for each stage.
+
+        Args:
+            numbers: The cost table that the candidate is from.
+            candidate: A solved configuration.
+        """
         return blocks_of(candidate, numbers.order, numbers.names)
 
     def stated(
         self, numbers: CostTable, candidate: Candidate, allocator: Allocator | None = None
     ) -> dict[str, Any]:
-        """Return the statements that make the plan file this candidate, by path.
+        """Return {path: value} statements that turn the plan file into a candidate's plan.
 
         Args:
             numbers: The cost table that the candidate is from.
             candidate: A solved configuration.
-            allocator: The allocator setting; None for the first one that is open.
+            allocator: The allocator setting; None for the first that the plan leaves open.
         """
         row, stages = self.grid[candidate.row], self.blocks(numbers, candidate)
         return self._stated(row, stages, allocator)
@@ -325,11 +336,11 @@ class PlanningProblem:
             allocators: Allocator settings to try in order; () for all that the plan leaves open.
 
         Returns:
-            The estimate with the first allocator that fits, or else with the one that reserves
-            the least.
+            The estimate with the first allocator setting that fits, or else with the setting
+            that needs the fewest bytes.
         """
         glance = self._glance(numbers, candidate, guesses=False)
-        if not to_the_end and glance is not None and glance.is_over:  # True of every allocator.
+        if not to_the_end and glance is not None and glance.is_over:  # With any allocator.
             return ReplayedMemory(fits=False, excess_bytes=glance.least_bytes)
         found: list[ReplayedMemory] = []
         for allocator in allocators or self.free.allocators:
@@ -344,6 +355,10 @@ class PlanningProblem:
     def _measure(
         self, numbers: CostTable, candidate: Candidate, allocator: Allocator, to_the_end: bool
     ) -> ReplayedMemory:
+        """Estimate a candidate's memory with one allocator setting.
+
+        Unless `to_the_end`, stop as soon as a rank exceeds the limit.
+        """
         question, stated = self.question, self.stated(numbers, candidate, allocator)
         try:
             plan = make_plan(question.read(overrides(stated)), self._graph)
@@ -359,7 +374,7 @@ class PlanningProblem:
         if (why := over_host(self.spec, plan, memory)) is not None:
             return ReplayedMemory(fits=False, why=why, is_of_row=False)
         excess = 0.0
-        # Undo the estimate's margins, so that its reserved bytes compare with linear bytes.
+        # Undo the estimate's margins, so that the reserved bytes are comparable to linear bytes.
         for group in memory.groups:
             held = (group.band[1] - self._driver) / _SHARES
             place = plan.mesh.index(group.ranks[0], ("pp",))
@@ -379,7 +394,10 @@ class PlanningProblem:
 
     @cached_property
     def _is_of_row(self) -> bool:
-        """True if all blocks with options are of one kind, so that only their number matters."""
+        """True if all candidates of a configuration are taken to have the same excess bytes.
+
+        False only for a live model whose blocks are of several kinds.
+        """
         kinds = self.chain_at(1).kinds
         return self._traced is None or sum(kind.has_options for kind in kinds) < 2
 
@@ -397,13 +415,13 @@ class PlanningProblem:
         )
 
     def certified(self, evaluated: Evaluated) -> Evaluated | None:
-        """Return the chosen plan with the memory of a trace of its model; None if it is over.
+        """Return the chosen plan with the memory of a trace; None if it does not fit by the trace.
 
-        A plan that is over is never returned as fitting again.
+        In the latter case `measure` reports the plan as not fitting from then on.
         """
         if (found := certify_plan(self.question, evaluated)) is None:
             self._over.add(words_of(evaluated))
-            # The cache may still say that this plan fits.
+            # Cached estimates may report that this plan fits.
             self._known.clear()
             self.measured.remove(evaluated)
         return found
@@ -416,8 +434,8 @@ class PlanningProblem:
         Args:
             numbers: The cost table that the candidate is from.
             candidate: A solved configuration.
-            allocators: Allocator settings, of which the best guess counts; () for all that are
-                open.
+            allocators: Allocator settings, of which the one with the fewest bytes counts; () for
+                all that the plan leaves open.
         """
         glance = self._glance(numbers, candidate, guesses=True)
         if glance is None or not glance.likely_bytes:
@@ -431,9 +449,9 @@ class PlanningProblem:
         return told is not None and told.is_over
 
     def taken(self, row: int) -> float:
-        """Return the part of `capacity` that a configuration's communicators use, in bytes.
+        """Return the bytes of `capacity` that the communicators of `grid[row]` use.
 
-        It does not depend on what the blocks choose.
+        They do not depend on the options of the blocks.
         """
         return self._brief.taken(self.grid, row)
 
@@ -455,6 +473,7 @@ class PlanningProblem:
     def _glance(
         self, numbers: CostTable, candidate: Candidate, **asked: bool
     ) -> TruncatedFigures | None:
+        """Bound a candidate with truncated models; None if rules or the model prevent that."""
         if self.question.shorter is None or self.spec.rules:
             return None
         stages, row = self.blocks(numbers, candidate), self.grid[candidate.row]

@@ -22,13 +22,18 @@ from meshplan.spec.spec import HardwareSpec, Spec
 from meshplan.textbook.inputs import read_limit
 
 _FEW: Final = 4
-"""Number of first blocks that a trial model has; one block of every other kind is added."""
+"""Number of leading blocks that the shortened model keeps, besides one of each further kind."""
 Load = Callable[[Sequence[str]], Spec]
-"""Read the plan file with these statements on top."""
+"""A function that reads the plan file with the given "path=value" statements on top."""
 
 
 def loading(source: Any, overrides: Sequence[str]) -> Load:
-    """Return a function that reads a plan file, or a mapping, with overrides and more on top."""
+    """Return a function that reads a plan file or mapping with statements on top.
+
+    Args:
+        source: Path of the plan file, or its content as a mapping.
+        overrides: Statements that are always on top; those that the function is called with follow.
+    """
     return lambda more: load_spec(source, [*overrides, *more])
 
 
@@ -44,15 +49,17 @@ def question_of_file(
 
     Args:
         source: Path of the plan file, or its content as a mapping.
-        overrides: Statements on top of it.
-        config: A Hugging Face config, which takes precedence over the plan's own `model`.
-        gpu: Name of the device whose memory is the limit; None for the one of the plan.
-        memory: The memory limit itself; None for that of the device.
-        profile: Path of a file that `meshplan calibrate` wrote; None for known figures.
+        overrides: "path=value" statements on top of the plan file.
+        config: A Hugging Face config, which takes precedence over the plan's `model`.
+        gpu: Name of the device whose memory is the limit; None for the device that the plan names.
+        memory: The memory limit itself; None for the memory of the device.
+        profile: Path of a file that `meshplan calibrate` wrote; None to use the speeds of known
+            devices.
 
     Raises:
-        SpecError: The device cannot be found, or is stated twice and differs.
-        PlanError: There is no config, the plan says too little, or the file is not a profile.
+        SpecError: The device is unknown, or an argument contradicts the plan.
+        PlanError: There is no config, the plan lacks a statement that planning needs, or the file
+            is not a profile.
     """
     load = loading(source, overrides)
     spec = load(())
@@ -68,14 +75,15 @@ def question_of_file(
 
 
 def config_of(spec: Spec, config: str | Path | None = None) -> tuple[str | Path | None, Origin]:
-    """Return the config of a plan's model and where it was named.
+    """Return the config of a plan's model, and the plan line or flag that names it.
 
     Args:
         spec: The spec of the plan file.
-        config: A config that takes precedence over the plan's own; None for none.
+        config: A config that takes precedence over the plan's; None for none.
 
     Returns:
-        The path of the config and its origin. The path is None if neither names a config.
+        The path of the config and its origin. The path is None if neither the plan nor the
+        argument names a config.
     """
     if config is None and spec.model is not None and spec.model.config is not None:
         file = config_file(spec.model.config, Path(spec.source).parent)
@@ -84,20 +92,21 @@ def config_of(spec: Spec, config: str | Path | None = None) -> tuple[str | Path 
 
 
 def with_shorter(question: PlanRequest, config: str | Path, origin: Origin) -> PlanRequest:
-    """Return the request with its model also available with fewer blocks, from its config."""
+    """Return the request with `few` and `shorter` set, which read the model from a config."""
     return with_made(question, lambda blocks: from_config(config, origin, blocks=blocks))
 
 
 def with_made(
     question: PlanRequest, make: Callable[[int | tuple[int, ...]], ModelGraph]
 ) -> PlanRequest:
-    """Return the request with its model also available with fewer blocks.
+    """Return the request with `few` and `shorter` set: its model with fewer blocks.
 
-    A model without repeated blocks leaves the request as it is.
+    If the model has no repeated blocks, the request is returned unchanged.
 
     Args:
         question: The request.
-        make: Makes the model with this many blocks, or with these of its own blocks.
+        make: Builds the model with a given number of blocks, or with only the blocks of the given
+            indices.
     """
     if not (shown := _shown(question.graph)):
         return question
@@ -106,7 +115,10 @@ def with_made(
 
 
 def _shown(graph: ModelGraph) -> tuple[int, ...]:
-    """Return the indices of a trial model's blocks: the first ones, and one of every other kind."""
+    """Return the indices of the blocks that the shortened model keeps.
+
+    They are the first `_FEW` blocks, and the first block of every further kind.
+    """
     first: dict[object, int] = {}
     blocks = graph.blocks()
     for number, fqn in enumerate(blocks):
@@ -127,13 +139,14 @@ def question_of(
     Args:
         load: Reads the plan file with more statements on top.
         graph: The model.
-        gpu: Name of the device whose memory is the limit; None for the one of the plan.
-        memory: The memory limit itself; None for that of the device.
-        profile: Path of a file that `meshplan calibrate` wrote; None for known figures.
+        gpu: Name of the device whose memory is the limit; None for the device that the plan names.
+        memory: The memory limit itself; None for the memory of the device.
+        profile: Path of a file that `meshplan calibrate` wrote; None to use the speeds of known
+            devices.
 
     Raises:
-        SpecError: The device cannot be found, or is stated twice and differs.
-        PlanError: The plan says too little, or the file is not a profile.
+        SpecError: The device is unknown, or an argument contradicts the plan.
+        PlanError: The plan lacks a statement that planning needs, or the file is not a profile.
     """
     measured = read_profile(profile, Origin("--profile")) if profile is not None else None
     spec = load(())
@@ -157,7 +170,7 @@ def question_of(
 
 
 def cluster_of(spec: Spec, device: str, profile: Profile | None = None) -> Cluster:
-    """Return the machine that a plan names, or that was measured.
+    """Return the machine that a plan states, with the device that it names or that was measured.
 
     Args:
         spec: The spec of the plan file.
@@ -165,7 +178,7 @@ def cluster_of(spec: Spec, device: str, profile: Profile | None = None) -> Clust
         profile: Measured speeds of the devices, used if the plan names no device.
 
     Raises:
-        PlanError: The plan has no hardware, or its devices' speed is not known.
+        PlanError: The plan states no hardware, or no device and no profile give its speeds.
     """
     stated = spec.hardware
     if stated is None:
@@ -194,7 +207,7 @@ def cluster_of(spec: Spec, device: str, profile: Profile | None = None) -> Clust
 
 
 def _measured_device(profile: Profile, stated: HardwareSpec) -> Device:
-    """Return the device of a profile, with the memory that the plan states."""
+    """Return a device with the speeds of a profile and the memory that the plan states."""
     return Device(
         name=profile.device,
         memory_bytes=stated.memory_bytes or 0,

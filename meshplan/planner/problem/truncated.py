@@ -1,12 +1,12 @@
 """A lower bound on a rank's reserved memory, from a model with most of its blocks left out.
 
-Identical blocks with identical choices save the same activations. Of a run of identical blocks five
-are therefore replayed, and what the middle one keeps beyond its own forward and backward counts for
-all that were left out. Of each other stage of the pipeline one block is replayed. The bound is what
-the streams' memory pools need for the storages that the full replay would request, and never more:
-moments in which the blocks left out would run are not counted. So the bound can exclude a plan, but
-never accept one. In addition there is a guess of what is really reserved, which says which plans to
-look at first.
+Identical blocks with identical choices save the same activations. We therefore replay five blocks
+of a run of identical ones, and multiply what the middle block keeps beyond its own forward and
+backward by the number of blocks left out. Every stage of the other ranks is replayed with one
+block. The bound sums the peaks of the CUDA streams' memory pools, and never exceeds what a full
+replay would reserve: events at which left-out blocks would run are not counted. The bound can
+therefore exclude a plan, but never accept one. A guess of the bytes really reserved decides which
+plans to examine first.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from meshplan.spec.spec import Spec
 
 Numbers = NDArray[np.int64]
 Blocks = int | tuple[int, ...]
-"""A number of blocks, or the indices of the model's own blocks to keep."""
+"""A number of blocks, or the indices of the model's blocks to keep."""
 
 _KEPT: Final = 5
-"""Number of blocks kept of a run of identical ones. The two at its ends have other neighbours, and
-the two next to those share storages with them."""
+"""Number of blocks kept of a run of identical blocks. The first and the last have other neighbours,
+and the second and the last but one share storages with them, so only the middle one is typical."""
 _FEW: Final = 0.8
-"""Share of the blocks above which truncation does not pay: the full estimate says more, and it ends
-as soon as a rank is over."""
+"""Share of blocks kept above which truncation does not pay off: the full estimate takes hardly
+longer, and stops as soon as one rank exceeds the limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,10 @@ class Short:
     """A truncated model that stands for one with more blocks.
 
     Args:
-        graph: The truncated model, with as many blocks as `stages` have together.
-        stages: Choices of its blocks, by stage.
-        times: Number of blocks that a block stands for, by its fqn; only those above 1.
+        graph: The truncated model; its blocks are those of `stages`.
+        stages: Choices of the truncated model's blocks, by stage.
+        times: {fqn of a block: number of blocks of the full model that it stands for}, without
+            blocks that stand only for themselves.
     """
 
     graph: ModelGraph
@@ -67,13 +68,14 @@ def shorten(
     Args:
         stages: Choices of the blocks, by stage.
         place: Index of the rank along pp.
-        graph_of: Makes the model with this many blocks, or with these of its own blocks.
-        num_ranks: Number of pipeline ranks, over which the stages go round; None for one stage
-            each.
+        graph_of: Builds the model with a given number of blocks, or with only the blocks of the
+            given indices.
+        num_ranks: Number of pipeline ranks; rank r has stages r, r + num_ranks, ... None if each
+            rank has one stage.
         looks: Kind of each block by its fqn; empty if all blocks are identical.
 
     Returns:
-        The truncated model; None if it would hardly have fewer blocks.
+        The truncated model; None if it would keep more than the share `_FEW` of the blocks.
     """
     num_ranks = len(stages) if num_ranks is None else num_ranks
     kept: list[list[tuple[BlockChoice, int]]] = []
@@ -110,7 +112,7 @@ def shorten(
 
 
 class TruncatedBound:
-    """Bounds on a rank's reserved memory, from the log of the same rank of a truncated model.
+    """Lower bound and guess of a rank's reserved memory, from that rank's log of a truncated model.
 
     Args:
         log: Memory events of the rank in the truncated model.
@@ -135,8 +137,8 @@ class TruncatedBound:
         """Lower bound on the bytes reserved by the rank of the full model."""
         if not self._times:
             return self._log.pooled_bytes
-        # Moments in which a block that stands for several runs are not counted: in the full model
-        # the blocks left out would run then.
+        # Do not count events while a block that stands for several is running: in the full model
+        # the blocks left out would run at that time, and would not all keep their storages.
         is_near = np.zeros(len(self._numbers), bool)
         is_near[list(self._near)] = True
         before, after = self._running
@@ -144,21 +146,21 @@ class TruncatedBound:
         deltas = self._delta * (1 + self._left_out)[self._storage]
         streams = [each.stream for each in self._log.storages]
         stream = np.array(streams, np.int64)[self._storage]
-        # Each stream has a pool of its own, which never shrinks: their maxima add up.
+        # Each stream has its own pool, and a pool never shrinks: the pools' peaks add up.
         most = 0
         for own in (stream == number for number in set(streams)):
             most += int(np.cumsum(deltas[own])[counts[own]].max(initial=0))
         return most
 
     def likely_bytes(self, device: str, spec: Spec) -> int:
-        """Guess the reserved bytes; the guess may be too high or too low.
+        """Guess the bytes reserved by the rank of the full model; may be too high or too low.
 
-        The guess is what the allocator reserves for the truncated log, and what the blocks left
-        out hold at the peak. Few blocks do not show how memory fragments over many.
+        The guess is what the allocator reserves for the truncated log, plus the bytes that the
+        blocks left out would keep at its peak. Fragmentation over many blocks is not simulated.
 
         Args:
             device: A device name of `layout.hardware`, or "cuda".
-            spec: The spec, which states the allocator.
+            spec: The spec, which states the allocator setting.
         """
         reserved = ReplayCache(device, spec).of(self._log).reserve.reserved_bytes
         if not self._times:
@@ -171,7 +173,7 @@ class TruncatedBound:
 
     @cached_property
     def _columns(self) -> tuple[Numbers, Numbers, Numbers]:
-        """Arrays over the events: change in bytes, number of the storage, number of the phase."""
+        """Three [events] arrays: change in bytes, index of the storage, index of the phase."""
         columns = np.array([*zip(*self._log.changes, strict=True)], np.int64).reshape(3, -1)
         return columns[0], columns[1], columns[2]
 
@@ -185,7 +187,7 @@ class TruncatedBound:
 
     @cached_property
     def _left_out(self) -> Numbers:
-        """[storages] number of blocks left out that hold an equal storage at the same time."""
+        """[storages] number of left-out blocks that would have an equal storage at that time."""
         many = np.ones(len(self._numbers), np.int64)
         for name, times in self._times.items():
             many[self._numbers[name]] = times
@@ -193,15 +195,18 @@ class TruncatedBound:
 
     @cached_property
     def _lasting(self) -> NDArray[np.bool_]:
-        """[storages] True for those of a repeated block that live while no block near it runs.
+        """[storages] mask of storages that every block left out would keep as well.
 
-        Other storages exist once, however many blocks there are: parameters that a unit gathers
-        just before its turn, gradients that it reduces just after.
+        They belong to a block that stands for several, and are live at some event at which neither
+        this block nor a neighbour is running. The other storages exist once, whatever the number of
+        blocks: parameters that FSDP2 gathers just before a block runs, gradients that it reduces
+        just after.
         """
         out = np.zeros(len(self._log.storages), bool)
         if not self._near:
             return out
-        # Sort events by storage, in order of time: between two events a storage is live or freed.
+        # Sort events by storage, then by time. Between two events of a storage it is either live
+        # (its bytes so far differ from 0) or freed.
         order = np.argsort(self._storage, kind="stable")
         storage, total = self._storage[order], np.cumsum(self._delta[order])
         is_last = np.append(storage[1:] != storage[:-1], True)
@@ -218,7 +223,7 @@ class TruncatedBound:
 
     @cached_property
     def _block(self) -> Numbers:
-        """[storages] number of the block that the storage belongs to; 0 for none."""
+        """[storages] number of the block that the storage belongs to, from 1; 0 for none."""
         modules = [each.module for each in self._log.storages]
         known = {
             module: next((self._numbers[m] for m in around(module) if m in self._numbers), 0)
@@ -228,9 +233,9 @@ class TruncatedBound:
 
     @cached_property
     def _running(self) -> tuple[Numbers, Numbers]:
-        """[events] each: the block whose operator last made a storage, and the one that will next.
+        """Two [events] arrays: the block whose operator last made a storage, and the next to do so.
 
-        0 stands for none.
+        Both are block numbers from 1, within the phase of the event; 0 stands for none.
         """
         has_op = np.array([bool(each.op) for each in self._log.storages], bool)
         makes = (self._delta > 0) & has_op[self._storage]
@@ -240,12 +245,14 @@ class TruncatedBound:
 
 
 def _last(makes: NDArray[np.bool_], block: Numbers, phase: Numbers) -> Numbers:
-    """Return by event the block whose operator was the last of the phase to make a storage.
+    """Return, for each event, the block whose operator was the last to make a storage.
+
+    Only storages made in the phase of the event count; 0 if there are none.
 
     Args:
-        makes: [events] True if an operator makes a storage.
-        block: [events] number of the block that the event's storage belongs to.
-        phase: [events] number of the phase.
+        makes: [events] mask of the events at which an operator makes a storage.
+        block: [events] number of the block that the event's storage belongs to; 0 for none.
+        phase: [events] index of the phase.
     """
     if not block.size:
         return block

@@ -1,8 +1,8 @@
 """Bounds and guesses of a candidate's memory from truncated models, before it is fully estimated.
 
-A rank whose lower bound from a few blocks exceeds the limit does not fit. The memory of its
-communicators follows from the mesh alone. A guess of the reserved bytes says which candidates to
-look at first, and decides nothing.
+A candidate does not fit if a rank's lower bound, from a model with few blocks, exceeds the limit.
+The memory of communicators is included and follows from the mesh alone. A guess of the reserved
+bytes decides which candidates are examined first, but excludes none.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class TruncatedFigures:
     """Bound and guess of a candidate's excess bytes, which come on top of its linear bytes.
 
     Attributes:
-        least_bytes: Lower bound on the excess bytes of the rank that does not fit; 0 if none is
-            known not to fit.
-        likely_bytes: Guessed excess bytes of the worst rank, by allocator; {} if not requested.
+        least_bytes: Lower bound on the excess bytes of a rank that is proved not to fit; 0 if there
+            is no such rank.
+        likely_bytes: {allocator setting: guessed excess bytes of the worst rank}; {} if no guess
+            was made.
         is_over: If True, a rank is proved not to fit.
     """
 
@@ -50,12 +51,12 @@ class TruncatedFigures:
 
 
 class TruncatedEstimate:
-    """Truncated models of one request.
+    """Bound and guess the memory of one request's candidates with truncated models.
 
     Args:
         question: The request.
-        stated: Returns the statements of a plan, from a configuration of the grid and the choices
-            of its blocks by stage.
+        stated: Maps a configuration of the grid and the choices of its blocks, by stage, to the
+            statements of the plan.
         widening: Factor by which memory estimates widen the reserved bytes to their upper end.
         looks: Kind of each block by its fqn; empty if all blocks are identical.
         allocators: Allocator settings that the plan leaves open.
@@ -81,11 +82,12 @@ class TruncatedEstimate:
         self._kinds: dict[tuple[object, ...], Assignment] = {}
         self._seen: dict[tuple[object, ...], TruncatedFigures | None] = {}
         self._under: dict[tuple[int, float], list[tuple[float, ...]]] = {}
-        """Linear bytes by rank of candidates that were not over, by (configuration, capacity)."""
+        """Linear bytes by rank of candidates not proved to exceed the capacity, by (index of the
+        configuration, capacity)."""
         self.played = Played()
 
     def links(self, plan: Plan) -> float:
-        """Return the linear bytes that a plan's communicators use."""
+        """Return the bytes that a plan's communicators use, on the scale of linear bytes."""
         return self._links(plan.assignment)
 
     def _links(self, assignment: Assignment) -> float:
@@ -94,7 +96,9 @@ class TruncatedEstimate:
         return (driver_bytes(self._question.device, opened).high - self._alone) / self._widening
 
     def taken(self, grid: NDArray[np.void], number: int) -> float:
-        """Return the linear bytes that a configuration's communicators use; 0 if not known.
+        """Return the bytes of a configuration's communicators, on the scale of linear bytes.
+
+        The result is 0 if no truncated model can be planned.
 
         Args:
             grid: All configurations.
@@ -107,10 +111,10 @@ class TruncatedEstimate:
         return self._taken[key]
 
     def _least(self, grid: NDArray[np.void], row: np.void) -> float:
-        """Return the communicators' bytes of a configuration from a plan with the same axes.
+        """Return the bytes of a configuration's communicators, from a truncated plan.
 
-        Which communicators are opened follows from the axes larger than 1; their size follows from
-        the mesh. One truncated plan per set of such axes is therefore enough.
+        The axes larger than 1 decide which communicators are opened, and the mesh decides their
+        sizes. One truncated plan for each set of such axes is therefore enough.
         """
         shorter = self._question.shorter
         kind = tuple(bool(row[axis] > 1) for axis in AXES), int(row["mode"]), int(row["offload"])
@@ -120,22 +124,22 @@ class TruncatedEstimate:
             if kind not in self._kinds:
                 self._kinds[kind] = self._like(_shortest(grid, row), shorter)
         except MeshplanError:
-            return 0.0  # The full estimate reports the error.
+            return 0.0  # The full estimate will report the error.
         found = self._kinds[kind]
         axes = tuple(Axis(axis.name, int(row[axis.name])) for axis in found.mesh.axes)
         loans = tuple(replace(loan, size=int(row[loan.name])) for loan in found.mesh.loans)
         return self._links(replace(found, mesh=Mesh(axes, loans)))
 
     def _like(self, row: np.void, shorter: Callable[[Blocks], ModelGraph]) -> Assignment:
-        """Return the assignment of a configuration for a model with one block per stage.
+        """Return a configuration's assignment for a truncated model with one block per stage.
 
-        Each rank has one stage. Without pp the one stage has two blocks.
+        Each rank has one stage. Without pp the single stage has two blocks.
         """
         pp, row = int(row["pp"]), row.copy()
         if row["virtual"] > 1:
             row["virtual"], row["schedule"] = 1, SCHEDULE_WORDS.index("1F1B")
         every = len(self._question.graph.blocks())
-        # Take the last blocks: if only some blocks have experts, these do.
+        # Take the last blocks: in models with experts in only some blocks, the last ones have them.
         graph = shorter(tuple(range(every))[-max(2, pp) :])
         blocks = [BlockChoice(name, 0, 0) for name in graph.blocks()]
         stages = [blocks] if pp == 1 else [[block] for block in blocks]
@@ -155,15 +159,16 @@ class TruncatedEstimate:
 
         Args:
             row: The candidate's configuration.
-            stages: The choices of its blocks, by stage.
+            stages: The choices of the candidate's blocks, by stage.
             candidate: The candidate.
             capacity: Linear bytes that a rank may use.
             guesses: If True, guess the excess bytes too.
-            spares: If True, do not guess if the candidate is proved not to fit.
+            spares: If True, omit the guess if the candidate is proved not to fit.
 
         Returns:
-            The figures; None if no truncated model can be made or planned, or if no guess was
-            requested and a candidate that uses as much memory on every rank was not over.
+            The figures; None if no truncated model can be made or planned. None, too, if no guess
+            was requested and a candidate with at least as many linear bytes on every rank was not
+            proved to exceed the capacity: a bound would hardly exclude this one.
         """
         key = candidate.row, candidate.ends, candidate.option_counts, capacity
         if not guesses and key not in self._seen and self._holds_less(candidate, capacity):
@@ -180,7 +185,10 @@ class TruncatedEstimate:
         return self._seen[key]
 
     def _holds_less(self, candidate: Candidate, capacity: float) -> bool:
-        """Return True if a candidate with no fewer linear bytes on any rank was not over."""
+        """Return True if a candidate not proved to be over has as many linear bytes or more.
+
+        The comparison is rank by rank, with candidates of the same configuration and capacity.
+        """
         return any(
             all(own <= other for own, other in zip(candidate.linear_bytes, linear, strict=True))
             for linear in self._under.get((candidate.row, capacity), ())
@@ -196,13 +204,18 @@ class TruncatedEstimate:
         guesses: bool,
         spares: bool = False,
     ) -> TruncatedFigures | None:
+        """Bound and guess a candidate's excess bytes rank by rank, up to a rank that does not fit.
+
+        Args and result are those of `glance`; `linear` are the candidate's linear bytes by rank.
+        """
         shorter, device = self._question.shorter, self._question.device
         assert shorter is not None
         num_ranks = len(linear)
         fullest = max(range(num_ranks), key=linear.__getitem__)
         stage_guess_bytes: dict[Allocator, float] = {}
         is_known = False
-        # Look at the fullest rank first, then at both ends, which have modules outside of blocks.
+        # Examine the rank with the most linear bytes first, then the first and the last rank, which
+        # have the modules outside the blocks.
         for place in dict.fromkeys((fullest, 0, num_ranks - 1)):
             short = shorten(stages, place, shorter, num_ranks=num_ranks, looks=self._looks)
             if short is None:
@@ -214,7 +227,7 @@ class TruncatedEstimate:
                     analytic_log_of_rank(plan, rank, device=device, played=self.played), short
                 )
             except MeshplanError:
-                return None  # The full estimate reports the error.
+                return None  # The full estimate will report the error.
             on_top = self.links(plan) - linear[place]
             least = gauge.least_bytes + on_top
             is_over = least + linear[place] > capacity
@@ -234,9 +247,9 @@ class TruncatedEstimate:
 
 
 def _shortest(grid: NDArray[np.void], row: np.void) -> np.void:
-    """Return a configuration with the fewest stages that opens the same communicators.
+    """Return the configuration of the grid with the fewest stages that opens equal communicators.
 
-    It has the same axes larger than 1, the same mode and the same offload.
+    Such configurations have the same axes larger than 1, the same mode and the same offload.
     """
     if row["pp"] * row["virtual"] <= 2:
         return row

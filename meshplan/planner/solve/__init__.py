@@ -8,13 +8,15 @@ rank waits for (`cost.pipeline.waiting_share`), a step takes
     T = (m - β) * max_s t_s + β * sum_s t_s + once[c]                                (1)
     t_s = sum of seconds[c, kind(i), o(i)] over the blocks i of stage s
 
-and every rank r, which keeps f_r microbatches for their backward, must stay within M bytes:
+where once[c] are the seconds of a step that no option changes. Every rank r keeps the activations
+of f_r microbatches for their backward, and must stay within M bytes:
 
     sum over its blocks of (resident + f_r * saved)[c, kind(i), o(i)] + top_r + excess_r <= M   (2)
 
 `tables.cost_table.CostTable` holds the arrays, `cost_table.weights` the factors of (1), and
-`tables.stage_layout` f_r and top_r. Only `excess_r`, what the memory package's event-by-event
-replay reports above these linear figures, is unknown until a candidate has been replayed.
+`tables.stage_layout` f_r and top_r, the bytes of a rank besides those of its blocks. Only
+`excess_r`, what the memory package's event-by-event replay reports above these linear figures, is
+unknown until a candidate has been replayed.
 
 **Lower bounds.** Each drops or relaxes something, so none exceeds the optimum of c:
 
@@ -31,11 +33,12 @@ multiple-choice knapsack (`knapsack.solve`: LP bound, greedy filling, reduced-co
 setting with dominance). `stage_cuts.cut_into_stages` finds the best cut under the LP bounds and
 replaces the bounds on its path by exact values until the whole path is exact.
 
-**Proof** (`search.search`). A queue holds every configuration under the highest bound it has so
-far. The lowest is taken out and its bound raised, in the order above; once it is exact, its plan is
-replayed. If the plan fits, T is the new incumbent T*. If not, M is lowered by the excess for this
-configuration, which goes back into the queue. As long as no configuration in the queue is below
-T* (1 - `TOLERANCE`), no plan of the space is faster than T* by more than the tolerance, under the
-cost and memory models that are printed with the answer. A search that is stopped early reports the
-lowest bound in the queue instead (`SearchResult.lower_s`), and so the gap that is left.
+**Proof** (`search.search`). A queue holds every configuration under the highest bound found for it
+so far. The configuration with the lowest bound is taken out and its bound is raised, in the order
+above. Once the bound is exact, the plan is replayed. If the plan fits, T is the new incumbent T*.
+If not, M is lowered by the excess for this configuration, which goes back into the queue. When no
+bound in the queue is below T* (1 - `TOLERANCE`), no plan of the space is faster than T* by more
+than the tolerance, under the cost and memory models that are printed with the answer. A search that
+is stopped early reports the lowest bound in the queue (`SearchResult.lower_s`), and with it the
+gap that is left.
 """

@@ -1,6 +1,7 @@
-"""Solve one configuration: its fastest candidate, and its smallest, within a linear memory.
+"""Solve one configuration: find its fastest or its smallest candidate within a memory limit.
 
-"Linear bytes" are lower bounds on the memory of a rank that are sums over its blocks (`CostTable`).
+Memory is counted in "linear bytes": lower bounds on the memory of a rank that are sums over its
+blocks (`CostTable`).
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class Candidate:
     Args:
         row: Index of the configuration in the grid.
         seconds: Seconds of one step.
-        ends: Places in `CostTable.order` between which the stages lie, in the order of the model,
-            starting with 0.
-        option_counts: Number of blocks that take each option, by stage and kind.
+        ends: Boundaries of the stages: stage s has the places of `CostTable.order` from ends[s] up
+            to, but without, ends[s + 1].
+        option_counts: [stage][kind][option] number of blocks that take each option.
         linear_bytes: Linear bytes of each pipeline rank: a lower bound on its memory.
     """
 
@@ -41,12 +42,12 @@ class Candidate:
 
 @dataclass(slots=True)
 class _ConfigBounds:
-    """The results for one configuration within one capacity, so far.
+    """The results so far for one configuration and one capacity.
 
     Attributes:
-        row: The solver; None once `answer` is found.
-        answer: The fastest candidate; None if it has not been found.
-        none_below: Seconds below which the solver found no candidate.
+        row: The solver of the configuration; None once `answer` is found.
+        answer: The fastest candidate; None as long as none is found.
+        none_below: Seconds of a step below which the solver found no candidate.
     """
 
     row: ConfigSolver | None
@@ -57,16 +58,16 @@ class _ConfigBounds:
 def solve_config(
     numbers: CostTable, row: int, capacity: float, below: float = float("inf")
 ) -> Candidate | None:
-    """Return the fastest candidate of one configuration within a linear memory.
+    """Return the fastest candidate of one configuration within a limit of linear bytes.
 
     Args:
         numbers: The cost table.
         row: Index of the configuration in the grid.
         capacity: Linear bytes that one rank may use.
-        below: Seconds of a step; only faster candidates are of interest.
+        below: Seconds of a step that the candidate must beat.
 
     Returns:
-        The candidate; None if no candidate is faster than `below`.
+        The candidate; None if no candidate fits and is faster than `below`.
     """
     known = _known(numbers, row, capacity)
     if known.row is not None and below > known.none_below:
@@ -78,9 +79,15 @@ def solve_config(
 
 
 def config_bound(numbers: CostTable, row: int, capacity: float) -> float:
-    """Return a lower bound on the seconds that `solve_config` finds, in a fraction of its time.
+    """Return a lower bound on the seconds of a step of the candidate that `solve_config` returns.
 
-    The bound is infinite if nothing fits.
+    The LP relaxation gives the bound in a fraction of the time of `solve_config`. The bound is
+    infinite if nothing fits.
+
+    Args:
+        numbers: The cost table.
+        row: Index of the configuration in the grid.
+        capacity: Linear bytes that one rank may use.
     """
     known = _known(numbers, row, capacity)
     if known.row is not None:
@@ -89,6 +96,7 @@ def config_bound(numbers: CostTable, row: int, capacity: float) -> float:
 
 
 def _known(numbers: CostTable, row: int, capacity: float) -> _ConfigBounds:
+    """Return the cached results for a configuration and a capacity; new ones hold a solver."""
     known: _ConfigBounds | None = numbers.answers.get((row, capacity))
     if known is None:
         known = numbers.answers[row, capacity] = _ConfigBounds(ConfigSolver(numbers, row, capacity))
@@ -96,7 +104,7 @@ def _known(numbers: CostTable, row: int, capacity: float) -> _ConfigBounds:
 
 
 class ConfigSolver:
-    """Solver of one configuration within a linear memory.
+    """Solver of one configuration within a limit of linear bytes.
 
     Args:
         numbers: The cost table.
@@ -128,10 +136,10 @@ class ConfigSolver:
         return float(a[0]), float(b[0])
 
     def best(self, below: float) -> Candidate | None:
-        """Return the fastest candidate below so many seconds of a step; None if there is none."""
+        """Return the fastest candidate whose step takes less than `below` seconds; None if none."""
         numbers, row, lanes = self._numbers, self._row, self._lanes
         (a, b), once = self._weights, float(numbers.once_s[row])
-        if lanes.num == 1:  # One knapsack, and nothing to cut.
+        if lanes.num == 1:  # With one stage there is nothing to cut.
             choice = self._solve(0, 0, len(numbers.order), (below - once) / (a + b))
             if choice is NONE:
                 return None
@@ -173,7 +181,7 @@ class ConfigSolver:
 
     @cached_property
     def _bounds(self) -> list[Floats]:
-        """Lower bounds on the seconds of each distinct set of blocks, one array per rank."""
+        """One [sets] array per rank: lower bounds on the seconds of each distinct set of blocks."""
         return self._values(
             lambda asked: solve_relaxations(
                 [(self._menus[rank], counts, self._rooms[rank]) for rank, counts in asked]
@@ -182,17 +190,16 @@ class ConfigSolver:
 
     @cached_property
     def _stretches(self) -> list[BlockRanges]:
-        """The block ranges that each rank may have."""
+        """The contiguous block ranges that may be put on each rank."""
         return [self._lanes.stretches(rank) for rank in range(self._lanes.num)]
 
     def _values(self, value: Callable[[list[tuple[int, Counts]]], list[Floats]]) -> list[Floats]:
-        """Evaluate, for each rank, every distinct set of blocks that its ranges may contain.
+        """Return one [sets] array per rank, with a value for each set of blocks it may have.
 
-        Ranks with equal options, equal bytes on top and equal sets of blocks are evaluated once.
+        Ranks with equal options, equal `tops` and equal sets of blocks are evaluated once.
 
         Args:
-            value: Maps (rank, [sets, kinds] block counts) of the distinct ranks to one [sets] array
-                of values each.
+            value: Maps a list of (rank, [sets, kinds] block counts) to a list of [sets] arrays.
         """
         keys = [
             (id(self._menus[rank]), self._lanes.tops[rank], id(each.made_of))
@@ -204,7 +211,11 @@ class ConfigSolver:
         return [known[key] for key in keys]
 
     def _table(self, values: list[Floats]) -> Floats:
-        """[ranks, i, j] values of the blocks from i up to j; infinite for impossible ranges."""
+        """Return [ranks, i, j] values of the block range from i up to j; infinite if impossible.
+
+        Args:
+            values: One [sets] array per rank, as `_values` returns them.
+        """
         num, places = self._lanes.num, self._lanes.places
         table = np.full((num, places * places), np.inf)
         for rank, (own, each) in enumerate(zip(values, self._stretches, strict=True)):
@@ -212,16 +223,18 @@ class ConfigSolver:
         return table.reshape(num, places, places)
 
     def _solve(self, rank: int, i: int, j: int, below: float = float("inf")) -> KnapsackSolution:
+        """Return the fastest options of the block range from i up to j on a rank."""
         counts, menu = self._lanes.counts(rank, i, j), self._menus[rank]
         key = (id(menu), self._rooms[rank], counts.tobytes())
         if key not in self._known:
             choice = solve(menu, counts, self._rooms[rank], below)
             if choice is NONE and below < float("inf"):
-                return NONE  # Not cached: a slower solution may exist.
+                return NONE  # Do not cache: a solution slower than `below` may exist.
             self._known[key] = choice
         return self._known[key]
 
     def _candidate(self, ends: tuple[int, ...], seconds: float) -> Candidate:
+        """Return the candidate with these boundaries of ranges and the fastest options."""
         option_counts, linear = [], []
         for rank, (i, j) in enumerate(itertools.pairwise(ends)):
             chosen = self._solve(rank, i, j).option_counts

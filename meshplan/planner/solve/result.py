@@ -1,4 +1,4 @@
-"""The result of a search, and what it records of each configuration on the way."""
+"""The result of a search, and the state of each configuration while it runs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class ReplayedMemory:
 
     Attributes:
         fits: If True, every rank fits.
-        excess_bytes: Bytes of the worst-off pipeline stage above its `linear_bytes`.
+        excess_bytes: Bytes that the replay reports above a pipeline rank's `linear_bytes`; the
+            maximum over ranks.
         why: The reason why the candidate cannot be planned (`fits` is then False); "" if it can.
-        result: An object that the measuring function attaches, such as the evaluated plan; None if
-            it attaches none.
+        result: An object that the measuring function attaches, such as the evaluated plan; or None.
         is_of_row: If True, other candidates of the configuration have the same excess.
     """
 
@@ -35,8 +35,8 @@ class Guess(NamedTuple):
     """A cheap estimate of a candidate's memory, made before it is replayed.
 
     Attributes:
-        excess_bytes: Guess of the bytes that a rank needs above its linear bytes.
-        is_over: If True, the candidate is known not to fit.
+        excess_bytes: Guess of the bytes that the worst rank needs above its linear bytes.
+        is_over: If True, the candidate is proved not to fit.
     """
 
     excess_bytes: float
@@ -51,16 +51,16 @@ class SearchResult:
         best: The fastest candidate that fits; None if none was found.
         measured: The replayed memory of `best`; None if there is no `best`.
         lower_s: Lower bound on the seconds of a step of every plan in the space.
-        near: Candidates of all configurations that may be within the slack of the best, not
-            replayed, fastest first.
-        refused: Reason why a candidate of a configuration cannot be planned, by configuration.
-        excess: Excess bytes of the last replayed candidate, by configuration.
+        near: The fastest candidate of each configuration that may be within the slack of the best;
+            not replayed, fastest first.
+        refused: {index of a configuration: reason why its candidate cannot be planned}.
+        excess: {index of a configuration: excess bytes of its last replayed candidate}.
         num_solved: Number of times that a configuration was solved exactly.
         num_measured: Number of candidates that were replayed.
         given_up: Number of configurations that were given up after too many replays.
-        is_whole: If True, the search ended by itself; if False, it was stopped.
-        unoffloaded_s: Seconds of a step of the fastest plan that fits without offload beyond what
-            the plan file states; infinite if there is none.
+        is_whole: If True, the search ran to its end; if False, it was stopped before.
+        unoffloaded_s: Seconds of a step of the fastest plan that fits and offloads no more than the
+            plan file states; infinite if there is no such plan.
     """
 
     best: Candidate | None = None
@@ -77,7 +77,7 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        """Share by which some plan of the space may be faster than the best; 1 without a best."""
+        """Share by which some plan of the space may be faster than `best`; 1 if `best` is None."""
         return 1.0 if self.best is None else max(0.0, 1 - self.lower_s / self.best.seconds)
 
 
@@ -86,19 +86,20 @@ class NodeState:
     """The state of one configuration during a search.
 
     Attributes:
-        capacity: Linear bytes that its next candidate may use.
+        capacity: Linear bytes that a rank of the configuration's next candidate may use.
         fits_up_to: Linear bytes of the last candidate that fitted; negative if none did.
         over_from: Fewest linear bytes of a candidate that did not fit; infinite if there is none.
-        tries: Number of its candidates that were replayed.
-        seconds: Seconds of the last candidate that did not fit.
+        tries: Number of candidates that were replayed.
+        seconds: Seconds of a step of the last candidate that did not fit.
         halved: Number of bisections between `fits_up_to` and `over_from`.
         looks: Number of times that no candidate was found within an `_AHEAD` factor of the bound.
         is_of_row: If True, all candidates of the configuration have the same excess.
-        sure_capacity: The capacity without the guess while `capacity` rests on a guess; else None.
-        guesses: Number of guesses made for its candidates.
-        hoped: Seconds of the candidate, or of the LP bound, that it last entered the queue with.
+        sure_capacity: The capacity to go back to if a guess lowered `capacity`; else None.
+        guesses: Number of guesses made for the configuration's candidates.
+        hoped: Seconds of a step, by the last candidate or LP bound, that the configuration may
+            reach; `_explore` tries the lowest first.
         guessed: Excess bytes by the last guess.
-        doubted: Excess bytes by a guess that has been dropped since; None if none has.
+        doubted: Excess bytes of a guess that was dropped later; None if there is no such guess.
     """
 
     capacity: float
@@ -117,10 +118,10 @@ class NodeState:
 
 
 def mesh_key(config: np.void) -> tuple[int, ...]:
-    """Return a key of configurations that need the more memory, the larger their microbatches are.
+    """Return a key for comparing memory: if keys are equal, larger microbatches need more memory.
 
-    A pipeline with fewer microbatches than ranks keeps fewer of them in flight, so the key then
-    includes their number.
+    A pipeline with few microbatches keeps fewer of them in flight. Below the number that its
+    warm-up needs, their number is part of the key.
     """
     names = (
         "pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "virtual", "mode", "schedule",
@@ -132,7 +133,9 @@ def mesh_key(config: np.void) -> tuple[int, ...]:
 
 
 class RuledOut:
-    """Configurations whose smallest candidate does not fit, and those that need more than these.
+    """The set of configurations that cannot fit: those added, and those that need more memory.
+
+    Add a configuration whose smallest candidate does not fit.
 
     Args:
         grid: The configurations.
@@ -141,9 +144,10 @@ class RuledOut:
     def __init__(self, grid: NDArray[np.void]) -> None:
         self._grid = grid
         self._least: dict[tuple[int, ...], int] = {}
-        """Samples of the smallest microbatch that is ruled out, by `mesh_key`."""
+        """{`mesh_key`: samples of the smallest microbatch that cannot fit}."""
 
     def add(self, row: int) -> None:
+        """Add a configuration whose smallest candidate does not fit."""
         key, micro = mesh_key(self._grid[row]), int(self._grid[row]["micro"])
         self._least[key] = min(micro, self._least.get(key, micro))
 

@@ -1,10 +1,11 @@
 """Search all configurations best first: lower bounds, then exact candidates, then replayed memory.
 
-A configuration is solved exactly (block options by `knapsack`, stages by `stage_cuts`) within a
-linear memory, which is never above the real one. Its candidate is then replayed. The excess that
-the replay finds is subtracted from the configuration's capacity, and the configuration is solved
-again, until a candidate fits and no faster one of that configuration does. The search ends when no
-configuration's bound is below the best candidate by more than the tolerance. The docstring of
+A configuration is solved exactly (block options by `knapsack`, stages by `stage_cuts`), with its
+memory counted in linear bytes, which never exceed the memory really needed. The resulting candidate
+is then replayed. The excess that the replay finds is subtracted from the configuration's capacity,
+and the configuration is solved again, until a candidate fits and no faster candidate of the
+configuration does. The search ends when no configuration's bound is below the seconds of the best
+candidate by more than the tolerance. The docstring of
 `meshplan.planner.solve` has the equations.
 """
 
@@ -26,23 +27,25 @@ TOLERANCE: Final = 1e-4
 """Share by which some plan of the space may be faster than the answer."""
 _EPS: Final = 1e-12
 _FAILURES: Final = 6
-"""Candidates that may fail before the warm start looks for one that stays well below the limit."""
+"""Replayed candidates that may fail before the warm start looks for a candidate well below the
+memory limit."""
 _GUESSES, _OFTEN = 20, 10
-"""Candidates that guesses may pass over before the warm start looks for the smallest ones, and then
-between two calls of `_explore`."""
+"""Candidates that guesses may pass over before the warm start looks for the smallest candidates,
+and later between two calls of `_explore`."""
 _MUCH, _HOPES = 0.95, 8
-"""Share of the best candidate's seconds that `_explore` must beat, and the number of configurations
-that it looks at."""
+"""Share of the best candidate's seconds that a candidate of `_explore` must beat, and the number of
+configurations that `_explore` tries."""
 _MOST_TRIES: Final = 12
 """Candidates of one configuration that are replayed before it is given up
 (`SearchResult.given_up`)."""
 _AHEAD: Final = (1.02, 1.25)
-"""Factors above its bound up to which a configuration is solved, first and second, before there is
-an answer: slower candidates need not be known exactly yet, and excluding them is cheap."""
+"""Factors for the first two attempts to solve a configuration while no candidate fits yet: only
+candidates up to this factor above the bound are searched. Slower ones need not be known exactly
+yet, and excluding them is cheap."""
 _MOST_GUESSES: Final = 4
-"""Guesses for a configuration's candidates before one of them is replayed."""
+"""Number of guesses for a configuration's candidates after which the next one is replayed."""
 _MOST_HALVED: Final = 12
-"""Bisections of a configuration's capacity between a candidate that fits and one that does not."""
+"""Most bisections of a configuration's capacity, between bytes that fit and bytes that do not."""
 
 
 def search(
@@ -65,22 +68,22 @@ def search(
         numbers: The cost table.
         capacity: Linear bytes that a rank may use.
         measure: Replays the memory of a candidate.
-        guess: Guesses the memory of a candidate cheaply, or returns None. Guesses decide what is
-            replayed first, and exclude only candidates with `Guess.is_over`.
-        is_over: Returns True if a candidate is known not to fit, possibly cheaper than `guess`;
-            None takes `Guess.is_over`.
-        taken: Maps a configuration to the bytes that its ranks need above their linear bytes,
-            whatever the blocks choose.
+        guess: Guesses the memory of a candidate cheaply, or returns None. Guesses decide which
+            candidates are replayed first, and exclude only candidates with `Guess.is_over`.
+        is_over: Returns True if a candidate is proved not to fit, possibly faster than `guess`;
+            None to use `Guess.is_over`.
+        taken: Maps the index of a configuration to the bytes that a rank needs above its linear
+            bytes, whatever the options of its blocks.
         slack: Share by which candidates may be slower than the best to be listed in
             `SearchResult.near`; 0 lists none.
         tolerance: Share by which some plan may be faster than the answer when the search ends.
-        deadline: Value of `time.monotonic()` at which the search stops with the best so far; None
-            for no limit.
-        is_stopped: Returns True once the user wants the best so far.
-        report: Called with the result after each better candidate.
+        deadline: Value of `time.monotonic()` at which the search stops with the best candidate
+            found so far; None for no limit.
+        is_stopped: Returns True once the user wants the best candidate found so far.
+        report: Called with the result whenever a better candidate is found.
 
     Returns:
-        The result, with the lower bound that was proved.
+        The result, with the lower bound on the seconds of a step that was proved.
     """
     found = _Search(numbers, capacity, measure, slack, tolerance, deadline, report)
     found.is_stopped, found.guess, found.taken = is_stopped, guess, taken
@@ -119,8 +122,8 @@ class _Search:
         """Lower bound on the seconds of every configuration that has not entered the queue yet."""
         self._failures, self._passed_over = 0.0, 0
         self._unproved = float("inf")
-        """Lower bound on the seconds of what was dropped without a proof; infinite if nothing
-        was."""
+        """Lower bound on the seconds of the plans that were dropped without a proof; infinite if
+        there are none."""
         self._times, self._bytes = time_bounds(numbers), memory_bounds(numbers)
         self._out = RuledOut(numbers.grid)
         self._seeds = WarmStart(
@@ -131,14 +134,16 @@ class _Search:
     def run(self) -> SearchResult:
         """Examine the configuration with the lowest bound until the best candidate is proved.
 
-        A configuration waits with its bound first, then with the seconds of its exact candidate
-        within the linear memory, then, if that turned out to need more, with its candidate within
-        what is left. Each is no faster than the one before, and only the lowest of all is replayed.
+        A configuration first waits in the queue with its lower bound, and then with the seconds of
+        its fastest candidate by linear bytes. If a replay shows that this candidate needs more
+        memory, the configuration waits with the fastest candidate of the reduced capacity. These
+        values never decrease, and a candidate is replayed only if none in the queue is lower.
         """
         found, waiting = self.found, self._waiting
         for bound, row in by_bound(self._numbers, self._capacity, self._times, self._bytes):
             self._following = bound
-            # First examine those that wait with a lower bound than all that are still to come.
+            # First examine the queued configurations whose bound is not above this one: all
+            # configurations that have not entered the queue have higher bounds.
             while waiting and waiting[0][0] <= bound and not self._is_done():
                 self._look_closer(*heapq.heappop(waiting))
             if self._is_done():
@@ -157,17 +162,18 @@ class _Search:
         return found
 
     def _least_waiting(self) -> float:
-        """Return a lower bound on all open configurations, also those not yet in the queue."""
+        """Return a lower bound on the seconds of all open configurations, queued or not."""
         return min(self._following, self._waiting[0][0]) if self._waiting else self._following
 
     def _is_done(self) -> bool:
-        """Return True if no configuration can be faster than the best, or the time is up."""
+        """Return True if no configuration can beat the best candidate, or the time is up."""
         found = self.found
         if found.best and self._least_waiting() >= found.best.seconds * (1 - self._tolerance):
             return not self._doubt()
         if self._is_late():
             found.is_whole = False
-            # A configuration that is to be solved again at once waits with 0 seconds.
+            # A configuration may be queued with 0 seconds, to be solved again at once: its time
+            # bound counts instead.
             waiting = (max(s, float(self._times[row])) for s, row in self._waiting)
             guessed = (s for s, row in self._guessed if self._rests_on_guess(row))
             least = min([self._following, *waiting, *guessed])
@@ -176,10 +182,10 @@ class _Search:
         return False
 
     def _doubt(self) -> bool:
-        """Requeue configurations without their guess if they may then be faster than the best.
+        """Drop guesses that keep a configuration from beating the best, and requeue those.
 
         Returns:
-            True if there were any.
+            True if there were such configurations.
         """
         limit = self.found.best.seconds * (1 - self._tolerance) if self.found.best else np.inf
         is_any = False
@@ -194,6 +200,7 @@ class _Search:
         return is_any
 
     def _rests_on_guess(self, row: int) -> bool:
+        """Return True if a guess lowered the capacity of a configuration."""
         return self._states[row].sure_capacity is not None
 
     def _is_late(self) -> bool:
@@ -201,15 +208,16 @@ class _Search:
         return late or self.is_stopped()
 
     def _seed(self, answers: Iterable[tuple[Candidate, ReplayedMemory]]) -> None:
-        """Record candidates that were replayed before best first would have reached them."""
+        """Record replayed candidates that the best-first order has not reached yet."""
         for candidate, measured in answers:
             self.found.excess[candidate.row] = max(measured.excess_bytes, 0.0)
             self._take(candidate, measured)
 
     def _explore(self) -> None:
-        """Replay the fastest candidate that rests on a guess, if it is much faster than the best.
+        """Replay one promising candidate of the configurations whose capacity a guess lowered.
 
-        Best first reaches it last, and until then the best may be far from the optimum.
+        It must be much faster than the best candidate, and must fit by the guess. The best-first
+        order reaches such candidates last, and until then the best may be far from the optimum.
         """
         best = self.found.best
         if best is None:
@@ -227,10 +235,10 @@ class _Search:
                 return
 
     def _look_closer(self, bound: float, row: int) -> None:
-        """Raise the bound of a configuration, or replay its candidate if nothing can be faster.
+        """Raise the bound of a configuration, or replay its candidate if no other can be faster.
 
         Args:
-            bound: Lower bound on its seconds, with which it left the queue.
+            bound: Lower bound on the seconds, with which the configuration left the queue.
             row: Index of the configuration in the grid.
         """
         found = self.found
@@ -240,7 +248,7 @@ class _Search:
             state = self._states[row] = NodeState(self._capacity - self.taken(row))
         limit = (found.best.seconds if found.best else float("inf")) * (1 - self._tolerance)
         least = self._least_waiting()
-        # The LP bound, which may split blocks, is cheap and mostly enough to let it wait.
+        # The LP bound is cheap, and mostly high enough to send the configuration back to the queue.
         sure = config_bound(self._numbers, row, state.capacity)
         if max(bound, least) < sure < limit:
             state.hoped = sure
@@ -251,7 +259,7 @@ class _Search:
         found.num_solved += 1
         candidate = solve_config(self._numbers, row, state.capacity, ahead)
         if candidate is None and ahead < limit and sure < limit:
-            # No candidate is faster than `ahead`, which is a proved bound, too.
+            # No candidate is faster than `ahead`, so `ahead` is a lower bound.
             state.looks += 1
             heapq.heappush(self._waiting, (ahead, row))
             return
@@ -261,7 +269,7 @@ class _Search:
             self._halve(row, state)
             return
         if candidate.seconds > least:
-            # Another configuration may be faster: wait with the exact seconds before any replay.
+            # Another configuration may be faster, so requeue this one with its exact seconds.
             state.hoped = candidate.seconds
             heapq.heappush(self._waiting, (candidate.seconds, row))
             return
@@ -291,29 +299,30 @@ class _Search:
             state.fits_up_to = held
         else:
             state.over_from, state.seconds = min(state.over_from, held), candidate.seconds
-            # With several stages per rank, many fail at first because of memory that the linear
-            # bytes leave out. Such failures count less.
+            # With several stages per rank, many candidates fail at first because of memory that
+            # the linear bytes leave out. Such failures count less.
             self._failures += 1.0 if self._numbers.grid[row]["virtual"] == 1 else 0.25
-            # After two failures, find out if anything of this configuration can fit at all.
+            # At the second replay, find out if any candidate of this configuration can fit.
             if state.tries == 2 and not self._can_fit(
                 self._smallest(row), candidate, measured.excess_bytes
             ):
                 return
-            if not measured.is_of_row:  # Another candidate, no slower, may need less memory.
+            if not measured.is_of_row:  # Another candidate, as fast, may fit.
                 self._unproved = min(self._unproved, candidate.seconds)
         found.excess[row] = max(measured.excess_bytes, 0.0)
-        # The next candidate has to leave room for the excess, and to be smaller than what failed.
+        # The next candidate must leave room for the excess, and need less than those that failed.
         below = float(np.nextafter(state.over_from, 0.0))
         state.capacity = min(self._capacity - found.excess[row], below)
         heapq.heappush(self._waiting, (candidate.seconds if not measured.fits else 0.0, row))
         if self._failures >= _FAILURES and found.best is None:
-            self._failures = float("-inf")  # So that this happens only once.
+            self._failures = float("-inf")  # Start `any` only once.
             self._seed(self._seeds.any())
 
     def _is_likely_over(self, row: int, state: NodeState, candidate: Candidate) -> bool:
-        """Return True if a guess says that a candidate does not fit.
+        """Return True if a candidate does not fit by a guess.
 
-        The configuration's capacity is then lowered so that, by the guess, its next candidate fits.
+        The configuration's capacity is then lowered so that, by the guess, the next candidate fits.
+        If even the smallest candidate is proved not to fit, the configuration is excluded instead.
         """
         if state.guesses == _MOST_GUESSES:
             return False
@@ -331,10 +340,11 @@ class _Search:
         return True
 
     def _is_open(self, row: int, candidate: Candidate | None = None) -> bool:
-        """Return True if nothing excludes a configuration, or this candidate of it."""
+        """Return True if nothing excludes a configuration, nor this candidate of it if given."""
         return row not in self._out and not (candidate and self._likely_excess(candidate))
 
     def _likely_fits(self, candidate: Candidate) -> bool:
+        """Return True if there is a guess for a candidate, and by the guess it fits."""
         return self.guess(candidate) is not None and self._likely_excess(candidate) is None
 
     def _is_surely_over(self, candidate: Candidate) -> bool:
@@ -342,17 +352,17 @@ class _Search:
         return guess is not None and guess.is_over
 
     def _likely_excess(self, candidate: Candidate) -> float | None:
-        """Return the guessed excess of a candidate if it does not fit by that guess; else None."""
+        """Return the guessed excess bytes of a candidate that does not fit with them; else None."""
         guess = self.guess(candidate)
         if guess is None or max(candidate.linear_bytes) + guess.excess_bytes <= self._capacity:
             return None
         return guess.excess_bytes
 
     def _halve(self, row: int, state: NodeState) -> None:
-        """Bisect between what fits and what does not, once nothing is left within the capacity.
+        """Requeue a configuration that has no candidate left, with a capacity raised by bisection.
 
-        The candidate that failed may have a larger excess than smaller candidates have, because its
-        memory peaks at another moment.
+        The new capacity lies halfway to the linear bytes of the candidate that failed. Smaller
+        candidates may have a smaller excess, because their memory peaks at another time.
         """
         if state.is_of_row or state.over_from == float("inf") or state.halved == _MOST_HALVED:
             return
@@ -366,7 +376,7 @@ class _Search:
         heapq.heappush(self._waiting, (state.seconds, row))
 
     def _take(self, candidate: Candidate, measured: ReplayedMemory) -> None:
-        """Make a candidate that fits the best one, if it is faster than the one before."""
+        """Make a candidate that fits the best one, if it is faster than the best so far."""
         found = self.found
         if found.best is None or candidate.seconds < found.best.seconds:
             found.best, found.measured = candidate, measured
@@ -380,12 +390,15 @@ class _Search:
         return ConfigSolver(self._numbers, row, float("inf")).smallest()
 
     def _is_out(self, row: int, excess: float, *, is_sure: bool = False) -> bool:
-        """Return True if, by a guess, not even the smallest candidate fits; it is then excluded.
+        """Return True if not even the smallest candidate of a configuration fits.
+
+        Guesses only decide whether the smallest candidate is examined. A replay then decides, and
+        excludes the configuration if it does not fit; or, with `is_sure`, a proof.
 
         Args:
             row: Index of the configuration in the grid.
             excess: Excess bytes that were guessed for another candidate of the configuration.
-            is_sure: If True, exclude only by what is known for sure, and replay nothing.
+            is_sure: If True, ask `is_over` instead of a replay, and exclude nothing here.
         """
         smallest = self._smallest(row)
         if max(smallest.linear_bytes) + excess <= self._capacity:
@@ -397,16 +410,16 @@ class _Search:
     def _can_fit(
         self, smallest: Candidate, failed: Candidate | None = None, excess: float = float("inf")
     ) -> bool:
-        """Return True if the smallest candidate fits, or else exclude the configuration.
+        """Return True if the smallest candidate fits; if not, exclude the configuration.
 
-        Other configurations that need more memory are then excluded, too.
+        Other configurations that need more memory are excluded with it (`RuledOut`).
 
         Args:
             smallest: The smallest candidate of a configuration.
-            failed: A candidate of the configuration that was replayed and did not fit; None if none
-                was.
-            excess: Excess bytes of `failed`. If the smallest candidate fits with as much, it is not
-                replayed.
+            failed: A candidate of the configuration that was replayed and did not fit; None if
+                there is none.
+            excess: Excess bytes of `failed`. If the smallest candidate fits with the same excess,
+                it is not replayed.
         """
         if failed is None or smallest.linear_bytes != failed.linear_bytes:
             if max(smallest.linear_bytes) + excess <= self._capacity:
@@ -421,7 +434,7 @@ class _Search:
         return False
 
     def _collect(self) -> None:
-        """List the candidates of all configurations that may be within the slack of the best."""
+        """Set `SearchResult.near`: candidates that may be within the slack of the best one."""
         found = self.found
         assert found.best is not None
         limit = found.best.seconds * (1 + self._slack)

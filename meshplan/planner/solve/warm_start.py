@@ -1,6 +1,7 @@
-"""Find candidates that fit early, for searches in which the fastest configurations fail.
+"""Find a candidate that fits early, for searches in which the fastest configurations do not fit.
 
-Such a candidate lets the search exclude slower configurations, and is the answer if the time is up.
+Such a candidate lets the search exclude slower configurations, and is the answer if the time limit
+is reached.
 """
 
 from __future__ import annotations
@@ -17,21 +18,22 @@ from meshplan.planner.solve.result import ReplayedMemory
 from meshplan.planner.tables.cost_table import CostTable, priced_bounds
 
 _SHARES: Final = (0.8, 0.65, 0.5, 0.35)
+"""Shares of the capacity within which a candidate is sought, one after the other."""
 _LOOKED_AT, _FEW, _ASKED = 40, 8, 3
-"""Configurations tried at each share of the capacity, configurations tried after a smallest one
-that fits, and candidates replayed each time."""
+"""Configurations tried at each share of the capacity, configurations tried after a smallest
+candidate fits, and the most candidates replayed in either case."""
 
 Answer = tuple[Candidate, ReplayedMemory]
 
 
 class IsOpen(Protocol):
-    """A test that returns True if nothing excludes a configuration, or this candidate of it."""
+    """A function: True if nothing excludes a configuration, nor this candidate of it if given."""
 
     def __call__(self, row: int, candidate: Candidate | None = None) -> bool: ...
 
 
 class WarmStart:
-    """The early candidates of one space.
+    """Find early candidates that fit in one space of configurations.
 
     Args:
         numbers: The cost table.
@@ -39,7 +41,8 @@ class WarmStart:
         times: [configs] lower bounds on the seconds of a step (`cost_table.time_bounds`).
         held: [configs] lower bounds on the bytes of the fullest rank (`cost_table.memory_bounds`).
         measure: Replays the memory of a candidate.
-        is_open: Returns True if nothing excludes a configuration, or this candidate of it.
+        is_open: Returns True if nothing excludes a configuration, nor this candidate of it if
+            given.
         is_late: Returns True once the search has to end.
     """
 
@@ -59,7 +62,7 @@ class WarmStart:
         self._measure, self._is_open, self._is_late = measure, is_open, is_late
 
     def any(self) -> Iterator[Answer]:
-        """Yield a candidate that stays well below the limit, or else the smallest ones."""
+        """Yield a candidate well below the memory limit; if there is none, those of `smallest`."""
         for share in _SHARES:
             if found := self._fastest(self._capacity * share):
                 yield found
@@ -67,10 +70,11 @@ class WarmStart:
         yield from self.smallest()
 
     def smallest(self) -> Iterator[Answer]:
-        """Yield the smallest candidate that fits, then a faster one with the same size of tp.
+        """Yield a smallest candidate that fits, then the fastest found with the same size of tp.
 
-        The largest sizes of tp come first, because their blocks have the least transient memory.
-        Configurations with one stage come before pipelines, because they are replayed the fastest.
+        Of each size of tp, the configuration with the lowest memory bound is tried. The largest
+        sizes come first, because their blocks have the least transient memory. Configurations with
+        one stage come before pipelines, because they are replayed the fastest.
         """
         grid = self._numbers.grid
         there = np.flatnonzero(np.isfinite(self._times) & (self._held <= self._capacity))
@@ -92,7 +96,7 @@ class WarmStart:
     def _fastest(
         self, room: float, among: NDArray[np.bool_] | None = None, looks: int = _LOOKED_AT
     ) -> Answer | None:
-        """Return the first candidate that fits among the fastest ones within so much memory.
+        """Return a fast candidate within a limit of linear bytes whose replay fits.
 
         Args:
             room: Linear bytes that one rank may use.
@@ -100,10 +104,11 @@ class WarmStart:
             looks: Number of configurations to try.
 
         Returns:
-            The candidate and its replayed memory; None if none of those replayed fits.
+            The candidate and its replayed memory; None if no replayed candidate fits.
         """
         can_be = (self._held <= room) & np.isfinite(self._times)
-        # More stages take longer to replay, and need more memory that linear bytes leave out.
+        # Prefer configurations with one stage: more stages take longer to replay, and need memory
+        # that linear bytes leave out.
         for name in ("pp", "virtual"):
             alone = can_be & (self._numbers.grid[name] == 1)
             can_be = alone if alone.any() else can_be

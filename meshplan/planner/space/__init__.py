@@ -1,1 +1,1 @@
-"""The choices that a plan leaves open, and every configuration of them."""
+"""The choices that a plan leaves open, and every configuration that they allow."""

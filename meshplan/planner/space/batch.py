@@ -1,4 +1,4 @@
-"""The samples of a step, as far as a plan states them."""
+"""Read from a plan how many samples a step has, and check that the plan states it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from meshplan.spec.spec import Batch, Spec
 
 
 def of_data_rank(batch: Batch) -> int:
-    """Return the samples of a step of one data rank, for plans that state no global batch."""
+    """Return the samples of a step of one data rank, for plans that state no global batch.
+
+    They are the stated samples of a data rank, or else micro * accumulate; a value that is not
+    stated counts as 1.
+    """
     if batch.of_data_rank is not None:
         return batch.of_data_rank
     both = (batch.micro, batch.accumulate)
@@ -21,10 +25,10 @@ def check_batch(spec: Spec, *, reads_tokens: bool = True) -> None:
 
     Args:
         spec: The spec of the plan file.
-        reads_tokens: If True, a sample has a length, which must be stated.
+        reads_tokens: If True, samples are sequences of tokens, whose length must be stated.
 
     Raises:
-        PlanError: Either is not stated.
+        PlanError: The number or the length of samples is not stated.
     """
     batch, problems = spec.batch, []
     is_counted = isinstance(batch.micro, int) and isinstance(batch.accumulate, int)

@@ -1,8 +1,8 @@
-"""The open sizes of cp, and how attention sees the whole sequence.
+"""The sizes of cp that a plan leaves open, and how attention reads the whole sequence.
 
-Unless a plan states otherwise, ranks exchange heads. If keys and values were gathered instead, each
-rank would keep those of the whole sequence, and a mask over them. A plan may state that, and then
-any size is allowed.
+Unless the plan states otherwise, cp ranks exchange heads (all-to-all). If keys and values were
+gathered instead, each rank would keep the keys and values of the whole sequence, and a mask over
+them. A plan may state `context.attention: all_gather`, and then any size is allowed.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ EXCHANGES: Final = "all_to_all"
 
 
 def context_of(spec: Spec) -> Context:
-    """Return how attention is computed if cp shards the sequence."""
+    """Return the context settings of a plan; if it has none, those that the planner would write."""
     return spec.context or Context(attention=EXCHANGES)
 
 
 def contexts_of(
     spec: Spec, sizes: Sequence[int], heads: Sequence[int], refuses: Callable[[int], str]
 ) -> tuple[tuple[int, ...], list[tuple[str, str]]]:
-    """Return the sizes that cp may have, and (value, reason) of what is left out.
+    """Return the sizes that cp may have, and (value, reason) for each value left out.
 
     Args:
         spec: The spec of the plan file.
-        sizes: Sizes that the mesh leaves open.
-        heads: Numbers of heads, and of key/value heads, of one attention; () if they are not known.
-        refuses: Returns the reason why the model does not allow a size; "" if it does.
+        sizes: Sizes of cp that the mesh leaves open.
+        heads: (number of heads, number of key/value heads) of the attention; () if not known.
+        refuses: Returns the reason why the model does not allow a size of cp; "" if it does.
     """
     allowed, out = [size for size in sizes if size == 1], []
     if allowed and spec.context is not None:
@@ -55,7 +55,7 @@ def contexts_of(
 
 
 def shared_heads(spec: Spec, heads: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the numbers of heads that ranks of cp share out; () if each computes all heads."""
+    """Return the numbers of heads that cp must divide; () if each cp rank computes all heads."""
     return heads if context_of(spec).attention == EXCHANGES else ()
 
 

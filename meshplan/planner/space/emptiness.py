@@ -1,4 +1,7 @@
-"""Explain an empty space: by what the model or the plan excludes, or by the samples of a step."""
+"""Explain a space without configurations.
+
+The reason is what the model or the plan excludes, or a number of samples that no mesh divides.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _FIX: Final = "state less, or change batch.global"
 
 
 def nothing_to_choose(free: Freedom, spec: Spec) -> EmptySpaceError:
-    """Return the error for a space without any configuration."""
+    """Return the error for a space without any configuration, with the reason and a fix."""
     whys = "; ".join(f"{each.what}: {each.why}" for each in free.rejected)
     least = _least_samples(free)
     devices = f"{free.world:,} device{'' if free.world == 1 else 's'}"
@@ -37,7 +40,7 @@ def nothing_to_choose(free: Freedom, spec: Spec) -> EmptySpaceError:
 
 
 def _least_samples(free: Freedom) -> int | None:
-    """Return the fewest samples of a step for which there is a mesh; None if there is never one."""
+    """Return the fewest samples of a step that some mesh can split; None if no mesh ever can."""
     own = (free.micro or (1,))[0] * (free.accumulate or 1)
     if not free.micro:
         own *= free.pipelined or 1

@@ -19,7 +19,8 @@ _MOST_MICRO: Final = 64
 _HALVED: Final = frozenset(
     place for place, word in enumerate(SCHEDULE_WORDS) if word and SCHEDULES[word].splits_backward
 )
-"""Indices of the schedules with a split backward, for which offload has no figures."""
+"""Indices of the schedules with a split backward. The cost model has no figures for offload with
+them."""
 
 
 def enumerate_grid(free: Freedom) -> NDArray[np.void]:
@@ -34,8 +35,8 @@ def enumerate_grid(free: Freedom) -> NDArray[np.void]:
                     for data in _data(free, free.world // inner):
                         for ep in _lent(free, data[1], {"pp": pp, "cp": cp, "tp": tp}):
                             steps = [*_steps(free, (pp, *data[:2], cp, tp, ep), data[2])]
-                            # With tp, cp or pp, no rank has all logits of its tokens, or all
-                            # stages: several loss chunks are for the other meshes only.
+                            # Several loss chunks need all logits of a token, and the whole model,
+                            # on one rank: only the first number is tried with tp, cp or pp.
                             chunks = free.loss_chunks[: None if inner == 1 else 1]
                             for what in offloads:
                                 if may_lie_there(free, (pp, *data[:2], cp), data[2], what):
@@ -46,12 +47,12 @@ def enumerate_grid(free: Freedom) -> NDArray[np.void]:
 
 
 def _shares_heads(free: Freedom, tp: int, cp: int) -> bool:
-    """Return True if ranks of cp may share out the heads of one rank of tp."""
+    """Return True if tp * cp divides all numbers of heads, or cp does not exchange heads."""
     return cp == 1 or not any(heads % (tp * cp) for heads in free.heads)
 
 
 def _lent(free: Freedom, shard: int, sizes: Mapping[str, int]) -> Iterator[int]:
-    """Yield the sizes of ep that may be borrowed from dp_shard, if no two axes clash.
+    """Yield the sizes of ep that divide dp_shard and are compatible with the other axes.
 
     Args:
         free: The space.
@@ -65,7 +66,12 @@ def _lent(free: Freedom, shard: int, sizes: Mapping[str, int]) -> Iterator[int]:
 
 
 def _data(free: Freedom, ranks: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (dp_replicate, dp_shard, mode) of so many data ranks."""
+    """Yield (dp_replicate, dp_shard, mode) for each allowed layout of the data ranks.
+
+    Args:
+        free: The space.
+        ranks: Number of data ranks.
+    """
     is_stated = _DDP not in free.modes
     for shard in divisors(ranks):
         replicate = ranks // shard
@@ -73,19 +79,25 @@ def _data(free: Freedom, ranks: int) -> Iterator[tuple[int, int, int]]:
             continue
         if _DDP in free.modes and shard == 1:
             yield replicate, shard, _DDP
-        # A model on a single device may reshard to free what was cast. With more devices, one data
-        # rank has nothing to shard.
+        # On a single device, FSDP2 may reshard to free the cast copy of the parameters. With more
+        # devices, sharding over one data rank has no use.
         least = 1 if free.world == 1 else 2
         if _ZERO1 in free.modes and replicate == 1 and shard >= (least if is_stated else 2):
             yield replicate, shard, _ZERO1
-        # Apart from that, only offloaded parameters are sharded over one rank.
+        # The exception are offloaded parameters, which FSDP2 may shard over one rank.
         least = least if 0 in free.offload or replicate > 1 else 1
         if _SHARD in free.modes and shard >= least and free.hybrid in (None, replicate > 1):
             yield replicate, shard, _SHARD
 
 
 def _steps(free: Freedom, sizes: tuple[int, ...], mode: int) -> Iterator[tuple[int, ...]]:
-    """Yield configurations of one mesh up to their schedule: its microbatches and schedules."""
+    """Yield grid rows up to `schedule`: each choice of microbatches and schedule on one mesh.
+
+    Args:
+        free: The space.
+        sizes: Sizes of pp, dp_replicate, dp_shard, cp, tp and ep.
+        mode: Index into `cost.grid.MODES`.
+    """
     pp, replicate, shard = sizes[0], sizes[1], sizes[2]
     ranks = replicate * shard
     for micro, microbatches in _microbatches(free, ranks, pp > 1):
@@ -98,9 +110,16 @@ def _steps(free: Freedom, sizes: tuple[int, ...], mode: int) -> Iterator[tuple[i
 
 
 def _virtual(free: Freedom, schedule: str, pp: int, microbatches: int) -> Iterator[int]:
-    """Yield the numbers of stages per rank that share out a rank's blocks about evenly.
+    """Yield the numbers of stages per rank that divide a rank's blocks about evenly.
 
-    With fewer microbatches than ranks, some ranks would only wait.
+    With fewer microbatches than ranks, schedules with several stages per rank yield nothing: some
+    ranks would only wait.
+
+    Args:
+        free: The space.
+        schedule: Name of the schedule.
+        pp: Size of pp.
+        microbatches: Microbatches of a step.
     """
     row = SCHEDULES[schedule]
     if row.virtual is not None:
@@ -114,7 +133,8 @@ def _virtual(free: Freedom, schedule: str, pp: int, microbatches: int) -> Iterat
 def _microbatches(free: Freedom, ranks: int, is_pipeline: bool) -> Iterator[tuple[int, int]]:
     """Yield (samples of a microbatch, number of microbatches) of a step of one data rank.
 
-    A pipeline takes all samples of a rank's step at once: `batch.micro` is what it splits.
+    A pipeline is given all samples of a rank's step at once and splits them: `batch.micro` then
+    states all of them.
 
     Args:
         free: The space.

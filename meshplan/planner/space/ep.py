@@ -1,4 +1,4 @@
-"""Expert parallelism in the planner: the modules that hold experts, and the statements for it."""
+"""Expert parallelism in the planner: which modules have experts, and how a plan shards them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from meshplan.spec.spec import Borrow, Rule, Selector, Spec
 LENDER: Final = "dp_shard"
 _EXPERT: Final = "expert"
 _STACK: Final = 3
-"""Dims of a parameter that stacks the matrices of experts. A router, with a row for each expert,
-has one less."""
+"""Number of dims of a parameter that stacks the experts' matrices. A router's weight, with a row
+for each expert, has one dim less."""
 _CLASHES: Final = frozenset(frozenset((clash.left, clash.right)) for clash in CLASHES)
 
 
@@ -24,8 +24,8 @@ class ExpertCounts:
     """The experts of a model.
 
     Args:
-        modules: Patterns of the modules that stack experts; () if there are none.
-        count: Experts of one module, the fewest of all; 0 if there are none.
+        modules: Patterns of the modules with stacked experts; () if there are none.
+        count: Number of experts in the module that has the fewest; 0 if there are none.
     """
 
     modules: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ def is_placed(spec: Spec) -> bool:
 
 
 def go_together(sizes: Mapping[str, int], *, is_sequence: bool) -> bool:
-    """Return True if no two axes of a mesh clash.
+    """Return True if meshplan supports these axes together (`spec.compatibility.CLASHES`).
 
     Args:
         sizes: Size of each axis, by name.
@@ -66,10 +66,12 @@ def go_together(sizes: Mapping[str, int], *, is_sequence: bool) -> bool:
 def as_trial(spec: Spec, sizes: Mapping[str, int], modules: tuple[str, ...]) -> Spec:
     """Return a trial spec with this mesh, and with a rule that shards experts if ep needs one.
 
+    Without ep, the plan's statements on ep are removed.
+
     Args:
         spec: The spec of the plan file.
         sizes: Size of each axis, by name.
-        modules: Patterns of the modules that stack experts.
+        modules: Patterns of the modules with stacked experts.
     """
     ep, rules = sizes.get("ep", 1), spec.rules
     if ep == 1:
@@ -91,6 +93,6 @@ def _without(rule: Rule) -> Rule:
 
 
 def words(modules: tuple[str, ...]) -> dict[str, Any]:
-    """Return the rule that a plan file needs to shard these modules along ep."""
+    """Return the rule, as in plan.yaml, that shards the experts of these modules along ep."""
     match = modules[0] if len(modules) == 1 else list(modules)
     return {"match": match, "place": {"ep": EXPERT_STYLE}}

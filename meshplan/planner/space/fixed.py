@@ -1,4 +1,4 @@
-"""Choices that a plan fixes for single blocks, and those that the planner does not support."""
+"""The choices that a plan fixes for single blocks, and the statements that cannot be planned."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshplan.spec.spec import Borrow, Spec
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """The values that rules leave open to one block.
+    """The values of recompute and reshard that a plan's rules allow one block.
 
     Args:
         recompute: Indices into `cost.grid.RECOMPUTE`; () for all that the plan leaves open.
@@ -26,11 +26,11 @@ class Pin:
 
 
 Pins = Mapping[str, Pin]
-"""Pins by the fqn of their block."""
+"""{fqn of a block: its pin}."""
 
 
 def fixed_choices_of(spec: Spec, graph: ModelGraph) -> Pins:
-    """Return the choices that rules fix for single blocks.
+    """Return the choices that rules fix for single blocks, without blocks that are wholly open.
 
     Raises:
         PlanError: Rules are wrong, or fix something that the planner has no figures for.
@@ -53,7 +53,10 @@ def fixed_choices_of(spec: Spec, graph: ModelGraph) -> Pins:
 
 
 def _policy(spec: Spec, cascade: Cascade, graph: ModelGraph, fqn: str) -> str:
-    """Return the mode that a rule, or the plan's `every`, fixes for a block; "" if neither does."""
+    """Return the recompute mode that the plan fixes for a block; "" if it is open.
+
+    It is fixed by a rule, or by an `every` other than 1 (recompute every n-th block).
+    """
     stated = cascade.inherited(fqn, "activation_checkpointing")
     policy = stated.value if stated else spec.activation_checkpointing
     if stated is None and policy.every == 1:
@@ -64,10 +67,10 @@ def _policy(spec: Spec, cascade: Cascade, graph: ModelGraph, fqn: str) -> str:
 
 
 def check_fixed_choices(spec: Spec) -> None:
-    """Refuse what the plan states and the planner would overrule or has no figures for.
+    """Check that the plan states nothing that the planner would override or has no figures for.
 
     Raises:
-        PlanError: The plan states any of this.
+        PlanError: The plan states something of the kind, such as a list of operations to save.
     """
     mesh = spec.mesh if isinstance(spec.mesh, Mapping) else {}
     policies = {"activation_checkpointing": spec.activation_checkpointing}

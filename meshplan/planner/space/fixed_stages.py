@@ -1,4 +1,4 @@
-"""The pipeline stages that a plan fixes for single blocks, which the search keeps."""
+"""The pipeline stages that a plan fixes for single blocks. The search keeps them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshplan.model.graph import ModelGraph, is_inside
 from meshplan.spec.spec import Spec
 
 LAST: Final = -1
-"""The last stage, however many there are."""
+"""Stands for the last stage, whatever the number of stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class FixedStages:
     """The stages that a plan fixes.
 
     Args:
-        by_block: Stage of each fixed block, by fqn; `LAST` for the last one.
+        by_block: {fqn of a fixed block: its stage, or `LAST` for the last stage}.
         num: Number of stages; None if the plan does not state it.
     """
 
@@ -28,7 +28,12 @@ class FixedStages:
     num: int | None = None
 
     def can_cut(self, blocks: Sequence[str], stages: int) -> bool:
-        """Return True if the blocks can be cut into so many stages, each with a block."""
+        """Return True if the fixed stages allow a cut into this many stages, each with a block.
+
+        Args:
+            blocks: Fqns of the model's blocks, in order.
+            stages: Number of stages.
+        """
         if self.num not in (None, stages):
             return False
         reached = {0}  # Stages that the current block may be in.
@@ -41,7 +46,11 @@ class FixedStages:
         return stages - 1 in reached
 
     def places(self, names: Sequence[str]) -> tuple[int | None, ...]:
-        """Return the stage of each place; None where it is free."""
+        """Return the fixed stage of each place; None where the plan fixes none.
+
+        Args:
+            names: Fqn of the block at each place, as in `CostTable`.
+        """
         return tuple(self.by_block.get(name) for name in names)
 
 
@@ -49,7 +58,7 @@ def fixed_stages_of(spec: Spec, graph: ModelGraph) -> FixedStages:
     """Return the stages that rules, or `pipeline.split`, fix.
 
     Raises:
-        PlanError: Stages cut through a block, or contradict each other.
+        PlanError: A stage boundary lies inside a block, or statements contradict each other.
     """
     blocks = graph.blocks()
     problems: list[Problem] = []
@@ -82,7 +91,11 @@ def fixed_stages_of(spec: Spec, graph: ModelGraph) -> FixedStages:
 
 
 def _stated(spec: Spec, graph: ModelGraph) -> Iterator[tuple[str, int, str]]:
-    """Yield (module, stage, path of the statement). A split comes last, and so overrides rules."""
+    """Yield (module, stage, path of the statement); `pipeline.split` comes last, to override rules.
+
+    Raises:
+        PlanError: `pipeline.split` names a module that the model does not have.
+    """
     words = {"first": 0, "last": LAST}
     for fqn, stated in Cascade(spec, graph).modules_with("stage"):
         yield fqn, words.get(stated.value, stated.value), stated.path
@@ -109,7 +122,7 @@ def _place(graph: ModelGraph, fqn: str, blocks: Sequence[str]) -> int | None:
 
 
 def _filled(blocks: Sequence[str], pins: Mapping[str, int]) -> dict[str, int]:
-    """Extend a split to all blocks: those that follow a named block are in its stage."""
+    """Return {block: stage} of all blocks; a block without a pin follows the block before it."""
     out, current = {}, 0
     for block in blocks:
         current = max(current, pins.get(block, current))

@@ -1,8 +1,8 @@
 """Settings that save GPU memory at hardly any cost: the number of loss chunks, and the allocator.
 
-The number of loss chunks is a field of the grid. The allocator is not. It only changes how much is
-reserved for the same events, sometimes for the better and sometimes not, so each candidate is
-replayed with the allocators that the plan leaves open.
+The number of loss chunks is a field of the grid. The allocator setting is not: it only changes how
+many bytes are reserved for the same allocations, and may raise or lower them. Each candidate is
+therefore replayed with the allocator settings that the plan leaves open.
 """
 
 from __future__ import annotations
@@ -14,28 +14,30 @@ from typing import Any, Final
 from meshplan.spec.spec import AUTO, Allocator, Spec
 
 _CHUNKS: Final = (1, 2, 8, 32)
-"""Numbers of loss chunks to try. Numbers in between hardly save more, or hardly cost less. With
-more chunks, each reads the head's weight for few tokens."""
+"""Numbers of loss chunks to try. Other numbers up to 32 hardly differ from these in memory or time.
+With still more chunks, each would read the head's weight for few tokens."""
 _ALLOCATORS: Final[tuple[Allocator, ...]] = ("default", "expandable")
-"""Allocator settings to try, the plainer one first."""
+"""Allocator settings to try, the simpler one first."""
 OFFERED: Final = {
     "loss_parallel": (True, False),
     "loss_chunks": _CHUNKS,
     "allocator": _ALLOCATORS,
 }
-"""Values that the planner tries for a key that the plan does not state, by key."""
+"""{key: values that the planner tries if the plan does not state the key}."""
 
 
 def chunks_of(
     spec: Spec, refuses: Callable[[Spec], str], trial: Spec, *, is_traced: bool
 ) -> tuple[tuple[int, ...], str]:
-    """Return the open numbers of loss chunks, and the reason why there is only one, or "".
+    """Return the numbers of loss chunks to try, and the reason why the model allows only one.
+
+    The reason is "" if the model allows more, or if the plan states the number.
 
     Args:
         spec: The spec of the plan file.
         refuses: Returns the reason why a trial spec is not possible; "" if it is.
         trial: A trial spec, to which loss chunks are added.
-        is_traced: If True, the model is known by its traces, which have the loss as it is stated.
+        is_traced: If True, costs come from traces of a live model, with the loss as stated.
     """
     if spec.loss_chunks != AUTO and "loss_chunks" in spec.origins:
         assert isinstance(spec.loss_chunks, int)
@@ -47,13 +49,13 @@ def chunks_of(
 
 
 def allocators_of(spec: Spec) -> tuple[Allocator, ...]:
-    """Return the allocator settings that a plan leaves open, the plainer one first."""
+    """Return the allocator settings that a plan leaves open, the simpler one first."""
     if spec.allocator != AUTO and "allocator" in spec.origins:
         return (spec.allocator,)
     return _ALLOCATORS
 
 
 def memory_setting_words(spec: Spec, loss_chunks: int, allocator: Allocator) -> dict[str, Any]:
-    """Return the statements that give the plan file these settings, by path; {} if it has them."""
+    """Return {path: value} statements that give the plan these settings; {} if it has them."""
     chosen = {"loss_chunks": loss_chunks, "allocator": allocator}
     return {path: value for path, value in chosen.items() if getattr(spec, path) != value}

@@ -1,6 +1,6 @@
-"""Offload to the host of the whole model's parameters with their optimizer, activations, or both.
+"""Offload of the whole model to the host: parameters with their optimizer, activations, or both.
 
-The planner has no figures for what single modules offload.
+The planner has no figures for the offload of single modules.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WORDS: Final = {
     "activations": ACTIVATIONS_THERE,
     "both": PARAMS_THERE | ACTIVATIONS_THERE,
 }
-"""Values of the grid's `offload`, by the word that a user asks for them with."""
+"""{word that a user may write for `offload`: value of the grid's `offload`}."""
 ONLY_IN_FULL: Final = (
     "offloaded activations have figures where every block is recomputed in full, only"
 )
@@ -32,7 +32,7 @@ _DDP, _SHARD = MODES.index("ddp"), MODES.index("shard")
 
 
 def stated_offloads(spec: Spec) -> tuple[int, ...]:
-    """Return the values of the grid's `offload` that the plan leaves open, in increasing order."""
+    """Return the values of the grid's `offload` that agree with the plan, in increasing order."""
     offload = spec.offload
     params = _open(offload.params, PARAMS_THERE)
     if offload.optimizer in (True, False) and offload.params in (None, AUTO):
@@ -42,6 +42,7 @@ def stated_offloads(spec: Spec) -> tuple[int, ...]:
 
 
 def _open(value: object, bit: int) -> tuple[int, ...]:
+    """Return the values that a bit of `offload` may have: both if the plan leaves it open."""
     return (0, bit) if value in (None, AUTO) else (bit * bool(value),)
 
 
@@ -51,7 +52,12 @@ def as_stated(what: int) -> Offload:
 
 
 def offload_words(spec: Spec, what: int) -> dict[str, Any]:
-    """Return the statements that give the plan file this offload, by path; {} if it has it."""
+    """Return {path: value} statements that give the plan file this offload; {} if it has it.
+
+    Args:
+        spec: The spec of the plan file.
+        what: Value of the grid's `offload`.
+    """
     offload = spec.offload
     parts = {"params": bool(what & PARAMS_THERE), "activations": bool(what & ACTIVATIONS_THERE)}
     stated = {name: getattr(offload, name) for name in parts}
@@ -66,9 +72,10 @@ def offload_words(spec: Spec, what: int) -> dict[str, Any]:
 
 
 def may_lie_there(free: Freedom, sizes: Sequence[int], mode: int, what: int) -> bool:
-    """Return True if FSDP2 shards the parameters, and stages may have them on the host if asked.
+    """Return True if a configuration may have this offload.
 
-    Over one data rank of several devices, FSDP2 shards only what is offloaded.
+    Offloaded parameters need FSDP2, and in a pipeline `Freedom.stages_there`. Without offload,
+    FSDP2 over a single data rank has no use if there are several devices.
 
     Args:
         free: The space.
@@ -83,15 +90,16 @@ def may_lie_there(free: Freedom, sizes: Sequence[int], mode: int, what: int) -> 
 
 
 def over_host(spec: Spec, plan: Plan, memory: MemoryEstimate) -> str | None:
-    """Return why a plan needs too much memory of a node's host; None if it does not.
+    """Return None if a plan fits into the memory of the nodes' hosts, else a reason.
 
     Returns:
-        The reason why no plan of the same configuration is possible; "" if another one may be.
+        None if the plan fits. If it does not: the reason why no plan of the same configuration
+        fits, or "" if another plan of the configuration may fit.
     """
     host = memory.host
     if host is None or not host.is_over:
         return None
-    # Stages may be cut otherwise; what all of them hold together may not.
+    # Another cut of the stages may balance the hosts, but it does not change the total.
     is_all = plan.mesh.size("pp") == 1 or host.mean_bytes > host.limit_bytes
     return too_much_there(spec) * is_all
 

@@ -1,4 +1,4 @@
-"""The pipeline schedules that a plan leaves open, and those that it may state."""
+"""The pipeline schedules that the planner tries, and those that a plan may state."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from meshplan.spec.strategies import STRATEGIES
 
 _HALVED: Final = "InterleavedZeroBubble"
 _TRIED: Final = ("1F1B", "Interleaved1F1B", _HALVED)
-"""Schedules that are tried if the plan leaves them open. GPipe takes as long as 1F1B and keeps
-more."""
+"""Schedules that are tried if the plan leaves the schedule open."""
 _KNOWN: Final = (*_TRIED, "GPipe")
 _LEFT_OUT: Final = {
     "GPipe": "it takes as long as 1F1B and keeps more",
@@ -24,21 +23,21 @@ _LEFT_OUT: Final = {
         if row.is_v
     },
 }
-"""Schedules that are not tried if the plan leaves them open, with the reason."""
+"""{schedule that is not tried if the plan leaves the schedule open: reason}."""
 
 
 def schedules_of(
     spec: Spec, pipelines: Sequence[int], keeps_from_rounds: str
 ) -> tuple[tuple[int, ...], tuple[tuple[str, str], ...]]:
-    """Return the open schedules, and (schedules, reason) of those that are left out.
+    """Return the schedules to search, and the schedules left out with the reasons.
 
     Args:
         spec: The spec of the plan file.
         pipelines: Sizes that pp may have.
-        keeps_from_rounds: Reason why no rank may have several stages; "" if it may.
+        keeps_from_rounds: Reason why no rank may have several stages; "" if ranks may.
 
     Returns:
-        Indices into `cost.grid.SCHEDULE_WORDS`, and the names that are left out by reason.
+        (indices into `cost.grid.SCHEDULE_WORDS`, pairs of (names left out, reason)).
 
     Raises:
         PlanError: The stated schedule cannot be planned.
@@ -75,7 +74,7 @@ def schedules_of(
 
 
 def _keeps_from_halves(spec: Spec) -> str:
-    """Return the reason why no backward may be split into two halves; "" if it may."""
+    """Return the reason why backward may not be split into halves (zero bubble); "" if it may."""
     modes = [r.activation_checkpointing for r in spec.rules]
     if "activation_checkpointing" in spec.origins:
         modes.append(spec.activation_checkpointing)
@@ -103,9 +102,9 @@ def stated_virtual(spec: Spec) -> int | None:
 
 
 def stated_schedule(spec: Spec) -> str | None:
-    """Return the schedule that the plan states; None if it leaves it open.
+    """Return the schedule that the plan states; None if it leaves the schedule open.
 
-    A plan with a pipeline that names neither a schedule nor `virtual` states the default.
+    A pipeline that names neither a schedule nor `virtual` counts as stating the default, 1F1B.
     """
     return spec.pipeline.schedule if spec.pipeline is not None and _is_stated(spec) else None
 
@@ -113,7 +112,8 @@ def stated_schedule(spec: Spec) -> str | None:
 def _is_stated(spec: Spec) -> bool:
     """Return True if the plan states a schedule.
 
-    Without a schedule, `Pipeline` has its default, 1F1B. That counts as stated unless `virtual` is.
+    A pipeline without a schedule has the default, 1F1B. The default counts as stated unless
+    `virtual` is stated.
     """
     if spec.pipeline is None or spec.pipeline.schedule == AUTO:
         return False
@@ -131,7 +131,7 @@ def _stated(spec: Spec) -> str:
 
 
 def _words(spec: Spec, virtual: int | None) -> Iterator[str]:
-    """Yield the schedules to try that go with so many stages per rank; None goes with all."""
+    """Yield the schedules of `_TRIED` that allow this number of stages per rank; all for None."""
     for word in _TRIED:
         if virtual is None or (SCHEDULES[word].virtual is None) == (virtual > 1):
             yield word

@@ -1,7 +1,7 @@
 """The values that each choice of a plan may take.
 
-A concrete value in the plan is a constraint. `auto`, or nothing, leaves the choice open. What the
-model or this version does not allow is left out, with a reason that is reported.
+A concrete value in the plan is a constraint. `auto`, or no statement, leaves the choice open.
+Values that the model or this version does not allow are left out, and reported with a reason.
 """
 
 from __future__ import annotations
@@ -28,14 +28,19 @@ from meshplan.spec.spec import AUTO, Allocator, Borrow, Spec
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A value that is not in the space, or a plan that is not the answer, with the reason."""
+    """A value that is not in the space, or a plan that is not the answer, with the reason.
+
+    Attributes:
+        what: The value or plan, such as "mesh.tp=16".
+        why: The reason.
+    """
 
     what: str
     why: str
 
 
 class EmptySpaceError(PlanError):
-    """No configuration has everything that the plan states.
+    """No configuration satisfies everything that the plan states.
 
     Attributes:
         rejected: Values that the model or the plan excludes.
@@ -47,7 +52,7 @@ class EmptySpaceError(PlanError):
 
 
 class UnsearchedError(EmptySpaceError):
-    """The one plan that is stated does not fit, and no other is searched."""
+    """The stated plan does not fit, and the planner cannot search others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +62,14 @@ class Freedom:
     Args:
         world: Number of devices.
         axes: Sizes that each mesh axis may have.
-        hybrid: If True, dp_replicate is larger than 1 where parameters are sharded; if False, it is
-            1; None leaves it open.
+        hybrid: If True, configurations that shard parameters have dp_replicate > 1; if False, they
+            have dp_replicate 1; None leaves it open.
         modes: Indices into `cost.grid.MODES`.
         schedules: Indices into `cost.grid.SCHEDULE_WORDS`.
-        virtual: Stages per rank of schedules with several; None leaves it open.
+        virtual: Stages per rank, for schedules with several; None leaves it open.
         num_blocks: Number of blocks of the model.
-        heads: Numbers of heads, and of key/value heads, that ranks of cp share out; () if they
-            share none or the numbers are not known.
+        heads: (number of heads, number of key/value heads) that tp * cp must divide; () if cp
+            exchanges no heads or the numbers are not known.
         recompute: Indices into `cost.grid.RECOMPUTE`.
         reshard: Values of reshard after forward of blocks whose parameters are sharded.
         micro: Values of `batch.micro`: samples of one microbatch or, in a pipeline, of all its
@@ -73,14 +78,14 @@ class Freedom:
         pipelined: Microbatches of a pipeline; None leaves it open.
         global_: Samples of a step of all ranks; None if `of_data_rank` states the batch.
         of_data_rank: Samples of a step of one data rank.
-        sequence_parallel: True for each size of tp that shards activations along the sequence.
-        loss_parallel: True for each size of tp that shards the loss along the vocabulary.
-        experts: Patterns of the modules that ep shards.
+        sequence_parallel: {size of tp: True if tp shards activations along the sequence}.
+        loss_parallel: {size of tp: True if tp shards the loss along the vocabulary}.
+        experts: Patterns of the modules whose experts ep shards.
         offload: Values of the grid's `offload` that the plan leaves open.
-        stages_there: If True, parameters may be on the host in a pipeline.
+        stages_there: If True, pipeline stages may have their parameters on the host.
         loss_chunks: Numbers of loss chunks. With pp, cp or tp, only the first is possible.
-        allocators: Allocator settings that the plan may have, the plainest first.
-        rejected: Values that were left out.
+        allocators: Allocator settings that the plan may have, the simplest first.
+        rejected: Values that were left out, with reasons.
     """
 
     world: int
@@ -109,7 +114,7 @@ class Freedom:
 
     @property
     def options(self) -> tuple[bool, ...]:
-        """True for each of `grid.OPTIONS` that a block may take."""
+        """For each of `cost.grid.OPTIONS`, True if a block may take it."""
         return tuple(r in self.recompute and s in (0, *self.reshard) for r, s in OPTIONS)
 
 
@@ -137,18 +142,18 @@ def freedom_of(
     Args:
         spec: The spec of the plan file.
         world: Number of devices.
-        gpus_per_node: Devices of one node, which tp does not exceed if it is open.
+        gpus_per_node: Devices of one node. If the size of tp is open, it does not exceed this.
         num_blocks: Number of blocks of the model.
-        refuses: Returns the reason why a trial spec is not possible, because the model does not
-            divide or its step cannot be estimated; "" if it is possible.
-        can_cut: Returns True if blocks can be cut into so many stages in keeping with the plan.
+        refuses: Returns the reason why a trial spec is not possible, such as a dim that does not
+            divide or a step that cannot be estimated; "" if it is possible.
+        can_cut: Returns True if the plan allows a cut of the blocks into this many stages.
         experts: The experts of the model.
-        keeps_from_rounds: Reason why no rank may have several stages; "" if it may.
-        heads: Numbers of heads, and of key/value heads, of one attention; () if not known.
-        is_traced: If True, the model is known by its traces.
+        keeps_from_rounds: Reason why no rank may have several stages; "" if ranks may.
+        heads: (number of heads, number of key/value heads) of the attention; () if not known.
+        is_traced: If True, costs come from traces of a live model.
 
     Raises:
-        PlanError: The spec contradicts itself, or states too little.
+        PlanError: The spec contradicts itself, or lacks a statement.
     """
     rejected: list[Rejected] = []
     axes = _axes(spec, world)
@@ -206,7 +211,7 @@ def freedom_of(
 
 
 def _axes(spec: Spec, world: int) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of every axis that the plan leaves open, before the model excludes any."""
+    """Return {axis: sizes that the plan allows}, before the model excludes any."""
     every = divisors(world)
     if spec.mesh is None or spec.mesh == AUTO:
         return dict.fromkeys(AXES, every)
@@ -227,10 +232,11 @@ def _tensor_parallel(
     refuses: Callable[[Spec], str],
     rejected: list[Rejected],
 ) -> dict[int, tuple[bool, bool]]:
-    """Return the sizes of tp that the model allows.
+    """Return the sizes of tp that the model allows, with the settings of each.
 
-    Each maps to (True if activations are sharded along the sequence, True if the loss is sharded
-    along the vocabulary). Sharding comes first: what is sharded is smaller, and takes less to send.
+    Each size maps to (True if activations are sharded along the sequence, True if the loss is
+    sharded along the vocabulary). Of the settings that the model allows, those with more sharding
+    are taken: they need less memory and less communication.
     """
     choices = [
         (getattr(spec, name),) if name in spec.origins else (True, False)
@@ -262,7 +268,7 @@ def _pipelines(
 ) -> tuple[int, ...]:
     """Return the sizes of pp that the model allows.
 
-    Every stage has a block. If two stages are refused, so are more.
+    Every stage must have a block. If the model refuses two stages, more stages are not tried.
     """
     more = [size for size in sizes if size > 1]
     why = refuses(with_axes(spec, {"pp": 2})) if more else ""
@@ -283,7 +289,7 @@ def _as_stated(
     can_cut: Callable[[int], bool],
     rejected: list[Rejected],
 ) -> Iterator[int]:
-    """Yield the sizes of pp that agree with the pipeline, and the stages, that the plan states."""
+    """Yield the sizes of pp that agree with what the plan states on its pipeline and stages."""
     is_stated = spec.pipeline is not None or any(rule.stage is not None for rule in spec.rules)
     for size in sizes:
         why = ""
@@ -309,7 +315,7 @@ def _spread(
     refuses: Callable[[Spec], str],
     rejected: list[Rejected],
 ) -> Iterator[int]:
-    """Yield the sizes of ep that the model allows; 1 only if no rule places experts."""
+    """Yield the sizes of ep that the model allows; size 1 only if no rule places experts on ep."""
     more = [size for size in sizes if size > 1]
     if 1 in sizes and not is_placed(spec):
         yield 1
@@ -327,7 +333,16 @@ def _spread(
 
 
 def _check_offload(spec: Spec, what: int, refuses: Callable[[Spec], str]) -> None:
-    """Refuse an offload that is stated but not possible, or has no figures."""
+    """Check that the stated offload is possible and has figures.
+
+    Args:
+        spec: The spec of the plan file.
+        what: Value of the grid's `offload` that every configuration has at least.
+        refuses: Returns the reason why a trial spec is not possible; "" if it is.
+
+    Raises:
+        PlanError: The offload is not possible, or the cost model has no figures for it.
+    """
     mode = spec.activation_checkpointing.mode
     stated = "activation_checkpointing" in spec.origins and mode != AUTO
     trial = with_offload(spec, what)
@@ -347,7 +362,7 @@ def _check_offload(spec: Spec, what: int, refuses: Callable[[Spec], str]) -> Non
 def _recompute(
     spec: Spec, refuses: Callable[[Spec], str], rejected: list[Rejected]
 ) -> Iterator[int]:
-    """Yield the indices into `cost.grid.RECOMPUTE` that blocks may take."""
+    """Yield the indices into `cost.grid.RECOMPUTE` that blocks may take; reject the others."""
     stated = spec.activation_checkpointing
     if "activation_checkpointing" in spec.origins and stated.mode != AUTO:
         yield RECOMPUTE.index(stated.mode)

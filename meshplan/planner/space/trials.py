@@ -1,4 +1,4 @@
-"""Trial specs: plans with one axis or offload, and little else, that test what a model allows."""
+"""Make trial specs: plans with a single choice, such as tp, that test if the model allows it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def with_axes(
     loss_parallel: bool | None = None,
     experts: tuple[str, ...] = (),
 ) -> Spec:
-    """Return a trial spec: the plan on this mesh, without other choices.
+    """Return a trial spec: the plan on this mesh, with the other choices at neutral values.
 
     Args:
         spec: The spec of the plan file.
         sizes: Size of each axis, by name.
         sequence_parallel: If True, tp shards activations along the sequence.
-        loss_parallel: If True, tp shards the loss along the vocabulary; None takes what the plan
+        loss_parallel: If True, tp shards the loss along the vocabulary; None to use what the plan
             states.
-        experts: Patterns of the modules that ep shards.
+        experts: Patterns of the modules whose experts ep shards.
     """
     spec = as_trial(spec, sizes, experts)
     has_tp = sizes.get("tp", 1) > 1
@@ -49,7 +49,7 @@ def with_axes(
         activation_checkpointing=replace(spec.activation_checkpointing, mode="none", budget=None),
         pipeline=_as_trial(spec.pipeline) if "pp" in sizes else None,
         context=context_of(spec) if sizes.get("cp", 1) > 1 else None,
-        # The model of a trial may have fewer blocks than the rules match.
+        # The model of a trial may lack blocks that the rules match.
         rules=tuple(_rule_as_trial(rule, sizes) for rule in spec.rules),
     )
 
@@ -57,14 +57,14 @@ def with_axes(
 def with_offload(
     spec: Spec, what: int, *, pp: int = 1, ep: int = 1, experts: tuple[str, ...] = ()
 ) -> Spec:
-    """Return a trial spec with this offload.
+    """Return a trial spec with this offload, on two data ranks.
 
     Args:
         spec: The spec of the plan file.
         what: Value of the grid's `offload`.
         pp: Size of pp.
         ep: Size of ep.
-        experts: Patterns of the modules that ep shards.
+        experts: Patterns of the modules whose experts ep shards.
     """
     sizes = {"dp_shard": 2, "pp": pp, "ep": ep}
     spread = {axis: size for axis, size in sizes.items() if size > 1}
@@ -76,11 +76,14 @@ def with_offload(
 
 
 def _rule_as_trial(rule: Rule, sizes: Mapping[str, int]) -> Rule:
-    """Drop what belongs to another mesh: a rule's stage, and reshard if nothing is sharded."""
+    """Return the rule without its stage, and without reshard if nothing is sharded.
+
+    The rule becomes optional, so that it may match no module.
+    """
     back = rule.reshard_after_forward if sizes.get("dp_shard", 1) > 1 else None
     return replace(rule, optional=True, stage=None, reshard_after_forward=back)
 
 
 def _as_trial(pipeline: Pipeline | None) -> Pipeline | None:
-    """Drop the pipeline settings that belong to one number of stages."""
+    """Return the pipeline settings without those that suit only one number of stages."""
     return pipeline and replace(pipeline, schedule="1F1B", virtual=1, microbatches=AUTO, split=AUTO)

@@ -1,1 +1,1 @@
-"""Seconds and bytes of every configuration, as arrays."""
+"""Seconds of every configuration and lower bounds on its bytes, as arrays."""

@@ -1,4 +1,7 @@
-"""Build the `CostTable` of a model on a machine, from the chain of block costs of each program."""
+"""Build the `CostTable` of a model on a machine.
+
+Its figures derive from the chains of block costs, one for each (tp, ep, number of loss chunks).
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ from meshplan.spec.spec import Precision
 
 _FULL: Final = np.array([again == RECOMPUTE.index("full") for again, _ in OPTIONS])
 _ONCE: Final = [OPTIONS.index((0, reshard)) for _, reshard in OPTIONS]
-"""Index of the option without recomputation and with the same reshard, for each option."""
+"""For each option, the index of the option with the same reshard and without recomputation."""
 
 
 def cost_table_of(
@@ -61,7 +64,7 @@ def cost_table_of(
 
     Args:
         grid: The configurations.
-        chain_of: Maps (tp, ep, loss chunks) to the chain of block costs as one rank computes it.
+        chain_of: Maps (tp, ep, number of loss chunks) to the chain of block costs of one rank.
         profile: Speeds of the machine.
         gpus_per_node: Devices of one node.
         precision: Dtypes by role.
@@ -70,9 +73,9 @@ def cost_table_of(
         recompute: Indices into `cost.grid.RECOMPUTE` that the plan leaves open.
         reshard: Values of reshard after forward, 0 or 1, that the plan leaves open.
         pins: Choices that rules fix for single blocks, by fqn.
-        exchanges: If True, cp exchanges heads (all-to-all), as in `cost.step.terms`.
-        are_units: If True, each block is one FSDP unit: gathered, and its gradients reduced, at
-            once.
+        exchanges: If True, cp exchanges heads (all-to-all) instead of gathering keys and values.
+        are_units: If True, each block is one FSDP unit, whose parameters are gathered together and
+            whose gradients are reduced together.
     """
     cuts = cuts_of(grid)
     chains, left = _aligned({cut: chain_of(*cut) for cut in cuts}, pins)
@@ -84,7 +87,7 @@ def cost_table_of(
     last_stage_extra_bytes, sent, step_floor_bytes, crossing, reduction_floor_bytes = (
         np.zeros(len(grid)) for _ in range(5)
     )
-    # A rank may have blocks of any one kind, so only the minimum over the kinds is sure.
+    # A rank may have blocks of a single kind, whichever it is: only the minimum over kinds is sure.
     backward_extra_bytes, passes, all_ranks_extra_bytes, pooled, at_first, at_last = (
         np.full(len(grid), np.inf) for _ in range(6)
     )
@@ -147,7 +150,8 @@ def cost_table_of(
         )
         reduction_floor_bytes[rows] += _known(pooled[rows])
         ends = chain.kinds[chain.order[0]], chain.kinds[chain.order[-1]]
-        # In the last block's pass, what comes after it has saved nothing, or nothing any more.
+        # While the last block runs forward or backward, the modules after it have nothing saved: do
+        # not count what they save (`behind`).
         behind = sum(saved_bytes(part, kind)[:, 0] for kind in _ends(chain)[1])
         last_stage_extra_bytes[rows] = part["micro"] / part["cp"] * ends[1].transient_bytes[0]
         last_stage_extra_bytes[rows] = np.maximum(
@@ -191,10 +195,16 @@ def cost_table_of(
 def _unhidden(
     grid: NDArray[np.void], compute_s: NDArray[np.float64], crossing_s: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """[configs] seconds of a step by which ranks with several stages send longer than they compute.
+    """Return [configs] seconds of a step by which sends take longer than the computation.
 
-    Each stage of each microbatch is sent from, forwards and backwards, over the link of its rank.
-    The shorter the stages, the less computation there is to hide it.
+    Zero for one stage per rank. Each stage sends its output in forward and its input's gradient in
+    backward for every microbatch, and all stages of a rank share its link. The shorter the stages,
+    the less computation hides the sends.
+
+    Args:
+        grid: The configurations.
+        compute_s: [configs] seconds of computation of a microbatch in all blocks together.
+        crossing_s: [configs] seconds to send a microbatch from one stage to the next.
     """
     sends = 2.0 * grid["microbatches"] * grid["virtual"] * crossing_s
     over = np.maximum(0.0, sends - grid["microbatches"] * compute_s / grid["pp"])
@@ -202,29 +212,29 @@ def _unhidden(
 
 
 def _known(least: Floats) -> Floats:
-    """Replace infinite minima, to which no kind contributed, by 0."""
+    """Replace by 0 the infinite minima of configurations to which no kind contributed."""
     return np.where(np.isfinite(least), least, 0.0)
 
 
 def _ends(chain: Chain) -> tuple[list[BlockKind], list[BlockKind]]:
-    """Return the kinds that lie before the blocks, and those after them."""
+    """Return (kinds of the places before the blocks, kinds of the places after the blocks)."""
     kinds = [chain.kinds[number] for number in chain.order]
     blocks = [place for place, kind in enumerate(kinds) if kind.has_options] or [len(kinds)]
     return kinds[: blocks[0]], kinds[blocks[-1] + 1 :]
 
 
 def _options(recompute: tuple[int, ...], reshard: tuple[int, ...]) -> NDArray[np.bool_]:
-    """[options] mask of the options with these values of recompute and reshard."""
+    """Return an [options] mask of the options with these values of recompute and reshard."""
     return np.array([again in recompute and back in reshard for again, back in OPTIONS])
 
 
 def _aligned(
     chains: dict[ProgramKey, Chain], pins: Pins
 ) -> tuple[dict[ProgramKey, Chain], tuple[Pin, ...]]:
-    """Return the chains with equal kinds at equal places, and the pins of each kind.
+    """Return the chains with a common numbering of their kinds, and the pin of each kind.
 
-    Two places are of one kind if they are of one kind in every chain, and rules fix the same for
-    both.
+    Two places get the same kind if they have the same kind in every chain and the plan's rules fix
+    the same choices for both.
     """
     some = next(iter(chains.values()))
     none = Pin()

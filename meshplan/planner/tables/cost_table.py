@@ -1,8 +1,8 @@
 """The figures that the search reads: seconds and lower bounds on bytes of every configuration.
 
-Seconds come from the cost package. Bytes are never above what a step really needs at its peak
-(states, everything saved for backward, the loss on top), so a configuration that they exclude is
-out. What a plan really needs is decided by the memory package's replay.
+Seconds come from the cost package. Bytes never exceed what a step needs at its peak (model and
+optimizer states, everything saved for backward, and the loss), so a configuration whose bytes
+exceed the limit cannot fit. The memory package's replay decides if a plan does fit.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ class CostTable:
 
     Args:
         grid: [configs] configurations (`cost.grid.GRID`).
-        order: Kind of each place of the model, in the order of forward.
-        names: Fqn of the block at each place; "" for what lies outside the blocks and has no
-            choice.
+        order: Kind of each place of the model, in the order of forward. A place is a block, or the
+            modules before or after the blocks.
+        names: Fqn of the block at each place; "" for places outside the blocks, which have a single
+            option.
         seconds: [configs, kinds, options] seconds of a block for one microbatch, forward and
-            backward; infinite where it does not have the option.
+            backward; infinite where the kind does not have the option.
         saved: [configs, kinds, options] bytes that a block saves for the backward of one
             microbatch.
         resident: [configs, kinds, options] bytes that a block keeps all the time.
         unreduced_grad_bytes: [configs, kinds] bytes of a block's unsharded gradients that
             `resident` leaves out: they exist once the block's stage has had a backward.
-        last_stage_extra_bytes: [configs] bytes that the last stage needs at its peak, in addition
-            to what is saved.
-        backward_extra_bytes: [configs] bytes that every other rank needs in its last block's pass,
+        last_stage_extra_bytes: [configs] bytes that the last rank of the pipeline needs at its
+            peak, in addition to what is saved.
+        backward_extra_bytes: [configs] bytes that every other rank needs while its last block runs,
             in addition to what is saved.
         sent: [configs] bytes of one microbatch's output that a stage keeps until the backward, in
             addition to what its blocks save.
@@ -56,18 +57,21 @@ class CostTable:
             to `all_ranks_extra_bytes`.
         last_rank_extra_bytes: [configs] bytes that the last rank of a pipeline needs in addition to
             `all_ranks_extra_bytes`.
-        step_floor_bytes: [configs] bytes that all blocks together need at least in the optimizer's
-            step.
+        step_floor_bytes: [configs] bytes that the whole model needs at least in the optimizer's
+            step, summed over pipeline ranks.
         reduction_floor_bytes: [configs] bytes that some rank needs at least while a block's
             gradients are reduced.
         once_s: [configs] seconds of a step in addition to those of the blocks: sends between
             stages.
-        stages: Stage that the plan fixes for each place in `order`, `fixed_stages.LAST` for the
-            last stage, None where it is free; () if all are free.
-        compute_s: [configs, kinds] part of `seconds` that the model's own operations take.
-        tensor_s: [configs, kinds] part of `seconds` that communication of tp takes.
-        again_s: [configs, kinds, options] part of `seconds` that recomputation takes.
-        host_s: [configs, kinds] part of `seconds` that the host takes.
+        stages: Stage that the plan fixes for each place in `order`: its number,
+            `fixed_stages.LAST` for the last stage, or None if the plan fixes none; () if it fixes
+            no stage at all.
+        compute_s: [configs, kinds] part of `seconds` for the model's operations, without
+            communication and recomputation.
+        tensor_s: [configs, kinds] part of `seconds` for communication of tp, ep and cp.
+        again_s: [configs, kinds, options] part of `seconds` for recomputation.
+        host_s: [configs, kinds] part of `seconds` for an optimizer on the host, and for waiting for
+            copies to and from the host.
     """
 
     grid: NDArray[np.void]
@@ -99,39 +103,42 @@ class CostTable:
 
     @cached_property
     def before(self) -> Counts:
-        """[places + 1, kinds] number of blocks of each kind before each place; all of them last."""
+        """[places + 1, kinds] number of blocks of each kind before each place.
+
+        The last row counts all blocks.
+        """
         return _before(self.order, self.seconds.shape[1])
 
     @cached_property
     def alike(self) -> tuple[Counts, Counts]:
-        """The distinct block ranges of the model, as `alike` returns them."""
+        """The distinct contents of all block ranges, as the function `alike` returns them."""
         return alike(self.order, self.seconds.shape[1])
 
     @cached_property
     def lanes(self) -> dict[int, Any]:
-        """Cache of `stage_layout_of` by configuration: a search solves one again and again."""
+        """Cache of `stage_layout_of` by configuration, which a search solves many times."""
         return {}
 
     @cached_property
     def answers(self) -> dict[tuple[int, float], Any]:
-        """Cache of `solve_config` by (configuration, capacity), for a search whose limit moves."""
+        """Cache of `solve_config` by (configuration, capacity); a search varies the capacity."""
         return {}
 
     @cached_property
     def is_block(self) -> NDArray[np.bool_]:
-        """[places] mask of the places in `order` that are blocks; all True if there are none."""
+        """[places] mask of the places in `order` that are blocks; all True if none is a block."""
         named = [bool(name) for name in self.names]
         return np.array(named if any(named) else [True] * len(self.order))
 
     @property
     def block(self) -> int:
-        """The one kind of all blocks, which configurations with several stages per rank require."""
+        """The kind of all blocks. Configurations with several stages per rank have only one."""
         return self.order[int(np.flatnonzero(self.is_block)[0])]
 
     def only(self, row: int, options: Sequence[bool]) -> CostTable:
-        """Return the table of one configuration in which blocks have only some of their options.
+        """Return the table of one configuration with fewer options for the blocks.
 
-        Places without a choice keep their option.
+        Places with a single option keep it.
 
         Args:
             row: Index of the configuration in the grid.
@@ -162,7 +169,12 @@ class CostTable:
         )
 
     def on_top(self, row: int, rank: int) -> float:
-        """Return the bytes of a rank at its peak beyond its blocks and the outputs it has sent."""
+        """Return the bytes that a rank needs besides those of its blocks and of sent outputs.
+
+        Args:
+            row: Index of the configuration in the grid.
+            rank: Rank along pp.
+        """
         own = float(self.all_ranks_extra_bytes[row])
         if rank == 0:
             own += float(self.first_rank_extra_bytes[row])
@@ -173,13 +185,13 @@ class CostTable:
         )
 
     def menu(self, row: int, in_flight: float, *, had_backward: bool = False) -> Options:
-        """Return the options of the blocks on a stage with so many microbatches in flight.
+        """Return the seconds and bytes of each option of the blocks on one stage.
 
         Args:
             row: Index of the configuration in the grid.
             in_flight: Number of microbatches whose activations the stage keeps.
-            had_backward: If True, the stage has had a backward by then, so unsharded gradients
-                exist.
+            had_backward: If True, the stage has had a backward at its peak, so its unsharded
+                gradients exist.
         """
         held = self.resident[row] + in_flight * self.saved[row]
         return Options(
@@ -218,9 +230,10 @@ def alike(order: tuple[int, ...], kinds: int) -> tuple[Counts, Counts]:
 
 
 def weights(grid: NDArray[np.void]) -> tuple[Floats, Floats]:
-    """Return (a, b), each [configs], of a * (the slowest stage) + b * (the sum of stages).
+    """Return the factors (a, b), each [configs], of the stages' seconds in a step.
 
-    A step takes so many seconds, as `cost.pipeline.pipeline_seconds` estimates.
+    All microbatches together take a * (slowest stage) + b * (sum of stages) seconds, as
+    `cost.pipeline.pipeline_seconds` estimates.
     """
     b = waiting_share(grid)
     return grid["microbatches"] - b, b
@@ -256,10 +269,10 @@ def memory_bounds(numbers: CostTable) -> Floats:
 
 
 def priced_bounds(numbers: CostTable, rows: Counts, capacity: float, tries: int = 14) -> Floats:
-    """Return lower bounds on the seconds of a step with memory at a price, by weak duality.
+    """Return lower bounds on the seconds of a step within a memory limit, by weak duality.
 
-    Whatever the price of a byte, the minimum of seconds + price * bytes, less price * capacity, is
-    at most the optimum. The best of several prices is taken.
+    For any price of a byte, the minimum of seconds + price * bytes, less price * capacity, is at
+    most the optimum. The highest bound of several prices is taken.
 
     Args:
         numbers: The cost table.
@@ -281,8 +294,8 @@ def priced_bounds(numbers: CostTable, rows: Counts, capacity: float, tries: int 
     whole -= numbers.last_stage_extra_bytes[rows]
     whole -= numbers.sent[rows] * sent_in_flight(numbers.grid[rows])
     whole -= numbers.first_rank_extra_bytes[rows] + numbers.last_rank_extra_bytes[rows]
-    # At price 0 every block takes its fastest option. The other prices are powers of two around
-    # the one at which all of the memory is worth as much as the time.
+    # At price 0 every block takes its fastest option. The other prices are the bound so far divided
+    # by all memory, times powers of two around 1.
     best = held.seconds.min(axis=2) @ held.count
     slowest = held.seconds.min(axis=2).max(axis=1)
     for number in range(tries if np.isfinite(capacity) else 0):
@@ -294,7 +307,7 @@ def priced_bounds(numbers: CostTable, rows: Counts, capacity: float, tries: int 
 def by_bound(
     numbers: CostTable, capacity: float, times: Floats, held: Floats
 ) -> Iterator[tuple[float, int]]:
-    """Yield (lower bound on the seconds, configuration) of all that may fit, lowest bound first.
+    """Yield (lower bound on the seconds, index) of the configurations that may fit, lowest first.
 
     Args:
         numbers: The cost table.
@@ -304,8 +317,8 @@ def by_bound(
     """
     order = np.argsort(times, kind="stable")
     order = order[(held[order] <= capacity) & np.isfinite(times[order])]
-    # Price only as many configurations as are asked for: one whose time bound is above the heap's
-    # lowest priced bound cannot come before it.
+    # Compute priced bounds only as far as needed: a configuration whose time bound is above the
+    # lowest priced bound in the heap cannot come before that one.
     heap: list[tuple[float, int]] = []
     at = 0
     while at < len(order) or heap:
@@ -320,15 +333,15 @@ def by_bound(
 
 
 class _HeldBytes:
-    """Bytes of one block of each kind, and of all blocks of the model, in some configurations.
+    """Linear bytes of one block of each kind, and sums over all blocks, in some configurations.
 
     Attributes:
         count: [kinds] number of blocks of each kind that the model has.
         seconds: [configs, kinds, options] as in `CostTable`.
-        least: [configs, kinds, options] bytes of a block with the fewest microbatches in flight;
-            infinite without the option.
-        more: [configs, kinds, options] bytes of a block whose stage is not the last one of its
-            rank; None if every rank has one stage.
+        least: [configs, kinds, options] bytes of a block on the stage with the fewest microbatches
+            in flight; infinite where the kind does not have the option.
+        more: [configs, kinds, options] bytes of a block on a stage that is not its rank's last;
+            None if every rank has one stage.
     """
 
     def __init__(self, numbers: CostTable, rows: Counts) -> None:
@@ -349,7 +362,7 @@ class _HeldBytes:
             self._usual = usual_blocks(grid, int(numbers.counts[block]))
 
     def total(self, value: Callable[[Floats], Floats]) -> Floats:
-        """Return [configs] sums over all blocks of a value that follows from a block's bytes.
+        """Return [configs] sums, over all blocks, of a value that depends on a block's bytes.
 
         Args:
             value: Maps [configs, kinds, options] bytes to [configs, kinds] values.
@@ -358,13 +371,17 @@ class _HeldBytes:
         total: Floats = least @ self.count
         if self.more is not None:
             few = least[:, self._block]
-            with np.errstate(invalid="ignore"):  # Without an option, both are infinite.
+            with np.errstate(invalid="ignore"):  # Infinity minus infinity.
                 more = np.where(np.isfinite(few), value(self.more)[:, self._block] - few, 0.0)
             total = total + self._usual * more
         return total
 
     def priced(self, price: Floats) -> Floats:
-        """Return [configs] sums over the blocks of the least seconds + price * bytes."""
+        """Return [configs] sums, over all blocks, of an option's least seconds + price * bytes.
+
+        Args:
+            price: [configs] seconds charged for a byte.
+        """
         seconds, each = self.seconds, price[:, None, None]
         is_open = np.isfinite(seconds)
 
@@ -378,7 +395,7 @@ class _HeldBytes:
 def step_seconds(
     numbers: CostTable, total: Floats, block: Floats, rows: Counts | None = None
 ) -> Floats:
-    """Return the seconds of a step from the seconds of the blocks for one microbatch.
+    """Return lower bounds on the seconds of a step from the blocks' seconds for one microbatch.
 
     Args:
         numbers: The cost table.
@@ -387,7 +404,7 @@ def step_seconds(
         rows: [queries] indices of configurations in the grid; None for all of them.
 
     Returns:
-        [queries] seconds, with stages as equal as possible; infinite where an argument is.
+        [queries] seconds, with stages as equal as possible; infinite where `total` or `block` is.
     """
     rows = np.arange(len(numbers.grid)) if rows is None else rows
     grid = numbers.grid[rows]

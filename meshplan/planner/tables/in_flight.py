@@ -1,4 +1,9 @@
-"""Microbatches whose activations are kept at once, by schedule: the basis of the memory bounds."""
+"""Count the microbatches in flight, whose activations a stage keeps, under each schedule.
+
+The memory bounds use the counts at one point of the schedule, the *high point*: the end of the
+warm-up, before the first backward. With a split backward (zero bubble) it is the point at which the
+most second halves are postponed.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +15,14 @@ from meshplan.planner.knapsack.knapsack import Floats
 
 
 def in_flight_of(row: np.void, rank: int) -> tuple[float, ...]:
-    """Return how many microbatches each stage of a pipeline rank keeps when memory is high.
+    """Return the microbatches in flight on each stage of a pipeline rank at the high point.
 
-    With several stages per rank, this is the end of the warm-up, before the first backward. With a
-    split backward, it is when as many second halves are postponed as ever are.
+    Args:
+        row: One configuration of the grid.
+        rank: Rank along pp.
 
-    Source: Narayanan et al. 2021 (Megatron-LM), section 2.2; `schedules.SCHEDULES`, whose order it
-    counts (`tests/planner/test_flights.py`).
+    Source: Narayanan et al. 2021 (Megatron-LM), section 2.2. `tests/planner/test_flights.py`
+    compares with the order of actions in `schedules.SCHEDULES`.
     """
     p, m, v = int(row["pp"]), int(row["microbatches"]), int(row["virtual"])
     if p == 1:
@@ -35,10 +41,10 @@ def in_flight_of(row: np.void, rank: int) -> tuple[float, ...]:
 
 
 def had_backward(row: np.void, rank: int) -> bool:
-    """Return True if the last stage of a rank has had a backward at such a moment.
+    """Return True if a rank's last stage has had a backward when most microbatches are in flight.
 
-    The rank's other stages need not have had one. The moment is then the next forward, which brings
-    as much in flight as there was before the first backward.
+    The high point comes before the first backward. If a forward follows, the same number is in
+    flight again, and by then the last stage has had a backward; the rank's other stages may not.
     """
     p, m, v = int(row["pp"]), int(row["microbatches"]), int(row["virtual"])
     if p == 1 or in_halves(row) or SCHEDULE_WORDS[row["schedule"]] == "GPipe":
@@ -51,27 +57,27 @@ def had_backward(row: np.void, rank: int) -> bool:
 
 
 def handed_on(row: np.void, rank: int) -> tuple[float, ...]:
-    """Return of how many microbatches each stage of a rank keeps the output at that moment.
+    """Return the number of microbatches whose output each stage of a rank keeps at the high point.
 
-    With a split backward, outputs are kept until its first half.
+    With a split backward, an output is kept until the first half of its backward.
     """
     each = in_flight_of(row, rank)
     return (*each[:-1], each[-1] - rank) if in_halves(row) else each
 
 
 def _round(ranks: int, count: int) -> int:
-    """Return the number of microbatches of one round of the ranks."""
+    """Return the microbatches of a round: those that a rank runs through one stage in a row."""
     return count // max(1, count // ranks)
 
 
 def in_flight(row: np.void, rank: int) -> float:
-    """Return the microbatches in flight on a rank: the mean over its stages."""
+    """Return the microbatches in flight on a rank at the high point: the mean over its stages."""
     each = in_flight_of(row, rank)
     return sum(each) / len(each)
 
 
 def fewest_in_flight(grid: NDArray[np.void]) -> Floats:
-    """[configs] microbatches in flight on the stage that keeps the fewest: the last one."""
+    """Return [configs] microbatches in flight on the last stage, which keeps the fewest."""
     p, m = grid["pp"].astype(float), grid["microbatches"].astype(float)
     is_gpipe = grid["schedule"] == SCHEDULE_WORDS.index("GPipe")
     few = np.where((p > 1) & is_gpipe, m, 1.0)
@@ -79,17 +85,18 @@ def fewest_in_flight(grid: NDArray[np.void]) -> Floats:
 
 
 def sent_in_flight(grid: NDArray[np.void]) -> Floats:
-    """[configs] sum of `handed_on` over all stages but the first and the last of the model.
+    """Return [configs] sums of `handed_on` over all stages but the model's first and last.
 
-    The last stage hands on nothing. The output of the first stage is charged as the first block's
-    input (`cost.chain`).
+    The last stage sends no output to another stage. The output of the first stage is not counted
+    here, because `cost.chain` counts as much for the input of the first block.
     """
     p, m, v = (grid[name].astype(np.int64) for name in ("pp", "microbatches", "virtual"))
     round_size = m // np.maximum(1, m // p)
     few = np.minimum(m, p)
     alone = few * (few + 1) // 2 + (p - few) * few - 1
-    # From the last rank to the first, ranks run 1, 3, 5 ... forwards beyond those of all stages but
-    # the last. With a single round they cannot be more than its microbatches.
+    # Before its first backward, a rank runs a round of all its stages but the last, and further
+    # forwards: 1 on the last rank, 3 on the rank before, then 5, ... With a single round, the
+    # further forwards cannot exceed its microbatches.
     within = np.minimum((round_size + 1) // 2, p)
     beyond = np.where(m > round_size, p * p, within * within + (p - within) * round_size)
     several = p * (v - 1) * round_size + beyond - 1
@@ -103,9 +110,9 @@ def sent_in_flight(grid: NDArray[np.void]) -> Floats:
 
 
 def usual_in_flight(grid: NDArray[np.void]) -> Floats:
-    """[configs] fewest microbatches in flight on any stage that is not the last of its rank.
+    """Return [configs] fewest microbatches in flight on a stage that is not the last of its rank.
 
-    Equal to `fewest_in_flight` if ranks have one stage.
+    The result equals `fewest_in_flight` if ranks have one stage.
     """
     p, m = grid["pp"], grid["microbatches"]
     round_size = m // np.maximum(1, m // p)
@@ -116,9 +123,14 @@ def usual_in_flight(grid: NDArray[np.void]) -> Floats:
 
 
 def usual_blocks(grid: NDArray[np.void], blocks: int) -> Floats:
-    """[configs] fewest blocks, of so many, that lie in stages that are not the last of their rank.
+    """Return [configs] fewest blocks on stages that are not the last of their rank.
 
-    A rank's last stage has at most one block more than its even share, on the last rank none.
+    A rank's last stage has at most one block more than an even share of the rank's blocks. On the
+    last rank it has no more than the even share.
+
+    Args:
+        grid: The configurations.
+        blocks: Number of blocks of the model.
     """
     p, v = grid["pp"].astype(float), grid["virtual"].astype(float)
     last = np.minimum(blocks, np.floor((blocks + (p - 1) * (v - 1)) / v))
@@ -126,11 +138,13 @@ def usual_blocks(grid: NDArray[np.void], blocks: int) -> Floats:
 
 
 def has_gradients(grid: NDArray[np.void]) -> NDArray[np.bool_]:
-    """[configs] mask: True if every block had its gradients before such a moment, or an equal one.
+    """Return a [configs] mask: True if all gradients exist at some point with as much in flight.
 
-    A pipeline runs up to pp forwards before the first backward, or with several stages per rank a
-    round of all stages and more. One round later as much is in flight. With two rounds this also
-    holds at the last forward, since what the warm-up ran ahead is what the cool-down has left.
+    At the high point no block has had a backward yet: a pipeline has run up to pp forwards, or,
+    with several stages per rank, a round of all stages and more. One round later the same number of
+    microbatches is in flight again, and every block has had a backward. With exactly two rounds
+    this holds at the last forward, too, since the cool-down has as many backwards left as the
+    warm-up ran forwards ahead.
     """
     p, m, v = (grid[name].astype(np.int64) for name in ("pp", "microbatches", "virtual"))
     round_size = m // np.maximum(1, m // p)

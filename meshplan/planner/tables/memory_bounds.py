@@ -1,9 +1,9 @@
-"""Lower bounds on the bytes of a rank, which exclude a configuration before anything is replayed.
+"""Lower bounds on the bytes of a rank, which exclude configurations before a replay.
 
-They count states and what is saved for backward, all of which exists at the loss. What is transient
-(prefetched parameters, buffers of reductions, temporaries of the optimizer) is left out unless it
-is sure to exist at the same moment, so that no figure is above the real one. The replay counts all
-of it.
+The bounds count the model and optimizer states and what is saved for backward, all of which exist
+while the loss is computed. Temporary memory (prefetched parameters, buffers of reductions,
+temporaries of the optimizer) is left out unless it is sure to exist at the same time, so that no
+bound exceeds the memory really needed. The replay counts all of it.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def element_bytes_of(plan: Plan) -> HeldElementBytes:
 
 
 def is_late(grid: NDArray[np.void]) -> NDArray[np.bool_]:
-    """[configs] mask: several stages per rank, each of which has had a backward at the peak.
+    """Return a [configs] mask: several stages per rank, all with a backward before the peak.
 
-    Gradients exist by then, and the buffers that they were reduce-scattered from.
+    Gradients then exist at the peak, and so do the buffers that they were reduce-scattered from.
     """
     return np.asarray((grid["virtual"] > 1) & has_gradients(grid))
 
@@ -67,10 +67,11 @@ def is_late(grid: NDArray[np.void]) -> NDArray[np.bool_]:
 def scattering_bytes(
     grid: NDArray[np.void], block: BlockKind, late: NDArray[np.bool_], reduce_bytes: int
 ) -> Floats:
-    """[configs] bytes of the reduce-scatter buffers that every rank keeps for its stages.
+    """Return [configs] bytes of the reduce-scatter buffers that a rank keeps for its stages.
 
-    Each stage keeps the buffer of its last unit until its next reduction. If a block's experts are
-    a unit of their own, the last unit may be either of the two.
+    Each stage keeps the buffer of its last unit until its next reduction; all stages of the rank
+    but one are counted. If a block's experts are a separate unit, the last unit may be the experts
+    or the rest of the block, so the smaller one counts.
 
     Args:
         grid: The configurations.
@@ -89,7 +90,7 @@ def scattering_bytes(
 def resident_bytes(
     grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementBytes, late: NDArray[np.bool_]
 ) -> Floats:
-    """[configs, options] bytes that one block keeps at the loss, whatever the microbatch.
+    """Return [configs, options] bytes of one block besides saved activations, during the loss.
 
     Args:
         grid: The configurations.
@@ -116,14 +117,20 @@ def resident_bytes(
 
 
 def have_waited(grid: NDArray[np.void], late: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """[configs] mask: True if every block had a backward before the moment of the peak."""
+    """Return a [configs] mask: True if every block has had a backward before the peak.
+
+    Args:
+        grid: The configurations.
+        late: [configs] mask of `is_late`.
+    """
     return np.asarray(has_gradients(grid) & ((grid["virtual"] == 1) | late))
 
 
 def whole_bytes(grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementBytes) -> Floats:
-    """[configs] bytes of a block's unsharded gradients, kept until they are reduced at the end.
+    """Return [configs] bytes of a block's unsharded gradients, if kept to the end of the step.
 
-    With a split backward they have the dtype that they were computed in.
+    Modes "ddp" and "zero1", and a split backward, reduce gradients only after the last backward.
+    With a split backward, gradients keep the dtype that they were computed in.
     """
     numel = float(sum(kind.numels)) * trained_share(kind)
     whole = np.where(in_halves(grid), min(sizes.computed, sizes.stored), sizes.stored) * numel
@@ -132,11 +139,12 @@ def whole_bytes(grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementBytes
 
 
 def reduced_bytes(grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementBytes) -> Floats:
-    """[configs] bytes of a block's gradients as its data ranks share them, kept until the update.
+    """Return [configs] bytes of a block's reduced gradient shards, kept until the optimizer's step.
 
-    Those of FSDP units are in an allocator pool of their own, which never shrinks. DDP has them in
-    buckets. In a pipeline, mode "ddp" has units too, unless no other rank shares the gradients and
-    nothing is cast.
+    The gradients of FSDP units lie in a separate allocator pool, which never shrinks, so they count
+    at the peak even if they come later. DDP's lie in buckets, which `resident_bytes` counts. In a
+    pipeline, mode "ddp" has FSDP units too, unless dp and cp have size 1 and parameters are not
+    cast.
     """
     is_alone = grid["dp_replicate"] * grid["dp_shard"] * grid["cp"] == 1
     is_piped = (grid["pp"] > 1) & ~(is_alone & (sizes.computed == sizes.stored))
@@ -147,7 +155,10 @@ def reduced_bytes(grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementByt
 
 
 def step_bytes(grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementBytes) -> Floats:
-    """[configs] bytes of one block before the optimizer's step: parameters, states, gradients."""
+    """Return [configs] bytes of one block before the optimizer's step.
+
+    They are those of its parameters, gradients and optimizer states.
+    """
     numel = float(sum(kind.numels))
     held = np.where(grid["mode"] == _DDP, numel, share(grid, kind))
     trained = held * trained_share(kind)
@@ -158,11 +169,11 @@ def step_bytes(grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementBytes)
 def reducing_bytes(
     grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementBytes, reduce_bytes: int
 ) -> Floats:
-    """[configs] bytes of a block's unsharded gradients, and of the buffer that they are reduced in.
+    """Return [configs] bytes of a block's unsharded gradients and of their reduce-scatter buffer.
 
-    The block's unsharded parameters are freed just before the reduction.
+    The block's unsharded parameters are freed just before the reduction, and do not count.
 
-    Assumes: a block is one unit, and experts that ep shards one of their own.
+    Assumes: a block is one FSDP unit, and experts that ep shards are a separate unit.
 
     Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `post_backward`.
     """
@@ -173,9 +184,10 @@ def reducing_bytes(
 
 
 def passing_bytes(grid: NDArray[np.void], kind: BlockKind, offered: Options) -> Floats:
-    """[configs] bytes that a rank needs in this block's pass more than before it, at the least.
+    """Return [configs] least bytes that a rank's last block needs while it runs.
 
-    The pass is the last one that the rank begins.
+    They come on top of everything saved. The backward of a rank's last block directly follows its
+    forward, so everything saved exists.
 
     Args:
         grid: The configurations.
@@ -191,9 +203,10 @@ def passing_bytes(grid: NDArray[np.void], kind: BlockKind, offered: Options) -> 
 def turning_bytes(
     made: Floats, grid: NDArray[np.void], kind: BlockKind, offered: Options
 ) -> Floats:
-    """[configs] bytes that a rank needs more at the end of a block's backward than before its pass.
+    """Return [configs] least bytes by which memory grows during a block's backward.
 
-    What the block saved is freed by then.
+    At its end, the block's unsharded gradients and their buffer exist, and what the block saved is
+    freed.
 
     Args:
         made: [configs] bytes of `reducing_bytes`.
@@ -206,7 +219,7 @@ def turning_bytes(
 
 
 def always_bytes(grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementBytes) -> Floats:
-    """[configs] bytes that one block keeps all the time: parameter shards, optimizer states."""
+    """Return [configs] bytes that one block always has: parameter shards and optimizer states."""
     held = np.where(grid["mode"] == _DDP, float(sum(kind.numels)), share(grid, kind))
     own = held * sizes.stored + held * trained_share(kind) * sizes.states
     return np.asarray(np.where(is_there(grid), 0.0, own), dtype=np.float64)
@@ -215,9 +228,10 @@ def always_bytes(grid: NDArray[np.void], kind: BlockKind, sizes: HeldElementByte
 def ahead_bytes(
     made: Floats, grid: NDArray[np.void], kind: BlockKind, count: int, sizes: HeldElementBytes
 ) -> Floats:
-    """[configs] bytes of a block's parameters, gathered while another's gradients are reduced.
+    """Return [configs] bytes of prefetched parameters while another block's gradients are reduced.
 
-    Some rank has two blocks of a kind if there are more of them than ranks along pp.
+    Zero unless some rank has two blocks of the kind, which is sure if there are more blocks of it
+    than ranks along pp.
 
     Args:
         made: [configs] bytes of `reducing_bytes`.
@@ -231,7 +245,7 @@ def ahead_bytes(
 
 
 def _unit(grid: NDArray[np.void], kind: BlockKind) -> Floats:
-    """[configs] elements of the largest unit of a block."""
+    """Return [configs] elements of the largest FSDP unit of a block."""
     numel = float(sum(kind.numels))
     spread = max(float(kind.expert_numel), numel - kind.expert_numel)
     return np.asarray(np.where(grid["ep"] > 1, spread, numel), dtype=np.float64)
@@ -246,16 +260,16 @@ def trained_share(kind: BlockKind) -> float:
 def waiting_bytes(
     grid: NDArray[np.void], first: BlockKind, last: BlockKind, reduce_bytes: int
 ) -> Floats:
-    """[configs] bytes of the root unit's reduce-scatter input of the microbatch before.
+    """Return [configs] bytes of the root unit's reduce-scatter input of the previous microbatch.
 
-    FSDP2 frees a reduce-scatter input when the next one is created. The root unit's is the last of
-    a backward, so it exists until the next backward.
+    FSDP2 frees a reduce-scatter input when the next one is created. The root unit's input is the
+    last of a backward, so it exists until the next backward.
 
     Args:
         grid: The configurations.
-        first: The kind before the blocks, in the root unit or, in a pipeline, in the unit around
+        first: The kind before the blocks: in the root unit or, in a pipeline, in the unit around
             the first stage.
-        last: The kind after the blocks, in the root unit or, in a pipeline, in the unit around the
+        last: The kind after the blocks: in the root unit or, in a pipeline, in the unit around the
             last stage.
         reduce_bytes: Bytes of one element of a gradient as it is reduced.
     """
@@ -267,13 +281,13 @@ def waiting_bytes(
 
 
 def saved_bytes(grid: NDArray[np.void], kind: BlockKind) -> Floats:
-    """[configs, options] bytes that one block saves for the backward of one microbatch."""
+    """Return [configs, options] bytes that a block saves for the backward of one microbatch."""
     per_sample = np.array(kind.saved_bytes)[OPTION_RECOMPUTE]
     samples = grid["micro"] / grid["cp"]
     if kind.has_options:
         samples = np.where(grid["offload"] & ACTIVATIONS_THERE, 0.0, samples)
     else:
-        # With a split backward, the loss has run its first half: of the pp microbatches in flight
-        # only one still has all that was saved.
+        # With a split backward, the first half of the backward of head and loss has run for all but
+        # one of the pp microbatches in flight, and has freed what they saved.
         samples = np.where(in_halves(grid), samples / grid["pp"], samples)
     return np.asarray(samples[:, None] * per_sample[None, :], dtype=np.float64)

@@ -1,9 +1,10 @@
 """Distribute the blocks of one configuration over the ranks of its pipeline.
 
-With one stage per rank, each rank has a contiguous range of blocks. With several, it has one range
-in each round of the ranks. The blocks are then identical, so only their number on a rank counts,
-and a rank shares them out evenly among its stages. In both cases the layout is a cut of a line of
-blocks into one range per rank. The two differ in what a range contains.
+With one stage per rank, each rank has a contiguous range of blocks. With several stages per rank,
+the stages go round the ranks (rank r has stages r, r + pp, ...). All blocks are then identical, so
+only their number on a rank counts, and a rank divides it evenly among its stages. In both cases a
+layout is represented as a cut of the line of blocks into one range per rank. With several stages
+per rank, only the length of a range has a meaning.
 """
 
 from __future__ import annotations
@@ -21,18 +22,17 @@ from meshplan.planner.tables.cost_table import CostTable, alike
 from meshplan.planner.tables.in_flight import had_backward, handed_on, in_flight_of
 
 Takes = tuple[tuple[int, ...], ...]
-"""Number of blocks that take each option, by kind."""
+"""[kind][option] number of blocks that take each option."""
 _MOST_KNOWN: Final = 256
-"""Entries of the caches of the ranges that ranks may have, which are equal in many
-configurations."""
+"""Most entries of each cache below. Many configurations have ranks with equal ranges."""
 
 
 class BlockRanges(NamedTuple):
-    """The ranges of the line that one rank may have.
+    """The ranges of the line of blocks that one rank may have.
 
     Attributes:
-        made_of: [sets, kinds] distinct block counts, by kind of the rank's options.
-        at: [ranges] index of each range in a flat [begin, end] table.
+        made_of: [sets, kinds] distinct block counts, with the kinds of the rank's `Options`.
+        at: [ranges] index of each range in a flattened [begin, end] table.
         look: [ranges] index of each range's contents in `made_of`.
     """
 
@@ -46,7 +46,7 @@ class StageLayout:
 
     Attributes:
         num: Number of ranks of the pipeline.
-        menus: Options of the blocks of each rank.
+        menus: The `Options` of each rank's blocks.
         tops: Bytes of each rank in addition to those of its blocks.
         places: Number of places where the line may be cut: before each block, and after the last.
     """
@@ -59,7 +59,7 @@ class StageLayout:
         )
         self.menus = self._menus(row)
         waiting = [sum(each) for each in handed]
-        # The last stage hands on nothing, and the first one's output is charged as its input.
+        # The last stage sends no output, and the first stage's output counts as its input already.
         waiting[0] -= handed[0][0]
         waiting[-1] -= handed[-1][-1] * (self.num > 1)
         self.tops = [
@@ -82,12 +82,12 @@ class StageLayout:
         return [known[key] for key in keys]
 
     def counts(self, rank: int, i: Counts | int, j: Counts | int) -> Counts:
-        """Return [..., kinds] blocks, by kind of a rank's options, in the range from i up to j."""
+        """Return the [..., kinds] numbers of blocks in the range from place i up to place j."""
         before = self._numbers.before
         return np.asarray(before[j] - before[i])
 
     def stretches(self, rank: int) -> BlockRanges:
-        """Return the ranges that a rank may have."""
+        """Return the block ranges that a rank may have."""
         numbers = self._numbers
         is_block, kinds = tuple(numbers.is_block.tolist()), len(numbers.counts)
         at, look = _in_line(self.num, rank, numbers.order, kinds, is_block, self._pinned)
@@ -96,19 +96,19 @@ class StageLayout:
     def stages(
         self, ends: Sequence[int], option_counts: Sequence[Takes]
     ) -> tuple[tuple[int, ...], tuple[Takes, ...]]:
-        """Return (the ends of all stages in the order of the model, the takes of each stage).
+        """Return (boundaries of all stages in the order of the model, option counts of each stage).
 
         Args:
-            ends: Ends of the ranks' ranges, 0 first.
-            option_counts: Takes of each rank, by kind of its options.
+            ends: Boundaries of the ranks' ranges, 0 first.
+            option_counts: Option counts of each rank, by kind of its `Options`.
         """
         return tuple(ends), tuple(option_counts)
 
 
 class Rounds(StageLayout):
-    """The layout of a configuration with several stages per rank, of identical blocks.
+    """The layout of identical blocks for a configuration with several stages per rank.
 
-    A rank's stages differ by at most one block. Longer ones come last, where the fewest
+    A rank's stages differ by at most one block. Longer stages come last, where the fewest
     microbatches are in flight. On the last rank they come first, since its last stage has the loss.
     """
 
@@ -122,12 +122,12 @@ class Rounds(StageLayout):
 
     @cached_property
     def _groups(self) -> list[list[float]]:
-        """Distinct numbers of microbatches in flight on each rank's stages, largest first."""
+        """For each rank, the distinct microbatches in flight on its stages, most first."""
         return [sorted(set(each), reverse=True) for each in self._kept]
 
     def _menus(self, row: int) -> list[Options]:
-        # Stages with equally many microbatches in flight are a group. A rank's options list every
-        # kind once per group: [groups * kinds, options].
+        # Stages with equally many microbatches in flight form a group. A rank's `Options` list
+        # every kind once per group: [groups * kinds, options].
         keys = [(tuple(each), self._had_backward(rank)) for rank, each in enumerate(self._groups)]
         known: dict[tuple[tuple[float, ...], float], Options] = {}
         for groups, began in keys:
@@ -142,25 +142,33 @@ class Rounds(StageLayout):
         return [known[key] for key in keys]
 
     def _had_backward(self, rank: int) -> float:
-        """Return the microbatches in flight of the group that has had a backward; -1 for none."""
+        """Return the microbatches in flight of the group that has had a backward; -1 if none."""
         *others, last = self._kept[rank]
         return last if self._had[rank] and last not in others else -1.0
 
     def sizes(self, rank: int, blocks: Counts) -> Counts:
-        """Return [..., virtual] blocks of each stage of a rank that has [...] blocks."""
+        """Return [..., virtual] numbers of blocks of each stage of a rank.
+
+        Args:
+            rank: Rank along pp.
+            blocks: [...] numbers of blocks that the rank may have.
+        """
         each, more = np.divmod(blocks[..., None], self._virtual)
         turns = np.arange(self._virtual)
         is_long = turns < more if rank == self.num - 1 else turns >= self._virtual - more
         return np.asarray(each + is_long)
 
     def counts(self, rank: int, i: Counts | int, j: Counts | int) -> Counts:
-        """Return [..., groups * kinds] blocks of a rank with the range from i up to j."""
+        """Return the [..., groups * kinds] numbers of blocks in a rank's range from i up to j."""
         if rank not in self._tables:
             self._tables[rank] = self._table(rank)
         return np.asarray(self._tables[rank][np.asarray(j) - np.asarray(i)])
 
     def _table(self, rank: int) -> Counts:
-        """[length + 1, groups * kinds] counts of a rank, by the number of blocks that it has."""
+        """Return [length + 1, groups * kinds] counts of a rank, by its number of blocks.
+
+        The first and the last rank also count the places before and after the blocks.
+        """
         groups, kept = self._groups[rank], self._kept[rank]
         group_of = [groups.index(microbatches) for microbatches in kept]
         lengths = np.arange(self._length + 1)
@@ -178,16 +186,17 @@ class Rounds(StageLayout):
         return out.reshape(len(lengths), -1)
 
     def stretches(self, rank: int) -> BlockRanges:
-        """Return the ranges that a rank may have. Their contents follow from their lengths."""
+        """Return the block ranges that a rank may have; equal lengths have equal contents."""
         at, lengths, look = _in_rounds(self.num, rank, self._virtual, self._length)
         return BlockRanges(self.counts(rank, 0 * lengths, lengths), at, look)
 
     def stages(
         self, ends: Sequence[int], option_counts: Sequence[Takes]
     ) -> tuple[tuple[int, ...], tuple[Takes, ...]]:
-        """Return (the ends of all stages in the order of the model, the takes of each stage).
+        """Return (boundaries of all stages in the order of the model, option counts of each stage).
 
-        Stages of one group share a rank's takes: earlier stages get the later entries of OPTIONS.
+        A group's option counts are divided among its stages: the earlier ones get the later entries
+        of `cost.grid.OPTIONS`, which recompute more.
         """
         blocks = np.diff(ends)
         sizes = [self.sizes(rank, np.asarray(each)).tolist() for rank, each in enumerate(blocks)]
@@ -214,7 +223,13 @@ class Rounds(StageLayout):
         return tuple(all_ends), tuple(out)
 
     def _ends_of(self, kind: int, is_first: bool, is_last: bool) -> int:
-        """Return the number of places of this kind outside the blocks, at an end of the model."""
+        """Return the number of places of a kind before or after the blocks that a stage has.
+
+        Args:
+            kind: Index of the kind.
+            is_first: If True, the stage has the places before the blocks.
+            is_last: If True, the stage has the places after the blocks.
+        """
         order = self._numbers.order
         before = order[: self._begin].count(kind) if is_first else 0
         return before + (order[self._begin + self._length :].count(kind) if is_last else 0)
@@ -224,7 +239,7 @@ class Rounds(StageLayout):
 def _scheduled(
     ranks: int, virtual: int, microbatches: int, schedule: int
 ) -> tuple[tuple[tuple[float, ...], ...], tuple[bool, ...], tuple[tuple[float, ...], ...]]:
-    """Return `in_flight_of`, `had_backward` and `handed_on`, each by rank."""
+    """Return the results of (`in_flight_of`, `had_backward`, `handed_on`), each one per rank."""
     config = np.zeros(1, GRID)[0]
     config["pp"], config["virtual"] = ranks, virtual
     config["microbatches"], config["schedule"] = microbatches, schedule
@@ -245,10 +260,11 @@ def _in_line(
     is_block: tuple[bool, ...],
     pinned: tuple[tuple[int, int], ...],
 ) -> tuple[Counts, Counts]:
-    """Return the ranges that a rank may have, with one stage per rank.
+    """Return the block ranges that a rank may have, with one stage per rank.
 
-    Every rank has a block and begins with one; places outside the blocks go along. Enough blocks
-    are left for the ranks before and after it.
+    Every range contains a block, and every range but the first begins with one. Places outside the
+    blocks go with the block before them, or with the first rank. At least one place is left for
+    each rank before and after.
 
     Args:
         num: Number of ranks.
@@ -259,11 +275,12 @@ def _in_line(
         pinned: (place, rank) of the places whose rank is fixed.
 
     Returns:
-        [ranges] indices in a flat [begin, end] table, [ranges] indices of the contents in `alike`.
+        ([ranges] indices in a flattened [begin, end] table, [ranges] indices of their contents in
+        `alike`).
     """
     last = len(is_block)
-    # Masks of the places where a range may begin or end; the very first place may begin one. Then
-    # all pairs i < j: [pairs].
+    # Mask the places where a range may begin or end: at a block, and at the very first place. Then
+    # test all pairs i < j: [pairs].
     can_begin = np.append(is_block, False)
     can_begin[0] = True
     can_end = np.append(False, np.logical_or.accumulate(is_block))
@@ -281,11 +298,11 @@ def _in_line(
 
 @lru_cache(maxsize=_MOST_KNOWN)
 def _in_rounds(num: int, rank: int, virtual: int, length: int) -> tuple[Counts, Counts, Counts]:
-    """Return the ranges that a rank may have so that each of its stages has a block.
+    """Return the block ranges that a rank may have so that every stage of the pipeline has a block.
 
     Returns:
-        [ranges] indices in a flat [begin, end] table, [lengths] distinct lengths, [ranges] indices
-        of the range's length among these.
+        ([ranges] indices in a flattened [begin, end] table, [lengths] distinct lengths of ranges,
+        [ranges] indices of each range's length among these).
     """
     i, j = np.triu_indices(length + 1, 1)
     is_open = (j - i >= virtual) & (i >= rank * virtual)
@@ -297,13 +314,13 @@ def _in_rounds(num: int, rank: int, virtual: int, length: int) -> tuple[Counts, 
 
 
 def _kept(numbers: Counts) -> Counts:
-    """Return an array that is read-only, since a cache shares it."""
+    """Make an array read-only, since a cache shares it, and return it."""
     numbers.setflags(write=False)
     return numbers
 
 
 def stage_layout_of(numbers: CostTable, row: int) -> StageLayout:
-    """Return the layout of one configuration; the table caches it."""
+    """Return the stage layout of one configuration, which the table caches."""
     if row not in numbers.lanes:
         kind = Rounds if int(numbers.grid[row]["virtual"]) > 1 else StageLayout
         numbers.lanes[row] = kind(numbers, row)
@@ -315,12 +332,12 @@ NOT_ALIKE: Final = "its blocks are not all alike, and only alike ones are shared
 
 
 def are_alike(numbers: CostTable) -> bool:
-    """Return True if all blocks of the model are identical, so that rounds may share them out."""
+    """Return True if all blocks are identical, as several stages per rank require."""
     return len({numbers.order[n] for n, name in enumerate(numbers.names) if name}) == 1
 
 
 def blocks_in(numbers: CostTable) -> tuple[int, int, int]:
-    """Return (the first block's place in `order`, the blocks' kind, their number).
+    """Return (place of the first block in `order`, kind of the blocks, number of blocks).
 
     The blocks must be identical and contiguous.
     """

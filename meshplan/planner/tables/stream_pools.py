@@ -1,8 +1,8 @@
-"""Lower bounds on the allocator pools of FSDP2's own streams.
+"""Lower bounds on the allocator pools of FSDP2's communication streams.
 
-The allocator keeps a pool for each stream, which never shrinks. All-gathers allocate on one stream,
-gradient reductions on another. Whatever a rank needs at its peak on the compute stream, the largest
-sizes of these two pools are reserved in addition to it.
+The allocator keeps a pool for each stream, and a pool never shrinks. All-gathers allocate on one
+stream, gradient reductions on another. The peak sizes of these two pools are therefore reserved in
+addition to the peak of the compute stream, even if the peaks come at different times.
 
 Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py; `memory.replay`.
 """
@@ -26,7 +26,7 @@ _SHARD: Final = MODES.index("shard")
 
 
 class StreamPools(NamedTuple):
-    """Bytes of both pools without the gradients themselves.
+    """Bytes of both pools together, without the reduced gradients that stay until the update.
 
     Attributes:
         every: [configs] bytes on every rank.
@@ -46,29 +46,29 @@ def stream_pools_of(
     sizes: HeldElementBytes,
     reduce_bytes: int,
 ) -> StreamPools:
-    """Return lower bounds on the pools, from one block and the unit around all blocks.
+    """Return lower bounds on the pools, from one block and the units around the blocks.
 
     Args:
         grid: The configurations.
-        block: A kind of block that every rank has one of.
-        ends: The kinds before and after the blocks: together the root unit, or, in a pipeline, the
-            units around the first and the last stage.
+        block: A kind of block; every rank is assumed to have one.
+        ends: (kinds before the blocks, kinds after the blocks). Together they are the root unit; in
+            a pipeline, the units around the first and the last stage.
         sizes: Bytes of one element by role.
         reduce_bytes: Bytes of one element of a gradient as it is reduced.
 
-    Assumes: a block is one unit, and experts that ep shards one of their own.
+    Assumes: a block is one FSDP unit, and experts that ep shards are a separate unit.
     """
     ranks = grid["dp_shard"].astype(np.float64) * grid["cp"]
     is_spread, is_piped = grid["ep"] > 1, grid["pp"] > 1
     numel = float(sum(block.numels))
     unit = np.where(is_spread, numel - block.expert_numel, numel)
-    # An all-gather buffer is kept until the next unit's parameters are copied out of theirs. If the
-    # dtypes differ, a cast copy of the shard is its input.
+    # An all-gather buffer is kept until the next unit's parameters are copied out of the next
+    # buffer. If dtypes differ, a cast copy of the shard is the input of the all-gather.
     gathers = (grid["mode"] != _DDP) & (ranks > 1)
     is_cast = sizes.computed != sizes.stored
     gathered = np.where(gathers, (unit * (1 + is_cast / ranks)) * sizes.computed, 0.0)
     ahead = np.where(gathers, sizes.computed, 0.0)
-    # The gradient of a later microbatch exists next to the one that it is added to.
+    # From the second microbatch on, a reduced gradient exists beside the sum that it is added to.
     adds = (grid["mode"] == _SHARD) & (grid["microbatches"] > 1) & ~in_halves(grid)
     again = np.where(adds & ~is_there(grid), reduce_bytes / ranks, 0.0)
     own = unit * trained_share(block)

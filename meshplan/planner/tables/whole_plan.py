@@ -1,4 +1,4 @@
-"""Seconds and bytes of one complete plan, from the figures that the search uses."""
+"""Seconds and saved bytes of one complete plan, from the cost model that the search uses."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ _SCHEDULES = SCHEDULE_WORDS[1:]
 
 @dataclass(frozen=True, slots=True)
 class BlockCost:
-    """Seconds of one block, as its rank sees them.
+    """Seconds of one block on its rank.
 
     Attributes:
-        forward_s: Seconds of a microbatch's forward, with the communication that is not hidden.
+        forward_s: Seconds of a microbatch's forward, with exposed communication.
         backward_s: Seconds of a microbatch's backward, with recomputation and exposed
             communication.
-        exposed_s: Part of both that would disappear if communication took no time.
-        update_s: Seconds once per step: what the last microbatch's gradients and the optimizer
-            take.
+        exposed_s: Part of `forward_s` + `backward_s` that would disappear if communication took no
+            time.
+        update_s: Seconds once per step: the extra time of the first forward and of the last
+            backward, and the optimizer's step.
     """
 
     forward_s: float
@@ -58,9 +59,13 @@ class Costed:
     Args:
         plan: The plan.
         cluster: The machine.
-        profile: Measured speeds; None takes the known figures of the devices.
-        chain: Chain of block costs as one rank of tp runs the model under this plan; None derives
-            it from the model's config.
+        profile: Measured speeds; None to use the tables of known devices.
+        chain: Chain of block costs of one tp rank under this plan; None to derive it from the
+            model's config.
+
+    Attributes:
+        profile: The speeds used.
+        row: The plan as a grid with one configuration (`cost.grid.GRID`).
 
     Raises:
         PlanError: The cost model has no figures for something in the plan.
@@ -90,7 +95,7 @@ class Costed:
 
     @cached_property
     def chain(self) -> Chain:
-        """The chain of block costs, as one rank of tp computes it."""
+        """The chain of block costs of one tp rank."""
         if self._run is not None:
             return self._run
         plan = self.plan
@@ -108,7 +113,7 @@ class Costed:
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of a step."""
+        """Seconds of one step of the plan."""
         numbers = self._numbers
         stages = self._by_stage(numbers)
         a, b = (float(each[0]) for each in weights(self.row))
@@ -116,7 +121,7 @@ class Costed:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step, of all ranks."""
+        """Tokens of a step, summed over ranks."""
         r = self.row[0]
         samples = int(r["dp_replicate"] * r["dp_shard"] * r["micro"] * r["microbatches"])
         return samples * (self.plan.spec.batch.seq_len or 0)
@@ -138,7 +143,7 @@ class Costed:
         )
 
     def _by_stage(self, numbers: CostTable) -> list[float]:
-        """Seconds of a microbatch on each pipeline rank."""
+        """Return the seconds of a microbatch, forward and backward, on each pipeline rank."""
         stages = self.plan.assignment.stages
         out = [0.0] * int(self.row["pp"][0])
         at = 0
@@ -149,11 +154,19 @@ class Costed:
         return out
 
     def option(self, name: str) -> int:
-        """Return the option of a block, as `option_of` does."""
+        """Return the option of a block, as an index into `cost.grid.OPTIONS`.
+
+        Args:
+            name: Fqn of the block; "" for the modules outside the blocks.
+        """
         return option_of(self.plan, name)
 
     def block(self, name: str) -> BlockCost:
-        """Return the cost of one block; "" stands for all that lies outside the blocks together."""
+        """Return the cost of one block.
+
+        Args:
+            name: Fqn of the block; "" for all modules outside the blocks together.
+        """
         option = self.option(name)
         chain = self.chain
         kinds = [k for k, other in zip(chain.order, chain.names, strict=True) if other == name]
@@ -165,7 +178,11 @@ class Costed:
         return BlockCost(forward, backward, forward + backward - unsent, update)
 
     def saved_bytes(self, name: str) -> int:
-        """Return the bytes that a block saves for the backward of one microbatch."""
+        """Return the bytes that a block saves for the backward of one microbatch.
+
+        Args:
+            name: Fqn of the block; "" for all modules outside the blocks together.
+        """
         chain = self.chain
         again = OPTIONS[self.option(name)][0]
         per_sample = sum(
@@ -177,7 +194,7 @@ class Costed:
 
     @property
     def _exchanges(self) -> bool:
-        """True if cp exchanges heads."""
+        """True if cp exchanges heads (all-to-all) instead of gathering keys and values."""
         context = self.plan.assignment.context
         return context is not None and context.attention == "all_to_all"
 
@@ -193,7 +210,7 @@ class Costed:
         )
 
     def _part(self, found: Terms, option: int) -> tuple[float, float, float]:
-        """Return the (forward, backward, once per step) seconds of one option."""
+        """Return the seconds of one option: (forward, backward, once per step)."""
         return (
             float(found.forward_s[0, option]),
             float(found.backward_s[0, option]),
@@ -202,6 +219,7 @@ class Costed:
 
 
 def _stage_of(plan: Plan, block: str) -> int:
+    """Return the stage of a block: the stage of its first unit or, without units, tensor."""
     stages = plan.assignment.stages
     assert stages is not None
     held = ((fqn, own[0]) for fqn, own in stages.tensors.items())
@@ -209,7 +227,7 @@ def _stage_of(plan: Plan, block: str) -> int:
 
 
 def _not_read(plan: Plan) -> Iterator[Problem]:
-    """Yield problems of a plan whose config, or stated batch, says too little to derive costs."""
+    """Yield a problem if the model has no config, and if the plan states no sequence length."""
     if not plan.graph.config:
         yield _no_figures(plan, f"{plan.graph.name}, which has no config")
     if plan.spec.batch.seq_len is None:
@@ -260,6 +278,7 @@ def _unknown(plan: Plan) -> Iterator[Problem]:
 
 
 def _stages_of_block(plan: Plan, block: str) -> tuple[int, ...]:
+    """Return all stages that have a tensor of a block."""
     stages = plan.assignment.stages
     assert stages is not None
     counts: Counter[int] = Counter()
