@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -35,7 +36,9 @@ from meshplan.garbage import leave_at_once
 from meshplan.render.base.text import PlainStream, envelope
 from meshplan.render.memory.estimate import estimate_to_json, estimate_to_text
 from meshplan.spec.recipes import find_plan
+from meshplan.spec.rules import as_code_name
 from meshplan.spec.trust import ALLOW_CODE
+from meshplan.spec.values import did_you_mean
 from meshplan.textbook.inverse import STATES_ONLY
 from meshplan.version import __version__
 
@@ -65,8 +68,9 @@ def _estimate_flags(parser: argparse.ArgumentParser) -> None:
         "--min-gpus", action="store_true", help="also find the fewest GPUs that fit"
     )
     parser.add_argument(
-        "--model", metavar="PKG.MOD:FN", help="with -f: a function that builds the model"
-    )
+        "--model", metavar="PKG.MOD:FN", type=as_code_name,
+        help="with -f: a function that builds the model",
+    )  # fmt: skip
     parser.add_argument(
         "--fixes", action="store_true", help="with -f: look for changes that make the plan fit"
     )
@@ -266,7 +270,35 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        raise SpecError(Problem(message, None, f"see {self.prog} --help"))
+        fix = f"see {self.prog} --help"
+        wrong = re.match(r"argument VERB: invalid choice: '(.*)' \(", message)
+        if wrong is not None:
+            verbs = [verb.name for verb in VERBS]
+            message = f"there is no verb '{wrong[1]}'"
+            fix = did_you_mean(wrong[1], verbs, f"write one of {', '.join(verbs)}")
+        raise SpecError(Problem(message, None, fix))
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line.
+
+    Raises:
+        SpecError: Something is not known, which the message compares with what is.
+    """
+    args, unknown = _parser().parse_known_args(argv)
+    if not unknown:
+        return args
+    word = unknown[0].partition("=")[0]
+    flags = [flag for action in args.parser._actions for flag in action.option_strings]
+    fix = f"see meshplan {args.verb} --help"
+    if word.startswith("-"):
+        what = f"{args.verb} has no flag {word}"
+        fix = did_you_mean(word, flags, fix)
+    else:
+        what = f"{args.verb} does not take '{word}'"
+        if os.path.exists(word) and args.file is None:
+            fix = f"write -f {word}"
+    raise SpecError(Problem(what, None, fix))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -296,7 +328,7 @@ def _parser() -> argparse.ArgumentParser:
     for verb in VERBS:
         sub = verbs.add_parser(verb.name, help=verb.help, description=verb.help, parents=[common])
         verb.add_flags(sub)
-        sub.set_defaults(run=verb.run, make_parser=_parser)
+        sub.set_defaults(run=verb.run, verb=verb.name, parser=sub, make_parser=_parser)
     return parser
 
 
@@ -368,7 +400,7 @@ def _main(argv: Sequence[str] | None) -> int:
 
 def _answer(argv: Sequence[str] | None) -> int:
     try:
-        args = _parser().parse_args(argv)
+        args = _parse(argv)
         args.answers = sys.stdout
         with _environment(args), redirect_stdout(sys.stderr):
             code: int = args.run(args)

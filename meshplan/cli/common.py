@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import threading
@@ -13,8 +14,12 @@ from dataclasses import dataclass
 from meshplan.api.source import Source, SourceArguments
 from meshplan.errors import Problem, SpecError
 from meshplan.render.base.text import wants_colour
+from meshplan.spec.recipes import plans_in
+from meshplan.spec.rules import as_code_name
 
 YES, NO, COULD_NOT = 0, 1, 2
+_MOST_PLANS = 8
+"""Plans of a directory that a message names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,9 @@ class Verb:
 
 def model_flags(parser: argparse.ArgumentParser) -> None:
     """Declare the flags that name a model."""
-    parser.add_argument("--model", metavar="PKG.MOD:FN", help="a function that builds the model")
+    parser.add_argument(
+        "--model", metavar="PKG.MOD:FN", type=as_code_name, help="a function that builds the model"
+    )
     parser.add_argument("--config", metavar="PATH", help="a Hugging Face config.json or its folder")
 
 
@@ -60,8 +67,28 @@ def free_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_file(args: argparse.Namespace) -> str:
-    if args.file is None:
-        raise SpecError(Problem("no plan file is given", None, "add -f plan.yaml"))
+    """Return the plan file that -f names: a file, or the only plan in a directory.
+
+    Without -f it is the only plan of the working directory.
+
+    Raises:
+        SpecError: There is none, or there are several.
+    """
+    if args.file is not None and not os.path.isdir(args.file):
+        return str(args.file)
+    folder = args.file or os.curdir
+    found = plans_in(folder)
+    if len(found) != 1:
+        where = "the working directory" if args.file is None else f"the directory {args.file}"
+        what, fix = f"no plan file is given, and {where} has none", "add -f plan.yaml"
+        if found:
+            what = f"no plan file is given, and {where} has {len(found)}"
+            fix = "add one of " + ", ".join(f"-f {path}" for path in found[:_MOST_PLANS])
+        elif args.file is None:
+            fix += ", or write a first plan with meshplan init"
+        raise SpecError(Problem(what, None, fix))
+    args.file = str(found[0])
+    print_notes(args, [f"reads {args.file}, the only plan here"])
     return str(args.file)
 
 

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from meshplan.cli.common import YES, Verb, answer, print_notes
+from meshplan.cli.common import YES, Verb, answer, model_flags, print_notes
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.files import check_writable, write_bytes
 from meshplan.layout.hardware import devices
@@ -19,8 +19,7 @@ _PLAN: Final = "plan.yaml"
 
 
 def _init_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="PATH", help="a Hugging Face config.json or its folder")
-    parser.add_argument("--model", metavar="PKG.MOD:FN", help="a function that builds the model")
+    model_flags(parser)
     parser.add_argument("--gpu", metavar="NAME", help="name of the GPU; default: those seen here")
     parser.add_argument("--nodes", metavar="N", type=int, help="number of nodes (default 1)")
     parser.add_argument("--gpus-per-node", metavar="M", type=int, help="number of GPUs of a node")
@@ -30,6 +29,8 @@ def _init_flags(parser: argparse.ArgumentParser) -> None:
 def _init(args: argparse.Namespace) -> int:
     from meshplan.api.starting import starter
     from meshplan.render.plans.starter import starter_to_text
+    from meshplan.spec import trust
+    from meshplan.spec.reader import load_spec
 
     out = args.output or args.file or _PLAN
     check_writable(out, "the plan")
@@ -42,6 +43,8 @@ def _init(args: argparse.Namespace) -> int:
     )  # fmt: skip
     content = starter_to_text(found)
     write_bytes(out, content.encode(), "the plan")
+    if args.model is not None:  # The user has just named this code to be run.
+        trust.trust(load_spec(out).origins[""])
     if args.json:
         answer(args, envelope("init/1", {"file": str(out)}, found.guesses))
     else:

@@ -136,7 +136,7 @@ def find_device(name: str, origin: Origin | None = None) -> Device:
         fix = (
             f"did you mean '{close[0]}'? If not,"
             if close
-            else f"write one of {', '.join(table)}, or"
+            else "write a name that `meshplan gpus` lists, or"
         )
         fix += " state its memory instead of its name"
     raise SpecError(Problem(what, origin, fix))

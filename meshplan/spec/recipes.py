@@ -11,6 +11,8 @@ from typing import Final
 
 from meshplan.errors import Origin, Problem, SpecError
 
+_MOST_HEAD: Final = 1 << 14
+"""Bytes of a file in which its first key is looked for."""
 OWN_MODELS: Final = ("meshplan.runtime.demo_model:build", "meshplan.runtime.demo_moe:build")
 """The models that recipes name, which are code of meshplan itself."""
 
@@ -33,6 +35,26 @@ def recipe_path(name: str) -> Path:
     path = _folder() / f"{name}.yaml"
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def plans_in(folder: str | os.PathLike[str]) -> list[Path]:
+    """Return the plan files directly in a folder; plan.yaml alone if it is among them."""
+    files = [p for p in sorted(Path(folder).iterdir()) if p.suffix in (".yaml", ".yml")]
+    found = [p for p in files if not p.stem.endswith(".lock") and _begins_a_plan(p)]
+    return [p for p in found if p.name == "plan.yaml"] or found
+
+
+def _begins_a_plan(path: Path) -> bool:
+    """Return True if the first key of a file is `version`, as in a plan."""
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            lines = file.read(_MOST_HEAD).decode("utf-8", "replace").splitlines()
+    except OSError:  # A file that cannot be read is none that was meant.
+        return False
+    first = next((line for line in lines if line.strip() and not line.startswith("#")), "")
+    return first.startswith("version:")
 
 
 def find_plan(text: str | os.PathLike[str]) -> Path:

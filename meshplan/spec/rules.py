@@ -6,6 +6,7 @@ checked in `assign`.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any, Final
@@ -69,11 +70,36 @@ _OFFLOAD_WORDS: Final[Mapping[str, Offload]] = {
     AUTO: Offload(params=AUTO, optimizer=AUTO, activations=AUTO),
 }
 
-code_name = pattern(
+_CODE: Final = pattern(
     r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*",
     "a function in the form module:name",
     "my_package.my_module:build",
 )
+
+
+@decoder(_CODE.form)
+def code_name(value: PlanValue, found: Findings) -> str | None:
+    """Decode the name of a function, "pkg.mod:name"."""
+    if isinstance(value.data, str) and as_code_name(value.data) != value.data:
+        name = as_code_name(value.data)
+        found.add(value, f"{show(value)} names a file, not a module", f"write {name}")
+        return None
+    code: str | None = _CODE(value, found)
+    return code
+
+
+def as_code_name(text: str) -> str:
+    """Return "pkg.mod:name" for a function that is named by its file, "pkg/mod.py:name".
+
+    >>> as_code_name("models/net.py:build"), as_code_name("models.net:build")
+    ('models.net:build', 'models.net:build')
+    """
+    file, colon, name = text.partition(":")
+    if not file.endswith(".py") or os.path.isabs(file):
+        return text
+    return os.path.normpath(file).removesuffix(".py").replace(os.sep, ".") + colon + name
+
+
 axis_list: Final = f"the axes are {', '.join(AXES)}"
 
 

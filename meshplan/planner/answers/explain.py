@@ -18,10 +18,10 @@ import numpy as np
 
 from meshplan.errors import Origin, PlanError, Problem, SpecError
 from meshplan.planner.answers.settings import (
-    FIELDS,
     READ_AGAIN,
     STATED,
     blocks_with,
+    fields_of,
     has,
     narrowed,
     no_mesh,
@@ -164,11 +164,15 @@ class Asker:
         """Return the settings of a field that can be asked about, such as "mesh.tp=8".
 
         Args:
-            path: The field, such as "mesh.tp".
+            path: The field, such as "mesh.tp"; or a word for several, such as "mesh".
 
         Raises:
             SpecError: The planner does not choose this field.
         """
+        first, *others = fields_of(path)
+        if others:
+            return [setting for field in (first, *others) for setting in self.settings(field)]
+        path = first
         if path != "batch.micro":
             return list(settings_of(self.free, path))
         rows = self._job.grid
@@ -188,12 +192,12 @@ class Asker:
             SpecError: The setting has no value, or its field or value is unknown.
             PlanError: The plan file lacks a statement.
         """
-        path, equals, text = map(str.strip, setting.partition("="))
-        if path not in (*FIELDS, *STATED):
-            fix = f"ask about one of {', '.join((*FIELDS, *STATED))}, such as mesh.tp=8"
-            raise SpecError(
-                Problem(f"'{path}' is no key that the planner chooses", Origin(path), fix)
-            )
+        word, equals, text = map(str.strip, setting.partition("="))
+        path, *others = fields_of(word)
+        if others:
+            what, fix = f"'{word}' stands for several fields", f"ask why-not {path}=VALUE"
+            raise SpecError(Problem(what, Origin(word), fix))
+        setting = f"{path}={text}"
         if not equals:
             what = f"why-not needs a value of {path}"
             fix = f"ask why-not {path}=VALUE, or why {path} for all values"

@@ -122,6 +122,11 @@ def _unknown(plan: Plan, name: str) -> Problem:
     known = [*plan.graph.modules, *plan.assignment.tensors]
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     fix = f"did you mean '{close[0]}'?" if close else "see meshplan show for the names."
+    above, _, last = name.rpartition(".")
+    inside = [fqn.rpartition(".") for fqn in plan.graph.modules]
+    numbers = [int(own) for parent, _, own in inside if parent == above and own.isdecimal()]
+    if last.isdecimal() and numbers:
+        fix = f"{above} has the modules {min(numbers)} to {max(numbers)}."
     what = f"'{name}' is neither a module of {plan.graph.name} nor a question"
     fix += " Questions are: why FIELD, why-not FIELD=VALUE, memory"
     return Problem(what, Origin("explain"), fix)

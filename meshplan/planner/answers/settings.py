@@ -16,6 +16,7 @@ from meshplan.layout.mesh import AXES
 from meshplan.planner.problem.decision import Evaluated
 from meshplan.planner.space.offload import ONLY_IN_FULL, WORDS
 from meshplan.planner.space.space import Freedom, divisors
+from meshplan.spec.match import near
 from meshplan.spec.spec import STRATEGY_WORDS
 
 FIELDS: Final = (
@@ -35,6 +36,32 @@ STATED: Final = (
 )  # fmt: skip
 """Further fields that a user can ask about. The planner keeps them as stated, or chooses them only
 in part."""
+
+
+_SYNONYMS: Final = {
+    "ac": "activation_checkpointing",
+    "checkpointing": "activation_checkpointing",
+    "recompute": "activation_checkpointing",
+    "reshard": "reshard_after_forward",
+}
+
+
+def fields_of(word: str) -> tuple[str, ...]:
+    """Return the fields that a user's word stands for: "tp" for mesh.tp, "mesh" for all axes.
+
+    Raises:
+        SpecError: The word stands for no field that the planner chooses or that can be stated.
+    """
+    known = (*FIELDS, *STATED)
+    word = _SYNONYMS.get(word, word)
+    if word in known:
+        return (word,)
+    found = tuple(field for field in known if word in field.split("."))
+    if found:
+        return found
+    close = near(word, [*known, *(field.rpartition(".")[2] for field in known)])
+    fix = f"did you mean '{close}'?" if close else f"ask about one of {', '.join(known)}"
+    raise SpecError(Problem(f"'{word}' is no key that the planner chooses", Origin(word), fix))
 
 
 def has(evaluated: Evaluated, path: str, text: str) -> bool:
@@ -206,5 +233,5 @@ def settings_of(free: Freedom, path: str) -> Iterator[str]:
     elif path in ("reshard_after_forward", "sequence_parallel", "loss_parallel"):
         yield from (f"{path}=true", f"{path}=false")
     else:
-        what, fix = f"'{path}' is no key that the planner chooses", f"ask about {', '.join(FIELDS)}"
-        raise SpecError(Problem(what, Origin(path), fix))
+        what = f"{path} is kept as the plan states it, so there are no other values to compare"
+        raise SpecError(Problem(what, Origin(path), f"ask why-not {path}=VALUE"))
