@@ -1,8 +1,8 @@
 """Estimate the memory of a plan on every rank, in bytes.
 
 `answer.states` sums what is resident between steps, from the layouts alone. An `EventLog` is one
-step of one rank, allocation by allocation; `runtime.fake_step.step` traces it, and `replay`
-composes it by rules. `log.allocator` plays a log on a model of torch's caching allocator, and
+step of one rank, allocation by allocation; `runtime.fake_step.step` traces a step, and `replay`
+composes one by rules. `log.allocator` plays a log on a model of torch's caching allocator, and
 `log.driver` adds the device memory outside of that allocator.
 """
 

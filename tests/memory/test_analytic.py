@@ -263,9 +263,9 @@ def test_a_told_step_is_the_traced_one(apart: ProcessPoolExecutor, case: str) ->
         (LLAMA, HF | {"rules": [{"match": "lm_head", "place": {"tp": "rowwise_split_input"}}]},
          r"the style 'rowwise_split_input' \(of lm_head\)"),
         (LLAMA, {"mesh": {"tp": 2}, "rules": [{"match": "**.q_proj", "place": {"tp": "colwise"}}]},
-         "what arrives at model.layers.0.self_attn is cut otherwise"),
+         "a tensor that reaches model.layers.0.self_attn is not sharded as"),
         (LLAMA, {"mesh": {"tp": 2}, "rules": [{"match": "**.up_proj", "place": {"tp": "colwise"}}]},
-         "what arrives at model.layers.0.mlp is cut otherwise"),
+         "a tensor that reaches model.layers.0.mlp is not sharded as"),
         (LLAMA | {"vocab_size": 161}, HF, "161 does not divide by tp 2"),
     ],
 )  # fmt: skip

@@ -184,7 +184,7 @@ def test_a_long_step_is_told_by_few_of_its_microbatches(
 
 def test_a_tied_table_on_one_rank_is_refused() -> None:
     plan = decided(LLAMA | TIED, plan_of("ZBVZeroBubble"))
-    with pytest.raises(PlanError, match="that two stages of one rank hold"):
+    with pytest.raises(PlanError, match="that two stages of one rank share"):
         log_of(plan, 0)
 
 

@@ -112,15 +112,15 @@ def test_on_cuda_it_takes_what_cuda_takes(
 @pytest.mark.parametrize(
     ("config", "more", "device", "what"),
     [
-        ({"v_head_dim": 16}, BF16, "cpu", "attention on CPUs with values of 16 features of 24"),
-        ({"v_head_dim": 12}, BF16, "cuda", "heads of 24 features, and 12 of values"),
+        ({"v_head_dim": 16}, BF16, "cpu", "attention on CPUs: heads of 24 features, 16 for values"),
+        ({"v_head_dim": 12}, BF16, "cuda", "heads of 24 features, 12 for values"),
         (
             {}, {"mesh": {"cp": 2}, "context": {"attention": "all_to_all"}}, "cuda",
-            "context parallelism of attention by narrow vectors",
+            "context parallelism of multi-head latent attention",
         ),
         (
             {}, AUTO | {"rules": [{"match": "**.q_b_proj", "place": {"tp": "colwise"}}]}, "cpu",
-            "what arrives at model.layers.0.self_attn is cut otherwise",
+            "a tensor that reaches model.layers.0.self_attn is not sharded as",
         ),
     ],
 )  # fmt: skip

@@ -181,7 +181,7 @@ def test_both_sides_are_those_of_the_trace(apart: ProcessPoolExecutor, case: str
     ("more", "what"),
     [
         ({"rules": [{"match": "model.layers.*.mlp", "offload": {"activations": True}}]},
-         "offloaded activations of what is no block"),
+         "offloaded activations outside of blocks"),
     ],
 )  # fmt: skip
 def test_what_has_no_rules_is_refused(more: dict[str, Any], what: str) -> None:

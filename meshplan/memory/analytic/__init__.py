@@ -1,1 +1,1 @@
-"""Steps of models of known families, computed from the config alone and without torch."""
+"""Memory of training steps of known model families, from the config alone and without torch."""

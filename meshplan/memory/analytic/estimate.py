@@ -1,8 +1,8 @@
-"""Tier 1 without torch: estimate a plan's memory from the model's config.
+"""Estimate a plan's memory from the model's config, without torch (tier 1).
 
 `memory.decoder.microbatch` computes the ops of a microbatch from sizes, and `memory.replay` adds
-what wrappers and the optimizer do. A model or plan for which there are no rules is refused by name;
-it can still be estimated from a trace of the model, which needs torch.
+what wrappers and the optimizer allocate. A model or plan for which there are no rules raises a
+`PlanError` that names the feature; it can still be estimated from a trace, which needs torch.
 """
 
 from __future__ import annotations
@@ -61,21 +61,22 @@ def estimate_analytic(
         plan: A plan for a graph of `blueprint`, which states batch size and sequence length.
         device: A device name of `hardware`; "" if unknown.
         limit_bytes: Memory limit of one GPU in bytes; None if unknown.
-        notes: Sentences that the reader of the estimate should see.
+        notes: Sentences to show to the reader of the estimate.
         stop_above_bytes: Stop with `OverError` as soon as one rank is known to reserve more than
             this.
-        worst_routing: If True, also report the peak of a rank that receives every token.
-        try_expandable: If True and the plan does not fit, also report what expandable segments
-            would reserve.
+        worst_routing: If True, also report the peak of an expert-parallel rank that receives every
+            token.
+        try_expandable: If True and the plan does not fit, also report how many bytes torch would
+            reserve with `expandable_segments:True`.
         tells_modules: If True, also break the peak down by module.
         stage_guess_bytes: A guess of the bytes that ranks need, by position along pp. Ranks with
             larger guesses are replayed first, so that a plan that does not fit is rejected early.
-            If empty, ranks at the end of the pipeline come first, which hold the loss, and then
-            those at its start, which hold most microbatches.
-        played: Cache of the stages that were played for earlier plans; None for an empty one.
+            If empty, ranks of the last stages are replayed first, because they compute the loss,
+            then those of the first stages, because they have the most microbatches in flight.
+        played: Cache of the stages played for earlier plans; None for an empty cache.
 
     Raises:
-        PlanError: There are no rules for the model's ops, or for something in the plan.
+        PlanError: There are no rules for the model's ops, or for a feature of the plan.
         OverError: Some rank reserves more than `stop_above_bytes`.
     """
     spec, (micro, seq_len) = plan.spec, plan.fed()
@@ -84,7 +85,8 @@ def estimate_analytic(
     shape = f"[{micro * plan.accumulate}, {seq_len // plan.mesh.size('cp')}] int64"
     certified = f"estimated from the config; traces of models differ by at most {ERROR:.0%}"
     works = analytic_microbatches(plan, micro, seq_len, device=device, played=played)
-    # Expandable segments, modules and compiled blocks need logs; a search needs only figures.
+    # Results for expandable segments, modules and compiled blocks are computed from logs. A search
+    # asks for none of these, and needs only peaks.
     keeps_logs = try_expandable or tells_modules or bool(plan.assignment.compiled)
     ranks = AnalyticRanks(
         [each[0] for each in groups],
@@ -95,7 +97,7 @@ def estimate_analytic(
         stop_above_bytes=stop_above_bytes,
         keeps_logs=keeps_logs,
     )
-    # Ranks of the last stage hold the loss, those of the first stage most microbatches.
+    # The last stage computes the loss; the first has the most microbatches in flight.
     order = [len(groups) - 1, *range(len(groups) - 1)]
     if stage_guess_bytes:
         places = [plan.mesh.index(ranks[0], ("pp",)) for ranks in groups]
@@ -129,14 +131,14 @@ def estimate_analytic(
 
 @no_collection()
 def check_analytic(plan: Plan, *, device: str) -> None:
-    """Refuse every plan that `estimate_analytic` would refuse, in a fraction of its time.
+    """Raise the error that `estimate_analytic` would raise for a plan, in a fraction of its time.
 
     Args:
         plan: A plan for a graph of `blueprint`, which states batch size and sequence length.
         device: A device name of `hardware`; "" if unknown.
 
     Raises:
-        PlanError: There are no rules for the model's ops, or for something in the plan.
+        PlanError: There are no rules for the model's ops, or for a feature of the plan.
     """
     micro, seq_len = plan.fed()
     check_fused(plan, seq_len, device=device)
@@ -148,9 +150,9 @@ def estimate_worst_routing(estimate: MemoryEstimate, plan: Plan) -> MemoryEstima
     """Add the peak of a rank that receives every token to an estimate of `estimate_analytic`.
 
     Args:
-        estimate: The estimate of this plan. It may have been made with any `stop_above_bytes`: a
-            rank whose summarised log exceeds that bound seems to need more than every fully
-            expanded rank within it, so it is expanded in any case.
+        estimate: The estimate of this plan, made with any `stop_above_bytes`. The bound does not
+            change the estimate: it only causes ranks whose summarised log exceeds it to be expanded
+            in full. These need more than all ranks within the bound, so they are expanded anyway.
         plan: The plan that the estimate is of.
     """
     before = len(estimate.assumed) - len(tuple(_of_experts(plan, worst_routing=False)))
@@ -162,17 +164,18 @@ def estimate_worst_routing(estimate: MemoryEstimate, plan: Plan) -> MemoryEstima
 def analytic_log_of_rank(
     plan: Plan, rank: int, *, device: str, played: Played | None = None, summarised: bool = True
 ) -> EventLog:
-    """Return the step of one rank as `estimate_analytic` computes it.
+    """Return the event log of one rank's step as `estimate_analytic` computes it.
 
     Args:
         plan: A plan for a graph of `blueprint`, which states batch size and sequence length.
         rank: The rank whose step is returned.
         device: A device name of `hardware`; "" if unknown.
-        played: Cache of the stages that were played for earlier plans; None for an empty one.
-        summarised: If True, summarise the microbatches that cannot make the peak of a long step.
+        played: Cache of the stages played for earlier plans; None for an empty cache.
+        summarised: If True and the step is a long one of a pipeline, summarise the microbatches
+            that cannot contain the peak: write only the storages that they leave behind.
 
     Raises:
-        PlanError: There are no rules for the model's ops, or for something in the plan.
+        PlanError: There are no rules for the model's ops, or for a feature of the plan.
     """
     micro, seq_len = plan.fed()
     check_fused(plan, seq_len, device=device)
@@ -181,7 +184,7 @@ def analytic_log_of_rank(
 
 
 def _of_experts(plan: Plan, *, worst_routing: bool) -> Iterator[tuple[str, str]]:
-    """Yield what is assumed of experts and routing, as (what, value) pairs."""
+    """Yield the assumptions about experts and routing as (subject, assumption) pairs."""
     shape, ep = shape_of(plan.graph), plan.mesh.size("ep")
     if not shape.experts:
         return
@@ -207,13 +210,13 @@ def _of_experts(plan: Plan, *, worst_routing: bool) -> Iterator[tuple[str, str]]
 
 
 def in_chunks(plan: Plan) -> str:
-    """Return a phrase about the chunked loss for the assumptions; "" if it is not chunked."""
+    """Return the assumption about a chunked loss, as a phrase; "" if the loss is not chunked."""
     chunks = loss_chunks_of(plan)
     return f", head and loss computed over {chunks} chunks of the tokens" if chunks > 1 else ""
 
 
 def _in_brief(num_in_full: int, num_groups: int) -> str:
-    """Return a phrase that says which ranks had microbatches summarised; "" if none had."""
+    """Return a phrase that says on which ranks microbatches were summarised; "" if on none."""
     if num_in_full == num_groups:
         return ""
     where = "" if not num_in_full else ", on ranks that need less than others"
@@ -221,7 +224,7 @@ def _in_brief(num_in_full: int, num_groups: int) -> str:
 
 
 def _log_of(works: Works, plan: Plan, rank: int, *, summarised: bool) -> EventLog:
-    """Return the step of one rank."""
+    """Return the event log of one rank's step."""
     work, foreach = works.of_rank(rank, summarised=summarised), is_uniform(plan.assignment)
     has_host = bool(offloads_params(plan.assignment) or plan.assignment.host_activations)
     optimizer = plan.spec.optimizer
@@ -229,9 +232,9 @@ def _log_of(works: Works, plan: Plan, rank: int, *, summarised: bool) -> EventLo
 
 
 def streams_of(plan: Plan, rank: int) -> dict[tuple[Term, int], int]:
-    """Return the stream on which FSDP2 makes each kind of buffer, by (category, bytes).
+    """Return the number of the CUDA stream of each FSDP2 buffer, by (category, bytes at birth).
 
-    The allocator keeps a pool for each stream, so what is reserved depends on the streams.
+    The allocator keeps a pool for each stream, so reserved bytes depend on the streams.
 
     Args:
         plan: The plan, whose units make the buffers.
@@ -275,25 +278,26 @@ def analytic_log(
     has_host: bool = False,
     device: str = "",
 ) -> EventLog:
-    """Return the events of a step from the second one on, of a causal LM of transformers.
+    """Return the event log of one step of a causal LM of transformers, optimizer state included.
 
     Args:
         plan: A plan for a graph of `blueprint`.
-        batch: Sequences of one microbatch of this rank; a pipeline splits them into its own
-            microbatches.
+        batch: Sequences of this rank per forward of the training loop; a pipeline splits these
+            further into its microbatches.
         seq_len: Tokens of one sequence.
         optimizer: A name of `spec.OPTIMIZER_STATES`.
         rank: The rank whose step is returned.
-        is_cuda: If True, CUDA's kernels run. If False, the log is what a trace on CPUs shows.
-        in_place: If True, gradients of one tensor are accumulated in place, as torch does
+        is_cuda: If True, compute the log for CUDA's kernels, otherwise for those of a CPU.
+        in_place: If True, several gradients of one tensor are added up in place, as torch does
             unless a dispatch mode is active.
         foreach: If True, the optimizer updates parameters together, as torch does on a GPU.
-        spread: Distribution of the experts; None for the plan's own.
-        has_host: If True, the host's memory is separate, and step counts of optimizers are in it.
+        spread: Distribution of experts and tokens over ep; None for the plan's.
+        has_host: If True, host memory is separate from the device's, and has the optimizer's step
+            counts.
         device: A device name of `hardware`; "" if unknown.
 
     Raises:
-        PlanError: There are no rules for the model's ops, or for something in the plan.
+        PlanError: There are no rules for the model's ops, or for a feature of the plan.
     """
     check_fused(plan, seq_len, is_cuda=is_cuda, device=device)
     works = analytic_microbatches(

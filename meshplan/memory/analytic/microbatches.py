@@ -1,6 +1,6 @@
-"""The microbatches of a plan's ranks, computed from the blueprint by sizes, ready to replay.
+"""Compute the microbatches of a plan's ranks from the sizes of a blueprint, ready to replay.
 
-A plan or model for which there are no rules is refused by name.
+A plan or model for which there are no rules raises a `PlanError` that names the feature.
 """
 
 from __future__ import annotations
@@ -38,17 +38,18 @@ class Works(Protocol):
         """True if the step is so long that no rank should be expanded in full."""
 
     def of_rank(self, rank: int, *, summarised: bool = False) -> Prepared:
-        """Return the microbatches of one rank.
+        """Return one rank's trace: a single microbatch, or in a pipeline all of them interleaved.
 
         Args:
             rank: The rank.
-            summarised: If True, summarise the microbatches that cannot make the peak.
+            summarised: If True, summarise the microbatches of a pipeline that cannot contain the
+                peak: write only the storages that they leave behind.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class _Same:
-    """The microbatch that all ranks share, without a pipeline."""
+    """The microbatch of a plan without a pipeline, where all ranks have the same one."""
 
     work: Prepared
     summarised: bool = False
@@ -61,7 +62,7 @@ class _Same:
 
 @dataclass(frozen=True, slots=True)
 class _Each:
-    """The microbatches of ranks that differ, because they have different parts of a sequence."""
+    """The microbatches of a plan whose ranks differ, because cp gives them different tokens."""
 
     played: Callable[[int], Prepared]
     summarised: bool = False
@@ -88,20 +89,20 @@ def analytic_microbatches(
 
     Args:
         plan: A plan for a graph of `blueprint`.
-        batch: Sequences of one microbatch of a rank; a pipeline splits them into its own
-            microbatches.
+        batch: Sequences of a rank per forward of the training loop; a pipeline splits these
+            further into its microbatches.
         seq_len: Tokens of one sequence, before cp splits it.
-        is_cuda: If True, CUDA's kernels run; if False, a CPU's.
-        in_place: If True, gradients of one tensor are accumulated in place.
-        spread: Distribution of the experts; None for the plan's own.
+        is_cuda: If True, compute memory for CUDA's kernels, otherwise for those of a CPU.
+        in_place: If True, several gradients of one tensor are added up in place.
+        spread: Distribution of experts and tokens over ep; None for the plan's.
         device: A device name of `hardware`; "" if unknown.
-        rank: The only rank of interest, or None for all. In a pipeline only the blocks near that
-            rank are computed then, so `summarised` and `only_summarised` of the result say nothing
-            about the step.
-        played: Cache of the stages that were played for earlier plans; None for an empty one.
+        rank: The only rank that the caller will ask for; None for all. In a pipeline, a single rank
+            is computed from the blocks near its stages only. `summarised` and `only_summarised` of
+            the result are then meaningless, because they count the ops of these blocks alone.
+        played: Cache of the stages played for earlier plans; None for an empty cache.
 
     Raises:
-        PlanError: There are no rules for the model's ops, or for something in the plan.
+        PlanError: There are no rules for the model's ops, or for a feature of the plan.
     """
     if problems := list(refusals(plan)):
         raise PlanError(problems)
@@ -135,7 +136,7 @@ def analytic_microbatches(
     if gathered_of(plan, 0, is_cuda=is_cuda, device=device) is None:
         return _Same(LAST.played(shape, run, in_place=in_place))
 
-    # The work of a rank depends on its part of the sequence if it all-gathers keys and values.
+    # With all-gathered keys and values, a rank's memory depends on its shard of the sequence.
     def of_rank(rank: int) -> Prepared:
         own = gathered_of(plan, rank, is_cuda=is_cuda, device=device)
         return LAST.played(shape, replace(run, gathered=own), in_place=in_place)
@@ -144,11 +145,11 @@ def analytic_microbatches(
 
 
 class LastPlayed:
-    """Plays microbatches and caches the last ones.
+    """Plays microbatches and caches the most recent ones.
 
-    Plans that differ only in the number of nodes or the strategy run the same ops, and are
-    estimated one after the other. A `MicrobatchSpec` has no hash, so the cache is searched
-    linearly.
+    The cache pays off because a search estimates plans that differ only in the number of nodes or
+    the strategy, and so run the same ops, one after the other. The cache is searched linearly,
+    because a `MicrobatchSpec` has no hash.
 
     Args:
         most: Maximum number of cached microbatches, each of which is tens of thousands of tuples.
@@ -172,9 +173,10 @@ LAST: Final = LastPlayed(most=8)
 
 
 def spread_of(plan: Plan) -> Spread:
-    """Return how the plan distributes experts over the ranks of ep.
+    """Return how the plan distributes experts and tokens over the ranks of ep.
 
-    A rank receives as many tokens as the plan states at most, otherwise an even share.
+    A rank receives `experts.capacity` times an even share of the tokens, or an even share if the
+    plan states no capacity.
     """
     a, ep = plan.assignment, plan.mesh.size("ep")
     is_unit, arriving = bool(a.experts.keys() & a.units.keys()), plan.spec.experts.capacity or 1.0
@@ -184,13 +186,13 @@ def spread_of(plan: Plan) -> Spread:
 
 
 def loss_chunks_of(plan: Plan) -> int:
-    """Return the number of token chunks for which head and loss are computed; 1 for all at once."""
+    """Return over how many chunks of the tokens head and loss are computed; 1 for all at once."""
     chunked = plan.assignment.chunked_loss
     return 1 if chunked is None else chunked.chunks
 
 
 def refusals(plan: Plan) -> Iterator[Problem]:
-    """Yield what in the plan or the model the analytic estimate has no rules for."""
+    """Yield a problem for each feature that the analytic estimate has no rules for."""
     a = plan.assignment
     blocks = {fqn for fqn in plan.graph.modules if _is_block(plan, fqn)}
     experts = {f"{fqn}.mlp.experts" for fqn in blocks}
@@ -200,22 +202,22 @@ def refusals(plan: Plan) -> Iterator[Problem]:
         # transformers takes sequence length and positions from the shape of its input.
         (
             a.sequence_parallel and not a.crossings,
-            "sequence_parallel by rule, with which transformers' own code does not run",
+            "sequence_parallel set by rules, with which transformers' own code does not run",
         ),
         (any(p.gathered_axes for p in a.tensors.values()), "parameters that tp gathers at use"),
-        (_exchanges_latents(plan), "context parallelism of attention by narrow vectors"),
-        (_scores_scaled(plan), "loss_chunks over logits that the model divides"),
-        (_parts_heads(plan), "all_to_all over heads that do not divide by tp and cp together"),
+        (_exchanges_latents(plan), "context parallelism of multi-head latent attention"),
+        (_scores_scaled(plan), "loss_chunks with logits that the model scales"),
+        (_parts_heads(plan), "all_to_all with heads that are no multiple of tp times cp"),
         (bool(others), f"recomputation that saves {', '.join(sorted(others))}"),
         (bool(a.recompute.keys() - blocks), "recomputed modules that are no blocks"),
-        (bool(a.host_activations.keys() - blocks), "offloaded activations of what is no block"),
+        (bool(a.host_activations.keys() - blocks), "offloaded activations outside of blocks"),
         (bool(a.units.keys() - blocks - a.experts.keys() - {""}), "units that are no blocks"),
-        (bool(a.experts.keys() - experts), "experts of other modules than mlp.experts"),
-        (_is_autocast(plan), "parameters computed with in several dtypes"),
+        (bool(a.experts.keys() - experts), "experts in modules other than mlp.experts"),
+        (_is_autocast(plan), "parameters with several compute dtypes"),
     ):
         if is_there:
             yield Problem(
-                f"a step told from a config has no rules for {what}",
+                f"the estimate from a config has no rules for {what}",
                 fix="write model: {entry: PKG.MOD:FN} in the plan, to trace the model with torch",
             )
 
@@ -231,7 +233,7 @@ def _scores_scaled(plan: Plan) -> bool:
 
 
 def _parts_heads(plan: Plan) -> bool:
-    """Return True if a tp rank's heads cannot be divided evenly over the ranks of cp."""
+    """Return True if cp exchanges heads (all-to-all) that do not divide evenly over tp and cp."""
     context = plan.assignment.context
     if context is None or context.attention != "all_to_all" or not plan.graph.config:
         return False
@@ -245,7 +247,7 @@ def _is_block(plan: Plan, fqn: str) -> bool:
 
 
 def styled_of(plan: Plan) -> TpPlanOnTape:
-    """Return which modules tp shards, and how."""
+    """Return which modules tp shards, and with which style."""
     a = plan.assignment
     pieces = {fqn: use.pieces for fqn, use in a.styles.items() if use.pieces}
     return TpPlanOnTape(
@@ -265,7 +267,10 @@ def styled_of(plan: Plan) -> TpPlanOnTape:
 
 
 def _near(plan: Plan, stages: Stages, rank: int) -> set[int]:
-    """Return the numbers of the blocks near a rank's stages, and of the first and last block."""
+    """Return the numbers of blocks in a rank's stages and in neighbouring stages.
+
+    The first and the last block of the model are included.
+    """
     held = stages.of_rank(plan.mesh.index(rank, ("pp",)))
     near = {each for stage in held for each in (stage - 1, stage, stage + 1)}
     blocks = plan.graph.blocks()
@@ -274,7 +279,7 @@ def _near(plan: Plan, stages: Stages, rank: int) -> set[int]:
 
 
 def _number(fqn: str) -> int:
-    """Return the number of a block."""
+    """Return the number of a block, the last component of its fqn."""
     return int(fqn.rpartition(".")[2])
 
 

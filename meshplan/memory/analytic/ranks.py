@@ -1,9 +1,9 @@
-"""Estimate the ranks of a plan in order of interest, and expand only the decisive ones in full.
+"""Estimate the ranks of a plan, and expand all microbatches only on ranks that may be the largest.
 
-Microbatches that cannot make the peak are summarised, which takes a fraction of the time. A rank is
-expanded in full if its summarised log exceeds the limit, or if it may be the largest of all ranks.
-Ranks are independent, so two of them are computed at once where there are two cores; the results
-are the same.
+In a summarised log, the microbatches that cannot contain the peak have only the storages that they
+leave behind; writing it takes a fraction of the time. A rank is expanded in full if its summarised
+log exceeds the limit, or if the rank may need the most of all. Two ranks are computed at the same
+time if there are two cores; the results are the same.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from meshplan.memory.log.events import EventLog
 from meshplan.two_cores import each, has_another
 
 ERROR: Final = 0.01
-"""Possible relative error of a step computed from a config, compared with a traced one.
+"""Possible relative error of a step computed from a config, compared with a traced step.
 Source: `tests/memory/test_memory_tape.py`."""
 
 BRIEF_ERROR: Final = 0.03
 """Additional relative error of the reserved bytes where microbatches are summarised.
-[Empirical]: between 1 % less and 5 % more in 27 cases; what is requested is the same in all."""
+[Empirical]: between 1 % less and 5 % more in 27 cases; the requested bytes are the same in all."""
 
 
 class OverError(Exception):
@@ -32,7 +32,7 @@ class OverError(Exception):
 
     Attributes:
         rank: The rank.
-        reserved_bytes: Lower bound on its reserved bytes.
+        reserved_bytes: Lower bound on the rank's reserved bytes.
     """
 
     def __init__(self, rank: int, reserved_bytes: int) -> None:
@@ -46,8 +46,8 @@ class AnalyticRank(NamedTuple):
     Attributes:
         figures: Peak, categories and reserved bytes.
         is_full: True if every microbatch was expanded, False if some were summarised.
-        log: The step without workspaces; None if logs are not kept.
-        held: The log as it was played on the allocator; None if logs are not kept.
+        log: The step without cuBLAS's workspaces; None if logs are not kept.
+        held: The result of playing the log on the allocator; None if logs are not kept.
     """
 
     figures: RankSummary
@@ -62,19 +62,19 @@ class AnalyticRank(NamedTuple):
 
     @property
     def high_bytes(self) -> int:
-        """Upper end of its range, without the driver's bytes, which all ranks share."""
+        """Upper end of the rank's reserved bytes, without the driver's, equal on all ranks."""
         return int(margin(self.figures.reserve.reserved_bytes) * (1 + self.error))
 
 
 class AnalyticRanks:
-    """Computes the results of the distinct ranks of a plan.
+    """Estimates one rank of each class of equal ranks of a plan.
 
     Args:
         ranks: The first rank of each group of equal ranks.
-        write: Maps (rank, in brief) to the log of its step.
-        holding: Plays logs on the allocator.
-        summarised: If True, the step is so long that only the fullest ranks should be expanded in
-            full.
+        write: Maps (rank, whether to summarise) to the log of the rank's step.
+        holding: Plays logs on the allocator, with a cache.
+        summarised: If True, the step is so long that only the ranks that need the most memory
+            should be expanded in full.
         only_summarised: If True, the step is so long that no rank should be expanded in full.
         stop_above_bytes: Stop with `OverError` as soon as one rank is known to reserve more than
             this.
@@ -100,8 +100,8 @@ class AnalyticRanks:
         """Return the result of each rank, in the order of `ranks`.
 
         Args:
-            order: Indices into `ranks`, with the ranks that probably need most first. The first one
-                usually decides whether the plan is over the limit.
+            order: Indices into `ranks`, with the ranks that probably need the most first. The first
+                rank usually decides if the plan is over the limit.
 
         Raises:
             OverError: A rank reserves more than `stop_above_bytes`; of several, the first in
@@ -121,21 +121,23 @@ class AnalyticRanks:
         return told
 
     def _first(self, number: int, *, before_all: int) -> AnalyticRank:
-        """Return the result of one rank.
+        """Return the result of the rank with index `number` in `ranks`.
 
-        It is expanded in full if all ranks are, or if its summarised log exceeds the limit.
+        The rank is expanded in full if all ranks are, or if its summarised log exceeds the limit.
+        `before_all` is the index of the rank that is computed first.
         """
         told = self._of(number, summarised=self._in_brief, is_first=number == before_all)
         if self._in_brief and told.figures.reserve.reserved_bytes > self._most_bytes:
-            return self._of(number, summarised=False)  # The summary may overstate it.
+            # The summary may overstate reserved bytes, so check the limit with the full log.
+            return self._of(number, summarised=False)
         return told
 
     def _of(self, number: int, *, summarised: bool, is_first: bool = False) -> AnalyticRank:
         rank, stop_above_bytes = self._ranks[number], self._most_bytes
         log = self._write(rank, summarised)
         can_tell = summarised and not self._only_in_brief and stop_above_bytes < math.inf
-        # The first rank usually decides, so check its cheap lower bound before playing the log.
-        # The reserved bytes of other ranks, which are no less than this bound, are needed anyway.
+        # The first rank usually decides, so check its cheap lower bound before playing the log on
+        # the allocator. Other ranks usually fit, and their logs must then be played in any case.
         if can_tell and is_first and log.pooled_bytes > stop_above_bytes:
             raise OverError(rank, log.pooled_bytes)
         held = self._holding.of(log)
@@ -148,11 +150,11 @@ class AnalyticRanks:
         return AnalyticRank(held.figures, not summarised, *kept)
 
     def _tell_highest(self, told: list[AnalyticRank]) -> None:
-        """Expand the rank with the highest upper end, until that rank is one expanded in full.
+        """Expand the rank with the highest `high_bytes`, until the highest is expanded in full.
 
-        Requested bytes do not change by this, only reserved bytes.
+        This changes only the ranks' reserved bytes, not their requested bytes.
         """
-        # With a second core, the rank that probably comes next is expanded at the same time.
+        # With a second core, also expand the rank that will probably be the highest next.
         ahead: dict[int, AnalyticRank | OverError] = {}
         while not told[highest := max(range(len(told)), key=lambda n: told[n].high_bytes)].is_full:
             if highest not in ahead:
@@ -168,8 +170,8 @@ class AnalyticRanks:
     def _in_full(self, number: int) -> AnalyticRank | OverError:
         """Return the result of one rank expanded in full, or the error if it is over the limit.
 
-        The error is returned, because it counts only once it is this rank's turn, which may never
-        come.
+        The error is returned, not raised, because this rank may have been expanded ahead of time:
+        the error counts only if the rank becomes the highest.
         """
         try:
             return self._of(number, summarised=False)
@@ -178,9 +180,9 @@ class AnalyticRanks:
 
 
 def _next_ones(told: Sequence[AnalyticRank], highest: int) -> list[int]:
-    """Return the rank to expand after `highest`, if that reserves as much in full as summarised.
+    """Return the index of the rank to expand after `highest`, as a list; [] if there is none.
 
-    The result is empty if no other rank would have to be expanded.
+    The guess assumes that `highest` reserves as much in full as summarised.
     """
     others = [n for n in range(len(told)) if n != highest]
     whole = told[highest]._replace(is_full=True).high_bytes

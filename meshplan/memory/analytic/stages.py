@@ -1,6 +1,6 @@
-"""Microbatches of every rank of a pipeline, computed from the ops of the whole model.
+"""Compute the microbatches of every rank of a pipeline from the ops of the whole model.
 
-A plan for which there are no rules is refused by name.
+A plan for which there are no rules raises a `PlanError` that names the feature.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from meshplan.model.graph import is_inside
 from meshplan.plan.plan import Plan
 
 _MOST: Final = 40_000
-"""Number of ops of a step up to which every microbatch is expanded, on all ranks."""
+"""Maximum number of ops of a step for which every microbatch is expanded on all ranks."""
 _FAR_TOO_MANY: Final = 600_000
-"""Number of ops of a step above which no rank has every microbatch expanded."""
+"""Maximum number of ops of a step for which any rank has every microbatch expanded."""
 _MOST_PLAYED: Final = 32
 """Maximum number of stages that are cached for other plans."""
 
 
 class Played:
-    """A cache of played stages, because plans that are compared have most stages in common."""
+    """A cache of played stages, because the plans of a search have most stages in common."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, tuple[tuple[str, ...], StageWork]] = {}
-        """Stages by signature: the names in the stage that was played, and its microbatch."""
+        """For each signature: the names in the stage that was played, and its microbatch."""
 
     def work_of(
         self, alike: Hashable, names: tuple[str, ...], play: Callable[[], StageWork]
     ) -> StageWork:
-        """Return the microbatch of a stage, which is played only if no equal stage was.
+        """Return the microbatch of a stage, which is played only if no equal stage is cached.
 
         Args:
             alike: A key that is equal for stages that differ only in their names.
-            names: Names of the stage, as in `StageSignature`.
-            play: Plays the stage.
+            names: Names of the stage's modules and parameters, as in `StageSignature`.
+            play: Plays the stage and returns its microbatch.
         """
         if alike not in self._known:
             while len(self._known) >= _MOST_PLAYED:
@@ -61,15 +61,15 @@ class StageWorks:
     Args:
         tape: One microbatch of the whole model.
         plan: A plan for a graph of `blueprint`, with stages.
-        in_place: If True, gradients of one tensor are accumulated in place.
-        played: Cache of the stages that were played for earlier plans; None for an empty one.
+        in_place: If True, several gradients of one tensor are added up in place.
+        played: Cache of the stages played for earlier plans; None for an empty cache.
 
     Attributes:
-        summarised: True if it would take seconds to expand every microbatch of all ranks.
-        only_summarised: True if it would take seconds to expand every microbatch of one rank.
+        summarised: True if expanding every microbatch of all ranks would take seconds.
+        only_summarised: True if expanding every microbatch of one rank would take seconds.
 
     Raises:
-        PlanError: There is no rule for something in this plan.
+        PlanError: There is no rule for a feature of this plan.
     """
 
     def __init__(
@@ -93,11 +93,14 @@ class StageWorks:
         self._found: dict[tuple[int, bool], Prepared] = {}
 
     def of_rank(self, rank: int, *, summarised: bool = False) -> Prepared:
-        """Return the microbatches of one rank; ranks at the same position along pp share them.
+        """Return all microbatches of one rank, interleaved as in its schedule.
+
+        The result is the same object for all ranks at the same position along pp.
 
         Args:
             rank: The rank.
-            summarised: If True, summarise the microbatches that cannot make the peak.
+            summarised: If True, summarise the microbatches that cannot contain the peak: write only
+                the storages that they leave behind.
         """
         place = self._plan.mesh.index(rank, ("pp",))
         if (place, summarised) not in self._found:
@@ -135,24 +138,24 @@ class StageWorks:
         return play_stage(part, sums_in_place=self._in_place)
 
     def _order(self, module: str, fqn: str) -> tuple[int, int]:
-        """Return the position in the model of an op's module and of its parameter.
+        """Return (index of an op's module, index of its parameter) in the model, to sort weights.
 
-        A tied weight counts where it is used, because the module that owns it may be in another
-        stage.
+        A tied weight counts as a weight of the module that uses it, because the module that owns it
+        may be in another stage.
         """
         at = module if module in self._modules else fqn.rpartition(".")[0]
         return self._modules[at], self._tensors[fqn]
 
 
 def _widening(plan: Plan) -> int:
-    """Return the largest ratio of the itemsize of a parameter as stored to that as computed."""
+    """Return the largest ratio of a parameter's stored itemsize to its compute itemsize."""
     tensors = plan.assignment.tensors.values()
     dtypes = {(p.dtype, p.compute_dtype) for p in tensors if not p.info.is_buffer}
     return max(DTYPE_BYTES[stored] // DTYPE_BYTES[computed] for stored, computed in dtypes)
 
 
 def _unknown(plan: Plan, tape: Tape) -> Iterator[Problem]:
-    """Yield what in the plan the stages have no rules for."""
+    """Yield a problem for each feature of the plan that stages have no rules for."""
     a = plan.assignment
     assert a.stages is not None
     stages = a.stages
@@ -175,5 +178,5 @@ def _unknown(plan: Plan, tape: Tape) -> Iterator[Problem]:
             otherwise = (
                 "write model: {entry: PKG.MOD:FN} in the plan, to trace the model with torch"
             )
-            yield Problem(f"a step told from a config has no rules for {what}",
+            yield Problem(f"the estimate from a config has no rules for {what}",
                           stages.reason.origin, fix or otherwise)  # fmt: skip

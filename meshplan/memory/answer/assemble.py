@@ -1,4 +1,4 @@
-"""Assemble the answer about a plan from the event logs of its distinct ranks."""
+"""Assemble the memory estimate of a plan from the event logs of one rank of each class."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def assemble(
     Args:
         plan: The plan that the logs are of.
         groups: The classes of equal ranks, as `rank_classes.equal_ranks` returns them.
-        logs: The step of the first rank of each group, without the workspaces of libraries.
+        logs: The step of the first rank of each group, without cuBLAS's workspaces.
         device: A device name of `hardware`; "" if unknown.
         limit_bytes: Memory limit of one GPU in bytes; None if unknown.
         tier: The tier of estimation that made the logs.
-        certified: A sentence on how far the logs are known to be right.
-        assumed: Assumptions for what the plan leaves open, as (what, value) pairs.
-        notes: Sentences that the reader of the estimate should see.
+        certified: A sentence on how exact the logs are known to be.
+        assumed: Assumptions about what the plan does not state, as (subject, assumption) pairs.
+        notes: Sentences to show to the reader of the estimate.
         error: Possible relative error of the logs: one number for all, or one for each log.
         held: Logs that were played on the allocator already, by their index in `logs`.
     """
@@ -82,7 +82,7 @@ def assemble_figures(
     error: float | Sequence[float] = 0.0,
     least: Sequence[int | None] = (),
 ) -> MemoryEstimate:
-    """Return the memory of every rank, from summaries of its logs instead of the logs.
+    """Return the same as `assemble`, from summaries of the logs instead of the logs.
 
     Args:
         plan: The plan that the summaries are of.
@@ -91,12 +91,12 @@ def assemble_figures(
         device: A device name of `hardware`; "" if unknown.
         limit_bytes: Memory limit of one GPU in bytes; None if unknown.
         tier: The tier of estimation that made the summaries.
-        certified: A sentence on how far the summaries are known to be right.
-        assumed: Assumptions for what the plan leaves open, as (what, value) pairs.
-        notes: Sentences that the reader of the estimate should see.
+        certified: A sentence on how exact the summaries are known to be.
+        assumed: Assumptions about what the plan does not state, as (subject, assumption) pairs.
+        notes: Sentences to show to the reader of the estimate.
         error: Possible relative error of the summaries: one number for all, or one for each.
-        least: Lower bound on the allocated bytes of each group, None where the summary is exact; ()
-            if all are.
+        least: For each group, a lower bound on its allocated bytes, or None if its summary is no
+            upper bound; () if no summary is one.
     """
     errors = [error] * len(groups) if isinstance(error, float) else error
     hardware = plan.spec.hardware
@@ -116,7 +116,8 @@ def assemble_figures(
             figures, groups, errors, least or [None] * len(groups), strict=True
         )
     ]
-    # The rules follow the source of known torch versions; traces run the installed one.
+    # Rules reproduce certain versions of torch, so say if another one is installed. A trace runs
+    # the installed version.
     why = unlike(installed()) if tier == Tier.REPLAY else ""
     estimate = MemoryEstimate(
         groups=tuple(found),
@@ -136,7 +137,7 @@ def assemble_figures(
 def with_packed(
     estimate: MemoryEstimate, plan: Plan, held: Sequence[ReservedLog]
 ) -> MemoryEstimate:
-    """Return the estimate, with what expandable segments would reserve if the plan does not fit.
+    """Add to an estimate that does not fit how many bytes expandable segments would reserve.
 
     Only the worst group is played again, and only if the plan uses the default allocator.
 
@@ -160,21 +161,21 @@ def as_bound(
     why: str,
     least: Sequence[EventLog] | None = None,
 ) -> MemoryEstimate:
-    """Return the estimate with its figures marked as an upper bound.
+    """Return the estimate marked as an upper bound, with lower ends of its ranges that follow.
 
     Args:
         estimate: The estimate whose figures may be too large.
         logs: The step of the first rank of each group.
         why: A sentence that says why the figures are only an upper bound.
-        least: The same steps with the least memory, whose peak is the lower end of each range; None
-            takes the bytes that are resident before the step begins.
+        least: For each group, a log that is a lower bound on the step; its peak becomes the lower
+            end of the range. None uses the bytes that are resident before the step.
     """
     if least is None:
         lows = [log.by_phase["before"][1] for log in logs]
     else:
         lows = [log.peak.live_bytes for log in least]
     groups = tuple(
-        # The lower end of the driver's bytes stays in the range.
+        # Only the allocator's share of the lower end changes, not the driver's.
         replace(
             group, band=(group.band[0] - max(0, group.peak.allocated_bytes - low), group.band[1])
         )
@@ -184,12 +185,11 @@ def as_bound(
 
 
 def least_bytes(plan: Plan, log: EventLog, device: str) -> int | None:
-    """Return a lower bound on the allocated bytes if blocks are compiled, and None if none is.
+    """Return a lower bound on the allocated bytes if blocks are compiled; None if no block is.
 
     Args:
         plan: The plan that the log is of.
-        log: The step of one rank as it runs without a compiler, without the workspaces of
-            libraries.
+        log: The step of one rank as it runs without a compiler, without cuBLAS's workspaces.
         device: A device name of `hardware`; "" if unknown.
     """
     compiled = plan.assignment.compiled

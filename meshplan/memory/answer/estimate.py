@@ -1,7 +1,7 @@
-"""The estimate of a plan's memory: what a step needs on every GPU, and whether that fits.
+"""The estimate of a plan's memory: the bytes that a step needs on every GPU, and if they fit.
 
-Combines summaries of the event logs of the distinct ranks. Where the logs come from is decided
-elsewhere (`runtime.estimate.estimate`, `memory.analytic.estimate`), and so is what would need less.
+A `MemoryEstimate` combines summaries of the event logs of one rank of each class.
+`runtime.estimate.estimate` and `memory.analytic.estimate` make these logs.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from meshplan.shown import view
 from meshplan.units import format_bytes, format_gib
 
 RESERVED_ERROR: Final = 0.02
-"""Fraction by which the allocator may reserve more than predicted. [Empirical]: of six published
-runs on H100 (torchtitan, FSDP2) the worst reserved 1.1 % more than predicted from a trace."""
+"""Fraction by which the allocator may reserve more than predicted. [Empirical]: in six published
+runs on H100 (torchtitan, FSDP2) it reserved at most 1.1 % more than predicted from a trace."""
 
 
 class Tier(StrEnum):
-    """The tier of estimation that found an answer.
+    """How an estimate was made.
 
-    REPLAY composes the step by rules, WHOLE traces the step of the whole model.
+    REPLAY composes the step by rules; WHOLE traces a step of the whole model on fake tensors.
     """
 
     REPLAY = "1"
@@ -35,10 +35,10 @@ class Tier(StrEnum):
 
     @classmethod
     def asked(cls, number: int | None) -> Self | None:
-        """Return the tier of a number; None for None.
+        """Return the tier with this number; None for None.
 
-        Tier 2 traced models with few of the blocks. Tier 1 gives the same bytes in less time, so
-        2 is the whole trace now.
+        The former tier 2 traced a model with few of its blocks. Tier 1 yields the same bytes in
+        less time, so 2 now stands for `WHOLE`.
         """
         return None if number is None else cls("3" if number == 2 else str(number))
 
@@ -48,10 +48,10 @@ class PeakBytes(NamedTuple):
 
     Attributes:
         requested_bytes: Bytes that tensors ask for.
-        allocated_bytes: Bytes of the allocator's blocks, `torch.cuda.max_memory_allocated`; at
-            least `requested_bytes`.
-        reserved_bytes: Bytes of the allocator's segments, `torch.cuda.max_memory_reserved`; at
-            least `allocated_bytes`.
+        allocated_bytes: Bytes of the allocator's blocks, as `torch.cuda.max_memory_allocated`
+            reports; at least `requested_bytes`.
+        reserved_bytes: Bytes of the allocator's segments, as `torch.cuda.max_memory_reserved`
+            reports; at least `allocated_bytes`.
         driver_bytes: Expected bytes outside of torch's allocator.
     """
 
@@ -71,9 +71,9 @@ class ModuleBytes:
     """Bytes at the peak that belong to one module, or to the same module of all repeated blocks.
 
     Args:
-        module: Fqn of the module, with a star for the number of a repeated block; "" for storages
-            of no module.
-        count: Number of modules that the name stands for.
+        module: Fqn of the module, with a star in place of the number of a repeated block; "" for
+            storages of no module.
+        count: Number of modules that share this name.
         terms: Bytes by category; they add up to `num_bytes`.
     """
 
@@ -95,15 +95,15 @@ class RankGroup:
         ranks: The ranks, in ascending order.
         stages: Pipeline stages of each rank; () without a pipeline.
         peak: Peak memory of one rank.
-        band: Lower and upper end of the range of its total bytes, driver memory included.
+        band: (lower end, upper end) of one rank's total bytes, driver memory included.
         at: When and where the requested bytes peak.
         terms: Requested bytes at the peak by category; they add up to `peak.requested_bytes`.
         fits: True if the upper end of the range is within the limit; None without a limit.
-        host_bytes: Peak bytes of its tensors in the host's memory, in addition to the device's.
+        host_bytes: Peak bytes of one rank's tensors in host memory, in addition to the device's.
         packed_bytes: Bytes that would be reserved with expandable segments. Only set for the worst
             group of a plan that does not fit, else None.
-        modules: Requested bytes at the peak by module, largest first; they add up to the peak too.
-            () if they were not asked for.
+        modules: Requested bytes at the peak by module, largest first; they also add up to
+            `peak.requested_bytes`. () if they were not asked for.
     """
 
     ranks: tuple[int, ...]
@@ -120,10 +120,10 @@ class RankGroup:
 
 @dataclass(frozen=True, slots=True)
 class ReconcileStep:
-    """One step of a reconciliation of two figures.
+    """One step of the reconciliation of the textbook's figure with the estimate.
 
     Args:
-        name: Name of what this step adds or takes away.
+        name: Name of the bytes that this step adds or subtracts.
         delta_bytes: Bytes by which the figure changes.
         total_bytes: The figure after this step, in bytes.
         why: The reason for the change; "" if none is given.
@@ -141,7 +141,7 @@ class Fix:
 
     Args:
         change: The change in words.
-        setting: The change as a setting of the plan; "" if it is not a setting of the plan.
+        setting: The change as a setting of plan.yaml; "" if it is none.
         total_bytes: Upper end of the range of the worst ranks after the change, in bytes.
         fits: True if `total_bytes` is within the limit.
     """
@@ -159,15 +159,15 @@ class MemoryEstimate:
     Args:
         groups: The classes of equal ranks; every rank is in exactly one.
         tier: The tier of estimation that found the answer.
-        certified: A sentence on how far the figures are known to be right.
+        certified: A sentence on how exact the figures are known to be.
         limit_bytes: Memory limit of one GPU in bytes; None if unknown.
         reconciliation: Steps from the textbook's figure to the total of the worst group.
-        assumed: Assumptions for what the plan leaves open, as (what, value) pairs.
-        fixes: Changes to the plan that would fit, cheapest first; () if it fits or if no fixes were
-            requested.
-        bound: A sentence that says why the figures are an upper bound; "" if they are exact.
-        notes: Sentences that the reader should see.
-        host: Host memory of the node whose ranks use most of it; None if nothing is offloaded.
+        assumed: Assumptions about what the plan does not state, as (subject, assumption) pairs.
+        fixes: Changes to the plan that would make it fit, cheapest first; () if the plan fits or if
+            no fixes were requested.
+        bound: A sentence that says why the figures are only an upper bound; "" if they are not.
+        notes: Sentences to show to the reader.
+        host: Host memory of the node whose ranks use the most; None if nothing is offloaded.
     """
 
     groups: tuple[RankGroup, ...]
@@ -202,8 +202,8 @@ class MemoryEstimate:
     def fits(self) -> bool | None:
         """True if all ranks are within the limit; None without a limit.
 
-        False also if a host needs more memory than the plan states for it. An assumed capacity of
-        the host is not checked.
+        Also False if the ranks of a node need more host memory than the plan states. An assumed
+        capacity of the host is not checked.
         """
         if self.host is not None and self.host.is_over and self.host.is_stated:
             return False
@@ -211,7 +211,7 @@ class MemoryEstimate:
 
 
 def size_in_words(high_bytes: int, limit_bytes: int | None, expected_bytes: int | None) -> str:
-    """Return how much of a GPU's memory is needed, in the words that every command uses.
+    """Return how much of a GPU's memory is needed, in the words that all commands use.
 
     Args:
         high_bytes: Upper end of the range in bytes, which decides whether the plan fits.
@@ -227,7 +227,7 @@ def size_in_words(high_bytes: int, limit_bytes: int | None, expected_bytes: int 
 
 
 def left_in_words(high_bytes: int, limit_bytes: int | None) -> str:
-    """Return how much of the limit is left, or by how much it is exceeded; "" without a limit."""
+    """Return a phrase with the bytes left, or with the bytes over the limit; "" without a limit."""
     if limit_bytes is None:
         return ""
     left = limit_bytes - high_bytes
@@ -235,7 +235,7 @@ def left_in_words(high_bytes: int, limit_bytes: int | None) -> str:
 
 
 def margin(reserved_bytes: int) -> int:
-    """Return the most bytes that the allocator may reserve if `reserved_bytes` are predicted."""
+    """Return the maximum that the allocator may reserve if `reserved_bytes` are predicted."""
     return reserved_bytes + int(RESERVED_ERROR * reserved_bytes)
 
 
@@ -257,15 +257,15 @@ def group_of(
         driver: Range of the bytes outside of torch's allocator.
         limit_bytes: Memory limit of one GPU in bytes; None if unknown.
         stages: Pipeline stages of each rank; () without a pipeline.
-        error: Possible relative error of the log.
-        least: Lower bound on the allocated bytes where the log is an upper bound; None where it is
-            not.
+        error: Possible relative error of the figures.
+        least: Lower bound on the allocated bytes if the figures are an upper bound; None if they
+            are not.
     """
     found = figures.reserve
     peak = PeakBytes(
         found.requested_bytes, found.allocated_bytes, found.reserved_bytes, driver.expected
     )
-    # At least what is allocated is reserved, and at most the prediction with its margin.
+    # The allocator reserves at least the allocated bytes, and at most the prediction with a margin.
     allocated = found.allocated_bytes if least is None else least
     low = int(allocated * (1 - error)) + driver.low
     high = int(margin(found.reserved_bytes) * (1 + error)) + driver.high

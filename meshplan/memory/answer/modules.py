@@ -1,4 +1,4 @@
-"""Break the peak down by module, with repeated blocks taken together."""
+"""Break the peak down by module; equal modules of repeated blocks are added up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshplan.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class _NamedBytes:
-    """The modules that share one folded name, and their bytes by category."""
+    """The modules that share a name with a star, such as "layers.*.mlp", and their bytes."""
 
     modules: set[str]
     terms: Counter[Term]
@@ -23,13 +23,13 @@ class _NamedBytes:
 def modules_at_peak(
     log: EventLog, blocks: Collection[str], workspaces_bytes: int = 0
 ) -> tuple[ModuleBytes, ...]:
-    """Return the bytes alive at the peak, by module; they add up to the peak exactly.
+    """Return the bytes that are live at the peak, by module; they add up to the peak exactly.
 
     Args:
-        log: The step of one rank, without the workspaces of libraries.
-        blocks: Fqns of repeated blocks. "layers.0.mlp" and "layers.1.mlp" inside of them are both
-            reported as "layers.*.mlp".
-        workspaces_bytes: Bytes that libraries keep during the whole step, which are not in the log.
+        log: The step of one rank, without cuBLAS's workspaces.
+        blocks: Fqns of repeated blocks. Modules inside these, such as "layers.0.mlp" and
+            "layers.1.mlp", are reported together as "layers.*.mlp".
+        workspaces_bytes: Bytes of cuBLAS's workspaces, which exist during the whole step.
 
     Returns:
         One entry for each name, largest first.
@@ -55,12 +55,12 @@ def modules_at_peak(
 
 
 def with_modules(estimate: MemoryEstimate, plan: Plan, logs: Sequence[EventLog]) -> MemoryEstimate:
-    """Return the estimate with the breakdown by module of every group.
+    """Return the estimate with a breakdown by module in every group.
 
     Args:
         estimate: The estimate to complete.
         plan: The plan that the estimate is of; its graph names the repeated blocks.
-        logs: The step of the first rank of each group, without the workspaces of libraries.
+        logs: The step of the first rank of each group, without cuBLAS's workspaces.
     """
     blocks = plan.graph.blocks()
     groups = tuple(
@@ -75,7 +75,7 @@ def _in_order(terms: Mapping[Term, int]) -> dict[Term, int]:
 
 
 def _folded(module: str, blocks: Collection[str]) -> str:
-    """Return the fqn with a star for the number of the block that the module is in."""
+    """Return the fqn with a star in place of the number of the block that contains the module."""
     for outer in _outwards(module):
         if outer in blocks:
             container, _, number = outer.rpartition(".")
@@ -85,7 +85,7 @@ def _folded(module: str, blocks: Collection[str]) -> str:
 
 
 def _outwards(module: str) -> Iterator[str]:
-    """Yield the fqn of the module and of every module around it, innermost first."""
+    """Yield the fqn of a module and of each of its ancestors, innermost first, without the root."""
     while module:
         yield module
         module = module.rpartition(".")[0]

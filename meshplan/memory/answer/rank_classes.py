@@ -1,4 +1,4 @@
-"""Classes of equal ranks: what is computed for one rank of a class holds for all of them.
+"""Classes of equal ranks: an estimate of one rank of a class is valid for all of its ranks.
 
 Equal ranks have shards of the same sizes and the same position in the pipeline.
 """
@@ -16,10 +16,10 @@ from meshplan.layout.mesh import UNIT_AXES, Mesh
 
 
 def equal_ranks(assignment: Assignment) -> tuple[tuple[int, ...], ...]:
-    """Return all ranks in classes of equal ones, ordered by rank within a class and by first rank.
+    """Return the classes of equal ranks, ordered by first rank, each with its ranks in order.
 
-    Assumes: The step of a rank depends only on the sizes of its shards, on its stages and on its
-    part of the sequence. Tokens that are routed to experts are taken to be spread evenly.
+    This assumes that the step of a rank depends only on the sizes of its shards, on its stages and
+    on its shard of the sequence, and that tokens are routed to experts evenly.
     """
     mesh, context = assignment.mesh, assignment.context
     # Attention masks over all-gathered keys have a different size on each rank of cp.
@@ -36,13 +36,13 @@ def equal_ranks(assignment: Assignment) -> tuple[tuple[int, ...], ...]:
 def _grouped(
     mesh: Mesh, uneven: tuple[tuple[_ShardPattern, tuple[int, ...]], ...], axes: tuple[str, ...]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the classes of ranks that these shard patterns make.
+    """Return the classes of ranks that have shards of equal sizes for all patterns.
 
     The result is cached, because the planner asks for many plans with the same patterns.
 
     Args:
         mesh: The mesh of all ranks.
-        uneven: Each pattern with unequal shards, with the positions along pp at which it occurs.
+        uneven: (pattern with unequal shards, positions along pp at which it occurs).
         axes: Further axes along which all ranks differ.
     """
     place = mesh.indices(("pp",))
@@ -57,7 +57,7 @@ def _grouped(
         for joint, ends in cut.turns(mesh).items():
             for at in held:
                 turns.setdefault(joint, {}).setdefault(at, set()).update(ends)
-    # Shards of ranks with the same number of size changes before them have equal sizes.
+    # Two ranks have shards of equal sizes along an axis if no change of size is between them.
     for joint, by_place in turns.items():
         behind = [_behind(by_place.get(at, ()), mesh.size(*joint)) for at in range(mesh.size("pp"))]
         each = zip(place, mesh.indices(joint), strict=True)
@@ -69,7 +69,7 @@ def _grouped(
 
 
 def _behind(turns: Iterable[int], count: int) -> list[int]:
-    """Return, for each of `count` positions, how many of `turns` are at or before it."""
+    """Return, for each position from 0 to `count` - 1, how many of `turns` are at or before it."""
     ends = sorted(turns)
     return [bisect_right(ends, position) for position in range(count)]
 
@@ -89,9 +89,9 @@ class _ShardPattern:
         )
 
     def is_nested(self, mesh: Mesh) -> bool:
-        """Return True if a second axis splits shards of several sizes that a first axis has left.
+        """Return True if an axis splits shards that another axis has left in different sizes.
 
-        The positions at which the size changes then differ between ranks.
+        The positions at which the size changes along one axis then depend on the other axis.
         """
         ends = self.layout.turns(self.shape, mesh)
         last = {axes[-1] for axes in self.layout.cuts if axes}
@@ -100,7 +100,7 @@ class _ShardPattern:
     def turns(self, mesh: Mesh) -> dict[tuple[str, ...], set[int]]:
         """Return, by axes, the positions at which the size of a shard changes.
 
-        Both the size of the shard and the size of its padded storage count.
+        The size is that of the shard, or that of its padded storage.
         """
         padded = self.layout.without(*UNIT_AXES)
         out: dict[tuple[str, ...], set[int]] = {}
@@ -110,7 +110,7 @@ class _ShardPattern:
         return out
 
     def kinds(self, mesh: Mesh) -> list[tuple[tuple[int, ...], int]]:
-        """Return (local shape, elements of storage) of every rank."""
+        """Return (local shape, number of stored elements) of all ranks, in order."""
         columns = []
         for joint, ends in self.turns(mesh).items():
             behind = _behind(ends, mesh.size(*joint))
@@ -124,13 +124,13 @@ class _ShardPattern:
         return out
 
     def of_rank(self, mesh: Mesh, rank: int) -> tuple[tuple[int, ...], int]:
-        """Return (local shape, elements of storage) of one rank."""
+        """Return (local shape, number of stored elements) of one rank."""
         local = self.layout.local_shape(self.shape, mesh, rank)
         return local, self.layout.padded_numel(self.shape, mesh, UNIT_AXES, rank)
 
 
 def _cuts(assignment: Assignment) -> Mapping[_ShardPattern, set[int]]:
-    """Return every shard pattern of the model, with the positions along pp at which it occurs."""
+    """Return the shard patterns of all tensors, each with the positions along pp that have it."""
     stages = assignment.stages
     seen: dict[tuple[object, ...], tuple[_ShardPattern, ...]] = {}
     out: dict[_ShardPattern, set[int]] = {}

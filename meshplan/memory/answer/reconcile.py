@@ -1,4 +1,4 @@
-"""Reconcile the textbook's figure with the estimate: every byte of difference gets a step."""
+"""Reconcile the textbook's figure with the estimate: steps that explain every byte between them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _STATES: Final = {
     "gradients": Term.GRADIENTS,
     "adam": Term.OPTIMIZER,
 }
-"""Textbook terms that are categories of a real step too. The other textbook terms are subtracted,
-and their bytes appear in the categories in which a step allocates them."""
+"""Categories of a real step by textbook term, for the terms that both have. All other textbook
+terms are subtracted, and their bytes appear in the categories in which a step allocates them."""
 
 _WHY: Final = {
     Term.PARAMETERS: "as the plan shards them: tp, pp, padding, replicated parameters, dtypes",
-    Term.GRADIENTS: "those that exist at the peak",
+    Term.GRADIENTS: "gradients that exist at the peak",
     Term.OPTIMIZER: "state of this optimizer, sharded like the parameters",
     Term.BUFFERS: "tensors of the model that are not parameters",
     Term.INPUTS: "inputs and targets of the step",
     Term.GATHERED: "parameters gathered for forward and backward",
     Term.COMMUNICATION: "inputs and outputs of collectives",
-    Term.ACTIVATIONS: "saved for backward",
+    Term.ACTIVATIONS: "tensors saved for backward",
     Term.LOSS: "logits, intermediate tensors of the loss, and their gradients",
-    Term.WORKSPACES: "cuBLAS keeps one for each thread",
+    Term.WORKSPACES: "cuBLAS keeps one workspace for each thread",
     Term.TEMPORARIES: "short-lived tensors of operators and of the optimizer",
 }
 
@@ -36,8 +36,8 @@ _WHY: Final = {
 def textbook_row(assignment: Assignment, *, is_mixed: bool) -> FormulaRow:
     """Return the formula of `formulas.ROWS` that matches a plan's strategy.
 
-    Without data axes every rank has the whole model, so the formula is that of ddp.
-    hybrid_shard_zero2 has no formula of its own and uses that of hybrid_shard.
+    Without data axes every rank has the whole model, which is the formula of ddp.
+    hybrid_shard_zero2 has no separate formula and uses that of hybrid_shard.
     """
     name = assignment.strategy.name
     name = "hybrid_shard" if name == "hybrid_shard_zero2" else name
@@ -48,12 +48,14 @@ def textbook_row(assignment: Assignment, *, is_mixed: bool) -> FormulaRow:
 def reconcile(
     group: RankGroup, assignment: Assignment, *, is_mixed: bool
 ) -> tuple[ReconcileStep, ...]:
-    """Return the steps from the textbook's figure over all GPUs to the total of the group.
+    """Return the steps from the textbook's figure for this plan to the total of a rank.
+
+    The first step states the textbook's figure itself; the last one ends at the rank's total.
 
     Args:
         group: The class of ranks whose total is explained.
         assignment: The decisions of the plan, from which the formula and its arguments follow.
-        is_mixed: If True, the plan computes in another dtype than it stores parameters in.
+        is_mixed: If True, the compute dtype is not the dtype in which parameters are stored.
     """
     row, mesh = textbook_row(assignment, is_mixed=is_mixed), assignment.mesh
     tensors = assignment.tensors.values()

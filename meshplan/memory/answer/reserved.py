@@ -1,4 +1,4 @@
-"""Reserved memory of one rank: its log, workspaces included, played on the caching allocator."""
+"""Play the log of one rank, with cuBLAS's workspaces, on the allocator to find reserved memory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _STREAM = attrgetter("stream")
 
 
 class PeakLocation(NamedTuple):
-    """The phase and module of the peak, and the category of the storage that makes it.
+    """When and where the peak is reached: the phase, the module and the category of bytes.
 
     Attributes:
         phase: Name of the phase of the step.
         module: Fqn of the module; "" outside of all modules, as in the loss and the optimizer step.
-        term: Category of the storage whose allocation makes the peak.
+        term: Category of the storage whose allocation reaches the peak.
     """
 
     phase: str
@@ -31,13 +31,13 @@ class PeakLocation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankSummary:
-    """The figures of one rank that an estimate needs, once its log of many events is dropped.
+    """The figures of one rank that an estimate needs; much smaller than the rank's log.
 
     Args:
-        reserve: Requested, allocated and reserved bytes at their peaks.
+        reserve: Peaks of requested, allocated and reserved bytes.
         at: When and where the requested bytes peak.
         terms: Requested bytes at the peak by category; they add up to the peak.
-        host_bytes: Peak bytes of the step's tensors in the host's memory.
+        host_bytes: Peak bytes of the step's tensors in host memory.
     """
 
     reserve: Reserve
@@ -48,14 +48,14 @@ class RankSummary:
 
 @dataclass(frozen=True, slots=True)
 class ReservedLog:
-    """The log of a rank's step, workspaces included, and what the allocator reserves for it."""
+    """The log of a rank's step, cuBLAS's workspaces included, and the allocator's peaks for it."""
 
     log: EventLog
     reserve: Reserve
 
     @property
     def figures(self) -> RankSummary:
-        """The summary to keep once the log itself is dropped."""
+        """The rank's summary, which is kept when the log is dropped."""
         log = self.log
         made = log.storages[log.changes[log.peak.event][1]]
         terms = {term: size for term, size in log.terms_at_peak.items() if size}
@@ -64,11 +64,11 @@ class ReservedLog:
 
 
 class ReplayCache:
-    """Plays logs on the allocator, and plays logs with equal events only once.
+    """Plays logs on the allocator, and logs with equal events only once.
 
     Args:
-        device: A device name of `hardware`; "" if unknown.
-        spec: The specification of the plan, which selects the allocator.
+        device: A device name of `hardware`, which determines the workspaces; "" if unknown.
+        spec: The spec of the plan, which selects the allocator (with expandable segments or not).
     """
 
     def __init__(self, device: str, spec: Spec) -> None:
@@ -76,7 +76,7 @@ class ReplayCache:
         self._known: list[tuple[EventLog, Reserve]] = []
 
     def of(self, log: EventLog) -> ReservedLog:
-        """Return what is reserved for a log, which is given without workspaces."""
+        """Add workspaces to a log, play it, and return the result."""
         whole = with_workspaces(log, self._device)
         found = next((held for known, held in self._known if _do_the_same(known, log)), None)
         if found is None:
@@ -86,9 +86,9 @@ class ReplayCache:
 
 
 def _do_the_same(one: EventLog, other: EventLog) -> bool:
-    """Return True if an allocator would treat both logs identically.
+    """Return True if the allocator would do the same for both logs.
 
-    Different logs differ early, so comparing them is cheaper than hashing either.
+    Comparing is cheaper than hashing, because different logs differ in one of the first events.
     """
     if len(one.changes) != len(other.changes) or one.changes != other.changes:
         return False

@@ -1,8 +1,8 @@
 """Resident state of one rank: parameters, gradients and optimizer state, exact to the byte.
 
-The closed forms of `textbook.formulas` give the size of an idealised model. This module reads the
-layout of every tensor of the real one, with uneven shards, padding, frozen and tied parameters.
-Activations, gathered parameters and communication buffers are not included.
+The closed formulas of `textbook.formulas` give the size for an idealised model. This module reads
+the layout of every tensor of the actual model, with uneven shards, padding, frozen and tied
+parameters. Activations, gathered parameters and communication buffers are not included.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEP_COUNTERS: Final[Mapping[str, int]] = MappingProxyType(
 """Float32 scalars per parameter in which torch keeps the step count, by optimizer."""
 
 READ_BY_KERNELS: Final = frozenset({"adamw_fused", "adam_fused"})
-"""Optimizers whose step counts are on the device; all others keep them on the host."""
+"""Optimizers whose step counts are on the device; all other optimizers keep them on the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class StateBytes:
         gradients_bytes: Bytes of the reduced gradients.
         optimizer_bytes: Bytes of the optimizer's state.
         buffers_bytes: Bytes of the model's buffers.
-        host_bytes: Bytes of the above that the plan keeps in the host's memory.
+        host_bytes: Those of the bytes above that the plan offloads to host memory.
 
-    Units: bytes of tensor storage, before any rounding by an allocator.
+    All sizes are bytes of tensor storage, before any rounding by an allocator.
     """
 
     parameters_bytes: int
@@ -58,19 +58,19 @@ class StateBytes:
 
 
 def state_bytes(assignment: Assignment, optimizer: str, rank: int = 0) -> StateBytes:
-    """Return the state of `rank` after the last microbatch's backward, before the optimizer step.
+    """Return the resident bytes of `rank` after the last backward, before the optimizer step.
 
     Args:
         assignment: The decisions of the plan, with the layout of every tensor.
-        optimizer: A name of `spec.OPTIMIZER_STATES` or `optimizers.SHAPED_STATES`; its state is
-            counted as it is from the second step on.
+        optimizer: A name of `spec.OPTIMIZER_STATES` or `optimizers.SHAPED_STATES`. Its state is
+            counted as after the first step, in which the optimizer creates it.
         rank: The rank to count for.
     """
     return _sum(_kinds(assignment), assignment.mesh, optimizer, rank)
 
 
 def state_bytes_by_rank(assignment: Assignment, optimizer: str) -> tuple[StateBytes, ...]:
-    """Return `state_bytes` of every rank, computed once for each class of equal ranks."""
+    """Return `state_bytes` of all ranks in order, computed once for each class of equal ranks."""
     kinds, mesh = _kinds(assignment), assignment.mesh
     by_rank: dict[int, StateBytes] = {}
     for ranks in equal_ranks(assignment):
@@ -80,7 +80,10 @@ def state_bytes_by_rank(assignment: Assignment, optimizer: str) -> tuple[StateBy
 
 @dataclass(frozen=True, slots=True)
 class _TensorKind:
-    """The properties on which a tensor's bytes depend; a model's many tensors are of few kinds."""
+    """The properties on which a tensor's bytes depend; `places` are positions of copies along pp.
+
+    A model has many tensors, but only few kinds.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -106,7 +109,7 @@ def _places(assignment: Assignment, fqn: str) -> tuple[int, ...]:
         return (0,)
     places = [stages.rank_of(stage) for stage in stages.tensors[fqn]]
     placed = assignment.tensors[fqn]
-    # Without a wrapper, all stages of a rank share one tensor for a parameter.
+    # Without a wrapper, the stages on one rank share a parameter as one tensor.
     is_copied = placed.info.is_buffer or placed.stored.axes or assignment.wrapper != "none"
     return tuple(places if is_copied else dict.fromkeys(places))
 
@@ -145,5 +148,5 @@ def _of_kind(kind: _TensorKind, mesh: Mesh, optimizer: str, rank: int) -> StateB
 
 
 def _stored_numel(kind: _TensorKind, mesh: Mesh, rank: int) -> int:
-    """Return the elements of storage; FSDP2 pads shards to equal size."""
+    """Return the number of stored elements, with padding: FSDP2 pads shards to equal sizes."""
     return kind.stored.padded_numel(kind.shape, mesh, UNIT_AXES, rank)

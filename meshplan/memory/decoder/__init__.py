@@ -1,1 +1,1 @@
-"""The ops of one microbatch, for the decoder families that are modelled from their config."""
+"""The ops of one microbatch of known decoder families, computed from the model's config."""

@@ -10,7 +10,13 @@ from meshplan.memory.tape.ops import TapeBuilder
 
 
 def activate(w: TapeBuilder, x: int, name: str) -> int:
-    """Apply one of the functions of `ACT2FN`."""
+    """Append an activation function and return its output.
+
+    Args:
+        w: The builder to append to.
+        x: Input of the function.
+        name: Op of the function, as in `Shape.activation`.
+    """
     if name != "gelu_new":
         return w.unary(name, x)
     size, half = w.size(x), w.scale(x)

@@ -1,4 +1,4 @@
-"""Causal attention as torch computes it: the kernel that is chosen, and its workspace.
+"""Causal attention as ops: the kernel that torch chooses, and the kernel's workspace.
 
 Source: torch 2.13, aten/native/transformers: cuda/sdp_utils.cpp, `select_sdp_backend`;
 attention.cpp, `_scaled_dot_product_attention_math`; cuda/flash_attn/flash_api.cpp, `mha_bwd`;
@@ -27,14 +27,16 @@ def attend(
     is_fused: bool = True,
     value_dim: int = 0,
 ) -> int:
-    """Append causal attention and return its output. If `k` is smaller than `q`, queries share it.
+    """Append causal attention and return its output.
 
     Args:
-        q, k, v: Queries, keys and values.
+        w: The builder to append to.
+        q, k, v: Queries, keys and values. If `k` is smaller than `q`, several heads of queries
+            share one head of keys and values.
         head_dim: Features of one head of queries and keys.
         seq_len: Tokens of one sequence.
-        is_fused: If True, one kernel does it all; see `memory.decoder.attention_kernel`.
-        value_dim: Features of one head of values; 0 if the same as of keys.
+        is_fused: If True, one kernel computes attention; see `memory.decoder.attention_kernel`.
+        value_dim: Features of one head of values; 0 for `head_dim`.
     """
     if not is_fused:
         return _in_full(w, q, k, v, head_dim, seq_len)
@@ -43,7 +45,7 @@ def attend(
     made, workspace = 0, tuple[int, ...]()
     if is_narrow:
         made = num * seq_len * value_dim * w.element_bytes
-    # No flash kernel computes in fp32, or with values of another width than the keys'.
+    # No flash kernel computes in float32, or with heads of values of another width than of keys.
     if is_narrow or (w.is_cuda and w.element_bytes == _FP32):
         workspace = kernels.efficient_backward(
             num, seq_len, seq_len, head_dim, value_dim or head_dim, w.element_bytes
@@ -60,7 +62,10 @@ def attend(
 
 
 def _in_full(w: TapeBuilder, q: int, k: int, v: int, head_dim: int, seq_len: int) -> int:
-    """Append attention as separate products: no fused kernel takes grouped queries in fp32."""
+    """Append attention as separate products, for grouped queries in float32.
+
+    No fused kernel supports these.
+    """
     size = w.size(q)
     scores = size // head_dim * seq_len
 

@@ -1,4 +1,4 @@
-"""Attention for which torch chooses other kernels than those that the ops stand for.
+"""Check that there are rules for the attention kernel that torch would choose.
 
 Source: torch 2.13, aten/native/transformers/cuda/sdp_utils.cpp, `select_sdp_backend`.
 """
@@ -19,19 +19,22 @@ _WITHOUT_FLASH: Final = frozenset({"v100"})
 
 
 def check_fused(plan: Plan, seq_len: int, *, is_cuda: bool = True, device: str = "") -> None:
-    """Refuse attention that pads heads, or looks back over a part of the tokens only.
+    """Check that there are rules for the attention kernel that torch would choose.
+
+    There are none for heads that have to be padded, for sliding windows, and for some devices.
 
     Args:
+        plan: A plan for a graph of `blueprint`.
         seq_len: Tokens of one sequence.
         is_cuda: If True, the step runs on CUDA; if False, on CPUs.
-        device: A name of `hardware`; "" if unknown.
+        device: A device name of `hardware`; "" if unknown.
 
     Raises:
         PlanError: There are no rules for the kernel that would run.
     """
     problems = [
         Problem(
-            f"a step told from a config has no rules for {what}",
+            f"the estimate from a config has no rules for {what}",
             fix="write model: {entry: PKG.MOD:FN} in the plan, to trace the model with torch",
         )
         for what in _unfused(plan, seq_len, is_cuda=is_cuda, device=device)
@@ -41,7 +44,7 @@ def check_fused(plan: Plan, seq_len: int, *, is_cuda: bool = True, device: str =
 
 
 def is_fused(plan: Plan) -> bool:
-    """Return True if a fused CUDA kernel fits: in float32 none takes queries that share keys."""
+    """Return True if there is a fused CUDA kernel: none supports grouped queries in float32."""
     shape = shape_of(plan.graph)
     return _is_half(plan) or shape.kv_heads == shape.heads
 
@@ -59,10 +62,10 @@ def _unfused(plan: Plan, seq_len: int, *, is_cuda: bool, device: str) -> Iterato
     is_even = value_dim == shape.head_dim
     if not is_cuda:
         if not is_even:
-            yield f"attention on CPUs with values of {value_dim} features of {shape.head_dim}"
+            yield f"attention on CPUs: heads of {shape.head_dim} features, {value_dim} for values"
         return
     if not is_even and (shape.head_dim % 8 or value_dim % 8):
-        yield f"attention with heads of {shape.head_dim} features, and {value_dim} of values"
+        yield f"attention with heads of {shape.head_dim} features, {value_dim} for values"
     elif not _is_half(plan):
         if shape.kv_heads == shape.heads and shape.head_dim % 4:
             yield f"attention in float32 with heads of {shape.head_dim} features"

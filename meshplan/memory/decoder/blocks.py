@@ -1,8 +1,8 @@
-"""Decoder blocks of transformers, op by op, as its modeling files write them.
+"""Decoder blocks of transformers as ops, in the order of transformers' modeling files.
 
-A Python frame references what it names until it returns: `touch` marks where that is.
-`memory.decoder.tp_ops` shards a block over tp, and `memory.decoder.microbatch` puts blocks in
-order.
+A local variable of a Python function keeps its tensor alive until the function returns. A call of
+`touch` marks that place. `memory.decoder.tp_ops` has the ops of modules that tp shards, and
+`memory.decoder.microbatch` puts blocks in order.
 
 Source: transformers 5.23, models/<family>/modeling_*.py, activations.py, cache_utils.py.
 """
@@ -25,19 +25,22 @@ from meshplan.memory.tape.ops import TapeBuilder
 
 
 def enter(w: TapeBuilder, x: int, part: BlockContext) -> int:
-    """Return all tokens, where a tensor-parallel region begins."""
+    """Append the beginning of a tensor-parallel region, and return the input of all tokens."""
     return w.gather(x, part.tp) if part.is_sequence else w.enter(x, part.tp)
 
 
 def leave(w: TapeBuilder, x: int, part: BlockContext) -> int:
-    """Return the sum over ranks, where a tensor-parallel region ends."""
+    """Append the end of a tensor-parallel region, and return the sum of `x` over ranks."""
     return w.reduce_scatter(x, part.tp) if part.is_sequence else w.all_reduce(x, part.tp)
 
 
 def _attend(w: TapeBuilder, shape: Shape, q: int, k: int, v: int, part: BlockContext) -> int:
-    """Append attention, after a copy of keys and values into a cache if the model uses one."""
+    """Append attention, context-parallel if the plan is, and return its output.
+
+    Keys and values are copied into a cache first, if the model uses one.
+    """
     is_cut = w.size(q) < w.tokens * shape.q_width * w.element_bytes
-    # With more ranks than kv heads, ranks whose queries share a kv head all compute it.
+    # With more tp ranks than kv heads, all ranks whose queries share a kv head compute that head.
     kv_width = shape.kv_width // (min(part.styled.tp, shape.kv_heads) if is_cut else 1)
     if not w.size(k) == w.size(v) == w.tokens * kv_width * w.element_bytes:
         raise cut_otherwise(w.module)
@@ -54,7 +57,7 @@ def _attend(w: TapeBuilder, shape: Shape, q: int, k: int, v: int, part: BlockCon
 def _attend_to_whole(
     w: TapeBuilder, shape: Shape, q: int, k: int, v: int, part: BlockContext
 ) -> int:
-    """Append attention under Ulysses: ranks exchange parts of the sequence for parts of the heads.
+    """Append attention under Ulysses, where ranks exchange shards of the sequence for heads.
 
     Source: `runtime.apply.context.parts`; sdpa_attention.py of transformers, which copies the
     result to another layout.
@@ -67,7 +70,7 @@ def _attend_to_whole(
 
 
 def llama_attention(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> int:
-    """Append `LlamaAttention`, with norms of queries and keys if the family has them."""
+    """Append `LlamaAttention`, with norms of queries and keys if the model has them."""
     entered, hidden = Entered(), shape.hidden
 
     def made(width: int, name: str, norm: str = "") -> int:
@@ -91,9 +94,9 @@ def llama_attention(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) ->
 
 
 def head_norm(w: TapeBuilder, part: BlockContext, x: int, width: int, name: str) -> int:
-    """Append an RMSNorm over `width` features: of the hidden state, or of each head.
+    """Append an RMSNorm over `width` features, which are those of the hidden state or of a head.
 
-    If each rank normalises a part, the gradients of the weight are summed over ranks.
+    If each rank normalises a shard, the gradients of the norm's weight are summed over ranks.
     """
     return norm_of_part(w, part, rms_norm(w, x, width, name), width, name)
 
@@ -106,10 +109,12 @@ def norm_of_part(
     name: str,
     leaves: tuple[str, ...] = ("weight",),
 ) -> int:
-    """Return the output of a norm, and mark its gradients as partial sums if each rank has a part.
+    """Mark the gradients of a norm as partial sums if each rank normalises a shard; return `out`.
 
     Args:
-        out: Output of the norm.
+        w: The builder, at the parent module.
+        part: Settings of the block.
+        out: Output of the norm, which is the last op so far.
         width: Features that the norm's parameters have.
         name: Name of the norm inside the current module.
         leaves: Names of the norm's parameters.
@@ -135,7 +140,7 @@ def gated_mlp(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> int:
 
 
 def expert_mlp(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> int:
-    """Append a mixture of experts in place of `gated_mlp`, with its shared expert if it has one."""
+    """Append a mixture of experts, with its shared expert if there is one."""
     if shape.gates_shared:
         return _beside_gated(w, shape, x, part)
     routed, held = sparse_mlp(w, shape, x, part.spread)
@@ -150,7 +155,7 @@ def expert_mlp(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> int:
 
 
 def _beside_gated(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> int:
-    """Append `Qwen2MoeSparseMoeBlock`."""
+    """Append `Qwen2MoeSparseMoeBlock`, whose shared expert has a gate."""
     at = w.at(f"{w.module}.shared_expert")
     shared = gated_mlp(at, replace(shape, mlp=shape.shared_mlp), x, part)
     routed, held = sparse_mlp(w, shape, x, part.spread)
@@ -187,7 +192,10 @@ def _whole_inside(
     part: BlockContext,
     half: Callable[[TapeBuilder, Shape, int, BlockContext], int],
 ) -> int:
-    """Append one half of a block, which computes on whole sequences."""
+    """Append attention or feed-forward (`half`), which needs whole sequences.
+
+    If the sequence is sharded over tp, `x` is gathered first.
+    """
     if not part.styled.has_stream:
         return half(w, shape, x, part)
     whole = gather(w, x, part.styled.tp)
@@ -232,7 +240,7 @@ def gpt2_block(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> int:
 def _gpt2_attention(
     at: TapeBuilder, shape: Shape, x: int, part: BlockContext, conv: Callable[..., int]
 ) -> int:
-    """Append `GPT2Attention`."""
+    """Append `GPT2Attention`; `conv` appends a projection with a bias."""
     entered, hidden = Entered(), shape.hidden
     fused = conv(at, entered, x, hidden, 3 * shape.q_width, "c_attn")
     size = at.size(fused) // 3

@@ -1,6 +1,6 @@
-"""The head and cross-entropy over one chunk of tokens after the other, as ops.
+"""The output head and cross-entropy over one chunk of tokens after the other, as ops.
 
-Source: `runtime.apply.loss.chunked_loss`, whose lines these follow.
+Source: `runtime.apply.loss.chunked_loss`; the ops follow its lines.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ _ID: Final = 8
 def chunked_cross_entropy(
     w: TapeBuilder, x: int, targets: int, *, chunks: int, hidden: int, vocab: int, weight: str
 ) -> int:
-    """Append the mean loss over tokens of `x` times the head's weight, and return the loss.
+    """Append head and mean cross-entropy over all tokens, and return the loss.
 
     Args:
+        w: The builder to append to, at the module of the head.
         x: Input of the head.
         targets: Token ids to predict.
         chunks: Number of chunks, as the plan states it.
@@ -41,7 +42,7 @@ def chunked_cross_entropy(
                     hidden, vocab, weight_bytes)  # fmt: skip
     w.touch(is_kept, scale, target)
     loss = tape.value(_FP32)
-    # Forward has computed the gradients of x and the weight already: backward returns them.
+    # Forward has already computed the gradients of x and of the weight; backward returns them.
     tape.handed |= {(len(tape.rows), x): dx, (len(tape.rows), weight): dw}
     tape.add(
         TapeOp("chunked_cross_entropy", w.module, (x, total), (loss,), (dx, dw),
@@ -62,8 +63,18 @@ def _chunk(
 ) -> int:
     """Append the logits, losses and gradients of one chunk of tokens.
 
+    Args:
+        w: The builder to append to.
+        x: Input of the head for all tokens.
+        held: (mask of the tokens that count, scale of the mean, targets, gradient of `x`, gradient
+            of the weight or -1, sum of losses), for all tokens.
+        tokens: Number of tokens of the chunk.
+        hidden: Features of the head's input.
+        vocab: Rows of the head's weight.
+        weight_bytes: Bytes of the head's weight.
+
     Returns:
-        The gradient of the weight, accumulated so far.
+        The gradient of the weight, accumulated up to this chunk.
     """
     is_kept, scale, target, dx, dw, total = held
     number, flops = tokens * _FP32, 2.0 * tokens * hidden * vocab
@@ -95,5 +106,5 @@ def _chunk(
 
 
 def _as(w: TapeBuilder, x: int, nbytes: int) -> int:
-    """Cast a value that needs no gradient; return it as it is if the dtype is the same."""
+    """Append a cast of `x` to `nbytes` bytes, without a gradient; return `x` if sizes are equal."""
     return x if w.size(x) == nbytes else w.row("_to_copy", (x,), nbytes)

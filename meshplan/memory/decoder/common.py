@@ -1,4 +1,4 @@
-"""Common parts of transformer blocks: norms, rotary positions, and what one rank computes.
+"""Common parts of transformer blocks: RMSNorm, rotary positions, and a block's context on a rank.
 
 Source: transformers 5.23, models/<family>/modeling_*.py.
 """
@@ -19,21 +19,23 @@ _FP32: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockContext:
-    """The share of a block that one rank computes.
+    """The settings with which one rank computes a block, the same for all blocks.
 
     Args:
-        tp: Number of ranks that heads and feed-forward are sharded over, where no style says so.
+        tp: Number of ranks over which heads and feed-forward are sharded, in blocks without styles.
         is_sequence: If True, activations between tensor-parallel regions are sharded over the same
             ranks along the sequence.
-        cos, sin: Values of the rotation; -1 if positions are learned.
+        cos, sin: Numbers of the values that queries and keys are rotated with; -1 if positions are
+            learned.
         caches: If True, keys and values are copied into a cache, as transformers does unless
             `use_cache` is off.
-        given: Values that every block is called with and does not read.
-        told: Values that the model is called with and its blocks are not.
-        styled: Modules that tp shards, with their styles.
-        seq_len: Tokens of a sequence that attention sees.
-        cp: Number of context-parallel ranks. Each has a part of the sequence and, unless
-            `gathered`, attends over all of it for a part of the heads.
+        given: Values that every block is called with, in addition to those that it reads.
+        told: Values that the model, but not its blocks, is called with.
+        styled: Tensor-parallel styles of the model's modules.
+        seq_len: Tokens of a sequence over which attention runs.
+        cp: Number of context-parallel ranks, which shard the sequence. With `gathered`, each rank
+            attends from its tokens to all; otherwise from all tokens to all, for a share of the
+            heads.
         is_fused: If True, a fused kernel computes attention.
         spread: Distribution of experts over ranks.
         gathered: Chunks of the sequence that this rank has, if it all-gathers keys and values;
@@ -56,12 +58,19 @@ class BlockContext:
 
 
 def number_of(fqn: str) -> int:
-    """Return the number of a block."""
+    """Return the number of a block, the last component of its fqn."""
     return int(fqn.rpartition(".")[2])
 
 
 def rms_norm(w: TapeBuilder, x: int, width: int, name: str) -> int:
-    """Apply the RMSNorm that is written out in fp32: `LlamaRMSNorm` and its copies."""
+    """Append an RMSNorm written as single operators in float32: `LlamaRMSNorm` and its copies.
+
+    Args:
+        w: The builder to append to.
+        x: Input of the norm.
+        width: Features over which the norm is computed.
+        name: Name of the norm inside the current module.
+    """
     at = w.at(f"{w.module}.{name}" if w.module else name)
     ratio = _FP32 / w.element_bytes
     wide = at.cast(x, ratio)
@@ -94,7 +103,7 @@ def rms_norm(w: TapeBuilder, x: int, width: int, name: str) -> int:
 
 
 def rotate(w: TapeBuilder, x: int, part: BlockContext) -> int:
-    """Append `apply_rotary_pos_emb` of queries or keys."""
+    """Append `apply_rotary_pos_emb` for queries or keys `x`, and return the rotated tensor."""
     size = w.size(x)
     turned = w.times(x, part.cos)
     low, high = w.slice(x, size // 2), w.slice(x, size // 2)

@@ -1,11 +1,11 @@
-"""Causal attention of a part of the sequence to the keys and values of all of it, as ops.
+"""Causal attention of a rank's chunks of the sequence to keys and values of the whole, as ops.
 
-The ranks of cp all-gather keys and values. Each chunk of queries attends to the keys up to its own
-end: under a mask, unless it is the first chunk. Ranks therefore hold masks of different sizes. The
-device decides which kernel takes a mask.
+The ranks of cp all-gather keys and values. Each chunk of queries attends to all keys up to the end
+of the chunk. The first chunk uses the plain causal kernel, all others an explicit mask. Ranks have
+different chunks, and so masks of different sizes. The device decides which kernel supports a mask.
 
-Source: `runtime.apply.context.attention._causal` and `runtime.apply.context.parts`, whose lines
-these follow; torch 2.13, aten/native/transformers/attention.cpp, `convert_boolean_attn_mask` and
+Source: `runtime.apply.context.attention._causal` and `runtime.apply.context.parts`, line by line;
+torch 2.13, aten/native/transformers/attention.cpp, `convert_boolean_attn_mask` and
 `preprocess_mask`, and cuda/sdp_utils.cpp, `select_sdp_backend`.
 """
 
@@ -28,8 +28,9 @@ _FP32: Final = 4
 _ROW: Final = 16
 """Columns of a mask for memory-efficient attention are padded to a multiple of this."""
 CUDNN: Final = frozenset({"h100", "h200", "gh200", "h800", "h20", "b200", "gb200", "b300", "gb300"})
-"""Devices on which attention goes to cuDNN first, which takes a mask over grouped queries."""
+"""Devices on which torch prefers cuDNN for attention, which supports masks with grouped queries."""
 _MOST_CUDNN: Final = 128
+"""Maximum features of one head that cuDNN's kernel supports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +59,17 @@ def gathered_of(plan: Plan, rank: int, *, is_cuda: bool, device: str) -> Sequenc
 
 
 def unmasked(plan: Plan, *, is_cuda: bool, device: str) -> Iterator[str]:
-    """Yield the attention of a plan that no single kernel computes under a mask."""
+    """Yield a description of the plan's attention if no fused kernel computes it under a mask."""
     context = plan.assignment.context
     if context is None or context.attention != "all_gather" or not is_cuda:
         return
     shape = shape_of(plan.graph)
     if shape.heads != shape.kv_heads and not _takes_cudnn(plan, device):
-        yield "attention of grouped queries under a mask, which no fused kernel takes there"
+        yield "attention of grouped queries under a mask, for which there is no fused kernel"
 
 
 def takes_masks(device: str) -> bool:
-    """Return True if attention under a mask runs on a kernel as fast as the one without."""
+    """Return True if the device computes attention as fast under a mask as without one."""
     return not CUDNN.isdisjoint(device.lower().split("-"))
 
 
@@ -81,7 +82,7 @@ def _takes_cudnn(plan: Plan, device: str) -> bool:
 
 
 def lay(w: TapeBuilder, x: int) -> int:
-    """Return a view of the heads, whose gradient arrives head by head and is copied into place."""
+    """Return a view of `x` by heads, whose gradient is copied to the memory layout of `x`."""
     return w.slice(x, w.size(x))
 
 
@@ -92,10 +93,11 @@ def attend_to_gathered(
     """Append attention of this rank's queries to the keys and values of all ranks.
 
     Args:
+        w: The builder to append to.
         q, k, v: This rank's queries, keys and values.
         head_dim: Features of one head.
         seq_len: Tokens of the whole sequence.
-        own: Chunks that this rank has.
+        own: Chunks of the sequence that this rank has.
         ranks: Number of ranks of cp.
         is_fused: If True, a fused kernel computes the first chunk, which needs no mask.
     """
@@ -118,10 +120,10 @@ def attend_to_gathered(
 
 
 def _gather(w: TapeBuilder, x: int, own: SequenceChunks, ranks: int) -> int:
-    """All-gather the parts of all ranks and join them in order; backward reverses both steps."""
+    """Append an all-gather of all ranks' chunks, joined in order; backward reverses both steps."""
     size = w.size(x)
     whole = size * ranks
-    # With several chunks per rank, those of each rank are joined before all are stacked.
+    # With several chunks per rank, backward joins the chunks of each rank before it stacks all.
     stacked = 2 * whole - size if len(own.chunks) > 1 else whole
     return w.row(
         "all_gather",
@@ -134,7 +136,7 @@ def _gather(w: TapeBuilder, x: int, own: SequenceChunks, ranks: int) -> int:
 
 
 def _up_to(w: TapeBuilder, x: int, stop: int, num: int) -> int:
-    """Return the first `stop` of `num` chunks; all of them are `x` itself."""
+    """Return a view of the first `stop` of `num` chunks of `x`, or `x` itself for all chunks."""
     return x if stop == num else w.slice(x, w.size(x) // num * stop)
 
 
@@ -145,8 +147,19 @@ def _masked(
 ) -> tuple[int, tuple[int, ...]]:  # fmt: skip
     """Append attention of one chunk of queries under a mask.
 
+    Args:
+        w: The builder to append to.
+        q: The chunk's queries.
+        k, v: Keys and values up to the end of the chunk.
+        head_dim: Features of one head.
+        length: Tokens of a chunk.
+        stop: Number of chunks up to the end of this one.
+        own: Chunks of the sequence that this rank has.
+        before: (rows, mask) of the previous chunk; () if there is none.
+
     Returns:
-        (output, (rows, mask)): the mask and what it is made of are referenced by a Python frame.
+        (output, (rows, mask)). The caller's Python frame references the indices of the rows and the
+        mask made from them until the next chunk's exist.
     """
     columns = length * stop
     rows = w.row("arange", (), length * _ID)
@@ -169,7 +182,7 @@ def _masked(
             if own.pads
             else kernels.flash_backward(each, length, columns, head_dim, size, is_grouped=False)
         )
-        # Gradients of keys and values for every head of queries, where several share a key.
+        # If heads of queries share keys, the kernel makes gradients of keys and values for each.
         workspace_backward_bytes = sum(workspace) + (2 * heads * w.size(k) if heads > 1 else 0)
     out = w.attention(
         q,

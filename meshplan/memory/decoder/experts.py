@@ -1,8 +1,8 @@
 """A mixture of experts as ops: the router, and the experts as grouped matrix products.
 
-`grouped_mm` is transformers' default: every token is repeated for each expert it is sent to, the
-copies ("slots") are sorted by expert, and one product serves all experts. So sizes do not depend on
-the routing.
+`grouped_mm` is transformers' default. Every token is repeated for each expert to which it is
+routed, the copies ("slots") are sorted by expert, and one grouped product computes all experts. So
+the sizes of tensors do not depend on the routing.
 
 Source: transformers 5.23, integrations/moe.py, `grouped_mm_experts_forward`, and
 models/<family>/modeling_*.py, `<Family>TopKRouter`.
@@ -30,9 +30,9 @@ class Spread:
 
     Args:
         ranks: Number of ranks of ep.
-        arriving: Slots that arrive at a rank for each slot it sends; 1 if all ranks get equally
-            many.
-        is_unit: If True, the experts are an FSDP unit of their own.
+        arriving: Number of slots that a rank receives, divided by the number that it sends; 1 for
+            an even share.
+        is_unit: If True, a block's experts are a separate FSDP unit.
     """
 
     ranks: int = 1
@@ -41,16 +41,22 @@ class Spread:
 
 
 ONE_RANK: Final = Spread()
-"""All experts are on the rank of the tokens."""
+"""Without expert parallelism: every rank has all experts."""
 
 
 def sparse_mlp(
     w: TapeBuilder, shape: Shape, x: int, spread: Spread
 ) -> tuple[int, tuple[int, ...]]:  # fmt: skip
-    """Append the router and experts of `MixtralSparseMoeBlock` and its like.
+    """Append the router and experts of `MixtralSparseMoeBlock` and blocks of the same structure.
+
+    Args:
+        w: The builder to append to, at the module of the mixture.
+        shape: Sizes of the model.
+        x: Tokens.
+        spread: Distribution of experts over ranks.
 
     Returns:
-        (output of the experts, values that the Python frame references).
+        (output of the experts, values that the caller's Python frame references).
     """
     choose = route_by_groups if shape.groups is not None else route
     logits, weights, index = choose(w.at(f"{w.module}.gate"), shape, x)
@@ -65,16 +71,16 @@ def sparse_mlp(
 
 
 def most_arriving(shape: Shape, ranks: int) -> float:
-    """Return `Spread.arriving` if all tokens of all ranks go to the experts of one rank."""
+    """Return `Spread.arriving` for the worst case, in which one rank receives every token."""
     return ranks * min(shape.top_k, shape.experts // ranks) / shape.top_k
 
 
 def _dispatch(
     w: TapeBuilder, shape: Shape, x: int, index: int, weights: int, spread: Spread
 ) -> int:  # fmt: skip
-    """Send slots to the rank of their expert, compute, and send the results back.
+    """Append expert parallelism: send slots to the rank of their expert, compute, send back.
 
-    Source: `runtime.apply.experts.experts._Dispatch`, whose lines these follow.
+    Source: `runtime.apply.experts.experts._Dispatch`; the ops follow its lines.
     """
     tape, table = w.tape, shape.experts * _ID
     size, ids = w.size(x) * shape.top_k, w.size(index)
@@ -114,7 +120,7 @@ def _dispatch(
 
 
 def _select(w: TapeBuilder, x: int, index: int) -> int:
-    """Append an `index_select` of all rows, in another order."""
+    """Append an `index_select` that puts all rows of `x` in another order."""
     size = w.size(x)
     grads, apart = (Grad(x, size),), w.apart(size)
     return w.row(
@@ -128,7 +134,7 @@ def _select(w: TapeBuilder, x: int, index: int) -> int:
 
 
 def _sort(w: TapeBuilder, size: int) -> tuple[int, int]:
-    """Sort integers of `size` bytes together; return (sorted values, order)."""
+    """Append a sort of `size` bytes of int64 numbers; return (sorted values, order)."""
     out = w.tape.value(size), w.tape.value(size)
     workspace = sum(kernels.sort(size // _ID)) if w.is_cuda else 0
     w.tape.add(TapeOp("sort", w.module, (), out, workspace_bytes=workspace))
@@ -136,18 +142,23 @@ def _sort(w: TapeBuilder, size: int) -> tuple[int, int]:
 
 
 def _sum(w: TapeBuilder, x: int, slots: int) -> int:
-    """Sum over the slots of each token; each slot's gradient is that of the sum."""
+    """Append a sum over the slots of each token.
+
+    Each slot's gradient is that of the sum: expanded in a new tensor, or shared for one slot.
+    """
     new = w.size(x) if slots > 1 else 0
     return w.row("sum", (x,), w.size(x) // slots, grads=(Grad(x, new),))
 
 
 def compute(w: TapeBuilder, shape: Shape, x: int, weights: int, *, slots: int) -> int:
-    """Append `grouped_mm_experts_forward`.
+    """Append `grouped_mm_experts_forward`, and return its output.
 
     Args:
+        w: The builder to append to, at the module of the experts.
+        shape: Sizes of the model, with the number of experts on this rank.
         x: Tokens.
-        weights: Router weights of the experts that each token is sent to.
-        slots: Number of experts of one token.
+        weights: Router weights of the experts to which each token is routed.
+        slots: Number of experts for each token.
     """
     size = w.size(x) * slots
     number = size // (shape.hidden * w.element_bytes)
@@ -176,7 +187,14 @@ def compute(w: TapeBuilder, shape: Shape, x: int, weights: int, *, slots: int) -
 
 
 def _take(w: TapeBuilder, x: int, index: int, nbytes: int) -> int:
-    """Index rows. The gradient starts as zeros, to which the gradients of the rows are added."""
+    """Append an indexing of rows, whose backward adds the gradients of the rows to new zeros.
+
+    Args:
+        w: The builder to append to.
+        x: The rows.
+        index: Indices of the rows to take.
+        nbytes: Bytes of the result.
+    """
     inside = sum(kernels.index_add(w.size(index) // _ID)) if w.is_cuda else 0
     return w.row(
         "index", (x, index), nbytes, keeps=(index,), grads=(Grad(x, w.size(x)),),
@@ -187,7 +205,16 @@ def _take(w: TapeBuilder, x: int, index: int, nbytes: int) -> int:
 def _grouped(
     w: TapeBuilder, shape: Shape, x: int, ends: int, into: int, out: int, name: str
 ) -> int:
-    """Multiply each row by the weight matrix of its expert."""
+    """Append the product of each row with the weight matrix of its expert.
+
+    Args:
+        w: The builder to append to.
+        shape: Sizes of the model.
+        x: Rows, sorted by expert.
+        ends: For each expert, the index after its last row.
+        into, out: Input and output features.
+        name: Name of the stacked weights inside the current module.
+    """
     weights = shape.experts * into * out * w.parameter_bytes
     return w.row(
         "grouped_mm", (x, ends), w.size(x) // into * out, keeps=(x, ends),
@@ -197,15 +224,15 @@ def _grouped(
 
 
 def _weigh(w: TapeBuilder, shape: Shape, made: int, weights: int) -> int:
-    """Multiply rows by their weights, in the wider of the two dtypes.
+    """Append the product of each row with its router weight, in the wider of the two dtypes.
 
-    One weight multiplies a whole row, so its gradient is a sum.
+    One weight multiplies a whole row, so its gradient is a sum over the row.
     """
     size, own = w.size(made), w.size(weights)
     is_wider = shape.has_wide_weights and w.element_bytes < _FP32
     wide = size * _FP32 // w.element_bytes if is_wider else size
-    # Backward narrows the gradient of the rows first, and sums that of the weights afterwards. A
-    # recomputed tensor is freed when it is unpacked, which is before that.
+    # Backward casts the gradient of the rows to the narrow dtype first, then sums the gradient of
+    # the weights. A recomputed tensor is freed when it is unpacked, which is before that sum.
     workspace_backward_bytes = 2 * wide - own - (size if w.runs_again else 0) if is_wider else size
     return w.row(
         "mul",

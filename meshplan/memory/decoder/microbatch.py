@@ -1,6 +1,6 @@
-"""The `MicrobatchTrace` of a model that is never built, computed from its sizes alone.
+"""Compute the `MicrobatchTrace` of a model from its sizes alone, without building the model.
 
-The result has the same interface as that of a traced model, so the wrappers' rules apply to both.
+The rules of the wrappers (`memory.replay`) apply to such a trace as to that of a real model.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ class MicrobatchSpec:
 
     Args:
         batch: Number of sequences of the microbatch.
-        seq_len: Tokens of one sequence that this rank has.
-        cp: Number of context-parallel ranks; the other ones have the other tokens.
+        seq_len: Tokens of one sequence on this rank, a share of the sequence under cp.
+        cp: Number of context-parallel ranks over which a sequence is sharded.
         element_bytes: Bytes of one element in the compute dtype.
-        tp: Number of ranks that `Shape.styles` shard over; used only if `styled` is None.
+        tp: Number of ranks over which `Shape.styles` shard; used only if `styled` is None.
         is_sequence: If True, activations between styled modules are sharded along the sequence.
-            There are no rules for that, since transformers' own code computes something else from a
-            part.
+            There are no rules for that, and `tape_of` raises a `PlanError`, because transformers'
+            own code does not compute the same from a shard.
         caches: If True, keys and values are copied into a cache, as transformers does unless
             `use_cache` is off.
         recomputed: Numbers of the blocks that backward recomputes.
         keeps_chosen: If True, recomputed blocks save the outputs of matrix products and attention.
         is_cuda: If True, CUDA kernels run; otherwise CPU kernels.
-        in_place: If True, gradients of one value are added up in place; see `tape.play`.
-        styled: Modules that tp shards; None for those that `Shape.styles` names.
+        in_place: If True, several gradients of one value are added up in place; see `tape.play`.
+        styled: Modules that tp shards, with their styles; None for the styles of `Shape.styles`.
         is_fused: If True, a fused kernel computes attention.
-        lays_itself: Parameters whose gradients no unit reduces.
+        lays_itself: Fqns of parameters whose gradients no unit reduces.
         spread: Distribution of experts over ranks.
         gathered: Chunks of the sequence that this rank has, if it all-gathers keys and values;
             otherwise None.
-        saves: For the number of a block, the words of `save:` that replace the default of
-            `keeps_chosen`.
+        saves: By number of a block: the words of `save:` whose ops the recomputed block saves,
+            instead of the default that `keeps_chosen` selects.
         loss_chunks: Number of chunks of tokens over which head and loss are computed one by one.
         hosted: Numbers of the blocks whose saved activations are kept in host memory.
-        is_chain: If True, make blocks equal: the ops that shard the sequence before the first block
-            and gather it after the last one are outside of their units, although those units are
-            gathered earlier.
+        is_chain: If True, all blocks consist of equal ops: the ops that shard the sequence before
+            the first block and gather it after the last one do not belong to the units of these
+            blocks, although in a real step they do.
     """
 
     batch: int
@@ -88,7 +88,7 @@ class MicrobatchSpec:
     is_chain: bool = False
 
     def saved(self, number: int) -> frozenset[str]:
-        """Return the words of `save:` that a recomputed block saves."""
+        """Return the words of `save:` whose ops the recomputed block with this number saves."""
         return self.saves.get(number, _CHOSEN if self.keeps_chosen else frozenset())
 
 
@@ -105,11 +105,13 @@ def tape_of(shape: Shape, run: MicrobatchSpec, *, only: Collection[int] | None =
     """Return the tape of a causal language model of transformers, loss included.
 
     Args:
-        only: Numbers of the blocks of interest, the first and the last among them. One op that
-            makes the output stands for each other block. None for all blocks.
+        shape: Sizes of the model.
+        run: Settings of the microbatch.
+        only: Numbers of the blocks to write in full, which must include the first and the last.
+            Each other block is a single op that makes the output. None for all blocks.
 
     Raises:
-        PlanError: There are no rules for what `run` asks for.
+        PlanError: There are no rules for a setting of `run`, or tp does not divide a size.
     """
     if run.is_sequence:
         what = "transformers' own code does not run with sequence_parallel"
@@ -174,8 +176,8 @@ def tape_of(shape: Shape, run: MicrobatchSpec, *, only: Collection[int] | None =
         w, part.styled, Entered(), x, shape.hidden, shape.vocab, "lm_head", weight=tied
     )
     logits = w.scale(logits, "div") if shape.scales else logits
-    w.touch(x)  # The model's output; the head may have gathered a copy.
-    if run.cp > 1:  # The call references its inputs until it returns.
+    w.touch(x)  # The model's frame references x, even if the head has gathered a copy.
+    if run.cp > 1:  # The call of the model references its inputs until it returns.
         w.touch(*part.given, *part.told)
     tape.loss_start = len(tape.rows)
     if part.styled.of("lm_head") == LOGITS:
@@ -192,7 +194,7 @@ def tape_of(shape: Shape, run: MicrobatchSpec, *, only: Collection[int] | None =
 def _rotary(
     w: TapeBuilder, shape: Shape, run: MicrobatchSpec, ids: int
 ) -> tuple[int, BlockContext, tuple[int, ...]]:
-    """Append the embedding, and the angles that every block rotates by.
+    """Append the embedding, and the sines and cosines with which every block rotates.
 
     Returns:
         (hidden states, context of the blocks, values that the model's frame references).
@@ -217,9 +219,9 @@ def _rotary(
 def _learned(
     w: TapeBuilder, shape: Shape, run: MicrobatchSpec, ids: int
 ) -> tuple[int, BlockContext, tuple[int, ...]]:
-    """Append the embeddings of tokens and positions.
+    """Append the embeddings of tokens and of learned positions.
 
-    The gradient of the positions' embedding is summed over the batch.
+    The gradient of the embedded positions is summed over the batch.
 
     Returns:
         (hidden states, context of the blocks, values that the model's frame references).
@@ -240,12 +242,13 @@ def _learned(
 
 
 def _given_positions(w: TapeBuilder, run: MicrobatchSpec) -> tuple[int | None, tuple[int, ...]]:
-    """Append the positions that the model is given under cp.
+    """Append the positions that the model is called with under cp.
 
-    A view of the positions of the whole sequence, if this rank's tokens are contiguous.
+    If this rank's tokens are contiguous, they are a view of the positions of the whole sequence.
 
     Returns:
-        (positions, or None without cp; inputs that mark positions with a gap as one sample).
+        (positions, or None without cp; further inputs). The further input is a mask, which marks
+        positions with a gap as one sample.
     """
     if run.cp == 1:
         return None, ()

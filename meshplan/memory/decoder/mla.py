@@ -1,10 +1,10 @@
-"""Multi-head latent attention as ops: keys and values of all heads come from one narrow vector.
+"""Multi-head latent attention as ops: keys and values of all heads come from one latent vector.
 
-A part of each head is rotated by position. For keys this part is the same for all heads, and both
-parts are copied into a tensor allocated for them.
+Some features of each head are rotated by position. Those of keys are the same for all heads. The
+rotated and the other features of keys are copied into one new tensor.
 
 Source: transformers 5.23, models/deepseek_v3/modeling_deepseek_v3.py, `DeepseekV3Attention`; torch
-2.13, csrc/autograd/functions/tensor.cpp, `CopySlices`, for the workspace of a copy into a part.
+2.13, csrc/autograd/functions/tensor.cpp, `CopySlices`, for the workspace of a copy into a slice.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from meshplan.memory.tape.ops import TapeBuilder
 
 _FP32: Final = 4
 _Made = Callable[[int, int, int, str], int]
-"""Map (tensor, input features, output features, name of a projection) to its output."""
+"""Maps (input, input features, output features, name) of a projection to its output."""
 
 
 def latent_attention(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -> int:
-    """Append `DeepseekV3Attention`."""
+    """Append `DeepseekV3Attention`, and return its output."""
     latent, hidden, entered = shape.latent, shape.hidden, Entered()
     assert latent is not None
     each = w.tokens * w.element_bytes
@@ -55,7 +55,8 @@ def latent_attention(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -
         w, q, k, v, shape.head_dim, part.seq_len, is_fused=part.is_fused, value_dim=latent.value
     )
     if latent.value == shape.head_dim and (w.element_bytes < _FP32 or not w.is_cuda):
-        # Flash attention's output has the layout of the queries, head by head; others do not.
+        # Flash attention's output has the memory layout of the queries, head by head, and is copied
+        # to be contiguous. The outputs of other kernels are contiguous already.
         out = w.shift(out, "clone")
     out = made(out, shape.heads * latent.value, hidden, "o_proj", bias=latent.bias)
     w.touch(queries, both, narrow, turned_q, turned_k, q, k, v)
@@ -63,7 +64,7 @@ def latent_attention(w: TapeBuilder, shape: Shape, x: int, part: BlockContext) -
 
 
 def _rotate_pairs(w: TapeBuilder, x: int, part: BlockContext) -> int:
-    """Append `apply_rotary_pos_emb_interleave` of queries or keys."""
+    """Append `apply_rotary_pos_emb_interleave` for queries or keys `x`."""
     half = w.size(x) // 2
     even, odd = w.slice(x, half), w.slice(x, half)
 
@@ -80,7 +81,16 @@ def _rotate_pairs(w: TapeBuilder, x: int, part: BlockContext) -> int:
 def _expanded(
     w: TapeBuilder, shape: Shape, latent: Latent, narrow: int, turned_k: int, made: _Made
 ) -> tuple[int, int]:
-    """Append `expand_kv` and return the (keys, values) of all heads."""
+    """Append `expand_kv` and return (keys, values) of all heads.
+
+    Args:
+        w: The builder to append to.
+        shape: Sizes of the model.
+        latent: Sizes of latent attention.
+        narrow: The normalised latent vectors.
+        turned_k: The rotated features of keys, which all heads share.
+        made: Appends a projection.
+    """
     own = w.tokens * w.element_bytes * shape.heads
     width = latent.straight + latent.value
     wide = made(narrow, latent.kv_rank, shape.heads * width, "kv_b_proj")
@@ -91,7 +101,7 @@ def _expanded(
     grads = (Grad(turned_k, w.size(turned_k)),)
     w.tape.add(TapeOp("expand", w.module, (turned_k,), (for_all,), grads=grads))
     keys = w.row("new_empty", (), own * shape.head_dim)
-    # `CopySlices` passes on a copy of the whole gradient, with zeros in the part written.
+    # The backward of `CopySlices` copies the whole gradient, and zeros the slice that was written.
     first = _copied(w, keys, (straight,), workspace_backward_bytes=w.size(keys))
     return _copied(w, first, (for_all, first), workspace_backward_bytes=w.size(for_all)), values
 
@@ -99,7 +109,7 @@ def _expanded(
 def _copied(
     w: TapeBuilder, into: int, reads: tuple[int, ...], *, workspace_backward_bytes: int
 ) -> int:
-    """Write into a part of a tensor; the result is a view of the same tensor."""
+    """Append a copy into a slice of `into`, and return a view of `into`."""
     out = w.tape.value(w.size(into), of=into)
     grads = tuple(Grad(value, w.size(value)) for value in reads)
     w.tape.add(

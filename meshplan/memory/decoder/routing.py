@@ -1,4 +1,4 @@
-"""The two kinds of router, which choose the experts of each token, as ops.
+"""The two kinds of router as ops: top-k over all experts, and top-k within groups of experts.
 
 Source: transformers 5.23, models/<family>/modeling_*.py, `<Family>TopKRouter`, and
 models/deepseek_v3/modeling_deepseek_v3.py, `DeepseekV3TopkRouter`; torch 2.13, FunctionsManual.cpp
@@ -18,11 +18,20 @@ from meshplan.memory.tape.ops import TapeBuilder
 _FP32: Final = 4
 _ID: Final = 8
 _BEST: Final = 2
-"""Number of best experts of a group whose scores add up to the score of the group."""
+"""A group's score is the sum of the scores of this many best experts."""
 
 
 def route(w: TapeBuilder, shape: Shape, x: int) -> tuple[int, int, int]:
-    """Append top-k routing over all experts; return (logits, weights, experts) of every token."""
+    """Append top-k routing over all experts.
+
+    Args:
+        w: The builder to append to, at the module of the router.
+        shape: Sizes of the model.
+        x: Tokens.
+
+    Returns:
+        (logits, weights, indices of the experts) of all tokens.
+    """
     tape, tokens = w.tape, w.tokens
     above, _, name = w.module.rpartition(".")
     logits = w.at(above).linear(x, shape.hidden, shape.experts, name)
@@ -43,12 +52,14 @@ def route(w: TapeBuilder, shape: Shape, x: int) -> tuple[int, int, int]:
 
 
 def _to_sum_one(w: TapeBuilder, weights: int, *, is_safe: bool = False) -> tuple[int, int]:
-    """Divide weights by their sum; return (weights, sum).
+    """Append a division of each token's weights by their sum; return (weights, sums).
 
-    The division is in place, so backward saves a copy.
+    The division is in place, so a copy is saved for backward.
 
     Args:
-        is_safe: If True, a small number is added to the sum.
+        w: The builder to append to.
+        weights: Router weights of all tokens.
+        is_safe: If True, a small number is added to the sum, so that it is not 0.
     """
     tape, size = w.tape, w.size(weights)
     total = w.row("sum", (weights,), w.tokens * _FP32, grads=(Grad(weights, 0),))
@@ -63,13 +74,18 @@ def _to_sum_one(w: TapeBuilder, weights: int, *, is_safe: bool = False) -> tuple
 
 
 def route_by_groups(w: TapeBuilder, shape: Shape, x: int) -> tuple[int, int, int]:
-    """Append top-k routing within the best groups of experts.
+    """Append top-k routing over the experts of each token's best groups.
 
-    A group's score is that of its best experts. All is computed in float32. The correction added to
-    the scores for choosing gets no gradient.
+    A group's score is the sum of its best experts' scores. All ops compute in float32. The
+    correction that is added to the scores to choose experts gets no gradient.
+
+    Args:
+        w: The builder to append to, at the module of the router.
+        shape: Sizes of the model.
+        x: Tokens.
 
     Returns:
-        (logits, weights, experts) of every token.
+        (logits, weights, indices of the experts) of all tokens.
     """
     assert shape.groups is not None
     tape, (count, chosen_groups) = w.tape, shape.groups
@@ -107,7 +123,7 @@ def route_by_groups(w: TapeBuilder, shape: Shape, x: int) -> tuple[int, int, int
 
 
 def _wide_linear(w: TapeBuilder, shape: Shape, x: int) -> int:
-    """Append the router's linear layer in float32, with casts if `x` is narrower."""
+    """Append the router's linear layer in float32, with casts of input and weight if needed."""
     above, _, name = w.module.rpartition(".")
     fqn, into = f"{w.module}.weight", shape.hidden
     if w.element_bytes == _FP32:

@@ -1,4 +1,4 @@
-"""A transformer's sizes and switches, read from its config."""
+"""Read a decoder's sizes and switches from the graph of its config."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ _SCALED: Final = frozenset({"GraniteForCausalLM"})
 """Families that multiply embeddings, the output of each half block, and logits by constants."""
 
 _MASKED: Final = frozenset({"Qwen2MoeForCausalLM"})
-"""Families whose code makes the mask of a sliding window, whether or not a block has one."""
+"""Families whose code makes a mask for sliding windows even if no block has such a window."""
 
 _WIDE_WEIGHTS: Final = frozenset({"MixtralForCausalLM", "DeepseekV3ForCausalLM"})
+"""Families that keep the router's weights of a token's experts in float32."""
 
 _UNKNOWN: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
@@ -52,7 +53,7 @@ _UNKNOWN: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         ),
     }
 )
-"""Switches of blocks with experts that have no rules: (problem, fix) by key of
+"""Switches of models with experts for which there are no rules: (problem, fix) by key of
 `ModelGraph.config`."""
 
 _ACTIVATIONS: Final[Mapping[str, str]] = MappingProxyType(
@@ -64,20 +65,21 @@ _ACTIVATIONS: Final[Mapping[str, str]] = MappingProxyType(
         "ReLU": "relu",
     }
 )
-"""For each activation class, the op that saves the same tensors."""
+"""For each activation class of transformers or torch, the op that saves the same tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
-    """Multi-head latent attention: keys and values are made of one narrow vector per token.
+    """Sizes of multi-head latent attention, which computes keys and values from a latent vector.
 
     Args:
-        q_rank: Features of the vector that queries are made of; 0 if one projection makes queries.
-        kv_rank: Features of the vector that keys and values are made of.
-        straight: Features of one head's query that are not rotated.
-        turned: Features of one head's query that are rotated by position.
-        value: Features of one head's value.
-        bias: If True, the projections into narrow vectors and out of the heads have a bias.
+        q_rank: Features of the latent vector of queries (`q_lora_rank`); 0 if one projection makes
+            queries.
+        kv_rank: Features of the latent vector of keys and values (`kv_lora_rank`).
+        straight: Features of one head's query that are not rotated (`qk_nope_head_dim`).
+        turned: Features of one head's query that are rotated by position (`qk_rope_head_dim`).
+        value: Features of one head's value (`v_head_dim`).
+        bias: If True, the projections into latent vectors and the output projection have a bias.
         is_interleaved: If True, neighbouring features are rotated together; otherwise the two
             halves.
     """
@@ -101,32 +103,32 @@ class Shape:
         heads: Number of heads of queries.
         kv_heads: Number of heads of keys and values.
         head_dim: Features of one head of queries and keys.
-        mlp: Features inside the feed-forward.
+        mlp: Features of the hidden layer of the feed-forward.
         vocab: Rows of the embedding.
         activation: Op of the activation function; see `activations.activate`.
         positions: Rows of the table of learned positions; 0 if positions are rotary.
-        tied: If True, the head uses the embedding's weight.
+        tied: If True, the output head uses the embedding's weight.
         qkv_bias, o_bias, mlp_bias: If True, these projections have a bias.
         qk_norm: If True, queries and keys are normalised per head.
-        dropout: Dropout probability of the outputs of attention and feed-forward; 0 for no dropout.
-        embed_dropout: Dropout probability of the embeddings; 0 for no dropout.
-        window: Tokens that attention looks back; 0 for all.
-        scales: If True, embeddings, the output of each half block, and logits are multiplied by
-            constants.
-        has_mask: If True, a mask is made that no block uses.
+        dropout: Dropout probability of the outputs of attention and feed-forward; 0 for none.
+        embed_dropout: Dropout probability of the embeddings; 0 for none.
+        window: Tokens of attention's sliding window; 0 for none.
+        scales: If True, constants multiply embeddings, outputs of attention and feed-forward, and
+            logits.
+        has_mask: If True, the model's code makes a mask that no block uses.
         experts: Number of experts of a block; 0 if there are none.
-        top_k: Number of experts of a token; 0 if there are none.
-        expert_mlp: Features inside one expert.
-        dense: Numbers of the blocks without experts, in a model whose other blocks have some.
-        scales_weights: If True, the weights of a token's experts are divided by their sum.
+        top_k: Number of experts for each token; 0 if there are none.
+        expert_mlp: Features of the hidden layer of one expert.
+        dense: Numbers of the blocks without experts, in a model whose other blocks have experts.
+        scales_weights: If True, the router's weights of a token's experts are divided by their sum.
         has_wide_weights: If True, these weights stay in float32.
-        groups: (number of groups of experts, number of groups that a token's experts come from);
-            None if the router has no groups.
-        shared_mlp: Features inside the expert that all tokens use; 0 if there is none.
-        gates_shared: If True, a gate weighs the output of the shared expert for each token.
+        groups: (number of groups of experts, number of groups to which a token's experts are
+            limited); None if the router has no groups.
+        shared_mlp: Features of the hidden layer of the shared expert; 0 if there is none.
+        gates_shared: If True, a gate multiplies the output of the shared expert for each token.
         latent: Sizes of multi-head latent attention; None for ordinary attention.
-        styles: Styles that `tp_plan: auto` gives the modules if all sizes divide, by fqn with `*`
-            for the numbers of blocks.
+        styles: Styles that `tp_plan: auto` gives the modules if tp divides all their sizes, by fqn
+            with `*` for the numbers of blocks.
     """
 
     layers: int
@@ -179,7 +181,7 @@ class Shape:
 
 
 def shape_of(graph: ModelGraph) -> Shape:
-    """Read the sizes of a model from a blueprint's graph.
+    """Return the sizes of a model, read from a blueprint's graph.
 
     Raises:
         PlanError: There are no rules for the blocks of this model.
@@ -187,7 +189,7 @@ def shape_of(graph: ModelGraph) -> Shape:
     sizes, tensors = graph.config, graph.tensors
     root = graph.modules[""].type if "" in graph.modules else ""
     if root not in _KNOWN:
-        what = f"there are no rules for the operators of {root or graph.name}, given by its config"
+        what = f"there are no rules for the operators of {root or graph.name}"
         known = ", ".join(sorted(_KNOWN))
         raise PlanError(Problem(what, fix=f"{_ITSELF}; a config is enough for {known}"))
     is_gpt2 = root == "GPT2LMHeadModel"
@@ -236,7 +238,7 @@ def shape_of(graph: ModelGraph) -> Shape:
 
 
 def _latent_of(graph: ModelGraph) -> Latent:
-    """Read the sizes of multi-head latent attention."""
+    """Return the sizes of multi-head latent attention, read from the config."""
     sizes, first = graph.config, "model.layers.0.self_attn"
     return Latent(
         q_rank=sizes.get("q_lora_rank", 0),
@@ -250,7 +252,11 @@ def _latent_of(graph: ModelGraph) -> Latent:
 
 
 def _experts_of(graph: ModelGraph) -> dict[str, Any]:
-    """Read the sizes of blocks with experts, as arguments of `Shape`."""
+    """Return the sizes of blocks with experts, as keyword arguments of `Shape`; {} without experts.
+
+    Raises:
+        PlanError: A token is routed to more experts than there are.
+    """
     layers = range(graph.config["num_hidden_layers"])
     stacks = {n: graph.tensors.get(f"model.layers.{n}.mlp.experts.down_proj") for n in layers}
     stack = next((tensor for tensor in stacks.values() if tensor is not None), None)

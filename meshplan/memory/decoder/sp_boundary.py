@@ -1,7 +1,8 @@
-"""The ops at which a sequence is sharded over tp, and put together again.
+"""The ops that shard the sequence over tp, and gather it again (sequence parallelism).
 
-Torch gathers and scatters along the first dim, and copies to a new layout what is sharded along the
-second. With one sample, what was gathered has the right layout already.
+torch's collectives gather and scatter along dim 0, so tensors sharded along dim 1, the sequence,
+are copied to another memory layout. With one sample, the gathered tensor has the right layout
+already.
 
 Source: `runtime.trace.sp_boundary`; torch 2.13, distributed/_functional_collectives.py
 (`all_gather_single`, `reduce_scatter_single`) and distributed/tensor/placement_types.py.
@@ -14,19 +15,19 @@ from meshplan.memory.tape.ops import TapeBuilder
 
 
 def gather(w: TapeBuilder, x: int, tp: int) -> int:
-    """All-gather the sequence; its gradient is reduce-scattered."""
+    """Append an all-gather of the sequence over `tp` ranks; the gradient is reduce-scattered."""
     whole = w.size(x) * tp
     out = w.row(
         "gather_sequence", (x,), whole, workspace_backward_bytes=whole, is_sent=True,
         grads=(Grad(x, w.size(x)),),
     )  # fmt: skip
     out = _laid_out(w, out)
-    w.tape.sums_apart.add(out)  # It enters styled modules as a DTensor.
+    w.tape.sums_apart.add(out)  # Styled modules use it as a DTensor.
     return out
 
 
 def scatter(w: TapeBuilder, x: int, tp: int) -> int:
-    """Reduce-scatter along the sequence; its gradient is all-gathered."""
+    """Append a reduce-scatter along the sequence over `tp` ranks; the gradient is all-gathered."""
     whole = w.size(x)
     return w.row(
         "scatter_sequence",
@@ -41,7 +42,7 @@ def scatter(w: TapeBuilder, x: int, tp: int) -> int:
 
 
 def cut(w: TapeBuilder, x: int, tp: int) -> int:
-    """Copy this rank's part of the sequence; its gradient is all-gathered."""
+    """Append a copy of this rank's shard of the sequence; the gradient is all-gathered."""
     whole = w.size(x)
     return w.row(
         "cut_sequence",
@@ -53,9 +54,9 @@ def cut(w: TapeBuilder, x: int, tp: int) -> int:
 
 
 def end(w: TapeBuilder, x: int, tp: int) -> int:
-    """All-gather the sequence where the sequence-parallel region ends; its gradient is sliced.
+    """Append the all-gather that ends the sequence-parallel region; the gradient is sliced.
 
-    All ranks continue with the same tensor, so no gradients are summed.
+    All ranks go on with the same tensor, so their gradients are equal and are not summed.
     """
     whole = w.size(x) * tp
     out = w.row("end_sequence", (x,), whole, is_sent=True, grads=(Grad(x, w.size(x)),))
@@ -67,5 +68,5 @@ def _laid_out(w: TapeBuilder, x: int) -> int:
 
 
 def _laid(w: TapeBuilder, nbytes: int) -> int:
-    """Bytes of the tensor before it is copied to another layout; 0 for one sample."""
+    """Return the bytes of the copy to another memory layout; 0 for one sample."""
     return nbytes if w.samples > 1 else 0

@@ -1,7 +1,8 @@
-"""Modules that tp shards, as ops: what enters a module, the part it computes, what leaves it.
+"""Modules that tp shards, as ops: local computation, with collectives on inputs and outputs.
 
-Two tables follow `styles.STYLES`: how a layout outside becomes the one that is computed with, and
-back. A style that is in neither is refused by name.
+Two tables follow `styles.STYLES`. `_ENTERS` has the (layout outside, layout computed with) pairs of
+inputs for which there are ops, `_LEAVES` the pairs of outputs. A style with other pairs raises a
+`PlanError` that names the style.
 
 Source: `runtime.apply.tensor_parallel.tensor_parallel`, whose hooks these ops model; torch 2.13,
 distributed/tensor/_redistribute.py and placement_types.py.
@@ -28,9 +29,9 @@ _PARTS: Final = "S(1)"
 STREAM_NORMS: Final = (
     "input_layernorm", "post_attention_layernorm", "norm", "ln_1", "ln_2", "ln_f",
 )  # fmt: skip
-"""Norms per token: a part of the sequence is normalised like the whole."""
+"""Norms over a token's features, which can be computed on a shard of the sequence."""
 HEAD_NORMS: Final = ("q_norm", "k_norm")
-"""Norms per head: a part of the heads is normalised like the whole."""
+"""Norms over a head's features, which can be computed on a shard of the heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +39,16 @@ class TpPlanOnTape:
     """The tensor-parallel styles of a model's modules.
 
     Args:
-        tp: Number of ranks that styles shard over.
+        tp: Number of ranks over which styles shard.
         styles: Style of each module, by fqn, or by fqn with `*` for the numbers of blocks.
-        pieces: Fused projections of each module that has several, by fqn.
-        whole: Parameters of such modules that every rank holds whole, and takes its parts of.
-        added: Parameters that plain code computes with next to shards: their gradients are partial
-            sums.
+        pieces: Projections fused in each module that has several, by fqn.
+        whole: Parameters of such modules that every rank stores whole, to compute with its rows
+            only.
+        added: Parameters that the model's code combines with shards, so that each rank computes a
+            partial sum of their gradients.
         has_stream: If True, activations between the styled modules of blocks are sharded along the
             sequence.
-        ends: If True, that sharding ends after the last block; otherwise where the head begins.
+        ends: If True, that sharding ends after the last block; otherwise at the input of the head.
     """
 
     tp: int = 1
@@ -66,7 +68,7 @@ class TpPlanOnTape:
     def of_any_block(self) -> TpPlanOnTape:
         """Return the plan with every style also listed for blocks of any number.
 
-        Blocks made of the same modules have the same styles.
+        This requires that blocks made of the same modules have the same styles.
         """
         return replace(
             self,
@@ -77,15 +79,15 @@ class TpPlanOnTape:
         )
 
     def pieces_of(self, fqn: str) -> tuple[Piece, ...]:
-        """Return the fused projections of a module; empty if there is only one."""
+        """Return the projections fused in a module; () if the module is a single projection."""
         return self.pieces.get(fqn) or self.pieces.get(pattern_of(fqn), ())
 
     def is_whole(self, parameter: str) -> bool:
-        """Return True if every rank holds this parameter whole."""
+        """Return True if the parameter is in `whole`."""
         return parameter in self.whole or pattern_of(parameter) in self.whole
 
     def check(self) -> Iterator[Problem]:
-        """Yield a problem for each style or parameter that no op models."""
+        """Yield a problem for each style or parameter that there are no ops for."""
         told: set[str] = set()
         for fqn, style in self.styles.items() if self.tp > 1 else ():
             known = self.spelled(style.input) in _ENTERS and self.spelled(style.output) in _LEAVES
@@ -98,16 +100,16 @@ class TpPlanOnTape:
         norms = (*HEAD_NORMS, *STREAM_NORMS) if self.has_stream else HEAD_NORMS
         for fqn in self.added if self.tp > 1 else ():
             if fqn.split(".")[-2] not in norms:
-                yield Problem(f"{fqn}, which plain code computes with beside parts")
+                yield Problem(f"{fqn}, which the model's code combines with sharded tensors")
                 return
 
     def adds_up(self, fqn: str) -> bool:
-        """Return True if each rank has a partial sum of this norm's gradients."""
+        """Return True if each rank computes a partial sum of the gradients of the norm `fqn`."""
         added = {f"{fqn}.weight", pattern_of(f"{fqn}.weight")}
         return self.of(fqn) is not None or not added.isdisjoint(self.added)
 
     def spelled(self, flow: tuple[str, str]) -> tuple[str, str]:
-        """Replace "outside" in a flow by the layout between modules: "R", or "S(1)" in a stream."""
+        """Return a pair of layouts with "outside" replaced by "R", or "S(1)" with `has_stream`."""
         outside = _PARTS if self.has_stream else _WHOLE
         first, second = (outside if word == "outside" else word for word in flow)
         return first, second
@@ -115,15 +117,15 @@ class TpPlanOnTape:
 
 @dataclass(slots=True)
 class Entered:
-    """Inputs of the styled modules of one parent module: a tensor enters the region once."""
+    """Inputs of the styled modules in one parent module, each replicated over tp only once."""
 
     known: dict[int, int] = field(default_factory=dict)
 
     def all_reduced(self, w: TapeBuilder, x: int, tp: int) -> int:
-        """Return `x` whole. Its gradients are first added up, then all-reduced."""
+        """Return `x`, replicated over tp; its gradients are added up first, then all-reduced."""
         if x not in self.known:
             self.known[x] = w.enter(x, tp)
-            # Torch does not sum gradients that are DTensors in place.
+            # torch does not sum gradients that are DTensors in place.
             w.tape.sums_apart.add(self.known[x])
         return self.known[x]
 
@@ -133,9 +135,9 @@ def _as_it_is(w: TapeBuilder, x: int, tp: int) -> int:
 
 
 def _all_gather(w: TapeBuilder, x: int, tp: int) -> int:
-    """Gather features: all-gather along the first dim, then copy to the right layout.
+    """Append an all-gather of features; the gradient is this rank's slice of the whole one.
 
-    The gradient is this rank's part of the whole one.
+    torch gathers along dim 0, and then copies the result to have features in the last dim.
     """
     size = w.size(x) * tp
     return w.row(
@@ -176,12 +178,17 @@ def project(
     """Append a linear module, with the collectives of its style, and return its output.
 
     Args:
+        w: The builder to append to, at the parent module.
         styled: Styles of the model's modules.
-        entered: Tensors that have entered the modules of the same parent.
+        entered: Inputs of the modules in the same parent that are replicated over tp already.
+        x: Input of the module.
         into, out: Input and output features of the whole module.
         name: Name of the layer inside the current module.
         bias: If True, the layer has a bias.
-        weight: Fqn of its weight, if it belongs to another module.
+        weight: Fqn of the weight, if the weight belongs to another module.
+
+    Raises:
+        PlanError: The features do not divide by tp, or `x` has other shards than the style needs.
     """
     fqn = f"{w.module}.{name}" if w.module else name
     style, tp = styled.of(fqn), styled.tp
@@ -202,7 +209,7 @@ def project(
     for leaf, size in (("weight", into * out), ("bias", out)):
         if styled.is_whole(f"{fqn}.{leaf}"):
             parts[f"{fqn}.{leaf}"] = _own_part(w.at(fqn), leaf, size, pieces)
-    # Each rank adds its share of the bias, so that the sum over ranks contains it once.
+    # Each rank adds a fraction of the bias, so that the sum over ranks contains the bias once.
     share = out * w.parameter_bytes if bias and style.output[0] == "P" else 0
     y = w.linear(
         x, into, out, name, bias=bias, weight=weight, parts=parts, workspace_bytes=share,
@@ -210,15 +217,15 @@ def project(
     )  # fmt: skip
     if style != LOGITS:
         y = _LEAVES[styled.spelled(style.output)](w, y, tp)
-        w.touch(x)  # The call that made y references x until its hooks are done.
+        w.touch(x)  # `Module.__call__` references x until its hooks are done.
     return y
 
 
 def _own_part(w: TapeBuilder, leaf: str, numel: int, pieces: tuple[Piece, ...]) -> int:
-    """Concatenate this rank's rows of every fused projection.
+    """Append a concatenation of this rank's rows of every projection fused in a parameter.
 
-    Each row slice has a gradient of the whole size, with zeros elsewhere. These are added up, then
-    summed over ranks.
+    In backward, each slice of rows has a gradient of the whole parameter's size, with zeros
+    elsewhere. These gradients are added up, then summed over ranks.
     """
     part, fqn = numel * w.parameter_bytes, f"{w.module}.{leaf}"
     whole = part // sum(p.part for p in pieces) * sum(p.size for p in pieces)
@@ -233,7 +240,17 @@ def _own_part(w: TapeBuilder, leaf: str, numel: int, pieces: tuple[Piece, ...]) 
 def look_up(
     w: TapeBuilder, styled: TpPlanOnTape, ids: int, vocab: int, width: int, name: str
 ) -> int:
-    """Append an embedding, sharded by rows (rows of other ranks give zeros) or by features."""
+    """Append an embedding, which tp may shard by rows (vocabulary) or by features.
+
+    If it is sharded by rows, tokens whose row is on another rank give zeros.
+
+    Args:
+        w: The builder to append to, at the parent module.
+        styled: Styles of the model's modules.
+        ids: Token ids.
+        vocab, width: Rows and columns of the whole weight.
+        name: Name of the embedding inside the current module.
+    """
     fqn = f"{w.module}.{name}" if w.module else name
     style, tp = styled.of(fqn), styled.tp
     if style is None:
@@ -246,7 +263,7 @@ def look_up(
 
 
 def _own_rows(w: TapeBuilder, ids: int, rows: int, width: int, name: str) -> int:
-    """Append `runtime.apply.tensor_parallel.local_tensors.look_up_own_rows`."""
+    """Append `runtime.apply.tensor_parallel.local_tensors.look_up_own_rows`; return its output."""
     at, tokens = w.at(f"{w.module}.{name}" if w.module else name), w.size(ids) // _ID
     own = at.row("sub", (ids,), tokens * _ID)
     below, above = (at.row(op, (own,), tokens) for op in ("lt", "ge"))
@@ -261,9 +278,9 @@ def _own_rows(w: TapeBuilder, ids: int, rows: int, width: int, name: str) -> int
 
 
 def _part(size: int, tp: int, fqn: str) -> int:
-    """Return a rank's share of a dim that all ranks share equally; otherwise raise a PlanError."""
+    """Return a rank's share of a dim of this size; raise a PlanError if shares are unequal."""
     if size % tp:
-        what = f"{fqn} is cut into parts of several sizes: {size} does not divide by tp {tp}"
+        what = f"{fqn} would have shards of different sizes: {size} does not divide by tp {tp}"
         entry = "model: {entry: PKG.MOD:FN}"
         fix = f"pad it to a multiple of {tp}, or write {entry} in the plan, to trace it with torch"
         raise PlanError(Problem(what, fix=fix))
@@ -271,7 +288,10 @@ def _part(size: int, tp: int, fqn: str) -> int:
 
 
 def _of_width(w: TapeBuilder, x: int, width: int, fqn: str) -> int:
-    """Return `x`; refuse a width on which the model's own code fails or computes something else."""
+    """Return `x`; raise a PlanError if `x` does not have `width` features.
+
+    With another width, the model's code would fail or compute something else.
+    """
     if w.size(x) != w.tokens * width * w.element_bytes:
         raise cut_otherwise(fqn)
     return x
@@ -281,7 +301,7 @@ def cut_otherwise(fqn: str) -> PlanError:
     """Return the error for styles of neighbouring modules that do not fit each other."""
     return PlanError(
         Problem(
-            f"what arrives at {fqn} is cut otherwise than its tp style computes with",
+            f"a tensor that reaches {fqn} is not sharded as its computation expects",
             fix="give its input and output projections tp styles that match, as tp_plan: hf does",
         )
     )

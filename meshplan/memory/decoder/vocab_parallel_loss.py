@@ -1,6 +1,6 @@
 """Cross-entropy of logits that are sharded over the vocabulary, as ops.
 
-Source: `runtime.apply.loss.vocab_parallel_loss`, whose lines these follow.
+Source: `runtime.apply.loss.vocab_parallel_loss`; the ops follow its lines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,16 @@ _ID: Final = 8
 
 
 def cross_entropy_of_parts(w: TapeBuilder, logits: int, ids: int) -> int:
-    """Append the mean cross-entropy of logits that are cast to fp32 first and stay sharded."""
+    """Append the mean cross-entropy of sharded logits, which are cast to float32 first.
+
+    Args:
+        w: The builder to append to.
+        logits: This rank's shard of the logits.
+        ids: Token ids to predict.
+
+    Returns:
+        The loss.
+    """
     tape, number = w.tape, w.tokens * _FP32
     wide = w.cast(logits, _FP32 / w.element_bytes)
     size = w.size(wide)

@@ -24,9 +24,9 @@ event by event. The rules for a request of `delta` bytes, which gets a block of 
 With `expandable_segments:True` each pool has one segment, which grows by pages of 2 MiB (small) or
 20 MiB (large) and whose last free block has `tail` bytes (0 if the segment ends in use):
 
-    growth     ceil((size - tail) / page) * page, in place of a segment        `_grow`, `_missing`
+    growth     ceil((size - tail) / page) * page instead of a new segment      `_grow`, `_missing`
     split      rest >= 512 in both pools                                       `play`
-    giving     floor(tail / page) * page of each segment                       `_give_back`
+    giving     floor(tail / page) * page at the end of each segment            `_give_back`
     back
 
 Source: torch 2.13, c10/cuda/CUDACachingAllocator.cpp (constants, `get_allocation_size`,
@@ -60,7 +60,7 @@ numbers, the first one from `size << _ADDRESS_BITS` on is the best fit."""
 
 
 class OutOfMemoryError(Exception):
-    """The log needs more bytes than the limit, even after all cached segments are given back."""
+    """The log needs more bytes than the limit, even after all unused segments are released."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,13 @@ class Reserve:
 
     Attributes:
         requested_bytes: Peak bytes that tensors asked for.
-        allocated_bytes: Peak bytes of the blocks they got, `torch.cuda.max_memory_allocated`.
-        reserved_bytes: Peak bytes of the segments around them, `torch.cuda.max_memory_reserved`.
-        num_retries: Number of times that cached segments were given back to make room.
-        left_bytes: Bytes reserved at the end; less than `reserved_bytes` if segments were given
-            back.
+        allocated_bytes: Peak bytes of the blocks handed out for those requests, as
+            `torch.cuda.max_memory_allocated` reports.
+        reserved_bytes: Peak bytes of the segments that contain the blocks, as
+            `torch.cuda.max_memory_reserved` reports.
+        num_retries: Number of times that unused segments were released to the driver to make room.
+        left_bytes: Bytes reserved after the last event; less than `reserved_bytes` if segments
+            were released.
     """
 
     requested_bytes: int
@@ -84,9 +86,10 @@ class Reserve:
 
 
 def reserve(log: EventLog, *, limit_bytes: int | None = None, expandable: bool = False) -> Reserve:
-    """Return the peak bytes that torch's caching allocator reserves for a log.
+    """Return the peak bytes that torch's caching allocator hands out and reserves for a log.
 
     Args:
+        log: The events to play, in bytes as requested.
         limit_bytes: Maximum bytes that the allocator may reserve; None for no limit.
         expandable: If True, simulate `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, where one
             segment for each stream and size class grows page by page.
@@ -102,8 +105,10 @@ class _Pool:
     """The free blocks of one stream and size class.
 
     Attributes:
-        free: Free blocks as numbers (size, then address), in ascending order.
-        begin, end: Addresses of the expandable segment; negative if there is none.
+        is_small: True for the pool of blocks of up to 1 MiB.
+        free: Free blocks in ascending order, each encoded as `size << _ADDRESS_BITS | address`.
+        begin, end: Addresses where the pool's expandable segment begins and ends; -1 if there is
+            none.
     """
 
     is_small: bool
@@ -121,7 +126,7 @@ class _Allocator:
     """The segments and free blocks of one device.
 
     `_beginning` and `_ending` find a free block by the address where it begins and by the address
-    where it ends, so that a block that is freed joins the free ones that adjoin it. No segment
+    where it ends, so that a freed block can be joined with the free blocks next to it. No segment
     begins where another one ends, so blocks of different segments never join.
     """
 
@@ -142,7 +147,8 @@ class _Allocator:
     def play(self, log: EventLog) -> Reserve:
         """Play all events and return the peaks.
 
-        One loop without calls for each event, because a planner plays millions of events.
+        The body is one loop without a function call per event, because a planner plays millions of
+        events.
         """
         streams = [storage.stream for storage in log.storages]
         taken: list[tuple[int, int, int, list[int]] | None] = [None] * len(log.storages)
@@ -154,11 +160,11 @@ class _Allocator:
         find, put, most_small = bisect.bisect_left, bisect.insort, _SMALL
         allocated = most_allocated = 0
         for delta, storage, _ in log.changes:
-            # A storage that changes its size is freed and allocated anew.
+            # Play a change of size as a free and a new allocation.
             if before := taken[storage]:
                 asked, address, length, free = before
                 allocated -= length
-                # Join the free blocks after and before it.
+                # Join the freed block with the free blocks directly after and before it.
                 if near := is_beginning(address + length, 0):
                     del free[find(free, near << bits | address + length)]
                     length += near
@@ -190,7 +196,8 @@ class _Allocator:
                 address, length = self._more(pool, size)
             rest = length - size
             if rest >= least:
-                # Split: the rest ends where the block ended, an address that `ending` has already.
+                # Split the block. `ending` already has an entry at the end of the rest, because
+                # the rest ends where the block ended.
                 end, begin = address + length, address + size
                 put(free, rest << bits | begin)
                 beginning[begin] = ending[end] = rest
@@ -205,9 +212,10 @@ class _Allocator:
         return Reserve(most, most_allocated, self.most_reserved, self.num_retries, self.reserved)
 
     def _more(self, pool: _Pool, size: int) -> tuple[int, int]:
-        """Return (address, size) of a new block, for a request that no free block fits.
+        """Return (address, size) of a new block for a request that no free block fits.
 
-        Only its end is registered, as for a free block taken from the pool.
+        The block is registered in `_ending` only. `play` expects this, because it removes a block
+        taken from the free list from `_beginning` only.
         """
         address, length = self._grow(pool, size) if self.expandable else self._segment(pool, size)
         self._ending[address + length] = length
@@ -222,7 +230,7 @@ class _Allocator:
         del self._beginning[address], self._ending[address + size]
 
     def _segment(self, pool: _Pool, size: int) -> tuple[int, int]:
-        """Reserve a new segment and return its (address, size)."""
+        """Reserve a new segment for a request of `size` bytes and return its (address, size)."""
         if pool.is_small:
             length = _SMALL_SEGMENT
         elif size < _LEAST_OF_ITS_OWN:
@@ -232,13 +240,13 @@ class _Allocator:
         if not self._has_room(length):
             self._give_back()
         self._reserve(length)
-        # A gap after each segment keeps its blocks from joining those of the next one.
+        # Leave a gap after each segment, so that its blocks never join those of the next segment.
         address, self._next_address = self._next_address, self._next_address + length + _ROUND
         self._segments[address] = length
         return address, length
 
     def _grow(self, pool: _Pool, size: int) -> tuple[int, int]:
-        """Return (address, size) of the segment's last free block, after adding pages to it."""
+        """Grow the pool's expandable segment and return (address, size) of its last free block."""
         if pool.begin < 0:
             pool.begin = pool.end = self._next_address
             self._next_address += _APART
@@ -253,7 +261,7 @@ class _Allocator:
         return address, there + missing
 
     def _missing(self, pool: _Pool, size: int) -> int:
-        """Bytes of the pages by which the segment has to grow."""
+        """Return the bytes of pages by which the pool's segment must grow to fit `size` bytes."""
         return -(-(size - self._ending.get(pool.end, 0)) // pool.page) * pool.page
 
     def _has_room(self, length: int) -> bool:
@@ -262,18 +270,14 @@ class _Allocator:
     def _reserve(self, length: int) -> None:
         if not self._has_room(length):
             raise OutOfMemoryError(
-                f"{length} bytes more than the {self.reserved} reserved do not fit into "
-                f"{self.limit}"
+                f"cannot reserve {length} bytes: {self.reserved} are reserved already, and the "
+                f"limit is {self.limit}"
             )
         self.reserved += length
         self.most_reserved = max(self.most_reserved, self.reserved)
 
     def _give_back(self) -> None:
-        """Return unused memory to the driver.
-
-        That is every segment that is entirely free, and the free pages at the end of each
-        expandable one.
-        """
+        """Release to the driver all free segments and the free last pages of expandable ones."""
         self.num_retries += 1
         for pool in (*self._small.values(), *self._large.values()):
             there = self._ending.get(pool.end, 0)

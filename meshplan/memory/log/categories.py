@@ -1,8 +1,9 @@
-"""Assign a term (a category of bytes) to storages, from when they live and what handles them.
+"""Assign a term (a category of bytes) to storages, from their lifetime and their communication.
 
-Parameters, optimizer state and the like are named when they are made. The rest follows from the
-order of a step: what forward makes and leaves behind is kept for backward, what backward leaves
-behind is a gradient, and memory that comes back every step is that of gathered parameters.
+Parameters, optimizer state and similar storages get their term when they are allocated. All others
+get theirs from the order of a step: a storage that outlives the forward in which it was born is an
+activation saved for backward, a storage that outlives the backward in which it was born is a
+gradient, and a storage of an earlier step that is allocated again is a gathered parameter.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ def settle(
     sent: Collection[int],
     num_before: int,
 ) -> tuple[Storage, ...]:
-    """Return the storages, with a term for each one that was `TEMPORARIES` so far.
+    """Return the storages, where each `TEMPORARIES` is replaced by the term of its lifetime.
 
     Args:
+        storages: All storages; each is referred to by its index.
         events: All changes of the step, in order.
+        phases: Names of the phases in order, as in `EventLog`.
         sent: Numbers of the storages that a collective reads or writes.
         num_before: Number of storages that existed before this step, alive or not.
     """
@@ -50,12 +53,13 @@ def settled(
     sent: Collection[int],
     num_before: int,
 ) -> list[Term]:
-    """Return the term of every storage, where one that was `TEMPORARIES` gets its term.
+    """Return every storage's term, where `TEMPORARIES` is replaced by the term of its lifetime.
 
     Args:
-        spans: For each storage, the numbers of its first phase and of the phase in which it ended
-            (`len(phases)` if it never did); None if unknown, in which case its term is left as it
-            is.
+        terms: For each storage, its term so far.
+        spans: For each storage, the numbers of its first phase and of the phase in which it was
+            freed (`len(phases)` if it never was); None if unknown, which leaves its term unchanged.
+        phases: Names of the phases in order, as in `EventLog`.
         sent: Numbers of the storages that a collective reads or writes.
         num_before: Number of storages that existed before this step, alive or not.
     """
@@ -73,9 +77,19 @@ def settled(
 
 
 def _term(phases: Sequence[str], first: int, last: int, *, is_sent: bool, is_known: bool) -> Term:
-    """Return the term of a storage that lives from phase `first` to phase `last`."""
+    """Return the term of a storage that lives from phase `first` to phase `last`.
+
+    Args:
+        phases: Names of the phases in order, as in `EventLog`.
+        first: Number of the phase of its first event.
+        last: Number of the phase in which it was freed; `len(phases)` if it never was.
+        is_sent: True if a collective reads or writes it.
+        is_known: True if it existed before this step.
+    """
     if is_known and first:
-        return Term.GATHERED  # It had shrunk to 0 bytes, as only FSDP2's gathered parameters do.
+        # The storage had 0 bytes when the step began. Only FSDP2 resizes storages like this, when
+        # it frees and gathers parameters.
+        return Term.GATHERED
     if is_sent:
         return Term.COMMUNICATION
     born = phases[first]

@@ -1,8 +1,8 @@
-"""Device memory that does not follow from a plan: a table by GPU generation, each entry sourced.
+"""A table of the memory overheads of each GPU generation, with the source of every entry.
 
 The table has the bytes of a CUDA context, of NCCL's buffers for a group of ranks and of cuBLAS's
-workspaces. They depend on versions, links and algorithms that are chosen when a job starts, so each
-is a `Band`. `driver` adds them up for a plan.
+workspaces. The context and the buffers depend on versions, links and algorithms that are chosen
+when a job starts, so each is a `Band`. `driver` adds up the entries that a plan needs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MIB: Final = 1 << 20
 
 
 class Band(NamedTuple):
-    """A number of bytes that is not known exactly.
+    """A number of bytes that is not known exactly, with both ends of its range.
 
     Attributes:
         low: The least bytes that any source reports.
@@ -44,9 +44,9 @@ class Generation:
         pair: Bytes of a communicator of two ranks.
         group: Bytes of a communicator of more than two ranks in a node.
         group_source: Source of `pair` and `group`.
-        channels_per_peer: NCCL channels over which two ranks of a node send to each other: (least,
-            usual, most).
-        workspace_bytes: Bytes that cuBLAS gets for each thread that calls it.
+        channels_per_peer: NCCL channels over which two ranks of a node send to each other, as
+            (fewest, usual, most).
+        workspace_bytes: Bytes of cuBLAS's workspace for each thread that calls cuBLAS.
     """
 
     words: tuple[str, ...]
@@ -60,15 +60,16 @@ class Generation:
 
 
 CONNECTION: Final = 14 * _MIB
-"""Bytes of one peer on one channel, both directions: a receive buffer of 9,633,792 bytes (LL 512
-KiB, LL128 4,800 KiB, Simple 4 MiB) and two small ones, each rounded to 2 MiB pages.
+"""Bytes of NCCL's buffers for one peer on one channel, both directions: a receive buffer of
+9,633,792 bytes (LL 512 KiB, LL128 4,800 KiB, Simple 4 MiB) and two small ones, each rounded up to
+pages of 2 MiB.
 
 Source: NCCL 2.26, `computeBuffSizes` of init.cc; NVIDIA/nccl issue 1685: allocations of 10,485,760
 and 2,097,152 bytes, 3.28 GB more after an all-to-all of 8 H100, 7 peers x 32 channels x 14 MiB."""
 OVER_NODES: Final = Band(64 * _MIB, 512 * _MIB, 1024 * _MIB)
 """Bytes of the buffers that all sends to other nodes share. Source: NVIDIA/nccl issue 2363 (NCCL
-2.28.9 asks for 536,870,912 bytes); the ends are [Empirical]: two channels of a peer, and twice
-the buffer."""
+2.28.9 asks for 536,870,912 bytes). Both ends are [Empirical]: `low` is two channels of one peer,
+`high` is twice the buffer."""
 PEERS: Final = "NVIDIA/nccl issues 1685 (14 MiB for each peer and channel) and 2363 (over nodes)"
 
 _LAZY: Final = (
@@ -154,7 +155,10 @@ _GENERATIONS: Final = (
 
 
 def _widest() -> Generation:
-    """Return the entry for an unknown device: expected as for H100, ends over all generations."""
+    """Return the entry for an unknown device.
+
+    Expected bytes are those of an H100; low and high are the extremes over all generations.
+    """
 
     def ends(bands: Iterable[Band], expected: int) -> Band:
         every = tuple(bands)

@@ -1,8 +1,8 @@
 """Device memory outside torch's allocator: the CUDA context, and NCCL's buffers per communicator.
 
-A plan determines which groups of ranks exist; the bytes of each are a `Band` of `device_overheads`.
-"Fits" uses the upper end. cuBLAS's workspaces are added here too, although they lie inside the
-allocator, because no operator shows them.
+A plan determines which groups of ranks communicate; the bytes of each group are a `Band` from
+`device_overheads`. To decide if a plan fits, the upper ends are used. cuBLAS's workspaces are added
+here too. They are inside torch's allocator, but no aten operator shows their allocation.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ _THREADS: Final = 2
 
 
 def driver_bytes(device: str, opened: Iterable[Communicator] = ()) -> Band:
-    """Estimate one rank's device memory outside of torch's allocator.
+    """Estimate one rank's device memory outside of torch's allocator, in bytes.
 
     Args:
-        device: A name of `hardware`; any other name gets the widest band.
+        device: A device name of `hardware`; any other name gets the widest band.
         opened: The rank's communicators.
     """
     total = Band(0, 0, 0)
@@ -85,7 +85,7 @@ def driver_bytes(device: str, opened: Iterable[Communicator] = ()) -> Band:
 
 
 def driver_terms(device: str, opened: Iterable[Communicator] = ()) -> tuple[DriverTerm, ...]:
-    """The items that `driver_bytes` adds up: the context, then each communicator."""
+    """Return the items that `driver_bytes` adds up: the context, then each communicator."""
     found = generation_of(device)
     rows = [DriverTerm("context", found.context, found.context_source)]
     for each in opened:
@@ -99,14 +99,14 @@ def _group(found: Generation, each: Communicator) -> tuple[Band, str]:
         band = found.pair if each.ranks == 2 else found.group
         return band, found.group_source
     if each.use == CommunicatorUse.SHARED:
-        # Ranks of the stages in between hold no copy and open no communicator.
+        # A rank whose stages have no copy of the parameter opens no communicator: low is 0.
         band = found.pair if each.ranks == 2 else found.group
         return band._replace(low=0), found.group_source
     peers = each.ranks_in_node - 1
     if each.use == CommunicatorUse.NEIGHBOURS:
         peers = min(peers, 2)
     least, usual, most = (peers * channels * CONNECTION for channels in found.channels_per_peer)
-    # Losses and checks are reduced over the same group, so add those buffers.
+    # Losses and checks are reduced over the same group, so add the buffers of collectives.
     band = Band(least, usual, most).plus(found.pair if each.ranks == 2 else found.group)
     if each.ranks_in_node < each.ranks:
         band = band.plus(OVER_NODES)
@@ -117,10 +117,14 @@ def _group(found: Generation, each: Communicator) -> tuple[Band, str]:
 
 
 def communicators(assignment: Assignment, *, gpus_per_node: int = 8) -> tuple[Communicator, ...]:
-    """Return the communicators of a rank; groups of the same ranks share one.
+    """Return all NCCL communicators that a rank opens; groups of the same ranks share one.
 
-    The wrappers, the styles, the pipeline and the checks of `train_step` communicate in these
-    groups; torch opens a communicator with the first message.
+    These are the groups in which wrappers (FSDP2, DDP), tensor-parallel styles, the pipeline and
+    the checks of `train_step` communicate. torch opens a communicator with its first message.
+
+    Args:
+        assignment: The assignment, whose mesh and units determine the groups.
+        gpus_per_node: Number of GPUs in one node, each of which is one rank.
     """
     mesh = assignment.mesh
     wanted: dict[tuple[str, ...], CommunicatorUse] = {}
@@ -159,9 +163,10 @@ def communicators(assignment: Assignment, *, gpus_per_node: int = 8) -> tuple[Co
 
 
 def _shared(assignment: Assignment) -> Iterator[Communicator]:
-    """Yield the communicators of stages that share a parameter, except one of all stages.
+    """Yield a communicator for each set of pp ranks whose stages share a parameter.
 
-    `runtime.apply.pipeline.shared` adds the gradients of the copies over them.
+    `runtime.apply.pipeline.shared` adds up the gradients of the copies over these communicators. A
+    set of all pp ranks is left out, because the communicator of the pp axis has the same ranks.
     """
     stages = assignment.stages
     places = {frozenset(map(stages.rank_of, each)) for each in assignment.shared.values() if stages}
@@ -173,7 +178,7 @@ def _shared(assignment: Assignment) -> Iterator[Communicator]:
 
 
 def _ranks_in_node(mesh: Mesh, axes: tuple[str, ...], gpus_per_node: int) -> int:
-    """Number of ranks of the first group along `axes` that are on the first node."""
+    """Return how many ranks of the first group along `axes` are on the first node."""
     strides, stride = {}, 1
     for axis in reversed(mesh.axes):
         strides[axis.name], stride = stride, stride * axis.size
@@ -193,7 +198,9 @@ def _ranks_in_node(mesh: Mesh, axes: tuple[str, ...], gpus_per_node: int) -> int
 
 
 def workspace_bytes(device: str) -> int:
-    """Bytes of cuBLAS's workspace, inside torch's allocator, for each thread that calls cuBLAS.
+    """Return the bytes of cuBLAS's workspace for each thread that calls cuBLAS.
+
+    The workspace is allocated from torch's caching allocator.
 
     Source: torch 2.13, ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`; cuBLASLt uses
     the same memory (TORCH_CUBLASLT_UNIFIED_WORKSPACE, the default).
@@ -202,7 +209,7 @@ def workspace_bytes(device: str) -> int:
 
 
 def with_workspaces(log: EventLog, device: str) -> EventLog:
-    """Return the log with the device's cuBLAS workspaces, which exist before and after the step."""
+    """Return the log with cuBLAS's workspaces added, which exist throughout the step."""
     size, first = workspace_bytes(device), len(log.storages)
     storage = Storage(Term.WORKSPACES, "cublas")
     born = tuple((size, first + thread, 0) for thread in range(_THREADS))

@@ -1,8 +1,7 @@
-"""The event log of one training step: every storage's birth and death, in order.
+"""The event log of one training step: when every storage is born, resized and freed, in order.
 
-Peak, breakdown, timeline and reserved memory are all computed from this one record. It does not
-depend on where the events come from: a trace of the real wrappers on fake tensors, a replay of
-blocks, or a real run.
+Peak, breakdown, timeline and reserved memory are all computed from an `EventLog`. Its events may
+come from a trace of the real wrappers on fake tensors, from a replay of blocks, or from a real run.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Storage(NamedTuple):
         term: Category of its bytes.
         op: Name of the aten operator that made it; "" if no operator did, as for storages that
             exist before the step.
-        module: Fqn of the innermost module whose forward or backward was running.
+        module: Fqn of the innermost module whose forward or backward was running at its birth.
         phase: Name of the phase in which it was made.
         stream: Number of the CUDA stream on which it was made; 0 is the compute stream.
     """
@@ -52,7 +51,13 @@ class Storage(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A storage grows or shrinks by `delta` bytes. It is born from 0 and freed by going to 0."""
+    """A change of a storage's size: its first event is its birth; at 0 bytes it is freed.
+
+    Attributes:
+        delta: Bytes by which the storage grows; negative if it shrinks.
+        storage: Index of the storage in the log's `storages`.
+        phase: Index of the phase in the log's `phases`.
+    """
 
     delta: int
     storage: int
@@ -70,8 +75,8 @@ class Peak(NamedTuple):
 
     Attributes:
         live_bytes: Live bytes at the peak.
-        event: Number of the first event after which so many bytes are live; -1 for before all
-            events.
+        event: Index of the first event after which that many bytes are live; -1 if the log has no
+            live bytes.
     """
 
     live_bytes: int
@@ -84,11 +89,11 @@ class EventLog:
 
     Args:
         storages: All storages; an event refers to one by its index.
-        changes: All events in order. Storages that exist before the step are born in the first
-            phase.
-        phases: Names of the phases in order: "before", then "forward", "loss", "backward" as often
-            as they occur, and "step".
-        host_bytes: Peak bytes of the step's tensors in host memory; no event describes those.
+        changes: All events in order, as plain tuples (see `Event`). Storages that exist before the
+            step are born in the first phase.
+        phases: Names of the phases in order: "before", then "forward", "loss" and "backward" as
+            often as they occur, and "step".
+        host_bytes: Peak bytes of the step's tensors in host memory, which have no events.
 
     All sizes are bytes as requested; `memory.log.allocator` rounds them to blocks.
     """
@@ -100,21 +105,21 @@ class EventLog:
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
-        """The changes, with named fields."""
+        """`changes` with named fields."""
         return tuple(map(Event._make, self.changes))
 
     @cached_property
     def peak(self) -> Peak:
-        """The peak over all phases."""
+        """The peak of the live bytes over all phases."""
         live = [*accumulate(map(_DELTA, self.changes))]
         most = max(live, default=0)
         return Peak(most, live.index(most)) if most > 0 else Peak(0, -1)
 
     @cached_property
     def pooled_bytes(self) -> int:
-        """A lower bound on reserved bytes: the sum of each stream's own peak.
+        """A lower bound on reserved bytes: the peak of live bytes on each stream, summed.
 
-        Each stream has a pool of its own, which never shrinks.
+        The allocator keeps a separate pool for each stream and never shrinks it while memory lasts.
         """
         stream_of = [storage.stream for storage in self.storages]
         deltas: dict[int, list[int]] = {stream: [] for stream in set(stream_of)}
@@ -124,7 +129,7 @@ class EventLog:
 
     @cached_property
     def by_phase(self) -> Mapping[str, tuple[int, int]]:
-        """Return (peak bytes, bytes live when it last ended) for each phase name."""
+        """For each phase name, (peak live bytes, live bytes when the phase last ended)."""
         out: dict[str, tuple[int, int]] = {}
         live = most = running = 0
         for delta, _, phase in (*self.changes, (0, 0, len(self.phases))):
@@ -137,7 +142,7 @@ class EventLog:
         return out
 
     def live_after(self, event: int) -> dict[int, int]:
-        """Return the bytes of every storage that is live right after an event."""
+        """Return the bytes of every storage that is live right after an event, by its index."""
         live: dict[int, int] = {}
         for delta, storage, _ in self.changes[: event + 1]:
             size = live.get(storage, 0) + delta
@@ -149,7 +154,7 @@ class EventLog:
 
     @cached_property
     def live_at_peak(self) -> Mapping[int, int]:
-        """Bytes of every storage that is live at the peak, by its number."""
+        """Bytes of every storage that is live at the peak, by its index."""
         return self.live_after(self.peak.event)
 
     @cached_property
@@ -162,21 +167,22 @@ class EventLog:
 
     @property
     def phase_at_peak(self) -> str:
-        """Name of the phase in which the peak is."""
+        """Name of the phase in which the peak is reached."""
         return self.phases[self.changes[self.peak.event][2]]
 
     @property
     def module_at_peak(self) -> str:
-        """The module of the storage whose birth makes the peak."""
+        """Fqn of the module that made the storage whose birth reaches the peak; "" if none did."""
         return self.storages[self.changes[self.peak.event][1]].module
 
 
 def on_streams(log: EventLog, streams: Mapping[tuple[Term, int], int]) -> EventLog:
-    """Return the log with storages that no operator made moved to the streams given.
+    """Return the log with the wrappers' storages moved to the CUDA streams that they use.
 
     Args:
-        streams: The stream for each (term, bytes at birth). Storages that an operator made, that
-            are on a stream other than 0 already, or that are not listed, stay where they are.
+        log: The log, in which these storages are on stream 0.
+        streams: Stream number by (term, bytes at birth). Storages that an operator made, that are
+            already on a stream other than 0, or that are not listed, keep their stream.
     """
     sizes: dict[int, int] = {}
     for delta, storage, _ in log.changes:

@@ -1,9 +1,9 @@
-"""The storages that one microbatch allocates and frees on one rank, without the wrappers' own.
+"""The storages that a rank's forward and backward allocate and free, without those of wrappers.
 
-That is the user's own forward and backward on this rank's shards, tensor parallelism and
-recomputation included: traced from the model, or estimated from its config without torch. Gathering
-and reducing, buckets, accumulation, stages and the optimizer are added by `memory.replay`, which
-acts at the hook points.
+The forward and backward run on this rank's shards, with tensor parallelism and recomputation. Their
+events are traced from the model, or estimated from its config without torch. `memory.replay` adds
+at the hook points what the wrappers (FSDP2, DDP) and the optimizer allocate: gathered parameters,
+buffers of reductions, buckets, accumulated gradients and optimizer state.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ AT_STAGE: Final = "@stage"
 
 
 class HookKind(StrEnum):
-    """Kinds of hook points: the moments at which the wrapper of a unit acts."""
+    """Kinds of hook points: where in a step the wrapper of a unit acts."""
 
     BEFORE_FORWARD = "before forward"
     AFTER_FORWARD = "after forward"
     BEFORE_BACKWARD = "before backward"
     AFTER_BACKWARD = "after backward"
     END_OF_BACKWARD = "end of backward"
-    """Once, when autograd has run everything; the unit is the root."""
+    """Occurs once per backward, after autograd has run all nodes; the unit is the root."""
     REDUCING = "reducing"
-    """Once for a stage whose backwards are split in two halves, after all its actions."""
+    """Occurs once per step for a stage with split backwards (I and W), after all actions of the
+    rank; the stage's gradients are reduced here."""
     SHARING = "sharing"
-    """Once in a pipeline, after all actions: the gradients of copies of one parameter are added
-    up."""
+    """Occurs once per step in a pipeline, after all actions of the rank; the gradients of a
+    parameter that several stages share are added up here."""
 
 
 class HookPoint(NamedTuple):
     """A point between two events at which a wrapper acts.
 
     Attributes:
-        event: Number of the event before which it acts; the number of events in the log if it acts
-            after the last one.
+        event: Index of the event before which the wrapper acts; the number of events in the log if
+            the wrapper acts after the last event.
         moment: Kind of the hook point.
-        unit: Fqn of the module whose parameters are gathered together; "" for the root.
+        unit: Fqn of the wrapped module (an FSDP unit); "" for the root.
     """
 
     event: int
@@ -52,31 +53,33 @@ class HookPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class MicrobatchTrace:
-    """One microbatch of one stage: forward, loss and backward.
+    """Forward, loss and backward of one microbatch, or of all microbatches of a pipeline rank.
+
+    In the trace of a whole pipeline rank, a parameter or unit of stage 3 is named "FQN@stage3".
 
     Args:
         log: Events of the microbatch, without any parameter. Inputs and buffers are born in its
             phase "before".
         marks: Hook points in the order of the events.
         gradients: For each parameter's fqn, the storage of its gradient as backward computes it,
-            neither reduced nor sharded over data-parallel ranks. The log has its birth, but not its
-            end.
-        again: (event before which it exists, fqn, storage) of further gradients of the same
-            parameters, if the trace is of several microbatches that a pipeline interleaves. In a
-            pipeline a parameter or unit of stage 3 is named "FQN@stage3".
-        ready: For each parameter's fqn, the number of the event before which its gradient is
+            neither reduced nor sharded over data-parallel ranks. The log has the gradient's birth,
+            but not its end.
+        again: Gradients of later microbatches, if a pipeline interleaves several: (index of the
+            event before which the gradient is complete, fqn of the parameter, storage).
+        ready: For each parameter's fqn, the index of the event before which its gradient is
             complete and assigned to the parameter. A gradient that is not listed is complete as
             soon as it is born.
         losses: Storages of the loss, which the training loop keeps until the next loss exists.
         num_before: Number of events of storages that exist before the microbatch; None for all
             events of the phase "before".
         settling: For the fqn of each parameter whose gradient has another layout than the
-            parameter: (bytes, storage) of what is made and freed to redistribute it after it is
-            reduced. The last storage left is the gradient. These storages are not in the log.
+            parameter: (bytes, storage) of each tensor that is made, or freed if negative, to
+            redistribute the gradient after its reduction. The last storage left is the gradient.
+            These storages are not in the log.
         taken: For each block's fqn, the storages that the block is called with, if they were
             recorded.
-        host: (event before which it happens, change in bytes) of activations kept in host memory;
-            None if that was not recorded.
+        host: Changes of the activations kept in host memory: (index of the event before which the
+            change happens, bytes). None if they were not recorded.
     """
 
     log: EventLog

@@ -1,9 +1,9 @@
 """The versions of torch whose memory the rules of `replay` and `analytic` reproduce to the byte.
 
 `tests/bench/torch_versions.md` has the test results under each version. torch 2.15 rewrote FSDP2:
-gradients that wait are kept in the dtype in which they are reduced, the buffer of an all-gather is
-freed before the next one is copied out, and gradients are freed in another order (of the earlier
-versions only 2.12 shares that order).
+gradients that await their reduction are kept in the dtype in which they are reduced, the buffer of
+an all-gather is freed before the next one is copied out, and gradients are freed in another order
+(of the earlier versions only 2.12 frees them in that order).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def installed() -> str:
 
 
 def unlike(version: str) -> str:
-    """Say why the rules do not hold for this version of torch; "" if they do.
+    """Return a warning that the rules may not hold for this version of torch; "" if they hold.
 
     >>> unlike("2.13.0+cpu")
     ''

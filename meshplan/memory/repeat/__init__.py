@@ -1,1 +1,1 @@
-"""Infer many blocks from few: equal ones are found, traced once, and repeated in the log."""
+"""Infer the log of many blocks from few: find equal blocks, trace a few of them, repeat these."""

@@ -1,10 +1,10 @@
-"""Compose a microbatch with some recomputed blocks from two traced ones: with none and with all.
+"""Compose a microbatch in which some blocks are recomputed from two traces: with none and with all.
 
-In the plain trace no block is recomputed, in the other every block is. The segment of a log that is
-a block's forward or backward depends on that block alone, so each segment is taken from the trace
-in which its block is treated as required. A storage that several blocks keep ends with the last of
-them. Where the two logs do not determine when that is, both the earliest and the latest end are
-composed, and the truth lies between them.
+In the plain trace no block is recomputed, in the other trace every block is. A block's forward and
+backward are segments of a log, and depend on that block alone. So each segment is taken from the
+trace in which its block is treated as required. A storage that several blocks keep is freed by the
+last of them. Where the two traces do not determine which block that is, one microbatch is composed
+with the earliest and one with the latest possible end; the true memory lies between them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class _Ends:
     """The earliest and the latest possible end of a storage.
 
     Attributes:
-        low: Earliest end, as (index of the log, place in it). `END` as the event means the end of
-            the segment.
+        low: Earliest end, as (index of the log, place in that log). `END` as the event of a place
+            means the end of the segment.
         high: Latest end, in the same form.
     """
 
@@ -52,26 +52,26 @@ class Composer:
         self._cuts = (SegmentedTrace(plain, blocks), SegmentedTrace(again, blocks))
         one, other = (cut.pieces for cut in self._cuts)
         if [piece.key for piece in one] != [piece.key for piece in other]:
-            raise NotComposableError("blocks run in another order where they run again")
+            raise NotComposableError("recomputed blocks run in a different order")
         if plain.log.phases != again.log.phases or plain.again or again.again:
-            raise NotComposableError("the phases are others")
+            raise NotComposableError("the two traces have different phases")
         self._keys = [piece.key for piece in one]
         self._twins: tuple[dict[int, int], dict[int, int]] = ({}, {})
-        """For each log, the same storage in the other log, if a storage outlives its block."""
+        """For each log, maps a storage that outlives its block to its twin in the other log."""
         for number in range(len(one)):
             self._pair(number)
         self._takers: dict[int, list[str]] = {}
-        """Blocks that are called with a storage of the log in which all blocks are recomputed."""
+        """For each storage of the fully recomputed log, the blocks that are called with it."""
         for block, storages in again.taken.items():
             for storage in storages:
                 self._takers.setdefault(storage, []).append(block)
         self._lasts = {(key.block, key.direction): number for number, key in enumerate(self._keys)}
 
     def work(self, again: Collection[str]) -> tuple[MicrobatchTrace, MicrobatchTrace]:
-        """Return the microbatch with the least and the one with the most memory; often the same.
+        """Return (lower bound, upper bound) of the microbatch; both are often the same object.
 
         Args:
-            again: Fqns of the blocks that are recomputed.
+            again: Fqns of the blocks that are recomputed; all other blocks are not.
         """
         if not again:
             return (self._cuts[_PLAIN].work,) * 2
@@ -85,11 +85,11 @@ class Composer:
         return low, self._written(modes, {key: end.high for key, end in ends.items()})
 
     def kept_bytes(self) -> Mapping[str, tuple[int, int]]:
-        """Return the bytes that each block saves for backward: (plain, recomputed).
+        """Return the bytes that each block saves for backward, as (plain, recomputed), by fqn.
 
-        Bytes are counted at the turn from forward to backward. The key "" is for storages of no
-        block. The sum over blocks is at most what a mixed microbatch has then, except where two
-        blocks keep one tensor and only one of them is recomputed.
+        These are the bytes that are live between forward and backward. The key "" is for storages
+        of no block. The sum over blocks is a lower bound on what a mixed microbatch saves, except
+        where two blocks keep the same tensor and only one of them is recomputed.
         """
         cuts, twins = self._cuts, self._twins
         alive = [cut.alive_at_turn() for cut in cuts]
@@ -105,7 +105,7 @@ class Composer:
                     kept[mode][block] += size
                 elif mode == _AGAIN:
                     kept[mode][takers[0] if takers else block] += size
-                elif not takers:  # Otherwise a block that takes it as input may keep it.
+                elif not takers:  # Otherwise a block that is called with it may keep it.
                     kept[mode][block] += size
         blocks = {*kept[_PLAIN], *kept[_AGAIN]} - {""}
         return {
@@ -114,9 +114,9 @@ class Composer:
         }
 
     def turn_bytes(self) -> Mapping[str, tuple[int, int]]:
-        """Return by how much each block's backward exceeds what blocks before it save.
+        """Return the bytes that each block's backward needs beyond those that earlier blocks save.
 
-        The result is (plain, recomputed) for each block. Gradients of parameters do not count.
+        The result is (plain, recomputed) by the block's fqn. Gradients of parameters do not count.
         """
         out: dict[str, list[int]] = {}
         kept = self.kept_bytes()
@@ -132,7 +132,10 @@ class Composer:
     # Pairing storages of the two logs
 
     def _pair(self, number: int) -> None:
-        """Pair the storages of a segment that outlive it between the logs, in order of creation."""
+        """Pair the storages that outlive a segment in one log with those in the other log.
+
+        Storages are paired in order of creation.
+        """
         block = self._keys[number].block
         made = [cut.pieces[number].made for cut in self._cuts]
         if self._keys[number].direction == "forward":
@@ -144,17 +147,18 @@ class Composer:
             ]
             pairs = list(zip(*crossing, strict=False))
             if len(crossing[0]) != len(crossing[1]):
-                raise NotComposableError(f"'{block}' leaves another number of tensors behind")
+                raise NotComposableError(f"'{block}' leaves a different number of tensors")
         sizes = [cut.sizes for cut in self._cuts]
         for one, other in pairs:
             if sizes[0][one] != sizes[1][other]:
-                raise NotComposableError(f"what '{block}' leaves behind is of another size")
+                raise NotComposableError(f"'{block}' leaves tensors of different sizes")
             self._twins[0][one], self._twins[1][other] = other, one
 
     def _aligned(self, one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield pairs of storages of one forward in both logs.
+        """Yield (plain storage, recomputed storage) pairs of one forward.
 
-        Both make the same storages, but the log with recomputation may have additional ones.
+        Both logs make the same storages in this forward, but the log with recomputation may make
+        additional ones.
         """
         logs = [cut.work.log.storages for cut in self._cuts]
         sizes = [cut.sizes for cut in self._cuts]
@@ -166,17 +170,23 @@ class Composer:
                     yield storage, candidate
                     break
             else:
-                raise NotComposableError("forward does something else where it runs again")
+                raise NotComposableError("forward differs with recomputation")
 
     def _is_own(self, cut: SegmentedTrace, storage: int, block: str) -> bool:
-        """Return True if a storage ends in a segment of the block that made it."""
+        """Return True if a storage that `block` made is freed in a segment of `block`."""
         death = cut.death(storage)
         return death.piece < END and bool(block) and self._keys[death.piece].block == block
 
     # Ends of storages
 
     def _ends(self, modes: Sequence[int]) -> tuple[dict[tuple[int, int], _Ends], bool]:
-        """Return the ends of all storages of the chosen segments, and True if all are certain."""
+        """Return the ends of all storages of the chosen segments by (log, storage).
+
+        The second result is True if the earliest and latest ends of all storages are equal.
+
+        Args:
+            modes: For each segment, `_PLAIN` or `_AGAIN`: the log that it is taken from.
+        """
         out: dict[tuple[int, int], _Ends] = {}
         is_sure = True
         for number, mode in enumerate(modes):
@@ -201,11 +211,11 @@ class Composer:
             return _Ends(own, own)
         plain, again = (own, other) if mode == _PLAIN else (other, own)
         if own[1].piece == other[1].piece:
-            # Between blocks both logs have the same events; those of the plain log are used.
+            # Segments between blocks have the same events in both logs. Use the plain log's.
             is_plain = not self._keys[own[1].piece].block or modes[own[1].piece] == _PLAIN
             last = plain if is_plain else again
             return _Ends(last, last)
-        # The storage ends with the last block that keeps it.
+        # The last block that keeps the storage frees it.
         takers = self._takers.get(storage if mode == _AGAIN else twin, ())
         holds = [*self._held_again(again, takers, modes)]
         holds += self._held_plain(plain, [*takers, *([block] if block else [])], modes)
@@ -217,7 +227,13 @@ class Composer:
     def _held_again(
         self, end: tuple[int, At], takers: Sequence[str], modes: Sequence[int]
     ) -> Iterator[_Ends]:
-        """Yield the ends set by recomputed blocks, which keep their inputs until backward ends."""
+        """Yield the ends set by recomputed blocks, which keep their inputs until their backward.
+
+        Args:
+            end: End of the storage in the log in which all blocks are recomputed.
+            takers: Blocks that are called with the storage.
+            modes: For each segment, the log that it is taken from.
+        """
         if self._is_there(end, modes):
             yield _Ends(end, end)
         for block in takers:
@@ -228,10 +244,16 @@ class Composer:
     def _held_plain(
         self, end: tuple[int, At], holders: Sequence[str], modes: Sequence[int]
     ) -> Iterator[_Ends]:
-        """Yield the ends that plain blocks set.
+        """Yield the ends set by blocks that are not recomputed.
 
-        Plain blocks keep what their operators save for backward, no longer than in the log without
-        recomputation.
+        Such a block keeps the tensors that its operators save for backward, no longer than in the
+        log without recomputation.
+
+        Args:
+            end: End of the storage in the plain log.
+            holders: Blocks that may save the storage: those called with it, and the one that made
+                it.
+            modes: For each segment, the log that it is taken from.
         """
         if self._is_there(end, modes):
             yield _Ends(end, end)
@@ -244,7 +266,7 @@ class Composer:
                 yield _Ends((_PLAIN, low), (_PLAIN, min(high, At(end[1].piece, END))))
 
     def _is_there(self, end: tuple[int, At], modes: Sequence[int]) -> bool:
-        """Return True if the segment in which a storage ends is taken from the log of that end."""
+        """Return True if an end is in a segment that is taken from the log of that end."""
         mode, at = end
         if at.piece == END or not self._keys[at.piece].block:
             return True
@@ -257,7 +279,8 @@ class Composer:
     ) -> MicrobatchTrace:
         numbers: dict[tuple[int, int], int] = {}
         late: dict[int, list[tuple[int, int, tuple[int, int]]]] = {}
-        """(storages made before, hook points before, storage that ends), by segment."""
+        """For each segment, storages that are freed in it although none of its events does so:
+        (storages that the segment makes before, hook points before, key of the storage)."""
         for key, (mode, at) in ends.items():
             is_written = at.piece == END or (at.event != END and modes[at.piece] == mode)
             if not is_written:
@@ -266,7 +289,7 @@ class Composer:
         events: list[Event] = []
         marks: list[HookPoint] = []
         after: dict[tuple[int, int], int] = {}
-        """Number of events that are written once an event is over, by log and event."""
+        """By (log, index of an event): number of composed events once that event is written."""
         for number, mode in enumerate(modes):
             cut = self._cuts[mode]
             piece = cut.pieces[number]
@@ -308,13 +331,13 @@ class Composer:
         def number_of(found: tuple[int, int]) -> int:
             key = self._chosen(found, numbers)
             if key is None:
-                raise NotComposableError("a gradient is made elsewhere where blocks run again")
+                raise NotComposableError("recomputation moves the origin of a gradient")
             return numbers[key]
 
         gradients, ready = {}, {}
         for fqn, storage in plain.gradients.items():
             if fqn not in other.gradients:
-                raise NotComposableError(f"{fqn} has no gradient where blocks run again")
+                raise NotComposableError(f"{fqn} has no gradient with recomputation")
             is_plain = (_PLAIN, storage) in numbers
             gradients[fqn] = number_of((_PLAIN if is_plain else _AGAIN,
                                         storage if is_plain else other.gradients[fqn]))  # fmt: skip
@@ -322,7 +345,7 @@ class Composer:
             found = [after[m, e - 1] for m, e in whens if e is not None and (m, e - 1) in after]
             if whens[0][1] is not None:
                 if not found:
-                    raise NotComposableError(f"nothing tells when the gradient of {fqn} is there")
+                    raise NotComposableError(f"unknown when the gradient of {fqn} is complete")
                 ready[fqn] = found[0]
         losses = tuple(number_of((_PLAIN, storage)) for storage in plain.losses)
         return replace(
@@ -335,7 +358,10 @@ class Composer:
         )
 
     def _moment(self, mode: int, at: At) -> tuple[int, int]:
-        """Return how many storages and hook points of a segment come before one of its events."""
+        """Return (storages made, hook points passed) in a segment before one of its events.
+
+        Both are `END` at the end of the segment.
+        """
         if at.event == END:
             return END, END
         cut = self._cuts[mode]
@@ -346,7 +372,12 @@ class Composer:
     def _chosen(
         self, key: tuple[int, int], numbers: Mapping[tuple[int, int], int]
     ) -> tuple[int, int] | None:
-        """Return the key under which a storage of either log was made; None if it was not made."""
+        """Return the (log, storage) under which a storage, or else its twin, was written, or None.
+
+        Args:
+            key: (log, storage).
+            numbers: Numbers in the composed log of the storages written so far.
+        """
         if key in numbers:
             return key
         twin = self._twins[key[0]].get(key[1])
@@ -354,7 +385,7 @@ class Composer:
         return other if other in numbers else None
 
     def _phase_at(self, number: int, modes: Sequence[int]) -> int:
-        """Return the phase in which a segment ends."""
+        """Return the number of the phase in which a segment ends."""
         for back in range(number, -1, -1):
             events = self._cuts[modes[back]].pieces[back].events
             if events:

@@ -1,6 +1,7 @@
-"""Find stages that are equal but for the names of their modules, by comparing their tapes.
+"""Find stages that are equal except for the names of their modules, by comparing their tapes.
 
-Playing a tape depends on nothing but what is compared here; of names, only on which are equal.
+Everything that the player of a tape reads is compared. Names are compared by pattern only: the
+player depends on which names are equal, not on what they are.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ class StageSignature:
     """The content of a stage's tape, with the names taken out.
 
     Args:
-        shape: A key of the tape without names: tapes with equal keys become equal once the names of
-            one replace those of the other.
+        shape: A key of the tape without names. Two tapes with equal keys become equal if the n-th
+            of `names` of one is replaced by the n-th of the other.
         names: Names of modules, units and parameters, each once, in order of occurrence.
     """
 
@@ -30,14 +31,14 @@ def outline_of(part: StageTape, order: Order | None = None) -> StageSignature:
     """Return the signature of a stage.
 
     Args:
-        part: The stage.
+        part: The tape of the stage.
         order: Maps (module, parameter) to the position of the parameter in the stage's module; None
-            if that does not matter.
+            for a backward that is not split, which does not depend on that position.
     """
     tape = part.tape
     assert not tape.handed, "no gradient of a pipeline stage is made elsewhere"
     names = {"": 0}
-    """Ids by name. The root has the same name in all stages."""
+    """Ids by name. The root's "" has the same id in all stages."""
 
     def name(of: str) -> int:
         return names.setdefault(of, len(names))

@@ -1,9 +1,9 @@
-"""Repeat the middle of few traced blocks to obtain the trace of a model with many equal blocks.
+"""Repeat the middle one of five traced blocks, to obtain the trace of a model with many of them.
 
-A run of equal blocks is traced with five of them. The middle ones must make and free the same
-storages in the same order, and may touch only their own, those of their neighbours, and those
-passed between them. Then one more block between them adds exactly the events of one. Blocks for
-which this cannot be shown are not repeated.
+A run of equal blocks is traced with five of them. The three middle blocks must make and free the
+same storages in the same order, and may use only their own storages and those of their neighbours.
+Then one more block in the middle adds exactly the events of the middle block. If this cannot be
+shown for the blocks of a run, `BlocksDifferError` is raised.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from meshplan.memory.log.microbatch import HookPoint, MicrobatchTrace
 from meshplan.model.graph import is_inside
 
 KEPT: Final = 5
-"""Number of periods of a run that are traced. The first and the last are special, their neighbours
-touch them, and the one in the middle is repeated."""
+"""Number of periods of a run that are traced: the first and the last, which may differ from the
+others, their two neighbours, which use their storages, and the middle one, which is repeated."""
 _SOURCE: Final = 2
+"""Index of the traced period that is repeated."""
 
 
 class BlocksDifferError(Exception):
@@ -29,17 +30,17 @@ class BlocksDifferError(Exception):
 
 @dataclass(frozen=True)
 class RepeatedBlocks:
-    """A run of equal blocks in one list, period by period.
+    """A run of equal blocks in one `ModuleList`, divided into periods of one or more blocks.
 
     Args:
         container: Fqn of the list.
-        first: Index in the list of the first block.
-        period: Number of blocks after which equal ones repeat.
+        first: Index in the list of the run's first block.
+        period: Number of blocks in a period; block `i + period` equals block `i`.
         count: Number of periods in the whole model.
-        forward: Index of the event at which the forward of each traced period begins, and of the
-            end.
-        backward: Index of the event at which the backward of each traced period begins, and of the
-            end.
+        forward: Index of the event at which the forward of each traced period begins, in order, and
+            of the event after the last forward.
+        backward: Index of the event at which the backward of each traced period begins, in order of
+            execution (the last period first), and of the event after the last backward.
     """
 
     container: str
@@ -55,14 +56,20 @@ class RepeatedBlocks:
         return self.count - KEPT
 
     def kept(self, place: int) -> int | None:
-        """Return the index among the traced blocks of a block of the whole list, or None."""
+        """Return the index in the traced list of a block of the whole list.
+
+        The result is None for blocks that are left out of the traced model.
+        """
         if place < self.first + (_SOURCE + 1) * self.period:
             return place
         place -= self.num_added * self.period
         return place if place >= self.first + (_SOURCE + 1) * self.period else None
 
     def period_of(self, fqn: str) -> int | None:
-        """Return the traced period that a module or parameter of the short model is in, or None."""
+        """Return the index of the traced period that contains a module or parameter, or None.
+
+        `fqn` is a name in the traced model.
+        """
         place = self.place_of(fqn)
         period = None if place is None else (place - self.first) // self.period
         return period if period is not None and 0 <= period < KEPT else None
@@ -76,7 +83,7 @@ class RepeatedBlocks:
         return int(head) if head.isdigit() else None
 
     def shown(self, place: int) -> int:
-        """Return the index of the traced block that stands for a block of the whole list."""
+        """Return the index of the traced block that represents a block of the whole list."""
         kept = self.kept(place)
         if kept is not None:
             return kept
@@ -95,9 +102,9 @@ class RepeatedBlocks:
         return f"{prefix}{place}" + (f".{rest}" if rest else "")
 
     def named(self, fqn: str) -> str:
-        """Return the fqn in the whole model of something in the short one.
+        """Return the whole model's fqn of a module or parameter of the traced model.
 
-        Copies of the repeated period are named with `moved`.
+        For copies of the repeated period use `moved`.
         """
         place = self.place_of(fqn)
         is_after = place is not None and place >= self.first + (_SOURCE + 1) * self.period
@@ -108,8 +115,8 @@ class _Birth(NamedTuple):
     """The origin of a storage.
 
     Attributes:
-        part: Index of the segment that makes it.
-        order: Number of storages that the segment makes before it.
+        part: Index of the segment that makes the storage.
+        order: Number of storages that the segment makes before this one.
     """
 
     part: int
@@ -118,15 +125,15 @@ class _Birth(NamedTuple):
 
 @dataclass(slots=True)
 class _LogSegment:
-    """A segment of the log: the forward or backward of one period, or what is between two of them.
+    """A segment of the log: the forward or backward of one period, or events between two periods.
 
     Attributes:
-        start: Index in the log of its first event.
+        start: Index in the log of the segment's first event.
         events: The events, in order.
-        run: The run that it belongs to; None between periods.
+        run: The run that the segment belongs to; None between periods.
         is_forward: True for a forward, False for a backward.
-        period: The period that it belongs to; -1 between periods.
-        made: Storages that are made in it.
+        period: Index of the period that the segment belongs to; -1 between periods.
+        made: Storages that are made in the segment, in order.
     """
 
     start: int
@@ -138,14 +145,14 @@ class _LogSegment:
 
 
 def repeat_blocks(work: MicrobatchTrace, runs: Sequence[RepeatedBlocks]) -> MicrobatchTrace:
-    """Return the trace of the whole model.
+    """Return the trace of the whole model, from a trace with `KEPT` periods of each run.
 
     Args:
-        work: The trace of the model with `KEPT` periods of each run.
+        work: The trace of the shortened model.
         runs: The runs of repeated blocks.
 
     Raises:
-        BlocksDifferError: The blocks of a run differ.
+        BlocksDifferError: The blocks of a run differ, or use storages of distant modules.
     """
     return _BlockRepeater(work, runs).whole() if runs else work
 
@@ -170,10 +177,11 @@ class _BlockRepeater:
         self._events: list[Event] = []
         self._marks: list[HookPoint] = []
         self._shifts: list[tuple[int, int]] = []
-        """(event at which a segment began, number of events that are now before it in addition)."""
+        """(index of the event at which a segment begins, number of events inserted before it)."""
         self._copies: dict[tuple[int, int], int] = {}
-        """Number of the first storage that is made in a copy of a segment, by segment and copy."""
+        """By (segment, copy): number of the first storage that the copy of the segment makes."""
         self._starts_of_copies: dict[tuple[int, int], int] = {}
+        """By (segment, copy): index in the written log of the copy's first event."""
 
     def whole(self) -> MicrobatchTrace:
         for run in self._runs:
@@ -204,7 +212,7 @@ class _BlockRepeater:
         return self._by_place[run.container, is_forward, period]
 
     def _check(self, run: RepeatedBlocks) -> None:
-        """Check that the middle periods are equal and only neighbours touch their storages."""
+        """Check that the middle periods are equal and only neighbours use their storages."""
         for is_forward in (True, False):
             near = [self._parts[self._part_of(run, is_forward, p)] for p in (1, 2, 3)]
             sizes = [[e.delta for e in part.events if e.delta > 0] for part in near]
@@ -221,13 +229,17 @@ class _BlockRepeater:
                     or abs(part.period - self._parts[self._births[event.storage].part].period) > 1
                 ):
                     raise BlocksDifferError(
-                        f"{run.container}: a storage is freed in a distant module"
+                        f"{run.container}: a storage of a block is freed in a distant module"
                     )
 
     def _spelled(
         self, run: RepeatedBlocks, part: _LogSegment
     ) -> list[tuple[int, int, bool, int, int]]:
-        """Return the events of a segment with storages named relative to it."""
+        """Return the events of a segment in a form that is equal for segments that do the same.
+
+        Each event is (bytes, phase, True if a forward made the storage, period that made the
+        storage minus this period, number of storages made before it in that segment).
+        """
         out = []
         for delta, storage, phase in part.events:
             birth = self._births[storage]
@@ -238,7 +250,7 @@ class _BlockRepeater:
         return out
 
     def _reserve(self, run: RepeatedBlocks) -> None:
-        """Assign numbers to the storages of the added periods; copy 0 is the traced period."""
+        """Assign numbers to the storages of the added periods: copies 1, 2, ... of the source."""
         for is_forward in (True, False):
             number = self._part_of(run, is_forward, _SOURCE)
             made = [self._work.log.storages[s] for s in self._parts[number].made]
@@ -264,7 +276,7 @@ class _BlockRepeater:
             self._marks.append(HookPoint(start + mark.event - part.start, mark.moment, unit))
 
     def _number(self, part: _LogSegment, copy: int, storage: int) -> int:
-        """Return the number of a storage that a copy of a segment touches."""
+        """Return the new number of a storage of the trace, as used in a copy of a segment."""
         birth = self._births[storage]
         home, run = self._parts[birth.part], part.run
         if run is None or home.run is not run or home.period == -1:
@@ -285,9 +297,9 @@ class _BlockRepeater:
         return self._parts[number].made[birth.order]
 
     def _marks_by_part(self) -> list[list[HookPoint]]:
-        """Return the hook points of each segment, in order.
+        """Return a list of hook points for each segment, in order.
 
-        A hook point between two segments belongs to the one whose block it names.
+        A hook point at the edge of two segments belongs to the segment whose block it names.
         """
         out: list[list[HookPoint]] = [[] for _ in self._parts]
         for mark in self._work.marks:
@@ -322,7 +334,12 @@ class _BlockRepeater:
         return any(part.run is not None and part.period == _SOURCE for part in both)
 
     def _renamed(self, items: Mapping[str, Any], value: Callable[..., Any]) -> Iterator[Any]:
-        """Yield (full name, value) for the names of the short model, and for their copies."""
+        """Yield (whole model's name, value) for each name of the traced model and for its copies.
+
+        Args:
+            items: Items by the traced model's name.
+            value: Maps (item, traced model's name, number of the copy) to the value.
+        """
         for fqn, item in items.items():
             run = next((r for r in self._runs if r.period_of(fqn) == _SOURCE), None)
             for copy in range(run.num_added + 1 if run else 1):
@@ -350,9 +367,9 @@ class _BlockRepeater:
         return tuple(self._number(part, copy, storage) for storage in storages)
 
     def _event_of(self, event: int, fqn: str, copy: int) -> int:
-        """Return the event before which a copy of a gradient is complete.
+        """Return the index of the event before which a copy of a gradient is complete.
 
-        It lies in the backward of its own period, or in what follows.
+        The event is in the backward of the gradient's own period, or in the segment that follows.
         """
         run = next((r for r in self._runs if r.period_of(fqn) is not None), None)
         number = max(bisect_right(self._starts, event) - 1, 0)
@@ -367,10 +384,10 @@ class _BlockRepeater:
 
 
 def _with_ends(run: RepeatedBlocks, log: EventLog) -> RepeatedBlocks:
-    """Return the run with the storages that end right after its last block, which the caller kept.
+    """Return the run with its last forward extended by the frees that directly follow.
 
-    Storages that end right after any other block are in the segment of the next period, which
-    begins later.
+    These free tensors that the caller of the blocks still referenced. After any other period, such
+    frees are part of its segment already, which extends to the beginning of the next period.
     """
     end, forward = run.forward[-1], log.events[run.forward[-1] - 1].phase
     while log.events[end].delta < 0 and log.events[end].phase == forward:

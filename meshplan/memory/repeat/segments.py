@@ -1,4 +1,4 @@
-"""Split the log of a microbatch into segments: forward and backward of each block, and the rest."""
+"""Split a microbatch's log into segments: each block's forward, each block's backward, the rest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshplan.memory.log.events import Event
 from meshplan.memory.log.microbatch import HookKind, HookPoint, MicrobatchTrace
 
 END: Final = 1 << 60
-"""A number after every segment, and after every event of a segment."""
+"""A number larger than the index of any segment, and of any event of a segment."""
 
 
 class NotComposableError(Exception):
@@ -23,7 +23,7 @@ class SegmentKey(NamedTuple):
     Attributes:
         block: Fqn of the block; "" for a segment between blocks.
         direction: Forward or backward; "" for a segment between blocks.
-        number: Number of earlier segments with the same block and direction.
+        number: Number of earlier segments with the same block and direction, 0 for the first.
     """
 
     block: str
@@ -36,7 +36,7 @@ class At(NamedTuple):
 
     Attributes:
         piece: Index of the segment.
-        event: Number of the segment's events before the place.
+        event: Number of events of the segment before the place.
     """
 
     piece: int
@@ -44,6 +44,7 @@ class At(NamedTuple):
 
 
 NEVER: Final = At(END, 0)
+"""The place of the end of a storage that is never freed."""
 
 
 @dataclass(slots=True)
@@ -51,11 +52,11 @@ class Segment:
     """Events and hook points of one segment.
 
     Attributes:
-        key: Identifies the segment.
-        first: Index in the log of the first event.
+        key: Block, direction and number of the segment.
+        first: Index in the log of the segment's first event.
         events: The events, in order.
-        marks: The hook points, in order.
-        made: Storages that are made in the segment.
+        marks: The hook points, in order; their events are indices in the whole log.
+        made: Storages that are made in the segment, in order.
     """
 
     key: SegmentKey
@@ -101,10 +102,10 @@ class SegmentedTrace:
         return self.deaths.get(storage, NEVER)
 
     def alive_at_turn(self) -> set[int]:
-        """Return the storages that are live at the peak between forward and backward.
+        """Return the storages that are live when memory peaks between forward and backward.
 
-        That is between the last block's forward and its backward, where no block has freed what it
-        saves. Gradients of parameters do not count.
+        Only events between the last block's forward and the first backward of a block count: no
+        block has freed the tensors that it saved by then. Gradients of parameters do not count.
         """
         directions = [piece.key.direction for piece in self.pieces]
         if "backward" not in directions:
@@ -129,7 +130,10 @@ class SegmentedTrace:
         return best
 
     def most_in_backward(self) -> dict[str, int]:
-        """Return the peak bytes during each block's backward, without gradients of parameters."""
+        """Return the peak live bytes in each block's backward, by the block's fqn.
+
+        Gradients of parameters do not count.
+        """
         gradients = set(self.work.gradients.values())
         live = 0
         out: dict[str, int] = {}
@@ -142,7 +146,7 @@ class SegmentedTrace:
 
 
 def _pieces(work: MicrobatchTrace, blocks: Collection[str]) -> Iterator[Segment]:
-    """Yield the segments of the log, which is split where blocks begin and end."""
+    """Yield the segments of the log, split at the hook points where blocks begin and end."""
     numbers: dict[tuple[str, str], int] = {}
     never_ends = {m.unit for m in work.marks if m.moment == HookKind.BEFORE_BACKWARD} - {
         m.unit for m in work.marks if m.moment == HookKind.AFTER_BACKWARD

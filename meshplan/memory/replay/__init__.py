@@ -1,9 +1,10 @@
 """Compose a training step from the trace of one microbatch, by rules.
 
 The microbatch (`memory.log.microbatch`) is traced from a model once, or computed from a blueprint,
-and is the same whichever wrapper manages the parameters. The rules of this package say, in bytes,
-what each wrapper and the optimizer allocate and free at the hook points of the microbatch. A plan
-for which there is no rule is refused; a trace of the whole step can estimate it.
+and does not depend on which wrapper (FSDP2, DDP) manages the parameters. The rules of this package
+allocate and free, at the hook points of the microbatch, the bytes that each wrapper and the
+optimizer do. A plan for which there is no rule raises a `PlanError`; it can still be estimated from
+a trace of the whole step.
 """
 
 from meshplan.memory.replay.main import check_rules, replay

@@ -1,4 +1,4 @@
-"""Parameters that no unit manages: autograd leaves their gradients where it computes them."""
+"""Parameters without a wrapper, whose gradients are used as autograd computes them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from meshplan.memory.replay.writer import LogWriter
 
 
 class UnwrappedParameters:
-    """Parameters without a wrapper: they and their gradients are used as they are stored.
+    """The parameters that neither an FSDP unit nor DDP manages, and their gradients.
 
     Args:
         writer: The log to write to.
-        params: The trainable ones of these parameters.
-        fills: If True, zeros replace missing gradients, because another rank may have them.
+        params: The trainable parameters among them.
+        fills: If True, allocate zeros for missing gradients, because another rank may have these
+            gradients.
 
     Attributes:
-        gradients: Storages of the gradients, by parameter.
+        gradients: Storages of the gradients, by fqn of the parameter.
     """
 
     def __init__(self, writer: LogWriter, params: Iterable[Updated], *, fills: bool) -> None:
@@ -27,13 +28,13 @@ class UnwrappedParameters:
         self.gradients: dict[str, int] = {}
 
     def allocate_resident(self) -> None:
-        """Allocate nothing, because nothing exists before a step."""
+        """Allocate nothing: these parameters need no buffers before a step."""
 
     def before_forward(self, *, is_first: bool, is_last: bool) -> None:
-        """Do nothing before forward."""
+        """Do nothing, because no wrapper acts before forward."""
 
     def has_gradient(self, param: str, storage: int) -> None:
-        """Take over a gradient from autograd, or free it if it is added to an earlier one."""
+        """Keep a gradient from autograd, or free it if it is added to an earlier gradient."""
         if param in self.gradients:
             self._writer.free(storage)
         else:
@@ -47,7 +48,7 @@ class UnwrappedParameters:
 
     @property
     def found(self) -> Collection[str]:
-        """Parameters that have a gradient."""
+        """Fqns of the parameters that have a gradient."""
         return self.gradients.keys()
 
     def drop_gradients(self) -> None:

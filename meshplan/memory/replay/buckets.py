@@ -1,4 +1,4 @@
-"""DistributedDataParallel's rules: gradients in buckets, buffers broadcast before each forward.
+"""DistributedDataParallel's rules: gradients in buckets, buffers broadcast before a forward.
 
 Source: torch 2.13, csrc/distributed/c10d/reducer.cpp and nn/parallel/distributed.py.
 """
@@ -16,7 +16,7 @@ from meshplan.memory.replay.writer import LogWriter
 
 @dataclass(frozen=True, slots=True)
 class DdpOptions:
-    """Options of a plan's `ddp:` section, as `runtime.apply.data.data` passes them on."""
+    """Options of a plan's `ddp:` section, as `runtime.apply.data.data` passes them to DDP."""
 
     is_view: bool = True
     broadcasts: bool = True
@@ -35,14 +35,14 @@ class DdpOptions:
 
     @property
     def clones_output(self) -> bool:
-        """True if the model's output is copied, so that backward passes through DDP's own node."""
+        """True if DDP copies the model's output, so that backward passes through a node of DDP."""
         return self.finds_unused and not self.is_static
 
 
 class Buckets:
-    """The gradients of the whole model, in one bucket for each dtype.
+    """The gradients of the whole model under DDP, in one bucket for each dtype.
 
-    DDP makes smaller buckets, but the sum of their bytes is the same.
+    The real DDP makes several buckets for each dtype, but the sum of their bytes is the same.
 
     Args:
         writer: The log to write to.
@@ -51,8 +51,8 @@ class Buckets:
         options: The options of DDP.
 
     Attributes:
-        gradients: Storages of the gradients that are not views of buckets, by parameter.
-        found: Parameters that have a gradient.
+        gradients: Storages of the gradients that are not views of buckets, by fqn of the parameter.
+        found: Fqns of the parameters that have a gradient.
     """
 
     def __init__(
@@ -85,10 +85,12 @@ class Buckets:
             self._used = self._note_use()
 
     def before_forward(self, *, is_first: bool, is_last: bool) -> None:
-        """Broadcast the buffers in flat copies, if the previous backward was synchronized.
+        """Allocate what DDP does before a forward: rebuilt buckets, flat copies of buffers.
 
-        In the second forward of all the buckets are rebuilt in the order in which gradients came.
-        That is the first forward of the second step, unless it accumulates.
+        DDP rebuilds its buckets once, in its second forward, in the order in which gradients came.
+        Without accumulation, that is the forward of the second step, which is the one replayed.
+        Buffers are broadcast if the previous backward was synchronized, which is the case before
+        the first microbatch of a step.
         """
         self._writer.begin("forward")
         self._synchronizes = is_last
@@ -104,7 +106,11 @@ class Buckets:
         self._writer.free_all(flat)
 
     def has_gradient(self, param: str, storage: int) -> None:
-        """Take over a gradient from autograd, which goes into its bucket when it is reduced."""
+        """Keep a gradient from autograd, or free it if it is added to an earlier gradient.
+
+        With `gradient_as_bucket_view`, a synchronized backward copies the kept gradient into its
+        bucket and frees it.
+        """
         self.found.add(param)
         if param in self.gradients:
             self._writer.free(storage)
@@ -114,10 +120,10 @@ class Buckets:
             self._writer.free(self.gradients.pop(param))
 
     def fill(self) -> None:
-        """Allocate nothing for missing gradients."""
+        """Do nothing: the buckets have room for all gradients."""
 
     def drop_gradients(self) -> None:
-        """Play `zero_grad(set_to_none=True)`; the buckets stay."""
+        """Play `zero_grad(set_to_none=True)`, which does not free the buckets."""
         self._writer.free_all(self.gradients.values())
         self.gradients.clear()
         self.found.clear()

@@ -1,4 +1,4 @@
-"""Scalars that gradient clipping allocates, a few for each gradient.
+"""Scalars that gradient clipping allocates: a few for each gradient and for the total norm.
 
 Source: `runtime.train.gradient_scale.clip_grad_norm_`, line by line.
 """
@@ -21,12 +21,13 @@ _NUMBER: Final = 4
 def clip(
     writer: LogWriter, gradients: Mapping[tuple[tuple[str, ...], bool], Sequence[Updated]]
 ) -> None:
-    """Play one call of `clip_grad_norm_`.
+    """Play one call of `runtime.train.gradient_scale.clip_grad_norm_`.
 
     Args:
         writer: The log to write to.
-        gradients: Parameters that have a gradient, by (axes that shard them, is on host). Norms of
-            gradients on the host are computed on the host and copied to the device to be added.
+        gradients: Parameters that have a gradient, by (mesh axes that shard them, True if they are
+            on the host). Norms of gradients on the host are computed there, and copied to the
+            device to be added up.
     """
     powers = []
     for (_, there), alike in sorted(gradients.items()):
@@ -48,7 +49,7 @@ def clip(
 
 
 def _power_sum(writer: LogWriter, parts: Sequence[Updated], *, on_host: bool) -> int:
-    """Return the sum of the squares of all norms."""
+    """Allocate the norms of these gradients, and return the storage of the sum of their squares."""
     if not parts:
         return _number(writer)
     number = partial(_number, writer, on_host=on_host)

@@ -1,4 +1,4 @@
-"""FSDP2's rules for parameters: all-gather them before a unit runs, free them after it.
+"""FSDP2's rules for parameters: all-gather them before a unit runs, free them afterwards.
 
 Source: torch 2.13, torch/distributed/fsdp/_fully_shard: `_fsdp_param_group`, `_fsdp_param`, and
 `foreach_all_gather` of `_fsdp_collectives`.
@@ -14,10 +14,11 @@ from meshplan.wrappers.fsdp import GatherState, TrainingState
 
 
 class Gathering:
-    """The all-gathers of all units on one rank.
+    """The all-gathers of all units on one rank, written to a log as storages.
 
     Attributes:
-        last: In forward, the buffer of the last all-gather, which is freed after the next one.
+        last: In forward, the buffer of the last all-gather, which is freed once the parameters of
+            the next all-gather are copied out; None if there is none.
     """
 
     def __init__(self, writer: LogWriter) -> None:
@@ -25,19 +26,22 @@ class Gathering:
         self.last: int | None = None
 
     def end_forward(self) -> None:
-        """Free the last buffer, once the forward of the root is done."""
+        """Free the buffer of the last all-gather, at the end of the root's forward."""
         self._writer.free(self.last)
         self.last = None
 
     def gather(self, unit: ReplayUnit) -> None:
-        """Play `FSDPParamGroup.unshard`: cast the shards into one buffer, gather into another."""
+        """Play `FSDPParamGroup.unshard`: cast the shards into one buffer, all-gather into another.
+
+        A unit on one rank is not gathered.
+        """
         if unit.num_ranks == 1:
             return
         total, cast = unit.shards.gathered_bytes, unit.shards.cast_bytes
         make, fqn = self._writer.make, unit.fqn
         if unit.shards.on_host:
-            # Each shard is copied by itself, all before the all-gather. Shards over fewer ranks
-            # are on the device already.
+            # FSDP2 copies every shard to the device separately before the all-gather. Shards over
+            # fewer ranks are on the device already.
             params = unit.shards.params if unit.held is GatherState.SHARDED else ()
             copies = [c for p in params if (c := self._brought(unit, p, GATHERING)) is not None]
         else:
@@ -47,10 +51,11 @@ class Gathering:
         self._writer.free_all(copies)
 
     def _brought(self, unit: ReplayUnit, param: Shard, stream: int = 0) -> int | None:
-        """Copy a shard from the host and cast it on the device.
+        """Copy a shard from the host to the device, and cast it there to the compute dtype.
 
         Returns:
-            The copy, or its cast; None if nothing is copied.
+            Storage of the cast, or of the copy if there is no cast; None if host memory is not
+            separate and there is no cast.
         """
         make, fqn, copy = self._writer.make, unit.fqn, None
         if self._writer.has_host:
@@ -63,9 +68,9 @@ class Gathering:
         return cast
 
     def wait(self, unit: ReplayUnit) -> None:
-        """Play `FSDPParamGroup.wait_for_unshard`.
+        """Play `FSDPParamGroup.wait_for_unshard`, which copies parameters out of the buffer.
 
-        In forward, the buffer is kept until the next unit has copied its parameters out of its own.
+        In forward, the buffer is kept until the next unit has copied out its parameters.
         """
         is_forward, before = unit.phase is TrainingState.FORWARD, None
         if is_forward:
@@ -85,9 +90,10 @@ class Gathering:
         self._writer.free(before)
 
     def _copy_out(self, unit: ReplayUnit) -> None:
-        """Copy the parameters out of the buffer.
+        """Copy the gathered parameters out of the buffer.
 
-        Parameters that are sharded along another dim than the first are copied twice.
+        Parameters that are sharded along another dim than the first are copied twice, because their
+        shards have to be rearranged.
         """
         between = []
         for param in unit.shards.params:
@@ -97,7 +103,7 @@ class Gathering:
         self._writer.free_all(between)
 
     def _copy_own(self, unit: ReplayUnit) -> None:
-        """Copy the parameters of a unit on one rank, where nothing is gathered, and cast them."""
+        """Copy and cast the parameters of a unit on one rank, where nothing is gathered."""
         before = None
         for param in unit.shards.params:
             if unit.shards.on_host:
@@ -113,12 +119,12 @@ class Gathering:
         self._writer.free(before)
 
     def free(self, unit: ReplayUnit) -> None:
-        """Free the gathered parameters, or the shards over fewer ranks."""
+        """Free the gathered parameters."""
         self._writer.free_all(unit.whole)
         unit.whole = []
 
     def keep_fewer(self, unit: ReplayUnit) -> None:
-        """Copy the shards over fewer ranks out of the gathered parameters, which are freed."""
+        """Copy shards over fewer ranks out of the gathered parameters, then free the latter."""
         for param, whole in zip(unit.shards.params, unit.whole, strict=True):
             size = param.whole_bytes // unit.fewer_ranks
             own = self._writer.make(size, Term.GATHERED, unit.fqn)

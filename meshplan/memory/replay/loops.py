@@ -1,7 +1,8 @@
-"""Optimizers that update one parameter after the other, and the tensors that their loop keeps.
+"""Optimizers that update one parameter after the other, and the tensors of their loop.
 
-A local name keeps its tensor until it is bound to another, so the tensor of the previous parameter
-still exists while that of the next one is made. Each rule follows the lines of its source.
+A local variable references its tensor until it is bound to another one. So the tensor of the
+previous parameter still exists while that of the next parameter is made. Each rule follows its
+source line by line.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ _ITERATIONS: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """One parameter of a loop.
+    """One parameter that an optimizer's loop updates.
 
     Args:
-        shape: Shape that the rule of the optimizer needs; (elements,) where only their number
-            counts.
+        shape: Shape that the rule of the optimizer needs; (number of elements,) if the rule depends
+            on that number only.
         element_bytes: Bytes of an element.
-        on_host: If True, it is in the host's memory.
+        on_host: If True, the parameter is in host memory.
     """
 
     shape: tuple[int, ...]
@@ -41,7 +42,7 @@ class Stepped:
 
 
 class FrameLocals:
-    """The local names of a function while it runs, each of which keeps a tensor alive."""
+    """The local variables of a function while it runs, each of which keeps a tensor alive."""
 
     def __init__(self, writer: LogWriter) -> None:
         self._writer = writer
@@ -49,14 +50,14 @@ class FrameLocals:
         self.on_host = False
 
     def make(self, num_bytes: int) -> int:
-        """Allocate a tensor that no name is bound to yet."""
+        """Allocate a tensor that no variable is bound to yet, and return its storage."""
         return self._writer.make(num_bytes, Term.TEMPORARIES, on_host=self.on_host)
 
     def free(self, *tensors: int) -> None:
         self._writer.free_all(tensors)
 
     def let(self, name: str, tensor: int) -> None:
-        """Play `name = tensor`: the tensor that the name was bound to is freed afterwards."""
+        """Play `name = tensor`, and free the tensor that the variable was bound to before."""
         before = self._names.pop(name, None)
         self._names[name] = tensor
         self._writer.free(before)
@@ -66,25 +67,25 @@ class FrameLocals:
         self.free(self.make(num_bytes))
 
     def also(self, name: str, other: str) -> None:
-        """Play `name = other`: both names share one tensor."""
+        """Play `name = other`, after which both variables reference one tensor."""
         tensor = self._names[other]
         self._writer.hold(tensor)
         self.let(name, tensor)
 
     def drop(self, name: str) -> None:
-        """Play `del name`, or the end of the function that the name is local to."""
+        """Play `del name`, or the end of the function in which the variable is local."""
         self._writer.free(self._names.pop(name))
 
     def end(self) -> None:
-        """Play the return of the function."""
+        """Play the return of the function, which drops all its local variables."""
         while self._names:
             self._writer.free(self._names.popitem()[1])
 
 
 def _lion(loop: FrameLocals, param: Stepped) -> None:
-    """Make the two parts of the update and their sum, whose sign is taken in place.
+    """Allocate the two addends of the update and their sum, whose sign is taken in place.
 
-    Source: Chen et al. 2023, algorithm 2, as their own lion_pytorch.py has it, which
+    Source: Chen et al. 2023, algorithm 2, as implemented in their lion_pytorch.py, which
     `runtime.fake_step.optimizers` follows.
     """
     parts = loop.make(param.num_bytes), loop.make(param.num_bytes)
@@ -94,7 +95,7 @@ def _lion(loop: FrameLocals, param: Stepped) -> None:
 
 
 def _adafactor(loop: FrameLocals, param: Stepped) -> None:
-    """Make the means of rows and columns, and the estimate of squares that becomes the update.
+    """Allocate the means of rows and columns, and the estimate of squares that becomes the update.
 
     Source: torch 2.13, optim/_adafactor.py, `_single_tensor_adafactor`.
     """
@@ -113,7 +114,7 @@ def _adafactor(loop: FrameLocals, param: Stepped) -> None:
 
 
 def _muon(loop: FrameLocals, param: Stepped) -> None:
-    """Make the update in the parameter's dtype and in bfloat16, orthogonalised by iteration.
+    """Allocate the update in the parameter's dtype and in bfloat16, and its orthogonalisation.
 
     Source: torch 2.13, optim/_muon.py, `_single_tensor_muon` and `_zeropower_via_newtonschulz`.
     """
@@ -123,7 +124,7 @@ def _muon(loop: FrameLocals, param: Stepped) -> None:
         loop.also("ortho_grad", "update")
     else:
         loop.let("ortho_grad", loop.make(numel * _BF16))
-    loop.free(loop.make(_BF16), loop.make(_BF16))  # The norm, and its lower bound.
+    loop.free(loop.make(_BF16), loop.make(_BF16))  # The norm, and the norm clamped from below.
     for _ in range(_ITERATIONS):
         for name in ("gram_matrix", "gram_update"):
             loop.let(name, loop.make(least * least * _BF16))
@@ -138,7 +139,8 @@ Rule = Callable[[FrameLocals, Stepped], None]
 LOOPS: Final[Mapping[str, Rule]] = MappingProxyType(
     {"lion": _lion, "adafactor": _adafactor, "muon": _muon}
 )
-"""Rules by the name of the optimizer. muon steps on matrices; AdamW steps on the rest."""
+"""Rules by the optimizer's name. muon's rule is for matrices; AdamW steps on all other parameters.
+"""
 
 
 def play_loop(writer: LogWriter, params: Iterable[Stepped], word: str) -> None:
@@ -146,8 +148,8 @@ def play_loop(writer: LogWriter, params: Iterable[Stepped], word: str) -> None:
 
     Args:
         writer: The log to write to.
-        params: The parameters, in order; empty ones are skipped.
-        word: A name of `LOOPS`.
+        params: The parameters, in order; parameters without elements are skipped.
+        word: Name of the optimizer in `LOOPS`.
     """
     loop = FrameLocals(writer)
     for param in params:

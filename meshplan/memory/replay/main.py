@@ -1,4 +1,4 @@
-"""Replay one step of one rank: microbatches, the mean of their losses, the optimizer."""
+"""Replay one step of one rank: microbatches, the mean of their losses, the optimizer step."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from meshplan.plan.plan import Plan
 from meshplan.plan.restrict import restrict
 
 _MOST: Final = 3
-"""Maximum number of microbatches that are played. All microbatches between the second and the last
-are like the second."""
+"""Maximum number of accumulated microbatches that are played: the first, the second and the last.
+All microbatches between the second and the last have the same events as the second."""
 
 
 def replay(
@@ -34,38 +34,43 @@ def replay(
     foreach: bool = True,
     has_host: bool = False,
 ) -> EventLog:
-    """Return the events of a step from the second one on, as `runtime.fake_step` would trace them.
+    """Return the event log of a step, as `runtime.fake_step` would trace it.
+
+    The step is any but the first, so the optimizer's state exists.
 
     Args:
-        work: One microbatch of this rank, made for this plan's tp, cp and recomputation.
-        plan: The plan, decided for the whole model.
+        work: One microbatch of this rank, made for this plan's tp, cp and recomputation; with
+            pipeline stages, all microbatches of one pass through the schedule.
+        plan: The plan of the whole model, all stages included.
         optimizer: A name of `spec.OPTIMIZER_STATES`.
         rank: The rank whose step is replayed.
         foreach: If True, the optimizer updates parameters together, as torch does on a GPU.
-        has_host: If True, the host's memory is separate from the device's, and the optimizer's step
-            counts are in it.
+        has_host: If True, host memory is separate from the device's, and has the optimizer's step
+            counts.
 
     Raises:
-        PlanError: There is no rule for something in this plan: trace the whole step instead.
+        PlanError: There is no rule for a feature of this plan; a trace of the whole step can
+            estimate the plan.
     """
     prepared = work if isinstance(work, Prepared) else Prepared(work)
     check_rules(plan, prepared, optimizer)
-    # Units that reduce at the end of backward, such as the root, need it to be marked.
+    # Units that reduce at the end of backward, such as the root, act at an `END_OF_BACKWARD` mark.
     ends = any(mark.moment == HookKind.END_OF_BACKWARD for mark in prepared.marks)
     assert ends or not plan.assignment.units
     return _StepBuilder(prepared, plan, optimizer, rank, foreach=foreach, has_host=has_host).play()
 
 
 def check_rules(plan: Plan, work: Prepared | None = None, optimizer: str = "") -> None:
-    """Refuse a plan that `replay` has no rules for.
+    """Check that `replay` has rules for every feature of a plan.
 
     Args:
-        plan: The plan, decided for the whole model.
+        plan: The plan of the whole model, all stages included.
         work: The microbatch that would be replayed; None if it is yet to be traced.
         optimizer: A name of `spec.OPTIMIZER_STATES`; "" for the plan's own.
 
     Raises:
-        PlanError: There is no rule for something in this plan: trace the whole step instead.
+        PlanError: There is no rule for a feature of this plan; a trace of the whole step can
+            estimate the plan.
     """
     if work is not None:
         check_optimizer(optimizer or plan.spec.optimizer, plan.assignment)
@@ -76,7 +81,7 @@ def check_rules(plan: Plan, work: Prepared | None = None, optimizer: str = "") -
 
 
 def _unknown(plan: Plan, work: Prepared | None) -> Iterator[Problem]:
-    """Yield what in the plan the replay has no rules for."""
+    """Yield a problem for each feature of the plan that the replay has no rules for."""
     a, spec = plan.assignment, plan.spec
     shared = a.shared
     marks = work.marks if work is not None else ()
@@ -85,14 +90,14 @@ def _unknown(plan: Plan, work: Prepared | None) -> Iterator[Problem]:
     for is_there, what in (
         (
             splits_backward(a) and not tells_halves,
-            "a backward in two halves",
+            "a schedule that splits the backward",
         ),
-        (bool(shared) and not tells_sharing, "parameters that several stages hold"),
+        (bool(shared) and not tells_sharing, "parameters that several stages share"),
         (
             any(len(set(map(a.stages.rank_of, held))) < len(held) for held in shared.values())
             if a.stages is not None
             else False,
-            "a parameter that two stages of one rank hold",
+            "a parameter that two stages of one rank share",
         ),
         (bool(a.compiled), "compiled blocks"),
         (
@@ -110,7 +115,7 @@ def _unknown(plan: Plan, work: Prepared | None) -> Iterator[Problem]:
 
 
 class _StepBuilder:
-    """Builds the event log of one step."""
+    """Builds the event log of one step of one rank."""
 
     def __init__(
         self,
@@ -140,7 +145,7 @@ class _StepBuilder:
         self._carried: tuple[int, ...] = ()
 
     def play(self) -> EventLog:
-        """Return the log of the whole step."""
+        """Return the event log of the whole step."""
         writer, accumulate = self._writer, self._plan.accumulate
         log, begin = self._work.log, len(self._work.before)
         first = Copy(writer, log, begin)
@@ -167,13 +172,14 @@ class _StepBuilder:
             gradients = self._work.gradients_at.get(at, {})
             part.allocate_resident(gradients, self._optimizer, has_host=self._has_host)
         if any(mesh.size(axis) > 1 for axis in mesh.names if axis not in DATA_AXES):
-            # The ranks of a replica compare the shapes of their batches, as two numbers.
+            # The ranks of a replica compare the shapes of their batches: two int64 numbers.
             self._writer.free(self._writer.make(16, Term.COMMUNICATION))
 
     def _known(self) -> dict[int, int]:
-        """Return the storages that the next microbatch finds, by their numbers in the trace.
+        """Map numbers in the trace to storages of the log that exist before the next microbatch.
 
-        These are inputs and buffers, and what the model keeps from the microbatch before.
+        These are inputs, buffers, and the tensors that the model keeps from the previous
+        microbatch.
         """
         work = self._work
         return {storage: storage for _, storage, _ in work.before} | dict(
@@ -181,7 +187,7 @@ class _StepBuilder:
         )
 
     def _microbatch(self, copy: Copy, *, is_first: bool, is_last: bool) -> None:
-        """Play forward, loss and backward, with the wrappers acting at the hook points."""
+        """Play forward, loss and backward of one microbatch, with wrappers at the hook points."""
         for part in self._parts.values():
             part.begin(is_first=is_first, is_last=is_last and self._num_backwards == 1)
         backwards = Counter[str]()
@@ -189,7 +195,7 @@ class _StepBuilder:
             copy.until(act.event, enters=act.enters)
             if act.moment is not None:
                 self._at(act, act.moment, backwards, is_last=is_last)
-            elif act.storage < 0:  # Backward begins, and the loop has bound a new loss.
+            elif act.storage < 0:  # Backward begins, and the loop's variable has a new loss.
                 self._drop_loss()
             else:
                 number = copy.number(act.storage)
@@ -238,14 +244,14 @@ class _StepBuilder:
         self._writer.free(before)
 
     def _drop_loss(self) -> None:
-        """Free the last loss, whose name in the loop is bound to the new one."""
+        """Free the previous loss, because the loop's variable is bound to the new one."""
         self._writer.free(self._loss)
         self._loss = None
 
     def _keep_loss(self, copy: Copy) -> None:
-        """Keep the loss, and add it to the sum of losses in single precision or wider.
+        """Keep the loss, and add it to the step's sum of losses, in float32 or wider.
 
-        A pipeline returns a sum already, which is only added.
+        A pipeline returns the sum over its microbatches, which is freed once it is added.
         """
         for loss, size in self._work.losses.items():
             number = copy.number(loss)
@@ -258,7 +264,11 @@ class _StepBuilder:
                 self._writer.free(number)
 
     def _mean(self) -> int | None:
-        """Play `runtime.base.batch_agreement.mean_over_ranks`, in double precision."""
+        """Play `runtime.base.batch_agreement.mean_over_ranks`, which adds up in float64.
+
+        Returns:
+            Storage of the mean loss; None if the rank has no loss.
+        """
         if not self._work.losses:
             return None
         (size,) = self._work.losses.values()
@@ -275,7 +285,7 @@ class _StepBuilder:
         return self._writer.make(max(size, 4), Term.LOSS)
 
     def _update(self) -> None:
-        """Unscale and clip the gradients, and step on the parameters that have one."""
+        """Unscale and clip the gradients, then step on the parameters that have a gradient."""
         shared = self._plan.assignment.shared
         found, counted = [], []
         for at, part in self._parts.items():

@@ -1,4 +1,4 @@
-"""Temporary memory of an optimizer while it steps.
+"""Temporary memory of an optimizer's `step()`, and the sizes of its state.
 
 Source: torch 2.13, torch/optim; each entry was read off a traced step.
 """
@@ -27,10 +27,11 @@ class Steps:
     """Temporary memory of a step, in multiples of the parameters' bytes.
 
     Args:
-        together: With foreach, the number of lists of temporaries. A list covers all parameters of
-            one dtype, and is freed once the next dtype has its own.
-        alone: With a for loop, the number of temporaries of one parameter at once. The last one is
-            freed once the next parameter has its own.
+        together: With foreach, number of lists of temporaries that exist at once. A list has one
+            tensor for each parameter of one dtype, and is freed after the next dtype's list is
+            made.
+        alone: With a for loop, number of temporaries of one parameter that exist at once. The last
+            of them is freed after the next parameter's are made.
     """
 
     together: int
@@ -39,15 +40,16 @@ class Steps:
 
 OPTIMIZERS: Final[Mapping[str, Steps]] = MappingProxyType(
     {
-        "adamw": Steps(1, 2),  # The root of the second moment; alone, also that over its bias.
+        # The root of the second moment; in a for loop also that root over the bias correction.
+        "adamw": Steps(1, 2),
         "adam": Steps(1, 2),
-        "adamw_fused": Steps(0, 0),  # One kernel updates all in place.
+        "adamw_fused": Steps(0, 0),  # One kernel updates all tensors in place.
         "adam_fused": Steps(0, 0),
         "rmsprop": Steps(1, 1),
         "adagrad": Steps(2, 1),  # The square root, and the update.
         "sgd": Steps(0, 0),
         "sgd_momentum": Steps(0, 0),
-        # One kernel for each tensor updates all in place, scales included.
+        # One kernel for each parameter updates it, its state and the state's scales in place.
         # Source: bitsandbytes 0.45, csrc/kernels.cu, `kOptimizerStatic8bit2StateBlockwise`.
         "adamw_8bit": Steps(0, 0),
     }
@@ -55,7 +57,7 @@ OPTIMIZERS: Final[Mapping[str, Steps]] = MappingProxyType(
 
 
 _OF_MATRICES: Final = "muon"
-"""The optimizer that steps on matrices alone; AdamW steps on all other parameters."""
+"""The optimizer that steps on matrices only; AdamW steps on all other parameters."""
 _OF_WHOLE_TENSORS: Final = frozenset({"adafactor", "muon"})
 """Optimizers whose temporaries depend on a tensor's shape, not only on its number of local
 elements."""
@@ -67,9 +69,9 @@ class Updated:
 
     Args:
         fqn: Fqn of the parameter.
-        numel: Elements of its local shard, without padding.
-        dtype: Dtype in which it is stored.
-        on_host: If True, it is in the host's memory.
+        numel: Elements of the parameter's local shard, without padding.
+        dtype: Dtype in which the parameter is stored.
+        on_host: If True, the parameter is in host memory.
         shape: Shape of the whole parameter.
     """
 
@@ -85,14 +87,14 @@ class Updated:
 
 
 def check_optimizer(name: str, assignment: Assignment | None = None) -> None:
-    """Refuse an optimizer whose temporary memory is not known.
+    """Check that there is a rule for the temporary memory of an optimizer's step.
 
     Args:
         name: A name of `spec.OPTIMIZER_STATES`.
-        assignment: The parameters to step on; None for all that a planner may choose.
+        assignment: Layouts of the parameters to step on; None for any layouts.
 
     Raises:
-        PlanError: The optimizer has no rule, or none for parameters that are sharded.
+        PlanError: There is no rule for the optimizer, or none for sharded parameters.
     """
     if name not in OPTIMIZERS and name not in LOOPS:
         what = f"there is no rule for the temporary memory of a step of the optimizer {name}"
@@ -113,9 +115,9 @@ def _are_in_parts(a: Assignment) -> bool:
 
 
 def is_uniform(assignment: Assignment) -> bool:
-    """Return True if torch steps on all parameters together.
+    """Return True if torch steps on all parameters together (foreach).
 
-    It does if all are plain tensors or all are DTensors, and none is on the host.
+    torch does if all parameters are plain tensors or all are DTensors, and none is on the host.
     """
     if offloads_params(assignment):
         return False
@@ -125,13 +127,13 @@ def is_uniform(assignment: Assignment) -> bool:
 
 
 def states_of(param: Updated, name: str, *, has_host: bool = False) -> list[int]:
-    """Return the bytes of each state tensor of a parameter from the second step on.
+    """Return the bytes of each state tensor that an optimizer has made for a parameter.
 
     Args:
         param: The parameter.
         name: A name of `spec.OPTIMIZER_STATES`.
-        has_host: If True, the host's memory is separate, and step counts are in it unless kernels
-            read them.
+        has_host: If True, host memory is separate from the device's. Step counts are then in host
+            memory, and not in the result, unless kernels read them.
     """
     are_here = not has_host or name in READ_BY_KERNELS
     tensors = SHAPED_TENSORS.get(name)
@@ -143,11 +145,11 @@ def states_of(param: Updated, name: str, *, has_host: bool = False) -> list[int]
 
 
 def step(writer: LogWriter, params: Sequence[Updated], name: str, *, foreach: bool) -> None:
-    """Play one step over the parameters that have gradients.
+    """Play one step of an optimizer: allocate and free its temporaries.
 
     Args:
         writer: The log to write to.
-        params: The parameters, in order.
+        params: The parameters that have gradients, in order.
         name: A name of `spec.OPTIMIZER_STATES`.
         foreach: If True, parameters of one dtype are updated together, otherwise one after the
             other.
@@ -168,7 +170,10 @@ def _stepped(param: Updated, name: str) -> Stepped:
 
 
 def _together(writer: LogWriter, params: Sequence[Updated], times: int) -> None:
-    """Play a foreach step: the lists of one dtype are freed when those of the next dtype exist."""
+    """Play a foreach step, in which a list of temporaries is freed once the next dtype's exists.
+
+    `times` is the number of lists for each dtype.
+    """
     held: list[list[int]] = [[] for _ in range(times)]
     for dtype in dict.fromkeys(param.dtype for param in params):
         alike = [param for param in params if param.dtype == dtype]

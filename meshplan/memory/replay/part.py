@@ -1,4 +1,4 @@
-"""The wrappers of the parameters of a model, or of one of its stages, on one rank."""
+"""The wrappers (FSDP2 units, DDP or none) of a model's or a stage's parameters on one rank."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from meshplan.plan.plan import Plan
 
 
 def splits_backward(a: Assignment) -> bool:
-    """Return True if the schedule runs backwards in two halves."""
+    """Return True if the schedule splits a backward in two halves: input and weight gradients."""
     return a.stages is not None and SCHEDULES[a.stages.schedule].splits_backward
 
 
 class Wrapped:
-    """The wrappers of a model or a stage.
+    """The wrappers of a model or a stage on one rank, which write their storages to a log.
 
     Args:
         writer: The log to write to.
         plan: The plan of the stage, as `restrict` returns it.
         rank: The rank that is replayed.
-        settling: Relayouts of gradients, by parameter, as in the microbatch trace.
+        settling: Redistributions of gradients, as in `MicrobatchTrace.settling`.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class Wrapped:
     def allocate_resident(
         self, found: Mapping[str, object], optimizer: str, *, has_host: bool
     ) -> None:
-        """Allocate what exists before a step: parameters, and states of those that get gradients.
+        """Allocate what exists before a step: buckets, parameters and optimizer state.
 
         Args:
-            found: The parameters that get gradients.
+            found: Fqns of the parameters that get gradients; only these have optimizer state.
             optimizer: A name of `spec.OPTIMIZER_STATES`.
-            has_host: If True, the optimizer's step counts are in the host's memory.
+            has_host: If True, the optimizer's step counts are in host memory.
         """
         self._alone.allocate_resident()
         for fqn, placed in self._plan.assignment.tensors.items():
@@ -82,7 +82,7 @@ class Wrapped:
                     self._writer.make(size, Term.OPTIMIZER, module, on_host=there)
 
     def begin(self, *, is_first: bool, is_last: bool) -> None:
-        """Begin a microbatch, which may be the first or the last of the step."""
+        """Prepare the wrappers for a microbatch, the first or the last of the step if so stated."""
         self._alone.before_forward(is_first=is_first, is_last=is_last)
         self.set_last(is_last=is_last)
 
@@ -93,13 +93,13 @@ class Wrapped:
         self._units.set_last(is_last, keeps_whole=keeps)
 
     def reduce(self) -> None:
-        """Reduce what split backwards left, all at once, as `reduce_units` of the runtime does."""
+        """Reduce the gradients left by split backwards, as `reduce_units` of the runtime does."""
         self._units.set_last(is_last=True, keeps_whole=True)
         self._units.reduce_all()
         self.end_of_backward(is_last=True)
 
     def has_gradient(self, fqn: str, storage: int) -> None:
-        """Take over the gradient of a parameter, which autograd has computed."""
+        """Pass a parameter's gradient from autograd to the wrapper of the parameter."""
         unit = self._unit_of.get(fqn)
         if unit is None:
             self._alone.has_gradient(fqn, storage)
@@ -109,8 +109,8 @@ class Wrapped:
     def act(self, moment: HookKind, unit: str, *, in_backward: bool) -> None:
         """Let a unit act at a hook point.
 
-        A microbatch computed from a config may mark modules that are no units of this plan; they
-        are ignored.
+        Marks of modules that are no units of this plan are ignored. A microbatch computed from a
+        config may have such marks.
         """
         if unit not in self._plan.assignment.units:
             return
@@ -124,7 +124,10 @@ class Wrapped:
             self._units.after_backward(unit)
 
     def end_of_backward(self, *, is_last: bool) -> None:
-        """Finish a backward; after the last one the ranks agree on which gradients they have."""
+        """Finish a backward.
+
+        After the last backward of a step, the ranks compare which gradients they have.
+        """
         self._units.end_of_backward(is_last=is_last)
         if not is_last or not self._agrees:
             return
@@ -132,14 +135,16 @@ class Wrapped:
         self._alone.fill()
         tensors = self._plan.assignment.tensors.values()
         count = sum(p.info.trainable and not p.info.is_buffer and p.info.numel > 0 for p in tensors)
-        # One flag for each parameter, two checksums of the calls: `runtime.apply.data.gradients`.
+        # `runtime.apply.data.gradients` exchanges int64 numbers: a flag for each parameter and two
+        # checksums of the calls.
         self._writer.free(self._writer.make(8 * (count + 2), Term.COMMUNICATION))
 
     def add_gradients(self, fqn: str) -> int | None:
-        """Allocate the sum over stages of a parameter's gradient.
+        """Allocate the sum of a shared parameter's gradients over pipeline stages.
 
         Returns:
-            The sum, which is copied into the gradient; None if the sum became the gradient.
+            Storage of the sum, which is to be freed once it is copied into the gradient; None if
+            the parameter had no gradient, so that the sum became its gradient.
         """
         size = next(param.num_bytes for param in self._params if param.fqn == fqn)
         total = self._writer.make(size, Term.COMMUNICATION, fqn.rpartition(".")[0])
@@ -148,7 +153,7 @@ class Wrapped:
         return total if reduced.setdefault(fqn, total) != total else None
 
     def updated(self) -> list[tuple[tuple[str, ...], Updated]]:
-        """Return (axes that shard it, parameter) of each parameter that has a gradient."""
+        """Return (mesh axes that shard it, parameter) for each parameter that has a gradient."""
         found = {*self._units.reduced(), *self._alone.found}
         tensors, mesh = self._plan.assignment.tensors, self._plan.mesh
         return [
@@ -163,7 +168,7 @@ class Wrapped:
         self._alone.drop_gradients()
 
     def _updated(self) -> Iterator[Updated]:
-        """Yield the trainable parameters as the optimizer has them."""
+        """Yield the trainable parameters with the sizes that the optimizer steps on."""
         for fqn, placed in self._plan.assignment.tensors.items():
             if not placed.info.is_buffer and placed.info.trainable:
                 numel, shape = self._numels[fqn].local, placed.info.shape
@@ -177,7 +182,10 @@ class Wrapped:
 
 
 def _numels_of(a: Assignment, mesh: Mesh, rank: int) -> dict[str, Numels]:
-    """Return the elements of every parameter, computed once for each shape and layout."""
+    """Return the numbers of elements of each parameter, by fqn.
+
+    The numbers are computed once for each shape and layout.
+    """
     known: dict[tuple[tuple[int, ...], int], Numels] = {}
     out = {}
     for fqn, placed in a.tensors.items():

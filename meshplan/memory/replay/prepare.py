@@ -1,4 +1,4 @@
-"""Read what the replay needs off a microbatch trace, once for all plans."""
+"""Index a microbatch trace for the replay, once for all plans."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from meshplan.memory.log.microbatch import AT_STAGE, HookKind, HookPoint, Microb
 _T = TypeVar("_T")
 _EVENT: Final = itemgetter(0)
 _BEGINNING: Final = (HookKind.BEFORE_FORWARD, HookKind.BEFORE_BACKWARD)
-"""Hook points that belong to the phase that begins there; all others to the one that ends."""
+"""Hook points that belong to the phase that begins at their event. All others belong to the phase
+that ends there."""
 
 
 class Act(NamedTuple):
     """An action of the wrappers during a microbatch.
 
     Attributes:
-        event: Index of the event before which it happens.
-        enters: If True, it belongs to the phase that begins at the event.
-        moment: The hook point at which a unit acts; None where a gradient is complete, or where
-            backward begins.
-        fqn: Fqn of the unit or the parameter.
-        at: Suffix of its stage, such as "@stage3"; "" where a rank has one stage only.
-        storage: Storage of the gradient; -1 if there is none.
-        size: Bytes of the gradient.
-        in_backward: True if backward is running.
+        event: Index of the event before which the action happens.
+        enters: If True, the action belongs to the phase that begins at the event.
+        moment: Kind of the hook point at which a unit acts; None for the assignment of a complete
+            gradient, and for the beginning of backward.
+        fqn: Fqn of the unit, or of the parameter whose gradient is assigned.
+        at: Suffix of the stage, such as "@stage3"; "" without a pipeline.
+        storage: Storage of the assigned gradient; -1 for other actions.
+        size: Bytes of the assigned gradient.
+        in_backward: True if backward is running at the hook point.
     """
 
     event: int
@@ -49,15 +50,16 @@ class Prepared:
     Attributes:
         log: The log of the trace.
         marks: The hook points of the trace.
-        gradients: Storage of the gradient, or of the first one, by parameter.
-        arrivals: (event before which it is complete, parameter, storage, bytes) of each gradient.
-        settling: Relayouts of gradients, as in the trace.
+        gradients: Storage of each parameter's gradient, by name; of several gradients the first.
+        arrivals: For each gradient: (index of the event before which it is complete, name of the
+            parameter, storage, bytes).
+        settling: Redistributions of gradients, as in the trace.
         host: Changes of host memory, as in the trace.
         losses: Bytes of the loss, by storage.
         before: Events that allocate what exists before the microbatch.
-        forgotten: Storages that exist before the microbatch and end in it: what the model kept from
-            the microbatch before.
-        kept: Storages that take the place of `forgotten` for the next microbatch.
+        forgotten: Storages that exist before the microbatch and are freed in it: tensors that the
+            model kept from the previous microbatch.
+        kept: Storages that the model keeps for the next microbatch, in the place of `forgotten`.
     """
 
     def __init__(self, work: MicrobatchTrace) -> None:
@@ -85,7 +87,7 @@ class Prepared:
             if storage in unsaid:
                 births.setdefault(storage, number)
         self.gradients = work.gradients
-        # A gradient is complete when it is made, unless the trace says otherwise.
+        # A gradient that `ready` does not list is complete right after its birth.
         self.arrivals = [
             (work.ready.get(fqn, births.get(s, 0) + 1), fqn, s, live.get(s, 0))
             for fqn, s in work.gradients.items()
@@ -101,13 +103,13 @@ class Prepared:
         self._is_steady = [sizes[s] for s in self.forgotten] == [live[s] for s in self.kept]
 
     def check_repeats(self) -> None:
-        """Check that what the model keeps from one microbatch to the next does not change its size.
+        """Check that the tensors that the model keeps for the next microbatch keep their sizes.
 
         Raises:
-            PlanError: The size changes.
+            PlanError: The sizes change, so microbatches are not equal.
         """
         if not self._is_steady:
-            what = "what the model keeps from one microbatch to the next is not always as large"
+            what = "the tensors that the model keeps for the next microbatch change in size"
             raise PlanError(Problem(what, fix="trace the step with meshplan estimate --tier 3"))
 
     @property
@@ -117,26 +119,27 @@ class Prepared:
 
     @cached_property
     def gradients_at(self) -> Mapping[str, Mapping[str, int]]:
-        """`gradients` by stage, each with the names inside of the stage."""
+        """`gradients` by the suffix of the stage, then by fqn."""
         return _by_place(self.gradients)
 
     @cached_property
     def settling_at(self) -> Mapping[str, Mapping[str, tuple[tuple[int, int], ...]]]:
-        """`settling` by stage, each with the names inside of the stage."""
+        """`settling` by the suffix of the stage, then by fqn."""
         return _by_place(self.settling)
 
     @cached_property
     def ends(self) -> Counter[str]:
-        """Number of backwards that are marked, by the suffix of their stage.
+        """Number of `END_OF_BACKWARD` marks, by the suffix of the stage.
 
-        Summarised microbatches may have no mark.
+        This may be less than the number of backwards, because summarised microbatches may have no
+        marks.
         """
         marks = (mark for mark in self.marks if mark.moment == HookKind.END_OF_BACKWARD)
         return Counter(apart(mark.unit)[1] for mark in marks)
 
     @cached_property
     def first_made_in_backward(self) -> int:
-        """Index of the event that makes the first storage of backward."""
+        """Index of the first event in backward that allocates a storage."""
         backward = self.log.phases.index("backward")
         return next(
             number for number, (delta, _, phase) in enumerate(self.log.changes)
@@ -145,7 +148,7 @@ class Prepared:
 
     @cached_property
     def acts(self) -> tuple[Act, ...]:
-        """All actions in order. At the same event gradients come before hook points."""
+        """All actions in order; at the same event, gradients are assigned before hook points."""
         acts = [
             Act(event, False, None, *apart(name), storage, size)
             for event, name, storage, size in self.arrivals
@@ -161,13 +164,13 @@ class Prepared:
         return tuple(sorted(acts, key=_EVENT))
 
     def _is_in_backward(self, event: int) -> bool:
-        """Return True if backward is running at a hook point that ends something."""
+        """Return True if the event before the one with this index is in a backward phase."""
         phase = self.log.changes[event - 1][2] if event else 0
         return self.log.phases[phase] == "backward"
 
 
 def _by_place(items: Mapping[str, _T]) -> dict[str, dict[str, _T]]:
-    """Return the items by the suffix of their stage and by fqn."""
+    """Return the items in a dict of dicts: by the suffix of the stage, then by fqn."""
     out: dict[str, dict[str, _T]] = {}
     for name, value in items.items():
         fqn, at = apart(name)

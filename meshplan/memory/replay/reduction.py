@@ -16,12 +16,12 @@ from meshplan.memory.replay.writer import LogWriter
 
 
 class Reduction(Gathering):
-    """The all-gathers and gradient reductions of all units on one rank: `fsdp.Actions` as bytes.
+    """The actions of all units on one rank (`wrappers.fsdp.Actions`), written to a log as storages.
 
     Args:
         writer: The log to write to.
-        settling: Relayouts of gradients, by parameter, as in the microbatch trace.
-        fills: If True, zeros replace missing gradients before gradients are reduced.
+        settling: Redistributions of gradients, as in `MicrobatchTrace.settling`.
+        fills: If True, allocate zeros for missing gradients before gradients are reduced.
     """
 
     def __init__(
@@ -38,7 +38,10 @@ class Reduction(Gathering):
         self._real: set[str] = set()
 
     def take_gradients(self, unit: ReplayUnit) -> None:
-        """Add autograd's gradients to those of earlier microbatches; take all that are reduced."""
+        """Add autograd's gradients to those of earlier microbatches.
+
+        If the unit reduces in this backward, move all its gradients to `unit.taken`.
+        """
         if unit.reduces and unit.was_gathered:
             self._fill(unit)
         for param in unit.shards.params:
@@ -50,7 +53,10 @@ class Reduction(Gathering):
                     unit.taken[param] = storage
 
     def reduce(self, unit: ReplayUnit) -> None:
-        """Reduce the gradients, once the buffer of the previous unit is freed."""
+        """Reduce the gradients in `unit.taken`, after freeing the previous unit's buffer.
+
+        If the unit does not reduce in this backward, only cast its gradients.
+        """
         if not unit.reduces:
             self._widen(unit)
             return
@@ -62,18 +68,22 @@ class Reduction(Gathering):
             unit.taken = {}
 
     def end_step(self, unit: ReplayUnit) -> None:
-        """Free what the last backward has left: a prefetch that nothing waited for, and buffers."""
+        """Free what the last backward left: an all-gather that nothing waited for, and buffers."""
         self._writer.free(unit.sending)
         self._writer.free(unit.gathering)
         unit.sending = unit.gathering = None
 
     def end_reduction(self) -> None:
-        """Free the buffer of the last reduction, which has ended."""
+        """Free the input buffer of the last reduce-scatter, which has ended."""
         self._writer.free_all(self._scattering)
         self._scattering.clear()
 
     def _taken(self, unit: ReplayUnit, param: Shard) -> int | None:
-        """Return a parameter's gradient, in the parameter's layout along the other axes."""
+        """Return the storage of a parameter's gradient, or None if it has none.
+
+        The gradient is redistributed to the parameter's layout along the axes that do not belong to
+        the unit, such as tp.
+        """
         if param.fqn in unit.summed:
             storage, itemsize = unit.summed.pop(param.fqn), unit.shards.reduce_itemsize
         elif param.fqn in unit.grads:
@@ -95,7 +105,8 @@ class Reduction(Gathering):
     def _fill(self, unit: ReplayUnit) -> None:
         """Allocate zeros for missing gradients, as `runtime.apply.data.gradients` does.
 
-        A parameter may have a gradient on one rank and none on another.
+        Without the zeros, ranks might reduce different gradients: a parameter may have a gradient
+        on one rank and none on another.
         """
         for param in unit.shards.trained if self._fills else ():
             waits = param.fqn in unit.grads or param.fqn in unit.summed
@@ -108,24 +119,24 @@ class Reduction(Gathering):
                 unit.grads[param.fqn] = self._make(unit, param.grad_bytes, Term.GRADIENTS)
 
     def forget_filled(self, units: Iterable[ReplayUnit]) -> None:
-        """Drop the zeros of parameters that have a gradient on no rank: it is None, not zero."""
+        """Drop the zeros of parameters that have a gradient on no rank: their `grad` stays None."""
         for unit in units:
             for fqn in self._filled - self._real:
                 self._writer.free(unit.reduced.pop(fqn, None))
         self._filled, self._real = set(), set()
 
     def _widen(self, unit: ReplayUnit) -> None:
-        """Cast gradients that wait for the last microbatch to the dtype of the reduction."""
+        """Cast the unit's gradients, which await the last microbatch, to the reduction's dtype."""
         itemsize = unit.shards.reduce_itemsize
         for param in unit.shards.trained:
             if param.fqn in unit.grads and itemsize != param.itemsize:
-                # Before its relayout a gradient may differ in size from the parameter.
+                # A gradient that is yet to be redistributed may differ in size from its parameter.
                 size = self._writer.size(unit.grads[param.fqn]) * itemsize // param.itemsize
                 unit.summed[param.fqn] = self._make(unit, size, Term.GRADIENTS)
                 self._writer.free(unit.grads.pop(param.fqn))
 
     def _reduce_scatter(self, unit: ReplayUnit, found: Mapping[Shard, int]) -> None:
-        """Play `foreach_reduce`: copy into a buffer, reduce-scatter into the sharded gradients."""
+        """Play `foreach_reduce`: copy gradients into a buffer, reduce-scatter it, all-reduce."""
         writer, shards = self._writer, unit.shards
         laid, kept = self._lay(unit, found)
         numel = sum(param.padded_numel for param in found)
@@ -155,7 +166,7 @@ class Reduction(Gathering):
             )
             writer.free(out)
             out = cast
-        # All gradients of the unit share one storage, which is freed with the last of them.
+        # All gradients of the unit are views of one storage, which is freed with the last of them.
         for param in found:
             if shards.on_host and writer.has_host:
                 self._bring_back(unit, param)
@@ -168,7 +179,7 @@ class Reduction(Gathering):
         unit.partial = None
 
     def _bring_back(self, unit: ReplayUnit, param: Shard) -> None:
-        """Copy a reduced gradient to the host, and add it to an earlier one on the host."""
+        """Copy a reduced gradient to the host, where it is added to an earlier one, if any."""
         copy = self._writer.make(param.local_bytes, Term.GRADIENTS, unit.fqn, on_host=True)
         if param.fqn in unit.reduced:
             self._writer.free(copy)
@@ -176,13 +187,13 @@ class Reduction(Gathering):
             unit.reduced[param.fqn] = copy
 
     def _lay(self, unit: ReplayUnit, found: Mapping[Shard, int]) -> tuple[list[int], list[int]]:
-        """Lay the gradients out for the buffer.
+        """Copy the gradients of parameters that are sharded along another dim than the first.
 
-        Gradients that are sharded along another dim than the first are copied.
+        FSDP2 rearranges these before it copies all gradients into the buffer.
 
         Returns:
-            Storages that are freed once they are in the buffer, and storages that the local names
-            of a loop keep until the end.
+            (storages that are freed once they are in the buffer, storages that local variables of
+            `foreach_reduce` reference until it returns).
         """
         laid = list(found.values())
         if unit.shards.num_ranks == 1:

@@ -1,4 +1,4 @@
-"""Bytes that a unit gathers and reduces, from the layouts of its parameters."""
+"""Sizes of the tensors that an FSDP unit gathers and reduces, from its parameters' layouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshplan.model.graph import ModelGraph
 
 
 class Numels(NamedTuple):
-    """Elements of a parameter on one rank.
+    """Numbers of elements of a parameter on one rank.
 
     Attributes:
         padded: Elements of the stored shard, padding included.
@@ -29,9 +29,9 @@ class Numels(NamedTuple):
 
 @lru_cache(maxsize=1 << 12)
 def numels_of(shape: tuple[int, ...], stored: Layout, mesh: Mesh, rank: int) -> Numels:
-    """Return the elements of a parameter of this shape and layout on one rank.
+    """Return the numbers of elements of a parameter of this shape and layout on one rank.
 
-    The result is cached, because a model's many parameters have few shapes and layouts.
+    The result is cached, because the many parameters of a model have few shapes and layouts.
     """
     return Numels(
         padded=stored.padded_numel(shape, mesh, UNIT_AXES, rank),
@@ -46,15 +46,14 @@ class Shard:
 
     Args:
         fqn: Fqn of the parameter.
-        padded_numel: Elements of all its shards together, each padded to the size of the first one.
-        stored_bytes: Bytes of this rank's shard as it is stored, padded.
-        local_bytes: Bytes of this rank's shard without padding.
-        grad_numel: Elements of its gradient, which are those of the gathered parameter without
-            padding.
-        itemsize: Bytes of an element in the dtype of the computation.
-        dim: The dim along which the unit shards it.
-        is_cast: If True, it is stored in another dtype than it is computed in.
-        is_trained: If True, it gets a gradient.
+        padded_numel: Elements of all shards together, each padded to the size of the first shard.
+        stored_bytes: Bytes of this rank's shard in the stored dtype, padding included.
+        local_bytes: Bytes of this rank's shard in the stored dtype, without padding.
+        grad_numel: Elements of the gradient, as many as the gathered parameter has without padding.
+        itemsize: Bytes of an element in the compute dtype.
+        dim: The tensor dim along which the unit shards the parameter.
+        is_cast: If True, the stored dtype is not the compute dtype.
+        is_trained: If True, the parameter gets a gradient.
     """
 
     fqn: str
@@ -74,7 +73,7 @@ class Shard:
 
     @property
     def grad_bytes(self) -> int:
-        """Bytes of its gradient as autograd computes it."""
+        """Bytes of the gradient as autograd computes it."""
         return self.grad_numel * self.itemsize
 
 
@@ -84,18 +83,21 @@ class UnitShards:
 
     Args:
         fqn: Fqn of the unit's module.
-        params: The parameters that it gathers, in FSDP2's order.
+        params: The parameters of the unit, in FSDP2's order.
         trained: The subset of `params` that gets a gradient.
-        num_ranks: Number of ranks over which they are sharded; 1 for replicas.
-        is_sharded: If True, it is a unit of `fully_shard`, even if over one rank only.
-        is_replicated: If True, its gradients are all-reduced over replicas too.
-        reshard_after_forward: If True, its parameters are resharded after forward.
-        fewer_ranks: Number of ranks over which they are sharded after forward; 0 for `num_ranks`.
+        num_ranks: Number of ranks over which the parameters are sharded; 1 if they are replicated
+            only.
+        is_sharded: If True, the unit is one of `fully_shard`, be it over one rank only; otherwise
+            one of `replicate`.
+        is_replicated: If True, the unit's gradients are all-reduced over replicas.
+        reshard_after_forward: If True, the parameters are resharded after forward.
+        fewer_ranks: Number of ranks over which the parameters are sharded after forward; 0 for
+            `num_ranks`.
         itemsize: Bytes of an element of the stored parameters.
         grad_itemsize: Bytes of an element of the gradients as autograd computes them.
         reduce_itemsize: Bytes of an element of the gradients while they are reduced.
         is_recast: If True, the reduced gradients are cast to the dtype of the stored parameters.
-        on_host: If True, shards and reduced gradients are in the host's memory.
+        on_host: If True, shards and reduced gradients are in host memory.
     """
 
     fqn: str
@@ -114,25 +116,25 @@ class UnitShards:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of the buffer that an all-gather fills."""
+        """Bytes of the output buffer of an all-gather, in compute dtypes."""
         return sum(param.whole_bytes for param in self.params)
 
     @property
     def cast_bytes(self) -> int:
-        """Bytes of the casts made before the all-gather, summed over ranks."""
+        """Bytes of the casts made before the all-gather, summed over the unit's ranks."""
         return sum(param.whole_bytes for param in self.params if param.is_cast)
 
 
 def offloads_params(assignment: Assignment) -> bool:
-    """Return True if parameters of some unit are offloaded.
+    """Return True if the parameters of any unit are offloaded to the host.
 
-    The optimizers of torch then step on one parameter after the other.
+    torch's optimizers then step on one parameter after the other, not with foreach.
     """
     return any(unit.on_host for unit in assignment.units.values())
 
 
 def unit_shards(assignment: Assignment, graph: ModelGraph, rank: int) -> list[UnitShards]:
-    """Return the units of a plan on one rank, in the order of the modules."""
+    """Return the sizes of each unit of a plan on one rank, in the order of the modules."""
     inner_first, places = graph.inner_first(), graph.order()
     owned: dict[str, list[Placed]] = {fqn: [] for fqn in assignment.units}
     for placed in assignment.tensors.values():
@@ -177,8 +179,8 @@ def _unit(unit: Unit, tensors: list[Placed], mesh: Mesh, rank: int, known: _Know
 
 
 _Known = dict[tuple[tuple[int, ...], int, tuple[str, ...]], tuple[Numels, int, int]]
-"""Results by shape, id of the layout and axes of the unit: elements, number of ranks, sharded dim.
-"""
+"""Maps (shape, id of the layout, axes of the unit) to (numbers of elements, number of ranks over
+which the unit shards, sharded dim)."""
 
 
 def _shard(placed: Placed, unit: Unit, mesh: Mesh, rank: int, known: _Known) -> Shard:

@@ -1,4 +1,4 @@
-"""Compose a rank's step on a GPU from one microbatch of its model."""
+"""Compose the event log of a rank's step on a GPU from one microbatch of the rank."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from meshplan.plan.plan import Plan
 
 
 def composed_log(work: Prepared, plan: Plan, rank: int) -> EventLog:
-    """Return the events of a step on a GPU whose optimizer counts its steps in the host's memory.
+    """Return the event log of a step on a GPU, where optimizers keep step counts in host memory.
 
     Args:
         work: One microbatch of this rank.
-        plan: The plan, decided for the whole model.
+        plan: The plan of the whole model, all stages included.
         rank: The rank whose step is composed.
 
     Raises:
-        PlanError: There is no rule for something in this plan: trace the whole step instead.
+        PlanError: There is no rule for a feature of this plan.
     """
     foreach = is_uniform(plan.assignment)
     optimizer = plan.spec.optimizer

@@ -1,4 +1,4 @@
-"""The bytes of FSDP2's units: what the rules of `wrappers.fsdp` make and free on one rank."""
+"""FSDP2's units on one rank: the storages that the rules of `wrappers.fsdp` make and free."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from meshplan.wrappers.fsdp import Units
 
 
 class ReplayUnits(Units[ReplayUnit]):
-    """All units of a model, or of a stage, on one rank.
+    """All units of a model, or of a stage, on one rank, with the storages that they allocate.
 
     Args:
         writer: The log to write to.
         shards: Sizes of the units, in the order of the modules.
-        settling: Relayouts of gradients, by parameter, as in the microbatch trace.
-        fills: If True, zeros replace missing gradients before gradients are reduced.
+        settling: Redistributions of gradients, as in `MicrobatchTrace.settling`.
+        fills: If True, allocate zeros for missing gradients before gradients are reduced.
     """
 
     def __init__(
@@ -34,7 +34,9 @@ class ReplayUnits(Units[ReplayUnit]):
         super().__init__(map(ReplayUnit.of, shards), self._bytes)
 
     def set_last(self, is_last: bool, *, keeps_whole: bool) -> None:
-        """Do what `runtime.apply.data.data.set_gradient_sync` does before each microbatch.
+        """Set which units reduce in the coming backward.
+
+        This is what `runtime.apply.data.data.set_gradient_sync` does before each microbatch.
 
         Args:
             is_last: True if the coming backward is the last of the step.
@@ -48,7 +50,13 @@ class ReplayUnits(Units[ReplayUnit]):
                 unit.reduces_replicas = is_last
 
     def has_gradient(self, fqn: str, param: str, storage: int) -> None:
-        """Take over a gradient from autograd, or free it if it is added to an earlier one."""
+        """Keep a gradient from autograd, or free it if it is added to an earlier gradient.
+
+        Args:
+            fqn: Fqn of the unit.
+            param: Fqn of the parameter.
+            storage: Storage of the gradient.
+        """
         unit = self.states[fqn]
         if param in unit.grads:
             self._writer.free(storage)
@@ -56,7 +64,7 @@ class ReplayUnits(Units[ReplayUnit]):
             unit.grads[param] = storage
 
     def reduce_all(self) -> None:
-        """Reduce the gradients of every unit, each unit before those inside it."""
+        """Reduce the gradients of every unit, each unit before the units inside it."""
         for fqn in self.states:
             self.after_backward(fqn)
 
@@ -66,15 +74,15 @@ class ReplayUnits(Units[ReplayUnit]):
             self._bytes.end_reduction()
 
     def forget_filled(self) -> None:
-        """Drop the gradients that no rank had, once the ranks have compared them."""
+        """Drop the zeros of parameters without a gradient on any rank, at the end of a step."""
         self._bytes.forget_filled(self.states.values())
 
     def reduced(self) -> Mapping[str, int]:
-        """Return the storages of the gradients that the optimizer finds, by parameter."""
+        """Return the storages of all reduced gradients, which the optimizer finds, by parameter."""
         return {fqn: n for unit in self.states.values() for fqn, n in unit.reduced.items()}
 
     def gradients(self, fqn: str) -> dict[str, int]:
-        """Return the storage of each reduced gradient of a unit, by parameter."""
+        """Return the unit's own dict of its reduced gradients: storages by fqn of the parameter."""
         return self.states[fqn].reduced
 
     def drop_gradients(self) -> None:

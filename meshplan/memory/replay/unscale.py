@@ -1,4 +1,4 @@
-"""Buffers that unscaling the gradients of a float16 loss allocates, to check that all are finite.
+"""Temporary buffers of `unscale`, which checks that all gradients of a scaled loss are finite.
 
 Source: `runtime.train.gradient_scale.unscale`, line by line, and torch 2.13, ATen's
 `isfinite`, which compares the tensor with itself and its absolute value with infinity.
@@ -14,7 +14,7 @@ from meshplan.memory.replay.writer import LogWriter
 
 
 def unscale(writer: LogWriter, params: Sequence[Updated]) -> None:
-    """Play one call of `unscale`.
+    """Play one call of `runtime.train.gradient_scale.unscale`.
 
     Args:
         writer: The log to write to.

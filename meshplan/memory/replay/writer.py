@@ -1,4 +1,4 @@
-"""Write an event log: storages of wrappers and the optimizer, between segments of a microbatch."""
+"""Write an event log: events of a recorded microbatch, with those of wrappers in between."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from meshplan.memory.log.events import Change, EventLog, Storage, Term
 
 
 class LogWriter:
-    """An event log in the making.
+    """Builds an event log from allocations and frees.
 
-    Each storage has a number of holders, and is freed when the last of them lets go.
+    Storages are reference-counted: a storage is freed when its last holder is removed.
 
     Args:
-        has_host: If True, the host's memory is separate; otherwise storages on the host count as
-            storages on the device.
+        has_host: If True, host memory is separate from the device's; otherwise storages on the host
+            count as storages on the device.
     """
 
     def __init__(self, *, has_host: bool = False) -> None:
@@ -27,7 +27,7 @@ class LogWriter:
         self._sizes: dict[int, int] = {}
         self._holders: dict[int, int] = {}
         self._passing: dict[int, tuple[int, Term]] = {}
-        """Phases at birth and category if short-lived, for each storage that may be short-lived."""
+        """For storages with `passing`: (number of phases begun at their birth, `passing`)."""
 
     def begin(self, phase: str) -> None:
         """Begin a phase, unless it is the current one already."""
@@ -50,14 +50,14 @@ class LogWriter:
         Args:
             size: Bytes of the storage.
             term: Category of its bytes.
-            module: Fqn of the module that it belongs to; "" for none.
-            op: Name of the operator that makes it; "" for none.
-            stream: The stream on which it is made; 0 is the compute stream.
-            on_host: If True, it is in the host's memory, provided that is separate.
-            passing: Category instead of `term` if the storage turns out to be short-lived, as in a
-                trace, which can only tell from the lifetime. `COMMUNICATION` applies if it is freed
-                before the optimizer step, any other category if it is freed in the phase in which
-                it was made.
+            module: Fqn of the module that the storage belongs to; "" for none.
+            op: Name of the operator that makes the storage; "" for none.
+            stream: Number of the CUDA stream on which it is made; 0 is the compute stream.
+            on_host: If True, the storage is in host memory, provided that is separate.
+            passing: Category that replaces `term` if the storage turns out to be short-lived, as
+                in a trace, where only lifetimes are known. `COMMUNICATION` replaces it if the
+                storage is freed before the optimizer step, any other category if the storage is
+                freed in the phase in which it was made.
 
         Returns:
             The number of the storage.
@@ -76,13 +76,13 @@ class LogWriter:
         return number
 
     def change_host(self, delta: int) -> None:
-        """Add `delta` to the bytes that the microbatch keeps on the host."""
+        """Add `delta` to the bytes that the microbatch keeps in host memory."""
         assert self.has_host, "the host has no memory apart from the device's"
         self._host_live += delta
         self._host_most = max(self._host_most, self._host_live)
 
     def adopt(self, number: int, size: int, holders: int = 1) -> None:
-        """Add holders to a storage of `size` bytes that the microbatch made."""
+        """Add holders to a storage of `size` bytes that events of the microbatch made."""
         self._sizes[number] = size
         self._holders[number] = self._holders.get(number, 0) + holders
 
@@ -95,7 +95,10 @@ class LogWriter:
         self._holders[number] += 1
 
     def free(self, number: int | None) -> None:
-        """Remove a holder of a storage, and free the storage if it was the last one."""
+        """Remove a holder of a storage, and free the storage if no other holder is left.
+
+        None stands for no storage and is ignored.
+        """
         if number is None:
             return
         self._holders[number] = left = self._holders.get(number, 0) - 1
@@ -110,7 +113,8 @@ class LogWriter:
 
     def _settle(self, number: int) -> None:
         born, term = self._passing.pop(number)
-        # Communication buffers last if they live into the step, others if they outlive a phase.
+        # A storage keeps its term if it was not short-lived: a communication buffer that lives into
+        # the optimizer step, any other storage that outlives the phase of its birth.
         is_sent = term == Term.COMMUNICATION
         if self._phases[-1] != "step" if is_sent else len(self._phases) == born:
             self._storages[number] = self._storages[number]._replace(term=term)
@@ -121,21 +125,21 @@ class LogWriter:
             self.free(number)
 
     def log(self) -> EventLog:
-        """Return the log."""
+        """Return the event log as written so far."""
         storages, events = tuple(self._storages), tuple(self._events)
         return EventLog(storages, events, tuple(self._phases), self._host_most)
 
     def add_storages(self, storages: Sequence[Storage]) -> int:
-        """Add the storages of a microbatch, and return the number of the first one."""
+        """Add the storages of a microbatch, and return the new number of its storage 0."""
         first = len(self._storages)
         self._storages.extend(storages)
         return first
 
     def add_events(self, events: Sequence[Change], first: int, known: Mapping[int, int]) -> None:
-        """Add events of a microbatch, all of one phase.
+        """Add events of a microbatch to the current phase.
 
         Args:
-            events: The events, with the storage numbers of the microbatch.
+            events: The events, all of one phase, with the storage numbers of the microbatch.
             first: Number in this log of the microbatch's storage 0.
             known: Numbers in this log of storages that exist already, by their number in the
                 microbatch.
@@ -150,12 +154,13 @@ class LogWriter:
 
 
 class Copy:
-    """One execution of a microbatch: its events, with storage numbers of their own.
+    """One execution of a recorded microbatch, whose events are written with new storage numbers.
 
     Args:
         writer: The log to write to.
         log: The log of the microbatch.
-        first_event: Index of the first event to execute; those before it exist already.
+        first_event: Index of the first event to execute; the events before it allocate what exists
+            before the microbatch.
         known: Numbers in the written log of storages that exist already, such as inputs and
             buffers, by their number in the microbatch.
 
@@ -182,18 +187,18 @@ class Copy:
         return self._known.get(storage, self._first + storage)
 
     def allocate_resident(self, before: Sequence[Change], times: Mapping[Term, int]) -> None:
-        """Allocate what exists before the microbatch.
+        """Allocate the storages that exist before the microbatch.
 
         Args:
-            before: The events that allocate it.
-            times: Factors by which the bytes of some categories are multiplied.
+            before: The events that allocate them.
+            times: Factors by category; bytes of categories that are not listed stay as they are.
         """
         for delta, storage, phase in before:
             many = times.get(self._log.storages[storage].term, 1)
             self._writer.add_events([(delta * many, storage, phase)], self._first, self._known)
 
     def until(self, event: int, *, enters: bool = False) -> None:
-        """Execute the microbatch up to an event.
+        """Execute the microbatch up to an event, from where the previous call stopped.
 
         Args:
             event: Index of the event to stop before.
@@ -214,7 +219,7 @@ class Copy:
 
     def _begin(self, event: int) -> None:
         phase = self._log.changes[event][2]
-        if phase:  # A microbatch that begins before its first phase does so in the current one.
+        if phase:  # Events of the phase "before" are added to the current phase.
             self._writer.begin(self._log.phases[phase])
 
     def _end_of_phase(self, at: int, event: int) -> int:

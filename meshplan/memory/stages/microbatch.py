@@ -1,4 +1,4 @@
-"""One microbatch of one stage, played alone: its events, what it leaves and what it sends."""
+"""One microbatch of one stage, played alone: its events, and the storages that it passes on."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from meshplan.memory.tape.tape import Player
 
 _NAMELESS: Final = ("num_before", "sizes", "left", "host_bytes", "changes", "plain_until")
 _NAMELESS_IN_HALVES: Final = ("waiting", "held")
-"""Cached properties that renaming does not change; the second list is for a split backward only."""
+"""Cached properties of `StageWork` that renaming does not change. The second tuple has those that
+exist for a split backward only."""
 _FORWARD: Final = (HookKind.BEFORE_FORWARD, HookKind.AFTER_FORWARD)
 
 
 @dataclass(frozen=True)
 class StageWork:
-    """One microbatch of one stage.
+    """One microbatch of one stage, with the storages that cross the stage's boundaries.
 
     Args:
         work: Trace of forward, then backward.
-        split: Number of the first event of backward.
-        received: Storages of the activations received from the stage before.
+        split: Index of the first event of backward.
+        received: Storages of the activations received from the previous stage.
         sent: Storages of the activations sent to the next stage.
-        given: Storages of the gradients received for what was sent.
-        returned: Storages of the gradients of what was received.
-        turn: For a split backward, the numbers of events and of marks before the second half; None
+        given: Storages of the gradients of `sent`, received from the next stage.
+        returned: Storages of the gradients of `received`, sent to the previous stage.
+        turn: For a split backward, (number of events, number of marks) before its second half; None
             if the backward is not split.
     """
 
@@ -42,7 +43,11 @@ class StageWork:
     turn: tuple[int, int] | None = None
 
     def renamed(self, names: Mapping[str, str]) -> StageWork:
-        """Return the same work with every module renamed as in `names`."""
+        """Return the same work with every module, unit and parameter renamed.
+
+        Args:
+            names: New names by old name.
+        """
         out = replace(self, work=_renamed(self.work, names))
         for figure in _NAMELESS if self.turn is None else (*_NAMELESS, *_NAMELESS_IN_HALVES):
             out.__dict__[figure] = getattr(self, figure)
@@ -50,12 +55,12 @@ class StageWork:
 
     @cached_property
     def num_before(self) -> int:
-        """Number of events of storages that exist before the microbatch."""
+        """Number of events that allocate storages that exist before the microbatch."""
         return sum(not phase for _, _, phase in self.work.log.changes)
 
     @cached_property
     def storages(self) -> tuple[Storage, ...]:
-        """All storages, where those that are sent on or back are communication buffers."""
+        """All storages of the log; those in `sent` and `returned` are communication buffers."""
         crossing = {*self.sent, *self.returned}
         return tuple(
             each._replace(term=Term.COMMUNICATION) if number in crossing else each
@@ -64,12 +69,12 @@ class StageWork:
 
     @cached_property
     def sizes(self) -> Mapping[int, int]:
-        """Bytes of each storage."""
+        """Bytes of each storage, by its number."""
         return {storage: delta for delta, storage, _ in self.work.log.changes if delta > 0}
 
     @cached_property
     def left(self) -> tuple[int, ...]:
-        """Storages that forward leaves for backward, without those that are sent."""
+        """Storages that forward leaves for backward, without those in `sent`."""
         live: dict[int, None] = {}
         for delta, storage, _ in self.work.log.changes[self.num_before : self.split]:
             if delta > 0:
@@ -80,7 +85,7 @@ class StageWork:
 
     @cached_property
     def waiting(self) -> tuple[int, ...]:
-        """Storages made before the second half of a split backward that are freed in it."""
+        """Storages that are made before the second half of a split backward and freed in it."""
         assert self.turn is not None
         live: dict[int, None] = {}
         for delta, storage, _ in self.work.log.changes[self.num_before : self.turn[0]]:
@@ -95,7 +100,7 @@ class StageWork:
 
     @cached_property
     def held(self) -> frozenset[int]:
-        """Storages that cross an edge and that the graph references until the second half."""
+        """Storages that cross a boundary and that the graph references until the second half."""
         crossing = {*self.received, *self.given, *self.returned}
         return frozenset(crossing & {*self.waiting})
 
@@ -106,9 +111,9 @@ class StageWork:
 
     @cached_property
     def changes(self) -> Mapping[str, int]:
-        """Change in live bytes from each kind of action.
+        """Change in live bytes by kind of action, such as "F" or "SEND_B".
 
-        The key "arrived" is for what was sent back and is known to have arrived.
+        The key "arrived" is the change once the gradients sent back are known to have arrived.
         """
 
         def total(storages: Iterable[int]) -> int:
@@ -136,10 +141,10 @@ class StageWork:
 
     @cached_property
     def plain_until(self) -> Sequence[int]:
-        """For each event, the next event from there on that cannot simply be copied into a pass.
+        """For each event, the index of the first event at or after it that needs attention.
 
-        At all other events there is no mark, no phase begins, nothing crosses an edge, and no
-        gradient is made or assigned.
+        All other events can simply be copied into a pass: there is no mark, no phase begins, no
+        storage crosses a stage boundary, and no gradient is made or assigned.
         """
         events = self.work.log.changes
         marked = {mark.event for mark in self.work.marks}
@@ -159,9 +164,15 @@ class StageWork:
         return out
 
     def marks_between(self, first: int) -> Sequence[HookPoint]:
-        """Return the marks of forward, backward or a half of it, by its first event."""
+        """Return the marks of the forward, backward or half of a backward that begins at `first`.
+
+        Args:
+            first: `num_before` for forward, `split` for backward or its first half, the event in
+                `turn` for its second half.
+        """
         marks = self.work.marks
-        # Backward may recompute a unit, so forward's marks end at the first mark of another kind.
+        # The kind of a mark does not tell forward from backward, since backward may recompute a
+        # unit. So forward's marks end where the first mark of another kind is.
         back = next(n for n, mark in enumerate(marks) if mark.moment not in _FORWARD)
         if first == self.num_before:
             return marks[:back]
@@ -171,7 +182,7 @@ class StageWork:
 
     @cached_property
     def ready_at(self) -> Mapping[int, Sequence[int]]:
-        """Gradients of weights that are complete before each event."""
+        """By index of an event: storages of the parameters' gradients complete before it."""
         out: dict[int, list[int]] = {}
         for fqn, event in self.work.ready.items():
             out.setdefault(event, []).append(self.work.gradients[fqn])
@@ -179,17 +190,23 @@ class StageWork:
 
     @cached_property
     def names(self) -> Mapping[int, str]:
-        """The parameter whose gradient each storage is."""
+        """By storage of a gradient: fqn of the parameter."""
         return {storage: fqn for fqn, storage in self.work.gradients.items()}
 
 
 def play_stage(part: StageTape, *, sums_in_place: bool) -> StageWork:
-    """Play one microbatch of a stage alone."""
+    """Play one microbatch of a stage whose backward is not split.
+
+    Args:
+        part: The tape of the stage.
+        sums_in_place: If True, several gradients of one value are added up in place; see
+            `tape.play`.
+    """
     return played(part, StagePlayer(part, sums_in_place))
 
 
 def played(part: StageTape, player: StagePlayer) -> StageWork:
-    """Return the `StageWork` that a player plays."""
+    """Let a player play the tape of a stage, and return the result."""
     work = player.work()
     backward = work.log.phases.index("backward")
     split = next(
@@ -231,10 +248,11 @@ def _renamed(work: MicrobatchTrace, names: Mapping[str, str]) -> MicrobatchTrace
 
 
 def _inner_first(marks: tuple[HookPoint, ...]) -> tuple[HookPoint, ...]:
-    """Put the mark of a unit's backward ahead of the root's, if both begin at the same event.
+    """Put `BEFORE_BACKWARD` of a unit ahead of the root's, if both are at the same event.
 
-    The output of a stage's last unit is the output of the stage, so the unit's hook was registered
-    first and runs first. In a whole model the head lies in between.
+    If the output of a stage's last unit is the output of the stage, the unit's hook runs first,
+    because it was registered first. In a whole model the head is between the last unit and the
+    output, so the hooks are at different events.
     """
     out = list(marks)
     for number, mark in enumerate(out[:-1]):
@@ -245,14 +263,14 @@ def _inner_first(marks: tuple[HookPoint, ...]) -> tuple[HookPoint, ...]:
 
 
 class StagePlayer(Player):
-    """Plays the tape of a stage, and records what crosses its edges.
+    """Plays the tape of a stage, and records the storages that cross the stage's boundaries.
 
     Attributes:
-        received: Storages of the activations received from the stage before.
+        received: Storages of the activations received from the previous stage.
         sent: Storages of the activations sent to the next stage.
-        given: Storages of the gradients received for what was sent.
-        returned: Storages of the gradients of what was received.
-        turn: For a split backward, the numbers of events and of marks before the second half; else
+        given: Storages of the gradients of `sent`, received from the next stage.
+        returned: Storages of the gradients of `received`, sent to the previous stage.
+        turn: For a split backward, (number of events, number of marks) before its second half; else
             None.
     """
 
@@ -277,7 +295,8 @@ class StagePlayer(Player):
     def _note_given(self, number: int) -> None:
         if self._part.sent and number == len(self._part.tape.rows) - 1:
             self.given = tuple(self._grads[value] for value in self._part.sent)
-            for storage in self.given:  # So does the pipeline: nothing is added to them in place.
+            # The pipeline references these gradients too, so autograd never adds to them in place.
+            for storage in self.given:
                 self._hold(storage)
 
     def _mark(self, moment: HookKind, unit: str) -> None:

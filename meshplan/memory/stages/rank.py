@@ -1,4 +1,4 @@
-"""The work of a rank: its pass through the schedule, summarised in part on request."""
+"""The trace of one rank's pass through its pipeline schedule."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def work_of_rank(
         released: For each action, the sends whose buffers are freed before it, as
             `schedules.released` returns them.
         takes_gradients: If True, wrappers take the gradients of every microbatch; otherwise
-            gradients are added to those that exist.
-        summarised: If True, microbatches that cannot make the peak are summarised.
-        halved: Work of the stages whose backward is split in two halves.
+            gradients are added to those of the first microbatch.
+        summarised: If True, summarise the microbatches that cannot contain the peak: write only the
+            storages that they leave behind.
+        halved: For stages with split backwards, the work with the backward split in two halves.
     """
     split = {(action.stage, action.microbatch) for action in order if action.kind == "I"}
 
@@ -61,12 +62,13 @@ def _decisive(
     order: Sequence[Action],
     released: Mapping[Action, tuple[Action, ...]],
 ) -> set[tuple[int, int]]:
-    """Return the (stage, microbatch) pairs that can make the peak.
+    """Return the (stage, microbatch) pairs that can contain the peak.
 
-    Among actions of one kind and stage that follow the same kind and stage of action, only the one
-    with the most live bytes can. What a unit still has gathered depends on the action before, so
-    that one is included too. So are the first two microbatches, after which accumulated gradients
-    exist, and the last one, in which gradients are reduced.
+    Actions are grouped by kind and stage, and by kind and stage of the action before. In each group
+    only the action that begins with the most live bytes can contain the peak. The action before it
+    is included too, because it determines which units are still gathered. For each kind and stage,
+    the first two microbatches are included, because accumulated gradients exist after them, and the
+    last one, because it reduces gradients.
     """
     live = 0
     before: Action | None = None

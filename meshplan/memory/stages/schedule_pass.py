@@ -1,12 +1,13 @@
 """The storages that a rank of a pipeline allocates and frees over all microbatches of a step.
 
-Each stage is played once (`StageWork`). Its forwards and backwards are placed in the schedule's
-order. Between them are the buffers that `runtime.apply.pipeline.run` receives, sends and
-references: what was sent stays until it is known to have arrived.
+Each stage is played once (`StageWork`). The events of its forward and backward are copied in the
+order of the schedule. Between them are the buffers that `runtime.apply.pipeline.run` receives and
+sends; a sent tensor stays until it is known to have arrived.
 
-Most of many microbatches equal others that run with more memory in use. Those are summarised: only
-what they leave behind is written. Where a backward is split in two halves, the graph may reference
-what crosses an edge for longer than the sender or receiver does.
+In a long step most microbatches have the same events as others that run with more memory in use, so
+they cannot contain the peak. They can be summarised: only the storages that they leave behind are
+written. If a backward is split in two halves, the autograd graph may reference a tensor that
+crosses a stage boundary for longer than its sender or receiver does.
 """
 
 from __future__ import annotations
@@ -23,19 +24,20 @@ from meshplan.memory.log.microbatch import AT_STAGE, HookKind, HookPoint, Microb
 from meshplan.memory.stages.microbatch import StageWork
 
 _NUMBER: Final = 8
-"""Bytes of the sum of losses, which is in double precision."""
+"""Bytes of the sum of losses, a float64 number."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PlayedMicrobatch:
-    """One microbatch in one stage.
+    """One microbatch in one stage: maps its storages in the `StageWork` to those in the pass.
 
     Args:
         stage: Number of the stage.
-        first: Number in the pass of the first storage of its work.
+        first: Number in the pass of storage 0 of the work.
         known: Number in the pass of each storage that is not numbered from `first`, by its number
             in the work.
-        left: Storages that forward left for backward and that nothing else references.
+        left: Numbers in the pass of the storages that forward left for backward and that nothing
+            else references.
     """
 
     stage: int
@@ -48,14 +50,15 @@ class _PlayedMicrobatch:
 
 
 class Pass:
-    """The pass of a rank through its schedule, built action by action.
+    """The pass of a rank through its schedule; each method appends the events of one action.
 
     Args:
         parts: Work of one microbatch in each of the rank's stages.
-        part_of: Map (stage, microbatch) to its work, which may have a split backward.
+        part_of: Maps (stage, microbatch) to the microbatch's work, which may have a split backward.
         stages: Stages of the whole pipeline.
         whole: (stage, microbatch) pairs that are expanded; all others are summarised.
-        takes_gradients: If True, wrappers take the gradients of every microbatch.
+        takes_gradients: If True, wrappers take the gradients of every microbatch; otherwise
+            gradients are added to those of the first microbatch.
     """
 
     def __init__(
@@ -79,7 +82,8 @@ class Pass:
         self._ready: dict[str, int] = {}
         self._again: list[tuple[int, str, int]] = []
         self._known: dict[int, dict[int, int]] = {}
-        """Storages that exist before, for each stage: number in the pass by number in the work."""
+        """For each stage, storages that exist before the step: number in the pass by number in the
+        work."""
         self._flights: dict[tuple[int, int], _PlayedMicrobatch] = {}
         self._arrived: dict[tuple[int, int], list[int]] = {}
         self._came_back: dict[tuple[int, int], list[int]] = {}
@@ -91,7 +95,7 @@ class Pass:
         self._total = self._make(_NUMBER, Storage(Term.COMMUNICATION, "zeros"))
 
     def _be_there(self) -> None:
-        """Make the inputs and targets of all microbatches, and every stage's own buffers."""
+        """Allocate the inputs and targets of all microbatches, and the buffers of every stage."""
         inputs: list[int] | None = None
         for stage, part in self._parts.items():
             known = self._known[stage] = {}
@@ -113,26 +117,26 @@ class Pass:
                 known[storage] = given[-1]
             inputs = given if inputs is None else inputs
 
-    # What a rank does
+    # Actions of a rank
 
     def begin(self, action: Action, arrived: Iterable[Action]) -> None:
-        """Begin an action: free what was sent and has arrived."""
+        """Begin a forward or backward: free the tensors of sends that are known to have arrived."""
         self._begin("forward" if action.kind == "F" else "backward")
         for sent in arrived:
             self._let_go(self._leaving.pop(sent, ()))
 
     def forward(self, stage: int, m: int) -> None:
-        """Run forward, up to what is sent on or the loss."""
+        """Append the forward of microbatch `m`, up to the tensors that are sent, or to the loss."""
         part = self._part_of(stage, m)
         arrived = self._arrived.pop((stage, m), [])
-        if stage - 1 in self._parts:  # Shared with the neighbour on this rank.
+        if stage - 1 in self._parts:  # A stage on the same rank passes its tensors directly.
             before = self._flights[stage - 1, m]
             arrived = [before[s] for s in self._part_of(stage - 1, m).sent]
             self._holders.update(arrived)
         known = self._known[stage] | dict(zip(part.received, arrived, strict=True))
         flight = _PlayedMicrobatch(stage, len(self._storages), known, [])
         self._flights[stage, m] = flight
-        if part.turn is not None:  # The graph references it too.
+        if part.turn is not None:  # The graph references the received tensors too.
             self._holders.update(arrived)
         if (stage, m) not in self._whole:
             flight.left.extend(self._make(part.sizes[n], part.storages[n]) for n in part.left)
@@ -149,7 +153,7 @@ class Pass:
             self._drop(self._make(_NUMBER, Storage(Term.LOSS, "_to_copy")))
 
     def backward(self, stage: int, m: int) -> None:
-        """Run backward, up to the gradients of what was received."""
+        """Append a backward that is not split, up to the gradients of the received tensors."""
         self._take_back(stage, m)
         self._whole_backward(stage, m)
 
@@ -169,18 +173,19 @@ class Pass:
         self._end_outputs(part, flight)
 
     def first_half(self, stage: int, m: int) -> None:
-        """Run backward without the gradients of weights."""
+        """Append the first half of a split backward, which computes no gradients of weights."""
         self._take_back(stage, m)
         part, flight = self._part_of(stage, m), self._flights[stage, m]
         if part.turn is None:
-            return  # Nothing was received: the second half does all.
+            return  # No received tensor needs a gradient: the second half runs all of backward.
         flight.known.update(zip(part.given, self._came_back.pop((stage, m), []), strict=True))
         if (stage, m) in self._whole:
             self._play(part, flight, part.split, part.turn[0])
             self._end_outputs(part, flight)
             return
         waiting = {*part.waiting}
-        for mark in part.marks_between(part.split):  # Wrappers take earlier gradients here.
+        # At these hook points, wrappers take the gradients of earlier second halves.
+        for mark in part.marks_between(part.split):
             self._mark(mark, f"{AT_STAGE}{stage}")
         self._make_known(part, flight, part.returned)
         self._holders.update(flight[s] for s in part.returned)
@@ -195,7 +200,7 @@ class Pass:
         self._let_go(flight[storage] for storage in part.sent)
 
     def second_half(self, stage: int, m: int) -> None:
-        """Compute the gradients of weights."""
+        """Append the second half of a split backward, which computes the gradients of weights."""
         part, flight = self._part_of(stage, m), self._flights[stage, m]
         if part.turn is None:
             self._whole_backward(stage, m)
@@ -204,21 +209,21 @@ class Pass:
         else:
             self._let_go(flight[storage] for storage in part.waiting)
             for storage in part.names if self._takes else ():
-                # They wait for the next first half, in which the wrapper takes them.
+                # The gradients wait for the next first half, in which the wrapper takes them.
                 self._make_known(part, flight, [storage])
                 self._take(part, storage, flight[storage], f"{AT_STAGE}{stage}")
 
     def _end_outputs(self, part: StageWork, flight: _PlayedMicrobatch) -> None:
-        """Free what backward began with: what was sent, or the loss."""
+        """Free the outputs from which backward began: the sent tensors, or the loss."""
         self._let_go(flight[storage] for storage in part.sent)
         if flight.stage == self._stages.num - 1:
             for storage in part.work.losses:
                 self._drop(flight[storage])
 
     def _take_back(self, stage: int, m: int) -> None:
-        """Take the gradients from a neighbouring stage on this rank as they are, without a receive.
+        """Take the gradients directly from the next stage, if that is on the same rank.
 
-        The activations that they belong to are freed.
+        The activations to which the gradients belong are freed.
         """
         if stage + 1 in self._parts:
             part, flight = self._part_of(stage + 1, m), self._flights[stage + 1, m]
@@ -226,30 +231,34 @@ class Pass:
             self._came_back[stage, m] = [flight[storage] for storage in part.returned]
 
     def send_forward(self, stage: int, m: int) -> None:
-        """Reference what is sent until it has arrived; the graph references it until backward."""
+        """Keep the sent activations until they have arrived; the graph keeps them even longer."""
         storages = [self._flights[stage, m][s] for s in self._part_of(stage, m).sent]
         self._leaving[Action("SEND_F", stage, m)] = storages
         self._holders.update(storages)
 
     def receive_forward(self, stage: int, m: int) -> None:
-        """Allocate a buffer for the activations that arrive."""
+        """Allocate buffers for the activations that arrive."""
         self._arrived[stage, m] = self._receive(stage, m, received=True)
 
     def send_backward(self, stage: int, m: int) -> None:
-        """Reference the gradients until they have arrived.
+        """Keep the sent gradients until they have arrived.
 
-        The activations that they belong to are freed.
+        The activations to which the gradients belong are freed.
         """
         part, flight = self._part_of(stage, m), self._flights[stage, m]
         self._leaving[Action("SEND_B", stage, m)] = [flight[s] for s in part.returned]
         self._let_go(flight[storage] for storage in part.received)
 
     def receive_backward(self, stage: int, m: int) -> None:
-        """Allocate a buffer for the gradients that arrive, which stays until backward is done."""
+        """Allocate buffers for the gradients that arrive, which stay until backward is done."""
         self._came_back[stage, m] = self._receive(stage, m, received=False)
 
     def end(self, split_of: Collection[int]) -> MicrobatchTrace:
-        """Finish the pass after the last action: free what was sent, and return the trace."""
+        """Finish the pass after the last action: free the sent tensors, and return the trace.
+
+        Args:
+            split_of: Stages with split backwards, whose gradients are reduced now.
+        """
         self._begin("backward")
         for storages in self._leaving.values():
             self._let_go(storages)
@@ -313,7 +322,7 @@ class Pass:
         return [self._make(sizes[storage], made) for storage in storages]
 
     def _let_go(self, storages: Iterable[int]) -> None:
-        """Drop a reference to each storage; the last one frees it."""
+        """Drop one reference to each storage, and free storages without further references."""
         for storage in storages:
             if self._holders.get(storage):
                 self._holders[storage] -= 1
@@ -321,7 +330,7 @@ class Pass:
                 self._drop(storage)
 
     def _play(self, part: StageWork, flight: _PlayedMicrobatch, first: int, end: int) -> None:
-        """Append the events `first` to `end` of a stage's work."""
+        """Append the events from `first` to before `end` of a stage's work."""
         log, at = part.work.log, f"{AT_STAGE}{flight.stage}"
         marks = part.marks_between(first)
         is_split = part.turn is not None
@@ -335,7 +344,7 @@ class Pass:
         plain_until, numbers, events = part.plain_until, flight.known, log.changes
         number = first
         while number < end:
-            # Copy all events up to the next one that needs attention.
+            # Copy all events up to the next one that cannot simply be copied.
             if plain_until[number] > number:
                 begun, number = number, min(plain_until[number], end)
                 now, offset = len(self._phases) - 1, flight.first
@@ -354,7 +363,7 @@ class Pass:
             delta, storage, phase = events[number]
             number += 1
             if storage in (sent if delta < 0 else given):
-                continue  # The pass frees or receives it itself.
+                continue  # The methods of the pass write this event.
             self._begin(log.phases[phase])
             if delta < 0 and storage in crossing:
                 self._let_go([flight[storage]])
@@ -373,13 +382,13 @@ class Pass:
             self._mark(mark, at)
 
     def _take(self, part: StageWork, storage: int, own: int, at: str) -> None:
-        """Assign a gradient to its parameter, when autograd has completed it."""
+        """Assign a gradient, which autograd has completed, to its parameter."""
         name = part.names[storage] + at
         if name not in self._gradients:
             self._gradients[name], self._ready[name] = own, len(self._events)
         elif self._takes:
             self._again.append((len(self._events), name, own))
-        else:  # It is added to the existing gradient.
+        else:  # The gradient is added to the existing one in place.
             self._drop(own)
 
     def _mark(self, mark: HookPoint, at: str) -> None:

@@ -1,7 +1,8 @@
-"""One microbatch of one stage whose backward is split in two halves, played alone.
+"""Play one microbatch of one stage whose backward is split in two halves.
 
-What crosses an edge may be referenced by the graph as well as by its sender or receiver. The log
-records when the graph, or the caller of the first half, drops its reference.
+A tensor that crosses a stage boundary may be referenced by the autograd graph and by its sender or
+receiver. The log of the stage frees such a tensor when the graph, or the caller of the first half,
+drops its reference.
 """
 
 from __future__ import annotations
@@ -16,10 +17,19 @@ from meshplan.memory.tape.split_backward import Order, SplitBackward, WeightGrou
 
 
 def play_split_backward(part: StageTape, order: Order, *, sums_in_place: bool) -> StageWork:
-    """Play one microbatch of a stage; `turn` is None if the first half has nothing to do.
+    """Play one microbatch of a stage with its backward split, and return its work.
+
+    `turn` of the result is None if no received value needs a gradient: the first half then does
+    nothing.
+
+    Args:
+        part: The tape of the stage.
+        order: Maps (module, parameter) to a sort key, by which the second half orders weights.
+        sums_in_place: If True, several gradients of one value are added up in place; see
+            `tape.play`.
 
     Raises:
-        PlanError: A weight is used twice, or what is sent is computed from weights alone.
+        PlanError: A weight is used twice, or the stage sends a value computed from weights alone.
     """
     halves = split_backward_of(part.tape, part.received, order)
     if halves is None:
@@ -35,10 +45,12 @@ class _SplitBackwardPlayer(StagePlayer):
         self._halves = halves
         self._joins = {number for group in halves.groups for number in group.joins}
         self._noted: dict[int, list[int]] = {}
-        """For each op at which weights join, storages of the gradients that arrived at it."""
+        """For each op at which weights join a path to an input, storages of the gradients that
+        arrived at the op."""
         self._ending: dict[int, list[int]] = {}
-        """For each group, storages that crossed an edge and live until it is done."""
+        """For each group, storages that crossed a boundary and live until the group is done."""
         self._held_until: dict[int, list[int]] = {}
+        """For each group, ops whose saved values it is the last to keep alive; -1 for no group."""
         for number in reversed(range(len(halves.until))):
             self._held_until.setdefault(halves.until[number], []).append(number)
 
@@ -61,7 +73,7 @@ class _SplitBackwardPlayer(StagePlayer):
             self._drop(self._env.pop(value))
         for storage in self.given:
             self._drop(storage)
-        # The node that accumulates the gradient of a received value references both of them.
+        # The `AccumulateGrad` node of a received value references the value and its gradient.
         for value, storage, gradient in zip(
             self._part.received, self.received, self.returned, strict=True
         ):
@@ -74,7 +86,7 @@ class _SplitBackwardPlayer(StagePlayer):
         self._second_half()
 
     def _back_to_inputs(self, number: int) -> None:
-        """Run the backward of one op without its weights; what it saved stays alive."""
+        """Compute the gradients of one op's inputs, not of its weights; its saved values stay."""
         row = self._tape.rows[number]
         given = [self._grads.pop(value) for value in row.makes if value in self._grads]
         if number in self._joins:
@@ -100,7 +112,7 @@ class _SplitBackwardPlayer(StagePlayer):
     def _second_half(self) -> None:
         """Compute the gradients of weights, group by group.
 
-        What one group made and stored stays until the next one has run.
+        The gradients that a group computed and stored stay referenced until the next group has run.
         """
         before: WeightGroup | None = None
         for place, group in enumerate(self._halves.groups):
@@ -115,9 +127,9 @@ class _SplitBackwardPlayer(StagePlayer):
             self._end_group(before, len(self._halves.groups) - 1)
 
     def _back_to_weights(self, group: WeightGroup) -> None:
-        """Run the backward of a group's ops towards its weights, last first.
+        """Compute the gradients of a group's weights: run its ops' backward, last op first.
 
-        What these ops saved is freed.
+        The values that these ops saved are freed.
         """
         for number in group.rows:
             row = self._tape.rows[number]
@@ -147,7 +159,7 @@ class _SplitBackwardPlayer(StagePlayer):
                 self._accumulate(value, storage, row)
 
     def _take(self, group: WeightGroup) -> None:
-        """Mark the gradients of the group as assigned; nothing else references them now."""
+        """Record that the gradients of the group are assigned to their parameters now."""
         for fqn in group.parameters:
             self._ready[fqn] = len(self._events)
 
@@ -163,7 +175,7 @@ class _SplitBackwardPlayer(StagePlayer):
             self._drop(storage)
 
     def _let_go(self, place: int) -> None:
-        """Free what the ops below the group saved, if no later group keeps them alive."""
+        """Free the saved values of the ops that this group was the last to keep alive."""
         for number in self._held_until.pop(place, ()):
             for storage in self._kept.pop(number, ()):
                 self._drop(storage)

@@ -1,9 +1,9 @@
-"""One stage's part of a tape: the ops of its own modules, and those between modules.
+"""Cut a model's tape into stages: each has the ops of its own modules and those between modules.
 
 A stage runs the model's own forward, except for the modules that other stages run
-(`runtime.apply.pipeline.stage`): the output of such a module was received from the stage before, or
-is a stand-in without memory that nothing of this stage reads. Forward ends with the stage's last
-module.
+(`runtime.apply.pipeline.stage`). In place of such a module's output, the stage has a tensor that it
+received from the previous stage, or a placeholder without memory, on which no module of this stage
+depends. A stage's forward ends with its last module.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshplan.memory.log.events import Term
 from meshplan.memory.tape.op import Grad, RecomputeSpan, Tape, TapeOp
 
 _ABSENT = -1
-"""Base of a view whose base is a value that the stage does not have."""
+"""Base of a value that the stage does not have: a placeholder, or a view of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class StageTape:
     """The tape of one microbatch in one stage.
 
     Args:
-        tape: Ops of the stage. The last one takes what is sent on; in the last stage it makes the
+        tape: Ops of the stage. The last op reads the sent values; in the last stage it makes the
             loss.
-        received: Values that exist before, made by the stage before.
+        received: Values that the previous stage made; they exist before the stage's ops.
         sent: Values that the next stage receives.
     """
 
@@ -38,18 +38,19 @@ class StageTape:
 
 
 class TapeCutter:
-    """Splits a tape into stages: finds who runs each op, who makes each value, what crosses edges.
+    """Cuts a tape into stages: finds the stage of each op and value, and what crosses boundaries.
 
     Args:
         tape: Tape of the whole model, loss included.
         stages: Stages of the pipeline.
-        widening: Ratio of the width of the stored dtype to that of the compute dtype. Stand-ins for
-            other stages' modules have the stored dtype. So has what free modules make, which each
-            unit casts when it is called with it; but in a stage that receives what blocks begin
-            with, free modules follow the dtype of that.
+        widening: Ratio of the itemsizes of the stored and the compute dtype. Placeholders for the
+            outputs of other stages' modules have the stored dtype. So have the outputs of free
+            modules (those that every stage runs), and each unit casts them to the compute dtype
+            when it is called. In a stage that receives the input of the first block, free modules
+            follow the dtype of that input instead.
 
     Raises:
-        PlanError: Something passes through a stage that does not use it.
+        PlanError: A value is used by a later stage than the next one.
     """
 
     def __init__(self, tape: Tape, stages: Stages, *, widening: int = 1) -> None:
@@ -58,7 +59,7 @@ class TapeCutter:
         units = dict(stages.units)
         known: dict[str, int | None] = {}
         self.owner: list[int | None] = []
-        """The stage that runs each op; None if every stage does."""
+        """The stage that runs each op; None for ops that every stage runs."""
         for row in tape.rows:
             if row.module not in known:
                 known[row.module] = next((units[m] for m in around(row.module) if m in units), None)
@@ -77,7 +78,7 @@ class TapeCutter:
                 self._sent[stage].append(value)
                 self._received[until].append(value)
             elif until > stage:
-                what = "what a stage makes and a later one than the next uses is not told"
+                what = "the estimate from a config has no rules for a tensor that skips a stage"
                 fix = "write model: {entry: PKG.MOD:FN} in the plan, or split the stages elsewhere"
                 raise PlanError(Problem(what, stages.reason.origin, fix))
         self._rows_of: list[list[int]] = [[] for _ in range(stages.num)]
@@ -101,15 +102,15 @@ class TapeCutter:
         for (number, fqn), size in tape.laid.items():
             self._laid_of.setdefault(self.owner[number], []).append((number, fqn, size))
         self._free: dict[str, bool] = {}
-        """Modules already looked up, with True for those that are free."""
+        """Cache of `_is_free`, by module."""
         first = min((start for _, start, _ in tape.units), default=0)
         self._begins = {tape.base[value] for row in tape.rows[:first] for value in row.makes}
-        """Values that the first block begins with."""
+        """Base values that are made before the first block."""
 
     def _follow(self) -> None:
-        """Find the stage that makes each value, and the last stage that depends on it.
+        """Find the stage that makes each value, and the last stage that uses it.
 
-        A stage depends on a value directly, or through the ops between modules.
+        A stage uses a value directly, or through ops between modules, which every stage runs.
         """
         tape = self.tape
         behind: dict[int, set[int]] = {}
@@ -132,9 +133,9 @@ class TapeCutter:
                     self.maker[base] = owner
 
     def part(self, stage: int) -> StageTape:
-        """Return the tape of one stage. Its values are numbered anew, in the same order.
+        """Return the tape of one stage, whose values are renumbered in the same order.
 
-        This takes time proportional to the ops of the stage, not to those of the model.
+        The time is proportional to the number of ops of the stage, not of the model.
         """
         whole, is_last = self.tape, stage == self.last
         own = self._rows_of[stage]
@@ -149,7 +150,7 @@ class TapeCutter:
         names = {value: number for number, value in enumerate(values)}
 
         def place(number: int) -> int:
-            """Map an op of the whole tape to the last op of the part that has run by then."""
+            """Map an op of the whole tape to the last op of the stage at or before it."""
             is_after = number == len(whole.rows)
             return len(kept) if is_after else max(bisect_right(kept, number) - 1, 0)
 
@@ -198,7 +199,10 @@ class TapeCutter:
         return self._free[module]
 
     def _before(self, kept: Sequence[int]) -> dict[int, Term]:
-        """Return what exists before, except buffers that only other stages' modules read."""
+        """Return the values that exist before forward with their terms.
+
+        Buffers that only modules of other stages read are left out.
+        """
         whole, readers, here = self.tape, self._readers, set(kept)
         return {
             value: term
@@ -207,7 +211,10 @@ class TapeCutter:
         }
 
     def _rows(self, kept: Sequence[int], received: Sequence[int]) -> Iterator[TapeOp]:
-        """Yield the ops; one that only stand-ins flow through has no gradient and saves nothing."""
+        """Yield the ops of a stage.
+
+        An op between modules that reads placeholders only has no gradients and saves nothing.
+        """
         tape = self.tape
         flows = set(received)
         for number in kept:
@@ -222,7 +229,7 @@ class TapeCutter:
 
 
 def _handled(row: TapeOp) -> tuple[int, ...]:
-    """Return the values that an op names."""
+    """Return the values that an op reads, makes, saves or has gradients for."""
     return (*row.reads, *row.makes, *row.keeps, *[value for value, _ in row.grads])
 
 
@@ -244,10 +251,16 @@ def _renumbered(row: TapeOp, names: Mapping[int, int]) -> TapeOp:
 
 
 def _widen(tape: Tape, is_free: Callable[[str], bool], times: int) -> None:
-    """Widen what free modules make, and let every unit cast what it is called with.
+    """Give the outputs of free modules the stored dtype, and insert the casts of the units.
 
-    What is computed from stand-ins alone is as wide as they are. A unit inside of another one is
-    called with what that one has cast.
+    Values computed from placeholders alone have the placeholders' dtype, which is the stored one.
+    Each outermost unit casts the wide values that it reads. A unit inside another one reads these
+    casts.
+
+    Args:
+        tape: The tape to change.
+        is_free: Returns True for modules that every stage runs.
+        times: Ratio of the itemsizes of the stored and the compute dtype.
     """
     wide = {
         value
@@ -300,7 +313,7 @@ def _widen(tape: Tape, is_free: Callable[[str], bool], times: int) -> None:
 
 
 def _renamed(row: TapeOp, names: Mapping[int, int]) -> TapeOp:
-    """Return the op with other values in place of those it reads and saves."""
+    """Return the op with the values that it reads and saves replaced as in `names`."""
     if not any(value in names for value in (*row.reads, *row.keeps)):
         return row
     return row._replace(

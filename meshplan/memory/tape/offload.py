@@ -1,4 +1,4 @@
-"""Saved values that stay in host memory from forward to backward, while a tape is played.
+"""Offload saved values to host memory from forward to backward, while a tape is played.
 
 The rule is that of `runtime.apply.offload`: every tensor that autograd saves is copied to the host,
 once for each op that saves it, except for parameters, buffers and small tensors.
@@ -10,18 +10,19 @@ from collections.abc import Sequence
 from typing import Final
 
 LEAST_BYTES: Final = 1024
-"""Smaller tensors stay on the device: a copy takes longer than they are worth. Source: torchtune
-0.5, training/_activation_offloading.py, `min_offload_size`."""
+"""Minimum bytes of a tensor that is offloaded: for smaller ones the copy takes too long. Source:
+torchtune 0.5, training/_activation_offloading.py, `min_offload_size`."""
 
 
 class OffloadedValues:
-    """The copies in host memory, and the events at which they come and go.
+    """The copies in host memory, and the events at which they are made and freed.
 
     Args:
         nbytes: Bytes of every value of the tape.
 
     Attributes:
-        changes: (number of the event before which it happens, change in bytes on the host).
+        changes: Changes of host memory, as (index of the event before which the change happens,
+            bytes).
     """
 
     def __init__(self, nbytes: Sequence[int]) -> None:
@@ -34,7 +35,8 @@ class OffloadedValues:
 
         Args:
             key: Identifier of these copies in `of` and `end`.
-            event: Number of the next event.
+            values: The saved values.
+            event: Index of the next event.
 
         Returns:
             The values that stay on the device.
@@ -46,10 +48,10 @@ class OffloadedValues:
         return tuple(value for value in values if value not in moved)
 
     def of(self, key: int) -> tuple[int, ...]:
-        """Return the bytes of each copy."""
+        """Return the bytes of each copy that was made under `key`."""
         return self._sizes.get(key, ())
 
     def end(self, key: int, event: int) -> None:
-        """Free the copies."""
+        """Free the copies that were made under `key`, before the event with index `event`."""
         if sizes := self._sizes.pop(key, ()):
             self.changes.append((event, -sum(sizes)))

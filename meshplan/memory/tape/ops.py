@@ -1,7 +1,7 @@
-"""The operations that transformers are made of, as ops of a tape.
+"""Append the operations of transformers to a tape as ops.
 
-What each one saves for backward and needs as workspace follows torch's formulas; sizes are those of
-this rank's shard. `memory.decoder.blocks` puts the operations in order.
+The values that each op saves for backward and the bytes of its workspace follow torch's formulas.
+Sizes are those of this rank's shard. `memory.decoder.blocks` puts the operations in order.
 
 Source: torch 2.13, tools/autograd/derivatives.yaml and native_functions.yaml; for attention
 aten/native/transformers/cuda/attention.cu and flash_attn/flash_api.cpp.
@@ -20,12 +20,12 @@ from meshplan.memory.tape.tape import Grad, RecomputeSpan, Tape, TapeOp
 _FP32: Final = 4
 _ID: Final = 8
 KERNELS: Final = frozenset({"sdpa"})
-"""Words of `save:` that a `TapeBuilder` assumes by default: attention, but no other product."""
+"""Words of `save:` that a `TapeBuilder` assumes by default: attention, but no matrix products."""
 
 
 @dataclass(slots=True)
 class TapeBuilder:
-    """Appends ops to a tape.
+    """Appends ops to a tape. Methods take and return numbers of values.
 
     Attributes:
         tape: Tape that is written to.
@@ -33,12 +33,13 @@ class TapeBuilder:
         parameter_bytes: Bytes of one element of the parameters and their gradients, as the module
             sees them.
         is_cuda: If True, CUDA kernels run; otherwise CPU kernels.
-        module: Fqn of the module that runs.
-        saves: Words of `save:`; the ops they stand for get `TapeOp.is_kept`.
-        tokens: Tokens that this rank computes at once.
+        module: Fqn of the module that runs the ops.
+        saves: Words of `save:`; the ops that these words stand for get `TapeOp.is_kept`.
+        tokens: Tokens of a microbatch on this rank.
         samples: Sequences that these tokens belong to.
-        in_place: If True, torch's in-place writes happen in place; see `tape.play`.
-        runs_again: If True, backward recomputes these ops before it needs what they save.
+        in_place: If True, in-place writes of torch's backward formulas are done in place; otherwise
+            they make new tensors, as under a dispatch mode.
+        runs_again: If True, backward recomputes the ops before it uses the values that they save.
     """
 
     tape: Tape
@@ -79,7 +80,10 @@ class TapeBuilder:
         flops: float = 0.0,
         weight_bytes: int = 0,
     ) -> int:
-        """Append an op with one output of `nbytes`, and return the output."""
+        """Append an op with one output of `nbytes` bytes, and return the output.
+
+        `keeps_out` adds the output to the saved values. For the other arguments see `TapeOp`.
+        """
         out = self.tape.value(nbytes)
         kept = (*keeps, out) if keeps_out else keeps
         self.tape.add(
@@ -109,12 +113,12 @@ class TapeBuilder:
         flops: float = 0.0,
         weight_bytes: int = 0,
     ) -> None:
-        """Append an op that writes into existing values."""
+        """Append an op without outputs, which writes into existing values."""
         self.tape.add(TapeOp(op, self.module, values, workspace_bytes=workspace_bytes, flops=flops,
                           weight_bytes=weight_bytes))  # fmt: skip
 
     def touch(self, *values: int) -> None:
-        """Extend the lifetime of these values up to the last op; see `Tape.touch`."""
+        """Extend the lifetimes of these values to the last op so far; see `Tape.touch`."""
         for value in values:
             self.tape.touch(value)
 
@@ -122,31 +126,37 @@ class TapeBuilder:
         return self.tape.nbytes[value]
 
     def apart(self, nbytes: int) -> int:
-        """Bytes of a second tensor for zeros that are written to; 0 if writes are in place."""
+        """Return the bytes of the copy made when a backward writes gradients into new zeros.
+
+        These are 0 if writes are in place (`in_place`), else `nbytes`.
+        """
         return 0 if self.in_place else nbytes
 
     # Element by element
 
     def add(self, a: int, b: int) -> int:
-        """Add two tensors. Both inputs get the output's gradient itself."""
+        """Add two tensors. The gradient of both inputs is the output's gradient, not a copy."""
         return self.row("add", (a, b), self.size(a), grads=(Grad(a, 0), Grad(b, 0)))
 
     def shift(self, x: int, op: str = "add") -> int:
-        """Append an op that saves nothing and passes the gradient on: adding a number or mask."""
+        """Append an op that saves nothing and passes on its gradient, such as adding a number."""
         return self.row(op, (x,), self.size(x), grads=(Grad(x, 0),))
 
     def scale(self, x: int, op: str = "mul") -> int:
-        """Multiply by a number: nothing is saved, the gradient is new."""
+        """Multiply by a number. Nothing is saved; the gradient is a new tensor."""
         return self.row(op, (x,), self.size(x), grads=(Grad(x, self.size(x)),))
 
     def times(self, x: int, known: int) -> int:
-        """Multiply by a tensor that needs no gradient; only that tensor is saved."""
+        """Multiply by a tensor `known` that needs no gradient; only `known` is saved."""
         return self.row(
             "mul", (x, known), self.size(x), keeps=(known,), grads=(Grad(x, self.size(x)),)
         )
 
     def mul(self, a: int, b: int) -> int:
-        """Multiply two tensors. Both are saved; the gradient of a broadcast one is summed."""
+        """Multiply two tensors, which are both saved.
+
+        If they differ in size, the smaller one is broadcast, and backward sums its gradient.
+        """
         size = max(self.size(a), self.size(b))
         is_spread = self.size(a) != self.size(b)
         return self.row(
@@ -165,13 +175,13 @@ class TapeBuilder:
         )  # fmt: skip
 
     def cast(self, x: int, ratio: float) -> int:
-        """Cast to a dtype `ratio` times as wide; return `x` itself if the dtype is the same."""
+        """Cast to a dtype `ratio` times as wide, and return the result: `x` itself for ratio 1."""
         if ratio == 1:
             return x
         return self.row("_to_copy", (x,), int(self.size(x) * ratio), grads=(Grad(x, self.size(x)),))
 
     def dropout(self, x: int, p: float) -> int:
-        """Apply dropout. It saves a mask of one byte per element, on CPUs of the input's dtype."""
+        """Apply dropout, which saves a mask: a byte per element, or the input's dtype on CPUs."""
         if not p:
             return x
         elements = self.size(x) // self.element_bytes
@@ -182,16 +192,16 @@ class TapeBuilder:
         )
         return out
 
-    # Views with gradients of their own
+    # Views and concatenation
 
     def chunk(self, x: int, *sizes: int) -> tuple[int, ...]:
-        """Split a tensor into views; their gradients are concatenated in a new tensor."""
+        """Split a tensor into views of these bytes; backward concatenates their gradients."""
         pieces = tuple(self.tape.value(size, of=x) for size in sizes)
         self.tape.add(TapeOp("split", self.module, (x,), pieces, grads=(Grad(x, self.size(x)),)))
         return pieces
 
     def slice(self, x: int, nbytes: int) -> int:
-        """Take a slice of a tensor; its gradient has the whole size, with zeros elsewhere."""
+        """Take a slice of a tensor, whose gradient has the size of `x`, with zeros elsewhere."""
         part = self.tape.value(nbytes, of=x)
         self.tape.add(TapeOp("slice", self.module, (x,), (part,), grads=(Grad(x, self.size(x)),)))
         return part
@@ -217,17 +227,19 @@ class TapeBuilder:
         workspace_bytes: int = 0,
         is_addend: bool = False,
     ) -> int:
-        """Apply a linear layer, which saves its input; the weight is a parameter.
+        """Apply a linear layer, which saves its input, and return its output.
 
         Args:
+            x: Input of the layer.
             into, out: Input and output features of this rank's shard.
             name: Name of the layer inside the current module.
             bias: If True, the layer has a bias.
             is_kept: If True, selective recomputation saves the output whatever `saves` lists.
             weight: Fqn of the weight, if it belongs to another module.
-            parts: For the fqn of a parameter, the value that is used in its place.
-            workspace_bytes: Bytes of workspace while it runs forward.
-            is_addend: If True, ranks add up the outputs; recomputation then saves the sum instead.
+            parts: For the fqn of a parameter, the value that the layer uses in its place.
+            workspace_bytes: Bytes of workspace while the layer runs forward.
+            is_addend: If True, the output is a partial sum, which ranks add up; selective
+                recomputation then saves the sum instead.
         """
         at = self.at(f"{self.module}.{name}" if self.module else name)
         tokens = self.size(x) // (into * self.element_bytes)
@@ -239,7 +251,7 @@ class TapeBuilder:
             "mm",
             (x, *own),
             tokens * out * self.element_bytes,
-            # mm saves the weight for the gradient of x; addmm does not save the bias.
+            # mm saves a weight that is no parameter, for the gradient of x. A bias is never saved.
             keeps=(x, *(value for fqn, value in parts.items() if fqn == parameters[0][0])),
             grads=(*(Grad(each, self.size(each)) for each in own), Grad(x, self.size(x))),
             parameters=tuple(each for each in parameters if each[0] not in parts),
@@ -250,7 +262,14 @@ class TapeBuilder:
     def embedding(
         self, ids: int, vocab: int, width: int, name: str, *, workspace_bytes: int = 0
     ) -> int:
-        """Look up rows of an embedding. The gradient of its table is dense."""
+        """Look up token ids in an embedding, whose weight has a dense gradient.
+
+        Args:
+            ids: Token ids.
+            vocab, width: Rows and columns of the weight on this rank.
+            name: Name of the embedding inside the current module.
+            workspace_bytes: Bytes of workspace while the lookup runs.
+        """
         at = self.at(f"{self.module}.{name}" if self.module else name)
         tokens = self.size(ids) // _ID
         workspace = kernels.embedding_backward(tokens, vocab, width) if self.is_cuda else ()
@@ -265,7 +284,7 @@ class TapeBuilder:
         )
 
     def layer_norm(self, x: int, width: int, name: str) -> int:
-        """Apply LayerNorm, which saves its input and the mean and deviation of every row."""
+        """Apply LayerNorm, which saves its input, and a mean and a deviation for every row."""
         at = self.at(f"{self.module}.{name}" if self.module else name)
         tokens = self.size(x) // (width * self.element_bytes)
         statistics = self.tape.value(2 * tokens * (_FP32 if self.is_cuda else self.element_bytes))
@@ -303,15 +322,16 @@ class TapeBuilder:
         bias: int | None = None,
         figures: int | None = None,
     ) -> int:
-        """Run one attention kernel: it saves inputs, output and a logsumexp for every row.
+        """Run one attention kernel, which saves inputs, output and a logsumexp for every row.
 
         Args:
-            heads: Queries that share a key; no size depends on it.
+            q, k, v: Queries, keys and values.
+            heads: Number of heads of queries that share a head of keys; no size depends on it.
             head_dim: Features of one head of queries.
             workspace_backward_bytes: Bytes of workspace of the backward.
             nbytes: Bytes of the output; 0 for the size of the queries.
-            bias: Value added to the scores; None for none.
-            figures: Number of logsumexp entries saved; None for one per row.
+            bias: Value that is added to the scores; None for none.
+            figures: Number of logsumexp entries that are saved; None for one per row of each head.
         """
         out = self.tape.value(nbytes or self.size(q))
         rows = self.size(q) // (head_dim * self.element_bytes)
@@ -335,7 +355,7 @@ class TapeBuilder:
     # Collectives
 
     def gather(self, x: int, ranks: int) -> int:
-        """All-gather a sharded tensor; its gradient is reduce-scattered."""
+        """All-gather a tensor sharded over `ranks`; the gradient is reduce-scattered."""
         if ranks == 1:
             return x
         return self.row(
@@ -343,7 +363,7 @@ class TapeBuilder:
         )
 
     def reduce_scatter(self, x: int, ranks: int) -> int:
-        """Return this rank's shard of a sum over ranks; its gradient is all-gathered."""
+        """Return this rank's shard of the sum of `x` over `ranks`; the gradient is all-gathered."""
         if ranks == 1:
             return x
         return self.row(
@@ -352,7 +372,7 @@ class TapeBuilder:
         )  # fmt: skip
 
     def all_reduce(self, x: int, ranks: int) -> int:
-        """Return the sum over ranks. Its gradient is the same on all ranks and used as it is."""
+        """Return the sum of `x` over `ranks`. The gradient of `x` is the sum's gradient itself."""
         if ranks == 1:
             return x
         return self.row(
@@ -370,10 +390,10 @@ class TapeBuilder:
         return alias
 
     def exchange(self, x: int) -> int:
-        """Exchange shards of a tensor with other ranks and arrange what arrives (all-to-all).
+        """Exchange shards of a tensor with other ranks (all-to-all), and return the result.
 
-        What is sent is stacked first, and what arrives lies in a tensor of its own until it is
-        arranged.
+        The shards to send are stacked before. The received shards are in a separate tensor until
+        they are rearranged.
         """
         size = self.size(x)
         return self.row(
@@ -393,9 +413,11 @@ class TapeBuilder:
         """Compute the mean cross-entropy over tokens and return the loss.
 
         Args:
+            logits: Logits of all tokens.
+            ids: Token ids to predict.
             element_bytes: Bytes of one element of the logits.
             holds: If True, the training loop references the cast logits until backward is done.
-            casts: If True, logits are cast to fp32 first.
+            casts: If True, logits are cast to float32 first.
         """
         wide = self.cast(logits, _FP32 / element_bytes) if casts else logits
         size = self.size(wide)
@@ -416,15 +438,15 @@ class TapeBuilder:
         self, start: int, *, keeps_chosen: bool = False, given: tuple[int, ...] = (),
         on_host: bool = False, enters: int = -1,
     ) -> None:  # fmt: skip
-        """Let backward recompute the ops from number `start` on.
+        """Let backward recompute the ops from number `start` to the last one so far.
 
         Args:
+            start: Number of the first op of the span.
             keeps_chosen: If True, the outputs of ops with `is_kept` are saved rather than
                 recomputed.
-            given: Values that the span is called with in addition to those its ops read.
-            on_host: If True, the copy of `enters` that recomputation starts from is kept in host
-                memory.
-            enters: First value the span is called with; -1 for none.
+            given: Values that the span is called with in addition to those that its ops read.
+            on_host: If True, `enters`, from which recomputation starts, is kept in host memory.
+            enters: First value that the span is called with; -1 for none.
         """
         end = len(self.tape.rows)
         self.tape.spans.append(
@@ -432,5 +454,5 @@ class TapeBuilder:
         )
 
     def offloaded(self, start: int) -> None:
-        """Keep what the ops from number `start` on save in host memory."""
+        """Keep the values saved by the ops from number `start` to the last one in host memory."""
         self.tape.spans.append(RecomputeSpan(start, len(self.tape.rows), on_host=True))

@@ -1,10 +1,10 @@
-"""A backward split in two halves: the ops that each half runs, and what stays alive in between.
+"""Split a backward in two halves: the ops that each half runs, and what stays alive between them.
 
-The first half computes the gradients of a stage's inputs, and stores the gradient that arrives at
-each op where a weight joins a path to an input. The second half runs these ops' backward once more,
-weight by weight in the order of the module, each group as soon as the one before is done. Between
-the two halves, everything that forward saved below the uppermost of these ops stays alive, needed
-or not, because the autograd graph references it.
+The first half computes the gradients of a stage's inputs. It stores the gradient that arrives at
+each op where a weight joins a path from an input to the output. The second half runs the backward
+of these ops once more to compute the gradients of weights, one group of weights after the other in
+the order of the module. Between the halves, all values saved by the ops that lead up to the last of
+these ops stay alive, needed or not, because the autograd graph references them.
 
 Source: torch 2.13, torch/distributed/pipelining/_backward.py, `get_param_groups`,
 `stage_backward_input` and `stage_backward_weight`.
@@ -19,16 +19,17 @@ from meshplan.errors import PlanError, Problem
 from meshplan.memory.tape.op import Tape
 
 Order = Callable[[str, str], tuple[int, int]]
-"""Map (module of an op, parameter) to a sort key: where the stage's module has the parameter."""
+"""Maps (module of an op, fqn of a parameter) to a sort key: the parameter's position in the stage's
+module."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightGroup:
-    """Weights whose gradients are computed together.
+    """Weights whose gradients are computed together, because they join a path at the same op.
 
     Args:
-        joins: Ops at which the weights join a path to an input; the first half stores their
-            gradients.
+        joins: Ops at which the weights join a path to an input; the first half stores the gradients
+            of these ops' outputs.
         rows: All ops that the gradients of the weights pass through, last first, `joins` included.
         parameters: Fqns of the weights.
     """
@@ -43,10 +44,10 @@ class SplitBackward:
     """The split of a stage's backward.
 
     Args:
-        flowing: For each op, True if a path to an input leads through it.
-        flows: Values on such a path.
+        flowing: For each op, True if the gradient of an input of the stage passes through the op.
+        flows: Values whose gradient is on a path to an input of the stage.
         groups: Groups in the order in which the second half runs them.
-        until: For each op, the last group that keeps alive what it saved; -1 for none.
+        until: For each op, the last group that keeps the op's saved values alive; -1 for none.
     """
 
     flowing: tuple[bool, ...]
@@ -56,12 +57,17 @@ class SplitBackward:
 
 
 def split_backward_of(tape: Tape, received: Sequence[int], order: Order) -> SplitBackward | None:
-    """Split a stage's backward; None if no received value needs a gradient.
+    """Return the split of a stage's backward; None if no received value needs a gradient.
 
-    In that case the first half does nothing and the second half everything.
+    In that case the first half does nothing, and the second half runs all of backward.
+
+    Args:
+        tape: The tape of the stage.
+        received: Values that the stage receives.
+        order: Maps (module, parameter) to a sort key, by which groups are ordered.
 
     Raises:
-        PlanError: A weight is used twice, or what is sent is computed from weights alone.
+        PlanError: A weight is used twice, or the stage sends a value computed from weights alone.
     """
     flows, flowing = set(received), []
     for row in tape.rows:
@@ -72,13 +78,13 @@ def split_backward_of(tape: Tape, received: Sequence[int], order: Order) -> Spli
     if not any(flowing):
         return None
     if not flowing[-1] or any(grad.value not in flows for grad in tape.rows[-1].grads):
-        raise _unknown("a stage that sends what comes from its weights alone")
+        raise _unknown("a stage that sends a value computed from its weights alone")
     groups = _groups(tape, flowing, order)
     return SplitBackward(tuple(flowing), frozenset(flows), groups, _until(tape, groups))
 
 
 def _groups(tape: Tape, flowing: Sequence[bool], order: Order) -> tuple[WeightGroup, ...]:
-    """Collect the ops of every weight; weights that join at the same op form one group."""
+    """Return the groups of weights in order; weights that join at the same op form one group."""
     readers: dict[int, list[int]] = {}
     for number, row in enumerate(tape.rows):
         for grad in row.grads:
@@ -104,10 +110,10 @@ def _groups(tape: Tape, flowing: Sequence[bool], order: Order) -> tuple[WeightGr
     merged: list[tuple[list[str], set[int], set[int]]] = []
     for fqn, (_, joins, rows) in sorted(found.items(), key=lambda item: item[1][0]):
         if not joins:
-            continue  # Nothing is computed from it.
+            continue  # The output does not depend on this weight.
         near = [each for each in merged if each[1] & joins]
         if len(near) > 1:
-            raise _unknown(f"{fqn}, which joins several others")
+            raise _unknown(f"{fqn}, which joins several groups of weights")
         if near:
             near[0][0].append(fqn)
             near[0][1].update(joins)
@@ -121,10 +127,10 @@ def _groups(tape: Tape, flowing: Sequence[bool], order: Order) -> tuple[WeightGr
 
 
 def _until(tape: Tape, groups: Sequence[WeightGroup]) -> tuple[int, ...]:
-    """Find the last group that keeps the saved values of each op alive.
+    """Return, for each op, the last group that keeps the op's saved values alive; -1 for none.
 
-    A group references the ops at which it joins. In the autograd graph every op references the ops
-    that made its inputs, and therefore keeps them alive.
+    A group references its `joins`. In the autograd graph every op references the ops that made its
+    inputs, and so keeps their saved values alive.
     """
     makers = {value: number for number, row in enumerate(tape.rows) for value in row.makes}
     until = [-1] * len(tape.rows)
@@ -142,7 +148,7 @@ def _until(tape: Tape, groups: Sequence[WeightGroup]) -> tuple[int, ...]:
 def _unknown(what: str) -> PlanError:
     return PlanError(
         Problem(
-            f"a backward in two halves has no rules for {what}",
+            f"the estimate of a split backward from a config has no rules for {what}",
             fix="use 1F1B or Interleaved1F1B, or write model: {entry: PKG.MOD:FN} in the plan",
         )
     )

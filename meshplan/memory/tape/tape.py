@@ -1,10 +1,10 @@
-"""Autograd's memory in plain Python: a list of operations, played forward and then in reverse.
+"""Simulate autograd's memory in plain Python: play a list of ops forward, then in reverse.
 
-An op is data: what it reads and makes, what it saves for backward, its workspace. Playing ops gives
-the births and deaths of storages as in eager torch: outputs are born, inputs end at their last use
-unless they are saved, backward runs the ops in reverse, gradients of one value are summed, and
-saved values end once they have been used. `memory.tape.ops` and `memory.decoder.blocks` write the
-ops of a model.
+An op is data: the values that it reads, makes and saves for backward, and the bytes of its
+workspace. Playing the ops yields the births and deaths of storages as in eager torch. Outputs are
+born, inputs are freed after their last use unless they are saved, backward runs the ops in reverse,
+several gradients of one value are summed, and saved values are freed once backward has used them.
+`memory.tape.ops` and `memory.decoder.blocks` write the ops of a model.
 
 Source: torch 2.13, csrc/autograd/engine.cpp (`evaluate_function`: gradients of inputs exist before
 that of the output is freed, then saved values are freed) and input_buffer.cpp (sums);
@@ -31,11 +31,13 @@ _PHASES: Final = ("before", "forward", "loss", "backward")
 
 
 def play(tape: Tape, *, sums_in_place: bool = False) -> MicrobatchTrace:
-    """Play one microbatch, from what exists before it to the end of backward.
+    """Play one microbatch, from the storages that exist before it to the end of backward.
 
     Args:
-        sums_in_place: If True, gradients of one value are added up in the memory of the first, as
-            torch does outside of dispatch modes; under a dispatch mode each sum is a new tensor.
+        tape: The ops of the microbatch.
+        sums_in_place: If True, several gradients of one value are added up in the memory of the
+            first, as torch does outside of dispatch modes; otherwise each sum is a new tensor, as
+            under a dispatch mode.
     """
     return Player(tape, sums_in_place).work()
 
@@ -47,31 +49,33 @@ class Player:
         self._tape, self._sums_in_place = tape, sums_in_place
         self._terms, self._made_by = list[Term](), list[TapeOp]()
         self._born_in, self._ended_in = list[int](), dict[int, int]()
-        """Term, op that made it, and phase numbers of birth and death, for each storage."""
+        """For each storage: its term, the op that made it, the phase in which it was born, and the
+        phase in which it was freed, if it was."""
         self._events: list[Change] = []
         self._marks: list[HookPoint] = []
         self._gradients: dict[str, int] = {}
         self._ready: dict[str, int] = {}
-        """Event before which autograd assigns the gradient to the parameter, by fqn."""
+        """By fqn of a parameter: index of the event before which its gradient is complete."""
         self._unlaid: dict[str, int] = {}
-        """Gradients whose layout is not that of their parameter, by fqn."""
+        """By fqn of a parameter: storage of a gradient in another layout than the parameter's."""
         self._sent: set[int] = set()
         self._phase = 0
         self._is_loss = False
         self._sizes, self._uses = list[int](), list[int]()
         self._env: dict[int, int] = {}
-        """Storage of each base value that forward's frames still reference."""
+        """Storage of each base value that Python frames of forward still reference."""
         self._kept: dict[int, list[int]] = {}
         """Storages saved by each op."""
         self._inputs: dict[int, dict[int, int]] = {}
-        """Storage of each input that a recomputed span saves, by the first op of the span."""
+        """By the first op of a recomputed span: storages of the inputs that the span saves, by
+        value."""
         self._cached: dict[int, int] = {}
-        """Storage of each value that selective recomputation need not recompute."""
+        """Storage of each value that selective recomputation saved instead of recomputing it."""
         self._host = OffloadedValues(tape.nbytes)
         self._grads: dict[int, int] = {}
         """Storage of the gradient of each value."""
         self._seeds: list[int] = []
-        """The scaled loss and its gradient, which `backward` holds until it returns."""
+        """The scaled loss and its gradient, which `backward()` references until it returns."""
         self._dying = tape.dying()
         self._starts = {start: unit for unit, start, _ in tape.units}
         self._ends = {end - 1: unit for unit, _, end in tape.units}
@@ -91,7 +95,8 @@ class Player:
         assert not self._grads, "a gradient reached no operation"
         log = EventLog(self._settled(num_before), tuple(self._events), _PHASES)
         loss = self._env[tape.rows[-1].makes[0]]
-        # The unit redistributes these once they are reduced: their storages are not in the log.
+        # The remaining gradients are redistributed by their unit after the reduction. The log of
+        # the microbatch ends before that, so the trace lists the bytes instead of events.
         settling = {
             fqn: ((nbytes, -1),) for (_, fqn), nbytes in tape.laid.items() if fqn in self._unlaid
         }
@@ -128,7 +133,7 @@ class Player:
             self._events.append((-size, storage, self._phase))
 
     def _settled(self, num_before: int) -> tuple[Storage, ...]:
-        """Return all storages with their terms; no storage here changes its size."""
+        """Return all storages with their terms, which follow from their lifetimes."""
         sizes, ended, never = self._sizes, self._ended_in.get, len(_PHASES)
         born = enumerate(self._born_in)
         spans = [(phase, ended(n, never)) if sizes[n] else None for n, phase in born]
@@ -175,7 +180,13 @@ class Player:
                 self._mark(HookKind.AFTER_FORWARD, self._ends[number])
 
     def _run(self, row: TapeOp, env: dict[int, int], cached: dict[int, int] | None = None) -> None:
-        """Make the op's outputs, or take them from `cached`."""
+        """Allocate the op's workspace and outputs; take outputs from `cached` if they are there.
+
+        Args:
+            row: The op.
+            env: Storages by base value, to which the outputs are added.
+            cached: Storages of values that need not be recomputed; those used are removed.
+        """
         tape = self._tape
         took = self._born(row.workspace_bytes, row) if row.workspace_bytes else None
         for value in row.makes:
@@ -207,7 +218,7 @@ class Player:
     # Backward
 
     def _begin_backward(self) -> None:
-        """Make the gradient of the loss, a scalar like the loss."""
+        """Enter backward: free what forward no longer needs, and allocate the loss's gradient."""
         loss = self._tape.rows[-1].makes[0]
         self._phase, self._is_loss = _BACKWARD, False
         for value in self._dying[len(self._tape.rows)]:
@@ -229,8 +240,8 @@ class Player:
     def _backward(self, span: RecomputeSpan) -> None:
         end = span.end
         if span.recompute:
-            # The ops after the last saved tensor need no recomputation: their backward comes first.
-            # Then the unit's parameters must be gathered before its ops run again.
+            # The ops after the last one that saves something are not recomputed, so their backward
+            # runs first. The hook of the unit then gathers its parameters before its ops run again.
             end = 1 + self._tape.last_kept(span)
             self._back_through(end, span.end)
             self._begin_unit(end - 1)
@@ -238,7 +249,7 @@ class Player:
         self._back_through(span.start, end, span if span.recompute else None)
 
     def _end_span(self, span: RecomputeSpan) -> None:
-        """Free the inputs of a recomputed span, and cached outputs that it did not need."""
+        """Free the saved inputs of a recomputed span, and the cached values that it did not use."""
         left = [v for row in self._tape.rows[span.start : span.end] for v in row.makes]
         spared = [self._cached.pop(value) for value in left if value in self._cached]
         for storage in (*self._inputs.pop(span.start).values(), *spared):
@@ -258,34 +269,34 @@ class Player:
             self._end_unit(number)
 
     def _begin_unit(self, number: int) -> None:
-        """Mark the beginning of a unit's backward, at the last op of the unit."""
+        """Mark the beginning of a unit's backward, if the op is the last of a unit."""
         if number in self._ends:
             self._mark(HookKind.BEFORE_BACKWARD, self._ends.pop(number))
             self._nested.begin(number, self._grads)
 
     def _end_unit(self, number: int) -> None:
-        """Mark the end of a unit's backward, at the first op of the unit."""
+        """Mark the end of a unit's backward, if the op is the first of a unit."""
         if number in self._starts:
             self._mark(HookKind.AFTER_BACKWARD, self._starts[number])
             for value, storage in self._nested.end(number, self._grads):
                 self._accumulate(value, storage, self._tape.rows[number])
 
     def _recompute(self, span: RecomputeSpan) -> None:
-        """Run forward again, up to the last tensor that is saved."""
+        """Run the forward of a span again, up to the last op that saves something."""
         rows, last = self._tape.rows, self._tape.last_kept(span)
         self._is_loss = False
         env = dict(self._inputs[span.start])
         for storage in env.values():
             self._hold(storage)
         back = [self._born(size, rows[span.start]) for size in self._host.of(~span.start)]
-        for storage in back:  # The rerun is called with the copy, and references it to the end.
+        for storage in back:  # The span is called with the copy, and references it to its end.
             env[self._tape.base[span.enters]] = storage
             self._hold(storage)
         for number in range(span.start, last + 1):
             row = rows[number]
             if number in self._starts and number > span.start:
                 self._mark(HookKind.BEFORE_FORWARD, self._starts[number])
-            # The last op need not run again if it saves inputs only: checkpoint stops before it.
+            # torch.utils.checkpoint stops before the last op if that op saves only its inputs.
             if number < last or set(row.keeps) & set(row.makes):
                 self._run(row, env, self._cached)
             self._keep(number, env)
@@ -298,7 +309,7 @@ class Player:
             self._drop(storage)
 
     def _back(self, number: int) -> None:
-        """Run the backward of one op: make the gradients of its inputs, then free what it used."""
+        """Run the backward of one op: allocate its inputs' gradients, then free what it used."""
         row, grads = self._tape.rows[number], self._grads
         given = [grads.pop(value) for value in row.makes if value in grads]
         made, own = list[tuple[int, int]](), list[tuple[str, int, int]]()
@@ -314,7 +325,8 @@ class Player:
             made = self._passed_on(number, row.grads, given)
             if took is not None:
                 self._drop(took)
-        # The gradients of the inputs exist before that of the output and saved values are freed.
+        # autograd frees the gradient of the output and the saved values only after the gradients of
+        # the inputs exist.
         for storage in (*back, *given, *self._kept.pop(number, ())):
             self._drop(storage)
         if self._host.changes:
@@ -331,9 +343,14 @@ class Player:
     def _passed_on(
         self, number: int, grads: Iterable[Grad], given: Sequence[int]
     ) -> list[tuple[int, int]]:
-        """Return (value, gradient) of each input of an op.
+        """Return (value, storage of its gradient) for each input of an op.
 
-        A gradient without bytes of its own is the gradient of the output.
+        The gradient of an input with 0 bytes in `grads` is the gradient of the output itself.
+
+        Args:
+            number: The op.
+            grads: The gradients that the op makes.
+            given: Storages of the gradients of the op's outputs.
         """
         made: list[tuple[int, int]] = []
         handed, row = self._tape.handed, self._tape.rows[number]
@@ -352,7 +369,7 @@ class Player:
         if known is None:
             self._grads[value] = storage
             return
-        # Torch adds in place only if nothing else references the first gradient.
+        # torch adds in place only if nothing else references the first gradient.
         if self._sums_in_place and self._uses[known] == 1 and value not in self._tape.sums_apart:
             self._drop(storage)
             return
@@ -361,7 +378,11 @@ class Player:
         self._drop(storage)
 
     def _lay(self, fqn: str, number: int) -> None:
-        """Redistribute a gradient now, unless the unit of the parameter does so later."""
+        """Bring a gradient into the layout of its parameter, unless the unit does so later.
+
+        The unit cannot if another gradient of the parameter is in that layout already, because both
+        have to be added up here.
+        """
         row, known, whole = self._tape.rows[number], self._gradients[fqn], self._unlaid[fqn]
         if known == whole and fqn not in self._tape.lays_itself:
             return
@@ -376,20 +397,25 @@ class Player:
         self._gradients[fqn] = laid
 
     def _handed(self, number: int, key: int | str) -> int:
-        """Return the storage of a gradient that forward has computed already."""
+        """Return the storage of a gradient that forward computed and saved.
+
+        Args:
+            number: The op that returns the gradient in backward.
+            key: The value, or the fqn of the parameter, whose gradient it is.
+        """
         place = self._tape.rows[number].keeps.index(self._tape.handed[number, key])
         storage = self._kept[number][place]
         self._hold(storage)
         return storage
 
     def _gradient(self, fqn: str, nbytes: int, number: int) -> int:
-        """Return the gradient of a parameter from one op."""
+        """Return the storage of a parameter's gradient that one op makes."""
         if (number, fqn) in self._tape.handed:
             return self._as(Term.GRADIENTS, self._handed(number, fqn))
         return self._born(nbytes, self._tape.rows[number], Term.GRADIENTS)
 
     def _add_gradient(self, fqn: str, nbytes: int, storage: int, number: int) -> None:
-        """Add the gradient to those of other ops that read the same parameter."""
+        """Add a parameter's gradient to the gradients from other ops that read the parameter."""
         is_laid = (number, fqn) not in self._tape.laid
         if not is_laid:
             self._unlaid[fqn] = storage
@@ -402,7 +428,7 @@ class Player:
         self._drop(self._as_addend(storage))
 
     def _as_addend(self, storage: int) -> int:
-        """Correct the term of a storage that is only added to the gradient of a parameter."""
+        """Return a storage that is added to a parameter's gradient, with a temporary's term."""
         of_loss = self._born_in[storage] == _LOSS
         return self._as(Term.LOSS if of_loss else Term.TEMPORARIES, storage)
 
