@@ -1,7 +1,7 @@
 """Estimate the time of a step: kernels by a roofline, collectives by topology, and their overlap.
 
 Every quantity is computed for many global configurations at once (`grid.GRID`), since the planner
-asks for a hundred thousand of them; a single plan is a grid of one configuration. The work is read
-from the same tape ops that the memory estimate uses (`memory.tape.tape`), so that each block is
-described once.
+prices about a hundred thousand of them. A single plan is a grid of one configuration. FLOPs and
+bytes are counted from the ops of a tape (`memory.tape.tape`), from which the memory estimate
+follows, too.
 """

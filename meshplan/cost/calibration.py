@@ -1,7 +1,7 @@
 """Fit a profile to timings of one machine (`meshplan calibrate`), and read and write profile files.
 
-The fit assumes that a time is a latency plus an amount over a rate, and rejects timings that do not
-follow this. The timings themselves are taken by `runtime.calibrate`, which needs torch.
+The fit assumes that an operation takes a latency plus its amount divided by a rate, and rejects
+timings that do not follow this. `runtime.calibrate`, which needs torch, takes the timings.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ LINKS_ARE_A_GUESS: Final = (
     "between devices nothing was measured, and the figure is a guess: torchrun --nproc-per-node 2 "
     "-m meshplan calibrate times what ranks send"
 )
-"""The source recorded for the links' figures when only one rank was measured."""
+"""Entry of `Profile.sources` if only one rank was measured, so that link speeds are a guess."""
 _WORST_SPREAD: Final = 0.10
-"""Highest accepted spread of the times between rounds, as a root mean square. A larger spread means
-that something else was running on the machine."""
+"""Highest accepted root mean square of `Sample.spread`. A larger spread means that something else
+was running on the machine."""
 _WORST_LAW: Final = 0.30
-"""Highest accepted error of the fit, as a root mean square: times further off do not follow a
-latency and a bandwidth. A CPU is faster on data that fits a cache: on a quiet machine, gloo's
-collectives lie up to 21 % off."""
+"""Highest accepted root mean square of the fit's relative errors. Times further off do not follow a
+latency and a rate. A CPU is faster on data that fits into its cache: on a quiet machine, gloo's
+collectives are up to 21 % off."""
 _MOST_BYTES: Final = 1 << 20
+"""Largest size of a profile file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +46,12 @@ class Sample:
     """One timed operation.
 
     Args:
-        amount: Floating-point operations of a matrix product or of attention; otherwise the bytes
-            that count towards a bandwidth (of a ring, those that pass through one rank).
-        seconds: Seconds of one execution.
+        amount: Floating-point operations of a matrix product or of attention; for any other
+            operation the bytes that it moves (of a ring collective, those that pass through one
+            rank).
+        seconds: The shortest seconds of one execution.
         hops: Ranks that a collective passes on the way; 0 for anything but a collective.
-        spread: The share by which the shortest time of one half of the rounds exceeds that of the
-            other half.
+        spread: Relative difference between the shortest time in even rounds and in odd rounds.
     """
 
     amount: float
@@ -64,14 +65,13 @@ class Timings:
     """All timings of one machine.
 
     Args:
-        device: The device from the hardware table, or one named as torch names it if it is not in
-            the table.
+        device: The device from the hardware table; if it is not there, one with torch's name.
         dtype: Dtype of the matrix products and of attention.
         launch_s: Seconds to launch a kernel that does nothing.
-        products, attention: Matrix products and attention, in several sizes.
-        moves: Elementwise kernels; the amount is bytes read and written.
-        copies: Copies from host to device; () if the device has no separate host memory.
-        collectives: all_gather between ranks of one node; () if there is one rank.
+        products, attention: Matrix products and attentions of several sizes.
+        moves: Elementwise kernels of several sizes; the amount is bytes read and written.
+        copies: Copies from host to device; () if the device uses host memory.
+        collectives: All-gathers between the ranks of this machine; () if there is only one rank.
     """
 
     device: Device
@@ -87,7 +87,11 @@ class Timings:
 def profile_from(measured: Timings, origin: Origin | None = None) -> Profile:
     """Fit a profile to the timings of this machine.
 
-    Constants that the timings cannot show are taken from `GENERIC`, and `Profile.sources` says so.
+    Constants that do not follow from the timings are those of `GENERIC`; `Profile.sources` says so.
+
+    Args:
+        measured: The timings.
+        origin: The place named in errors; None if there is none.
 
     Raises:
         PlanError: Times differ too much between rounds, or do not follow a latency and a rate.
@@ -96,8 +100,8 @@ def profile_from(measured: Timings, origin: Origin | None = None) -> Profile:
     spreads: dict[str, Array] = {}
 
     def affine(name: str, samples: Sequence[Sample]) -> tuple[float, float]:
-        """Return (seconds of latency, amount per second)."""
-        # A ring pays the latency once per hop, every other operation once.
+        """Return (seconds of latency, amount per second), fitted to timings of one kind."""
+        # A ring collective takes the latency once per hop, any other operation once.
         columns = np.array([[s.hops or 1.0, s.amount] for s in samples])
         seconds = np.array([s.seconds for s in samples])
         least, slope = _non_negative(columns, seconds)
@@ -164,7 +168,7 @@ def _root_mean_square(numbers: Array) -> float:
 
 
 def _non_negative(columns: Array, seconds: Array) -> tuple[float, float]:
-    """Fit two coefficients by least squares of the relative errors, neither below zero."""
+    """Return two coefficients >= 0 that fit `columns` to `seconds` by least relative squares."""
     # Dividing each equation by its time makes the errors relative.
     scaled, ones = columns / seconds[:, None], np.ones(len(seconds))
     best, least = (0.0, 0.0), float("inf")
@@ -180,7 +184,7 @@ def _non_negative(columns: Array, seconds: Array) -> tuple[float, float]:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Write a profile as JSON, every figure in its unit."""
+    """Write a profile file: JSON with the fields of `Profile`."""
     facts = {"schema": SCHEMA, "profile": dataclasses.asdict(profile)}
     write_bytes(path, (json.dumps(facts, indent=1) + "\n").encode(), "the profile")
 
@@ -189,8 +193,8 @@ def read_profile(path: Path, origin: Origin | None = None) -> Profile:
     """Read a profile that `write_profile` wrote.
 
     Raises:
-        PlanError: The file does not exist, is not a profile of this version, or has a figure
-            outside the bounds of `_FIGURES`.
+        PlanError: The file does not exist, is not a profile of this version, or has a value that
+            `_FIGURES` does not accept.
     """
     fix = "write one with: meshplan calibrate --out profile.json"
     try:
@@ -226,15 +230,17 @@ def read_profile(path: Path, origin: Origin | None = None) -> Profile:
 
 
 def _shown(value: Any) -> str:
+    """Return a value as text of at most 40 characters."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:39]}…"
 
 
 _Figure = tuple[Callable[[Any], bool], str]
+"""(Test that returns True for an accepted value, description of accepted values)."""
 
 
 def _between(low: float, high: float, unit: str, *, or_none: bool = False) -> _Figure:
-    """Accept a number within a range, both ends included."""
+    """Return a test for numbers from `low` to `high`, both included; None passes if `or_none`."""
 
     def accepts(value: Any) -> bool:
         if value is None:
@@ -273,5 +279,4 @@ _FIGURES: Final[Mapping[str, _Figure]] = {
     "residual": _between(0, 1e6, "an error", or_none=True),
     "num_runs": _between(0, 1e9, "a number of runs"),
 }  # fmt: skip
-"""For each constant of a profile, a test of the value and a description of what is accepted. The
-bounds are wide enough for any machine."""
+"""The accepted values of each field of a profile. The bounds are wide enough for any machine."""

@@ -1,8 +1,8 @@
 """Read a model as a chain of blocks, and the cost of each kind of block, from the ops of a tape.
 
-An op says what it reads, makes, saves and sends (`memory.tape.ops`). FLOPs and bytes moved follow
-from the same sizes; the saved bytes follow from playing the tape. Equal blocks are one kind with a
-count.
+An op of a tape has the values that it reads, makes, saves and sends (`memory.tape.ops`). FLOPs and
+bytes moved follow from their sizes; the saved bytes follow from playing the tape. Equal blocks are
+one kind.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from meshplan.memory.tape.tape import Tape, TapeOp
 from meshplan.model.graph import ModelGraph
 
 Triple = tuple[float, float, float]
+"""One number for each kind of recomputation, by index into `grid.RECOMPUTE`."""
 
 
 def chain_of(
@@ -41,23 +42,22 @@ def chain_of(
     loss_chunks: int = 1,
     styled: TpPlanOnTape | None = None,
 ) -> Chain:
-    """Read the chain of a decoder of a known family, as one rank of tp and ep computes it.
+    """Return the chain of a decoder of a known family, as one rank of tp and ep computes it.
 
     Args:
         graph: The model, as `blueprint` returns it.
         seq_len: Tokens of one sample, before cp splits them.
         element_bytes: Bytes per element of the compute dtype.
         tp: Ranks along tp.
-        ep: Ranks over which the experts of a block are spread; each is sent equally many tokens.
+        ep: Ranks along ep. Each is assumed to receive equally many tokens.
         is_sequence: If True, activations between blocks are sharded along the sequence over tp.
         is_cuda: If True, CUDA kernels run.
         cuts_loss: If True, the loss is computed on logits that stay sharded over the vocabulary.
-        loss_chunks: Number of token chunks for which head and loss are computed one after the
-            other.
+        loss_chunks: Number of chunks of tokens for which head and loss are computed one by one.
         styled: The plan's tensor-parallel styles by module; None shards whatever can be sharded.
 
     Raises:
-        PlanError: The model's operations are not known, or tp does not divide its sizes.
+        PlanError: The model is of no known family, or tp or ep does not divide its sizes.
     """
     shape = shape_of(graph)
     sizes = {
@@ -107,23 +107,22 @@ def chain_of_tapes(
     keeps: Callable[[TapeOp], bool] = is_chosen,
     looks: Sequence[Hashable] = (),
 ) -> Chain:
-    """Read the chain of a model with few kinds of blocks from tapes that `write` makes.
+    """Return the chain of a model with few kinds of blocks, read from tapes that `write` makes.
 
     Args:
-        write: Maps (blocks, samples) to the tape of a microbatch. Its `units` are the blocks that
-            `shown_of` selects.
+        write: Maps (number of blocks, samples) to the tape of a microbatch. The `units` of the tape
+            are the blocks that `shown_of` selects.
         num_blocks: Blocks of the whole model.
         seq_len: Tokens of one sample.
         element_bytes: Bytes per element of the compute dtype.
-        keeps: Returns True if selective recomputation keeps what an op makes (see
-            `reading.Reading`).
-        looks: For each block, a key that the blocks of one kind share; () if all blocks are equal.
+        keeps: Returns True if selective recomputation saves the results of an op.
+        looks: For each block, a key that is equal for blocks of one kind; () if all are equal.
 
-    Assumes: blocks between the first and the last one that have the same key are equal.
+    Assumes: apart from the first and the last block, blocks with the same key are equal.
     """
     looks = looks or (None,) * num_blocks
     shown = shown_of(looks)
-    # A batch of two minus a batch of one gives the cost per sample; the rest is paid once.
+    # The cost of two samples minus that of one is the cost per sample; the rest occurs once.
     one, two = (
         Reading(write(len(shown), batch), seq_len, element_bytes, keeps=keeps) for batch in (1, 2)
     )
@@ -131,7 +130,8 @@ def chain_of_tapes(
     found = _fold([_kind(*pair) for pair in places], [looks[n] for n in shown])
     blocks = [n for n, kind in enumerate(found) if kind.has_options]
     before, after = found[: blocks[0]], found[blocks[-1] + 1 :]
-    # A block between the ends represents its kind if there is one: the ends save other tensors.
+    # Let an inner block stand for its kind if there is one, since the first and the last block may
+    # save other tensors.
     standing = {looks[n]: blocks[place] for place, n in enumerate(shown)}
     standing |= {looks[n]: blocks[place] for place, n in [*enumerate(shown)][1:-1]}
     inner = [found[standing[look]] for look in looks]
@@ -146,7 +146,7 @@ def chain_of_tapes(
 
 
 def _kind(one: TapeSection, two: TapeSection) -> Kind:
-    """Build a kind from one section of a tape, read at a batch of one and at a batch of two."""
+    """Return the kind of a section of a tape, read with one sample (`one`) and with two (`two`)."""
     return Kind(
         name=one.name,
         has_options=one.is_block,
@@ -159,7 +159,7 @@ def _kind(one: TapeSection, two: TapeSection) -> Kind:
         sent_again=tuple(map(sent, one.again, two.again)),  # type: ignore[arg-type]
         saved_bytes=_fewest(one.saved_bytes, two.saved_bytes),
         transient_bytes=_fewest(one.transient_bytes, two.transient_bytes),
-        # Floats: an integer column times a Python int wraps around if the product is large.
+        # Floats, because a numpy integer column times a large Python int overflows.
         boundary_bytes=float(one.boundary_bytes),
         context_bytes=float(one.context_bytes),
         exchanged_bytes=float(one.exchanged_bytes),
@@ -172,15 +172,19 @@ def _kind(one: TapeSection, two: TapeSection) -> Kind:
 def _fewest(one: Sequence[int], two: Sequence[int]) -> Triple:
     """Return a lower bound of the bytes per sample, valid for any number of samples.
 
-    Some tensors (the rotary angles) belong to no sample, and a batch of one is gathered without a
-    copy. Whether the first sample or a further one takes more therefore depends on the section.
+    Args:
+        one: Bytes with one sample, by index into `grid.RECOMPUTE`.
+        two: Bytes with two samples, likewise.
+
+    The first sample may need more than a further sample, because some tensors, such as rotary
+    angles, exist once. It may also need less, because a batch of one is gathered without a copy.
     """
     a, b, c = (float(min(x, y - x)) for x, y in zip(one, two, strict=True))
     return a, b, c
 
 
 def shown_of(looks: Sequence[Hashable]) -> tuple[int, ...]:
-    """Select blocks that stand for all: the first, the last, and one of each kind between them."""
+    """Return the blocks to put on a tape: the first, the last, and one of each kind between."""
     last, between = len(looks) - 1, dict[Hashable, int]()
     for number in range(1, last):
         between.setdefault(looks[number], number)
@@ -188,15 +192,19 @@ def shown_of(looks: Sequence[Hashable]) -> tuple[int, ...]:
 
 
 def _fold(kinds: Sequence[Kind], looks: Sequence[Hashable]) -> list[Kind]:
-    """Make blocks that do the same work one kind, and charge the differences at the ends elsewhere.
+    """Return the kinds, with a first or last block of equal work given the kind of an inner block.
 
-    The output of the last block is not saved for a recomputation, and its reader may save another
-    copy. What every option of an end block saves more, or less, than an inner one is charged to the
-    section next to it. A search over kinds gains more from one kind fewer than it loses by that.
+    An end block that does the same work as an inner block may still save other bytes: no
+    recomputation saves the output of the last block, and the op that reads it may save a copy. Such
+    a difference, if it is the same under every option, is added to the section next to the block. A
+    search is faster with fewer kinds, which is worth this inaccuracy.
 
     Args:
         kinds: The kind of each section of the tape, in order.
         looks: The key of each block on the tape.
+
+    Returns:
+        The kind of each section, in order.
     """
     out = list(kinds)
     blocks = [n for n, kind in enumerate(kinds) if kind.has_options]
@@ -227,5 +235,6 @@ def _fold(kinds: Sequence[Kind], looks: Sequence[Hashable]) -> list[Kind]:
 
 
 def _least(triples: Sequence[Triple]) -> Triple:
+    """Return the smallest number of each column."""
     a, b, c = (min(column) for column in zip(*triples, strict=True))
     return a, b, c

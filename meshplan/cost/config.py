@@ -1,7 +1,7 @@
-"""A plan as a configuration: one row of the grid, and one option for each of its blocks.
+"""Convert a plan to a configuration: one row of the grid, and one option for each of its blocks.
 
-The search, the figures of a stated plan and the picture of a pipeline's schedule all read a plan
-through these functions, so that they agree about its mode and its options.
+The search, the cost of a given plan and the picture of a pipeline schedule all use these functions,
+so that they agree about a plan's mode and options.
 """
 
 from __future__ import annotations
@@ -36,14 +36,16 @@ STRATEGY_OPTIONS: Final[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]] =
         "hybrid_shard_zero2": ((SHARD,), (0,)),
     }
 )
-"""Modes that each strategy may have, as places in `MODES`, and values of reshard_after_forward."""
+"""By strategy, (modes as indices into `MODES`, values of reshard_after_forward)."""
 
 
 def plan_as_config(plan: Plan) -> NDArray[Any]:
-    """Return a plan that states its batch as the only row of a grid, of dtype `GRID`.
+    """Return the grid whose only row is the configuration of a plan, of dtype `GRID`.
 
-    A pipeline that runs several times before the optimizer steps counts all its microbatches. A
-    schedule that the grid has no word for is "".
+    If a pipeline runs several times in one step, `microbatches` counts all runs together. A
+    schedule that is not in `SCHEDULE_WORDS` gets index 0, that of "".
+
+    Assumes: the plan states its batch.
     """
     assert plan.micro is not None
     stages = plan.assignment.stages
@@ -64,13 +66,18 @@ def plan_as_config(plan: Plan) -> NDArray[Any]:
 
 
 def mode_of(plan: Plan) -> int:
-    """Return how data ranks hold the model under a plan's strategy, as a place in `MODES`."""
+    """Return the index into `MODES` of the layout over data ranks that a plan's strategy has."""
     (mode,), _ = STRATEGY_OPTIONS[plan.assignment.strategy.name]
     return mode
 
 
 def option_of(plan: Plan, block: str) -> int:
-    """Return the option of a block, as a place in `OPTIONS`; "" names what has no choice."""
+    """Return the index into `OPTIONS` of a block's option.
+
+    Args:
+        plan: The plan.
+        block: Fqn of the block; "" for modules outside the blocks, which have only one option.
+    """
     if not block:
         return OPTIONS.index((0, 0))
     a = plan.assignment
@@ -81,9 +88,9 @@ def option_of(plan: Plan, block: str) -> int:
 
 
 def offload_of(plan: Plan) -> int:
-    """Return what of a whole plan is on the host, as the bits of the grid's `offload`.
+    """Return the states and activations that a plan offloads, as bits of the grid's `offload`.
 
-    Offloading of only a part of the model counts as nothing.
+    A bit is set only if it holds for every unit or every block.
     """
     a = plan.assignment
     full = {fqn for fqn, again in a.recompute.items() if again.policy.mode == "full"}

@@ -1,12 +1,13 @@
 """Estimate the cost of CPU offload: copies to and from host memory, and an optimizer on the host.
 
-Parameters: every all-gather begins with a copy of the rank's shard to the device, every reduction
-ends with a copy of the gradient shard back. Both run on the streams of these collectives, so
-computation hides them in the same measure. A gradient that is added to an earlier one, however, is
-waited for, and the host adds it. The optimizer steps on the host, and nothing overlaps with it.
+Parameters: every all-gather begins with a copy of the rank's shard to the device, and every
+reduction ends with a copy of the gradient shard to the host. Both copies run on the streams of
+these collectives, so computation hides them as it hides the collectives. However, if gradients are
+accumulated, the host waits for each copy and adds it up. The optimizer step runs on the host, and
+nothing overlaps with it.
 
-Activations: the inputs of a fully recomputed block are copied to the host while everything waits,
-and come back on the compute stream.
+Activations: the inputs of a fully recomputed block are copied to the host while the device waits,
+and are copied back on the compute stream.
 
 Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py, `all_gather_inputs`, and
 _fsdp_collectives.py, `foreach_reduce`; `runtime.apply.offload`, `runtime.base.host_copies`.
@@ -28,17 +29,18 @@ Array = NDArray[Any]
 
 _SHARD: Final = MODES.index("shard")
 _ADDING: Final = 3
-"""Passes over memory to add one tensor to another: two reads and a write."""
+"""Passes over memory to add one tensor to another in place: two reads and one write."""
 
 
 class OffloadSeconds(NamedTuple):
-    """Seconds of offload of one block, per configuration; zero where nothing is offloaded.
+    """Seconds of offload of one block, [configurations]; 0 where nothing is offloaded.
 
     Attributes:
-        there: Seconds to copy the shards of its parameters to the device.
-        back: Seconds to copy the shards of their gradients to the host, where none are added up.
+        there: Seconds to copy the rank's shards of parameters to the device.
+        back: Seconds to copy its shards of gradients to the host; 0 where gradients are accumulated
+            on the host.
         waited: Seconds per microbatch that nothing hides: to copy gradients to the host and add
-            them up, and to copy the block's inputs.
+            them up, and to copy the block's inputs to the host and back.
     """
 
     there: Array
@@ -47,19 +49,22 @@ class OffloadSeconds(NamedTuple):
 
 
 def is_there(grid: Array) -> NDArray[np.bool_]:
-    """Return, for each configuration, True if parameters, gradients and states are on the host."""
+    """Return True for each configuration with parameters, gradients and states on the host."""
     return np.asarray((grid["offload"] & PARAMS_THERE) > 0)
 
 
 def host_rate(grid: Array, profile: Profile, gpus_per_node: int) -> Array:
-    """Bytes per second of host memory that a rank gets while all ranks of its node step."""
+    """Return bytes per second of host memory for one rank, while all ranks of its node step."""
     names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     world = np.prod([grid[name].astype(np.float64) for name in names], axis=0)
     return np.asarray(profile.host_bytes_per_s / np.minimum(world, gpus_per_node))
 
 
 def entered_s(grid: Array, kind: BlockKind, profile: Profile) -> Array:
-    """Seconds to copy a block's inputs, assumed as large as its outputs, to the host and back."""
+    """Return the seconds to copy a block's inputs to the host and back.
+
+    Assumes: the inputs are as large as the outputs.
+    """
     entered = grid["micro"] / grid["cp"] * kind.boundary_bytes
     return np.asarray(2 * entered / profile.pcie_bytes_per_s)
 
@@ -67,7 +72,7 @@ def entered_s(grid: Array, kind: BlockKind, profile: Profile) -> Array:
 def updates_more_s(
     grid: Array, kind: BlockKind, profile: Profile, gpus_per_node: int, widths: ElementBytes
 ) -> Array:
-    """Seconds per step by which the host updates a block more slowly than the device would."""
+    """Return the further seconds per step if the host, not the device, updates a block."""
     passes = widths.stored * profile.optimizer_bytes + widths.unscaling
     moved = share(grid, trained(kind)) * passes
     there = moved / host_rate(grid, profile, gpus_per_node)
@@ -77,10 +82,14 @@ def updates_more_s(
 def crossing(
     grid: Array, kind: BlockKind, profile: Profile, gpus_per_node: int, stored: int
 ) -> OffloadSeconds:
-    """Estimate the offload times of one block.
+    """Return the offload times of one block.
 
     Args:
-        stored: Bytes per element of a parameter as it is updated; its gradient has as many.
+        grid: Configurations of `grid.GRID`.
+        kind: The kind of the block.
+        profile: Constants of the device.
+        gpus_per_node: Devices of one node.
+        stored: Bytes per element of a parameter on the host, and of its gradient there.
     """
     on_host = is_there(grid)
     pcie = profile.pcie_bytes_per_s

@@ -1,4 +1,4 @@
-"""Estimate the seconds of a pipeline: its stages, their bubble, and sends between them."""
+"""Estimate the seconds of a pipeline step: computation, bubble, and sends between stages."""
 
 from __future__ import annotations
 
@@ -18,19 +18,23 @@ _INTERLEAVED: Final = SCHEDULE_WORDS.index("Interleaved1F1B")
 
 
 def crossing_seconds(grid: Array, num_bytes: float, profile: Profile, gpus_per_node: int) -> Array:
-    """Seconds to send one microbatch, or its gradient, to the next stage: mean over all boundaries.
+    """Return the seconds to send one microbatch to the next stage, a mean over all boundaries.
+
+    The gradient of the microbatch takes as long to come back.
 
     Args:
         grid: Configurations of `grid.GRID`.
         num_bytes: Bytes per sample that cross the boundary (`BlockKind.boundary_bytes` of the block
             before it).
+        profile: Constants of the device and its links.
+        gpus_per_node: Devices of one node.
     """
     pp = grid["pp"].astype(np.float64)
     inner = (grid["dp_replicate"] * grid["dp_shard"] * grid["cp"] * grid["tp"]).astype(np.float64)
     samples = grid["micro"] / grid["cp"]
     cuts = np.maximum(1.0, pp - 1)
     nodes = np.ceil(pp * inner / gpus_per_node)
-    # Share of the boundaries between stages at which microbatches leave the node.
+    # Fraction of the boundaries between stages that are also boundaries between nodes.
     far = np.where(inner < gpus_per_node, np.minimum(nodes - 1, cuts), cuts) / cuts
     outside, inside = (send(samples * num_bytes, crosses, profile) for crosses in (True, False))
     each = far * outside + (1 - far) * inside + profile.crossing_s
@@ -40,39 +44,40 @@ def crossing_seconds(grid: Array, num_bytes: float, profile: Profile, gpus_per_n
 def pipeline_seconds(
     grid: Array, most: Array, total: Array, crossing: Array | float = 0.0
 ) -> Array:
-    """Seconds of all microbatches through all stages.
+    """Return the seconds of forward and backward of all microbatches through all stages.
 
     Args:
         grid: Configurations of `grid.GRID`.
-        most: Seconds of a microbatch on the slowest pipeline rank, forward and backward, all of its
-            stages together.
-        total: Seconds of a microbatch on all pipeline ranks together.
-        crossing: Seconds to send a microbatch to the next stage once.
+        most: Seconds of a microbatch on the slowest pipeline rank, forward and backward, in all
+            stages of this rank.
+        total: The sum of these seconds over all pipeline ranks.
+        crossing: Seconds to send a microbatch to the next stage once (`crossing_seconds`).
 
-    Assumes: stages are about equal; 1F1B is then never estimated too short, and Interleaved1F1B
-    within the spread of its stages (`tests/cost/test_pipeline.py` simulates both).
+    Assumes: stages take about equally long. 1F1B is then never estimated too short, and
+    Interleaved1F1B to within the differences of its stages (`tests/cost/test_pipeline.py` simulates
+    both).
 
-    Source: Narayanan et al. 2021 (Megatron-LM), section 2.2: a bubble of (p - 1) / v turns, the
-    same for GPipe and 1F1B. Sends delay GPipe and Interleaved1F1B along the path of one microbatch,
-    and 1F1B along the path of each.
+    Source: Narayanan et al. 2021 (Megatron-LM), section 2.2: the bubble is (p - 1) / v times a
+    microbatch's time on one rank, equal for GPipe and 1F1B. Sends delay GPipe and Interleaved1F1B
+    along the path of one microbatch, and 1F1B along the path of every microbatch.
     """
     pp, count = grid["pp"].astype(np.float64), grid["microbatches"].astype(np.float64)
     virtual, halved = grid["virtual"].astype(np.float64), in_halves(grid)
-    # One microbatch crosses every boundary, forward and back.
+    # One microbatch crosses every boundary between stages, in forward and in backward.
     once = 2 * (pp * virtual - 1)
     rounds = np.maximum(1, grid["microbatches"] // np.maximum(1, grid["pp"]))
     once = np.where(halved, pp * (virtual + 3) - np.where(rounds > 1, 4, 6), once)
-    # 1F1B has pp microbatches in flight, and each waits for one more crossing in either direction.
+    # 1F1B has pp microbatches in flight, and each waits for one more crossing in each direction.
     every = 2 * (pp - 1) / pp * count + 2 * (pp - 2)
     ways = np.where(grid["schedule"] == _1F1B, np.maximum(once, every), once)
     return np.asarray(count * most + (total - most) * waiting_share(grid) + ways * crossing)
 
 
 def waiting_share(grid: Array) -> Array:
-    """The fraction of the other ranks' time per microbatch that a rank waits in a step.
+    """Return the bubble of a step, as a fraction of the other ranks' time per microbatch.
 
-    With a split backward, no other rank waits for the second half, and none waits while it computes
-    second halves of its own: of a forward and a backward, only a forward is left.
+    With a split backward, no rank waits for the second half of another rank, and ranks compute
+    second halves instead of waiting. Of the time of forward and backward, only a forward is left.
 
     Source: Narayanan et al. 2021 (Megatron-LM), section 2.2; Qi et al. 2023 (zero bubble), table 1,
     ZB-H1, with a backward of two forwards.

@@ -1,7 +1,7 @@
-"""Constants of the cost model: the share of its datasheet a device reaches, by framework and dtype.
+"""Constants of the cost model: speeds that a device reaches, by framework and dtype.
 
-`profiles.json` contains constants fitted to published runs. A device that is not in it gets the
-figures of its datasheet times shares that are [Empirical]. Constants of different frameworks,
+`profiles.json` contains constants fitted to published runs. For a device that is not in this file,
+the speeds of its datasheet are multiplied by [Empirical] shares. Constants of different frameworks,
 devices or dtypes are never mixed.
 """
 
@@ -21,19 +21,20 @@ from meshplan.layout.hardware import Cluster, devices
 _FILE: Final = Path(__file__).with_name("profiles.json")
 
 WORST_RESIDUAL: Final = 0.10
-"""Highest accepted residual of a fit, as a root mean square; a worse fit is not used."""
+"""Highest accepted `Profile.residual`; the constants of a worse fit are not used."""
 
 
 HOST_BYTES_PER_S: Final = 60e9
-"""Memory bandwidth that the processors of a node reach.
+"""Memory bandwidth that the processors of one node reach together, in bytes per second.
 
 Source: Ren et al. 2021 (ZeRO-Offload), table 4: PyTorch's Adam takes 1.39 s for 1e9 parameters
-on two Xeon Platinum 8168; at 84 bytes a parameter (21 passes in float32, as `optimizer_bytes`)."""
+on two Xeon Platinum 8168, at 84 bytes per parameter (21 passes over float32, the `optimizer_bytes`
+of `GENERIC`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Constants from which the time of a step follows, in addition to the model and the plan.
+    """Constants of a device from which, with a model and a plan, the time of a step follows.
 
     Args:
         device, framework, dtype: The device, framework and compute dtype that the constants belong
@@ -41,30 +42,31 @@ class Profile:
         peak_flops: Peak FLOP/s of the datasheet.
         efficiency: Share of the peak that large matrix products reach.
         attention_efficiency: Share of the peak that attention reaches.
-        kernel_s: Seconds of every kernel on the device, whatever its size.
-        launch_s: Seconds of every kernel in the host process, which runs ahead of the device if it
-            can.
-        collective_s: Seconds of every tp collective in the host process.
-        collective_rank_s: Further seconds in the host process of every tp collective, for each rank
-            of tp, where the plan has a pipeline that crosses nodes.
-        collective_node_s: Seconds on the device of every tp collective, for each node but the
+        kernel_s: Seconds on the device that each kernel takes whatever its size.
+        launch_s: Seconds that the host process takes to launch a kernel. It runs ahead of the
+            device if it can.
+        collective_s: Seconds that the host process takes for each tp collective.
+        collective_rank_s: Further seconds that the host process takes for each tp collective, per
+            rank of tp, if the plan has a pipeline that crosses nodes.
+        collective_node_s: Seconds on the device that each tp collective takes, per node except the
             first.
         memory_bytes_per_s: Memory bandwidth that elementwise kernels reach.
-        intra_bytes_per_s, inter_bytes_per_s: Bandwidth that collectives reach between devices of a
-            node, and between nodes for each device.
-        intra_latency_s, inter_latency_s: Seconds of one hop within a node, and between nodes.
-        contention: Share of the time of hidden communication by which it slows the computation that
+        intra_bytes_per_s, inter_bytes_per_s: Bandwidth that collectives reach, per device, within a
+            node and between nodes.
+        intra_latency_s, inter_latency_s: Seconds of one hop within a node and between nodes.
+        contention: Seconds by which each second of hidden communication slows the computation that
             hides it.
-        contention_alone: The contention where each of DDP's ranks is alone on its node: a ring that
-            only leaves nodes takes little of the device. None uses `contention`.
+        contention_alone: The `contention` of DDP if each of its ranks is alone on a node: a ring
+            with hops only between nodes takes little of the device. None means `contention`.
         pcie_bytes_per_s: Bandwidth between the device and its host.
-        optimizer_bytes: Bytes that an update reads and writes, for each byte of a parameter.
+        optimizer_bytes: Bytes that an optimizer step reads and writes per byte of a parameter.
         tp_exposed: Share of tp communication that nothing hides.
-        crossing_s: Seconds to send anything to the next stage, however small.
-        host_bytes_per_s: Memory bandwidth that elementwise kernels of a node's processors reach,
-            all together.
-        gathers_once: If True, ZeRO-1 gathers parameters after each update, and not in each forward.
-        sources: Origins of the constants.
+        crossing_s: Seconds to send a tensor of any size to the next pipeline stage.
+        host_bytes_per_s: Memory bandwidth that elementwise kernels reach on the processors of one
+            node together.
+        gathers_once: If True, ZeRO-1 gathers parameters once, after the optimizer step, and not in
+            each forward.
+        sources: The origins of the constants.
         residual: Root mean square of the fit's relative errors; None if nothing was fitted.
         num_runs: Number of runs used for the fit.
     """
@@ -99,6 +101,7 @@ class Profile:
 
     @property
     def is_fitted(self) -> bool:
+        """True if the constants were fitted to runs or timings."""
         return self.residual is not None
 
 
@@ -123,29 +126,30 @@ GENERIC: Final[Mapping[str, float]] = MappingProxyType(
         "crossing_s": 0.0,
     }
 )
-"""Shares of the datasheet, and constants that it does not state. [Empirical]: about what the fitted
-profiles reach (products 0.49 to 0.78 where they are well determined, attention 0.2 to 0.8, memory
+"""Shares of the speeds on a datasheet, and constants not stated there. [Empirical]: typical of the
+fitted profiles (products 0.49 to 0.78 where they are well determined, attention 0.2 to 0.8, memory
 0.36 to 0.95, contention 0.2 to 1). Links: nccl-tests reach 361 of 450 GB/s on eight H200, 235 of
-300 on eight A100, and 45 to 48 of 50 between nodes. `optimizer_bytes`: AdamW of torch with foreach,
-21 passes over what it updates."""
+300 on eight A100, and 45 to 48 of 50 between nodes. `optimizer_bytes`: torch's AdamW with foreach
+makes 21 passes over the parameters."""
 
 
 @cache
 def fitted() -> Mapping[tuple[str, str, str], Mapping[str, Any]]:
-    """The constants of `profiles.json`, by (device, framework, dtype)."""
+    """Return the entries of `profiles.json`, by (device, framework, dtype)."""
     rows = json.loads(_FILE.read_text(encoding="utf-8"))["profiles"]
     return MappingProxyType({(r["device"], r["framework"], r["dtype"]): r for r in rows})
 
 
 def profile_of(cluster: Cluster, framework: str = "native", dtype: str = "bfloat16") -> Profile:
-    """Look up the constants for a step on this cluster.
+    """Return the constants for a step on this cluster.
 
     Args:
+        cluster: The devices and links.
         framework: The framework whose code runs; "native" is meshplan's own runtime, eager.
         dtype: The dtype in which matrix products are computed.
 
     Raises:
-        PlanError: A figure that the time depends on is not known; the message says what to add.
+        PlanError: A speed that the time depends on is not known; the message states what to add.
     """
     if problems := list(_unknown(cluster, dtype)):
         raise PlanError(problems)
@@ -154,10 +158,13 @@ def profile_of(cluster: Cluster, framework: str = "native", dtype: str = "bfloat
 
 
 def resolve(cluster: Cluster, framework: str, dtype: str, facts: Mapping[str, Any]) -> Profile:
-    """Turn shares of a datasheet into figures.
+    """Return a profile in which shares of the datasheet are multiplied by its speeds.
 
     Args:
-        facts: An entry of `profiles.json`; constants that it leaves out are taken from `GENERIC`.
+        cluster: The devices and links.
+        framework: The framework whose code runs.
+        dtype: The dtype in which matrix products are computed.
+        facts: An entry of `profiles.json`. Constants that are not in it are those of `GENERIC`.
     """
     device = cluster.device
     constants = {**GENERIC, **facts.get("constants", {})}
@@ -182,7 +189,7 @@ def resolve(cluster: Cluster, framework: str, dtype: str, facts: Mapping[str, An
         collective_rank_s=constants["collective_rank_s"],
         collective_node_s=constants["collective_node_s"],
         memory_bytes_per_s=memory * constants["memory_share"],
-        # A link that is never used still needs a finite figure.
+        # A link that is never used needs a finite bandwidth, too.
         intra_bytes_per_s=(intra or inter or memory) * constants["intra_share"],
         inter_bytes_per_s=(inter or intra or memory) * constants["inter_share"],
         intra_latency_s=constants["intra_latency_s"],
@@ -201,7 +208,7 @@ def resolve(cluster: Cluster, framework: str, dtype: str, facts: Mapping[str, An
 
 
 def _unknown(cluster: Cluster, dtype: str) -> list[Problem]:
-    """List the figures that are missing."""
+    """Return a problem for each speed of the device or its links that is not known."""
     device, out = cluster.device, []
     if dtype not in device.peak_flops:
         known = ", ".join(device.peak_flops)
@@ -220,6 +227,7 @@ def _unknown(cluster: Cluster, dtype: str) -> list[Problem]:
 
 
 def _unknown_network(cluster: Cluster) -> list[Problem]:
+    """Return a problem if the cluster has several nodes and the speed between them is not known."""
     if cluster.nodes == 1 or cluster.inter is not None:
         return []
     what = "the plan states no bandwidth between nodes"
@@ -227,14 +235,15 @@ def _unknown_network(cluster: Cluster) -> list[Problem]:
 
 
 def on_cluster(profile: Profile, cluster: Cluster) -> Profile:
-    """Adapt a profile measured on one machine to a cluster of such machines.
+    """Return a profile that was measured on one machine, for a cluster of such machines.
 
     Raises:
-        PlanError: The profile is of another device, or the speed of the network is not known.
+        PlanError: The profile was measured on another device, or the speed of the network is not
+            known.
     """
     problems = _unknown_network(cluster)
     if profile.device != cluster.device.name:
-        what = f"the profile is of {profile.device}, and the plan runs on {cluster.device.name}"
+        what = f"the profile was measured on {profile.device}, not on {cluster.device.name}"
         problems.insert(0, Problem(what, fix="run meshplan calibrate on a machine of the plan"))
     if problems:
         raise PlanError(problems)
@@ -245,24 +254,30 @@ def on_cluster(profile: Profile, cluster: Cluster) -> Profile:
 
 
 def measured_for(profile: Profile, cluster: Cluster, dtype: str) -> Profile:
-    """Adapt a profile measured on one machine to a plan on a cluster of such machines.
+    """Return a profile that was measured on one machine, for a plan on a cluster of such machines.
+
+    Args:
+        profile: The measured profile.
+        cluster: The cluster.
+        dtype: The dtype in which the plan computes.
 
     Raises:
-        PlanError: The profile is of another device or dtype, or the speed of the network is not
-            known.
+        PlanError: The profile was measured on another device or in another dtype, or the speed of
+            the network is not known.
     """
     if profile.dtype != dtype:
-        what = f"the profile is of {profile.dtype}, and the plan computes in {dtype}"
+        what = f"the profile was measured in {profile.dtype}, but the plan computes in {dtype}"
         fix = f"leave the profile out, or set precision to one that computes in {profile.dtype}"
         raise PlanError(Problem(what, fix=fix))
     return on_cluster(profile, cluster)
 
 
 def without(profile: Profile, *, network: bool) -> Profile:
-    """Return the same device with idealised hardware, to bound a plan's time from below.
+    """Return a profile with idealised hardware, for a lower bound on a plan's time.
 
     Args:
-        network: If True, links take no time.
+        profile: The profile of the real hardware.
+        network: If True, communication takes no time; if False, the profile is returned unchanged.
     """
     if not network:
         return profile

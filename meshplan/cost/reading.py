@@ -1,10 +1,10 @@
-"""Read the work of tape ops: kernels, FLOPs, bytes moved and sent, forward and backward.
+"""Count the work of tape ops: kernels, FLOPs, bytes moved and sent, in forward and backward.
 
-A product of m x k by k x n takes 2mnk operations, and its backward two such products. Attention is
-causal, and its backward takes five products where forward takes two. Every other op moves what it
-reads and makes through the device's memory.
+A product of an m x k and a k x n matrix takes 2mnk FLOPs, and its backward is two such products.
+Attention is taken to be causal; its backward takes five products, its forward two. Every other op
+reads its inputs from the device's memory and writes its outputs there.
 
-Source: Dao 2023 (FlashAttention-2), section 3.1, for attention; `memory.tape.ops` for what is kept.
+Source: Dao 2023 (FlashAttention-2), section 3.1, for attention; `memory.tape.ops` for saved values.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from meshplan.memory.log.microbatch import HookKind
 from meshplan.memory.tape.tape import RecomputeSpan, Tape, TapeOp, play
 
 _PRODUCTS: Final = frozenset({"mm", "grouped_mm", "bmm", "column", "row"})
-"""Names of ops that are matrix products: with a parameter, with one parameter per group of rows, of
-two activations, and nanotron's with a collective inside."""
+"""Names of ops that are matrix products. The factor is a parameter (mm), one parameter per group of
+rows (grouped_mm) or another activation (bmm); column and row are nanotron's products with a
+collective inside."""
 _FOUR: Final = 4  # Bytes of an int32, and of a float32.
 _ATTENTION: Final = frozenset({"attention", "bmm"})
+"""Names of ops whose FLOPs count as attention."""
 _SENT: Final = {
     "all_gather": ("gather", "gather"),
     "reduce_scatter": ("gather", "gather"),
@@ -37,7 +39,7 @@ _SENT: Final = {
     "cut_sequence": ("", "gather"),
     "end_sequence": ("gather", ""),
 }
-"""For each op, the collectives of its forward and of its backward; "" for none."""
+"""By name of an op, (collective of its forward, collective of its backward); "" for none."""
 _SUMMED: Final = frozenset({"amax", "stack"})
 """Ops of a vocabulary-parallel loss whose results are summed over ranks.
 
@@ -45,26 +47,29 @@ Source: `runtime.apply.loss.vocab_parallel_loss`."""
 
 
 def is_chosen(row: TapeOp) -> bool:
-    """Return True if meshplan's selective recomputation keeps what an op makes."""
+    """Return True if meshplan's selective recomputation saves the results of an op."""
     return row.is_kept
 
 
 @dataclass(frozen=True, slots=True)
 class TapeSection:
-    """The work and memory of the ops between two places of a tape, at one batch.
+    """Work and memory of a section of a tape: of a block, or of the ops before or after the blocks.
+
+    All numbers are for the number of samples of the tape.
 
     Args:
-        name: The fqn of the block; otherwise the module with the largest parameter.
+        name: Fqn of the block; outside the blocks, of the module with the largest parameter.
         is_block: True for a block, False for a section before or after the blocks.
-        numels: Elements of each parameter on this rank, where it is read first.
-        forward, backward: Work without anything recomputed.
-        again: Work that backward recomputes, by index into `grid.RECOMPUTE`.
+        numels: Elements on this rank of each parameter that no earlier section reads.
+        forward, backward: Work without recomputation.
+        again: Work of recomputation in backward, by index into `grid.RECOMPUTE`.
         saved_bytes: Bytes saved from forward to backward, by index into `grid.RECOMPUTE`.
         transient_bytes: Highest number of bytes that forward or backward needs beyond
             `saved_bytes`, by index into `grid.RECOMPUTE`.
-        boundary_bytes: Bytes that later ops read and send a gradient to.
-        context_bytes: Bytes of the keys and values that attention reads.
-        exchanged_bytes: Bytes of queries, keys, values and the attention output.
+        boundary_bytes: Bytes of the results that ops of later sections read and that get a gradient
+            there.
+        context_bytes: Bytes of the keys and values of attention.
+        exchanged_bytes: Bytes of queries, keys, values and the output of attention.
         scores_flops: FLOPs of attention.
         expert_numel: Elements of the experts' parameters.
         num_experts: Experts on this rank; 0 without experts.
@@ -87,13 +92,13 @@ class TapeSection:
 
 
 class Reading:
-    """Read a tape section by section: what precedes the blocks, each block, what follows them.
+    """Reads a tape section by section: the ops before the blocks, each block, the ops after them.
 
     Args:
         tape: The tape of one microbatch.
         seq_len: Number of keys that the last token attends to.
         element_bytes: Bytes per element of the compute dtype.
-        keeps: Returns True if selective recomputation keeps what an op makes.
+        keeps: Returns True if selective recomputation saves the results of an op.
     """
 
     def __init__(
@@ -109,7 +114,7 @@ class Reading:
         first, last = tape.units[0][1], tape.units[-1][2]
         units = [("", 0, first), *tape.units, ("", last, len(rows))]
         self._units = [unit for unit in units if unit[1] < unit[2]]
-        # Sections outside the blocks need names, too; these only have to be distinct.
+        # `_held` finds each section by a distinct name; those outside the blocks have none.
         marked = [(f"@{n}", start, end) for n, (_, start, end) in enumerate(self._units)]
         self._marked = replace(tape, rows=rows, units=marked, spans=[])
         self._readers = Counter(grad.value for row in rows for grad in row.grads)
@@ -152,7 +157,7 @@ class Reading:
         return out
 
     def _parameters(self, start: int, end: int) -> dict[str, int]:
-        """Bytes of each parameter read by these ops, as this rank of tp holds it."""
+        """Return the bytes on this rank of each parameter that these ops read, by fqn."""
         tape = self._tape
         return {
             fqn: tape.laid.get((n, fqn), nbytes)
@@ -161,23 +166,26 @@ class Reading:
         }
 
     def _owner(self, start: int, end: int) -> str:
-        """The module with the largest parameter among ops outside the blocks."""
+        """Return the module of the op with the largest parameter among these ops; "" if none."""
         rows = [row for row in self._tape.rows[start:end] if row.parameters]
         return max(rows, key=lambda row: row.parameters[0][1]).module if rows else ""
 
     def _sum(self, numbers: Iterable[WorkCounts]) -> WorkCounts:
+        """Return the sum of counts, field by field."""
         columns = list(zip(*numbers, strict=True))
         return WorkCounts(*map(sum, columns)) if columns else WorkCounts()
 
     # Work
 
     def _size(self, value: int) -> int:
+        """Return the bytes of a value of the tape."""
         return self._tape.nbytes[value]
 
     def _sizes(self, values: tuple[int, ...]) -> int:
         return sum(map(self._size, values))
 
     def _flops(self, row: TapeOp) -> float:
+        """Return the FLOPs of an op in forward; 0 unless it is a product or attention."""
         if row.flops:
             return row.flops
         size = _FOUR if self._tape.in_float32 & {*row.makes} else self._element_bytes
@@ -186,42 +194,49 @@ class Reading:
             return attention_flops(both // size, self._seq_len, is_causal=True)
         if row.op not in _PRODUCTS:
             return 0.0
-        # The product of the three sizes (mk)(kn)(mn) is the square of mnk.
+        # mnk follows from the numbers of elements: (mk)(kn)(mn) is its square.
         if row.op == "bmm":
             sizes = (*map(self._size, row.reads[:2]), self._size(row.makes[0]))
             count = max(sizes) // size // self._seq_len**2
         else:
             sizes, count = (self._given(row), self._weight(row), self._made(row)), 1
-            if row.op == "grouped_mm":  # A row of the input meets the weights of one group.
+            if row.op == "grouped_mm":  # Each input row is multiplied by the weight of one group.
                 count = self._num_groups(row)
         return 2.0 * math.sqrt(math.prod(each // size for each in sizes) / count)
 
     def _num_groups(self, row: TapeOp) -> int:
-        """Groups of a grouped product, which reads an int32 with the end of each."""
+        """Return the groups of a grouped product, which reads an int32 tensor of their ends."""
         return self._size(row.reads[1]) // _FOUR
 
     def _weight(self, row: TapeOp) -> int:
-        """Bytes of a product's weight: a parameter, unless the op reads a value made from one."""
+        """Return the bytes of a product's weight, a parameter or a value made from a parameter."""
         is_made = row.op == "mm" and len(row.reads) > 1
         return self._size(row.reads[1]) if is_made else row.parameters[0][1]
 
     def _given(self, row: TapeOp) -> int:
-        """Bytes of the input of a product, whole if it is gathered first."""
+        """Return the bytes of a product's input, after its all-gather if there is one."""
         return max(
             self._size(row.reads[0]), row.workspace_backward_bytes if row.op == "column" else 0
         )
 
     def _made(self, row: TapeOp) -> int:
-        """Bytes of the output of a product, whole if it is scattered afterwards."""
+        """Return the bytes of a product's output, before its reduce-scatter if there is one."""
         return max(self._size(row.makes[0]), row.workspace_bytes if row.op == "row" else 0)
 
     def _is_view(self, row: TapeOp) -> bool:
+        """Return True if all outputs of an op are views."""
         return all(self._tape.base[value] != value for value in row.makes)
 
     def _fused(self, row: TapeOp, direction: int) -> WorkCounts:
-        """Count what a product gathers before it or scatters after it; backward does the converse.
+        """Count the collectives inside a product of nanotron's ("column" or "row").
 
-        In backward, a column gathers its input again, since it did not save it.
+        A column product gathers its input; in backward it gathers the input again, which it did not
+        save, and reduce-scatters the gradient. A row product reduce-scatters its output and gathers
+        the output's gradient.
+
+        Args:
+            row: The op.
+            direction: 0 for forward, 1 for backward.
         """
         if row.op == "column" and row.workspace_backward_bytes:
             times, size = 1 + direction, self._given(row)
@@ -232,7 +247,7 @@ class Reading:
         return WorkCounts(gathers=times, gather_bytes=float(times * size))
 
     def _exchanged(self, row: TapeOp, direction: int) -> WorkCounts:
-        """Count what a rank sends along ep; in backward, gradients are scaled by a number first."""
+        """Count an op's all-to-alls along ep. Backward (direction 1) first scales gradients."""
         values = row.makes if direction else row.reads
         count, size = len(values), float(self._sizes(values))
         if direction:
@@ -240,23 +255,25 @@ class Reading:
         return WorkCounts(all_to_alls=count, all_to_all_bytes=size)
 
     def _sent(self, row: TapeOp, direction: int) -> WorkCounts:
+        """Count the collectives of an op in forward (direction 0) or backward (1)."""
         if row.op == "all_to_all":
             return self._exchanged(row, direction)
         kind = _SENT[row.op][direction]
         if row.op == "all_gather" and row.workspace_bytes and direction:
-            kind = ""  # Ranks go on with equal tensors: backward only slices.
+            kind = ""  # All ranks then do the same work: backward only slices.
         size = float(self._size(row.makes[0]))
-        if kind == "gather":  # Count the whole tensor: the output, or the input.
+        if kind == "gather":  # Count the whole tensor, which is the output or the input.
             size = max(size, float(self._size(row.reads[0])))
         if kind == "gather":
             return WorkCounts(gathers=1, gather_bytes=size)
         return WorkCounts(all_reduces=1, all_reduce_bytes=size) if kind else WorkCounts()
 
     def _is_made(self, number: int) -> bool:
-        """Return True if earlier ops already made the gradients that this op returns."""
+        """Return True if an earlier op makes the gradients that this op's backward returns."""
         return any(row == number for row, _ in self._tape.handed)
 
     def _forward(self, number: int) -> WorkCounts:
+        """Return the work of an op in forward, given its number."""
         row = self._tape.rows[number]
         if row.is_sent:
             return self._sent(row, 0)
@@ -282,6 +299,15 @@ class Reading:
     def _work(
         self, row: TapeOp, kernels: int, moved: float, weights: float, times: float = 1.0
     ) -> WorkCounts:
+        """Return the work of an op without collectives.
+
+        Args:
+            row: The op.
+            kernels: Number of kernels.
+            moved: Bytes of activations that are read and written.
+            weights: Bytes of parameters that are read, and of their gradients that are written.
+            times: Factor on the FLOPs of forward.
+        """
         flops = times * self._flops(row)
         if flops:
             attention = flops if row.op in _ATTENTION else 0.0
@@ -289,18 +315,19 @@ class Reading:
         return WorkCounts(kernels, 0.0, 0.0, 0.0, moved, weights)
 
     def _backward(self, number: int) -> WorkCounts:
+        """Return the work of an op in backward, given its number."""
         row = self._tape.rows[number]
         if not row.grads and not row.parameters:
             return WorkCounts()
         added = self._added(row)
-        if self._is_made(number):  # Every gradient is multiplied by a number, in place.
+        if self._is_made(number):  # Backward only multiplies each saved gradient by a number.
             new, weights = self._size(row.keeps[0]), self._size(row.keeps[1])
             return WorkCounts(2, moved_bytes=2 * new, weight_bytes=2 * weights).plus(added)
         if row.is_sent or row.op in _SENT:
             return self._sent(row, 1).plus(added)
         given, new = self._size(row.makes[-1]), sum(grad.nbytes for grad in row.grads)
         weights = sum(nbytes for _, nbytes in row.parameters)
-        if row.op == "embedding":  # A dense gradient: zeros, to which the tokens' are added.
+        if row.op == "embedding":  # Backward fills zeros and adds the tokens' gradients.
             return WorkCounts(2, moved_bytes=3 * given, weight_bytes=weights).plus(added)
         if row.op in _PRODUCTS:
             kernels, whole = 2 + (len(row.parameters) > 1), self._given(row)
@@ -317,7 +344,10 @@ class Reading:
         return self._work(row, kernels, moved, 2 * weights, ATTENTION_BACKWARD).plus(added)
 
     def _added(self, row: TapeOp) -> WorkCounts:
-        """Count the sums of gradients that meet, at the first op in forward that reads a value."""
+        """Count the sums of gradients of values that several ops read.
+
+        They count at the first op in forward order that reads the value.
+        """
         out = WorkCounts()
         for grad in row.grads:
             times = self._readers.pop(grad.value, 0) - 1
@@ -327,7 +357,7 @@ class Reading:
         return out
 
     def _again(self, start: int, end: int) -> tuple[WorkCounts, WorkCounts, WorkCounts]:
-        """Work of recomputing a section, by index into `grid.RECOMPUTE`.
+        """Return the work of recomputing a section, by index into `grid.RECOMPUTE`.
 
         Recomputation stops at the last tensor that is saved for backward.
         """
@@ -344,13 +374,14 @@ class Reading:
         )
 
     def _boundary(self, start: int, end: int) -> int:
-        """Bytes that later ops read and send a gradient to."""
+        """Return the bytes of a section's results that get a gradient from later sections."""
         tape = self._tape
         made = {v for row in tape.rows[start:end] for v in row.makes}
         read = {g.value for row in tape.rows[end:] for g in row.grads}
         return sum(tape.nbytes[value] for value in made & read)
 
     def _tied(self) -> int:
+        """Return the elements of parameters that both the first and the last section read."""
         (_, *first_rows), (_, *last_rows) = self._units[0], self._units[-1]
         first, last = self._parameters(*first_rows), self._parameters(*last_rows)
         both = first.keys() & last.keys() if len(self._units) > 1 else set()
@@ -359,7 +390,10 @@ class Reading:
     # Memory
 
     def _held(self, again: int) -> list[tuple[int, int]]:
-        """Return (saved, transient) bytes of each section, from playing the tape."""
+        """Return (saved, transient) bytes of each section, from playing the tape.
+
+        `again` is the kind of recomputation, an index into `grid.RECOMPUTE`.
+        """
         spans = [
             RecomputeSpan(start, end, recompute=True, keeps_chosen=again == 1)
             for name, start, end in self._units
@@ -378,12 +412,12 @@ class Reading:
             is_state = storage in states
             live += 0 if is_state else delta
             lives.append(live)
-            # A section saves what is left of its new storages when backward begins.
+            # A section has saved those of its new storages that are left when backward begins.
             if number < end and not is_state:
                 born.setdefault(storage, number)
                 kept[storage] = kept.get(storage, 0) + delta
         begins = [at[name, HookKind.BEFORE_FORWARD] for name in names]
-        # Values that only frames of the forward refer to are not saved for backward.
+        # Count each storage for the section in which it was made.
         saved = [0] * len(names)
         for storage, number in born.items():
             if number >= begins[0]:

@@ -1,8 +1,9 @@
-"""Compute the share of a block that each data rank keeps, with or without experts.
+"""Compute the largest shard of a block's parameters on any data rank, with or without experts.
 
-Parameters other than experts are sharded finely enough to count as even. Experts that stay in the
-unit of their block are sharded between experts, so of 8 experts 16 ranks have one or none.
-Experts spread over ep are a unit of their own, sharded along a dim that divides.
+Parameters other than experts are sharded finely enough to count as evenly sharded. Without ep,
+experts are in the unit of their block and are sharded along the dim of experts, so with 8 experts
+each of 16 ranks has one expert or none. With ep, experts are a separate unit, sharded along a dim
+whose size the ranks divide.
 
 Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py, for padding; `assign.base.pieces`.
 """
@@ -21,9 +22,10 @@ Array = NDArray[Any]
 
 
 def expert_share(grid: Array, kind: BlockKind) -> Array:
-    """Elements of experts on the data rank that has the most, where data ranks shard parameters.
+    """Return the elements of experts on the data rank that has the most, [configurations].
 
     Args:
+        grid: Configurations of `grid.GRID`; data ranks are taken to shard parameters.
         kind: The block as one rank of the grid's tp and ep computes it.
     """
     if not kind.num_experts:
@@ -34,13 +36,13 @@ def expert_share(grid: Array, kind: BlockKind) -> Array:
 
 
 def share(grid: Array, kind: BlockKind) -> Array:
-    """Elements of all parameters on the data rank that has most of them."""
+    """Return the elements of parameters on the data rank that has the most, [configurations]."""
     ranks = grid["dp_shard"].astype(np.float64) * grid["cp"]
     return np.asarray((sum(kind.numels) - kind.expert_numel) / ranks + expert_share(grid, kind))
 
 
 def trained(kind: BlockKind) -> BlockKind:
-    """Return the kind reduced to those of its parameters that get a gradient."""
+    """Return the kind with only the parameters that get a gradient."""
     if not kind.frozen:
         return kind
     return replace(kind, numels=(sum(kind.numels) - kind.frozen,), frozen=0)

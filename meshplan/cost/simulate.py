@@ -1,8 +1,7 @@
 """Simulate a pipeline step action by action, to check the closed forms of `cost.pipeline`.
 
 Ranks run the compute actions of their schedule in order, each as soon as its inputs have arrived.
-Sends and receives run at the same time and take equally long each. What a stage computes plays no
-part here.
+Sends overlap with computation and with each other, and all take equally long.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from meshplan.layout.schedules import Action, Schedule, actions
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The time one compute action of a rank takes, from begin to end."""
+    """A compute action of a rank, with its begin and end in seconds from the begin of the step."""
 
     rank: int
     action: Action
@@ -29,8 +28,8 @@ class SimulatedStep:
 
     Args:
         seconds: Seconds until the last rank is done.
-        busy_s: Seconds that each rank computed.
-        spans: All compute actions; those of a rank in order.
+        busy_s: For each rank, the seconds in which it computes.
+        spans: The intervals of all compute actions. Those of one rank are in order.
     """
 
     seconds: float
@@ -39,7 +38,7 @@ class SimulatedStep:
 
     @property
     def idle_share(self) -> float:
-        """The fraction of the time of all ranks in which they do not compute."""
+        """The fraction of the time of all ranks together in which they do not compute."""
         return 1 - sum(self.busy_s) / (len(self.busy_s) * self.seconds)
 
 
@@ -52,13 +51,13 @@ def simulate(
     microbatches: int,
     crossing_s: float = 0.0,
 ) -> SimulatedStep:
-    """Simulate a step of a schedule.
+    """Return the result of simulating one step of a schedule.
 
     Args:
         schedule: The pipeline schedule.
-        forward_s, backward_s: Seconds of one microbatch of each stage, in the order of the model; a
-            split backward takes half for each of its two parts.
-        ranks: Ranks along pp; the number of stages is a multiple of it.
+        forward_s, backward_s: For each stage in the order of the model, the seconds of one
+            microbatch. Each half of a split backward takes half of `backward_s`.
+        ranks: Ranks along pp, of which the number of stages is a multiple.
         microbatches: Microbatches of the step.
         crossing_s: Seconds from the end of an action until its result is on another rank.
     """
@@ -82,7 +81,7 @@ def simulate(
         for rank, order in enumerate(orders):
             while at[rank] < len(order):
                 step = order[at[rank]]
-                # "I" makes the gradient of the inputs, for which the previous stage waits.
+                # Stages wait for "B", or for "I", the half that computes gradients of inputs.
                 kind = "F" if step.kind == "F" else "B"
                 beside = step.stage + (-1 if kind == "F" else 1)
                 begin = clock[rank]

@@ -1,4 +1,4 @@
-"""Estimate the seconds of each stage of a pipeline for one microbatch, for `cost.simulate`."""
+"""Estimate the seconds of one microbatch in each pipeline stage of a plan, for `cost.simulate`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from meshplan.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """Seconds of one microbatch.
+    """Seconds of one microbatch in each pipeline stage.
 
     Args:
-        forward_s, backward_s: Seconds of each stage, in the order of the model; one entry if there
-            is no pipeline.
-        crossing_s: Seconds to send the output of a stage to the next.
+        forward_s, backward_s: Seconds of each stage, in the order of the model; one entry without
+            pipeline.
+        crossing_s: Seconds to send the output of a stage to the next stage.
     """
 
     forward_s: tuple[float, ...]
@@ -33,11 +33,11 @@ class StageSeconds:
 
 
 def chain_of_plan(plan: Plan) -> Chain:
-    """Read the chain of a plan's model, as one rank of the plan's tp and ep computes it.
+    """Return the chain of a plan's model, as one rank of the plan's tp and ep computes it.
 
     Raises:
-        PlanError: The model is of no known family, the plan is incomplete, or it does something
-            that the cost model has no rule for.
+        PlanError: The model is of no known family, the plan is incomplete, or the plan uses a
+            feature that the cost model cannot price.
     """
     (_, seq_len), tp = plan.fed(), plan.mesh.size("tp")
     if not plan.graph.config:
@@ -60,7 +60,10 @@ def chain_of_plan(plan: Plan) -> Chain:
 
 
 def stage_of_places(plan: Plan, chain: Chain) -> tuple[int, ...]:
-    """Map each place of a chain to its stage; places in no block go with the first or last one."""
+    """Return the stage of each place of a chain.
+
+    Places before the blocks are in the first stage, places after the blocks in the last stage.
+    """
     stages = plan.assignment.stages
     if stages is None:
         return (0,) * len(chain.order)
@@ -73,7 +76,12 @@ def stage_of_places(plan: Plan, chain: Chain) -> tuple[int, ...]:
 
 
 def stage_seconds(plan: Plan, profile: Profile, gpus_per_node: int) -> StageSeconds:
-    """Estimate how long each stage of a plan takes on a machine.
+    """Return the estimated seconds of one microbatch in each stage of a plan.
+
+    Args:
+        plan: The plan, which must state its batch.
+        profile: Constants of the device.
+        gpus_per_node: Devices of one node.
 
     Raises:
         PlanError: `chain_of_plan` cannot read the plan's model.

@@ -1,4 +1,4 @@
-"""Estimate the seconds of a step of each kind of block.
+"""Estimate the seconds of a step that each kind of block takes.
 
 Communication and computation overlap as in meshplan's own runtime:
 
@@ -50,27 +50,31 @@ _DDP: Final = MODES.index("ddp")
 _ZERO1: Final = MODES.index("zero1")
 _SHARD: Final = MODES.index("shard")
 _CACHED_KV: Final = 2
-"""Collectives of one attention along cp when it gathers: keys and values."""
+"""Collectives of one attention along cp with `all_gather`: keys and values."""
 _MASKED: Final = 2.0
-"""Factor by which attention takes longer in a kernel that takes a mask and skips nothing.
+"""Factor by which attention takes longer in a kernel that reads a mask and skips no masked block.
 
-Source: Dao 2023 (FlashAttention-2), section 4.1: about twice as fast as xformers' kernel, which is
-the one that torch has for masks where cuDNN does not serve them."""
+Source: Dao 2023 (FlashAttention-2), section 4.1: FlashAttention-2 is about twice as fast as
+xformers' kernel, which torch uses for masks where cuDNN does not support them."""
 _EXCHANGED: Final = 4
-"""Collectives of one attention along cp when it exchanges heads: queries, keys, values and output.
-"""
+"""Collectives of one attention along cp with `all_to_all`: queries, keys, values and output."""
 
 
 def widths_of(precision: Precision, dtype: str = "float32") -> ElementBytes:
-    """Return the bytes per element, by role, for parameters of the given dtype."""
+    """Return the bytes per element of parameters and gradients.
+
+    Args:
+        precision: Dtypes by role; a role that is not set has the dtype of the parameters.
+        dtype: Dtype of the model's parameters.
+    """
     compute = precision.param or dtype
     stored = DTYPE_BYTES[precision.master or dtype]
     return ElementBytes(
         compute=DTYPE_BYTES[compute],
         reduce=DTYPE_BYTES[precision.reduce or compute],
         stored=stored,
-        # Division (2 passes), absolute value (2), comparison (1), and the gradient itself (2); then
-        # three passes over one boolean per element, of a byte each, and one over all of them.
+        # Passes over the gradient: division (2), absolute value (2), comparison (1), the gradient
+        # itself (2). Then passes over boolean tensors of one byte per element (6).
         unscaling=7 * stored + 6 if precision.scales_loss else 0,
     )
 
@@ -80,19 +84,19 @@ class Terms:
     """Seconds of one block of a kind, for every configuration of a grid.
 
     Args:
-        seconds: [configurations, options], for each microbatch, with once-per-step costs divided
-            among microbatches; inf where the option does not exist.
+        seconds: [configurations, options], per microbatch; costs that occur once per step are
+            divided by the number of microbatches; inf where the option does not exist.
         forward_s, backward_s: [configurations, options], for a microbatch that is neither the first
             nor the last.
-        settle_s: [configurations, options], the further time of the first forward and last
-            backward.
-        update_s: [configurations], for the optimizer step and what follows it.
-        compute_s: [configurations], for forward and backward of a microbatch without communication
+        settle_s: [configurations, options], by which the first forward and the last backward of a
+            step take longer, together.
+        update_s: [configurations], for the optimizer step and a gather of parameters after it.
+        compute_s: [configurations], for forward and backward of a microbatch, without communication
             and recomputation.
         exposed_tp_s: [configurations], for the communication of tp, ep and cp in forward and
             backward of a microbatch, without recomputation.
-        host_s: [configurations], the part of `seconds` that an optimizer on the host and waiting
-            for copies take.
+        host_s: [configurations], per microbatch, for the optimizer step on the host and for waits
+            for copies. These seconds are included in `seconds`.
     """
 
     seconds: Array
@@ -106,7 +110,13 @@ class Terms:
 
 
 def compute_seconds(tally: Tally, samples: Array | float, profile: Profile) -> Array:
-    """Seconds of computation by an affine roofline: launches, products and memory traffic."""
+    """Return the seconds of computation by an affine roofline: kernels, products, memory traffic.
+
+    Args:
+        tally: The work.
+        samples: Samples of a microbatch, [configurations].
+        profile: Constants of the device.
+    """
     others = (tally.flops - tally.attention_flops) / profile.efficiency
     attention = tally.attention_flops / profile.attention_efficiency
     flops = samples * (others + attention) / profile.peak_flops
@@ -118,18 +128,20 @@ def compute_seconds(tally: Tally, samples: Array | float, profile: Profile) -> A
 def hidden(
     work: Array, behind: Array, quiet: Array | float = 0.0, *, contention: Array | float
 ) -> Array:
-    """Seconds of two things at the same time, of which one slows the other.
+    """Return the seconds of computation that hides communication and is slowed by it.
 
     Args:
         work: Seconds of computation.
-        behind: Seconds of communication that it hides.
-        quiet: Seconds of copies that follow `behind`. They run no kernels and slow nothing.
-        contention: Share of the shorter of the two by which the total is longer.
+        behind: Seconds of communication.
+        quiet: Seconds of copies that follow the communication. They run no kernels, so they do not
+            slow the computation.
+        contention: Fraction of the shorter of `work` and `behind` that is added to the total.
     """
     return np.asarray(np.maximum(work, behind + quiet) + contention * np.minimum(work, behind))
 
 
 def _one_by_one(work: Array, behind: Array, quiet: Array | float = 0.0) -> Array:
+    """Return the seconds of computation, communication and copies without overlap."""
     return work + behind + quiet
 
 
@@ -145,7 +157,7 @@ def terms(
     exchanges: bool = False,
     rows: Rows | None = None,
 ) -> Terms:
-    """Estimate the seconds of one block, for each microbatch.
+    """Return the estimated seconds of one block, in every configuration and with every option.
 
     Args:
         grid: Configurations of `grid.GRID`, all with the tp and ep of `kind`.
@@ -154,11 +166,11 @@ def terms(
         gpus_per_node: Devices of one node.
         precision: Dtypes by role.
         dtype: Dtype of the model's parameters.
-        is_awaited: If True, nothing hides the gathers and reductions of the block's unit; None
-            means True for what is in no block, and False for blocks.
+        is_awaited: If True, nothing hides the gathers and reductions of the block's unit. None
+            means False for blocks, and True for the modules outside blocks.
         exchanges: If True, cp exchanges heads (`context.attention: all_to_all`) instead of
             gathering keys and values.
-        rows: A `Rows` of the same grid, to be shared among kinds; None builds one.
+        rows: A `Rows` of the same grid, which calls for several kinds may share; None makes one.
     """
     rows = rows or Rows(grid, profile, gpus_per_node, widths_of(precision, dtype))
     is_awaited = not kind.has_options if is_awaited is None else is_awaited
@@ -168,7 +180,7 @@ def terms(
     forward_t, backward_t = rows.sent(kind.sent_forward), rows.sent(kind.sent_backward)
     keys = rows.exchanged(kind.exchanged_bytes) if exchanges else rows.keys(kind.context_bytes)
     host = rows.launch
-    # The host process launches ahead of the device, so the slower of the two sets the pace.
+    # The host process launches kernels ahead of the device, so the slower one sets the pace.
     forward = np.maximum(forward_c + forward_t + keys, host(kind.forward, kind.sent_forward))
     gathered, reduced, summed, whole = rows.data(kind)
     if kind.frozen:
@@ -182,7 +194,7 @@ def terms(
     after = np.zeros_like(gathered)
     if profile.gathers_once:
         after = np.where(rows.mode == _ZERO1, gathered, 0.0)
-    # Over one rank, FSDP2 prefetches nothing and has no stream of its own.
+    # If FSDP2 runs over a single rank, it prefetches nothing and uses no separate stream.
     fetched = np.where(rows.are_alone, there, 0.0)
     alone, there = rows.cast(kind) + fetched, there - fetched
     waited = join(forward, gathers - after, there) + alone
@@ -192,7 +204,8 @@ def terms(
         device = compute(work) + rows.sent(sent) + keys * (1 + (again > 0))
         process = host(kind.backward, kind.sent_backward) + host(work, sent)
         backwards.append(np.maximum(backward_c + backward_t + device, process))
-    # Mode "shard" reduces in every backward; other modes, and replicas, after the last one.
+    # Mode "shard" reduce-scatters in every backward. Other modes, and all-reduces over replicas,
+    # wait for the last one.
     at_once = np.where(is_at_once, reduced, 0.0)
     later = reduced - at_once + summed
     back_at_once = np.where(is_at_once, back, 0.0)
@@ -204,7 +217,7 @@ def terms(
         end = join(backward, each + later, copied + back - back_at_once)
         if whole is not None:
             usual = np.where(is_whole, backward, usual)
-            # DDP has no root unit: a full bucket is sent whatever module its parameters are in.
+            # DDP has no root unit: backward hides the buckets of modules outside blocks, too.
             end = np.where(is_whole, hidden(backward, whole, contention=rows.slows()), end)
             later = np.where(is_whole, whole, later)
         end = np.where(halved, usual + later, end)
@@ -232,7 +245,16 @@ def terms(
 
 
 class Rows:
-    """A grid with its groups of ranks, shared by all kinds of blocks of one tp."""
+    """A grid with its groups of ranks, for all kinds of blocks of one tp and ep.
+
+    Methods return seconds per microbatch, [configurations], unless they state something else.
+
+    Args:
+        grid: Configurations of `grid.GRID`.
+        profile: Constants of the device and its links.
+        gpus_per_node: Devices of one node.
+        widths: Bytes per element of parameters and gradients.
+    """
 
     def __init__(
         self, grid: Array, profile: Profile, gpus_per_node: int, widths: ElementBytes
@@ -256,19 +278,21 @@ class Rows:
         self.along_ep, self.along_rest = near(ep, tp * cp), near(self.shards / ep, tp * cp * ep)
         has_whole = bool((self.mode == _DDP).any())
         self.offloads = bool(grid["offload"].any())
-        # True where FSDP2 runs over a single rank, which communicates nothing.
+        # True where FSDP2 runs over a single rank, without communication.
         self.are_alone = (self.mode == _SHARD) & (self.shards * replicate == 1)
         self._per_node = gpus_per_node
         self.along_all = near(self.shards * replicate, tp) if has_whole else None
 
     def compute(self, tally: Tally) -> Array:
+        """Return the seconds of computation."""
         return compute_seconds(tally, self.samples, self.profile)
 
     def compute_masked(self, tally: Tally) -> Array:
-        """Seconds of computation if cp gathers keys and values, and chunks of queries need a mask.
+        """Return the seconds of computation if cp gathers keys and values.
 
-        A chunk attends to all keys up to its own end, and no kernel skips the masked half of the
-        chunk itself. Of 2 cp chunks, a rank has the nth from both ends.
+        Each rank then has two chunks of the queries, one from each end of the sequence. A chunk
+        attends to all keys up to its own end, which needs a mask, and no kernel skips the masked
+        half of the square on the diagonal.
 
         Assumes: sequence shards are balanced (`context.balance`).
         """
@@ -279,7 +303,7 @@ class Rows:
         return np.asarray(self.compute(tally) + more * self.samples * attention)
 
     def launch(self, tally: Tally, sent: Sent) -> Array:
-        """Seconds that the host process needs to launch kernels and collectives of any size."""
+        """Return the seconds that the host process needs to launch all kernels and collectives."""
         profile, ranks = self.profile, self.along_tp.ranks
         waits = ranks * profile.collective_rank_s + self._across()
         each = profile.collective_s + np.where(self.is_far, waits, 0.0)
@@ -287,11 +311,11 @@ class Rows:
         return tally.kernels * profile.launch_s + count * each
 
     def _across(self) -> Array:
-        """Seconds added to one tp collective that crosses nodes, whatever its size."""
+        """Return the seconds that crossing nodes adds to one tp collective of any size."""
         return np.asarray((self.along_tp.nodes - 1) * self.profile.collective_node_s)
 
     def sent(self, sent: Sent) -> Array:
-        """Seconds of the communication of tp and ep, none of which is hidden."""
+        """Return the seconds of the communication of tp and ep that nothing hides."""
         out = np.zeros_like(self.samples)
         if sent.all_reduces:
             num_bytes = self.samples * sent.all_reduce_bytes
@@ -307,27 +331,33 @@ class Rows:
         return np.asarray(out)
 
     def keys(self, num_bytes: float) -> Array:
-        """Seconds to gather keys and values along cp, or to scatter their gradients."""
+        """Return the seconds to gather keys and values along cp, or to scatter their gradients.
+
+        `num_bytes` is their bytes for one sample.
+        """
         if not num_bytes:
             return np.zeros_like(self.samples)
         return all_gather(self.micro * num_bytes, self.along_cp, self.profile, _CACHED_KV)
 
     def exchanged(self, num_bytes: float) -> Array:
-        """Seconds to exchange heads along cp: queries, keys and values, and the output back."""
+        """Return the seconds of the all-to-alls of queries, keys, values and output along cp.
+
+        `num_bytes` is their bytes for one sample.
+        """
         if not num_bytes:
             return np.zeros_like(self.samples)
         sent = self.samples * num_bytes
-        # Copied before and after the exchange; each copy reads and writes once.
+        # Tensors are copied before and after the all-to-all; each copy reads and writes once.
         moved = np.where(self.along_cp.ranks > 1, 4 * sent / self.profile.memory_bytes_per_s, 0.0)
         return moved + all_to_all(sent, self.along_cp, self.profile, _EXCHANGED)
 
     def data(self, kind: BlockKind) -> tuple[Array, Array, Array, Array | None]:
-        """Seconds of the communication of parameters and gradients.
+        """Return the seconds of the communication of a block's parameters and gradients, each once.
 
         Returns:
             Seconds to gather parameters, to reduce-scatter gradients over shards, to all-reduce
-            these over replicas, and to all-reduce unsharded gradients. The last is None if no
-            configuration is of mode "ddp".
+            these shards over replicas, and to all-reduce unsharded gradients. The last is None if
+            no configuration is of mode "ddp".
         """
         profile, widths = self.profile, self.widths
         numel = np.full_like(self.samples, sum(kind.numels))
@@ -335,7 +365,7 @@ class Rows:
         is_apart = (self.grid["ep"] > 1) & (
             experts > 0
         )  # With ep, experts are a unit of their own.
-        # Unsharded elements of the block's own unit; experts spread over ep have another.
+        # Unsharded elements of the block's unit. With ep, its experts are in another unit.
         one = numel - kind.expert_numel + np.where(is_apart, 0.0, experts * self.shards)
         gathered = all_gather(one * widths.compute, self.along_shards, profile)
         reduced = all_gather(one * widths.reduce, self.along_shards, profile) + self._laid(one)
@@ -351,7 +381,7 @@ class Rows:
         return gathered, reduced, summed, all_reduce(numel * widths.stored, self.along_all, profile)
 
     def cast(self, kind: BlockKind) -> Array:
-        """Seconds of the casts and copies that FSDP2 makes, over one rank, where it would gather.
+        """Return the seconds of FSDP2's casts and copies over a single rank, in place of gathers.
 
         Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `wait_for_unshard`.
         """
@@ -361,9 +391,9 @@ class Rows:
         return np.where(self.are_alone, moved / self.profile.memory_bytes_per_s, 0.0)
 
     def _laid(self, numel: Array) -> Array:
-        """Seconds of the copies that FSDP2 makes, over one rank, where it would reduce.
+        """Return the seconds of the copies that FSDP2 over a single rank makes instead of reducing.
 
-        Gradients are concatenated in their dtype, copied, and added to the accumulated ones.
+        It concatenates gradients in their dtype, copies them, and adds them to accumulated ones.
 
         Source: as above, _fsdp_collectives.py, `foreach_reduce`.
         """
@@ -371,13 +401,14 @@ class Rows:
         return np.where(self.are_alone, moved / self.profile.memory_bytes_per_s, 0.0)
 
     def slows(self) -> Array | float:
-        """The share of its time by which the all-reduce of DDP slows the backward that hides it."""
+        """Return the `Profile.contention` of DDP's all-reduce with the backward that hides it."""
         usual, alone, group = self.profile.contention, self.profile.contention_alone, self.along_all
         if alone is None or group is None:
             return usual
         return np.where((group.per_node == 1) & (group.nodes > 1), alone, usual)
 
     def update(self, kind: BlockKind) -> Array:
+        """Return the seconds per step in which the optimizer updates a block."""
         held = np.where(self.mode == _DDP, float(sum(kind.numels)), share(self.grid, kind))
         widths = self.widths
         moved = held * (widths.stored * self.profile.optimizer_bytes + widths.unscaling)
@@ -388,4 +419,5 @@ class Rows:
         return np.asarray(moved / rate)
 
     def crossing(self, kind: BlockKind) -> OffloadSeconds:
+        """Return the seconds in which a block is offloaded."""
         return crossing(self.grid, kind, self.profile, self._per_node, self.widths.stored)

@@ -1,4 +1,4 @@
-"""Count the work of tape ops at one batch, and separate what grows with the batch."""
+"""Counts of the work of tape ops, and their separation into costs per sample and fixed costs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from meshplan.cost.types import Sent, Tally
 
 
 class WorkCounts(NamedTuple):
-    """Work of some ops at one batch, forward or backward."""
+    """Work of some ops in forward or in backward, for a given number of samples.
+
+    The fields are those of `Tally` and `Sent`, with bytes and FLOPs of all samples together.
+    """
 
     kernels: float = 0.0
     flops: float = 0.0
@@ -24,11 +27,12 @@ class WorkCounts(NamedTuple):
     all_to_all_bytes: float = 0.0
 
     def plus(self, other: WorkCounts) -> WorkCounts:
+        """Return the sum of two counts, field by field."""
         return WorkCounts(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 def tally(one: WorkCounts, two: WorkCounts) -> Tally:
-    """Separate what grows with the samples from what does not, by batches of one and of two."""
+    """Return the work per sample and the fixed work, from counts for one sample and for two."""
     return Tally(
         kernels=one.kernels,
         flops=two.flops - one.flops,
@@ -40,7 +44,7 @@ def tally(one: WorkCounts, two: WorkCounts) -> Tally:
 
 
 def sent(one: WorkCounts, two: WorkCounts) -> Sent:
-    """Separate what tp and ep send per sample from what they send once, as `tally` does of work."""
+    """Return the communication of tp and ep per sample, from counts for one sample and for two."""
     return Sent(
         all_reduces=int(one.all_reduces),
         all_reduce_bytes=two.all_reduce_bytes - one.all_reduce_bytes,

@@ -1,7 +1,8 @@
-"""Build the tapes of a decoder sharded over tp for the cost model, with the code that memory uses.
+"""Build tapes of a decoder that is sharded over tp, for the cost model.
 
-If no plan says which modules tp shards, it shards what `tp_plan: auto` would: heads, feed-forward
-and, if its rows divide, the vocabulary.
+The code is that of the memory estimate (`memory.decoder`). Without a plan that states which modules
+tp shards, these are the modules that `tp_plan: auto` would shard: attention, feed-forward and, if
+tp divides its size, the vocabulary.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ _VOCAB: Final = "vocab"
 
 
 def decoder_tape(shape: Shape, run: MicrobatchSpec, *, cuts_loss: bool = False) -> Tape:
-    """Build the tape of a microbatch on one rank of tp.
+    """Return the tape of a microbatch on one rank of tp.
 
     Args:
         shape: Sizes of the decoder.
-        run: Settings of the microbatch; its `seq_len` is that of whole sequences.
+        run: Settings of the microbatch; its `seq_len` is the length of unsharded sequences.
         cuts_loss: If True, logits stay sharded over the vocabulary (`loss_parallel`).
 
     Raises:
-        PlanError: Activations would be sharded along the sequence.
+        PlanError: `run.is_sequence` is set, so activations would be sharded along the sequence.
     """
     if run.tp == 1:
         return tape_of(shape, run)

@@ -1,4 +1,4 @@
-"""Numbers that describe the cost of the blocks of a model."""
+"""Types of the numbers from which the cost of a model's blocks follows."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """Work of a device: everything but `kernels` and `weight_bytes` grows with the samples.
+    """Work of a device in one microbatch. FLOPs and bytes of activations are for one sample.
 
     Args:
         kernels: Number of kernels launched, whatever their size.
         flops: FLOPs of matrix products and attention, for one sample.
-        attention_flops: The part of `flops` that is attention.
-        product_bytes: Bytes of activations that products and attention read and write, for one
-            sample.
-        moved_bytes: Bytes that everything else reads and writes, for one sample.
-        weight_bytes: Bytes read of parameters and written of their gradients, once per microbatch.
+        attention_flops: FLOPs of attention, which are included in `flops`.
+        product_bytes: Bytes of activations that matrix products and attention read and write, for
+            one sample.
+        moved_bytes: Bytes that all other kernels read and write, for one sample.
+        weight_bytes: Bytes of parameters that are read and of their gradients that are written,
+            whatever the number of samples.
     """
 
     kernels: float = 0.0
@@ -29,12 +30,13 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """Communication of tp and ep: number of collectives of each kind, and bytes for one sample.
+    """Communication of tp and ep in one microbatch: collectives, and their bytes for one sample.
 
     Args:
         all_reduces, gathers, all_to_alls: Number of collectives.
         all_reduce_bytes, gather_bytes: Bytes of the whole tensors, for one sample.
-        all_to_all_bytes: Bytes that one rank sends along ep, its own part included, for one sample.
+        all_to_all_bytes: Bytes that one rank sends along ep for one sample, including those that it
+            sends to itself.
         all_to_all_once_bytes: Bytes that one rank sends along ep whatever the number of samples.
     """
 
@@ -42,7 +44,7 @@ class Sent:
     all_reduce_bytes: float = 0.0
     gathers: int = 0
     gather_bytes: float = 0.0
-    """Bytes of all_gather and reduce_scatter together, which cost equally much."""
+    """Bytes of all-gathers and reduce-scatters together, which take equally long."""
     all_to_alls: int = 0
     all_to_all_bytes: float = 0.0
     all_to_all_once_bytes: float = 0.0
@@ -56,7 +58,7 @@ class ElementBytes:
         compute: Bytes of a parameter as it is gathered and computed with.
         reduce: Bytes of a gradient as it is summed over ranks.
         stored: Bytes of a parameter as the optimizer updates it.
-        unscaling: Bytes read and written per element of a gradient to undo the scale of the loss.
+        unscaling: Bytes read and written per element of a gradient to undo the fp16 loss scale.
     """
 
     compute: int
@@ -67,29 +69,29 @@ class ElementBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockKind:
-    """One kind of block, as one rank of tp computes it.
+    """One kind of block, as one rank of tp and ep computes it.
 
     Args:
         name: The fqn of the first block of the kind.
-        has_options: If True, the block may be recomputed; False for what lies before and after the
-            blocks.
+        has_options: If True, the kind is a block, which may be recomputed; False for the modules
+            before and after the blocks.
         numels: Elements of each parameter on this rank of tp and ep.
-        expert_numel: Elements of all experts' parameters among them.
-        num_experts: Number of these experts.
-        forward, backward: Work for one microbatch; backward without recomputation.
-        again: Work that backward recomputes, by index into `grid.RECOMPUTE`.
-        sent_forward, sent_backward: Communication of tp and ep.
-        sent_again: Communication of tp and ep that is recomputed, by index into `grid.RECOMPUTE`.
+        expert_numel: Elements of all experts' parameters, which are included in `numels`.
+        num_experts: Number of experts on this rank.
+        forward, backward: Work of one microbatch; backward without recomputation.
+        again: Work of recomputation in backward, by index into `grid.RECOMPUTE`.
+        sent_forward, sent_backward: Communication of tp and ep in one microbatch.
+        sent_again: Communication of tp and ep in recomputation, by index into `grid.RECOMPUTE`.
         saved_bytes: Bytes saved from forward to backward for one sample, by index into
             `grid.RECOMPUTE`.
         transient_bytes: Highest number of bytes that forward or backward needs for one sample
             beyond what the block saved, by index into `grid.RECOMPUTE`. Neither this nor
             `saved_bytes` includes gradients of parameters.
         boundary_bytes: Bytes that the block passes to the next block, for one sample.
-        context_bytes: Bytes of the keys and values that its attention reads, for one sample.
-        exchanged_bytes: Bytes of these, the queries and the attention output, for one sample.
-        scores_flops: The part of `forward.flops` that grows with the square of the sequence length.
-        frozen: Elements of `numels` that get no gradient.
+        context_bytes: Bytes of the keys and values of attention, for one sample.
+        exchanged_bytes: Bytes of queries, keys, values and the output of attention, for one sample.
+        scores_flops: FLOPs in `forward.flops` that grow with the square of the sequence length.
+        frozen: Elements in `numels` that get no gradient.
     """
 
     name: str
@@ -114,18 +116,18 @@ class BlockKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """All blocks in the order of forward.
+    """A model as a sequence of places: each block, and the modules before and after the blocks.
 
     Args:
-        kinds: Each kind once.
-        order: Index into `kinds` of each place.
-        names: The fqn of each place; "" for what is in no block.
-        tied_numel: Elements of the embedding table that the last place reads too. Only the first
-            place has it in its `numels`; if a pipeline separates them, each of the two stages holds
-            one.
+        kinds: The distinct kinds of the places.
+        order: For each place in the order of forward, the index of its kind in `kinds`.
+        names: For each place, the fqn of the block; "" before and after the blocks.
+        tied_numel: Elements of the embedding table if the last place reads it, too; else 0. Only
+            the first place has it in its `numels`. If a pipeline separates the two places, the
+            stages of both have a copy.
         turns: For each place, by index into `grid.RECOMPUTE`, the most bytes that its backward
-            needs for one sample in addition to what the blocks before it save; () for what is in no
-            block, or if this is not known.
+            needs for one sample beyond the bytes that the places before it saved; () before and
+            after the blocks. The whole field is () if this is not known.
     """
 
     kinds: tuple[BlockKind, ...]

@@ -1,1 +1,1 @@
-"""The modules that import torch: they read a Plan and apply it, and make no planning decision."""
+"""The modules that import torch. They apply a Plan to a live model, and decide nothing about it."""

@@ -1,4 +1,4 @@
-"""Time this machine: matrix products, attention, elementwise kernels, copies and collectives."""
+"""Time matrix products, attention, elementwise kernels, copies and collectives on this machine."""
 
 from __future__ import annotations
 
@@ -21,13 +21,22 @@ from meshplan.layout.hardware import Device, find_device
 from meshplan.runtime.base.mesh import gather_into
 
 ROUNDS: Final = 30
+"""Number of timed rounds. Each round runs every operation once."""
 _HEADS, _WIDTH = 16, 128
+"""Heads of the timed attention, and channels of each head."""
 _LAUNCHES: Final = 200
+"""Kernel launches that are timed together as one operation."""
 
 
 @dataclass(frozen=True, slots=True)
 class _TimedWork:
-    """An operation to time; `amount` and `hops` as in `Sample`."""
+    """An operation to time.
+
+    Args:
+        amount: Floating-point operations, bytes or kernel launches of one execution (see `Sample`).
+        run: Executes the operation once.
+        hops: Ranks that a collective passes on the way; 0 for anything but a collective.
+    """
 
     amount: float
     run: Callable[[], object]
@@ -37,18 +46,18 @@ class _TimedWork:
 def measure(*, large: bool | None = None) -> Timings:
     """Time this machine and, in a process group of several ranks, its collectives.
 
-    All operations are run in turn, for `ROUNDS` rounds, and the shortest time of each counts. A
-    disturbance can only lengthen a run, and usually lasts longer than one run; taking turns keeps
-    it from hitting all runs of one operation.
+    Each of `ROUNDS` rounds runs every operation once, and the shortest time of each operation
+    counts. A disturbance, such as another process, only lengthens runs and usually lasts longer
+    than one run. Taking turns keeps it from hitting all runs of the same operation.
 
     Args:
-        large: If True, use sizes typical of training; if False, smaller ones. None means True on
-            an accelerator and False on a CPU.
+        large: If True, use tensor sizes typical of training; if False, smaller ones. None means
+            True on an accelerator and False on a CPU.
 
     Returns:
         The timings, one `Sample` per operation and size.
 
-    Assumes: in a process group, every rank calls it.
+    Assumes: in a process group, every rank calls this function.
     """
     device = _device()
     is_large = device.type != "cpu" if large is None else large
@@ -79,7 +88,7 @@ def measure(*, large: bool | None = None) -> Timings:
 
 @contextmanager
 def together() -> Iterator[bool]:
-    """Join the ranks of a launcher, if it started several; yield True on rank 0."""
+    """Join the process group of a launcher such as torchrun, if any; yield True on rank 0 only."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         yield not dist.is_initialized() or dist.get_rank() == 0
         return
@@ -93,12 +102,13 @@ def together() -> Iterator[bool]:
 
 
 def _sample(work: _TimedWork, halves: list[float]) -> Sample:
+    """Return the `Sample` of an operation from its shortest seconds in even and in odd rounds."""
     least = min(halves)
     return Sample(work.amount, least, work.hops, max(h for h in halves if h < math.inf) / least - 1)
 
 
 def _least(device: torch.device, works: list[_TimedWork]) -> dict[int, list[float]]:
-    """Return the shortest seconds of even and of odd rounds, by the `id` of the operation."""
+    """Return [shortest seconds in even rounds, in odd rounds] by `id` of the operation."""
     least = {id(work): [math.inf, math.inf] for work in works}
     for number in range(ROUNDS + 1):
         for work in works:
@@ -106,7 +116,7 @@ def _least(device: torch.device, works: list[_TimedWork]) -> dict[int, list[floa
             begin = time.perf_counter()
             work.run()
             _settle(device)
-            if number:  # The first round loads libraries and creates plans.
+            if number:  # Round 0 also loads libraries and chooses kernels.
                 seconds = time.perf_counter() - begin
                 halves = least[id(work)]
                 halves[number % 2] = min(seconds, halves[number % 2])
@@ -114,6 +124,7 @@ def _least(device: torch.device, works: list[_TimedWork]) -> dict[int, list[floa
 
 
 def _settle(device: torch.device) -> None:
+    """Wait for the kernels launched so far, if the device is an accelerator."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
 
@@ -133,7 +144,7 @@ def seen_devices() -> tuple[Device | None, int]:
 
 
 def _facts(device: torch.device) -> Device:
-    """Return the hardware table's device of this name, or one with only a name and its memory."""
+    """Return the device from the hardware table, or just its name and memory if it is not there."""
     if device.type != "cuda":
         return Device(name=device.type, memory_bytes=0)
     properties = torch.cuda.get_device_properties(device)
@@ -149,7 +160,7 @@ def _world() -> int:
 
 
 def _launches(device: torch.device) -> Iterator[_TimedWork]:
-    """Launch a tiny kernel many times in a row."""
+    """Yield one operation that launches a tiny kernel `_LAUNCHES` times in a row."""
     x = torch.zeros(1, device=device)
 
     def run() -> None:
@@ -160,6 +171,7 @@ def _launches(device: torch.device) -> Iterator[_TimedWork]:
 
 
 def _products(device: torch.device, dtype: torch.dtype, is_large: bool) -> Iterator[_TimedWork]:
+    """Yield matrix products; `amount` is their floating-point operations."""
     sizes = (2048, 4096, 8192) if is_large else (512, 768, 1024)
     for m in sizes:
         for n in sizes:
@@ -169,6 +181,7 @@ def _products(device: torch.device, dtype: torch.dtype, is_large: bool) -> Itera
 
 
 def _attention(device: torch.device, dtype: torch.dtype, is_large: bool) -> Iterator[_TimedWork]:
+    """Yield causal attentions; `amount` counts only the unmasked half of the operations."""
     for length in (2048, 4096, 8192) if is_large else (512, 768, 1024):
         shape = (1, _HEADS, length, _WIDTH)
         q, k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
@@ -177,13 +190,14 @@ def _attention(device: torch.device, dtype: torch.dtype, is_large: bool) -> Iter
 
 
 def _moves(device: torch.device, is_large: bool) -> Iterator[_TimedWork]:
-    """Multiply tensors that are larger than any cache."""
+    """Yield elementwise products of tensors larger than caches; `amount` is bytes moved."""
     for power in (27, 28, 29, 30) if is_large else (25, 26, 27):
         x = torch.zeros(2**power // 4, device=device)
         yield _TimedWork(2.0 * 2**power, partial(torch.mul, x, 1.5, out=torch.empty_like(x)))
 
 
 def _copies(device: torch.device) -> Iterator[_TimedWork]:
+    """Yield copies from pinned host memory to the device; `amount` is bytes."""
     for power in (24, 26, 28):
         host = torch.empty(2**power, dtype=torch.uint8, pin_memory=True)
         there = torch.empty(2**power, dtype=torch.uint8, device=device)
@@ -191,6 +205,7 @@ def _copies(device: torch.device) -> Iterator[_TimedWork]:
 
 
 def _collectives(device: torch.device, is_large: bool) -> Iterator[_TimedWork]:
+    """Yield all-gathers over all ranks; `amount` is the bytes that pass through one rank."""
     ranks, group = _world(), dist.group.WORLD
     assert group is not None
     for power in (22, 24, 26, 28) if is_large else (20, 22, 24):

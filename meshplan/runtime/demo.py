@@ -34,12 +34,12 @@ from meshplan.spec.trust import check_code
 _MODELS: Final[Mapping[str, Callable[[], nn.Module]]] = MappingProxyType(
     dict(zip(OWN_MODELS, (demo_model.build, demo_moe.build), strict=True))
 )
-"""The builders of the byte models, by the entry under which a plan names them."""
+"""Functions that build the byte models, by the `model.entry` with which a plan names the model."""
 
 SEED: Final = 0
 MAX_RANKS: Final = 16
 _MICRO, _SEQ_LEN = 4, 128
-"""Samples per microbatch and bytes per sample, used where the plan does not state them."""
+"""Samples per microbatch and bytes per sample if the plan does not state them."""
 
 _OPTIMIZERS: Final[Mapping[str, Callable[..., torch.optim.Optimizer]]] = MappingProxyType(
     {
@@ -53,17 +53,17 @@ _OPTIMIZERS: Final[Mapping[str, Callable[..., torch.optim.Optimizer]]] = Mapping
 )
 
 Told = Callable[[int, float], None]
-"""A callback that gets each step's number, counted from 1, and its loss."""
+"""Callback for (number of the step, counted from 1; its loss)."""
 
 
 def entry_of(spec: Spec) -> str:
-    """Return the entry of the model to train: the plan's if it is a byte model, else the first."""
+    """Return the key in `_MODELS` of the model to train: the plan's if it has one, or the first."""
     stated = spec.model.entry if spec.model is not None else None
     return stated if stated is not None and stated in _MODELS else next(iter(_MODELS))
 
 
 def check_demo(plan: Plan, steps: int) -> None:
-    """Reject a plan that the demo cannot run on one machine.
+    """Raise if the demo cannot run the plan on one machine, or if its code is not trusted.
 
     Raises:
         SpecError: The demo cannot run the plan; the error lists every reason.
@@ -80,30 +80,31 @@ def check_demo(plan: Plan, steps: int) -> None:
         fix = f"use {', '.join(_OPTIMIZERS)}: --set optimizer=adamw"
         problems.append(Problem(what, plan.spec.origin("optimizer"), fix))
     if steps < 2:
-        what = "the demo needs at least 2 steps: an optimizer has no state before the second"
+        what = "the demo needs at least 2 steps: the optimizer has no state in the first one"
         problems.append(Problem(what, None, "use --steps 2 or more"))
     if problems:
         raise SpecError(problems)
 
 
 def tolerance(plan: Plan) -> float:
-    """Return how far the losses of both runs may differ, by the dtypes of the plan.
+    """Return the largest absolute difference allowed between the losses of the two runs.
 
-    In float32 only the order of sums differs; other dtypes compute in another precision.
+    In float32 only the order of sums differs. With any other dtype, the plan also computes in
+    another precision than the run without a plan.
     """
     dtypes = {d for p in plan.assignment.tensors.values() for d in (p.dtype, p.compute_dtype)}
     return 1e-4 if dtypes == {"float32"} else 5e-2
 
 
 def train_under_plan(plan: Plan, steps: int, told: Told) -> tuple[list[float], list[StateBytes]]:
-    """Train in as many processes as the plan has ranks.
+    """Train on this machine, in one process per rank of the plan.
 
     Args:
         told: Called in this process with each step's number and loss.
 
     Returns:
-        The loss of every step, and the bytes of state that each rank measured right before the
-        last optimizer step.
+        The loss of every step, and for each rank the bytes of state that it measured right before
+        the last optimizer step.
 
     Raises:
         ApplyError: A rank raised, died or sent nothing for `local_ranks.SILENCE_S` seconds.
@@ -123,7 +124,7 @@ def train_under_plan(plan: Plan, steps: int, told: Told) -> tuple[list[float], l
 
 
 def train_alone(plan: Plan, steps: int, told: Told) -> list[float]:
-    """Run the same training in this process, in plain PyTorch without a plan; return the losses."""
+    """Run the same training in this process, in plain PyTorch; return the loss of every step."""
     torch.manual_seed(SEED)
     model = _MODELS[entry_of(plan.spec)]()
     optimizer = _OPTIMIZERS[plan.spec.optimizer](model.parameters())
@@ -142,7 +143,7 @@ def train_alone(plan: Plan, steps: int, told: Told) -> list[float]:
 
 def _train_rank(send: Send, spec: Spec, steps: int) -> None:
     """Train on one rank. Rank 0 sends the losses; every rank sends its bytes of state."""
-    # FSDP2 warns of modules that return views: edits of these in place fail, and no style edits.
+    # FSDP2 warns that in-place changes of a returned view fail; meshplan makes no such change.
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
     torch.manual_seed(SEED)
     model = parallelize(_MODELS[entry_of(spec)](), spec)
@@ -164,7 +165,7 @@ def _train_rank(send: Send, spec: Spec, steps: int) -> None:
 
 
 def _batches(plan: Plan, steps: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield each step's global batch: windows of the text, and the same windows one byte later."""
+    """Yield each step's global batch: (windows of the text, the same windows one byte later)."""
     text = torch.frombuffer(bytearray("".join(topics.values()).encode()), dtype=torch.uint8).long()
     samples = (plan.micro or _MICRO) * plan.accumulate * plan.num_data_ranks
     seq_len = plan.spec.batch.seq_len or _SEQ_LEN

@@ -40,7 +40,7 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
         """Shape: x (batch, seq, dim), rope (2, seq, head_dim / 2) -> (batch, seq, dim)."""
-        # The number of heads comes from the tensors: under tensor parallelism a rank has only some.
+        # -1: the number of heads follows from the shape. Under tp, a rank has only some of them.
         q, k, v = (
             w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for w in (self.wq, self.wk, self.wv)
@@ -114,7 +114,7 @@ def rope_table(seq: int, config: ByteLlamaConfig, like: torch.Tensor) -> torch.T
 
 
 def rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs of channels by the angles. Shape: x (batch, heads, seq, head_dim)."""
+    """Rotate channel pairs by the angles in `rope`. Shape: x (batch, heads, seq, head_dim)."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = rope
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)

@@ -1,6 +1,6 @@
 """The demo's language model with a mixture of experts in every block: the model of `moe_ep`.
 
-Ordinary PyTorch that needs nothing of meshplan but the modules of `demo_model`.
+Ordinary PyTorch that imports nothing from meshplan but `demo_model`.
 """
 
 from __future__ import annotations

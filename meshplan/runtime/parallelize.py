@@ -1,7 +1,6 @@
 """`parallelize`: read the plan, resolve it, agree with the other ranks, apply it, check the result.
 
-All checks that need no change of the model run first. If a later step fails, the model is put
-back as it was.
+All checks that leave the model unchanged run first. If a later step fails, the model is restored.
 """
 
 from __future__ import annotations
@@ -57,11 +56,12 @@ def parallelize(
     example_inputs: Any = None,
     allow_code: bool = True,
 ) -> nn.Module:
-    """Apply a plan to a model on this rank. Every rank must call it with the same arguments.
+    """Apply a plan to a model on this rank. Every rank must pass the same arguments.
 
     Args:
         model: Any module, on meta, on the CPU or on this rank's device. Real values are taken
-            from rank 0; a model on meta is initialised with the numbers one process would draw.
+            from rank 0. A model on meta is initialised with the numbers that one process would
+            draw.
         plan: A path to a plan.yaml, a mapping of the same form, a Spec or a Plan.
         example_inputs: Inputs to trace the model with: a tensor, a tuple of arguments or a
             mapping of keyword arguments; only shapes and dtypes count. Plans that read the
@@ -72,14 +72,15 @@ def parallelize(
     Returns:
         The module to train: the model itself, or a DistributedDataParallel around it. With a pp
         axis it is a `PipelinedModule` of this rank's stages, and `model` is left without values.
-        The attribute `meshplan` of the module holds the plan and the mesh.
+        The attribute `meshplan` of the returned module has the plan and the mesh.
 
     Raises:
         SpecError: The plan cannot be read.
         PlanError: The plan does not fit this model or this job.
         ApplyError: The ranks disagree, or the live model does not match the plan.
 
-    The process group is the caller's if there is one, else torchrun's, else a group of one rank.
+    The default process group is used if it exists. Otherwise it is initialized, with the ranks
+    that torchrun started or with one rank.
     On any error, the model is left unchanged.
     """
     ensure_process_group()
@@ -95,8 +96,8 @@ def _parallelize(
     decided = _agree(lambda: _decide(model, whole, example_inputs, allow_code))
     set_allocator(decided.spec)
     mesh = device_mesh(decided.mesh)
-    # Make the groups while no rank can have failed yet, then publish their connections: a rank that
-    # fails later closes these to make the collectives of the others raise.
+    # Make the process groups while no rank can have failed yet, then publish their connections. A
+    # rank that fails later closes its connections, so that the collectives of the others raise.
     open_groups(decided, mesh)
     publish()
     with _untouched_on_error(model):
@@ -118,7 +119,7 @@ def _parallelize(
 
 
 def _decide(model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: bool) -> Plan:
-    """Read and resolve the plan without touching the model or communicating with other ranks."""
+    """Read and resolve the plan, without changing the model or communicating with other ranks."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"parallelize needs an nn.Module, not {type(model).__name__}")
     _check_kind(model)
@@ -162,7 +163,7 @@ def _decide(model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: b
 
 
 def _check_kind(model: nn.Module) -> None:
-    """Reject models that cannot be wrapped, whatever the plan contains."""
+    """Raise ApplyError for a model that no plan can be applied to."""
     what, fix = "", ""
     if hasattr(model, "meshplan"):
         what, fix = (
@@ -183,7 +184,7 @@ def _check_kind(model: nn.Module) -> None:
 
 
 def _state_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
-    """Yield a problem for each state of a live model that wrapping would silently lose."""
+    """Yield a problem for each state of a parameter, such as a hook, that wrapping would lose."""
     by_storage: dict[int, str] = {}
     keeps_parameters = plan.assignment.wrapper == "ddp"
     for name, parameter in model.named_parameters():
@@ -218,14 +219,14 @@ def _state_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
 
 
 def _sparse_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
-    """Yield a problem for each trained embedding with sparse gradients in a unit of sharding."""
+    """Yield a problem for each trained module whose sparse gradients an FSDP unit would reduce."""
     for fqn, module in model.named_modules():
         placed = plan.assignment.tensors.get(f"{fqn}.weight" if fqn else "weight")
         is_reduced = placed is not None and placed.unit in plan.assignment.units
         is_trained = placed is not None and placed.info.trainable and is_reduced
         if is_trained and plan.assignment.wrapper == "units" and getattr(module, "sparse", False):
             yield Problem(
-                f"{fqn} ({type(module).__name__}) gives sparse gradients, and FSDP units reduce "
+                f"{fqn} ({type(module).__name__}) has sparse gradients, but FSDP units reduce "
                 "only dense ones",
                 plan.spec.origin("strategy"),
                 "build it with sparse=False, or use strategy: ddp",
@@ -233,9 +234,10 @@ def _sparse_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
 
 
 def _alias_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
-    """Yield a problem for each parameter that is also kept in an attribute of a module.
+    """Yield a problem for each plain attribute of a module that refers to a parameter.
 
-    Wrapping replaces the parameter objects; the ones in attributes would never be updated.
+    Wrapping replaces the parameter objects, so such an attribute would keep a parameter that is
+    never updated.
     """
     if plan.assignment.wrapper != "units" and plan.mesh.size("tp", "ep") == 1:
         return
@@ -255,7 +257,7 @@ def _alias_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
 
 
 def _code_problem(code: str, origin: Origin | None, allow_code: bool) -> Problem | None:
-    """Return the reason why this code of the plan may not or cannot run, or None."""
+    """Return the problem if the function `code` of the plan is not allowed or not importable."""
     if not allow_code:
         what = f"the plan runs code ('{code}'), and allow_code is False"
         return Problem(what, origin, "remove 'apply', or pass allow_code=True")
@@ -268,7 +270,7 @@ def _code_problem(code: str, origin: Origin | None, allow_code: bool) -> Problem
 
 
 def _agree(decide: Callable[[], Plan]) -> Plan:
-    """Resolve the plan on every rank, then check that all ranks succeeded with an equal plan.
+    """Call `decide` on every rank; return its plan if all ranks succeeded with equal plans.
 
     An error on one rank is raised on every rank, so that no rank waits in a collective.
     """
@@ -280,7 +282,7 @@ def _agree(decide: Callable[[], Plan]) -> Plan:
         outcome = ("plan", decided.digest())
     except MeshplanError as caught:
         error, outcome = caught, ("error", caught.render())
-    except Exception as caught:  # Reported to the other ranks, then raised unchanged.
+    except Exception as caught:  # Report it to the other ranks, then raise it unchanged.
         exchange(("error", f"{type(caught).__name__}: {caught}"))
         raise
     outcomes = exchange(outcome)
@@ -304,7 +306,7 @@ def _agree(decide: Callable[[], Plan]) -> Plan:
 def _untouched_on_error(model: nn.Module) -> Iterator[None]:
     """Restore the whole module tree if anything inside the `with` block raises.
 
-    Wrapping changes classes, hooks and parameter tables in place, so these are saved.
+    Wrapping changes each module's class, hooks and parameters in place, so all of these are saved.
     """
     modules = [
         (m, type(m), {k: dict(v) if type(v) is dict else v for k, v in vars(m).items()},

@@ -1,1 +1,1 @@
-"""Textbook formulas of training memory, and their inverses: most parameters, fewest GPUs."""
+"""Textbook formulas of training memory, and their inverses: largest model, fewest GPUs."""

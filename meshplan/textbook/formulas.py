@@ -1,9 +1,8 @@
 """The textbook closed forms: memory of the training states, and of one layer's activations.
 
-Each formula is one Python function over plain operators. Given ints it returns bytes, given
-sympy symbols it returns expressions, given `Monomial`s it returns text, so there is no second
-copy to keep in step. Layouts, meshes and real models are not used here: the memory of a given plan
-is estimated in `memory`.
+Each formula is written once, as a Python function that uses only arithmetic operators. Given ints
+it returns bytes, given sympy symbols expressions, and given `Monomial`s text. Layouts, meshes and
+real models are not used here: `memory` estimates the memory of a given plan.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ Quantity: TypeAlias = Any
 """An int, a sympy expression or a Monomial."""
 
 Terms: TypeAlias = dict[str, Quantity]
-"""Bytes on one GPU by category; the total is their sum."""
+"""Bytes on one GPU by category. The total is the sum of the values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Monomial:
-    """A coefficient and a name: an operand that records the operations applied to it.
+    """A coefficient times a name: an operand that records the operations applied to it, as text.
 
     >>> str(8 * (Monomial(1, "a") / (Monomial(1, "n") / Monomial(1, "nodes"))))
     '8*a/(n/nodes)'
@@ -51,7 +50,7 @@ def share(total: Quantity, parts: Quantity) -> Quantity:
 
 
 def ddp_fp32(a: Quantity, n: Quantity, nodes: Quantity) -> Terms:
-    """DistributedDataParallel in fp32, 20a: every GPU holds everything.
+    """DistributedDataParallel in fp32, 20a: nothing is sharded.
 
     Args:
         a: Number of parameters.
@@ -134,7 +133,7 @@ class FormulaRow:
     Args:
         strategy: ddp, zero1, zero2, full_shard or hybrid_shard.
         precision: "fp32", or "mixed" for fp32 master weights and bf16 compute.
-        terms: The formula, a function of parameters, GPUs and nodes.
+        terms: The formula, a function of the numbers of parameters, GPUs and nodes.
     """
 
     strategy: str
@@ -142,16 +141,16 @@ class FormulaRow:
     terms: Callable[[Quantity, Quantity, Quantity], Terms]
 
     def total(self, a: Quantity, n: Quantity, nodes: Quantity) -> Quantity:
-        """Return the sum of the terms, as the same type as the operands."""
+        """Return the sum of the terms, in the type of the operands."""
         return sum(self.terms(a, n, nodes).values())
 
     def written(self) -> Mapping[str, str]:
-        """Return each term as text in a, n and nodes."""
+        """Return each term as text in a, n and nodes, by category, such as {"weights": "4*a"}."""
         return {name: str(term) for name, term in self._symbolic().items()}
 
     @property
     def formula(self) -> str:
-        """The total as text, with terms of one kind added up.
+        """The total as text, with terms that differ only in their coefficient added up.
 
         >>> [row.formula for row in ROWS[2:4]]
         ['8*a + 8*a/n', '4*a + 12*a/n']
@@ -163,7 +162,7 @@ class FormulaRow:
 
     @property
     def source(self) -> str:
-        """The formula's source, from its docstring; "" if Python has removed docstrings."""
+        """The source in the docstring of `terms`; "" if Python runs without docstrings (-OO)."""
         return " ".join((self.terms.__doc__ or "").partition("Source:")[2].split())
 
     def _symbolic(self) -> dict[str, Monomial]:
@@ -178,7 +177,7 @@ ROWS: Final = (
     FormulaRow("full_shard", "fp32", full_shard),
     FormulaRow("hybrid_shard", "fp32", hybrid_shard),
 )
-"""Every row of the table, the largest first."""
+"""Every row of the table, in the order in which it is shown."""
 
 
 def activations_per_layer(
@@ -195,7 +194,7 @@ def activations_per_layer(
 
     Args:
         s: Sequence length.
-        b: Microbatch in samples.
+        b: Samples in a microbatch.
         h: Hidden size.
         heads: Attention heads.
         tp: Ranks of tensor parallelism.

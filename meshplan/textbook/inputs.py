@@ -1,6 +1,7 @@
-"""The four numbers that an estimate needs, gathered from flags, a config and a plan file.
+"""The inputs of the formulas, read from flags, a config.json and a plan file.
 
-Values stated more than once must agree: a flag never silently replaces a value of a file.
+They are four numbers: parameters, GPUs, nodes and the memory of a GPU. If a flag and a file state
+the same number, their values must agree: a flag never silently replaces a value of a file.
 """
 
 from __future__ import annotations
@@ -34,14 +35,17 @@ _BEYOND: Final[Mapping[str, tuple[int, str]]] = {
     "gpus": (10**6, "GPUs are more than any cluster has"),
     "memory": (10**13, "bytes in one GPU are more than any device has"),
 }
-"""Limits beyond any existing machine or model; a larger figure is probably a typing error."""
+"""By name, (limit beyond any existing machine or model, text for a number above the limit).
+
+A larger number is probably a typing error.
+"""
 
 
 def questions(**facts: int | None) -> list[str]:
-    """Return notes that ask about figures that are larger than any machine or model.
+    """Return a note for each number above its limit in `_BEYOND`, asking if the number is right.
 
     Args:
-        facts: Figures by the names params, gpus and memory; None for one that is not stated.
+        facts: Numbers by the names params, gpus and memory; None for a number that is not stated.
     """
     asked = []
     for name, value in facts.items():
@@ -53,15 +57,16 @@ def questions(**facts: int | None) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizing:
-    """The input of the formulas; None for a number that is not stated.
+    """The inputs of the formulas. A number that is not stated is None.
 
     Args:
         num_params: Number of parameters.
         num_gpus: Number of GPUs on all nodes together.
         nodes: Number of nodes.
         memory_bytes: Memory of one GPU that the states may use.
-        plan_row: The (strategy, precision) that the plan file declares, if the table has it.
-        notes: Remarks for the reader on these numbers.
+        plan_row: The (strategy, precision) of the table row that matches the plan file; None if no
+            row does.
+        notes: Remarks on these numbers, for the user.
     """
 
     num_params: int | None
@@ -75,7 +80,12 @@ class Sizing:
 def read_sizing(
     flags: Mapping[str, str | int | float | Path | None], spec: Spec | None = None
 ) -> Sizing:
-    """Read the flags params, config, gpus, nodes, gpu and memory together with a plan file.
+    """Return the inputs that flags and a plan file state together.
+
+    Args:
+        flags: Values by the names params, config, gpus, nodes, gpu and memory; None for a flag that
+            is not given.
+        spec: The plan file, if any.
 
     Raises:
         SpecError: A value cannot be read, or is stated twice and differs.
@@ -106,9 +116,9 @@ def read_sizing(
 
 
 def graph_of(spec: Spec) -> ModelGraph | None:
-    """Return the model that a plan names; None if it names none or one that needs torch.
+    """Return the model that a plan states; None if it states no model, or one that needs torch.
 
-    A relative config path starts at the plan file's folder.
+    A relative path of a config.json starts at the plan file's folder.
     """
     if spec.model is None:
         return None
@@ -123,6 +133,11 @@ def graph_of(spec: Spec) -> ModelGraph | None:
 def _facts_of_flags(
     flags: Mapping[str, Any], problems: list[Problem], notes: list[str]
 ) -> dict[str, int]:
+    """Return the numbers that flags state, by the names params, gpus, nodes and memory.
+
+    Problems and notes are appended to the lists given.
+    """
+
     def read(name: str, parse: Callable[[Any], Any], example: str) -> Any:
         if flags.get(name) is None:
             return None
@@ -158,7 +173,7 @@ def _facts_of_flags(
 
 
 def _memory_of(gpu: str, origin: Origin, notes: list[str]) -> int:
-    """Return the memory of a device, and note the source of the figure."""
+    """Return the usable bytes of a device; append the source of this number to `notes`."""
     device = find_device(gpu, origin)
     if device.size not in notes:
         notes.append(device.size)
@@ -166,7 +181,7 @@ def _memory_of(gpu: str, origin: Origin, notes: list[str]) -> int:
 
 
 def _memory_of_plan(spec: Spec, notes: list[str]) -> dict[str, int]:
-    """Return the memory of a GPU that a plan states, directly or by the name of the GPU."""
+    """Return {"memory": bytes of one GPU}, stated as bytes or by a GPU's name; {} if not stated."""
     hardware = spec.hardware
     if hardware is not None and hardware.memory_bytes is not None:
         return {"memory": hardware.memory_bytes}
@@ -176,7 +191,7 @@ def _memory_of_plan(spec: Spec, notes: list[str]) -> dict[str, int]:
 
 
 def _without_headroom(limit_bytes: int, spec: Spec, notes: list[str]) -> int:
-    """Return the part of a GPU's memory that the plan's headroom leaves."""
+    """Return the bytes of a limit that the plan's `hardware.headroom` leaves; note the headroom."""
     headroom = spec.hardware.headroom if spec.hardware is not None else 0.0
     if not headroom:
         return limit_bytes
@@ -185,6 +200,7 @@ def _without_headroom(limit_bytes: int, spec: Spec, notes: list[str]) -> int:
 
 
 def _facts_of_plan(spec: Spec, notes: list[str]) -> dict[str, int]:
+    """Return the numbers that a plan states, by the names of `_facts_of_flags`."""
     facts = {}
     if (graph := graph_of(spec)) is not None:
         facts["params"] = graph.num_params
@@ -197,7 +213,7 @@ def _facts_of_plan(spec: Spec, notes: list[str]) -> dict[str, int]:
 def _merge(
     stated: dict[str, int], planned: dict[str, int], spec: Spec, flags: Mapping[str, Any]
 ) -> dict[str, int]:
-    """Return the facts of the flags and of the plan together.
+    """Return the numbers of the flags (`stated`) and those of the plan (`planned`) as one dict.
 
     Raises:
         SpecError: Flags and plan state different values.
@@ -220,6 +236,7 @@ def _merge(
 
 
 def _check_nodes(facts: Mapping[str, int]) -> None:
+    """Raise SpecError if the number of GPUs is not a multiple of the number of nodes."""
     num_gpus, nodes = facts.get("gpus"), facts.get("nodes", 1)
     if num_gpus is not None and num_gpus % nodes:
         what = f"{nodes} nodes do not divide {num_gpus} GPUs"
@@ -227,7 +244,10 @@ def _check_nodes(facts: Mapping[str, int]) -> None:
 
 
 def _plan_row(spec: Spec, facts: dict[str, int], notes: list[str]) -> tuple[str, str] | None:
-    """Return the table row that the plan matches, or None; add facts that the mesh states."""
+    """Return the (strategy, precision) of the table row that the plan matches, or None.
+
+    Numbers of GPUs and nodes that only the plan's mesh states are added to `facts`.
+    """
     if AUTO in (spec.mesh, spec.strategy) or (spec.mesh is None and spec.strategy is None):
         return None
     num_gpus = facts.get("gpus")
@@ -263,7 +283,10 @@ def read_limit(
 ) -> tuple[str, int | None, tuple[str, ...]]:
     """Return (name of the device or "cuda", memory limit in bytes or None, notes).
 
-    The arguments are two flags and the plan with which they must agree.
+    Args:
+        gpu: The flag --gpu; None if it is not given.
+        memory: The flag --memory; None if it is not given.
+        spec: The plan, with which the flags must agree.
 
     Raises:
         SpecError: A value cannot be read, or is stated twice and differs.
@@ -283,10 +306,15 @@ def read_limit(
 
 
 def check_enough(size: Sizing, ask_max_params: bool, ask_min_gpus: bool) -> None:
-    """Refuse a question that lacks numbers, and name all that are missing.
+    """Raise if a number is missing that the question needs.
+
+    Args:
+        size: The numbers that are stated.
+        ask_max_params: True if the largest model is asked for.
+        ask_min_gpus: True if the fewest GPUs are asked for.
 
     Raises:
-        SpecError: A number is missing.
+        SpecError: Numbers are missing; the error names all of them.
     """
     missing = []
     if size.num_params is None and (ask_min_gpus or not ask_max_params):

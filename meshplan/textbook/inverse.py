@@ -1,8 +1,8 @@
 """Evaluate the formulas: the memory of each strategy, the largest model, the fewest GPUs.
 
-The table evaluates `formulas` with ints. For the inverse questions sympy solves the very same
-functions; because a shard has whole elements, the exact integer is then found next to the
-root. sympy is imported only for an inverse question.
+The table evaluates `formulas` with ints. For the inverse questions, sympy solves the same
+functions for a real number. Because a shard has a whole number of elements, the exact integer is
+then searched near this root. sympy is imported only for an inverse question.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STATES_ONLY: Final = (
     "states only: activations, buffers of communication other than DDP's, and the CUDA context "
     "come on top"
 )
-"""The caveat that is shown with these figures."""
+"""The caveat that is shown with the results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class StatesRow:
         row: The formula.
         terms: Bytes by category on the GPU with the largest share.
         memory_bytes: Memory of one GPU; None if not known.
-        is_plan: True if this is the strategy that the user's plan file declares.
+        is_plan: True if this row matches the user's plan file.
     """
 
     row: FormulaRow
@@ -40,15 +40,17 @@ class StatesRow:
 
     @property
     def bytes_per_gpu(self) -> int:
+        """Bytes of all states on the GPU with the largest share."""
         return sum(self.terms.values())
 
     @property
     def left_bytes(self) -> int | None:
-        """Memory left over, negative when the states do not fit; None if memory is not known."""
+        """Memory minus states, negative if they do not fit; None if the memory is not known."""
         return None if self.memory_bytes is None else self.memory_bytes - self.bytes_per_gpu
 
     @property
     def fits(self) -> bool | None:
+        """True if the states fit into one GPU's memory; None if the memory is not known."""
         return None if self.left_bytes is None else self.left_bytes >= 0
 
 
@@ -59,9 +61,9 @@ class Answer:
     Args:
         row: The formula.
         solution: The solution by sympy, such as "a = M*n/16", with M the memory of one GPU in
-            bytes; "" when the formula does not depend on the unknown.
-        value: The largest number of parameters or the smallest number of GPUs; None when no
-            number is possible.
+            bytes; "" if the formula does not depend on the unknown.
+        value: The largest number of parameters or the smallest number of GPUs; None if no number
+            fits into the memory.
     """
 
     row: FormulaRow
@@ -71,17 +73,17 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatesEstimate:
-    """The whole result of `estimate`; a value that was not stated or asked for is None or empty.
+    """The whole result of `estimate`. A number that is not stated is None.
 
     Args:
         num_params: Number of parameters.
         num_gpus: Number of GPUs on all nodes together.
         nodes: Number of nodes.
         memory_bytes: Memory of one GPU.
-        rows: The table, if both parameters and GPUs are known.
-        max_params: Largest number of parameters per strategy, in the order of the table.
-        min_gpus: Smallest number of GPUs per strategy, in the order of the table.
-        notes: Remarks that the reader needs to interpret the figures, STATES_ONLY first.
+        rows: The table; empty unless the numbers of parameters and GPUs are known.
+        max_params: Largest model for each row of the table; empty if not asked for.
+        min_gpus: Fewest GPUs for each row of the table; empty if not asked for.
+        notes: Remarks that the user needs to interpret the numbers, `STATES_ONLY` first.
     """
 
     num_params: int | None
@@ -95,7 +97,7 @@ class StatesEstimate:
 
     @property
     def is_possible(self) -> bool:
-        """True if anything fits: by the inverse questions if any was asked, else by the table."""
+        """True if an inverse question has an answer. If none was asked, True if any row fits."""
         answers = (*self.max_params, *self.min_gpus)
         if answers:
             return any(answer.value is not None for answer in answers)
@@ -110,7 +112,7 @@ def tabulate(
     memory_bytes: int | None = None,
     plan: tuple[str, str] | None = None,
 ) -> tuple[StatesRow, ...]:
-    """Return every row of the table; `plan` names the (strategy, precision) to be marked.
+    """Return every row of the table; `plan` is the (strategy, precision) of the row to mark.
 
     >>> [row.bytes_per_gpu for row in tabulate(num_params=1000, num_gpus=8, nodes=2)]
     [20000, 18000, 9000, 5500, 2000, 4000]
@@ -134,7 +136,8 @@ def max_params(row: FormulaRow, *, num_gpus: int, nodes: int, memory_bytes: int)
     def is_over(a: int) -> bool:
         return bool(row.total(a, num_gpus, nodes) > memory_bytes)
 
-    # At most the root fits, and rounding to whole elements costs less than one element per GPU.
+    # The root is an upper bound. Shards are rounded up by less than one element per GPU, so the
+    # answer is not far below it.
     guess = math.floor(root)
     candidates = range(max(1, guess - 2 * num_gpus), guess + 1)
     value = candidates.start + bisect_left(candidates, True, key=is_over) - 1
@@ -148,7 +151,7 @@ def min_gpus(row: FormulaRow, *, num_params: int, nodes: int, memory_bytes: int)
     def fits(num_gpus: int) -> bool:
         return bool(row.total(num_params, num_gpus, nodes) <= memory_bytes)
 
-    most = num_params * nodes  # At one element per GPU, more GPUs change nothing.
+    most = num_params * nodes  # With one element per GPU, more GPUs save nothing.
     if not fits(most):
         return Answer(row=row, solution=solution, value=None)
     least = nodes if root is None else max(nodes, -(-math.ceil(root) // nodes) * nodes)
@@ -158,7 +161,10 @@ def min_gpus(row: FormulaRow, *, num_params: int, nodes: int, memory_bytes: int)
 
 
 def _solve(row: FormulaRow, unknown: str, known: Mapping[str, int]) -> tuple[float | None, str]:
-    """Solve `row.total = M` for one unknown; return the exact root and the solution as text."""
+    """Solve `row.total = M` for one unknown; return (root, solution as text).
+
+    The result is (None, "") if the formula does not depend on the unknown.
+    """
     import sympy
 
     names = ("a", "n", "nodes", "M")

@@ -1,4 +1,4 @@
-"""Predict what the ranks send to each other in one training step, from the layouts."""
+"""Predict the collectives and sends of each rank in one training step, from the layouts."""
 
 from meshplan.traffic.forecast import forecast as forecast
 from meshplan.traffic.forward import AttentionCall as AttentionCall

@@ -1,7 +1,7 @@
-"""Predict the traffic of BatchNorms, whose statistics are over samples.
+"""Predict the traffic of BatchNorm, whose statistics cover the samples of several ranks.
 
-Source of the statistics over all data ranks: `runtime.apply.data.batchnorm`: sums and the number of
-values, then the variance. Each of them is all-reduced, and so are the gradients of both.
+Source: `runtime.apply.data.batchnorm`. It all-reduces sums with the number of values, then
+variances, and in backward the gradients of both.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from meshplan.traffic.types import Traffic, one
 
 
 def statistics(plan: Plan, forward: Forward) -> Iterator[Traffic]:
-    """Yield what synchronized BatchNorms send, for all microbatches."""
+    """Yield the all-reduces of synchronized BatchNorms, for all microbatches."""
     for fqn in plan.assignment.synchronized:
         has_statistics = f"{fqn}.running_mean" in plan.graph.tensors
         for call in forward.of(fqn):
             if has_statistics and not call.is_training:
-                continue  # It uses its running statistics.
+                continue  # In evaluation mode, it uses its running statistics.
             given = call.inputs[0]
             channels = given.shape[1]
             times = 1 + is_repeated(plan, forward, fqn, call.begin) + given.needs_grad
@@ -36,11 +36,11 @@ def statistics(plan: Plan, forward: Forward) -> Iterator[Traffic]:
 
 
 def kept_statistics(plan: Plan, forward: Forward) -> Iterator[Traffic]:
-    """Yield the broadcasts of running statistics that each rank takes of its own samples.
+    """Yield the broadcasts of running statistics of BatchNorms that are not synchronized.
 
-    Every forward begins with the statistics of the first rank.
+    Each rank updates them with its own samples, so every forward begins with those of rank 0.
 
-    Source: `runtime.checks.forward_writes`. DistributedDataParallel sends all buffers itself.
+    Source: `runtime.checks.forward_writes`. Under DistributedDataParallel, `data.ddp` counts them.
     """
     if plan.assignment.wrapper == "ddp":
         return

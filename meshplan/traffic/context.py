@@ -1,8 +1,8 @@
-"""Predict the traffic of attention over shards of the sequence.
+"""Predict the traffic of context parallelism: attention over shards of the sequence.
 
-Source: `runtime.apply.context.attention` and `parts`: keys and values are gathered and their
-gradients scattered, or queries, keys and values are exchanged from shards of the sequence to shards
-of the heads, and the result is exchanged back.
+Source: `runtime.apply.context.attention` and `parts`. With `all_gather`, keys and values are
+gathered, and their gradients reduce-scattered. Otherwise (Ulysses), all-to-alls turn queries, keys
+and values from shards of the sequence into shards of the heads, and turn the result back.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from meshplan.traffic.tensor_parallel import is_repeated
 from meshplan.traffic.types import Traffic, one
 
 FLAG_BYTES = 4
+"""Bytes of the flag that every forward reduces over all ranks."""
 _PROJECTIONS = ("linear", "conv1d")
+"""Kinds of the modules that project queries, keys and values."""
 
 
 def attention(plan: Plan, forward: Forward) -> Iterator[Traffic]:
-    """Yield what attention sends along cp, and the flags each forward reduces over all ranks."""
+    """Yield the collectives of attention along cp, and the flags that each forward reduces."""
     context = plan.assignment.context
     assert context is not None
     refused = plan.accumulate * (1 + forward.has_mask)
@@ -39,7 +41,7 @@ def attention(plan: Plan, forward: Forward) -> Iterator[Traffic]:
 
 
 def unknown_heads(plan: Plan, forward: Forward | None) -> Iterator[str]:
-    """Yield the parts of this traffic that cannot be predicted, and why."""
+    """Yield a line of text, with the reason, for each traffic along cp that cannot be predicted."""
     if plan.mesh.size("cp") == 1:
         return
     if forward is None:
@@ -51,7 +53,7 @@ def unknown_heads(plan: Plan, forward: Forward | None) -> Iterator[str]:
 
 
 def _over_sequence(forward: Forward) -> Iterator[AttentionCall]:
-    """Yield the self-attention calls over this rank's shard; others stay on their rank."""
+    """Yield the calls of self-attention over the sequence. Other attention sends nothing."""
     for call in forward.attentions:
         queries, keys, _ = (tensor.shape[-2] for tensor in call.tensors)
         if queries == keys == forward.length:
@@ -59,7 +61,7 @@ def _over_sequence(forward: Forward) -> Iterator[AttentionCall]:
 
 
 def _ranks_of_heads(plan: Plan, forward: Forward, call: AttentionCall) -> int | None:
-    """Number of tp ranks over which the heads are sharded; None if only some heads are."""
+    """Return the number of tp ranks that share a call's heads; None if they share only some."""
     tp = plan.mesh.size("tp")
     if tp == 1:
         return 1
@@ -82,10 +84,12 @@ def _ranks_of_heads(plan: Plan, forward: Forward, call: AttentionCall) -> int | 
 
 
 def _local_bytes(tensor: TensorUse, ranks: int) -> int:
+    """Return the bytes of a tensor whose heads are sharded over `ranks` ranks, on one of them."""
     return math.prod(tensor.shape) // ranks * DTYPE_BYTES[tensor.dtype]
 
 
 def _gathered(plan: Plan, forward: Forward, call: AttentionCall, ranks: int) -> Iterator[Traffic]:
+    """Yield the collectives of one call under `all_gather`, whose heads `ranks` tp ranks share."""
     mesh = plan.mesh
     times = 1 + is_repeated(plan, forward, call.fqn, call.begin)
     for tensor, name in zip(call.tensors[1:], ("keys", "values"), strict=True):
@@ -98,6 +102,7 @@ def _gathered(plan: Plan, forward: Forward, call: AttentionCall, ranks: int) -> 
 
 
 def _exchanged(plan: Plan, forward: Forward, call: AttentionCall, ranks: int) -> Iterator[Traffic]:
+    """Yield the all-to-alls of one call under Ulysses, whose heads `ranks` tp ranks share."""
     queries, keys, values = call.tensors
     needs_grad = any(tensor.needs_grad for tensor in call.tensors)
     result = TensorUse((*queries.shape[:-1], values.shape[-1]), queries.dtype, needs_grad)

@@ -1,9 +1,9 @@
 """Predict the traffic of parameters, gradients and buffers along the data axes.
 
-Follows the calls that FSDP2 and DistributedDataParallel make for a layout.
+The functions count the collectives that FSDP2 and DistributedDataParallel issue for a layout.
 
-Source: torch 2.13: FSDPParamGroup.unshard and post_backward, foreach_all_gather, foreach_reduce;
-Reducer.
+Source: torch 2.13: `FSDPParamGroup.unshard` and `post_backward`, `foreach_all_gather`,
+`foreach_reduce`; `Reducer` of DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ def _numel(placed: Placed, plan: Plan, rank: int) -> int:
 
 
 def agreement(plan: Plan, rank: int) -> Iterator[Traffic]:
-    """Yield what data ranks reduce after the last backward: scalars, and which gradients exist."""
+    """Yield the all-reduces after the last backward, for models with FSDP units.
+
+    They cover gradients that no unit reduces (`reduced_alone`), and flags of which gradients exist.
+    """
     if plan.assignment.wrapper != "units":
         return
     trained = [placed for placed in trainable(plan) if placed.info.numel]
@@ -39,7 +42,7 @@ def agreement(plan: Plan, rank: int) -> Iterator[Traffic]:
 
 
 def ddp(plan: Plan) -> Iterator[Traffic]:
-    """Yield DDP's traffic: gradients in buckets once a step; buffers from rank 0, by dtype."""
+    """Yield DDP's traffic in a step: all-reduces of gradients, broadcasts of buffers by dtype."""
     mesh, options = plan.mesh, plan.spec.ddp
     total = sum(p.info.numel * DTYPE_BYTES[p.dtype] for p in trainable(plan))
     route = Route("all_reduce", along(mesh, GRADIENT_AXES), total)
@@ -57,7 +60,14 @@ def ddp(plan: Plan) -> Iterator[Traffic]:
 
 
 def unit_traffic(plan: Plan, unit: Unit, use: UnitUse, rank: int) -> Iterator[Traffic]:
-    """Yield FSDP2's traffic of one unit: gathers for forward and backward, and reductions."""
+    """Yield FSDP2's traffic of one unit in a step, on one rank.
+
+    Args:
+        plan: The plan.
+        unit: The unit.
+        use: The number of its all-gathers and reductions.
+        rank: The global rank.
+    """
     mesh = plan.mesh
     managed = [p for p in plan.assignment.tensors.values() if p.unit == unit.fqn]
     trained = [p for p in managed if p.info.trainable]
@@ -66,7 +76,7 @@ def unit_traffic(plan: Plan, unit: Unit, use: UnitUse, rank: int) -> Iterator[Tr
 
     def num_bytes(placed: Placed, dtype: str) -> int:
         elements = _numel(placed, plan, rank)
-        if shards > 1:  # Padded: every rank sends as much as the largest shard.
+        if shards > 1:  # Every shard is padded to the size of the largest one.
             elements = shards * placed.stored.padded_numel(
                 placed.info.shape, mesh, unit.shard_axes, rank
             )
@@ -76,7 +86,8 @@ def unit_traffic(plan: Plan, unit: Unit, use: UnitUse, rank: int) -> Iterator[Tr
     parameters, gradients = f"parameters of {what}", f"gradients of {what}"
     yield one(mesh, "all_gather", unit.shard_axes, gathered, parameters, use.gathers)
     reduced = sum(num_bytes(p, unit.precision.reduce or p.compute_dtype) for p in trained)
-    # As in `runtime.apply.data.data.set_gradient_sync`: shards are reduced after every microbatch.
+    # As in `runtime.apply.data.data.set_gradient_sync`: if gradients are sharded, every microbatch
+    # reduce-scatters them, otherwise only the last one.
     is_at_once = "gradient" in plan.assignment.strategy.cuts
     at_last = use.reductions[-1] if use.reductions else 0
     times = sum(use.reductions) if is_at_once else at_last

@@ -1,9 +1,12 @@
-"""Predict the traffic of experts that are spread over ranks.
+"""Predict the traffic of expert parallelism.
 
-Each call sends the number of tokens for each expert, the tokens and their weights, and brings back
-results; gradients are sent in the opposite direction. What a rank sends of its own tokens does not
-depend on the routing. What it sends of the tokens that it received does: `Routed` gives bounds,
-unless the number of received tokens is known.
+Each call of an expert module sends three things to the ranks of the experts: the number of tokens
+for each expert, the tokens, and their router weights. Results come back, and in backward gradients
+go the opposite ways. One row of a tensor is sent for each slot, which is a token with one of the
+experts chosen for it.
+
+The rows that a rank sends of its own tokens do not depend on the routing. The rows that it sends
+back for slots it received do: `Routed` has their bounds, unless the number of slots is known.
 
 Source: `runtime.apply.experts.experts`.
 """
@@ -23,15 +26,19 @@ from meshplan.traffic.types import Routed, Traffic, one
 COUNT_BYTES = DTYPE_BYTES["int64"]
 
 Arrivals = Mapping[str, Sequence[int]]
-"""For each module of experts, the slots that a rank receives in each of its calls, in order,
-microbatch by microbatch."""
+"""By fqn of an expert module, the number of slots that a rank receives in each call, in order."""
 
 
 def dispatch(plan: Plan, forward: Forward, arrivals: Arrivals | None) -> Iterator[Traffic]:
-    """Yield what calls of spread experts send along ep, for all microbatches.
+    """Yield the all-to-alls of expert modules along ep, for all microbatches.
+
+    Args:
+        plan: The plan.
+        forward: The recorded forward of one microbatch.
+        arrivals: Received slots of each call, microbatch by microbatch; None if not known.
 
     Raises:
-        ValueError: `arrivals` has not one entry for each call of each microbatch.
+        ValueError: `arrivals` does not have one entry for each call of each microbatch.
     """
     if plan.mesh.size("ep") == 1:
         return
@@ -45,8 +52,8 @@ def dispatch(plan: Plan, forward: Forward, arrivals: Arrivals | None) -> Iterato
             arguments = _arguments(call)
             if arguments is None:
                 continue  # Reported by `unknown_experts`.
-            # Recomputation stops at the last tensor that autograd saved. The order in which tokens
-            # came is saved last, so all of this is sent again.
+            # Recomputation stops at the last tensor that autograd saved in the forward. An expert
+            # module saves the order of the received tokens last, so everything is sent again.
             again = bool(call.outputs and call.outputs[0].needs_grad)
             times = 1 + (again and is_repeated(plan, forward, fqn, call.begin))
             what = f"how many tokens go to each expert of {fqn}"
@@ -57,7 +64,7 @@ def dispatch(plan: Plan, forward: Forward, arrivals: Arrivals | None) -> Iterato
 
 
 def unknown_experts(plan: Plan, forward: Forward | None) -> Iterator[str]:
-    """Yield the parts of this traffic that cannot be predicted, and why."""
+    """Yield a line of text, with the reason, for each traffic along ep that cannot be predicted."""
     if plan.mesh.size("ep") == 1:
         return
     for fqn in plan.assignment.experts:
@@ -68,7 +75,7 @@ def unknown_experts(plan: Plan, forward: Forward | None) -> Iterator[str]:
 
 
 def _arguments(call: ModuleVisit) -> tuple[TensorUse, TensorUse, TensorUse] | None:
-    """Find tokens, expert indices and weights among a module's inputs; None if ambiguous."""
+    """Return (tokens, expert indices, router weights) among a call's inputs; None if ambiguous."""
     indices = [tensor for tensor in call.inputs if tensor.dtype.startswith("int")]
     others = [tensor for tensor in call.inputs if not tensor.dtype.startswith("int")]
     if len(indices) != 1 or len(others) != 2 or not call.outputs:
@@ -87,21 +94,25 @@ def _tokens(
     times: int,
     came: Sequence[int] | None,
 ) -> Iterator[Traffic]:
-    """Yield what one call sends, apart from the counts of tokens per expert.
+    """Yield the all-to-alls of one call, except that of the number of tokens for each expert.
 
     Args:
-        came: Slots that come to this rank, by microbatch; None if that is not known.
+        plan: The plan.
+        call: The call of the expert module.
+        arguments: Its tokens, expert indices and router weights.
+        times: Number of times that the forward runs: 2 if it is recomputed, else 1.
+        came: Slots that this rank receives, by microbatch; None if not known.
     """
     tokens, index, weights = arguments
     slots, result = math.prod(index.shape), call.outputs[0]
 
     def sent(row_bytes: int, what: str, times: int) -> Traffic:
-        """One row for each slot of this rank's own tokens, wherever it is sent."""
+        """Return the traffic of one row for each slot of this rank's own tokens."""
         count = times * plan.accumulate
         return one(plan.mesh, "all_to_all", ("ep",), slots * row_bytes, what, count)
 
     def returned(row_bytes: int, what: str, times: int) -> Iterator[Traffic]:
-        """One row for each slot that came here; as many as were sent if the routing is balanced."""
+        """Yield the traffic of one row for each received slot; balanced routing if not known."""
         if came is not None:
             for rows in came:
                 yield one(plan.mesh, "all_to_all", ("ep",), rows * row_bytes, what, times)

@@ -1,7 +1,7 @@
-"""Predict everything that one training step sends, axis by axis.
+"""Predict all collectives and sends of one training step.
 
-Nothing is guessed: traffic that follows neither from a layout nor from a record is listed in
-`Forecast.unknown`. `tests/traffic/test_traffic.py` counts collectives of real runs and compares.
+Nothing is guessed: traffic that follows neither from a layout nor from a recorded forward is listed
+in `Forecast.unknown`. `tests/traffic/test_traffic.py` compares predictions with real runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from meshplan.traffic.types import Forecast, Traffic, one
 from meshplan.traffic.units import Passes, uses_of_units
 
 _KNOWN_AXES: Final = (*DATA_AXES, EXPERT_SHARD, "pp", "cp", "tp", "ep")
+"""Mesh axes whose traffic this package can predict."""
 _WORD: Final = re.compile(r"R|P|outside|S\(-?\d+\)")
+"""Words of a style for the layout of an activation whose traffic can be predicted."""
 
 
 def forecast(
@@ -42,15 +44,15 @@ def forecast(
     *,
     arrivals: Arrivals | None = None,
 ) -> Forecast:
-    """Predict what `rank` sends and receives in one step.
+    """Predict the traffic of one rank in one call of `train_step`.
 
     Args:
         plan: The plan of the whole model.
         forward: A forward of this rank, recorded by `runtime.verify.module_calls.record_forward`;
             needed for the traffic of activations.
         rank: The global rank.
-        arrivals: The slots that each rank receives along ep, call by call; None gives balanced
-            figures and their bounds.
+        arrivals: The slots that this rank receives along ep, call by call. If None, the traffic is
+            that of balanced routing, with bounds for any other.
 
     Assumes: every parameter gets a gradient.
     """
@@ -73,13 +75,14 @@ def forecast(
 
 
 def _is_sent(traffic: Traffic) -> bool:
-    """Return True if a collective takes place at all; an all-to-all of no rows counts as one."""
+    """Return True if the collective takes place. An all-to-all does even if it sends no rows."""
     route = traffic.route
     has_bytes = route.num_bytes > 0 or route.kind == "all_to_all"
     return traffic.count > 0 and bool(route.axes) and has_bytes
 
 
 def _computes_loss(plan: Plan, rank: int) -> bool:
+    """Return True if the rank has the last pipeline stage, or if there are no stages."""
     stages = plan.assignment.stages
     return stages is None or stages.num - 1 in stages.of_rank(plan.mesh.index(rank, ("pp",)))
 
@@ -87,16 +90,21 @@ def _computes_loss(plan: Plan, rank: int) -> bool:
 def _stages(
     plan: Plan, rank: int, cut: Sequence[StageForward] | None, arrivals: Arrivals | None
 ) -> Iterator[Traffic]:
-    """Yield what the stages of `rank` send within themselves.
+    """Yield the traffic of a rank's pipeline stages, except that between stages.
 
     Args:
-        cut: The forward of each stage; None assumes that gradients reach every stage.
+        plan: The plan of the whole model.
+        rank: The global rank.
+        cut: The recorded forward of each stage. If None, gradients are assumed to reach every
+            stage, and traffic of activations is left out.
+        arrivals: The slots that this rank receives along ep; None if not known.
     """
     stages, steps = plan.assignment.stages, steps_of(plan, rank)
     assert stages is not None
     splits = SCHEDULES[stages.schedule].splits_backward
     for stage in stages.of_rank(plan.mesh.index(rank, ("pp",))):
-        # Gradients that need no input of the stage are left to the second half of backward (W).
+        # A stage without gradients of its inputs has no first half of backward (I): its parameters
+        # are then needed in the second half (W).
         has_first_half = stage > 0 and _is_learned(cut, stage - 1)
         is_reached = stage == stages.num - 1 or _is_learned(cut, stage)
         words = {"F": "F"}
@@ -111,15 +119,18 @@ def _stages(
 
 
 def _is_learned(cut: Sequence[StageForward] | None, stage: int) -> bool:
-    """Return True if gradients come back for what a stage sends."""
+    """Return True if gradients come back for a tensor that the stage sends to the next one."""
     return cut is None or any(tensor.needs_grad for tensor in cut[stage].sends)
 
 
 def _compute(plan: Plan, forward: Forward | None, rank: int, passes: Passes) -> Iterator[Traffic]:
-    """Yield what forwards and backwards send, and what follows the last one.
+    """Yield the traffic of all forwards and backwards, and of the reductions after the last.
 
     Args:
         plan: The plan of the model, or of one stage.
+        forward: The recorded forward of the model or the stage; None leaves out activations.
+        rank: The global rank.
+        passes: The order of forwards and backwards.
     """
     if passes.settles:
         yield from agreement(plan, rank)
@@ -139,7 +150,7 @@ def _compute(plan: Plan, forward: Forward | None, rank: int, passes: Passes) -> 
 
 
 def _unknown(plan: Plan, forward: Forward | None) -> list[str]:
-    """List the traffic for which this package has no rule."""
+    """Return a line of text for each traffic that cannot be predicted for this plan."""
     mesh, decided = plan.mesh, plan.assignment
     axes = [name for name in mesh.names if mesh.size(name) > 1]
     for placed in decided.tensors.values():
@@ -177,7 +188,7 @@ def _unknown(plan: Plan, forward: Forward | None) -> list[str]:
 
 
 def _step(plan: Plan) -> Iterator[Traffic]:
-    """Yield what `train_step` itself sends."""
+    """Yield the collectives that `train_step` itself issues."""
     mesh, precision = plan.mesh, plan.spec.precision
     yield one(mesh, "all_reduce", GRADIENT_AXES, 3 * 8, "the loss and the number of samples")
     if plan.spec.loss == "tokens":
@@ -189,12 +200,12 @@ def _step(plan: Plan) -> Iterator[Traffic]:
 
 
 def _clipping(plan: Plan, rank: int) -> Iterator[Traffic]:
-    """Yield one number per group of gradients with equal axes, along each axis that shards them."""
+    """Yield the all-reduces of gradient clipping, of one number along each axis of each group."""
     if plan.spec.clip_grad_norm is None:
         return
     mesh, a = plan.mesh, plan.assignment
     held = [a.tensors[fqn] for fqn in counted_once(plan, rank)]
-    # The norm of gradients on the host is computed there, separately.
+    # Gradients are grouped by the axes that shard them, and those in host memory separately.
     cut_alike = {(frozenset(placed.stored.axes), a.is_on_host(placed)) for placed in held}
     for axes, _ in cut_alike:
         for axis in sorted(axes):

@@ -1,4 +1,8 @@
-"""The record of one forward of one process, as `runtime.verify.module_calls` makes it."""
+"""The record of one forward in one process, as `runtime.verify.module_calls` makes it.
+
+A record numbers events in the order in which they happen: a call of a module or of attention begins
+or ends, or autograd saves a tensor.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,12 @@ from meshplan.model.flow import Flow
 
 @dataclass(frozen=True, slots=True)
 class TensorUse:
-    """A tensor that a forward reads or makes.
+    """An input or output of a call.
 
     Args:
         shape: Shape in one microbatch of one rank, unsharded along tp.
-        dtype: Dtype in the precision that the plan computes in.
-        needs_grad: True if it requires grad, so that backward continues to the op that made it.
+        dtype: Dtype in the precision that the plan computes in, such as "bfloat16".
+        needs_grad: True if the tensor requires grad.
     """
 
     shape: tuple[int, ...]
@@ -27,12 +31,12 @@ class ModuleVisit:
     """One call of a module.
 
     Args:
-        fqn: The module, under its first name.
-        sources: A number for each input tensor; equal if calls read the same tensor.
+        fqn: Fqn of the module; the first one if it has several.
+        sources: For each input, a number that is equal wherever the same tensor is an input.
         inputs: Every input tensor, in order.
         outputs: Every output tensor, in order.
-        begin: Index of the event of the forward at which the call began.
-        end: Index of the event at which it ended.
+        begin: Number of the event at which the call begins.
+        end: Number of the event at which the call ends.
         is_training: True if the module was in training mode.
         paths: For each input, its position ("0") or name among the arguments.
     """
@@ -52,10 +56,10 @@ class AttentionCall:
     """One call of scaled_dot_product_attention.
 
     Args:
-        fqn: The innermost module that made the call.
-        tensors: Queries, keys and values.
-        begin: Index of the event of the forward at which the call began.
-        end: Index of the event at which it ended.
+        fqn: Fqn of the innermost module whose forward makes the call.
+        tensors: Queries, keys and values, in this order.
+        begin: Number of the event at which the call begins.
+        end: Number of the event at which the call ends.
     """
 
     fqn: str
@@ -66,11 +70,11 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class TokenLosses:
-    """One call of cross_entropy on the output of a head.
+    """One call of cross_entropy on vocabulary-sharded logits.
 
     Args:
-        count: Number of losses that it computes, one per token.
-        dtype: Dtype of its logits.
+        count: Number of targets, which are one per token.
+        dtype: Dtype of the logits.
     """
 
     count: int
@@ -79,17 +83,17 @@ class TokenLosses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """One forward of one process on one microbatch of one rank.
+    """One forward in one process, on one microbatch of one rank.
 
     Args:
-        calls: Calls of modules, in the order in which they began.
-        saves: The events at which autograd saved a tensor for backward.
+        calls: Calls of modules, in the order in which they begin.
+        saves: Numbers of the events at which autograd saves a tensor for backward, in order.
         attentions: Calls of scaled_dot_product_attention, in order.
-        losses: Calls of cross_entropy that the loss makes on the outputs of heads.
-        strays: Other operations of the loss on these outputs, by torch's names.
+        losses: Calls of cross_entropy on vocabulary-sharded logits, in order.
+        strays: Names of other torch functions that are called on such logits and communicate.
         has_mask: True if the model was given an `attention_mask`.
         length: Length of the rank's shard of the sequence; None without cp.
-        flow: The same forward, operation by operation; None if nothing asks for it.
+        flow: The same forward, operation by operation; None if the plan has no pipeline.
     """
 
     calls: tuple[ModuleVisit, ...]

@@ -1,7 +1,7 @@
 """Predict the traffic of a vocabulary-parallel loss.
 
-Source: `runtime.apply.loss.vocab_parallel_loss`: the highest logit of each token, then three sums
-per token; its backward communicates nothing.
+Source: `runtime.apply.loss.vocab_parallel_loss`. It all-reduces the highest logit of each token,
+then three sums per token. Its backward sends nothing.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from meshplan.traffic.forward import Forward
 from meshplan.traffic.types import Traffic, one
 
 SUMS = 3
+"""Sums that are all-reduced for each token."""
 SINGLE_BYTES = DTYPE_BYTES["float32"]
-"""Bytes of a statistic: statistics are taken in single precision at least."""
+"""Bytes of one statistic, which is computed in float32 at least."""
 
 
 def token_losses(plan: Plan, forward: Forward) -> Iterator[Traffic]:
-    """Yield what the losses send along tp, for all microbatches."""
+    """Yield the all-reduces of losses along tp, for all microbatches."""
     stages = plan.assignment.stages
     times = plan.accumulate * (stages.microbatches if stages else 1)
     for loss in forward.losses:
@@ -29,7 +30,7 @@ def token_losses(plan: Plan, forward: Forward) -> Iterator[Traffic]:
 
 
 def unknown_losses(plan: Plan, forward: Forward | None) -> Iterator[str]:
-    """Yield the parts of this traffic that cannot be predicted, and why."""
+    """Yield a line of text, with the reason, if this traffic cannot be predicted."""
     if not plan.assignment.loss_parallel:
         return
     what = "what a vocabulary-parallel loss sends"

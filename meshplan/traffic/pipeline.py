@@ -1,7 +1,7 @@
-"""Predict the traffic of a pipeline: sends between stages, and reductions over its ranks.
+"""Predict the traffic of a pipeline: sends between stages, and all-reduces along pp.
 
-Source: `runtime.apply.pipeline`, which runs the actions of `schedules`; a value that skips stages
-is relayed through each.
+Source: `runtime.apply.pipeline`, which runs the actions of `layout.schedules`. A value that a later
+stage reads is sent through every stage in between.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from meshplan.traffic.sequence import SequenceCuts
 from meshplan.traffic.types import Traffic, one
 
 FLAGS_BYTES = 2 * 4
+"""Bytes of the flags by which ranks learn if every stage succeeded."""
 LOSS_BYTES = 8
+"""Bytes of the loss that the last stage passes to the others."""
 IS_THERE_BYTES = 4
+"""Bytes of the flag that a rank has a gradient for a shared parameter."""
 
 
 def steps_of(plan: Plan, rank: int) -> tuple[Action, ...]:
-    """Return the actions of `rank` for one batch of microbatches."""
+    """Return the actions of a rank in one run of the schedule, over all its microbatches."""
     stages = plan.assignment.stages
     assert stages is not None
     rows = actions(
@@ -42,8 +45,8 @@ class StageForward:
 
     Args:
         forward: The part of the forward that runs in the stage.
-        sends: The tensors that one microbatch sends to the next stage, as each rank of tp holds
-            them.
+        sends: The tensors of one microbatch that each rank of tp sends to the next stage, with
+            their local shapes.
     """
 
     forward: Forward
@@ -51,7 +54,7 @@ class StageForward:
 
 
 def stage_forwards(plan: Plan, forward: Forward | None) -> tuple[StageForward, ...] | str:
-    """Split a forward into stages; return the reason as a string if that is not possible."""
+    """Return the recorded forward of each pipeline stage; the reason as text if it has no split."""
     stages = plan.assignment.stages
     assert stages is not None
     if forward is None or forward.flow is None:
@@ -80,7 +83,7 @@ def stage_forwards(plan: Plan, forward: Forward | None) -> tuple[StageForward, .
 
 
 def _visits(flow: Flow, units: Sequence[Call], forward: Forward) -> list[ModuleVisit] | None:
-    """Find the visit of each unit's call; None if flow and visits are not of the same run."""
+    """Return the recorded call of each of `units`; None if `flow` and `forward` do not match."""
     visits = {fqn: iter(forward.of(fqn)) for fqn in {call.module for call in flow.calls}}
     found = {call.id: next(visits[call.module], None) for call in flow.calls}
     out = [found[call.id] for call in units]
@@ -91,7 +94,7 @@ def _visits(flow: Flow, units: Sequence[Call], forward: Forward) -> list[ModuleV
 
 
 def _without(forward: Forward, visits: Sequence[ModuleVisit]) -> Forward:
-    """Return a forward without some of its calls and what happens in them."""
+    """Return a forward without these calls and without all events inside them."""
 
     def is_left(begin: int, end: int) -> bool:
         return not any(visit.begin <= begin and end <= visit.end for visit in visits)
@@ -105,10 +108,12 @@ def _without(forward: Forward, visits: Sequence[ModuleVisit]) -> Forward:
 
 
 def pipeline(plan: Plan, rank: int, cut: Sequence[StageForward]) -> Iterator[Traffic]:
-    """Yield what `rank` sends along pp in one step.
+    """Yield the traffic of a rank along pp in one step.
 
     Args:
-        cut: The forward of each stage.
+        plan: The plan of the whole model.
+        rank: The global rank.
+        cut: The recorded forward of each stage.
 
     Assumes: every parameter that several stages share gets a gradient in one of them.
     """
@@ -120,7 +125,7 @@ def pipeline(plan: Plan, rank: int, cut: Sequence[StageForward]) -> Iterator[Tra
         if not way:
             continue
         is_onward = way == "F"
-        # Forwards are named by the stage that computes them; gradients cross the same boundary.
+        # Let `stage` be the one before the boundary that is crossed, in either direction.
         is_from_here = (direction == "SEND") == is_onward
         stage = action.stage if is_from_here else action.stage - 1
         kind = "activations" if is_onward else "gradients"
@@ -137,7 +142,7 @@ def pipeline(plan: Plan, rank: int, cut: Sequence[StageForward]) -> Iterator[Tra
 
 
 def _shared(plan: Plan, stages: Stages, rank: int) -> Iterator[Traffic]:
-    """Yield the reductions of gradients that stages of several ranks share."""
+    """Yield the all-reduces of gradients of parameters that stages on several ranks share."""
     place = plan.mesh.index(rank, ("pp",))
     for fqn, holders in stages.tensors.items():
         placed = plan.assignment.tensors[fqn]
@@ -150,7 +155,10 @@ def _shared(plan: Plan, stages: Stages, rank: int) -> Iterator[Traffic]:
 
 
 def counted_once(plan: Plan, rank: int) -> set[str]:
-    """Return the parameters whose gradients count on `rank` in the norm of the whole model."""
+    """Return the trainable parameters that a rank counts in the gradient norm of the whole model.
+
+    A parameter that several stages share is counted on the rank of its first stage.
+    """
     stages = plan.assignment.stages
     held = {p.info.fqn for p in plan.assignment.tensors.values() if p.info.trainable}
     if stages is None:

@@ -1,4 +1,4 @@
-"""Find values of a forward sharded along the sequence over tp, among those sent between stages."""
+"""Find which values sent between pipeline stages are sharded along the sequence over tp."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from meshplan.traffic.forward import TensorUse
 
 
 class SequenceCuts:
-    """The values that are sharded along the sequence under `sequence_parallel`."""
+    """The values of a recorded forward that `sequence_parallel` shards along the sequence."""
 
     def __init__(self, plan: Plan, flow: Flow) -> None:
         self.flow, self.tp = flow, plan.mesh.size("tp")
         self.is_on = plan.assignment.sequence_parallel and self.tp > 1
         self._known: dict[int, bool | None] = {}
         self._whole: set[int] = set()
-        """Whole values at a boundary: inputs to be sliced, and outputs that are gathered."""
+        """Unsharded values at a `SequenceBoundary`: inputs to be sliced, and gathered outputs."""
         for call in flow.calls if self.is_on else ():
             use = plan.assignment.styles.get(call.module)
             if use is not None:
@@ -32,12 +32,17 @@ class SequenceCuts:
         self._known |= dict.fromkeys(self._whole, True)
 
     def local(self, value: int, whole: TensorUse) -> TensorUse | None:
-        """Return a value as each rank of tp holds it; None if that is not known."""
+        """Return `whole` with the shape of one tp rank's shard; None if the sharding is unknown."""
         shape = self.shape(value, whole.shape)
         return None if shape is None else replace(whole, shape=shape)
 
     def shape(self, value: int, whole: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the shape of a value as each rank of tp holds it; None if that is not known."""
+        """Return the shape of a value on each tp rank; None if the sharding is unknown.
+
+        Args:
+            value: Id of the value in the flow.
+            whole: Its unsharded shape, (batch, sequence, ...).
+        """
         if not self.is_on or value in self._whole:
             return whole
         if self._is_cut(value) is not True:
@@ -46,9 +51,10 @@ class SequenceCuts:
         return before, -(-length // self.tp), *after
 
     def _is_cut(self, value: int) -> bool | None:
-        """Return True if a value is sharded; None if that is not known.
+        """Return True if a value is sharded along the sequence; None if that is not known.
 
-        Pointwise operations on sharded values give sharded values; other operations give None.
+        The result of a pointwise operation is sharded if all its inputs are. For other operations
+        it is not known.
         """
         if value not in self._known:
             place = self.flow.producer(value)

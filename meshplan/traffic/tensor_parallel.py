@@ -1,7 +1,7 @@
 """Predict the traffic of tensor parallelism: activations and gradients of styled modules.
 
-Source: torch 2.13, DTensor's Redistribute: backward redistributes the gradient from the layout
-after the change to the one before it, and gives replicas where the input was partial sums.
+Source: torch 2.13, DTensor's `Redistribute`. Its backward redistributes the gradient from the
+placement of the output to that of the input, or to `Replicate` if the input was `Partial`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from meshplan.traffic.types import Route, Traffic, one, trainable
 from meshplan.traffic.units import Passes, UnitUse
 
 HEADS_TOGETHER = "mha"
-"""Kind of torch's own attention module. Its inputs are reduced one by one, and a tensor that is
-passed as several of them once; FSDP2 turns it into several tensors."""
+"""Kind of nn.MultiheadAttention. The gradients of query, key and value are all-reduced one by one,
+or once if all three are the same tensor. If the module is an FSDP unit, FSDP2's hooks make
+different tensors of them."""
 
 
 def unknown_heads_together(plan: Plan, forward: Forward | None) -> Iterator[str]:
-    """Yield the traffic of `nn.MultiheadAttention` calls that cannot be predicted."""
+    """Yield a line of text for each nn.MultiheadAttention whose traffic cannot be predicted."""
     for fqn, use in plan.assignment.styles.items():
         if use.style.kind != HEADS_TOGETHER or forward is None:
             continue
@@ -35,12 +36,15 @@ def unknown_heads_together(plan: Plan, forward: Forward | None) -> Iterator[str]
 
 
 def partial_gradients(plan: Plan, passes: Passes, uses: Mapping[str, UnitUse]) -> Iterator[Traffic]:
-    """Yield all-reduces of replicated parameters used on shards: each rank has a partial gradient.
+    """Yield the all-reduces along tp of gradients that are partial sums on each rank.
+
+    They belong to replicated parameters that are used on shards of activations.
 
     Args:
-        passes: Passes of the step; a parameter in no unit is all-reduced after each backward.
-        uses: Gathers and reductions of the units, by fqn; a parameter in a unit is all-reduced when
-            its unit reduces.
+        plan: The plan.
+        passes: Passes of the step. A gradient in no unit is all-reduced after each backward.
+        uses: Gathers and reductions of the units, by fqn. A gradient in a unit is all-reduced
+            whenever its unit reduces gradients.
     """
     cuts = "gradient" in plan.assignment.strategy.cuts and not passes.splits
     for placed in trainable(plan):
@@ -48,7 +52,8 @@ def partial_gradients(plan: Plan, passes: Passes, uses: Mapping[str, UnitUse]) -
             continue
         count = passes.order.count("B")
         if placed.unit is not None:
-            # If a unit reduces repeatedly in a backward, autograd has the gradient for the last.
+            # A unit may reduce several times in one backward. The gradient counts once: autograd
+            # has it only at the last time.
             ready = [times > 0 for times in uses[placed.unit].reductions]
             is_at_once = cuts and plan.assignment.units[placed.unit].is_sharded
             count = sum(ready if is_at_once else ready[-1:])
@@ -57,7 +62,7 @@ def partial_gradients(plan: Plan, passes: Passes, uses: Mapping[str, UnitUse]) -
 
 
 def _has_addends(plan: Plan, placed: Placed) -> bool:
-    """Return True if a parameter's gradient is a sum over tp."""
+    """Return True if a parameter's gradient on each rank of tp is only one addend of a sum."""
     if placed.stored.dim_of("tp") is not None:
         return False
     if placed.is_local:
@@ -71,14 +76,17 @@ def _has_addends(plan: Plan, placed: Placed) -> bool:
         dims = dims_of(style.kind, leaf, len(placed.info.shape))
         is_cut = style.cut_dim in dims or style.kind == HEADS_TOGETHER
         if style.gradient == "P" or (use.pieces and is_cut):
-            return True  # A part of a whole parameter, or partial results.
+            return True  # The rank uses a slice of it, or the style states partial sums.
         if style.cut_dim is None and style.input[1] != "R":
             return True
     return False
 
 
 def gathered_at_use(plan: Plan, forward: Forward) -> Iterator[Traffic]:
-    """Yield the gathers of parameters stored sharded and computed whole, at each module call."""
+    """Yield the all-gathers of parameters that are stored sharded over tp but computed with whole.
+
+    Each call of a module that has the parameter gathers it.
+    """
     for placed in plan.assignment.tensors.values():
         if not placed.gathered_axes:
             continue
@@ -92,16 +100,17 @@ def gathered_at_use(plan: Plan, forward: Forward) -> Iterator[Traffic]:
 
 
 def _whole_bytes(shape: Sequence[int], dim: int, ranks: int, placed: Placed) -> int:
-    """Bytes of a tensor of equal shards along `dim`, the last ones padded."""
+    """Return the bytes of a tensor whose size in `dim` is rounded up to a multiple of `ranks`."""
     sizes = list(shape)
     sizes[dim] = -(-sizes[dim] // ranks) * ranks
     return math.prod(sizes) * DTYPE_BYTES[placed.compute_dtype]
 
 
 def is_repeated(plan: Plan, forward: Forward, fqn: str, event: int) -> bool:
-    """Return True if what a module does at this event is done again by recomputation.
+    """Return True if recomputation repeats what a module does at an event of the forward.
 
-    A recomputed forward stops as soon as it has made the last tensor that autograd saved.
+    A recomputed forward stops as soon as it has made the last tensor that autograd saved, so later
+    events are not repeated.
     """
     recomputed = plan.assignment.recompute
     around = next((outer for outer in recomputed if is_inside(fqn, outer)), None)
@@ -115,18 +124,18 @@ def is_repeated(plan: Plan, forward: Forward, fqn: str, event: int) -> bool:
 
 
 def _keeps_sums(plan: Plan, fqn: str) -> bool:
-    """Return True if recomputation around a module keeps the results of all-reduces."""
+    """Return True if a checkpoint around a module saves the results of all-reduces."""
     policies = plan.assignment.recompute.items()
     return any(again.policy.keeps_sums for outer, again in policies if is_inside(fqn, outer))
 
 
 def activations(plan: Plan, forward: Forward) -> Iterator[Traffic]:
-    """Yield what the inputs and outputs of styled modules send along tp, forward and backward."""
+    """Yield the traffic along tp of inputs and outputs of styled modules, forward and backward."""
     return _Activations(plan, forward).traffic()
 
 
 class _Activations:
-    """Count the traffic of activations, call by call."""
+    """Counts the traffic of activations and their gradients along tp, call by call."""
 
     def __init__(self, plan: Plan, forward: Forward) -> None:
         self.plan, self.forward, self.tp = plan, forward, plan.mesh.size("tp")
@@ -143,10 +152,11 @@ class _Activations:
         self.units = [call for call in forward.calls if call.fqn in owners]
         around = {fqn.rpartition(".")[0] for fqn in plan.assignment.styles}
         self.forgotten = sorted(call.end for call in forward.calls if call.fqn in around)
-        """Ends of calls after which the runtime's `forget_entered` clears the cached tp inputs."""
+        """Events at which the runtime clears its cache of tp inputs (`forget_entered`), sorted."""
         self.counted: Counter[tuple[Route, str]] = Counter()
 
     def traffic(self) -> Iterator[Traffic]:
+        """Yield the traffic of all calls, over all microbatches."""
         seen: set[tuple[int, int, int]] = set()
         for call in self.forward.calls:
             use = self.plan.assignment.styles.get(call.fqn)
@@ -159,17 +169,22 @@ class _Activations:
             yield Traffic(route=route, count=count * self.plan.accumulate, what=what)
 
     def _unit(self, call: ModuleVisit) -> int:
-        """Event at which the innermost unit around a call began."""
+        """Return the event at which the innermost FSDP unit around a call begins; 0 if none."""
         around = (u.begin for u in self.units if u.begin <= call.begin and call.end <= u.end)
         return max(around, default=0)
 
     def _words(self, pair: tuple[str, str]) -> tuple[str, str]:
+        """Return two layout words of a style, with "outside" replaced by the layout it means."""
         first, second = (self.outside if word == "outside" else word for word in pair)
         return first, second
 
     def _input(self, call: ModuleVisit, use: StyleUse, seen: set[tuple[int, int, int]]) -> None:
+        """Count the traffic of a call's input and of the input's gradient.
+
+        `seen` collects the inputs whose gradient is counted already.
+        """
         if use.style.input[0] == GATHERED:
-            return  # The op that gathered it reduces its gradient.
+            return  # The operation that gathered the input also reduces its gradient.
         given = call.inputs[0]
         arrives, wanted = self._words(use.style.input)
         self._send(call, given.shape, arrives, wanted, call.begin)
@@ -182,13 +197,13 @@ class _Activations:
                 if tensor.needs_grad:
                     self._send(call, tensor.shape, "P", "R")
             return
-        # A module sharded along another dim than its input leaves partial sums in the gradient.
+        # A sharded module that gets the whole input computes only an addend of the gradient.
         adds_up = use.style.cut_dim is not None or use.style.gradient == "P"
         gradient = "P" if wanted == "R" and adds_up else wanted
         if arrives == wanted:
-            # The gradients of all readers of a tensor are added before they are reduced, within a
-            # unit, since FSDP2 hands a tensor of its own to each unit, and until the cached input
-            # is forgotten.
+            # Modules that read the same tensor share one cached DTensor, so autograd adds their
+            # gradients and reduces once. They do not share it across FSDP units, whose hooks make a
+            # new tensor, nor after the cache was cleared.
             times = bisect.bisect(self.forgotten, call.begin)
             source = (call.sources[0], self._unit(call), times)
             if source in seen:
@@ -197,6 +212,7 @@ class _Activations:
         self._send(call, given.shape, gradient, arrives)
 
     def _output(self, call: ModuleVisit, use: StyleUse) -> None:
+        """Count the traffic of a call's output and of the output's gradient."""
         made = call.outputs[0]
         computed, leaves = self._words(use.style.output)
         self._send(call, made.shape, computed, leaves, call.end)
@@ -204,7 +220,7 @@ class _Activations:
             self._send(call, made.shape, leaves, "R" if computed == "P" else computed)
 
     def _cross(self, call: ModuleVisit, crossing: SequenceBoundary) -> None:
-        """Count what gathering or slicing the sequence sends, forward and backward."""
+        """Count the collectives that gather or slice the sequence, forward and backward."""
         if crossing.path is None:
             self._count(call, call.outputs[0], "all_gather", call.end)
             return
@@ -216,6 +232,7 @@ class _Activations:
             self._count(call, given, kind, None)
 
     def _count(self, call: ModuleVisit, whole: TensorUse, kind: str, event: int | None) -> None:
+        """Count a collective of a whole tensor: an activation at `event`, or a gradient if None."""
         is_twice = event is not None and call.fqn not in self.plan.assignment.recompute
         times = 1 + (is_twice and is_repeated(self.plan, self.forward, call.fqn, event or 0))
         num_bytes = math.prod(whole.shape) * DTYPE_BYTES[whole.dtype]
@@ -230,7 +247,10 @@ class _Activations:
         target: str,
         event: int | None = None,
     ) -> None:
-        """Count a change of layout: of an activation if `event` is given, else of a gradient."""
+        """Count a change of layout from `source` to `target`, two words of `layout.styles`.
+
+        The tensor is an activation if `event` is given, otherwise a gradient.
+        """
         kind, cut = _change(source, target)
         if not kind:
             return
@@ -245,7 +265,7 @@ class _Activations:
 
 
 def _change(source: str, target: str) -> tuple[str, str]:
-    """Return (collective, the shard placement that it undoes or makes), "" for none."""
+    """Return (collective, shard placement that it removes or creates); "" stands for none."""
     if source == target or source == "R":
         return "", ""
     if target == "R":

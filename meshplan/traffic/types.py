@@ -1,4 +1,4 @@
-"""Types of predicted and recorded traffic, and the differences between two of them."""
+"""Types of predicted traffic, and its comparison with the collectives of a real step."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Route:
 
     Args:
         kind: all_gather, all_reduce, reduce_scatter, all_to_all, broadcast, send or recv.
-        axes: The mesh axes along which its ranks differ.
-        num_bytes: Bytes of the whole tensor: what is gathered, or what is reduced or scattered. For
-            an all_to_all, the bytes that this rank sends.
+        axes: The mesh axes along which the participating ranks differ.
+        num_bytes: Bytes of the whole tensor: the result of an all_gather or recv, the input of any
+            other collective. For an all_to_all, the bytes that this rank sends.
     """
 
     kind: str
@@ -29,18 +29,19 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """Bounds of traffic that depends on a router's decisions.
+    """Bounds of the bytes of an all_to_all that depends on a router's decisions.
 
     Args:
-        row_bytes: Bytes sent for each slot that came to this rank.
-        most_rows: Highest number of rows: every slot of every rank. The lowest is 0.
+        row_bytes: Bytes of a row, which is sent for each slot (`traffic.experts`) that this rank
+            received.
+        most_rows: Highest number of rows: the slots of all ranks together. The lowest is 0.
     """
 
     row_bytes: int
     most_rows: int
 
     def allows(self, num_bytes: int) -> bool:
-        """Return True if some routing sends this many bytes."""
+        """Return True if this number of bytes is possible under some routing."""
         return not num_bytes % self.row_bytes and num_bytes <= self.row_bytes * self.most_rows
 
 
@@ -52,9 +53,10 @@ class Traffic:
         route: The collective, its axes and its bytes.
         count: Number of times per step.
         what: The cause, in words.
-        is_split: If True, torch splits `num_bytes` into parts that do not follow from the layout.
-        routed: Bounds of the bytes that are sent; `num_bytes` is what a balanced routing sends.
-            None if `num_bytes` is exact.
+        is_split: If True, torch splits the bytes into several collectives whose sizes do not follow
+            from the layout, such as DDP's buckets.
+        routed: Bounds of the bytes; those of `route` then assume balanced routing. None if the
+            bytes of `route` are exact.
     """
 
     route: Route
@@ -66,19 +68,18 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The traffic of one step of `train_step`, once the self-tests of the first steps are over.
+    """The traffic of one rank in a call of `train_step`, after the checks of the first steps.
 
     Args:
-        traffic: Traffic of every cause.
-        unknown: Further traffic, certain or possible, whose amount does not follow from the
-            layouts, with the reason.
+        traffic: The predicted traffic, one entry for each cause.
+        unknown: Descriptions of further traffic, certain or possible, that cannot be predicted.
     """
 
     traffic: tuple[Traffic, ...]
     unknown: tuple[str, ...] = ()
 
     def routes(self) -> Counter[Route]:
-        """Count the uses of each route; split traffic counts as one use."""
+        """Return how often each route is used; traffic that torch splits counts as one use."""
         out: Counter[Route] = Counter()
         for each in self.traffic:
             out[each.route] += each.count
@@ -87,7 +88,13 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class RouteDifference:
-    """A route that is used more or less often than predicted."""
+    """A route that a real step used more or less often than predicted.
+
+    Args:
+        route: The route.
+        predicted: Uses in the forecast.
+        counted: Uses in the real step.
+    """
 
     route: Route
     predicted: int
@@ -95,9 +102,10 @@ class RouteDifference:
 
 
 def differences(told: Forecast, counted: Counter[Route]) -> tuple[RouteDifference, ...]:
-    """List the differences between a forecast and a count; () if they are equal, byte by byte.
+    """Return the differences between a forecast and the routes counted in a real step.
 
-    Traffic that depends on a router is equal if it lies within its bounds, as often as predicted.
+    The result is () if all bytes are equal. Traffic that depends on a router is equal if it occurs
+    as often as predicted, each time within its bounds.
     """
     predicted = told.routes()
     found = _joined(told, predicted, _balanced(told, predicted, counted))
@@ -109,14 +117,15 @@ def differences(told: Forecast, counted: Counter[Route]) -> tuple[RouteDifferenc
 
 
 def _balanced(told: Forecast, predicted: Counter[Route], counted: Counter[Route]) -> Counter[Route]:
-    """Replace routes within the bounds of a routing by what a balanced routing sends."""
+    """Return `counted`, with routes within a router's bounds replaced by the predicted ones."""
     routed = [(each, each.routed) for each in told.traffic if each.routed]
     exact = predicted - Counter({})
     for each, _ in routed:
         exact[each.route] -= each.count
     found, free = Counter(counted), Counter(counted)
     free.subtract(exact)
-    # Large rows first: their bytes may also be a multiple of a small row's, seldom the converse.
+    # Match large rows first: their bytes are often a multiple of a small row too, seldom the
+    # other way round.
     for each, bounds in sorted(routed, key=lambda pair: -pair[1].row_bytes):
         left = each.count
         for route in sorted(free, reverse=True):
@@ -131,7 +140,7 @@ def _balanced(told: Forecast, predicted: Counter[Route], counted: Counter[Route]
 
 
 def _joined(told: Forecast, predicted: Counter[Route], counted: Counter[Route]) -> Counter[Route]:
-    """Join the parts of traffic that torch splits into one route."""
+    """Return `counted`, with the collectives that torch split up joined to one route again."""
     found = Counter(counted)
     for whole in (t.route for t in told.traffic if t.is_split):
         pieces = Counter(
@@ -148,17 +157,17 @@ def _joined(told: Forecast, predicted: Counter[Route], counted: Counter[Route]) 
 
 
 def along(mesh: Mesh, axes: Sequence[str]) -> tuple[str, ...]:
-    """Return these axes in mesh order, without those of size 1."""
+    """Return these axes in the order of the mesh, without axes of size 1."""
     return mesh.spread(axes)
 
 
 def one(
     mesh: Mesh, kind: str, axes: Sequence[str], num_bytes: int, what: str, count: int = 1
 ) -> Traffic:
-    """Build traffic along these axes."""
+    """Return the `Traffic` of one collective along these axes; `what` names its cause."""
     return Traffic(route=Route(kind, along(mesh, axes), num_bytes), count=count, what=what)
 
 
 def trainable(plan: Plan) -> list[Placed]:
-    """List the parameters that get a gradient."""
+    """Return the parameters that get a gradient."""
     return [p for p in plan.assignment.tensors.values() if p.info.trainable]

@@ -1,7 +1,7 @@
-"""Count how often FSDP2 gathers and reduces each unit in one step, by playing `wrappers.fsdp`.
+"""Count how often FSDP2 gathers and reduces each unit in one step, by replaying `wrappers.fsdp`.
 
-Backward visits the calls of a forward in reverse. A unit with a missing gradient reduces zeros, as
-`runtime.apply.data.gradients` makes it.
+Backward is assumed to visit the calls of the forward in reverse. A unit with a missing gradient
+reduces zeros, because `runtime.apply.data.gradients` fills them in.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ class Passes:
     """The passes over the microbatches of one step.
 
     Args:
-        order: "F" for a forward and "B" for a backward that needs the parameters, in order.
-        splits: If True, backwards are split in halves: parameters stay gathered and gradients
-            unreduced until all are done.
-        settles: If True, gradients are settled after the last backward, or after what replaces it.
+        order: One letter per pass: "F" for a forward, "B" for a backward that needs the parameters.
+        splits: If True, the schedule splits backwards into halves (I and W). Parameters then stay
+            gathered, and gradients are reduced once, after all backwards.
+        settles: If True, the step ends with the reduction of gradients. False for a pipeline stage
+            that no gradient reaches, unless backwards are split.
     """
 
     order: tuple[str, ...]
@@ -35,12 +36,13 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class _HookEvent:
-    """One hook of a forward: a unit's call begins or ends, or a recomputed module's call ends.
+    """One event of a forward: a unit's call begins or ends, or a recomputed module's call ends.
 
     Args:
-        kind: "enter" and "leave" of a unit, or "redo" of a recomputed module.
-        units: The unit; for a recomputation, all units that it runs.
-        needs_grad: True if a gradient arrives for the inputs (enter) or outputs (leave).
+        kind: "enter" if a unit's call begins, "leave" if it ends, "redo" for a recomputed module.
+        units: Fqn of the unit; for "redo", fqns of all units that the recomputation runs.
+        needs_grad: True if backward computes a gradient of the unit's inputs ("enter") or outputs
+            ("leave"); always True for "redo".
     """
 
     kind: Literal["enter", "leave", "redo"]
@@ -50,11 +52,11 @@ class _HookEvent:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _CountedUnit(UnitState):
-    """A unit with what was done with it.
+    """The state of a unit, and the number of its gathers and reductions.
 
     Attributes:
         gathers: Number of all-gathers.
-        reductions: For each backward, the number of times its gradients were ready to be reduced.
+        reductions: For each backward, how often the unit's gradients were ready to be reduced.
     """
 
     gathers: int = 0
@@ -62,7 +64,7 @@ class _CountedUnit(UnitState):
 
 
 class _Counts:
-    """The `Actions` of units, counted."""
+    """`Actions` that count the gathers and reductions of each unit."""
 
     def gather(self, unit: _CountedUnit) -> None:
         unit.gathers += 1
@@ -71,7 +73,7 @@ class _Counts:
         unit.reductions[-1] += 1
 
     def _count_nothing(self, *_: _CountedUnit) -> None:
-        """Do nothing: it sends nothing."""
+        """Do nothing, since this action sends nothing."""
 
     wait = end_forward = free = keep_fewer = take_gradients = end_step = _count_nothing
 
@@ -82,7 +84,7 @@ class UnitUse:
 
     Args:
         gathers: Number of all-gathers.
-        reductions: For each backward, the number of times its gradients are ready to be reduced.
+        reductions: For each backward, how often the unit's gradients are ready to be reduced.
     """
 
     gathers: int
@@ -90,10 +92,12 @@ class UnitUse:
 
 
 def uses_of_units(plan: Plan, forward: Forward | None, passes: Passes) -> Mapping[str, UnitUse]:
-    """Count the gathers and reductions of every unit that has parameters.
+    """Return the gathers and reductions of every unit that has parameters, by fqn.
 
     Args:
+        plan: The plan of the model, or of one pipeline stage.
         forward: A recorded forward; None assumes that each unit is called once, with gradients.
+        passes: The passes of one step.
     """
     owners = {placed.unit for placed in plan.assignment.tensors.values()}
     units = {fqn: unit for fqn, unit in plan.assignment.units.items() if fqn in owners}
@@ -106,12 +110,12 @@ def uses_of_units(plan: Plan, forward: Forward | None, passes: Passes) -> Mappin
 
 
 def _roots(units: Mapping[str, Unit]) -> list[str]:
-    """List the units that are in no other one; each of them orders what is inside it by itself."""
+    """Return fqns of the units inside no other unit. FSDP2 prefetches within each separately."""
     return [u for u in units if not any(o != u and is_inside(u, o) for o in units)]
 
 
 def _once(units: Mapping[str, Unit]) -> list[_HookEvent]:
-    """Build the events of a forward that calls each unit once, in the order of the plan."""
+    """Return the events of a forward that calls each unit once, in the order of the plan."""
     out: list[_HookEvent] = []
     for fqn in units:  # Inner units come first.
         first = next((n for n, e in enumerate(out) if is_inside(e.units[0], fqn)), len(out))
@@ -121,6 +125,7 @@ def _once(units: Mapping[str, Unit]) -> list[_HookEvent]:
 
 
 def _events(plan: Plan, units: Mapping[str, Unit], forward: Forward) -> list[_HookEvent]:
+    """Return the events of a recorded forward, in order."""
     found: list[tuple[int, int, _HookEvent]] = []
     recomputed = plan.assignment.recompute
     for call in forward.calls:
@@ -142,7 +147,10 @@ def _events(plan: Plan, units: Mapping[str, Unit], forward: Forward) -> list[_Ho
 
 
 def _stretches(order: Sequence[str]) -> Iterator[tuple[Sequence[str], int]]:
-    """Split the order into runs: forwards each followed by its backward, forwards, backwards.
+    """Split an order of passes into runs; yield (passes of one round, number of rounds).
+
+    A run is a number of forwards that are each followed by a backward, or of forwards (one in each
+    round), or of backwards (all in a single round).
 
     >>> [(*stretch, times) for stretch, times in _stretches("FFFBFBB")]
     [('F', 2), ('F', 'B', 2), ('B', 1)]
@@ -166,7 +174,7 @@ def _stretches(order: Sequence[str]) -> Iterator[tuple[Sequence[str], int]]:
 
 
 class _Play:
-    """Simulate steps until a step equals the next one."""
+    """Simulates two steps and counts the second, which equals all later ones."""
 
     def __init__(
         self, units: Mapping[str, Unit], events: Sequence[_HookEvent], passes: Passes
@@ -182,7 +190,7 @@ class _Play:
         self._events, self._passes = events, passes
 
     def uses(self) -> Iterator[tuple[str, UnitUse]]:
-        """Yield (unit, its use in a step), after a first step that leaves the usual state."""
+        """Yield (fqn of a unit, its use in a step), after a first step, which may differ."""
         self._step()
         for unit in self._states:
             unit.gathers, unit.reductions = 0, []
@@ -191,6 +199,7 @@ class _Play:
             yield unit.fqn, UnitUse(unit.gathers, tuple(unit.reductions))
 
     def _step(self) -> None:
+        """Simulate one step."""
         order = self._passes.order
         last = max((n for n, kind in enumerate(order) if kind == "B"), default=len(order))
         for stretch, times in _stretches(order[:last]):
@@ -199,16 +208,17 @@ class _Play:
             self._backward(is_last=not self._passes.splits)
             self._repeat(order[last + 1 :], 1)
         if self._passes.splits and self._passes.settles:
-            # Split backwards leave their gradients to one reduction after all of them.
+            # With split backwards, gradients are reduced once, after all backwards.
             for unit in self._states:
                 unit.reductions, unit.gives_back = [0], True
             self._units.end_of_backward(is_last=True)
 
     def _repeat(self, stretch: Sequence[str], times: int) -> None:
-        """Simulate these passes `times` times; once two rounds begin in the same state, multiply.
+        """Simulate a run: `times` rounds of the passes in `stretch`.
 
-        The order that a backward looks up is what the forwards of its own run have left, except in
-        the first one, before which nothing ran.
+        Once two rounds begin in the same state, the others are counted by multiplication. The state
+        includes whether `Units.order` is empty: nothing precedes the first unit of the first round,
+        so its backward prefetches nothing.
         """
         begun: object = None
         before: list[tuple[int, int, int]] = []
@@ -227,7 +237,7 @@ class _Play:
                     self._backward(is_last=False)
 
     def _add(self, before: Sequence[tuple[int, int, int]], times: int) -> None:
-        """Count what was done since `before` another `times` times."""
+        """Add the counts since `before`, which are those of one round, another `times` times."""
         *each, (_, _, ran) = before
         again = self._units.order[ran:]
         for unit, (gathers, reductions, places) in zip(self._states, each, strict=True):
@@ -239,6 +249,7 @@ class _Play:
         self._units.order += again * times
 
     def _forward(self) -> None:
+        """Simulate the hooks of one forward."""
         for event in self._events:
             for fqn in event.units if event.kind != "redo" else ():
                 if event.kind == "enter":
@@ -247,8 +258,9 @@ class _Play:
                     self._units.after_forward(fqn, in_backward=False)
 
     def _backward(self, *, is_last: bool) -> None:
-        # As in `runtime.apply.data.data.set_gradient_sync`: what is not resharded after forward
-        # stays gathered until the last backward, and so does everything while backwards are split.
+        """Simulate the hooks of one backward, with the events of the forward in reverse."""
+        # As in `runtime.apply.data.data.set_gradient_sync`: units that are not resharded after
+        # forward stay gathered until the last backward. If backwards are split, all units do.
         for unit in self._states:
             unit.gives_back = (is_last or unit.reshards) and not self._passes.splits
             unit.reductions.append(0)

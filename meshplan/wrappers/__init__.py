@@ -1,5 +1,6 @@
-"""When the wrappers of parameters act in the course of a step: the rules of FSDP2.
+"""When FSDP2 gathers, frees and reduces the parameters of each unit in the course of a step.
 
-`fsdp.Units` plays them hook by hook, and calls `fsdp.Actions` for each gather, free and reduction.
-`memory.replay` reads the actions as bytes, `traffic.units` as counts of collectives.
+`fsdp.Units` replays FSDP2's hooks one by one, and calls a method of `fsdp.Actions` for each gather,
+free and reduction. `memory.replay` implements these methods as changes of memory, and
+`traffic.units` as counts of collectives.
 """

@@ -1,16 +1,18 @@
 """FSDP2's rules: when units are gathered, freed and reduced in the course of a step.
 
-A unit is a module to which `fully_shard` or `replicate` was applied. Each method of `Units` stands
-for the hook of FSDP2 that it names, and calls `Actions` for whatever that hook does, in its order:
+A unit is a module to which `fully_shard` or `replicate` was applied. Each method of `Units` replays
+the FSDP2 hook that its docstring names, and calls `Actions` for what the hook does, in this order:
 
-    forward    before a unit: gather and wait.  After it: reshard, unless it is kept for backward.
-    backward   before a unit: gather and wait, then begin to gather the unit that ran before it in
-               forward.  After it: take its gradients, reshard it, reduce them.
-    at the end of backward: the same "after" for units that no gradient reached.
+    before a unit's forward     gather its parameters and wait for them
+    after a unit's forward      reshard its parameters, unless they are kept for backward
+    before a unit's backward    gather its parameters and wait for them; then begin to gather those
+                                of the unit whose forward ran just before this unit's
+    after a unit's backward     take its gradients, reshard its parameters, reduce the gradients
+    at the end of backward      the same as after backward, for units that no gradient reached
 
-Whether a backward reshards and reduces is set before it, as in
-`runtime.apply.data.data.set_gradient_sync`: while microbatches accumulate, shards of gradients are
-reduced at once, whole ones at the end.
+Before each backward, fields of `UnitState` set whether it reshards and reduces, as
+`runtime.apply.data.data.set_gradient_sync` does on a live model. While microbatches accumulate,
+sharded gradients are reduced in every backward, unsharded ones only in the last.
 
 Source: torch 2.13, torch/distributed/fsdp/_fully_shard: `_fsdp_state` and `_fsdp_param_group`.
 """
@@ -26,7 +28,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 
 class TrainingState(Enum):
-    """The hook of a unit that ran last, by the names of FSDP2."""
+    """The hook of a unit that ran last, as FSDP2 names it."""
 
     IDLE = auto()
     FORWARD = auto()
@@ -35,7 +37,7 @@ class TrainingState(Enum):
 
 
 class GatherState(Enum):
-    """The state of the parameters of a unit: sharded, sharded over fewer ranks, or gathered."""
+    """Sharding of a unit's parameters: over all its ranks, over fewer ranks, or none (gathered)."""
 
     SHARDED = auto()
     FEWER = auto()
@@ -49,19 +51,19 @@ class UnitState:
 
     Attributes:
         fqn: Fqn of the unit's module.
-        has_params: True if it has parameters. One without takes no part in gathers or backward.
-        reshards: True if its parameters are resharded after forward.
-        fewer_ranks: Number of ranks over which they are sharded after forward; 0 for all.
-        hook: State of the hooks of its module, as in `FSDPState`.
-        phase: State of the hooks of its parameters, as in `FSDPParamGroup`.
-        held: State of its parameters.
+        has_params: True if the unit has parameters. A unit without is never gathered or reduced.
+        reshards: True if the parameters are resharded after forward.
+        fewer_ranks: Number of ranks over which the parameters are sharded after forward; 0 for
+            all ranks of the unit.
+        hook: The hook of the module that ran last (`FSDPState._training_state`).
+        phase: The hook of the parameters that ran last (`FSDPParamGroup._training_state`).
+        held: How the parameters are sharded at present.
         is_coming: True from the beginning of an all-gather until it is waited for.
-        was_gathered: True once its parameters were gathered.
-        places: Positions in the order of forward, one for each forward that backward has not
-            reached.
-        gives_back: If True, the coming backward reshards the parameters.
-        reduces: If True, the coming backward reduces gradients.
-        reduces_replicas: If True, the coming backward all-reduces them over replicas too.
+        was_gathered: True once the parameters were gathered for the first time.
+        places: Positions in `Units.order`, one for each forward whose backward has not begun.
+        gives_back: If True, the next backward reshards the parameters.
+        reduces: If True, the next backward reduces gradients.
+        reduces_replicas: If True, the next backward also all-reduces gradients over replicas.
     """
 
     fqn: str
@@ -84,7 +86,7 @@ _Unit = TypeVar("_Unit", bound=UnitState, contravariant=True)
 
 
 class Actions(Protocol[_Unit]):
-    """What is done with the parameters and gradients of units. The state is set by `Units`."""
+    """Reactions to what FSDP2 does with a unit. `Units` alone changes the fields of `UnitState`."""
 
     def gather(self, unit: _Unit) -> None:
         """Begin an all-gather (`FSDPParamGroup.unshard`)."""
@@ -93,13 +95,13 @@ class Actions(Protocol[_Unit]):
         """Take the parameters out of the gathered buffer (`wait_for_unshard`)."""
 
     def end_forward(self) -> None:
-        """End the forward of the outermost unit."""
+        """React to the end of the forward of the outermost unit."""
 
     def free(self, unit: _Unit) -> None:
         """Free the gathered parameters."""
 
     def keep_fewer(self, unit: _Unit) -> None:
-        """Free the gathered parameters but for a shard over fewer ranks."""
+        """Free the gathered parameters except a shard over `fewer_ranks` ranks."""
 
     def take_gradients(self, unit: _Unit) -> None:
         """Take the gradients from autograd, before the parameters are resharded."""
@@ -108,26 +110,26 @@ class Actions(Protocol[_Unit]):
         """Reduce the gradients that were taken, or leave them for a later backward."""
 
     def end_step(self, unit: _Unit) -> None:
-        """Drop what the last backward has left: a prefetch that nothing waited for, and buffers."""
+        """Free what the last backward left: an all-gather that nothing waited for, and buffers."""
 
 
 class Units(Generic[Unit]):
     """All units of a model, or of a pipeline stage, on one rank.
 
     Args:
-        units: The units, in the order of the modules.
-        actions: Called for whatever the hooks do.
+        units: The units, in the order of `named_modules()`.
+        actions: The object whose methods are called for each action of a hook.
     """
 
     def __init__(self, units: Iterable[Unit], actions: Actions[Unit]) -> None:
         self.states: Mapping[str, Unit] = {unit.fqn: unit for unit in units}
         self.order: list[Unit] = []
-        """Units in the order of their forwards, from the first one of the step on."""
+        """One entry for each forward of a unit since the step began, in order."""
         self._actions = actions
         self._root: Unit | None = None
 
     def before_forward(self, fqn: str) -> None:
-        """Play `FSDPState._pre_forward`."""
+        """Replay `FSDPState._pre_forward`."""
         unit = self.states[fqn]
         # Recomputation runs a unit's forward within its backward, where it stays gathered.
         if unit.hook is not TrainingState.PRE_BACKWARD:
@@ -137,9 +139,11 @@ class Units(Generic[Unit]):
         self._wait(unit)
 
     def after_forward(self, fqn: str, *, in_backward: bool) -> None:
-        """Play `FSDPState._post_forward`.
+        """Replay `FSDPState._post_forward`.
 
-        A forward that is recomputed during backward frees nothing.
+        Args:
+            fqn: Fqn of the unit's module.
+            in_backward: True if the forward is recomputed in backward, and so frees nothing.
         """
         unit = self.states[fqn]
         if unit.hook is TrainingState.PRE_BACKWARD:
@@ -156,7 +160,7 @@ class Units(Generic[Unit]):
             self._root = None
 
     def before_backward(self, fqn: str) -> None:
-        """Play `FSDPState._pre_backward`, which also prefetches the unit before it in forward."""
+        """Replay `FSDPState._pre_backward`, which prefetches the unit of the preceding forward."""
         unit = self.states[fqn]
         unit.hook = TrainingState.PRE_BACKWARD
         if not unit.has_params or unit.phase is TrainingState.PRE_BACKWARD:
@@ -168,7 +172,7 @@ class Units(Generic[Unit]):
             self._gather(self.order[place - 1])
 
     def after_backward(self, fqn: str) -> None:
-        """Play `FSDPParamGroup.post_backward`: reshard the parameters, reduce the gradients."""
+        """Replay `FSDPParamGroup.post_backward`: reshard the parameters, reduce the gradients."""
         unit = self.states[fqn]
         if not unit.has_params:
             return
@@ -179,10 +183,10 @@ class Units(Generic[Unit]):
         self._actions.reduce(unit)
 
     def end_of_backward(self, *, is_last: bool) -> None:
-        """Play `FSDPState._root_post_backward_final_callback`.
+        """Replay `FSDPState._root_post_backward_final_callback`.
 
-        Units that no gradient reached do their post-backward here. After the last backward of a
-        step nothing is left of the order of forward, nor of prefetches for units that did not run.
+        Units that no gradient reached do their post-backward here. The last backward of a step
+        (`is_last`) also clears the order of forwards, and prefetches of units that did not run.
         """
         self._root = None
         for unit in self.states.values():
@@ -207,7 +211,7 @@ class Units(Generic[Unit]):
             unit.held, unit.was_gathered, unit.is_coming = GatherState.WHOLE, True, False
 
     def _reshard(self, unit: Unit) -> None:
-        """Play `FSDPParamGroup.reshard`."""
+        """Replay `FSDPParamGroup.reshard`."""
         if unit.phase is TrainingState.FORWARD and not unit.reshards:
             return
         if unit.phase is TrainingState.FORWARD and unit.fewer_ranks:

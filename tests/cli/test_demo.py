@@ -120,7 +120,7 @@ def test_ctrl_c_ends_everything_quietly():
         ),
         (
             ["--steps", "1"],
-            "the demo needs at least 2 steps: an optimizer has no state before the second\n"
+            "the demo needs at least 2 steps: the optimizer has no state in the first one\n"
             "    fix: use --steps 2 or more",
         ),
         (

@@ -1,1 +1,1 @@
-"""The training step, its gradients, and the state dict."""
+"""The training step, its gradients, the state dict, and training in one process without a plan."""

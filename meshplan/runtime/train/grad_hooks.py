@@ -1,10 +1,10 @@
-"""Hooks on finished gradients: summed over microbatches, ranks and stages.
+"""Hooks on finished gradients, which are reduced over all microbatches, ranks and pipeline stages.
 
-torch's own hooks on parameters get the gradient that one rank's backward of one microbatch
-computes, or are never called if a sharding unit computes with a gathered copy of the parameter.
-`register_grad_hook` calls its hook once per step, after the last backward and before clipping, with
-this rank's shard of the finished gradient. Hooks that were registered on sharded parameters with
-torch's own methods are called in the same manner.
+`Tensor.register_hook` sees only the gradient of one microbatch on one rank, or is never called, if
+an FSDP unit computes with a gathered copy of the parameter. A hook of `register_grad_hook` is
+called once per step, after the last backward and before clipping, with this rank's shard of the
+finished gradient. Hooks that `Tensor.register_hook` put on parameters of FSDP units are called in
+the same way.
 """
 
 from __future__ import annotations
@@ -35,10 +35,13 @@ class _GradHooks:
 
     plan: Plan
     params: dict[str, list[nn.Parameter]]
-    """The parameters by name; the stages of one rank may each have a copy."""
+    """The parameters by name. Several pipeline stages of one rank may each have a copy."""
     by_name: dict[str, OrderedDict[int, GradHook]] = field(default_factory=dict)
+    """The hooks by name of their parameter, then by the id of their handle."""
     called: set[str] = field(default_factory=set)
+    """Names of the parameters whose hooks were called since the last optimizer step."""
     steps: int = 0
+    """Number of optimizer steps begun."""
 
 
 _by_model: weakref.WeakKeyDictionary[nn.Module, _GradHooks] = weakref.WeakKeyDictionary()
@@ -48,8 +51,8 @@ def register_grad_hook(model: nn.Module, name: str, hook: GradHook) -> Removable
     """Call a function with the gradient of a parameter, once in every optimizer step.
 
     The gradient is that of the global batch, and is clipped afterwards. If the rank has only a
-    shard of the parameter, the gradient is a DTensor, whose norms and sums are those of the whole;
-    a rank without any part of it never calls the hook.
+    shard of the parameter, the gradient is a DTensor, whose norm and sum cover all shards. A rank
+    whose pipeline stages lack the parameter never calls the hook.
 
     Args:
         model: The module that `parallelize` returned.
@@ -79,7 +82,7 @@ def register_grad_hook(model: nn.Module, name: str, hook: GradHook) -> Removable
 
 
 def call_grad_hooks(model: nn.Module) -> None:
-    """Call the hooks that were not called since the last step; the gradients must be finished."""
+    """Call all hooks that were not called since the last step. The gradients must be finished."""
     hooks = _by_model.get(model)
     if hooks is None:
         return
@@ -128,22 +131,23 @@ def watch_torch_hooks(model: nn.Module, plan: Plan) -> None:
     end = before_steps(look)
 
     def forget_calls(*_: Any) -> None:
-        if torch.is_grad_enabled():  # A skipped step ended without a call of `look`.
+        if torch.is_grad_enabled():  # `look` did not run if fp16 overflow skipped the last step.
             hooks.called.clear()
 
     model.register_forward_pre_hook(forget_calls)
 
 
 def _take_over(name: str, hooks: _GradHooks) -> None:
-    """Move torch hooks of a sharded parameter, which torch would never call, to our own hooks.
+    """Move torch's hooks on a parameter of an FSDP unit, which torch never calls, to `hooks`.
 
     Raises:
-        ApplyError: torch does call the hook, but with the gradient of a part of the batch.
+        ApplyError: The parameter is in no FSDP unit and has a hook, which torch therefore does
+            call, but with the gradient of only a part of the batch.
     """
     placed = hooks.plan.assignment.tensors[name]
     is_sharded = placed.unit is not None and hooks.plan.assignment.wrapper == "units"
     for param in hooks.params[name]:
-        # FSDP2 hooks a unit's outputs, to gather in backward, and an output may be a parameter.
+        # FSDP2 puts hooks on a unit's outputs, one of which may be a parameter: leave these out.
         hooked = (param._backward_hooks or {}).items()
         found = {key: hook for key, hook in hooked if not _is_of_fsdp(hook)}
         if is_sharded:
@@ -158,14 +162,16 @@ def _is_of_fsdp(hook: Any) -> bool:
 
 
 def _hooks_of(model: nn.Module) -> _GradHooks:
+    """Return the hooks of a model; raise ApplyError if it is not parallelized."""
     applied(model)
     return _by_model[model]
 
 
 def _partial_problem(name: str) -> Problem:
+    """Return the problem of a torch hook that would get only a part of a gradient."""
     return Problem(
-        f"{name} has a gradient hook, which torch calls with a partial gradient, that of one "
-        "rank's samples or of one microbatch",
+        f"{name} has a gradient hook, which torch calls with a partial gradient: it covers only "
+        "one rank's samples or one microbatch",
         fix=f"use meshplan.register_grad_hook(model, {name!r}, hook), which is called once per "
         "step with the gradient of the global batch",
     )

@@ -1,4 +1,8 @@
-"""Scaling of gradients before a step: the rest of the loss's weight, the fp16 scale, clipping."""
+"""Scaling of gradients before an optimizer step.
+
+Gradients are multiplied by the factor that weighting the losses has left over, divided by the fp16
+loss scale, and clipped.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +25,20 @@ from meshplan.runtime.train.grad_hooks import call_grad_hooks
 from meshplan.runtime.watch.guard import guarded
 
 _SCALE_WINDOW: Final = 2000
-"""Steps without overflow after which the fp16 loss scale doubles (torch.amp.GradScaler's)."""
+"""Steps without overflow after which the fp16 loss scale doubles, as in torch.amp.GradScaler."""
 
 
 @guarded("clip_grad_norm_")
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`.
 
-    torch's function raises if parameters are on different meshes. This one counts each element
-    once, whatever mesh the parameter is sharded over.
+    `torch.nn.utils.clip_grad_norm_` raises if parameters are on different meshes. This function
+    counts each element once, whatever mesh its parameter is sharded over.
 
     Args:
-        max_norm: The largest norm allowed; infinity only measures.
-        norm_type: p of the p-norm; `inf` for the largest element.
+        model: The module that `parallelize` returned.
+        max_norm: The largest norm allowed. With infinity, the norm is only measured.
+        norm_type: p of the p-norm; with `inf`, the norm is the largest absolute value.
 
     Returns:
         The norm before clipping, equal on all ranks.
@@ -51,11 +56,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     powers = []
     for (axes, is_there), parts in sorted(by_axes.items()):
         own = _power_sum(parts, norm_type)
-        own = to_device(own) if is_there else own  # The collectives run on the device.
+        own = to_device(own) if is_there else own  # The all-reduce needs it there.
         powers.append(_sum_over(own, axes, mesh, norm_type))
     stacked = torch.stack([*powers, torch.zeros((), device=device())])
     power = stacked.max() if math.isinf(norm_type) else stacked.sum()
-    if pipeline is not None:  # Add the gradients of the other stages.
+    if pipeline is not None:  # Include the other pipeline stages.
         power = _sum_over(power, ("pp",), mesh, norm_type)
     norm = power if math.isinf(norm_type) else power ** (1.0 / norm_type)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -76,11 +81,10 @@ def _on_host(model: nn.Module) -> set[nn.Parameter]:
 def _gradients(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Return every parameter with its gradient; pending sums of Partial DTensors are done in place.
+    """Return (parameter, gradient) pairs, after reducing every `Partial` gradient in place.
 
     Args:
-        optimizer: An optimizer whose parameters outside the model, such as a criterion's, are
-            included; None for the model's only.
+        optimizer: If given, its parameters outside the model, such as a criterion's, are included.
     """
     out = []
     held = optimizer.param_groups if optimizer is not None else ()
@@ -93,6 +97,7 @@ def _gradients(
 
 
 def _power_sum(parts: Iterable[torch.Tensor], p: float) -> torch.Tensor:
+    """Return the sum of |x|^p over all elements, or the largest |x| if p is infinite; a scalar."""
     parts = [part for part in parts if part.numel()]
     if not parts:
         return torch.zeros((), device=device())
@@ -103,7 +108,7 @@ def _power_sum(parts: Iterable[torch.Tensor], p: float) -> torch.Tensor:
 def _sum_over(
     value: torch.Tensor, axes: tuple[str, ...], mesh: DeviceMesh, p: float
 ) -> torch.Tensor:
-    """Reduce over each axis that shards these gradients; its ranks have different elements."""
+    """All-reduce a `_power_sum` in place over the mesh axes that shard its gradients; return it."""
     for axis in axes:
         op = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
         dist.all_reduce(value, op=op, group=submesh(mesh, (axis,)).get_group())
@@ -113,10 +118,16 @@ def _sum_over(
 def unscale(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: Applied, factor: float
 ) -> bool:
-    """Multiply gradients by what is left of the loss's weight, and undo the fp16 loss scale.
+    """Multiply gradients by `factor`, divide them by the fp16 loss scale, and adapt that scale.
+
+    Args:
+        model: The module that `parallelize` returned.
+        optimizer: Its optimizer. Gradients of its parameters outside the model are scaled too.
+        state: The model's `Applied`, which has the loss scale.
+        factor: The factor that weighting the losses has left over (`Weights.factor`).
 
     Returns:
-        False if a gradient overflowed, so that the step must be skipped.
+        True; False if a gradient overflowed on any rank, so that the step must be skipped.
 
     Source: Micikevicius et al. 2018, section 3.2 (dynamic loss scaling).
     """
@@ -146,5 +157,5 @@ def unscale(
 
 
 def _are_finite(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return a tensor that is 1 if all elements are finite, 0 otherwise."""
+    """Return a float scalar: 1 if all elements of all gradients are finite, 0 otherwise."""
     return torch.stack([g.isfinite().all() for g in gradients]).all().float()

@@ -1,9 +1,9 @@
 """Training in one process without any plan: the reference that `verify` compares a plan with.
 
 How far two correct trainings may drift apart depends on the model. A sum in another order rounds
-differently, half precision rounds at every step, and a deep network, or a number close to a kink of
-its function, amplifies the difference. So the process also trains with simulated rounding; the
-distance between these trainings is the effect of the precision alone.
+differently, and half precision rounds at every step. A deep network amplifies such differences, and
+so does an activation close to a kink, such as that of ReLU at 0. So the process also trains with
+simulated rounding: its distance from the training without is the effect of the precision alone.
 """
 
 from __future__ import annotations
@@ -27,24 +27,35 @@ from meshplan.runtime.trace.sample import call, results, sample_inputs, sample_l
 from meshplan.spec.spec import Spec
 
 STEPS: Final = 3
-"""Number of steps. The third communicates like every later one: self-tests are over."""
+"""Number of training steps. The checks of the first steps are over in the third, which therefore
+issues the collectives of an ordinary step."""
 _RELATIVE_UPDATE: Final = 0.02
-"""Size of one step relative to the weights: far above rounding, far below divergence."""
+"""Norm of the first update relative to that of the weights: far above rounding, but stable."""
 _MOMENTUM: Final = 0.9
 SAFE_SCALE: Final = 2.0**8
-"""An fp16 loss scale that the losses here do not overflow; a skipped step proves nothing."""
+"""An fp16 loss scale at which no gradient here overflows: a skipped step would prove nothing."""
 _MOST_GROWTH: Final = 1.5
-"""Loss relative to that of unchanged weights, above which training counts as unstable."""
+"""Ratio of a loss to that of the untrained model, above which training counts as unstable."""
 _NOISY: Final = 3
-"""Number of trainings with noise in float32; a single one may miss a number close to a kink."""
+"""Number of trainings with noise if the plan computes in float32. A single one may miss a kink."""
 _NOISE: Final = 2.0**-22
+"""Standard deviation of the noise, relative to the root mean square of the tensor."""
 _SLOWER: Final = 0.25
+"""Factor by which the learning rate is lowered after an unstable training."""
 _TRIES: Final = 6
+"""Largest number of learning rates tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """The global batches, made from the model that one process has."""
+    """Global batches of random numbers, the same for the plan and for one process.
+
+    Args:
+        model: The model of one process, from whose forward the inputs are derived.
+        plan: The plan that is verified.
+        shapes: Shapes of the model's results, with samples along dim 0, as `prepare` returns them.
+        samples: Number of samples in a global batch.
+    """
 
     model: nn.Module
     plan: Plan
@@ -52,7 +63,7 @@ class Batches:
     samples: int
 
     def of(self, step: int, model: nn.Module) -> tuple[Any, tuple[torch.Tensor, ...]]:
-        """Return (inputs, targets) of a step, for the model of a plan or that of one process."""
+        """Return (inputs, targets) of a step, with inputs in the dtype of the `model` given."""
         inputs = sample_inputs(self.model, self.plan.spec, self.samples, step)
         inputs = in_dtype_of(model, inputs)
         a = self.plan.assignment
@@ -65,11 +76,11 @@ class OneProcess:
     """Training in one process, and the effect of the plan's precision on it.
 
     Args:
-        rate: The learning rate with which the training is stable.
+        rate: The highest learning rate tried at which training is stable, or else the lowest.
         model: The model after the last step.
         training: Losses and gradient norms.
-        rounded: Losses and gradient norms of trainings with the rounding of the plan's precision.
-        rounded_models: Models of the `rounded` trainings after the last step.
+        rounded: Losses and gradient norms of each training with simulated rounding.
+        rounded_models: The model of each training in `rounded`, after the last step.
     """
 
     rate: float
@@ -80,7 +91,7 @@ class OneProcess:
 
 
 def in_dtype_of(model: nn.Module, inputs: Any) -> Any:
-    """Convert inputs to the dtype in which a model's parameters are stored, as its user would."""
+    """Convert floating-point inputs to the dtype of the model's first floating-point parameter."""
     stored = (p.dtype for p in model.parameters() if p.is_floating_point())
     dtype = next(stored, torch.float32)
 
@@ -91,11 +102,13 @@ def in_dtype_of(model: nn.Module, inputs: Any) -> Any:
 
 
 def prepare(model: nn.Module, spec: Spec) -> tuple[list[tuple[int, ...]], float]:
-    """Return the shapes of the model's results, and a learning rate that moves its weights visibly.
+    """Return (shapes of the model's results for two samples, learning rate to begin with).
+
+    One step at this learning rate changes the weights by 2 %, measured by their norm.
 
     Raises:
-        ValueError: The output is no basis for a loss, the forward is random, or no parameter gets a
-            gradient.
+        ValueError: The output has no floating-point tensors of samples, the forward is random, or
+            no parameter gets a gradient.
     """
     inputs = in_dtype_of(model, sample_inputs(model, spec, 2, 0))
     first = results(call(model, inputs))
@@ -117,11 +130,11 @@ def prepare(model: nn.Module, spec: Spec) -> tuple[list[tuple[int, ...]], float]
 
 
 def train_alone(batches: Batches, rate: float) -> OneProcess:
-    """Train copies of the model, with ever lower learning rates until the loss does not grow.
+    """Train copies of the model, at ever lower learning rates until every training is stable.
 
     Args:
         batches: The global batches.
-        rate: The learning rate to begin with.
+        rate: The learning rate to begin with; at most `_TRIES` are tried.
     """
     plan = batches.plan
     still = _train(copy.deepcopy(batches.model), batches, 0.0)
@@ -145,7 +158,7 @@ def train_alone(batches: Batches, rate: float) -> OneProcess:
 
 
 def _is_stable(training: TrainingRun, still: TrainingRun) -> bool:
-    """Return True if no loss is far above that of the untrained model; NaN is unstable."""
+    """Return True if no loss is NaN or far above that of the untrained model, `still`."""
     pairs = zip(training.losses, still.losses, strict=True)
     return all(loss <= _MOST_GROWTH * before for loss, before in pairs)
 
@@ -156,7 +169,10 @@ def _train(
     rate: float,
     after_step: Callable[[], None] = lambda: None,
 ) -> TrainingRun:
-    """Train in plain PyTorch: one process, and whole batches unless that changes the result."""
+    """Train `STEPS` steps in plain PyTorch; `after_step` is called after each optimizer step.
+
+    The global batch is cut only if running it whole would change the result (`_parts`).
+    """
     plan, optimizer = batches.plan, sgd(model, rate)
     losses, norms = [], []
     scale = SAFE_SCALE if plan.spec.precision.scales_loss else 1.0
@@ -187,10 +203,11 @@ def _train(
 def _parts(
     model: nn.Module, plan: Plan, batch: tuple[Any, tuple[torch.Tensor, ...]]
 ) -> list[tuple[Any, tuple[torch.Tensor, ...], bool]]:
-    """Return (inputs, targets, if their statistics are kept) of each part that must run separately.
+    """Cut a global batch into parts that must run separately; return them as tuples.
 
-    Norms that are not synchronized take statistics of each rank's samples, and only those of the
-    first rank are kept.
+    Each is (inputs, targets, keeps_statistics). `keeps_statistics` is False if buffers that the
+    forward of this part changes must be restored: norms that are not synchronized compute
+    statistics over each rank's samples, and only those of rank 0 are saved.
     """
     count, ranks = microbatches_alone(model, plan), plan.num_data_ranks
     if not own_statistics(model, plan):
@@ -209,8 +226,8 @@ def _parts(
 def microbatches_alone(model: nn.Module, plan: Plan) -> int:
     """Return the number of microbatches that one process must cut its batch into for equal results.
 
-    BatchNorm takes its statistics over the samples that run together, so its results depend on the
-    cut.
+    It is 1 unless the model trains with BatchNorm, whose statistics, and so whose results, depend
+    on which samples run together.
     """
     if not any(isinstance(m, _BatchNorm) and m.training for m in model.modules()):
         return 1
@@ -218,7 +235,7 @@ def microbatches_alone(model: nn.Module, plan: Plan) -> int:
 
 
 def own_statistics(model: nn.Module, plan: Plan) -> list[str]:
-    """Return names of the norms that take or keep statistics of each data rank's own samples."""
+    """Return fqns of the modules whose statistics cover only the samples of one data rank."""
     if plan.mesh.size(*DATA_AXES) == 1:
         return []
     found = [n for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
@@ -227,13 +244,13 @@ def own_statistics(model: nn.Module, plan: Plan) -> list[str]:
 
 
 def sgd(model: nn.Module, rate: float) -> torch.optim.Optimizer:
-    """Return SGD with momentum. Unlike Adam, it does not turn rounding errors into whole steps."""
+    """Return SGD with momentum. Adam would turn rounding errors into steps of full size."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.SGD(trained, lr=rate, momentum=_MOMENTUM)
 
 
 def is_half(plan: Plan) -> bool:
-    """Return True if anything is stored or computed in less than 32 bits."""
+    """Return True if any tensor is stored or computed with in fewer than 32 bits."""
     words = {w for p in plan.assignment.tensors.values() for w in (p.dtype, p.compute_dtype)}
     kinds = [d for d in (getattr(torch, word) for word in words) if d.is_floating_point]
     return any(torch.finfo(kind).bits < 32 for kind in kinds)
@@ -241,16 +258,19 @@ def is_half(plan: Plan) -> bool:
 
 @contextmanager
 def _rounding(model: nn.Module, plan: Plan, seed: int) -> Iterator[Callable[[], None]]:
-    """Round what the plan's precision rounds: weights, outputs of modules, and their gradients.
+    """Simulate the plan's precision: round weights, outputs of modules, and gradients of both.
 
-    Numbers are rounded to the plan's dtype but computed with in float32, which any mix of modules
-    supports. If the plan computes in float32, outputs get noise of a few units in the last place of
-    a typical element instead, because the rounding of a sum in another order cannot be predicted.
+    Values are rounded to the plan's dtypes and converted back, so that the model still computes in
+    its own dtype. If the plan computes in float32, outputs get noise instead, because the rounding
+    of a sum in another order cannot be predicted. The noise is a few units in the last place of a
+    typical element.
 
     Args:
+        model: A copy of the model, changed for the time of the context.
+        plan: The plan, with the stored and the computed dtype of every parameter.
         seed: Seed of the noise.
 
-    Returns:
+    Yields:
         A function that rounds the parameters to their stored dtype, to call after each step.
     """
     tensors = plan.assignment.tensors
@@ -303,5 +323,5 @@ def _is_plain(output: Any) -> bool:
 
 
 def _round(tensor: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    """Round a floating-point tensor to a dtype, and its gradient too."""
+    """Round a floating-point tensor to a dtype and convert it back; its gradient is rounded too."""
     return tensor.to(kind).to(tensor.dtype) if tensor.is_floating_point() else tensor

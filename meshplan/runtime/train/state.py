@@ -1,4 +1,4 @@
-"""State: the full state dict of a parallelized model, and checks of what is loaded into one."""
+"""The full state dict of a parallelized model, and a check of state dicts loaded into it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from meshplan.runtime.watch.guard import come_together, guarded
 
 @guarded("full_state_dict")
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return every parameter and persistent buffer, whole, under its plain name.
+    """Return every parameter and persistent buffer unsharded, under its name before `parallelize`.
 
     Raises:
-        ApplyError: A parameter that several ranks hold is no longer the same on all of them.
+        ApplyError: Copies of a parameter on several ranks are no longer equal.
 
     Returns:
         Full CPU tensors on rank 0, as one process's `state_dict()` would have them; `{}` on every
-        other rank. All ranks must call it, because each tensor is gathered in turn.
+        other rank. All ranks must call this function, which gathers one tensor after another.
     """
     state = applied(model)
     come_together("full_state_dict")
@@ -43,7 +43,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     for name, value in inner.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
             continue
-        if id(value) not in gathered:  # A tied tensor is gathered once, and stays tied.
+        if id(value) not in gathered:  # Gather a tied tensor once, and keep it tied.
             whole = full(value.detach())
             # Copy, so that the next step does not change the caller's tensors.
             gathered[id(value)] = whole.to("cpu", copy=True) if is_first else torch.empty(0)
@@ -53,13 +53,14 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def refuse_whole_tensors(model: nn.Module) -> None:
-    """Make `load_state_dict` of a parallelized model reject whole tensors before it loads any."""
+    """Make `load_state_dict` reject full tensors for sharded parameters before it loads any."""
     roots = model.stage_modules if isinstance(model, PipelinedModule) else [model]
     for root in roots:
         root.register_load_state_dict_pre_hook(_check_loaded)
 
 
 def _check_loaded(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """Raise ApplyError if `state` has a full tensor for a sharded parameter of `module`."""
     for name, own in module.named_parameters():
         given = state.get(prefix + name)
         if isinstance(own, DTensor) and given is not None and not isinstance(given, DTensor):

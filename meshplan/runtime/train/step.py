@@ -1,4 +1,4 @@
-"""The training loop that works under every plan: this rank's batch, one step, clipping."""
+"""`local_batch`, `train_step` and contexts for the loss: a training loop that suits every plan."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def local_batch(model: nn.Module, batch: Any) -> Any:
     plan = applied(model).plan
     whole: int | None = None
     if plan.assignment.context is not None:
-        # Parts differ along cp, so ranks compare a digest of the batch before it was cut.
+        # Ranks along cp get different parts, so they compare a digest of the batch before the cut.
         here, there = digest(batch, is_whole=False)
         whole = here + (0 if there is None else int(there))
         batch = local_sequence(plan, batch)
@@ -85,13 +85,13 @@ def train_step(
             keyword arguments.
         targets: This rank's targets in any form that `loss_fn` takes, cut along dim 0 like the
             inputs.
-        loss_fn: Called with the model's output and the targets. Returns the mean over the samples,
-            or what the plan's `loss` states, or (sum, count): the sum, and the number of samples or
-            tokens that it was taken over.
+        loss_fn: Called with the model's output and the targets. Returns the mean loss over the
+            samples, or the form of loss that the plan's `loss` states, or (sum, count): the sum of
+            the losses, and the number of samples or tokens in that sum.
 
     Returns:
         The loss over the global batch, equal on all ranks: the mean, or the sum under `loss: sum`.
-        It is 0 if no token is left to take a mean over.
+        It is 0 if the batch has no token that counts.
 
     The plan states the number of microbatches that the inputs are cut into (`batch.accumulate`) and
     the norm at which gradients are clipped (`clip_grad_norm`).
@@ -164,7 +164,7 @@ def train_step(
 
 
 def _agreed_step(optimizer: torch.optim.Optimizer) -> None:
-    """Take the first step; raise on all ranks if the self-test of one stage fails."""
+    """Take the first optimizer step; raise on all ranks if a check before it fails on one rank."""
     failure: ApplyError | None = None
     try:
         optimizer.step()
@@ -181,7 +181,7 @@ def _agreed_step(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def loss_parallel(model: nn.Module) -> Iterator[None]:
-    """Keep the logits sharded over the vocabulary in a training loop of your own.
+    """Keep the logits sharded over the vocabulary in a training loop without `train_step`.
 
     Inside the context, `F.cross_entropy` and `nn.CrossEntropyLoss` compute on the shards of the
     model's logits; outside, the head gathers the logits. Put forward, loss and backward inside.
@@ -190,7 +190,7 @@ def loss_parallel(model: nn.Module) -> Iterator[None]:
         model: The module that `parallelize` returned, under a plan with `loss_parallel: true`.
 
     Raises:
-        ApplyError: The plan does not say `loss_parallel: true`.
+        ApplyError: The plan does not state `loss_parallel: true`.
     """
     plan = applied(model).plan
     if not plan.assignment.loss_parallel:
@@ -202,17 +202,17 @@ def loss_parallel(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def chunked_loss(model: nn.Module) -> Iterator[None]:
-    """Compute head and loss in chunks of the tokens in a training loop of your own.
+    """Compute head and loss in chunks of the tokens in a training loop without `train_step`.
 
-    Inside the context, the model returns a placeholder for the logits, without numbers:
-    `F.cross_entropy` and `nn.CrossEntropyLoss` of it compute head and loss together. Outside, the
-    head returns whole logits. Put forward, loss and backward inside.
+    Inside the context, the model returns a placeholder without values instead of the logits.
+    `F.cross_entropy` or `nn.CrossEntropyLoss`, called with it, computes head and loss together.
+    Outside, the head returns the full logits. Put forward, loss and backward inside.
 
     Args:
         model: The module that `parallelize` returned, under a plan with `loss_chunks`.
 
     Raises:
-        ApplyError: The plan does not say `loss_chunks`, or no cross-entropy was computed inside.
+        ApplyError: The plan does not state `loss_chunks`, or no cross-entropy was computed inside.
     """
     plan = applied(model).plan
     if plan.assignment.chunked_loss is None:
@@ -222,25 +222,28 @@ def chunked_loss(model: nn.Module) -> Iterator[None]:
 
 
 def _unsaid(plan: Plan, statement: str, fix: str) -> ApplyError:
-    """Return the error for a mode of the loss that was requested but is not stated in the plan."""
+    """Return the error for a loss context whose `statement` is missing from the plan."""
     origin = plan.spec.origin(statement.partition(":")[0])
     return ApplyError(Problem(f"this model's plan does not state {statement}", origin, fix))
 
 
 def _check_optimizer(model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer of parameters that the model no longer has."""
+    """Raise ApplyError if the optimizer lacks parameters of the model but has others.
+
+    With pp, any parameter outside the model is an error.
+    """
     if isinstance(model, PipelinedModule):
         if plan.mesh.size("pp") > 1 and (others := unknown_to_model(optimizer, model)):
             raise ApplyError(_beside_stages(others[0], plan))
     else:
-        reshard_units(model, plan)  # A forward without a backward leaves units gathered.
+        reshard_units(model, plan)  # A forward without backward leaves units gathered.
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     own = {id(p) for p in model.parameters()}
     missing = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if missing and held - own:
         raise ApplyError(
             Problem(
-                f"the optimizer lacks {missing[0]}, but holds parameters that are not in the "
+                f"the optimizer lacks {missing[0]}, but has parameters that are not in the "
                 "model: it was created before parallelize, or between a forward and its backward",
                 fix="create the optimizer from model.parameters() after parallelize, before the "
                 "first forward",
@@ -249,6 +252,7 @@ def _check_optimizer(model: nn.Module, plan: Plan, optimizer: torch.optim.Optimi
 
 
 def _beside_stages(parameter: nn.Parameter, plan: Plan) -> Problem:
+    """Return the problem of a pipeline's optimizer with a parameter outside the model."""
     return Problem(
         f"the optimizer trains a parameter of shape {list(parameter.shape)} that is not in the "
         "pipelined model: a loss with its own parameters would run on the last stage only",
@@ -261,8 +265,8 @@ def _call(model: nn.Module, inputs: Any) -> Any:
     """Return the model's output.
 
     Raises:
-        ApplyError: A sharded parameter is used where no unit gathers it, or a parameter that
-            DistributedDataParallel waits for got no gradient.
+        ApplyError: A sharded parameter was used where no FSDP unit gathers it, or, in the previous
+            step, a parameter that DistributedDataParallel waits for got no gradient.
     """
     try:
         return _forward(model, inputs)

@@ -1,1 +1,1 @@
-"""`meshplan verify`: a plan on local processes, compared with one process without any plan."""
+"""`meshplan verify`: run a plan on local processes and compare it with training in one process."""

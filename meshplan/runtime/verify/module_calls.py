@@ -1,4 +1,4 @@
-"""Record one forward of one process: the facts about activations that layouts do not contain."""
+"""Record a forward in one process: the calls and activations, which layouts do not contain."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HARMLESS: Final = frozenset(
     getattr(torch.Tensor, name)
     for name in ("flatten", "view", "reshape", "contiguous", "double", "float", "to", "detach")
 )
-"""Operations on sharded logits before their loss that need no communication."""
+"""Tensor methods that may be called on sharded logits before the loss without communication."""
 
 
 def record_forward(
@@ -36,14 +36,14 @@ def record_forward(
     targets: Any = None,
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
 ) -> Forward:
-    """Run a model without any plan on the first microbatch of one rank, and record it.
+    """Run an unsharded model on the first microbatch of one rank, and return a record of the run.
 
     Args:
         model: The unsharded model of one process, with its values.
         plan: The plan, which states the number of microbatches and the compute dtypes.
         inputs: This rank's inputs (`local_batch`).
         targets: This rank's targets; None without `loss_fn`.
-        loss_fn: Maps (output, targets) to the loss; needed by a plan with loss_parallel, else None.
+        loss_fn: Maps (output, targets) to the loss; needed only if the plan has loss_parallel.
     """
     stages = plan.assignment.stages
     for count in (plan.accumulate, stages.microbatches if stages else 1):
@@ -55,7 +55,7 @@ def record_forward(
         for fqn in plan.assignment.synchronized:
             # One rank's samples alone may be too few for the statistics of a synchronized norm.
             stack.enter_context(_in_evaluation(model.get_submodule(fqn)))
-        # Registered first, so that inputs are recorded as a unit casts them.
+        # Register these hooks before the recorder's, which then records the inputs after the cast.
         _cast_at_units(model, plan, stack)
         recorder.watch(model, stack)
         stack.enter_context(torch.enable_grad())
@@ -77,6 +77,7 @@ def record_forward(
 
 @contextmanager
 def _in_evaluation(module: nn.Module) -> Iterator[None]:
+    """Put one module, without its children, in evaluation mode inside the `with` block."""
     before, module.training = module.training, False
     try:
         yield
@@ -93,7 +94,7 @@ def _length(plan: Plan, inputs: Any) -> int | None:
 
 
 def _call(model: nn.Module, plan: Plan, inputs: Any) -> Any:
-    """Return the model's output, with its parameters in the dtypes that the plan computes in."""
+    """Return the output of the model, called with parameters cast to the plan's compute dtypes."""
     args, kwargs = as_arguments(inputs)
     placed = plan.assignment.tensors
     cast: dict[str, torch.Tensor] = {}
@@ -105,7 +106,7 @@ def _call(model: nn.Module, plan: Plan, inputs: Any) -> Any:
 
 
 def _cast_at_units(model: nn.Module, plan: Plan, stack: ExitStack) -> None:
-    """Make units cast as FSDP2's do."""
+    """Register hooks that cast inputs and outputs of units as FSDP2 does; `stack` removes them."""
     for fqn, unit in plan.assignment.units.items():
         taken = unit.precision.param if unit.casts_inputs else None
         given = unit.precision.output
@@ -128,7 +129,7 @@ def _input_cast(dtype: torch.dtype) -> Callable[..., Any]:
 
 def _output_cast(dtype: torch.dtype) -> Callable[..., Any]:
     def cast(module: nn.Module, args: Any, output: Any) -> Any:
-        # A mapping is the whole model's output; only losses, in single precision, are made of it.
+        # A mapping is the output of the whole model. Only the loss reads it, in float32.
         return output if isinstance(output, Mapping) else mapped(output, _cast(dtype))
 
     return cast
@@ -158,7 +159,7 @@ class _CallRecorder(TorchFunctionMode):
         self._logits: dict[int, torch.Tensor] = {}
 
     def forward(self) -> Forward:
-        """Return what was recorded."""
+        """Return the record of the calls so far."""
         return Forward(
             calls=tuple(sorted(self._calls, key=lambda call: call.begin)),
             saves=tuple(self._saves),
@@ -168,15 +169,17 @@ class _CallRecorder(TorchFunctionMode):
         )
 
     def _source(self, tensor: torch.Tensor) -> int:
+        """Return a number that is equal for equal tensor objects."""
         return self._sources.setdefault(id(tensor), len(self._sources))
 
     def _now(self) -> int:
+        """Return the index of a new event; indices grow by one with each event."""
         self._event += 1
         return self._event
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Record when autograd saves a tensor."""
+        """Record inside the `with` block each event at which autograd saves a tensor."""
 
         def save(tensor: torch.Tensor) -> torch.Tensor:
             self._saves.append(self._now())
@@ -186,7 +189,7 @@ class _CallRecorder(TorchFunctionMode):
             yield
 
     def watch(self, model: nn.Module, stack: ExitStack) -> None:
-        """Record every call of every module."""
+        """Register hooks that record every call of every module; `stack` removes them."""
         for fqn, module in model.named_modules():
             self._watch(fqn, module, stack)
 
@@ -236,6 +239,7 @@ class _CallRecorder(TorchFunctionMode):
         return result
 
     def _attend(self, begin: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Record a call of scaled_dot_product_attention that began at event `begin`."""
         given = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs)
         tensors = tuple(_seen(given[name]) for name in ("query", "key", "value"))
         fqn = self._running[-1] if self._running else ""
@@ -246,7 +250,7 @@ class _CallRecorder(TorchFunctionMode):
     def _follow(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        """Record an operation on logits."""
+        """Record the use of a head's logits by one torch function: a loss, harmless, or a stray."""
         if func is F.cross_entropy:
             given = dict(zip(("input", "target"), args, strict=False)) | dict(kwargs)
             logits, target = given["input"], given["target"]
@@ -260,6 +264,7 @@ class _CallRecorder(TorchFunctionMode):
 
 
 def _seen(tensor: torch.Tensor) -> TensorUse:
+    """Return the shape, dtype and `requires_grad` of a tensor."""
     return TensorUse(tuple(tensor.shape), _word(tensor.dtype), tensor.requires_grad)
 
 

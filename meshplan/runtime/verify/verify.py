@@ -1,8 +1,8 @@
-"""`meshplan verify`: run a plan on local processes, and compare it with one process without a plan.
+"""`meshplan verify`: run a plan on local processes, and compare it with training in one process.
 
-Every process builds the same small model; the first one also trains a copy of it alone. Losses,
-gradient norms and every parameter after SGD are compared; also live bytes with those of the
-layouts, and the collectives of one step with those that the layouts predict.
+Every process builds the same small model. Rank 0 also trains a copy of it without any plan. Losses,
+gradient norms and every parameter after SGD must agree. In addition, the bytes of state and the
+collectives of one step are measured and compared with those that the layouts predict.
 """
 
 from __future__ import annotations
@@ -69,13 +69,14 @@ def verify(small: Small, report: Callable[[str], None]) -> Verdict:
 
     Args:
         small: The scaled-down plan and model.
-        report: Progress callback.
+        report: Called with a line of text about the progress.
 
     Returns:
-        The verdict, with all comparisons, or with the refusal if the plan cannot be applied.
+        The verdict, with all comparisons; with only the error text as `refusal` if the plan cannot
+        be applied.
 
     Raises:
-        SpecError: The model alone cannot be trained, so it is no reference.
+        SpecError: The model cannot be trained in one process, so there is no reference.
     """
     sizes = small.spec.mesh
     assert sizes is not None
@@ -107,7 +108,7 @@ def verify(small: Small, report: Callable[[str], None]) -> Verdict:
 
 
 def _verify_rank(send: Send, spec: Spec, source: ModelSource) -> None:
-    """Run one rank's part; rank 0 also trains alone, and compares."""
+    """Train on this rank and send its `RankReport`. Rank 0 also trains alone, and compares."""
     warnings.filterwarnings("ignore")
     is_first = dist.get_rank() == 0
     torch.manual_seed(SEED)
@@ -130,7 +131,7 @@ def _verify_rank(send: Send, spec: Spec, source: ModelSource) -> None:
     shapes, rate = shared[0]
     before = {n: t.detach().clone() for n, t in _state_of(model)}
     micro = int(spec.batch.micro or 1)
-    spec = replace(spec, loss="mean")  # The losses here are means.
+    spec = replace(spec, loss="mean")  # `sample_loss` is a mean.
     inputs = sample_inputs(model, spec, micro, 0)
     model = parallelize(model, spec, example_inputs=inputs)
     plan = applied(model).plan
@@ -162,14 +163,14 @@ def _verify_rank(send: Send, spec: Spec, source: ModelSource) -> None:
 
 
 def _state_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters, and buffers that are saved in the state dict."""
+    """Yield (name, tensor) of every parameter and every persistent buffer."""
     yield from model.named_parameters()
     saved = model.state_dict()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
 def _materialise(model: nn.Module) -> nn.Module:
-    """Give a model on meta the initial values that one process would draw."""
+    """Give a model on meta the initial values that one process would draw; return the model."""
     if not any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         return model
     names = {fqn: info.names for fqn, info in graph_of(model).tensors.items()}
@@ -190,7 +191,7 @@ def _is_parameter(model: nn.Module, fqn: str) -> bool:
 
 
 def _without_dropout(model: nn.Module) -> None:
-    """Set every drop rate to zero: several processes draw other masks than one process does."""
+    """Set every dropout rate to 0, because several processes would draw other masks than one."""
     for module in model.modules():
         for name, value in vars(module).items():
             is_rate = "drop" in name or (name == "p" and isinstance(module, nn.Dropout))
@@ -203,7 +204,15 @@ def _without_dropout(model: nn.Module) -> None:
 def _train_together(
     model: nn.Module, plan: Plan, told: Forecast, batches: Batches, rate: float
 ) -> tuple[TrainingRun, RankReport]:
-    """Train under the plan; the collectives of the last step are counted."""
+    """Train under the plan; return losses and norms, and a report of bytes and collectives.
+
+    Args:
+        model: The module that `parallelize` returned.
+        plan: Its plan.
+        told: The predicted collectives of a step, compared with those of the last step.
+        batches: The global batches.
+        rate: The learning rate.
+    """
     optimizer = sgd(model, rate)
     losses: list[float] = []
     norms: list[float] = []
@@ -242,7 +251,15 @@ def _compare(
     tolerance: Tolerance,
     plan: Plan,
 ) -> StateComparison:
-    """Compare each parameter and buffer with where one process moved it."""
+    """Compare each parameter and buffer after the last step with that of one process.
+
+    Args:
+        before: Initial values, by name.
+        single: Training in one process.
+        live: Values after training under the plan, by name (`full_state_dict`).
+        tolerance: The differences that rounding may cause.
+        plan: The plan.
+    """
     after = dict(_state_of(single.model))
     rounded = [dict(_state_of(model)) for model in single.rounded_models]
     trained = {name for name, _ in single.model.named_parameters()}

@@ -1,1 +1,1 @@
-"""Detection of hangs: where each rank is, and when it is certain that no rank can go on."""
+"""Detection of failed and hanging ranks: every rank raises an error that names rank and cause."""

@@ -1,9 +1,10 @@
-"""Nothing hangs: what raises on one rank becomes an error on every rank, naming that rank.
+"""Nothing hangs: an exception on one rank becomes an error on every rank, which names that rank.
 
 torch leaves the other ranks waiting in a collective until its time-out. Here a rank that fails
 writes its cause into the store of the process group and closes its connections to other ranks.
-Their collectives then raise, and they read the cause from the store. If every rank fails at the
-same place, as with a mistake in the model's code, nothing is closed and each raises its own error.
+The collectives of the other ranks then raise, and these ranks read the cause from the store. If
+every rank fails at the same place, as with a mistake in the model's code, no connection is closed,
+and each rank raises its own error.
 """
 
 from __future__ import annotations
@@ -48,10 +49,11 @@ from meshplan.runtime.watch.server import Server
 GRACE_S: Final = 3.0
 """Seconds that a failed rank waits for the others to fail too, before it ends the group."""
 _POLL_S: Final = 0.02
+"""Seconds between two looks into the store."""
 LEAVE_S: Final = 0.7
-"""Seconds that a rank waits, after losing a connection, for the news that the peer has left."""
+"""Seconds that a rank waits, after losing a connection, for a report that the peer has left."""
 _LOST: Final = ("connection", "socket", "broken pipe", "timed out")
-"""Words in gloo's errors when another rank is gone."""
+"""Words of which gloo's error has one if another rank is gone."""
 
 _job: Job | None = None
 _dog: watchdog.Watchdog | None = None
@@ -68,8 +70,8 @@ def guarded(verb: str = "") -> Iterator[None]:
         verb: Name of the block in messages to other ranks; "" for a block without a name.
 
     Raises:
-        ApplyError: Another rank failed, or the ranks wait for each other in vain; the message
-            names the rank and the cause. The rank that failed keeps its own exception. Afterwards
+        ApplyError: Another rank failed, or the ranks wait for each other in a deadlock; the message
+            names the rank and the cause. The rank that failed raises its own exception. Afterwards
             the process group is unusable, and every later guard raises this error.
     """
     job = _current()
@@ -95,15 +97,18 @@ def guarded(verb: str = "") -> Iterator[None]:
     finally:
         if is_outermost:
             job.progress.last, job.progress.verb = job.progress.running, ""
-    if job.cause:  # A watchdog aborted a collective, which returned without a result.
+    if job.cause:  # The watchdog aborted a collective, which returned garbage.
         raise ApplyError(job.failed())
     publish_ends(job, job.store)
 
 
 def come_together(name: str) -> None:
-    """Wait until every rank is here, in the store rather than in a collective.
+    """Wait until every rank has made this call. The wait is in the store, not a collective.
 
-    A rank that comes alone can therefore not run into another rank's collective.
+    Therefore a rank that makes the call alone cannot run into another rank's collective.
+
+    Args:
+        name: Name of the activity that follows, for messages.
     """
     job = _current()
     if job is not None:
@@ -111,7 +116,7 @@ def come_together(name: str) -> None:
 
 
 def _enter(job: Job, verb: str) -> bool:
-    """Record that a verb begins; return False if it runs inside another one."""
+    """Record that a verb begins, and return True; return False inside another verb."""
     progress = job.progress
     if progress.verb:
         return False
@@ -122,17 +127,18 @@ def _enter(job: Job, verb: str) -> bool:
 
 
 _SETTLED: Final = "_meshplan_settled"
-"""Marks an exception that a guard has handled, so that outer guards pass it on."""
+"""Attribute of an exception that a guard has handled, so that outer guards let it pass."""
 _ALONE: Final = "_meshplan_alone"
-"""Marks an exception that is known to be raised on some ranks only."""
+"""Attribute of an exception that is known to be raised on some ranks only."""
 
 
 def _failed(cause: str) -> Problem:
+    """Return the problem of a rank that failed, with the advice to see its log."""
     return Problem(cause, fix=f"see the log of that rank; then {RESTART}")
 
 
 def _current() -> Job | None:
-    """Return the job of the current process group, or None if there are no other ranks."""
+    """Return the job of the current process group (made if new); None without other ranks."""
     global _job, _dog
     if is_fake_execution() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -150,7 +156,7 @@ def _current() -> Job | None:
 
 
 def ranks_of_forward(plan: Plan) -> tuple[int, ...]:
-    """Return the ranks that must take part in a forward on this rank."""
+    """Return the ranks, this one included, that must run a forward together with this rank."""
     axes = [axis for axis in plan.mesh.names if axis not in DATA_AXES]
     if plan.assignment.wrapper != "ddp":
         axes += ["dp_shard"]
@@ -160,10 +166,10 @@ def ranks_of_forward(plan: Plan) -> tuple[int, ...]:
 
 
 def note_forward(ranks: tuple[int, ...], is_training: bool) -> None:
-    """Count a forward of a parallelized model, and synchronize the start of an evaluation.
+    """Count a forward of a parallelized model; synchronize ranks that switch to evaluation or back.
 
     If a forward needs other ranks, all of them begin an evaluation together, and go back to
-    training together: a rank that evaluates alone would run into the training collectives of the
+    training together. A rank that evaluates alone would run into the training collectives of the
     others.
 
     Args:
@@ -184,22 +190,22 @@ def note_forwards(model: nn.Module, plan: Plan) -> None:
     def note(module: nn.Module, *unused: Any) -> None:
         note_forward(ranks, module.training and torch.is_grad_enabled())
 
-    # First of all hooks, because those of the wrappers already communicate to gather parameters.
+    # Prepend it, because the wrappers' hooks already communicate to gather parameters.
     model.register_forward_pre_hook(note, prepend=True)
 
 
 def publish() -> None:
-    """Publish this rank's connections now, after process groups were made."""
+    """Publish this rank's connections in the store; called after process groups were made."""
     job = _current()
     if job is not None:
         publish_ends(job, job.store)
 
 
 def fails_together(error: Exception, ranks: Sequence[int]) -> bool:
-    """Return True if these ranks, including this one, all fail here, so that none of them waits.
+    """Return True if all of `ranks`, this one included, make this call within `GRACE_S` seconds.
 
-    If it returns False, the caller must raise the error; the guard around it then ends the group at
-    once.
+    Then no rank waits for another. If it returns False, the caller must raise `error`, and the
+    guard around the caller ends the process group at once.
     """
     job = _current()
     if job is None or len(ranks) == 1:
@@ -220,25 +226,25 @@ def fails_together(error: Exception, ranks: Sequence[int]) -> bool:
 
 
 _Sequences: TypeAlias = dict[str, int] | None
-"""Collectives begun on this rank, by name of the process group; None if a backend has no count."""
+"""Collectives begun on this rank, by name of the group; None if a backend does not count them."""
 
 
 def _settle(job: Job, error: BaseException, before: _Sequences) -> ApplyError | None:
-    """Agree with the other ranks on what the failure of this rank means.
+    """Report a failure of this rank, and end the group unless all ranks failed at the same place.
 
     Args:
-        job: The job of the group.
+        job: The job of this rank.
         error: The exception raised inside a guard.
         before: The collectives begun before that guard.
 
     Returns:
-        The error to raise instead, or None if this rank's own error stands.
+        The error to raise instead, with the cause on another rank; None to raise `error` itself.
     """
     is_lost = is_lost_connection(error)
     while _dog is not None and _dog.is_store_silent() and not job.cause:
         _dog.is_asked = True
         time.sleep(_POLL_S)
-    if job.cause:  # The watchdog has found it out.
+    if job.cause:  # The watchdog has found the cause.
         return ApplyError(job.failed()) if is_lost else None
     own = _failed(f"rank {job.rank} failed: {_spell(error)}")
     if is_lost:
@@ -260,12 +266,13 @@ def _settle(job: Job, error: BaseException, before: _Sequences) -> ApplyError | 
 
 
 def _lost(job: Job, peer: str) -> Problem:
+    """Return the problem of a lost connection to `peer`, a rank or process in words."""
     at = f" (in {job.progress.running})" if job.progress.running else ""
     return _failed(f"rank {job.rank} lost its connection to {peer}, which died or was killed{at}")
 
 
 def _why_lost(job: Job, text: str) -> Problem:
-    """Return what happened to the rank at the other end of the connection in an error of gloo."""
+    """Return the problem behind gloo's error `text`: the peer of a connection left or died."""
     rank = _peer(job, text)
     if rank is None:
         return _lost(job, "another rank")
@@ -273,7 +280,7 @@ def _why_lost(job: Job, text: str) -> Problem:
     key = job.lasting(f"left/{rank}")
     while not job.store.check([key]) and time.monotonic() < deadline:
         if job.store.check([job.key("first")]) or (_dog is not None and _dog.has_died(rank)):
-            break  # Another rank has reported the cause, or this one cannot report any more.
+            break  # A rank has reported the cause, or the peer cannot report any more.
         time.sleep(_POLL_S)
     if job.store.check([key]):
         return missed(
@@ -283,13 +290,14 @@ def _why_lost(job: Job, text: str) -> Problem:
 
 
 def _spell(error: BaseException) -> str:
+    """Return an exception as one line of text."""
     if isinstance(error, MeshplanError):
         return "; ".join(problem.what for problem in error.problems)
     return f"{type(error).__name__}: {error}"
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Return True if torch raised this error because another rank went away."""
+    """Return True if torch raised this error because another rank closed a connection or died."""
     if isinstance(error, ApplyError) or not isinstance(error, RuntimeError):
         return False
     text = str(error).lower()
@@ -297,7 +305,7 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 def _peer(job: Job, text: str) -> int | None:
-    """Return the rank at the other end of the connection that an error of gloo names, or None."""
+    """Return the rank at the far end of the connection that gloo's error names; None if unknown."""
     found = re.search(r"\]:(\d+)", text)
     port = int(found[1]) if found else 0
     # gloo prints the port in network byte order, with its bytes swapped on most machines.
@@ -312,10 +320,10 @@ def _peer(job: Job, text: str) -> int | None:
 
 
 def _claim(job: Job, own: Problem, before: _Sequences = None) -> Problem:
-    """Record this rank's failure; return the problem of the rank that failed first.
+    """Report that this rank failed with problem `own`; return that of the rank that failed first.
 
-    Collectives are counted from the beginning of the guard. Totals differ between the ranks of a
-    pipeline, because torch counts point-to-point sends in the same counter.
+    The report has the number of collectives since `before`, the beginning of the guard. Totals
+    would differ between pipeline ranks, because torch also counts point-to-point sends.
     """
     now = group_sequences()
     since = None
@@ -327,9 +335,10 @@ def _claim(job: Job, own: Problem, before: _Sequences = None) -> Problem:
 
 
 def _all_failed_alike(job: Job) -> bool:
-    """Return True if every rank failed, all after the same collectives, so that the group lives on.
+    """Return True if all ranks failed after the same collectives, so that the group stays usable.
 
-    All ranks get the same answer, because the first rank that finds it writes it into the store.
+    All ranks get the same answer, because the first rank to find the answer writes it into the
+    store.
     """
     world = dist.get_world_size()
     deadline = time.monotonic() + GRACE_S
@@ -345,7 +354,7 @@ def _all_failed_alike(job: Job) -> bool:
 
 
 def _same(sequences: list[_Sequences]) -> bool:
-    """Return True if every group has begun equally many collectives on all its ranks."""
+    """Return True if each process group has begun equally many collectives on all its ranks."""
     first: dict[str, int] = {}
     for each in sequences:
         if each is None:
@@ -356,7 +365,7 @@ def _same(sequences: list[_Sequences]) -> bool:
 
 
 def _report_uncaught() -> None:
-    """Report what ends this process to the other ranks, even if it happens outside every guard."""
+    """Install hooks that report the end of this process to other ranks, even outside guards."""
     before = sys.excepthook
     if getattr(before, "_is_meshplan", False):
         return
@@ -364,7 +373,7 @@ def _report_uncaught() -> None:
     def report(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if is_lost_connection(error):  # Caused by another rank's failure: get its cause first.
+        if is_lost_connection(error):  # Another rank failed: get its cause first.
             error = _report(error) or error
             before(type(error), error, error.__traceback__)
         else:
@@ -379,7 +388,7 @@ def _report_uncaught() -> None:
 
 
 def _report(error: BaseException) -> ApplyError | None:
-    """Report an exception that ends this process; return the error to show instead, or None."""
+    """Report an exception that ends this process; return the error to show instead, if any."""
     job = _job
     if job is None or hasattr(error, _SETTLED) or not dist.is_initialized():
         return None

@@ -1,6 +1,7 @@
 """State of this rank in its process group, and its messages to the other ranks.
 
-All messages go through the store of the group, which answers even while collectives hang.
+All messages go through the store of the group, which answers even while collectives hang. A verb is
+a guarded function such as `train_step`.
 """
 
 from __future__ import annotations
@@ -21,13 +22,18 @@ from meshplan.runtime.torch_private.private import abort_groups, num_groups, sto
 from meshplan.runtime.watch.sockets import close_between_ranks, own_ends, spell
 
 NEEDS_ALL: Final = "train_step"
-"""The verb that no rank can finish, under any plan, unless every rank runs it equally often."""
+"""The verb that, under any plan, no rank can finish unless all ranks run it equally often."""
 
 ALIVE: Final = "alive"
+"""Entry in the store: all ranks failed together, and the process group stays usable."""
 DEAD: Final = "dead"
+"""Entry in the store: the process group has ended."""
 RESTART: Final = "start the job again"
+"""Advice in messages after the process group has ended."""
 _TEXT_LIMIT: Final = 4000
+"""Characters of a message in the store; the rest is cut off."""
 _POLL_S: Final = 0.02
+"""Seconds between two looks into the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +42,9 @@ class Meeting:
 
     Attributes:
         key: Key in the store.
-        name: The activity that begins when all ranks have come.
-        ranks: The ranks that must come.
-        where: The line of the user's code from which this rank came.
+        name: The activity that begins when all ranks have arrived.
+        ranks: The ranks that must arrive.
+        where: The line of the user's code that led this rank to the meeting.
     """
 
     key: str
@@ -53,7 +59,7 @@ class Forwards:
 
     Attributes:
         num: Number of forwards begun.
-        is_training: True if the last of them was part of training.
+        is_training: True if the last of these forwards was part of training.
         switches: Number of switches between training and evaluation.
     """
 
@@ -68,12 +74,12 @@ class Progress:
 
     Attributes:
         thread: The thread that runs the verbs: its Python identifier and its native (kernel) id.
-        verb: The outermost verb that is running, "" outside all verbs.
-        counts: Number of times that each verb has begun.
-        last: The last verb that ended or forward that began, with its number.
+        verb: The outermost verb that is running; "" outside all verbs.
+        counts: For each verb, the number of times that it has begun.
+        last: The last verb that ended or forward that began, with its number ("train_step 3").
         num_forwards: Number of forwards of parallelized models begun.
-        forwards: Forwards by the ranks that must run them together.
-        meeting: The meeting at which this rank waits, None if it waits at none.
+        forwards: Forwards by the set of ranks that must run them together.
+        meeting: The meeting at which this rank waits; None if it waits at none.
     """
 
     thread: tuple[int, int]
@@ -88,12 +94,12 @@ class Progress:
 
     @property
     def running(self) -> str:
-        """The running verb with its number, and what it is about to begin; "" outside all verbs."""
+        """The running verb with its number, and the activity it waits to begin; "" without verb."""
         if not self.verb:
             return ""
         number = f"{self.verb} {self.counts[self.verb]}"
         at = self.meeting.name if self.meeting is not None else self.verb
-        # A name without a space is a verb or a kind of forward, which messages name already.
+        # Names without a space are verbs or kinds of forwards, which messages name anyway.
         return number if " " not in at else f"{number}, before {at}"
 
     def facts(self) -> dict[str, Any]:
@@ -108,24 +114,24 @@ class Progress:
 
 @dataclass(slots=True)
 class Job:
-    """The facts that this rank has about its process group.
+    """The state of this rank in one default process group.
 
     Attributes:
-        world: The default process group. A new one gets a new job.
+        world: The default process group. A new process group gets a new `Job`.
         store: A connection to the store of the group, for the thread that runs the verbs.
         number: Number of groups that this process was in before.
         epoch: Number of times that all ranks failed together and went on.
-        cause: The reason why the group is dead, "" while it is alive.
+        cause: The reason why the group has ended; "" while it is usable.
         fix: Advice on the cause.
         groups: Number of process groups when this rank last published its connections.
-        partings: Number of calls of `guard.fails_together`, by ranks.
-        meetings: Number of meetings that this rank has come to, by name and ranks.
+        partings: Number of calls of `guard.fails_together`, by the ranks given to it.
+        meetings: Number of meetings that this rank has arrived at, by name and ranks.
         progress: The progress of this rank's program.
         rank: This rank.
         size: Number of ranks.
         process: Id of this process.
-        has_read: True if this rank has reported that it has read why the group is dead.
-        publishing: Lock taken while connections are published.
+        has_read: True if this rank has reported to the store that it knows why the group ended.
+        publishing: Lock that a thread takes to publish connections.
     """
 
     world: object
@@ -147,24 +153,32 @@ class Job:
     publishing: threading.Lock = field(default_factory=threading.Lock)
 
     def key(self, name: str) -> str:
+        """Return a key in the store for this group, until all ranks fail together and go on."""
         return f"meshplan/{self.number}/{self.epoch}/{name}"
 
     def lasting(self, name: str) -> str:
-        """Return a key that stays the same when all ranks fail together and go on."""
+        """Return a key in the store for this group, for as long as it exists."""
         return f"meshplan/{self.number}/{name}"
 
     def failed(self) -> Problem:
-        """Return the problem that killed the group."""
+        """Return the problem that ended the group."""
         return Problem(self.cause, fix=self.fix or f"see the log of that rank; then {RESTART}")
 
 
 def door(meeting: str) -> str:
-    """Return the key that appears in the store when all ranks have come to a meeting."""
+    """Return the key that is set in the store once all ranks have arrived at a meeting."""
     return f"{meeting}/all"
 
 
 def post(job: Job, store: dist.Store, kind: str, facts: Mapping[str, Any] | None = None) -> None:
-    """Send an event to all ranks; their watchdogs read it at their next look."""
+    """Send an event to all ranks. Their watchdogs read it at their next look.
+
+    Args:
+        job: The job of this rank.
+        store: A connection to the store of the group.
+        kind: "dead", "left", "waits", "ask" or "notice".
+        facts: Further JSON-serializable contents of the event.
+    """
     number = store.add(job.lasting("events"), 1)
     told = {"kind": kind, "rank": job.rank, **(facts or {})}
     store.set(job.lasting(f"event/{number}"), json.dumps(told))
@@ -172,7 +186,7 @@ def post(job: Job, store: dist.Store, kind: str, facts: Mapping[str, Any] | None
 
 def publish_ends(job: Job, store: dist.Store) -> None:
     """Publish this rank's connections if process groups were added or removed."""
-    with job.publishing:  # Else an older list could overwrite a newer one.
+    with job.publishing:  # Otherwise an older list could overwrite a newer list.
         count = num_groups()
         if count != job.groups:
             store.set(job.lasting(f"ends/{job.rank}"), spell(own_ends().values()))
@@ -180,18 +194,18 @@ def publish_ends(job: Job, store: dist.Store) -> None:
 
 
 def tables(job: Job, store: dist.Store) -> dict[int, str]:
-    """Return the connections that each rank has published, as JSON text by rank."""
+    """Return the connections that each rank has published, by rank, as JSON (`sockets.spell`)."""
     keys = {rank: job.lasting(f"ends/{rank}") for rank in range(job.size)}
     return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
 
 
 def tables_of_others(job: Job, store: dist.Store) -> list[str]:
-    """Return the connections that the other ranks have published, as JSON texts."""
+    """Return the connections that each other rank has published, as JSON (`sockets.spell`)."""
     return [table for rank, table in tables(job, store).items() if rank != job.rank]
 
 
 def claim(job: Job, store: dist.Store, problem: Problem) -> Problem:
-    """Report why the group died; return the problem of the rank that reported first."""
+    """Report `problem` as the reason to end the group; return what the first rank has reported."""
     own = json.dumps([problem.what[:_TEXT_LIMIT], problem.fix])
     # `compare_set` succeeds for the first writer only.
     what, fix = json.loads(store.compare_set(job.key("first"), "", own).decode())
@@ -205,7 +219,7 @@ def first_cause(job: Job, store: dist.Store) -> Problem:
 
 
 def bury(job: Job, store: dist.Store, cause: Problem) -> None:
-    """Declare the group dead, and make the collectives of this rank and of its peers raise."""
+    """End the process group: the running collectives of this rank and of its peers then raise."""
     job.fix = cause.fix or ""
     job.cause = cause.what
     store.compare_set(job.key("verdict"), "", DEAD)
@@ -223,19 +237,19 @@ def bury(job: Job, store: dist.Store, cause: Problem) -> None:
 
 
 def is_store_served_elsewhere() -> bool:
-    """Return True if torchrun serves the store, not rank 0, as far as this process can tell."""
+    """Return True if torchrun states that its agent serves the store, and not rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def wait_for_readers(job: Job, seconds: float, num_gone: int = 0) -> None:
-    """Wait until the other ranks have read the cause, if the store ends with this process.
+    """On rank 0, if it serves the store, wait until the other ranks have read the cause.
 
-    Rank 0 serves the store, unless torchrun does.
+    The store ends with the process that serves it: rank 0, unless torchrun does.
 
     Args:
         job: The job of this rank.
         seconds: Longest time to wait.
-        num_gone: Number of other ranks that are known to read nothing any more.
+        num_gone: Number of other ranks that are known to have ended.
     """
     if job.rank or is_store_served_elsewhere():
         return

@@ -1,9 +1,9 @@
-"""Meetings: synchronization points in the store, at which a rank that comes alone waits safely.
+"""Meetings: synchronization points in the store, at which a rank that arrives alone waits safely.
 
 A rank that waits in a collective may run into a different collective of another rank, which gives
-wrong numbers or aborts the process. So activities that are rare, and that a program may run on some
-ranks only by mistake, begin with a meeting in the store. A rank that has waited for a while reports
-to the others what it waits for, and they can judge whether they will ever come.
+wrong numbers or aborts the process. So activities that are rare, and that a program may by mistake
+run on some ranks only, begin with a meeting in the store. A rank that has waited for a while
+reports the meeting to the other ranks, and each of them can decide if it will ever arrive.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from meshplan.runtime.watch.job import NEEDS_ALL, RESTART, Job, Meeting, door
 from meshplan.runtime.watch.stack import user_line
 
 _LONG: Final = timedelta(days=30)
-"""Time-out of the store. The watchdog ends a wait that is in vain, so the store need not."""
+"""Time-out of a wait in the store; in practice, the watchdog ends a wait that is in vain."""
 TRAINING: Final = "training"
 EVALUATION: Final = "evaluation"
 _KINDS: Final = (TRAINING, EVALUATION)
 _FEW: Final = 8
-"""Switches between training and evaluation that all meet; later ones meet less and less often."""
+"""Switches between training and evaluation that each begin with a meeting. Later, only those whose
+number is a power of 2 do."""
 
 
 def meet(job: Job, name: str, ranks: tuple[int, ...]) -> None:
-    """Wait until all of `ranks` have come here, in the store and not in a collective.
+    """Wait until all of `ranks` have made this call. The wait is in the store, not a collective.
 
     Args:
         job: The job of this rank.
-        name: The activity that begins when all have come.
-        ranks: The ranks that must come, this one among them.
+        name: The activity that begins when all ranks have arrived.
+        ranks: The ranks that must arrive, this one included.
 
     Raises:
-        ApplyError: The group is dead: another rank failed, or some ranks will not come.
+        ApplyError: The group has ended: another rank failed, or some ranks will not arrive.
     """
     label = f"{name}/{','.join(map(str, ranks))}"
     job.meetings[label] += 1
@@ -45,7 +46,7 @@ def meet(job: Job, name: str, ranks: tuple[int, ...]) -> None:
         return
     job.progress.meeting = Meeting(key, name, ranks, user_line())
     try:
-        if not job.cause:  # Otherwise no rank will open the door any more.
+        if not job.cause:  # Otherwise no rank will set this key any more.
             job.store.wait([door(key)], _LONG)
     finally:
         job.progress.meeting = None
@@ -54,7 +55,13 @@ def meet(job: Job, name: str, ranks: tuple[int, ...]) -> None:
 
 
 def enter_forward(job: Job, is_training: bool, ranks: tuple[int, ...]) -> None:
-    """Record that a forward begins; `ranks` are the ranks that must take part in it."""
+    """Record that a forward begins; meet the other ranks if it switches to evaluation or back.
+
+    Args:
+        job: The job of this rank.
+        is_training: True if the forward is part of training.
+        ranks: The ranks that must take part in the forward.
+    """
     progress = job.progress
     progress.num_forwards += 1
     if not progress.verb:
@@ -66,7 +73,7 @@ def enter_forward(job: Job, is_training: bool, ranks: tuple[int, ...]) -> None:
             forwards.is_training = is_training
             forwards.switches += 1
             number = forwards.switches
-            # All ranks count equal switches, so all of them skip the same meetings.
+            # All ranks count the same switches, so all of them skip the same meetings.
             if number <= _FEW or number & (number - 1) == 0:
                 meet(job, TRAINING if is_training else EVALUATION, ranks)
     if not progress.verb:
@@ -74,7 +81,7 @@ def enter_forward(job: Job, is_training: bool, ranks: tuple[int, ...]) -> None:
 
 
 def says_of_meeting(job: Job, at: Meeting) -> dict[str, Any]:
-    """Return what a rank that waits in a meeting reports to the others."""
+    """Return the report of this rank, which waits at meeting `at`, for the other ranks."""
     forwards = job.progress.forwards[at.ranks]
     return {
         **job.progress.facts(),
@@ -87,11 +94,12 @@ def says_of_meeting(job: Job, at: Meeting) -> dict[str, Any]:
 
 
 def will_not_come(job: Job, told: Mapping[str, Any]) -> str:
-    """Return where this rank is if it will certainly not come to a meeting; else "".
+    """Return where this rank is, in words, if it and a reporting rank will never meet; else "".
 
     Args:
         job: The job of this rank.
-        told: The report of a rank that waits in the meeting, or that has left the group.
+        told: The report of another rank, which waits at a meeting ("waits") or has left the group
+            ("left").
     """
     own, at = job.progress, job.progress.meeting
     if told["kind"] == "waits":
@@ -99,7 +107,7 @@ def will_not_come(job: Job, told: Mapping[str, Any]) -> str:
             return ""
         forwards = own.forwards[tuple(told["ranks"])]
         num, switches = told["forwards"]
-        # This rank has already begun that forward without the switch between the two kinds.
+        # This rank has already begun that forward, without the switch to the other kind.
         if told["name"] in _KINDS and forwards.num >= num and forwards.switches < switches:
             return own.running or own.last
     if at is not None and told["rank"] in at.ranks:
@@ -110,12 +118,13 @@ def will_not_come(job: Job, told: Mapping[str, Any]) -> str:
 
 
 def missed(job: Job, told: Mapping[str, Any], own_where: str) -> Problem:
-    """Return the problem of a meeting to which this rank will not come, or which a rank has left.
+    """Return the problem of a rank that waits for this one in vain, or that has left the group.
 
     Args:
         job: The job of this rank.
-        told: The report of a rank that waits in the meeting, or that has left the group.
-        own_where: Description of where this rank is.
+        told: The report of the other rank, which waits at a meeting ("waits") or has left the group
+            ("left").
+        own_where: Where this rank is, in words.
     """
     rank = told["rank"]
     here = f"rank {job.rank} is in {own_where}"

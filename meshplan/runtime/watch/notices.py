@@ -1,4 +1,4 @@
-"""Warnings that name a rank others wait for and that may be busy, with the line where it is."""
+"""Warnings about a rank that keeps others waiting but may be busy, with the line where it is."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _logger = logging.getLogger("meshplan")
 
 
 class Notices:
-    """This rank's part in warnings about ranks that keep others waiting.
+    """The part of this rank in warnings about ranks that keep others waiting.
 
-    One of the waiting ranks asks, all ranks report where they are, and the waiting ranks log the
-    same warning.
+    One of the waiting ranks asks where every rank is, all ranks answer, and all waiting ranks log
+    the same warning.
 
     Args:
         job: The job of this rank.
         store: A connection to the store of the group.
-        says: Returns where this rank is.
+        says: Returns where this rank is, as JSON-serializable facts.
     """
 
     def __init__(self, job: Job, store: dist.Store, says: Callable[[], dict[str, Any]]) -> None:
@@ -35,18 +35,18 @@ class Notices:
         self._reported: set[str] = set()
 
     def begin_anew(self) -> None:
-        """Record that this rank has gone on."""
+        """Record that this rank no longer waits, so that a new wait may be warned about."""
         self._is_warned = False
-        if self._asked >= 0:  # No answer is needed any more.
+        if self._asked >= 0:  # This rank needs no answers any more.
             self._asked = -1
             self._store.add(self._job.lasting("notices"), 1)
 
     def ask(self, waited_s: float, patience_s: float) -> None:
-        """Find out once which ranks are missing; called repeatedly while this rank waits.
+        """Ask once which ranks keep this one waiting; to be called repeatedly while it waits.
 
         Args:
             waited_s: Seconds that this rank has waited.
-            patience_s: Seconds to wait for the answers.
+            patience_s: Seconds to wait for the answers of the ranks.
         """
         if self._is_warned:
             return
@@ -56,6 +56,7 @@ class Notices:
             self._end(waited_s)
 
     def _begin(self) -> None:
+        """Ask all ranks where they are, unless another rank has already asked."""
         number = self._store.add(self._job.lasting("notices"), 0)
         own = str(self._job.rank)
         won = self._store.compare_set(self._job.lasting(f"asker/{number}"), "", own).decode()
@@ -64,6 +65,7 @@ class Notices:
             post(self._job, self._store, "ask", {"number": number})
 
     def _end(self, waited_s: float) -> None:
+        """Send the warning made from the answers, unless the same ranks were named before."""
         told = {}
         for rank in range(self._job.size):
             key = self._job.lasting(f"state/{self._asked}/{rank}")
@@ -80,7 +82,7 @@ class Notices:
         post(self._job, self._store, "notice", {"site": site, "text": text})
 
     def answer(self, number: int) -> None:
-        """Report where this rank is, in answer to question `number`."""
+        """Write into the store where this rank is, as the answer to question `number`."""
         key = self._job.lasting(f"state/{number}/{self._job.rank}")
         self._store.set(key, json.dumps(self._says()))
 

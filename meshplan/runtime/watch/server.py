@@ -1,7 +1,7 @@
-"""The process that serves the store, found and checked without a request to the store.
+"""The process that serves the store. It is found and checked without a request to the store.
 
-That process may be stopped at any time, even before the ranks have exchanged anything, and a
-request to the store would then hang for ever.
+This process may be stopped (SIGSTOP) at any time, even before the ranks have exchanged anything.
+Every request to the store would then hang for ever.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from meshplan.runtime.watch.sockets import own_ends, processes_at, spell
 from meshplan.runtime.watch.stack import process_state, user_line
 
 _POLL_S: Final = 0.02
+"""Seconds between two looks at the process."""
 _PATIENCE_S: Final = 1.0
-"""Seconds at the start in which the process is not looked for: it has just answered, and the search
-takes time."""
+"""Seconds at the start in which the process counts as running: it has just answered, and searching
+for it takes time."""
 
 
 class Server:
     """The process at the other end of this process's connection to the store of the group."""
 
     def __init__(self) -> None:
-        # The store itself is not kept: on the rank that serves it, it would outlive its group.
+        # Do not keep the store: on the rank that serves it, it would outlive its process group.
         self._port = store_port(group_store())
         self._looks_from = time.monotonic() + _PATIENCE_S
 
     @cached_property
     def _found(self) -> tuple[int | None, int]:
-        """Id and start tick of the process, searched among all processes of this machine."""
+        """(Id, start tick) of the process, searched on this machine; (None, 0) if not found."""
         found = processes_at(self._port) if self._port else []
         began = {process: process_state(process)[1] for process in found}
         # Children of the process may have inherited the connection, so take the oldest one.
@@ -48,10 +49,10 @@ class Server:
         return self._found[0]
 
     def is_stopped(self) -> bool:
-        """Return True if the process is a rank and stopped, except by a debugger, which resumes it.
+        """Return True if the process is a rank that is stopped (SIGSTOP), but not by a debugger.
 
-        In the first second the answer is False without a search, which takes each rank tens of
-        milliseconds.
+        In the first second the answer is always False, because the search for the process takes
+        each rank tens of milliseconds.
         """
         if time.monotonic() < self._looks_from or is_store_served_elsewhere():
             return False
@@ -59,14 +60,14 @@ class Server:
         return process is not None and process_state(process) == ("T", began)
 
     def connect(self, num: int, patience_s: float) -> list[dist.Store]:
-        """Make new connections to the store, because torch's own may be taken by a waiting thread.
+        """Return new connections to the store, since a waiting thread may occupy torch's own one.
 
         Args:
             num: Number of connections.
-            patience_s: Seconds that the process may be stopped in the meantime.
+            patience_s: Longest time in seconds that the process may be stopped meanwhile.
 
         Raises:
-            ApplyError: The process was stopped for longer; connecting has no time-out of its own.
+            ApplyError: The process was stopped for longer. torch has no time-out for connecting.
         """
         made: list[dist.Store] = []
         failed: list[Exception] = []
@@ -80,7 +81,7 @@ class Server:
 
         thread = threading.Thread(target=connect, name="meshplan-connect", daemon=True)
         thread.start()
-        stopped_s = 0.0  # Counted in polls, so that a stop of this process does not count.
+        stopped_s = 0.0  # Sum of polls, so that stops of this very process do not count.
         while thread.is_alive():
             thread.join(_POLL_S)
             stopped_s = stopped_s + _POLL_S if self.is_stopped() else 0.0
@@ -91,12 +92,19 @@ class Server:
         return made
 
     def table(self) -> list[str]:
-        """Return the connections of the process as one table, or no table if it is unknown."""
+        """Return a list of one text, the process's connections (`sockets.spell`); [] if unknown."""
         return [] if self.process is None else [spell(own_ends(self.process).values())]
 
 
 def stopped(rank: int, process: int | None, own_rank: int, where: str) -> Problem:
-    """Return the problem of a rank that is stopped while this one waits for it."""
+    """Return the problem of a stopped rank.
+
+    Args:
+        rank: The stopped rank.
+        process: Id of its process, if known.
+        own_rank: This rank, which waits for it.
+        where: Where this rank waits, in words.
+    """
     what = (
         f"rank {rank} is stopped (process {process}, by SIGSTOP or a similar signal) and does not "
         f"answer, while rank {own_rank} waits for it in {where}"

@@ -1,9 +1,9 @@
 """TCP connections between the ranks of this job, and a function to close them.
 
-gloo cannot abort a collective: a rank that waits for another one waits until the time-out. It stops
-at once if a connection is closed, so a failing rank closes its connections. Only connections
-between two ranks are closed: each rank publishes its ends, and a connection that no other rank has
-published belongs to something else.
+gloo cannot abort a collective: a rank that waits for another rank waits until the time-out. But its
+collective raises at once if a connection is closed, so a failing rank closes its connections. Only
+connections between two ranks are closed. Each rank publishes its ends of connections; a connection
+that no other rank has published is not one between ranks.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if sys.platform != "win32":
     import termios
 
 _TABLES: Final = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
+"""Files of the kernel that list TCP connections, one per line."""
 _ESTABLISHED: Final = "01"
+"""The state of an open connection in these files."""
 
 End = tuple[str, str]
-"""Local and remote address of a connection, as the kernel writes them."""
+"""(Local, remote) address of a connection, each as "<hex address>:<hex port>"."""
 
 
 def own_ends(process: int | str = "self") -> dict[int, End]:
-    """Return every established TCP connection of a process, by file descriptor.
-
-    Empty if the kernel has no /proc.
+    """Return every established TCP connection of a process, by file descriptor; {} without /proc.
 
     Args:
         process: Id of a process on this machine, or "self".
@@ -45,9 +45,10 @@ def own_ends(process: int | str = "self") -> dict[int, End]:
 
 
 def processes_at(port: int) -> list[int]:
-    """Return the other processes on this machine at the far end of our connections to a port.
+    """Return ids of the processes on this machine to which this process is connected at a port.
 
-    A forked process has its parent's connections too. Empty if the kernel lists none.
+    They include children of such a process, which inherit its connections. The result is [] without
+    /proc.
     """
     connections = _connections()
     own = _sockets("self").keys() & connections
@@ -58,11 +59,12 @@ def processes_at(port: int) -> list[int]:
 
 
 def _is_to(end: End, port: int) -> bool:
+    """Return True if the remote address of a connection has this port."""
     return end[1].endswith(f":{port:04X}")
 
 
 def _listed(folder: str) -> list[str]:
-    """Return the names in a folder of /proc; none if it is another user's, or gone."""
+    """Return the names in a folder of /proc; [] if it is not readable or gone."""
     try:
         return os.listdir(folder)
     except OSError:
@@ -70,7 +72,7 @@ def _listed(folder: str) -> list[str]:
 
 
 def _sockets(process: int | str) -> dict[str, int]:
-    """Return the sockets of a process, by inode, with one file descriptor of each."""
+    """Return a file descriptor of each socket of a process, by the socket's inode."""
     out = {}
     for name in _listed(f"/proc/{process}/fd"):
         try:
@@ -83,7 +85,7 @@ def _sockets(process: int | str) -> dict[str, int]:
 
 
 def _connections() -> dict[str, End]:
-    """Return every established TCP connection that this process can see, by inode."""
+    """Return every established TCP connection on this machine, by inode."""
     out: dict[str, End] = {}
     for path in _TABLES:
         try:
@@ -99,18 +101,18 @@ def _connections() -> dict[str, End]:
 
 
 def spell(ends: Iterable[End]) -> str:
-    """Write connection ends as JSON text for other ranks."""
+    """Return a rank's ends of connections as JSON text for other ranks."""
     return json.dumps(sorted(ends))
 
 
 def close_between_ranks(tables: Iterable[str], spared_port: int | None = None) -> int:
     """Shut down every connection of this process whose other end is listed in one of the tables.
 
-    The descriptors stay open: they belong to gloo, which closes them when it notices.
+    The file descriptors stay open: they belong to gloo, which closes them after its error.
 
     Args:
-        tables: Connections that the other ranks published, in the form of `spell`.
-        spared_port: Port whose connections stay open: that of the store, which a rank may serve.
+        tables: Connections that each of the other ranks published, in the form of `spell`.
+        spared_port: Port whose connections stay open, that of the store.
 
     Returns:
         The number of connections shut down.
@@ -126,12 +128,12 @@ def close_between_ranks(tables: Iterable[str], spared_port: int | None = None) -
 
 
 def is_cut_off(own: str, other: str, spared_port: int | None = None) -> bool:
-    """Return True if every connection that this rank once had with another rank has ended.
+    """Return True if this rank had connections to another rank and all of them have ended.
 
     Args:
         own: Connections that this rank published, in the form of `spell`.
-        other: Connections that the other rank published.
-        spared_port: Port whose connections do not count.
+        other: Connections that the other rank published, in the same form.
+        spared_port: Port whose connections do not count, that of the store.
     """
     spared = f":{spared_port:04X}" if spared_port else "-"
     theirs = {(remote, local) for local, remote in json.loads(other)}
@@ -145,8 +147,9 @@ class Connections:
     """Totals over the connections of this process to other ranks.
 
     Attributes:
-        moved_bytes: Bytes ever transferred, in both directions.
-        waiting_bytes: Bytes sent that were not received yet, at the other end or here.
+        moved_bytes: Bytes transferred since the connections were opened, in both directions.
+        waiting_bytes: Bytes in buffers of this machine's kernel: sent but not acknowledged, or
+            received but not read.
         num: Number of connections.
     """
 
@@ -159,8 +162,8 @@ def traffic(tables: Iterable[str], spared_port: int | None = None) -> Connection
     """Measure the traffic between this process and other ranks.
 
     Args:
-        tables: Connections that the other ranks published, in the form of `spell`.
-        spared_port: Port whose connections do not count.
+        tables: Connections that each of the other ranks published, in the form of `spell`.
+        spared_port: Port whose connections do not count, that of the store.
 
     Returns:
         The totals; None if there is no connection or the kernel does not report the numbers.
@@ -182,13 +185,14 @@ def traffic(tables: Iterable[str], spared_port: int | None = None) -> Connection
 
 _TCP_INFO: Final = getattr(socket, "TCP_INFO", 11)
 _INFO_BYTES: Final = 192
+"""Bytes of `struct tcp_info` to ask the kernel for."""
 _MOVED: Final = struct.Struct("QQ")
 _MOVED_OFFSET: Final = 120
 """Offset of tcpi_bytes_acked and tcpi_bytes_received in `struct tcp_info` of linux/tcp.h."""
 
 
 def _between_ranks(tables: Iterable[str], spared_port: int | None) -> Iterator[socket.socket]:
-    """Yield a duplicate of each connection of this process whose other end a table lists."""
+    """Yield each connection of this process whose other end a table lists, as a new socket."""
     others = {(remote, local) for text in tables for local, remote in json.loads(text)}
     spared = f":{spared_port:04X}" if spared_port else None
     for descriptor, end in own_ends().items():

@@ -1,7 +1,7 @@
-"""The position of a thread of this process, and whether it can only be waiting in a collective.
+"""The stack of a thread, and whether the thread can only be waiting for other ranks.
 
 A rank that computes, reads data or saves must never count as waiting. So the lists here name only
-places in which torch does nothing but wait once the thread is off the processor.
+functions and files in which a thread that is off the processor can do nothing but wait.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from typing import Final, TypeAlias
 import torch
 
 Line: TypeAlias = tuple[str, int, str]
-"""File, line number and function."""
+"""(File, line number, function)."""
 
 _DEPTH: Final = 200
+"""Frames of a stack that are read."""
 _SHOWN: Final = 3
+"""Lines of the user's code that are reported."""
 _TORCH: Final = os.path.dirname(torch.__file__) + os.sep
 _OWN: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _STDLIB: Final = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES: Final = sysconfig.get_paths()["purelib"] + os.sep
 
 _PASSED: Final = tuple(_TORCH + n for n in ("_ops.py", "_library/", "autograd/function.py"))
-"""Files whose frames only show that an operator runs."""
+"""Files of torch whose frames are skipped: they only show that an operator runs."""
 
 _COLLECTIVES: Final = _TORCH + "distributed/distributed_c10d.py"
 _WAITING: Final = tuple(
@@ -42,13 +44,14 @@ _WAITING: Final = tuple(
         "nn/parallel/distributed.py",
     )
 ) + (_OWN + "runtime/apply/pipeline/", _OWN + "runtime/watch/meeting.py")
-"""Files in which a thread that is off the processor waits for other ranks."""
+"""Files in which a thread that is off the processor can only be waiting for other ranks."""
 
 _IN_STORE: Final = (_OWN + "runtime/watch/",)
-"""Files that send requests to the store, or wait for entries of other ranks in it."""
+"""Files with requests to the store and waits for entries of other ranks in it."""
 
 _BACKWARD: Final = (_TORCH + "autograd/graph.py", "_engine_run_backward")
-"""A CPU backward that is off the processor waits for collectives that hooks in C++ began."""
+"""(File, function) in which backward runs. On CPUs, a thread off the processor here waits for
+collectives that hooks in C++ began."""
 
 _SETUP: Final = frozenset(
     {
@@ -57,22 +60,22 @@ _SETUP: Final = frozenset(
         "init_device_mesh", "monitored_barrier",
     }
 )  # fmt: skip
-"""Functions that also look up hosts and open connections, which may take long."""
+"""Functions that may also take long for another reason: they look up hosts and open connections."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One look at the thread that runs the verbs.
+    """One look at the thread that runs the verbs, the guarded functions such as `train_step`.
 
     Attributes:
         lines: The stack of the thread, innermost first.
-        state: The kernel's letter for the state of the thread, "" without /proc.
+        state: The kernel's letter for the state of the thread, such as "S" if it sleeps; "" without
+            /proc.
         ticks: Processor time that the thread has used, in clock ticks of the kernel.
-        wait: The function in which the thread can only be waiting for other ranks; "" if it may be
-            doing something else.
-        is_shared: True if another thread of this process is in a collective as well.
-        has_company: True if another thread runs the program's own code, which may begin a
-            collective next.
+        wait: The function in which the thread, if it sleeps, can only be waiting for other ranks;
+            "" if it may be doing something else.
+        is_shared: True if another thread of this process is in a collective, too.
+        has_company: True if another thread runs the user's code, which may begin a collective next.
     """
 
     lines: tuple[Line, ...]
@@ -84,37 +87,37 @@ class Look:
 
     @property
     def user_lines(self) -> list[str]:
-        """The innermost lines of the user's own code, at most `_SHOWN`."""
+        """The innermost `_SHOWN` lines of the user's code, such as "train.py:12 in main"."""
         own = [line for line in self.lines if is_of_user(line[0])]
         return [f"{os.path.basename(f)}:{n} in {name}" for f, n, name in own[:_SHOWN]]
 
     @property
     def needs_store(self) -> bool:
-        """True if the thread cannot go on while the store of the group is silent."""
+        """True if the thread cannot go on while the process that serves the store is stopped."""
         in_store = bool(self.lines) and self.lines[0][0].startswith(_IN_STORE)
         return in_store or _is_in_setup(self.lines) or bool(self.wait)
 
     @property
     def where(self) -> str:
-        """The innermost line of the user's code, "" if there is none."""
+        """The innermost line of the user's code; "" if there is none."""
         return next(iter(self.user_lines), "")
 
 
 def look_at(ident: int, native: int) -> Look:
-    """Look at where a thread is now, by its Python identifier and its native id."""
+    """Return a look at a thread, given its Python identifier and its native (kernel) id."""
     frames = sys._current_frames()
     lines = lines_of(frames.pop(ident, None))
     frames.pop(threading.get_ident(), None)
     state, ticks = _kernel_says(native)
     files = {file for frame in frames.values() for file, _, _ in lines_of(frame)}
     in_others = any(file.startswith(_COLLECTIVES) for file in files)
-    # Threads of installed packages, such as progress bars and loggers, send nothing to other ranks.
+    # Threads of installed packages, such as progress bars and loggers, begin no collectives.
     has_company = any(is_of_user(file) and not file.startswith(_PACKAGES) for file in files)
     return Look(lines, state, ticks, wait_in(lines), in_others, has_company)
 
 
 def lines_of(frame: FrameType | None) -> tuple[Line, ...]:
-    """Return the stack of a frame, innermost first, down to `_DEPTH` frames."""
+    """Return the innermost `_DEPTH` lines of the stack of a frame, innermost first."""
     out: list[Line] = []
     while frame is not None and len(out) < _DEPTH:
         out.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
@@ -123,12 +126,12 @@ def lines_of(frame: FrameType | None) -> tuple[Line, ...]:
 
 
 def user_line() -> str:
-    """Return the line of the user's code that led to the caller."""
+    """Return the innermost line of the user's code on the caller's stack; "" if there is none."""
     return Look(lines_of(sys._getframe(1)), "", 0, "").where
 
 
 def wait_in(lines: tuple[Line, ...]) -> str:
-    """Return the function in which a thread off the processor can only wait for other ranks, or "".
+    """Return the function in which a sleeping thread can only be waiting for other ranks, or "".
 
     Args:
         lines: The stack of the thread, innermost first.
@@ -143,33 +146,35 @@ def wait_in(lines: tuple[Line, ...]) -> str:
         return ""
     inside = takewhile(lambda line: not is_of_user(line[0]), lines)
     called = [line[2] for line in inside if line[0].startswith(_COLLECTIVES)]
-    # Users see the outermost function of torch.distributed in their own code.
+    # Name the outermost function of torch.distributed, since that is what the user's code calls.
     return called[-1] if called else "a collective"
 
 
 def _is_in_setup(lines: tuple[Line, ...]) -> bool:
+    """Return True if one of the innermost functions sets up or destroys a process group."""
     return any(name in _SETUP for _, _, name in lines[:12])
 
 
 def is_of_user(file: str) -> bool:
-    """Return True if a file is neither torch's, Python's nor meshplan's."""
+    """Return True for a file of the user's program, or of any package but torch and meshplan."""
     if file.startswith((_TORCH, _OWN, "<")):
         return False
     return file.startswith(_PACKAGES) or not file.startswith(_STDLIB)
 
 
 def _kernel_says(native: int) -> tuple[str, int]:
+    """Return (state letter, processor time in ticks) of a thread of this process."""
     return _stat(f"/proc/self/task/{native}/stat")[:2]
 
 
 def process_state(pid: int) -> tuple[str, int]:
-    """Return the kernel's state letter of a process and its start tick; ("", 0) once it is gone."""
+    """Return (the kernel's state letter, start tick) of a process; ("", 0) once it has ended."""
     state, _, began = _stat(f"/proc/{pid}/stat")
     return state, began
 
 
 def _stat(path: str) -> tuple[str, int, int]:
-    """Return (state, ticks used, start tick) from the kernel, or ("", 0, 0) if it has no entry."""
+    """Return (state letter, processor time in ticks, start tick); ("", 0, 0) without the file."""
     try:
         with open(path) as file:
             words = file.read().rpartition(")")[2].split()

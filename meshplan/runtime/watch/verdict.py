@@ -1,4 +1,4 @@
-"""Messages about ranks that hang, from the reports of the ranks."""
+"""Messages about ranks that hang, made from the reports of the ranks (`Watchdog._says`)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from meshplan.errors import Problem
 from meshplan.runtime.watch.job import NEEDS_ALL, RESTART
 
 _NAMED: Final = 8
-"""Ranks up to this number are listed one by one."""
+"""Largest number of ranks that a message lists one by one."""
 _BATCHES: Final = "give every rank the same number of batches"
 
 
 def verdict(told: Mapping[int, Mapping[str, Any]]) -> Problem | None:
-    """Explain why ranks that all wait for one another wait in vain.
+    """Return the problem of ranks that all wait for each other: where each of them waits.
 
     Args:
         told: The report of each rank that has not left, by rank.
 
     Returns:
-        The problem; None if the reports do not differ, or if a process outside the job may be part
-        of a group.
+        The problem; None if all reports are equal, or if a process outside the job may be a member
+        of a process group and end the wait.
     """
     if _has_foreign_group(told):
         return None
@@ -42,7 +42,7 @@ def verdict(told: Mapping[int, Mapping[str, Any]]) -> Problem | None:
 
 
 def notice(told: Mapping[int, Mapping[str, Any]], size: int, waited_s: float) -> str:
-    """Write a warning about ranks that are waited for but may still come.
+    """Return the text of a warning about ranks that keep others waiting but may only be busy.
 
     Args:
         told: The report of each rank that answered, by rank.
@@ -62,13 +62,14 @@ def notice(told: Mapping[int, Mapping[str, Any]], size: int, waited_s: float) ->
 
 
 def _busy(each: Mapping[str, Any]) -> str:
+    """Describe where a rank is that keeps others waiting, from its report."""
     running = f"in {each['running']}" if each["running"] else "outside meshplan's functions"
     at = ", called from ".join(each["lines"]) or "code without Python lines"
     return f"{running}{_after(each)}, at {at}"
 
 
 def _place(each: Mapping[str, Any]) -> str:
-    """Describe where a rank waits; the text is equal for ranks that wait for the same thing."""
+    """Describe where a rank waits. Ranks that wait for the same thing get the same text."""
     where = [each["where"]] if each["where"] else []
     if each["running"]:
         return each["running"] + (f" ({where[0]})" if where else "")
@@ -77,19 +78,22 @@ def _place(each: Mapping[str, Any]) -> str:
 
 
 def _after(each: Mapping[str, Any]) -> str:
+    """Return " after" with the last verb or forward of a rank; "" if there was none."""
     return f" after {each['last']}" if each["last"] else ""
 
 
 def _collectives(each: Mapping[str, Any]) -> str:
+    """Describe how many collectives a rank has begun in each process group."""
     return ", ".join(
         f"{count} collectives of {name_ranks(ranks)}" for ranks, count in each["groups"]
     )
 
 
 def _has_foreign_group(told: Mapping[int, Mapping[str, Any]]) -> bool:
-    """Return True if a rank is in a group that some of its members do not report.
+    """Return True if a process outside the job may be a member of a rank's process group.
 
-    Processes outside the job may be members, such as servers that receive new weights.
+    It may be a server that receives new weights, for example. Its group has a member whose number
+    is no rank of the job, or one whose own report lacks the group.
     """
     known = {rank: {tuple(r) for r, _ in each["groups"]} for rank, each in told.items()}
     return any(
@@ -101,6 +105,7 @@ def _has_foreign_group(told: Mapping[int, Mapping[str, Any]]) -> bool:
 
 
 def _by_place(places: Sequence[str], ranks: Iterable[int]) -> dict[str, list[int]]:
+    """Return the ranks at each place; `places` has one text for each of `ranks`."""
     out: dict[str, list[int]] = {}
     for rank, place in zip(ranks, places, strict=True):
         out.setdefault(place, []).append(rank)
@@ -108,11 +113,12 @@ def _by_place(places: Sequence[str], ranks: Iterable[int]) -> dict[str, list[int
 
 
 def _tell(places: Mapping[str, list[int]]) -> str:
+    """Return "ranks 0 and 1 in <place>, rank 2 in <other place>"."""
     return ", ".join(f"{name_ranks(ranks)} in {place}" for place, ranks in places.items())
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks in a sentence: "rank 1", "ranks 0, 1 and 3", or the range of many ranks."""
+    """Return "rank 1", "ranks 0, 1 and 3" or, for many ranks, "9 ranks from 0 to 12"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > _NAMED:

@@ -1,10 +1,11 @@
 """A thread in each rank that finds out why the rank hangs.
 
-The watchdog reads the events of other ranks. While its own rank waits, it asks the store whether
-all others wait as well. Each rank judges only itself (`stack`); data under way between ranks shows
-in the state of their connections. If all ranks waited at the same time and nothing was under way,
-no rank can go on, and the group is ended with a report of where each rank is. A rank that may be
-computing, reading or saving never counts as waiting: a warning names it instead.
+The watchdog reads the events of other ranks. While its own rank waits, it looks in the store if all
+other ranks wait, too. Each watchdog decides this for its own rank only, from the stack (`stack`).
+The kernel's state of the connections shows if data is under way between ranks. If all ranks wait at
+the same time and no data is under way, no rank can go on, and the process group is ended with a
+report of where each rank is. A rank that may be computing, reading or saving never counts as
+waiting: a warning names it instead.
 """
 
 from __future__ import annotations
@@ -48,29 +49,31 @@ from meshplan.runtime.watch.stack import Look, look_at
 from meshplan.runtime.watch.verdict import verdict
 
 TICK_S = 0.5
-"""Seconds between two looks; longer with very many ranks, which share one store."""
+"""Seconds between two looks at the rank; more with very many ranks, which share one store."""
 RANKS_PER_TICK: Final = 256
+"""Number of ranks above which the seconds between two looks grow with the number of ranks."""
 STILL_S = 2.0
-"""Seconds that a rank must stand still before it counts as waiting."""
+"""Seconds that the stack of a rank must stay the same before the rank counts as waiting."""
 STOPPED_S = 3.5
-"""Seconds that a process must be stopped before the ranks that wait for it give up."""
+"""Seconds that a process must be stopped (SIGSTOP) before ranks that wait for it raise."""
 WARN_S = 30.0
-"""Seconds that a rank waits for one that may be busy before it logs a warning."""
+"""Seconds after which a rank that waits for a busy rank logs a warning."""
 _FIRST_LOOKS: Final = 10
+"""Number of looks at the beginning that follow each other faster."""
 _LATE_S: Final = 1.0
-"""A look that is late by more seconds than this shows that this process was not running itself."""
+"""Seconds of delay of a look that show that this process itself was not running."""
 _QUIET_LOOKS: Final = 1
-"""Further looks at the connections during which no byte may move."""
+"""Number of further looks at the connections between which no byte may have moved."""
 _OWN_TICKS: Final = 2
-"""Processor time that a waiting thread may use between two looks, in clock ticks of the kernel."""
+"""Processor time that a waiting thread may use between two looks, in ticks of the kernel."""
 
 
 class Watchdog(threading.Thread):
-    """Watches one rank until its process group ends.
+    """Watches this rank until its process group ends.
 
     Args:
         job: The job of this rank.
-        store: A connection to the store of the group for this thread alone.
+        store: A connection to the store of the group, which only this thread uses.
         server: The process that serves that store.
     """
 
@@ -81,37 +84,42 @@ class Watchdog(threading.Thread):
         self._ended = threading.Event()
         self._interval_s = TICK_S * max(1.0, job.size / RANKS_PER_TICK)
         self._heard = 0
+        """Number of the last event that was read."""
         self._absent: dict[int, dict[str, Any]] = {}
-        """Last report of each rank that waits in a meeting or has left."""
+        """Last report of each rank that waits at a meeting or has left the group, by rank."""
         self._met = self._told = ""
-        """The meeting of this rank at the last look, and the last one reported."""
+        """Keys of this rank's meeting at the last look, and of the last one that it reported."""
         self._in_vain: tuple[int, str] | None = None
+        """(Rank that this rank will not meet, where this rank is), as found at the last look."""
         self._look: tuple[Look, Any] | None = None
+        """The last look at the thread, and the collectives, facts and meeting at that time."""
         self._looked = self._still_since = self._steady_since = time.monotonic()
         self._is_counted = self._is_shared = False
         self._quiet: tuple[int, Connections, int] | None = None
+        """(Moves of all ranks, state of the connections, looks since both last changed)."""
         self._voted = -1
+        """Number of moves of all ranks at the last vote of this rank."""
         self._beside = Beside(job, self._store)
         self._store_watch = threading.Thread(
             target=self._watch_store, name="meshplan-store-watch", daemon=True
         )
         self._num_looks = 0
         self.is_asked = False
-        """True if the rank lost a connection and waits for the reason."""
+        """True if the verbs' thread has lost a connection and waits for the cause."""
         self._notices = Notices(job, self._store, self._says)
 
     def start(self) -> None:
-        """Start watching, after publishing this process so that others can see if it is stopped."""
+        """Publish this process, so that other ranks can see if it is stopped; start watching."""
         self._store_watch.start()
         with contextlib.suppress(RuntimeError, OSError):  # The guard reports why the store is gone.
             self._beside.introduce()
         super().start()
 
     def end(self) -> None:
-        """Stop watching, and tell the other ranks that this rank has left, perhaps normally."""
+        """Stop watching, and report to the other ranks that this rank leaves the group."""
         self._ended.set()
         if threading.current_thread() is not self and self.is_alive():
-            # When the interpreter exits, a thread that returns from C++ would abort the process.
+            # A thread that returns from C++ while the interpreter exits would abort the process.
             self.join(timeout=2.0)
         if self._store_watch.is_alive():
             self._store_watch.join(timeout=2.0)
@@ -127,11 +135,11 @@ class Watchdog(threading.Thread):
                     return
                 try:
                     self._tick()
-                except (RuntimeError, OSError):  # Groups may change during a look.
+                except (RuntimeError, OSError):  # Process groups may change during a look.
                     self._store.check([self._job.key("verdict")])
 
     def _pause_s(self) -> float:
-        """Return the seconds to the next look: short at first, while ranks introduce themselves."""
+        """Return the seconds to the next look; few at first, while ranks publish processes."""
         self._num_looks += 1
         return self._interval_s / (5 if self._num_looks < _FIRST_LOOKS else 1)
 
@@ -140,11 +148,13 @@ class Watchdog(threading.Thread):
         return dist.group.WORLD is not self._job.world
 
     def _leave(self) -> None:
+        """Report in the store that this rank has left the group."""
         told = {"kind": "left", "rank": self._job.rank, **self._job.progress.facts()}
         self._store.set(self._job.lasting(f"left/{self._job.rank}"), json.dumps(told))
         post(self._job, self._store, "left", told)
 
     def _tick(self) -> None:
+        """Look at this rank and at the events of others; end the group if the ranks hang."""
         now = time.monotonic()
         was_late = now - self._looked > self._interval_s + _LATE_S
         self._looked = now
@@ -167,7 +177,7 @@ class Watchdog(threading.Thread):
         if self._is_counted:
             self._look_around()
         steady_s = now - self._steady_since
-        # If devices compute, a verb that stands still may wait for others at any line of the code.
+        # On devices, a verb may wait for other ranks at any line that synchronizes with the device.
         waits = look[0].wait or (not is_certain and self._job.progress.verb)
         if waits and not self._job.cause:
             self._look_beside(now)
@@ -177,15 +187,16 @@ class Watchdog(threading.Thread):
     # The state of this rank.
 
     def _look_here(self) -> tuple[Look, Any]:
+        """Return a look at the verbs' thread, and (collectives begun, facts, meeting)."""
         progress = self._job.progress
         return look_at(*progress.thread), (group_sequences(), progress.facts(), progress.meeting)
 
     def _can_be_certain(self) -> bool:
-        """Return True if the stack shows every wait: the CPU waits itself, not on a device.
+        """Return True if the stack of the verbs' thread shows for certain that this rank waits.
 
-        In addition, no other thread may bring about what the ranks wait for. A thread that reads
-        batches and sends them appears in a collective only after reading; it needs a process group
-        of its own.
+        All process groups must be gloo's, because with devices the wait is not on the CPU. Also, no
+        other thread may begin a collective that the ranks wait for. Such a thread, which for
+        example reads batches and sends them, needs a process group made by the program.
         """
         has_company = self._look is not None and self._look[0].has_company
         if self._is_shared or (has_company and has_groups_of_program()):
@@ -193,6 +204,10 @@ class Watchdog(threading.Thread):
         return all(backend == "gloo" for _, _, backend in group_facts())
 
     def _follow(self, look: tuple[Look, Any], now: float, was_late: bool) -> None:
+        """Compare a new look with the last one; if the rank has moved, restart its clocks.
+
+        `was_late` is True if this process was not running for a while.
+        """
         before, self._look = self._look, look
         self._is_shared |= look[0].is_shared
         if was_late or before is None or (before[0].lines, before[1]) != (look[0].lines, look[1]):
@@ -207,7 +222,7 @@ class Watchdog(threading.Thread):
             self._store.add(self._job.key("waiting"), -1)
 
     def _says(self) -> dict[str, Any]:
-        """Return where this rank is, as JSON-serializable facts for the other ranks."""
+        """Return the report of where this rank is, as facts that JSON can express."""
         if self._look is None:
             self._look = self._look_here()
         look = self._look[0]
@@ -225,7 +240,10 @@ class Watchdog(threading.Thread):
     # The state of all ranks.
 
     def _look_around(self) -> None:
-        """Vote that no rank can go on, once all wait and nothing is under way between them."""
+        """Vote that no rank can go on, if all wait and no data is under way.
+
+        The rank that votes last ends the group.
+        """
         present = [r for r in range(self._job.size) if not self._has_left(r)]
         if self._store.add(self._job.key("waiting"), 0) < len(present):
             self._quiet = None
@@ -242,7 +260,7 @@ class Watchdog(threading.Thread):
         if looks < _QUIET_LOOKS or self._voted == moves:
             return
         self._voted = moves
-        # Votes are counted per number of moves, so they expire as soon as any rank goes on.
+        # The key contains the number of moves, so votes expire as soon as any rank moves on.
         name = self._job.key(f"votes/{moves}")
         self._store.set(f"{name}/{self._job.rank}", json.dumps(self._says()))
         if self._store.add(name, 1) == len(present):
@@ -256,20 +274,23 @@ class Watchdog(threading.Thread):
         return self._absent.get(rank, {}).get("kind") == "left"
 
     def _give_up(self, problem: Problem) -> None:
+        """End the group with this problem, or with that of a rank that has reported one before."""
         bury(self._job, self._store, claim(self._job, self._store, problem))
 
     # Events from other ranks.
 
     def _hear(self) -> None:
+        """Read and handle all new events in the store."""
         newest = self._store.add(self._job.lasting("events"), 0)
         while self._heard < newest:
             key = self._job.lasting(f"event/{self._heard + 1}")
             if not self._store.check([key]):
-                return  # It is still being written.
+                return  # The rank has taken this number but not written the event yet.
             self._heard += 1
             self._take(json.loads(self._store.get(key)))
 
     def _take(self, event: dict[str, Any]) -> None:
+        """Handle one event (`job.post`)."""
         kind, rank = event["kind"], event["rank"]
         if kind == "dead":
             self._stop_if_dead()
@@ -281,23 +302,27 @@ class Watchdog(threading.Thread):
             self._notices.take(event)
 
     def _stop_if_dead(self) -> None:
+        """End the group on this rank, too, if another rank has ended it."""
         key = self._job.key("verdict")
         if self._store.check([key]) and self._store.get(key).decode() == DEAD:
             bury(self._job, self._store, first_cause(self._job, self._store))
 
     def _judge_meetings(self) -> None:
-        """Give up if another rank waits for this one in vain, or if a needed rank has left."""
+        """End the group if this rank and a rank that waits or has left will certainly never meet.
+
+        Two looks in a row must find this.
+        """
         at = self._job.progress.meeting
         if at is None:
             self._met = ""
         elif at.key != self._met:
-            self._met = at.key  # Reported to the others if it still waits at the next look.
+            self._met = at.key  # Report it if this rank still waits at the next look.
         elif at.key != self._told:
             self._told = at.key
             post(self._job, self._store, "waits", says_of_meeting(self._job, at))
         found = None
         if at is not None and self._store.check([door(at.key)]):
-            return  # All have come; this rank goes on as soon as it wakes up.
+            return  # All ranks have arrived; this rank will wake up and go on.
         for rank, told in list(self._absent.items()):
             if told["kind"] == "waits" and self._store.check([door(str(told["meeting"]))]):
                 del self._absent[rank]
@@ -311,15 +336,18 @@ class Watchdog(threading.Thread):
     # Processes of other ranks on this machine.
 
     def has_died(self, rank: int) -> bool:
-        """Return True if a rank's process is known to have ended."""
+        """Return True if a rank's process is on this machine and has ended."""
         return rank in self._beside and self._beside.is_gone(rank)
 
     def is_store_silent(self) -> bool:
-        """Return True if the process serving the store is stopped, so that requests would hang."""
+        """Return True if the process that serves the store is stopped: requests would hang."""
         return self._server.is_stopped()
 
     def _watch_store(self) -> None:
-        """Give up if the store is silent, without a request to it, which would hang as well."""
+        """End the group if the process that serves the store is stopped, without asking the store.
+
+        Runs in a thread of its own, because a request to the store would hang.
+        """
         since = looked = time.monotonic()
         while not (self._ended.wait(self._interval_s) or self._job.cause or self._is_over()):
             now = time.monotonic()
@@ -330,11 +358,11 @@ class Watchdog(threading.Thread):
             elif now - since >= STOPPED_S and (self.is_asked or self._look_here()[0].needs_store):
                 told = self._stopped(0, self._server.process)
                 self._job.fix, self._job.cause = told.fix or "", told.what
-                # Close the connections to the store too, because this rank may be waiting in one.
+                # Close connections to the store, too, since the verbs' thread may be waiting there.
                 close_between_ranks(self._beside.tables() + self._server.table())
 
     def _look_beside(self, now: float) -> None:
-        """Give up if another rank is stopped or dead and nothing else would reveal it."""
+        """End the group if another rank's process is stopped, or ended without gloo noticing."""
         verb, at = self._job.progress.verb, self._job.progress.meeting
         is_still = now - self._steady_since >= STILL_S
         is_long = now - self._steady_since >= STOPPED_S
@@ -356,11 +384,13 @@ class Watchdog(threading.Thread):
                     return self._give_up(self._died(rank))
 
     def _died(self, rank: int) -> Problem:
+        """Return the problem of a rank whose process has ended while this rank waits for it."""
         where = self._job.progress.running or "a forward"
         what = f"rank {self._job.rank} waits in {where} for rank {rank}, which died or was killed"
         return Problem(what, fix=f"see the log of that rank; then {RESTART}")
 
     def _stopped(self, rank: int, process: int | None) -> Problem:
+        """Return the problem of a rank whose process is stopped while this rank waits for it."""
         own = self._says()
         where = own["running"] or own["waits"] or own["where"]
         return stopped(rank, process, self._job.rank, where)

@@ -312,6 +312,6 @@ def sparse(strategy: str) -> str:
 
 def test_sparse_gradients_are_refused_where_units_reduce_them(pool):
     for text in pool(2).run(sparse, "full_shard"):
-        assert "gives sparse gradients, and FSDP units reduce only dense ones" in text
+        assert "has sparse gradients, but FSDP units reduce only dense ones" in text
         assert "fix: build it with sparse=False, or use strategy: ddp" in text
     assert pool(2).run(sparse, "ddp") == ["", ""]
