@@ -35,8 +35,7 @@ from meshplan.errors import MeshplanError, Origin, Problem, SpecError
 from meshplan.garbage import leave_at_once
 from meshplan.render.base.text import PlainStream, envelope
 from meshplan.render.memory.estimate import estimate_to_json, estimate_to_text
-from meshplan.spec.recipes import find_plan
-from meshplan.spec.rules import as_code_name
+from meshplan.spec.recipes import as_code_name, find_plan
 from meshplan.spec.trust import ALLOW_CODE
 from meshplan.spec.values import did_you_mean
 from meshplan.textbook.inverse import STATES_ONLY

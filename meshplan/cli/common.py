@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from meshplan.api.source import Source, SourceArguments
 from meshplan.errors import Problem, SpecError
 from meshplan.render.base.text import wants_colour
-from meshplan.spec.recipes import plans_in
-from meshplan.spec.rules import as_code_name
+from meshplan.spec.recipes import as_code_name, plans_in
 
 YES, NO, COULD_NOT = 0, 1, 2
 _MOST_PLANS = 8
@@ -80,7 +79,7 @@ def plan_file(args: argparse.Namespace) -> str:
     found = plans_in(folder)
     if len(found) != 1:
         where = "the working directory" if args.file is None else f"the directory {args.file}"
-        what, fix = f"no plan file is given, and {where} has none", "add -f plan.yaml"
+        what, fix = f"no plan file is given, and {where} has no plan", "add -f plan.yaml"
         if found:
             what = f"no plan file is given, and {where} has {len(found)}"
             fix = "add one of " + ", ".join(f"-f {path}" for path in found[:_MOST_PLANS])

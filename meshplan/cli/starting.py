@@ -13,7 +13,6 @@ from meshplan.errors import Origin, Problem, SpecError
 from meshplan.files import check_writable, write_bytes
 from meshplan.layout.hardware import devices
 from meshplan.render.base.text import envelope
-from meshplan.render.plans.hardware import gpus_to_json, gpus_to_text
 
 _PLAN: Final = "plan.yaml"
 
@@ -42,7 +41,7 @@ def _init(args: argparse.Namespace) -> int:
         gpus_per_node=args.gpus_per_node, folder=Path(out).parent,
     )  # fmt: skip
     content = starter_to_text(found)
-    write_bytes(out, content.encode(), "the plan")
+    write_plan(out, content)
     if args.model is not None:  # The user has just named this code to be run.
         trust.trust(load_spec(out).origins[""])
     if args.json:
@@ -53,7 +52,18 @@ def _init(args: argparse.Namespace) -> int:
     return YES
 
 
+def write_plan(path: str | os.PathLike[str], content: str) -> None:
+    """Write the content of a new plan to a file.
+
+    Raises:
+        SpecError: The file cannot be written.
+    """
+    write_bytes(path, content.encode(), "the plan")
+
+
 def _gpus(args: argparse.Namespace) -> int:
+    from meshplan.render.plans.hardware import gpus_to_json, gpus_to_text
+
     if args.json:
         answer(args, envelope("gpus/1", gpus_to_json(devices())))
     else:

@@ -2,17 +2,17 @@
 
 Communication and computation overlap as in meshplan's own runtime:
 
-- A unit's parameters are gathered while the unit before it computes, and its gradients are reduced
-  while the one after it, in the order of backward, computes. What lies in no block belongs to the
-  root unit, whose communication nothing hides. Hidden communication slows the computation that
-  hides it by `Profile.contention` of the communication's time.
-- In mode "shard" gradients are reduced after every microbatch, and across replicas after the last
-  one. "ddp" and "zero1" reduce after the last one only. `wrappers.fsdp.gathers_of_block` counts the
-  gathers: parameters that are resharded after forward are gathered for every forward and every
-  backward, others for the first forward of a step.
-- With a split backward (zero bubble), gradients are reduced after the last backward, and nothing is
-  left to hide that. Each half takes half as long.
-- Computation waits for tp's communication, and for what cp gathers: nothing hides them.
+- A unit's parameters are gathered while the previous unit computes. Its gradients are reduced while
+  the next unit in the order of backward computes. Modules outside the blocks belong to the root
+  unit, whose communication nothing hides. Hidden communication slows the computation that hides it
+  by `Profile.contention` times the time of the communication.
+- In mode "shard", gradients are reduce-scattered after every microbatch, and all-reduced across
+  replicas after the last one. "ddp" and "zero1" reduce after the last microbatch only.
+- `wrappers.fsdp.gathers_of_block` counts the gathers: parameters that are resharded after forward
+  are gathered for every forward and every backward, others only for the first forward of a step.
+- With a split backward (zero bubble), gradients are reduced after the last backward, when no
+  computation is left to hide the reduction. Each half of a backward takes half as long.
+- Nothing hides the communication of tp and cp: computation waits for it.
 
 Source: `runtime.apply.data.data.set_gradient_sync`, `traffic.units` and `traffic.data`, which count
 the same collectives; Zhao et al. 2023 (PyTorch FSDP), section 3.3, for what overlaps.

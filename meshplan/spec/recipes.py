@@ -76,6 +76,18 @@ def find_plan(text: str | os.PathLike[str]) -> Path:
         raise SpecError(Problem(problem.what, Origin("--plan"), problem.fix)) from None
 
 
+def as_code_name(text: str) -> str:
+    """Return "pkg.mod:name" for a function that is named by its file, "pkg/mod.py:name".
+
+    >>> as_code_name("models/net.py:build"), as_code_name("models.net:build")
+    ('models.net:build', 'models.net:build')
+    """
+    file, colon, name = text.partition(":")
+    if not file.endswith(".py") or os.path.isabs(file):
+        return text
+    return os.path.normpath(file).removesuffix(".py").replace(os.sep, ".") + colon + name
+
+
 def _folder() -> Path:
     package = Path(__file__).resolve().parent.parent
     inside = package / "plans"

@@ -6,7 +6,6 @@ checked in `assign`.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from typing import Any, Final
@@ -20,6 +19,7 @@ from meshplan.layout.styles import (
     parse_placement,
 )
 from meshplan.spec.match import PatternError, compile_selector
+from meshplan.spec.recipes import as_code_name
 from meshplan.spec.spec import (
     AUTO,
     DTYPE_WORDS,
@@ -86,18 +86,6 @@ def code_name(value: PlanValue, found: Findings) -> str | None:
         return None
     code: str | None = _CODE(value, found)
     return code
-
-
-def as_code_name(text: str) -> str:
-    """Return "pkg.mod:name" for a function that is named by its file, "pkg/mod.py:name".
-
-    >>> as_code_name("models/net.py:build"), as_code_name("models.net:build")
-    ('models.net:build', 'models.net:build')
-    """
-    file, colon, name = text.partition(":")
-    if not file.endswith(".py") or os.path.isabs(file):
-        return text
-    return os.path.normpath(file).removesuffix(".py").replace(os.sep, ".") + colon + name
 
 
 axis_list: Final = f"the axes are {', '.join(AXES)}"

@@ -82,7 +82,10 @@ def test_json_of_a_broken_file(tmp_path, capsys):
 
 def test_no_file(capsys):
     assert main(["check"]) == 2
-    expected = "meshplan: 1 problem\nno plan file is given\n    fix: add -f plan.yaml\n"
+    expected = (
+        "meshplan: 1 problem\nno plan file is given, and the working directory has no plan\n"
+        "    fix: add -f plan.yaml, or write a first plan with meshplan init\n"
+    )
     assert capsys.readouterr() == ("", expected)
 
 

@@ -95,6 +95,8 @@ QUICK = "import meshplan.runtime.calibrate as it; it.ROUNDS = 1; "
 NOISY = "import meshplan.cost.calibration as it; it._WORST_SPREAD = it._WORST_LAW = 1e9; "
 SMALL = "--set batch.global=2 --set batch.seq_len=16"
 WORDS = {
+    "init": "--config {config} --gpu h100-sxm-80gb --gpus-per-node 8 -o {folder}/new.yaml",
+    "gpus": "", "schema": "", "completion": "bash",
     "estimate": "-f {plan}", "check": "-f {plan}", "plan": "-f {plan} --profile {profile}",
     "explain": "why mesh.dp_shard -f {plan}", "diff": "{plan} {lock}",
     "calibrate": "--out {folder}/mine.json", "show": "-f {plan}",
@@ -173,7 +175,7 @@ def watched(tmp_path: Path, verb: str, words: list[str]) -> list[list[Any]]:
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode in (0, 1), done.stderr
-    return [json.loads(line) for line in log.read_text().splitlines()]
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
 NAMED = """
@@ -190,6 +192,7 @@ def change(module):
 """
 RULES = 'rules: [{match: "**", apply: "evil_code:change"}]\n'
 CODE_WORDS = {
+    "init": "-o new.yaml", "gpus": "", "schema": "", "completion": "fish",
     "estimate": "-f plan.yaml", "check": "-f plan.yaml", "plan": "-f plan.yaml --dry-run",
     "explain": "memory -f plan.yaml", "diff": "plan.yaml plan.yaml",
     "calibrate": "-f plan.yaml --out mine.json", "show": "-f plan.yaml",
