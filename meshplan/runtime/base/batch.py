@@ -11,12 +11,12 @@ from meshplan.errors import ApplyError, Problem
 
 
 def chunked(value: Any, count: int) -> list[Any]:
-    """Split `value` into `count` equal microbatches."""
+    """Split a batch into `count` equal microbatches along dim 0."""
     return [microbatch(value, count, number) for number in range(count)]
 
 
 def microbatch(value: Any, count: int, number: int = 0) -> Any:
-    """Return microbatch `number` of the `count` equal microbatches of `value`."""
+    """Return microbatch `number`, from 0, of the `count` equal microbatches of a batch."""
     if count == 1:
         return value
     return mapped(value, lambda tensor: part_of(tensor, count, number, "microbatches"))
@@ -26,7 +26,8 @@ def taken_together(value: Any, ranks: int, count: int) -> list[Any]:
     """Split a global batch into the `count` microbatches that its data ranks process together.
 
     Each rank takes an equal part of the batch and splits that part into microbatches. Microbatch i
-    consists of microbatch i of every rank, so its samples are not those of `chunked(value, count)`.
+    consists of microbatch i of every rank, so its samples are not those of
+    `chunked(value, count)[i]`.
 
     Args:
         value: The global batch, any pytree of tensors.

@@ -33,7 +33,11 @@ SAMPLER: Final = (
 
 
 def open_groups(plan: Plan, mesh: DeviceMesh) -> None:
-    """Create the process group in which a step makes its comparisons, before any rank can fail."""
+    """Create the process group of the data axes and cp before the first step.
+
+    Steps average losses and compare ranks in this group. Every rank must take part in its creation,
+    which in a step would wait for a rank that failed.
+    """
     if plan.mesh.size(*GRADIENT_AXES) > 1:
         submesh(mesh, GRADIENT_AXES, flat=True)
 
@@ -46,8 +50,10 @@ def _peer_axes(plan: Plan) -> tuple[str, ...]:
 def check_batches_agree(batch: Any, plan: Plan, mesh: DeviceMesh, step: int = 1) -> None:
     """Check that all ranks of a replica have the same batch, or parts of the same batch along cp.
 
-    One number is compared per step and axis that is not a data axis. It covers the shapes and a
-    sample of the elements; in steps 1, 2, 4, 8, ... it covers all elements.
+    Each step compares one number along every axis that is not a data axis. The number covers the
+    shapes and a sample of the elements; in steps 1, 2, 4, 8, ... it covers all elements. Ranks
+    along cp have different elements, so there it covers the shapes and the global batch from which
+    `local_batch` cut the parts.
 
     Args:
         batch: Inputs and targets of this rank.
@@ -73,12 +79,13 @@ def check_batches_agree(batch: Any, plan: Plan, mesh: DeviceMesh, step: int = 1)
         both = torch.tensor([number + here, -number - here], device=device())
         if there is not None:
             both += torch.cat((there, -there))
-        # The maxima of x and of -x are each other's negative exactly if all ranks have the same x.
+        # Over ranks, max(x) == -max(-x) exactly if all ranks have the same x.
         reduce_along(both, mesh, alike, dist.ReduceOp.MAX)
         high, low = both.tolist()
         del both
     if len(alike) < len(axes):
-        # Report a difference found above along cp too: [1, 1] never looks like equal numbers.
+        # If the axes above found a difference, the ranks along cp must see it too. Two maxima of
+        # at least 1 are never each other's negative, so [1, 1] counts as a difference.
         common = number + marks(batch) + 2
         told = [common, -common] if high == -low else [1, 1]
         both = torch.tensor(told, device=device())
@@ -89,7 +96,10 @@ def check_batches_agree(batch: Any, plan: Plan, mesh: DeviceMesh, step: int = 1)
 
 
 def _explain(batch: Any, words: str, axes: tuple[str, ...], mesh: DeviceMesh) -> None:
-    """Raise an error that names what differs within a replica, unless it is only rounding."""
+    """Raise an ApplyError that names two ranks of a replica and what differs between their batches.
+
+    Return if floating-point values differ only by rounding.
+    """
     names = ("inputs", "targets")
     parts = zip(names, batch, strict=True) if isinstance(batch, tuple) and len(batch) == 2 else ()
     found = [
@@ -104,7 +114,8 @@ def _explain(batch: Any, words: str, axes: tuple[str, ...], mesh: DeviceMesh) ->
         raise ApplyError(_differ([(rank, text) for rank, text, _, _ in every], where))
     if "cp" in axes:
         size = mesh["cp"].size()
-        # Ranks at one place along cp have the same part of the sequence; the parts differ.
+        # Only ranks with the same coordinate along cp have the same part of the sequence, so only
+        # their elements are compared with each other.
         place = {rank: mesh_place(mesh, rank, "cp") for rank, *_ in every}
         groups = [[each for each in every if place[each[0]] == at] for at in range(size)]
     else:
@@ -128,9 +139,10 @@ def mesh_place(mesh: DeviceMesh, rank: int, axis: str) -> int:
 
 
 def _few(tensor: torch.Tensor) -> list[float] | None:
-    """Return about 256 elements of a floating-point tensor, or None for another dtype.
+    """Return about 256 evenly spread elements of a floating-point tensor; None for another dtype.
 
-    Ranks may have computed such a tensor separately, so it may differ by rounding.
+    Ranks may have computed a floating-point tensor separately, so that its values differ by
+    rounding. `_is_rounding` compares these elements to tell.
     """
     if not tensor.is_floating_point():
         return None
@@ -162,19 +174,19 @@ def mean_over_ranks(
     mesh: DeviceMesh,
     count: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, float | None]:
-    """Return the mean of the losses of all ranks that have different tokens.
+    """Return the mean of the loss over all ranks with different tokens, along the data axes and cp.
 
     Args:
         mean: This rank's mean loss, a scalar tensor.
-        batch: This rank's batch, to compare the numbers of samples.
+        batch: This rank's batch. Its number of samples is compared with that of the other ranks.
         count: Number of elements that this rank's loss sums over; None if the loss function does
             not report it.
 
     Returns:
-        The mean over ranks, and the sum of the counts (None without `count`).
+        The mean over ranks, and the sum of the counts over ranks (None without `count`).
 
     Raises:
-        ApplyError: The data ranks have different numbers of samples. It is raised on all of them.
+        ApplyError: Ranks have different numbers of samples. The error is raised on all of them.
     """
     ranks = plan.mesh.size(*GRADIENT_AXES)
     if ranks == 1:
@@ -188,7 +200,8 @@ def mean_over_ranks(
         sums[3] = count
     dist.all_reduce(sums, group=group)
     _, number, squares, *counts = numbers(sums, [each * ranks for each in told])
-    # n ranks have equal numbers exactly if n * sum(x^2) == sum(x)^2: whole numbers, so no rounding.
+    # n ranks have the same x exactly if n * sum(x^2) == sum(x)^2. These are integers in float64,
+    # so the comparison is exact.
     if ranks * squares != number**2:
         every: list[Any] = [None] * ranks
         dist.all_gather_object(every, (dist.get_rank(), f"{samples} samples"), group=group)
@@ -197,7 +210,12 @@ def mean_over_ranks(
 
 
 def _differ(every: Sequence[tuple[int, str]], where: str) -> Problem:
-    """Return a problem that names two ranks whose batches have different shapes or sizes."""
+    """Return a problem that names two ranks whose batches have different shapes or sizes.
+
+    Args:
+        every: (rank, description of its batch) of each compared rank; two descriptions differ.
+        where: Names the compared ranks, such as "along tp"; follows the words "the ranks".
+    """
     rank, words = every[0]
     other, others = next(each for each in every if each[1] != words)
     return Problem(
@@ -219,7 +237,10 @@ def _shapes(value: Any) -> str:
 
 
 def num_samples(value: Any) -> int:
-    """Return the samples of a batch: the size of dim 0 of the first tensor that has dims."""
+    """Return the number of samples in a batch: the size of dim 0 of the first tensor with dims.
+
+    Return 0 if the batch has no such tensor.
+    """
     if isinstance(value, torch.Tensor):
         return value.shape[0] if value.ndim else 0
     items = value.values() if isinstance(value, Mapping) else value

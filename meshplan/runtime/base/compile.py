@@ -11,9 +11,10 @@ from meshplan.runtime.base.fake_mode import is_fake_execution
 def compiles(model: nn.Module, plan: Plan) -> bool:
     """Return True if modules are compiled, by the plan or by the user before `parallelize`.
 
-    Callers leave out hooks that read values in that case, because these would be compiled too.
+    Callers then register no hooks that read values, because the hooks would be compiled too.
 
-    Assumes: module calls are not intercepted yet.
+    Assumes: `torch_private.private` has not intercepted module calls yet, because it sets
+    `_compiled_call_impl` as well.
     """
     # `module.compile()` sets `_compiled_call_impl`; `torch.compile(module)` wraps in `_orig_mod`.
     return plan.spec.compile or any(
@@ -23,10 +24,10 @@ def compiles(model: nn.Module, plan: Plan) -> bool:
 
 
 def apply_compile(model: nn.Module, plan: Plan) -> None:
-    """Compile the modules that the plan names, in place; names and state dict do not change.
+    """Call `compile()` on each module that the plan names; fqns and state dict do not change.
 
-    Compilation itself happens when a module first runs, and again for new shapes. In a fake step
-    nothing is compiled, so that the tracer sees the operators of the eager code.
+    torch compiles when a module first runs, and again for new shapes. In a fake step nothing is
+    compiled, so that the tracer sees the operators of the eager code.
     """
     if is_fake_execution():
         return

@@ -11,25 +11,26 @@ from torch.distributed.tensor import DTensor
 from meshplan.runtime.base.pytree import tensors_in
 
 _SAMPLED: Final = 1024
-"""Elements of a tensor that are read in every step."""
+"""About how many elements of a tensor `digest` reads if `is_whole` is False."""
 _PIECE: Final = 1 << 22
-"""Bytes of a tensor on a device that are added up at a time."""
+"""Bytes that `_added_up` processes at a time, to bound its temporary int64 tensors."""
 _SUMMED: Final = 1 << 18
-"""Elements that a checksum processes at a time: 2 MiB of int64 on top of a forward's memory."""
+"""Elements that `checksum` processes at a time: as int64 they take 2 MiB of device memory."""
 _MARK: Final = "meshplan_whole"
-"""Attribute on a rank's part that identifies the global batch it was cut from, 0 if unknown."""
+"""Name of the attribute that `local_batch` sets on a tensor it cuts: a number that identifies the
+global batch, 0 if unknown."""
 
 
 def digest(batch: Any, *, is_whole: bool) -> tuple[int, torch.Tensor | None]:
-    """Return a number for the contents of a batch.
+    """Return two numbers that depend on the contents of a batch.
 
     Args:
         batch: Any pytree of tensors.
-        is_whole: If True, every element counts; else some, evenly spread over each tensor.
+        is_whole: If True, every element counts; else about 1024, evenly spread over each tensor.
 
     Returns:
-        A CRC of the tensors on the CPU, and a scalar int64 tensor for those on a device (None if
-        there are none), which stays on the device.
+        A CRC of the tensors on the CPU, and a checksum of those on an accelerator: a scalar int64
+        tensor that stays there, so that nothing waits for the device; None without such tensors.
     """
     here, there = 0, None
     for _, tensor in tensors_in(batch):
@@ -45,7 +46,13 @@ def digest(batch: Any, *, is_whole: bool) -> tuple[int, torch.Tensor | None]:
 
 
 def elements(tensor: torch.Tensor, *, is_whole: bool) -> torch.Tensor | None:
-    """Return the bytes of a tensor, in order; None if it is not strided, is nested or on meta."""
+    """Return the bytes of a tensor's elements, in order; None for a tensor without readable bytes.
+
+    Such a tensor is not strided, is nested, or is on the meta device. With `is_whole` False, about
+    1024 evenly spread elements are read in place of all.
+
+    Shape: (bytes,), uint8
+    """
     own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if own.layout != torch.strided or own.is_nested or own.is_meta:
         return None
@@ -68,7 +75,12 @@ def _added_up(data: torch.Tensor) -> torch.Tensor:
 
 
 def mark(part: torch.Tensor, whole: int | None) -> torch.Tensor:
-    """Mark a tensor as a part of a global batch; `whole` identifies the batch, None if unknown."""
+    """Mark a tensor as a part of a global batch, and return it.
+
+    Args:
+        part: The tensor that was cut from the global batch.
+        whole: Number that identifies the global batch; None if unknown.
+    """
     setattr(part, _MARK, whole or 0)
     return part
 
@@ -79,16 +91,16 @@ def is_marked(batch: Any) -> bool:
 
 
 def marks(batch: Any) -> int:
-    """Return a number for the global batches that the tensors of this batch were cut from."""
+    """Return a number that identifies the global batches from which the tensors were cut."""
     told = [getattr(tensor, _MARK, 0) for _, tensor in tensors_in(batch)]
     return zlib.crc32(repr(told).encode())
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Return a sum of the tensor's bits, weighted by position so that a permutation shows.
+    """Return a checksum of the tensor's bits, which depends on the order of the elements.
 
-    The sum runs over segments, because a large embedding does not fit in memory a second time
-    as int64.
+    It is computed in segments, because the memory may not suffice for an int64 copy of a large
+    embedding.
     """
     bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if bits.numel() % 4 == 0:

@@ -1,8 +1,8 @@
-"""Steps on fake tensors: answers for code that reads the values of a tensor.
+"""The flag that a step runs on fake tensors, and stand-ins for the values that fake tensors lack.
 
-A memory trace runs the code of a real training step on fake tensors, in a process that stands for
-one rank of many. Where that code reads values or asks other ranks, it is given the answer it would
-get if the other ranks were equal to this one.
+A memory trace runs the code of a real training step on fake tensors, in one process that simulates
+one rank of many. Code that reads values or communicates asks `is_fake_execution`, and continues
+with the values it would get if all ranks had the same data as this one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _PRETENDING: Final[ContextVar[bool]] = ContextVar("pretending", default=False)
 INSTEAD_OF_WRAPPING: Final[ContextVar[Callable[[nn.Module], None] | None]] = ContextVar(
     "instead_of_wrapping", default=None
 )
-"""Called with each module instead of applying the data axes to it; None to apply them."""
+"""A function that is called with each module in place of wrapping it in FSDP2 or DDP; None to wrap
+it."""
 
 
 def is_fake_execution() -> bool:
@@ -31,7 +32,7 @@ def is_fake_execution() -> bool:
 
 @contextmanager
 def fake_execution() -> Iterator[None]:
-    """Make `numbers` return its fallback inside the `with` block, because tensors are fake."""
+    """Make `is_fake_execution` return True inside the `with` block."""
     token = _PRETENDING.set(True)
     try:
         yield
@@ -40,5 +41,5 @@ def fake_execution() -> Iterator[None]:
 
 
 def numbers(tensor: torch.Tensor, otherwise: _T) -> _T:
-    """Return `tensor.tolist()`, or `otherwise` in a fake step."""
+    """Return `tensor.tolist()`, or `otherwise` in a fake step, where the tensor has no values."""
     return otherwise if _PRETENDING.get() else tensor.tolist()

@@ -1,7 +1,7 @@
 """Blocks whose `forward` is called by name: `layer.forward(x)` in place of `layer(x)`.
 
 Such a call bypasses every hook, including those that gather the parameters of a unit, recompute
-its activations or move its inputs. It is turned into a call of the module itself.
+its activations or move its inputs. `route_direct_calls` makes it a call of the module itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _AS_WRITTEN: Final[ContextVar[bool]] = ContextVar("as_written", default=False)
 
 @contextmanager
 def as_written() -> Iterator[None]:
-    """Let `forward(...)` run without hooks, for code that has gathered the parameters itself."""
+    """Let `forward(...)` bypass the hooks inside the `with` block, undoing `route_direct_calls`.
+
+    For code that has gathered the parameters itself.
+    """
     token = _AS_WRITTEN.set(True)
     try:
         yield
@@ -30,12 +33,12 @@ def as_written() -> Iterator[None]:
 
 
 def routable_units(model: nn.Module, plan: Plan) -> list[nn.Module]:
-    """Return the units of sharding whose `forward(...)` may be turned into a call of the module.
+    """Return the FSDP units whose `forward(...)` may be turned into a call of the module.
 
-    Units with hooks of the user are left out: a caller of `forward` may want to bypass those.
-    Compiled units are left out as well, because their calls are already traced.
+    Units on which the user registered hooks are left out: a caller of `forward` may want to bypass
+    these hooks. No unit is returned if the plan compiles, because `torch.compile` traces the calls.
 
-    Assumes: nothing is applied yet, so that every hook is the user's.
+    Assumes: the plan is not applied yet, so that every hook is the user's.
     """
     if plan.spec.compile:
         return []
@@ -44,13 +47,13 @@ def routable_units(model: nn.Module, plan: Plan) -> list[nn.Module]:
 
 
 def route_direct_calls(units: Iterable[nn.Module]) -> None:
-    """Make `unit.forward(...)` do what `unit(...)` does, in place."""
+    """Replace each unit's `forward` so that `unit.forward(...)` runs `unit(...)` with its hooks."""
     for unit in units:
         _route(unit)
 
 
 def _route(module: nn.Module) -> None:
-    is_called = False  # True if the next call of `forward` has gone through the hooks.
+    is_called = False  # True between the pre-hook of `module(...)` and the `forward` that it runs.
 
     def note_call(*_: Any) -> None:
         nonlocal is_called

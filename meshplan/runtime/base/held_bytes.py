@@ -13,7 +13,9 @@ from meshplan.runtime.base.mesh import local_of
 
 
 def live_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:
-    """Return the bytes of state on this rank, comparable with `memory.state_bytes` before a step.
+    """Return the bytes of state on this rank, to compare with `memory.state_bytes`.
+
+    Call it between steps, when no unit is gathered.
 
     A storage shared by several tensors, such as the shards of one reduced gradient, counts once,
     in the first category that contains it.

@@ -1,7 +1,8 @@
-"""Copies between device memory and host memory, with a mark for which side a copy is made on.
+"""Copies between device memory and host memory, each marked with the memory it is made in.
 
-On a machine without an accelerator both are the same memory, but the copies are real: a step makes
-and frees the same tensors as on a GPU. The memory tracker counts the two sides by the mark.
+On a machine without an accelerator both memories are the same, but the copies are still made, so
+that a step makes and frees the same tensors as on a GPU. The memory tracker reads the marks to
+count device memory and host memory separately.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ class MemorySide(Enum):
 
 
 CROSSING: ContextVar[MemorySide | None] = ContextVar("crossing", default=None)
-"""The side that a copy is being made on; None while no copy is being made."""
+"""The memory in which a copy is being made at the moment; None while no copy is being made."""
 
 
 @contextmanager
 def crossing_to(side: MemorySide) -> Iterator[None]:
-    """Mark the tensors made inside the `with` block as copies on this side."""
+    """Mark the tensors made inside the `with` block as copies in the memory `side`."""
     token = CROSSING.set(side)
     try:
         yield
@@ -40,8 +41,8 @@ def crossing_to(side: MemorySide) -> Iterator[None]:
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy in host memory, pinned if the device has separate memory.
 
-    The call waits for the copy to finish, as `save_on_cpu` does, so that the tensor can be freed
-    at once.
+    The call waits for the copy to finish, as `torch.autograd.graph.save_on_cpu` does, so that the
+    caller may free `tensor` at once.
     """
     is_apart = device().type != "cpu"
     with crossing_to(MemorySide.HOST), torch.no_grad():

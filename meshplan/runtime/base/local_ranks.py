@@ -1,8 +1,8 @@
-"""Ranks on this machine: real processes that communicate over gloo, watched until the last ends.
+"""Ranks on this machine: real processes that communicate over gloo, as under torchrun on CPUs.
 
-A small torchrun for CPUs. Processes are forked from one that has imported torch, so that eight of
-them start in tenths of a second. No process outlives the run: if a rank raises, dies or falls
-silent, all of them are ended, and likewise on Ctrl-C here and when this process dies.
+The processes are forked from a server process that has imported torch, so that eight of them start
+in tenths of a second. No process outlives the run: all are killed when a rank raises or dies, when
+no rank sends anything for two minutes, on Ctrl-C, and when this process dies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from meshplan.errors import ApplyError, MeshplanError, Problem
 SILENCE_S: Final = 120.0
 """Seconds without a message from any rank before all ranks are ended."""
 _GRACE_S: Final = 1.0
-"""Seconds that other ranks may still report after the first failure, which may not be the cause."""
+"""Seconds in which other ranks may still report after a failure: theirs may be the cause of it."""
 
 _PRELOAD: Final = (
     "torch.distributed.tensor.parallel",
@@ -51,10 +51,14 @@ class _Rank:
 
 
 def prepare() -> None:
-    """Start importing torch in the background. Optional: it only saves time."""
-    resource_tracker.ensure_running()  # Started later, it would unblock the signal blocked below.
-    # The fork server inherits the block, so Ctrl-C cannot interrupt it halfway through its imports.
-    # In this process a Ctrl-C stays pending until the mask is restored.
+    """Start the process that ranks are forked from, which imports torch in the background.
+
+    `run_ranks` does this itself; an earlier call only saves time.
+    """
+    # Starting the resource tracker unblocks SIGINT, so it must start before the signal is blocked.
+    resource_tracker.ensure_running()
+    # The fork server inherits the blocked signal, so Ctrl-C cannot interrupt its imports halfway.
+    # In this process a Ctrl-C stays pending until the signal mask is restored.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         multiprocessing.get_context("forkserver").set_forkserver_preload(list(_PRELOAD))
@@ -82,8 +86,8 @@ def run_ranks(
         ApplyError: A rank raised or died, or no rank sent anything for `SILENCE_S` seconds.
     """
     prepare()
-    # This process serves the rendezvous, so no free port has to be guessed and the store survives
-    # the death of any rank.
+    # This process serves the store of the rendezvous: port 0 lets the system choose a free port,
+    # and the store survives the death of any rank.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
     ranks: list[_Rank] = []
@@ -134,7 +138,8 @@ def _listen(ranks: list[_Rank]) -> Iterator[tuple[int, Any]]:
         if failures:
             deadline = min(deadline, time.monotonic() + _GRACE_S)
     if failures:
-        # When a rank dies, the collectives of the others raise, so the death is the cause.
+        # The death of a rank makes the collectives of the others raise, so a death is reported
+        # rather than an error, and else the failure of the lowest rank.
         raise ApplyError(
             min(failures.items(), key=lambda item: ("died" not in item[1].what, item[0]))[1]
         )
@@ -152,7 +157,7 @@ def _problem(rank: int, kind: str, value: Any) -> Problem:
 
 
 def _environment(rank: int, world: int, per_node: int, port: int) -> dict[str, str]:
-    """Return the variables torchrun would set for this rank, and those that make it use the CPU."""
+    """Return the environment variables of a rank: torchrun's, and those that select the CPU."""
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
     return {
         "RANK": str(rank),
@@ -174,7 +179,7 @@ def _work(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    """Run one rank: the main function of its process."""
+    """Run one rank and send its values or error to the parent; the main function of its process."""
     begin_child()
     os.environ.update(environment)
     torch.set_num_threads(1)
@@ -202,12 +207,12 @@ def _join() -> None:
 
 
 def begin_child() -> None:
-    """Set up a child process: it ends with its parent, ignores Ctrl-C and prints to stderr.
+    """Make this child process end with its parent, ignore Ctrl-C and print to stderr.
 
-    A model's output goes to stderr, because stdout is reserved for the answer of the parent.
+    What a model prints goes to stderr, because stdout is reserved for the parent's results.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(OSError):  # There may be no stderr.
+    with contextlib.suppress(OSError):  # The parent may have closed stderr.
         os.dup2(2, 1)
     threading.Thread(target=_die_with_parent, daemon=True).start()
 

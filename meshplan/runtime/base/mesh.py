@@ -1,7 +1,8 @@
-"""Devices, process group and DeviceMesh; layouts as DTensor placements.
+"""This rank's device, process group and DeviceMesh, and the DTensor placements of layouts.
 
-Layouts are translated to placements in this module only. Private names of DeviceMesh are wrapped in
-functions here, each with its reason; all other private names of torch are in `torch_private`.
+Only this module translates layouts to placements. It also wraps the private names of DeviceMesh and
+DTensor placements in functions, each with its reason; all other private names of torch are in
+`runtime/torch_private`.
 """
 
 from __future__ import annotations
@@ -24,21 +25,22 @@ from meshplan.layout.layout import Layout
 from meshplan.layout.mesh import Mesh
 
 JOIN_TIMEOUT = timedelta(minutes=5)
-"""Timeout of a process group that meshplan makes: far above any step, far below torch's half
-hour."""
+"""Timeout of a process group that meshplan makes: far longer than any step, and shorter than
+torch's defaults, 10 minutes for NCCL and 30 for gloo."""
 
 _JOINT = "+"
-"""Joins the names of axes that are flattened into one dim of a DeviceMesh."""
+"""Separates axis names in the name of a DeviceMesh dim that flattens several axes."""
 
 _meshes: dict[tuple[str, Mesh], tuple[object, DeviceMesh, DeviceMesh]] = {}
-
+"""The cache of `device_mesh`: (device type, mesh) -> (the world process group it was made in, the
+DeviceMesh, the same ranks with borrowed axes as made by `_split`)."""
 
 _IMAGINED: Final[ContextVar[bool]] = ContextVar("imagined", default=False)
 
 
 @contextmanager
 def on_fake_devices() -> Iterator[None]:
-    """Make the device the CPU inside the `with` block, on any machine, as fake tensors need it."""
+    """Make `device_type` return "cpu" inside the `with` block: fake steps run on CPU tensors."""
     token = _IMAGINED.set(True)
     try:
         yield
@@ -49,7 +51,8 @@ def on_fake_devices() -> Iterator[None]:
 def device_type() -> str:
     """Return the type of device to run on: torch's accelerator if there is one, else "cpu".
 
-    The only place that decides this. If the caller's process group uses gloo, it is the CPU.
+    The type is "cpu" too if the default process group uses gloo, and inside `on_fake_devices`. All
+    of meshplan asks this function, so that no two parts decide differently.
     """
     if _IMAGINED.get() or (dist.is_initialized() and dist.get_backend() == "gloo"):
         return "cpu"
@@ -69,7 +72,10 @@ def device() -> torch.device:
 
 
 def ensure_process_group() -> None:
-    """Join torchrun's group, or make a group of one rank; a caller's group is left as it is."""
+    """Initialise torch.distributed, unless the caller has done so.
+
+    The process group is torchrun's under torchrun, else a group of this one process.
+    """
     if dist.is_initialized():
         return
     kind = device_type()
@@ -86,12 +92,12 @@ def ensure_process_group() -> None:
 def _leave() -> None:
     """Destroy the group that `ensure_process_group` made, before the interpreter exits.
 
-    Otherwise gloo's threads run into the destructors of static objects, and some runs end in
-    "terminate called without an active exception".
+    Otherwise gloo's threads are still running while static C++ objects are destroyed, and some runs
+    end in "terminate called without an active exception".
     """
     _meshes.clear()
-    gc.unfreeze()  # `leave_at_once` may have frozen the objects.
-    gc.collect()  # Wrapped models are reference cycles, and they reference process groups.
+    gc.unfreeze()  # `leave_at_once` may have called `gc.freeze`.
+    gc.collect()  # Wrapped models are reference cycles that keep their process groups alive.
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -103,10 +109,11 @@ def ranks_per_node() -> int | None:
 
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:
-    """Return the DeviceMesh of a mesh: one object per process group, mesh and type of device.
+    """Return the DeviceMesh for a mesh; equal meshes share one DeviceMesh.
 
-    DTensor caches by mesh equality, so a second, equal mesh could be served the process groups of
-    an older one (see huggingface/transformers#48383).
+    A new DeviceMesh is made only for another mesh, device type or world process group. DTensor's
+    caches compare DeviceMeshes by equality, so an operation on a second, equal DeviceMesh could use
+    the process groups of an older one (see huggingface/transformers#48383).
     """
     kind = device_type()
     key = (kind, mesh)
@@ -119,50 +126,60 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
 
 
 def _split(made: DeviceMesh, mesh: Mesh) -> DeviceMesh:
-    """Return a mesh of the same ranks with the borrowed axes in place of those that lend.
+    """Return a DeviceMesh of the same ranks in which each lending axis is split in two.
 
-    Uses a private method until `DeviceMesh.unflatten` is public. FSDP2 joins the mesh it shards
-    over with the one that ep sharded before, so both must be slices of one mesh.
+    The two are the borrowed axis and the rest of the lender: `ep` and `loan.rest` in place of
+    `dp_shard`, for example. This uses a private method until `DeviceMesh.unflatten` is public. The
+    result must be derived from `made`, because FSDP2 joins the mesh that it shards over with the
+    mesh over which ep has sharded the parameter, and torch can only join slices of one mesh.
     """
     for loan in mesh.loans:
         sizes = mesh.size(loan.rest), loan.size
         names = made.mesh_dim_names or ()
-        # By index, because torch 2.11 has its check of the name inverted.
+        # The dim is given by index: the check of a dim's name in torch 2.11 is inverted.
         made = made._unflatten(names.index(loan.within), sizes, (loan.rest, loan.name))
     return made
 
 
 def submesh(whole: DeviceMesh, axes: Sequence[str], *, flat: bool = False) -> DeviceMesh:
-    """Return the slice of the mesh along `axes`, in mesh order; `flat` joins them into one dim."""
+    """Return the slice of `whole` along `axes`, which may include borrowed axes.
+
+    The dims are in mesh order, whatever the order of `axes`. `flat` flattens them into one dim.
+    """
     split = next((split for _, made, split in _meshes.values() if made is whole), whole)
     borrowed = set(split.mesh_dim_names or ()) - set(whole.mesh_dim_names or ())
     whole = split if borrowed & set(axes) else whole
     names = tuple(name for name in whole.mesh_dim_names or () if name in axes)
     part = whole[names] if len(names) < whole.ndim else whole
     if flat and part.ndim > 1:
-        # Private until `DeviceMesh.flatten` is public. A second call makes no new process group.
+        # Private until `DeviceMesh.flatten` is public. torch caches the result, so that a second
+        # call makes no new process group.
         return part._flatten(_JOINT.join(names))
     return part
 
 
 def unit_mesh(whole: DeviceMesh, replicate: Sequence[str], shard: Sequence[str]) -> DeviceMesh:
-    """Return the mesh of a sharded unit: the `replicate` axes, then `shard` as one dim."""
+    """Return the DeviceMesh over which FSDP2 shards a unit.
+
+    Its dims are the `replicate` axes, then one dim that flattens the `shard` axes.
+    """
     if len(submesh(whole, shard).shape) == 1:
         return submesh(whole, (*replicate, *shard))
     shards = submesh(whole, shard, flat=True)
     if not replicate:
         return shards
-    # Private, because the public alternative, slicing by the joint name, is deprecated.
+    # `_concatenate` is private, but the public alternative, slicing by the name of the flattened
+    # dim, is deprecated.
     return DeviceMesh._concatenate([submesh(whole, replicate), shards])
 
 
 def reduce_along(
     value: torch.Tensor, mesh: DeviceMesh, axes: Iterable[str], op: dist.ReduceOp.RedOpType
 ) -> None:
-    """All-reduce a tensor in place over the ranks that differ along `axes` only.
+    """All-reduce a tensor in place over the ranks that differ from this one only along `axes`.
 
-    It runs axis by axis, in process groups that exist anyway: a group of all these ranks would cost
-    each rank the buffers of another communicator.
+    There is one all-reduce per axis, in process groups that exist anyway: a group of all these
+    ranks would cost each rank the buffers of another communicator.
     """
     for axis in axes:
         if mesh[axis].size() > 1:
@@ -170,7 +187,10 @@ def reduce_along(
 
 
 def objects_along(own: Any, mesh: DeviceMesh, axes: Iterable[str]) -> list[Any]:
-    """Return the objects of all ranks that differ along `axes` only, in equal order on each."""
+    """Return `own` of this rank and of all ranks that differ from it only along `axes`.
+
+    The order is the same on each of these ranks.
+    """
     every = [own]
     for axis in axes:
         group = submesh(mesh, (axis,)).get_group()
@@ -181,9 +201,9 @@ def objects_along(own: Any, mesh: DeviceMesh, axes: Iterable[str]) -> list[Any]:
 
 
 def gather_into(every: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Fill `every`, stacked along dim 0, with the `part` of each rank.
+    """Fill `every` with the `part` of each rank, stacked along dim 0.
 
-    torch 2.13 renamed this collective and the one in `scatter_sum`.
+    torch 2.13 renamed the collectives used here and in `scatter_sum`, so both names are tried.
 
     Shape: every (ranks, *part.shape).
     """
@@ -192,16 +212,19 @@ def gather_into(every: torch.Tensor, part: torch.Tensor, group: dist.ProcessGrou
 
 
 def scatter_sum(part: torch.Tensor, every: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Fill `part` with the sum over ranks of this rank's slice of `every` along dim 0."""
+    """Sum `every` over ranks and fill `part` with this rank's slice of the sum along dim 0.
+
+    Shape: every (ranks, *part.shape).
+    """
     collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     collective(part, every.contiguous().flatten(0, 1), group=group)
 
 
 def sums_over_ranks() -> frozenset[Any]:
-    """Return the operators with which DTensor sums over ranks.
+    """Return the operators with which DTensor sums over ranks: all-reduce and reduce-scatter.
 
-    They are in no public namespace, and torch 2.13 renamed one. A selective checkpointing policy
-    needs the operators themselves.
+    They are in no public namespace, and torch 2.13 renamed one. A policy for selective activation
+    checkpointing is called with each operator and compares it with these.
     """
     ops: Any = torch.ops._c10d_functional
     names = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single")
@@ -209,7 +232,7 @@ def sums_over_ranks() -> frozenset[Any]:
 
 
 def placement(layout: Layout, axis: str) -> Placement:
-    """Return the placement of a layout along one mesh axis."""
+    """Return the DTensor placement of a layout along one mesh axis."""
     if axis in layout.partial:
         return Partial()
     dim = layout.dim_of(axis)
@@ -219,9 +242,10 @@ def placement(layout: Layout, axis: str) -> Placement:
 
 
 def _packed(dim: int, pieces: int) -> Placement:
-    """Return the placement that shards each of the equal pieces of a dim separately.
+    """Return the placement that shards each of `pieces` equal pieces of a dim separately.
 
-    Private, because no public placement expresses this. Its `full_tensor` is correct as long as no
+    A fused projection of q, k and v has three pieces, for example. `_StridedShard` is private, but
+    no public placement expresses this. `full_tensor` of such a DTensor is correct as long as no
     other axis shards the same dim, which `Layout` asserts.
     """
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -230,7 +254,10 @@ def _packed(dim: int, pieces: int) -> Placement:
 
 
 def activation_placement(word: str) -> Placement:
-    """Return torch's placement for a placement word of `styles` ("R", "P", "S(-1)")."""
+    """Return the DTensor placement for a placement word of `layout/styles.py`, such as "S(-1)".
+
+    "R" is Replicate, "P" is Partial, and "S(dim)" is Shard.
+    """
     if word == "R":
         return Replicate()
     if word == "P":
@@ -246,12 +273,13 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cut_dims(tensor: torch.Tensor) -> dict[str, int]:
-    """Return the mesh axes that shard a live tensor, each with the dim it shards."""
+    """Return {mesh axis: the tensor dim that it shards}; empty if the tensor is no DTensor."""
     if not isinstance(tensor, DTensor):
         return {}
     names = tensor.device_mesh.mesh_dim_names or ()
-    # A mesh dim that joins several axes shards along each of them. FSDP2 marks a dim that tp
-    # sharded before with _StridedShard, which is not always a subclass of Shard.
+    # A mesh dim that flattens several axes shards along each of them. A tensor dim that tp has
+    # sharded already is a _StridedShard for FSDP2, which is no subclass of Shard in every release
+    # of torch, so the test is for the other two placements.
     return {
         axis: p.dim
         for name, p in zip(names, tensor.placements, strict=True)
@@ -274,14 +302,14 @@ def without_partial(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full value of a tensor; every rank of its mesh must call it."""
+    """Return the full value of a tensor as a plain tensor; all ranks of its mesh must call this."""
     if not isinstance(tensor, DTensor):
         return tensor
     if tensor.device.type != device_type():
-        tensor = tensor.to(device())  # An offloaded shard: the device's collectives need it here.
+        tensor = tensor.to(device())  # An offloaded shard: NCCL needs it in device memory.
     placements = list(tensor.placements)
-    # A _StridedShard is the later sharding of a dim that is sharded twice, so it is undone first.
-    # In a single redistribute torch does the same and logs a warning about the order.
+    # If a dim is sharded twice, the _StridedShard is the second sharding, so it is undone first.
+    # A single `redistribute` would use the same order, but log a warning about it.
     order = sorted(range(len(placements)), key=lambda i: isinstance(placements[i], Shard))
     for i in order:
         if not isinstance(placements[i], Replicate):
@@ -291,10 +319,10 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def replicated(tensor: DTensor, axis: int) -> DTensor:
-    """Return the DTensor replicated along one dim of its mesh.
+    """Return the DTensor replicated along the mesh dim with index `axis`.
 
-    torch 2.11 raises if each piece of a packed dim is sharded separately: it takes that placement
-    for the later of two shardings of one dim. No public name distinguishes the two.
+    For the placement of `_packed`, `redistribute` raises in torch 2.11: it takes every
+    _StridedShard for the second of two shardings of one dim. The shards are then gathered here.
     """
     placements = list(tensor.placements)
     cut: Any = placements[axis]
@@ -310,7 +338,7 @@ def replicated(tensor: DTensor, axis: int) -> DTensor:
     dist.all_gather(parts, local, group=mesh.get_group(axis))
     cuts = zip(*(part.chunk(pieces, cut.dim) for part in parts), strict=True)
     whole = torch.cat([part for piece in cuts for part in piece], cut.dim)
-    # Each rank has a chunk of every piece; put the chunks of a piece next to each other again.
+    # Each rank has a chunk of every piece. Order the chunks by piece, then by rank.
     return DTensor.from_local(
         whole, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )

@@ -17,15 +17,16 @@ _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes set by the module's own code, without those of every nn.Module."""
+    """Return {name: value} of the attributes that a module has beyond those of every nn.Module."""
     return {n: v for n, v in vars(module).items() if n not in _OF_EVERY_MODULE}
 
 
 def plain_attributes(model: nn.Module) -> dict[tuple[nn.Module, str], Any]:
     """Return the numbers that modules keep in attributes, such as counts of calls.
 
-    The keys are (module, name). Booleans are left out: code that sets a flag, such as a preparation
-    in the first call, does more than that.
+    The keys are (module, name). Booleans are left out, because callers restore these attributes:
+    code that sets a flag, such as one for a preparation in the first call, has other effects too,
+    and without the flag it would run again.
     """
     return {
         (module, name): value
@@ -36,7 +37,7 @@ def plain_attributes(model: nn.Module) -> dict[tuple[nn.Module, str], Any]:
 
 
 def tensor_attributes(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors that modules keep in attributes, by dotted name."""
+    """Return {dotted name: tensor} of the plain tensors that modules keep in attributes."""
     return {
         f"{fqn}.{name}" if fqn else name: value
         for fqn, module in model.named_modules()
@@ -46,10 +47,11 @@ def tensor_attributes(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def contents(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return the attributes of all modules, with the items of lists, mappings and objects in them.
+    """Return a snapshot of the attributes of all modules, to compare with a later snapshot.
 
-    The keys are (fqn, name). Plain values are represented by themselves and anything else by its
-    `id`, so that no object is kept alive.
+    The keys are (fqn, name). The snapshot includes the items of a list, set or mapping and the
+    attributes of an object. It has numbers and strings as they are and the `id` of anything else,
+    so that it keeps no object alive.
     """
     return {
         (fqn, name): _inside(value)
@@ -74,13 +76,16 @@ def _sign(value: Any) -> Any:
 
 
 def hooks_of(module: nn.Module) -> Iterator[Mapping[Any, Any]]:
-    """Yield the module's tables of hooks around forward and backward, one per kind."""
+    """Yield the module's dicts of hooks around forward and backward, one per kind of hook."""
     for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
         yield vars(module)[name]
 
 
 def module_state_of(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return the tensors and plain values in buffers and attributes, by (fqn, name)."""
+    """Return the tensors and plain values in the buffers and attributes of all modules.
+
+    The keys are (fqn of the module, name); the name of a tensor inside a container is its path.
+    """
     out: dict[tuple[str, str], Any] = {}
     for fqn, module in model.named_modules():
         for name, value in (*module._buffers.items(), *own_attributes(module).items()):
@@ -96,12 +101,12 @@ def changes(
     after: Mapping[tuple[str, str], Any],
     value_of: Callable[[torch.Tensor], int],
 ) -> Iterator[AttributeWrite]:
-    """Yield a write for each entry that is no longer the same tensor or an equal plain value.
+    """Yield a write for each entry that was replaced by another tensor or an unequal plain value.
 
     Args:
-        before: State of the modules before, as `module_state_of` returns it.
-        after: State of the modules afterwards.
-        value_of: Number of a tensor's value in the trace.
+        before: State of the modules before a call, as `module_state_of` returns it.
+        after: State of the modules after the call.
+        value_of: Returns the number that a trace gives to the value of a tensor.
     """
     for module, name in dict.fromkeys((*before, *after)):
         old, new = before.get((module, name)), after.get((module, name))

@@ -1,4 +1,4 @@
-"""Callbacks before every optimizer step, in whatever training loop it happens."""
+"""Callbacks that run before every optimizer step, in meshplan's training loop or the user's."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ _looks: list[Look] = []
 
 
 def before_steps(look: Look) -> Callable[[], None]:
-    """Call `look` with every optimizer that is about to step; return a function that ends that."""
+    """Call `look` with every optimizer that is about to step, until the returned function runs."""
     take_mixed_one_by_one()
     _looks.append(look)
     return lambda: _looks.remove(look)
 
 
 def is_due(step: int) -> bool:
-    """Return True for the steps 1, 2, 4, 8, ...: a check at these costs ever less per step."""
+    """Return True if `step`, counted from 1, is a power of two.
+
+    A costly check that runs in steps 1, 2, 4, 8, ... costs ever less per step on average.
+    """
     return not step & (step - 1)
 
 
@@ -31,9 +34,10 @@ def is_due(step: int) -> bool:
 def take_mixed_one_by_one() -> None:
     """Make optimizers update parameters one by one if a group mixes DTensors and plain tensors.
 
-    On GPUs torch uses the foreach implementation by default, which refuses the mixture. With tp by
-    rule, parameters that no rule shards stay plain. The same hook calls the callbacks of
-    `before_steps`, and it stays registered, because torch cannot remove a hook while it runs.
+    On GPUs torch uses the foreach implementation by default, which raises for such a mixture. It
+    occurs under a tp plan of rules, where parameters that no rule shards stay plain tensors. The
+    hook registered here also calls the callbacks of `before_steps`. It is never removed, because
+    torch cannot remove a hook while the hook runs.
     """
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

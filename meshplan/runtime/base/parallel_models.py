@@ -21,7 +21,8 @@ class ParallelModel:
         model: The module that `parallelize` returned.
         plan: The plan applied to the model.
         mesh: The DeviceMesh that it was applied on.
-        own: Ids of its parameters. While a unit is gathered, the model has other ones in place.
+        own: `id` of each sharded parameter of the model. While a unit is gathered, FSDP2 puts other
+            parameter objects in their place.
         runs_stage: True while the forward of one of its pipeline stages is running.
     """
 
@@ -33,7 +34,7 @@ class ParallelModel:
 
 
 _known: list[ParallelModel] = []
-"""Ordered by when they last ran, or were registered."""
+"""The registered models; the one that ran or was registered last is at the end."""
 
 
 def register(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -57,7 +58,7 @@ def register(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
 
 
 def ran(found: ParallelModel) -> None:
-    """Make a model the one that ran last."""
+    """Record that a model runs now, by moving it to the end of the list."""
     if _known[-1] is not found and found in _known:
         _known.remove(found)
         _known.append(found)
@@ -70,7 +71,10 @@ def known_models() -> list[ParallelModel]:
 
 
 def known_parameters() -> set[int]:
-    """Return the ids of the parameters of all models that a plan was applied to."""
+    """Return the `id` of each parameter of all models that a plan was applied to.
+
+    Includes the sharded parameters and, of gathered units, the full ones.
+    """
     found: set[int] = set()
     for each in known_models():
         model = each.model()

@@ -1,4 +1,7 @@
-"""Phases of a training step: announced by the code that runs them, received by measurements."""
+"""Phases of a training step: the code that runs a phase announces it to registered listeners.
+
+Measurements of time and memory listen.
+"""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ def tensors_in(item: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 def given_to(value: Any) -> list[torch.Tensor]:
     """Return the tensors in the arguments or results of an operator, in order.
 
-    Operators take only lists, tuples and keywords. This runs for every operator, so it must be
-    fast.
+    Unlike `tensors_in`, this looks into lists, tuples and dicts only, because operators take
+    nothing else that holds tensors. It runs for every operator, so it must be fast.
     """
     if isinstance(value, torch.Tensor):
         return [value]
@@ -68,28 +68,44 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dt
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The position of a tensor, with the number that `value_of` gave for it."""
+    """A placeholder for a tensor in a structure.
+
+    Attributes:
+        value: The number that `value_of` of `shape_of` returned for the tensor.
+    """
 
     value: int
 
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """The position of a value that cannot be rebuilt, with the name of its type."""
+    """A placeholder for a value that cannot be rebuilt.
+
+    Attributes:
+        type: Name of the value's class.
+    """
 
     type: str
 
 
 @dataclass(frozen=True, slots=True)
 class TreeStructure:
-    """A nested value: its parts, and a function that builds the value from them."""
+    """The structure of a tuple, list, mapping or dataclass.
+
+    Attributes:
+        make: Builds such a value from a list of its items.
+        parts: The structure of each item: a TreeStructure, Slot, Opaque or plain value.
+    """
 
     make: Callable[[list[Any]], Any]
     parts: list[Any]
 
 
 def shape_of(item: Any, value_of: Callable[[torch.Tensor], int]) -> Any:
-    """Return the structure of `item`, with a `Slot(value_of(tensor))` for each tensor."""
+    """Return the structure of a nested value, with a `Slot(value_of(tensor))` for each tensor.
+
+    Plain values, such as numbers, stay as they are; any other object becomes an `Opaque`.
+    """
     if isinstance(item, torch.Tensor):
         return Slot(value_of(item))
     if isinstance(item, _PLAIN):
@@ -112,7 +128,10 @@ def shape_of(item: Any, value_of: Callable[[torch.Tensor], int]) -> Any:
 
 
 def fill(form: Any, get: Callable[[int], Any]) -> Any:
-    """Build a value of this structure, with `get(slot.value)` for each slot."""
+    """Build a value of the structure `form`, which `shape_of` returned.
+
+    `get(slot.value)` takes the place of each Slot, and None that of each Opaque.
+    """
     if isinstance(form, Slot):
         return get(form.value)
     if isinstance(form, TreeStructure):

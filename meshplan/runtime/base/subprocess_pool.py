@@ -1,7 +1,7 @@
-"""Tasks in processes of their own, in no process group: a few at a time, none left running.
+"""Run tasks in subprocesses that are in no torch.distributed process group, a few at a time.
 
-An error raised by a task is raised here. If a task raises or dies, all of them are ended, and
-likewise on Ctrl-C here and when this process dies.
+An error that a task raises is raised again in this process. All subprocesses are killed when a
+task raises, when a subprocess dies, on Ctrl-C, and when this process dies.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from meshplan.errors import ApplyError, MeshplanError, Problem
 from meshplan.runtime.base.local_ranks import begin_child, prepare
 
 MOST: Final = 4
-"""Processes at a time; each has torch in memory, and a model without storage."""
+"""Default limit of subprocesses at a time: each imports torch and builds a model without storage,
+which takes host memory."""
 
 
 def run_in_subprocesses(
@@ -34,11 +35,11 @@ def run_in_subprocesses(
     Args:
         function: A function of an importable module; tasks and results are pickled.
         tasks: The arguments of each call.
-        most: Highest number of processes at a time; never more than there are cores.
+        most: Highest number of subprocesses at a time; the number of CPU cores is a limit too.
 
     Raises:
-        MeshplanError: A task raised it.
-        ApplyError: A process died, or raised any other error.
+        MeshplanError: The same error as a task raised, if that was a MeshplanError.
+        ApplyError: A task raised any other error, or a subprocess died.
     """
     prepare()
     context = multiprocessing.get_context("forkserver")
@@ -94,7 +95,7 @@ def _receive(connection: Connection, process: BaseProcess) -> Any:
 
 
 def _work(connection: Connection, function: Callable[..., Any], task: tuple[Any, ...]) -> None:
-    """Run one task: the main function of its process."""
+    """Run one task and send its result or error to the parent: a subprocess's main function."""
     begin_child()
     torch.set_num_threads(1)
     message: tuple[str, Any]
@@ -110,10 +111,11 @@ def _work(connection: Connection, function: Callable[..., Any], task: tuple[Any,
 
 @contextlib.contextmanager
 def _nameless_main() -> Iterator[None]:
-    """Keep new processes from importing the script that this process runs.
+    """Keep processes started inside the `with` block from importing this process's main script.
 
-    Without `if __name__ == "__main__"` they would run it again from the top. The function to run
-    is found by the name of its own module.
+    multiprocessing imports the main script in every new process. A script without
+    `if __name__ == "__main__"` would run again from the top. The task's function does not need the
+    script: pickle finds the function by the name of the module that defines it.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")

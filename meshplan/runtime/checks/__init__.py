@@ -1,1 +1,1 @@
-"""Checks of the live model during training; each raises before a wrong number is used."""
+"""Checks of the live model during training, which raise before a wrong value is trained on."""

@@ -1,8 +1,9 @@
-"""Calls that bypass the wrapper: each is rejected with the call to use instead.
+"""Rejection of calls that bypass the wrapped model; each error names the call to use instead.
 
-A submodule called directly finds only shards of its parameters, or leaves the gradients of
-DistributedDataParallel unaveraged. A copy shares hooks with the original. A cast contradicts the
-plan. A penalty on sharded parameters makes a loss whose gradient torch cannot compute.
+A submodule that is called directly has only shards of its parameters under FSDP2, and under
+DistributedDataParallel the gradients of such a call are not averaged. A copy of the model shares
+hooks with the original. A cast contradicts the plan. If a norm of sharded parameters is added to
+the loss, torch cannot compute the gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from meshplan.runtime.torch_private.private import running_node
 
 
 def refuse_calls_of_parts(model: nn.Module, wrapped: nn.Module, plan: Plan) -> None:
-    """Reject calls of a module inside the model while the model itself is not being called.
+    """Register hooks that reject a call of a submodule from outside the model's own forward.
 
     Args:
         model: The user's module.
@@ -44,13 +45,13 @@ def refuse_calls_of_parts(model: nn.Module, wrapped: nn.Module, plan: Plan) -> N
         nonlocal depth
         depth -= 1
 
-    # Before any hook that may raise, so that each `enter` has its `leave`.
+    # `enter` must run even if another pre-hook raises, because `leave` is always called.
     wrapped.register_forward_pre_hook(enter, prepend=True)
     wrapped.register_forward_hook(leave, always_call=True)
 
     def look(fqn: str, is_gathered: bool) -> Callable[..., None]:
         def refuse(*_: Any) -> None:
-            # Allow a forward that is recomputed in backward, and one of the checks.
+            # Recomputation in backward and dry runs of the checks call submodules directly.
             if depth or running_node() is not None or in_dry_run():
                 return
             if wrapper == "ddp" and torch.is_grad_enabled():
@@ -65,7 +66,7 @@ def refuse_calls_of_parts(model: nn.Module, wrapped: nn.Module, plan: Plan) -> N
     units, chunked = plan.assignment.units, plan.assignment.chunked_loss
     for fqn, child in _called(model):
         if chunked is not None and is_inside(chunked.head, fqn):
-            continue  # The chunked loss calls the head itself.
+            continue  # The chunked loss calls the head outside the model's forward.
         owners = {
             placed.unit
             for placed in plan.assignment.tensors.values()
@@ -76,7 +77,10 @@ def refuse_calls_of_parts(model: nn.Module, wrapped: nn.Module, plan: Plan) -> N
 
 
 def _called(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost modules with parameters that code outside the model can call."""
+    """Yield (fqn, module) of the outermost submodules that have parameters and can be called.
+
+    ModuleList and ModuleDict cannot be called, so the modules inside them are yielded.
+    """
     for name, child in model.named_children():
         fqn = f"{prefix}{name}"
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
@@ -86,7 +90,7 @@ def _called(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
 
 
 def refuse_copies_and_casts(wrapped: nn.Module) -> None:
-    """Make `parallelize`'s result reject copies, pickling and changes of its dtype or device."""
+    """Make the wrapped model reject copies, pickling and changes of its dtype or device."""
     apply = wrapped._apply
 
     def checked(function: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -107,10 +111,11 @@ def refuse_copies_and_casts(wrapped: nn.Module) -> None:
 
 @functools.cache
 def explain_mixed_losses() -> None:
-    """Make backward of a DTensor loss explain what to do if torch cannot compute the gradient.
+    """Make `DTensor.backward` explain what to do if torch cannot compute the gradient of a loss.
 
-    A plain loss plus a norm of sharded parameters is a DTensor. So is the gradient that reaches the
-    plain part, whose operators do not accept one. Torch's own error names one of these operators.
+    The sum of a plain loss and a norm of sharded parameters is a DTensor. Its gradient is a DTensor
+    as well, and the backward operators of the plain loss do not accept a DTensor. Torch's own error
+    only names one of these operators.
     """
 
     def backward(loss: DTensor, *args: Any, **kwargs: Any) -> None:

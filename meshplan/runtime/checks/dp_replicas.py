@@ -1,9 +1,10 @@
 """A check of gradients for parameters that are replicated along the data axes.
 
-The wrappers average gradients through hooks in forward and backward. A loop can bypass these: two
-forwards before two backwards, a second backward of one graph, `torch.autograd.grad`, a call of the
-module inside DistributedDataParallel. Each rank then trains on its own samples alone, without any
-error. So gradients that must be equal on several ranks are compared before an optimizer steps.
+FSDP2 and DDP average gradients through hooks in forward and backward. A training loop can bypass
+these hooks: by two forwards before two backwards, a second backward of one graph,
+`torch.autograd.grad`, or a call of the module inside DistributedDataParallel. Each rank then trains
+on its own samples alone, without any error. So gradients that must be equal on several ranks are
+compared before an optimizer steps.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from meshplan.runtime.base.mesh import device, local_of, shard_axes, submesh
 from meshplan.runtime.base.optimizer_steps import before_steps, is_due
 
 _TOLERANCE: Final = 1e-3
-"""Relative difference that rounding does not reach: averages are equal to the last bit on all
-ranks, and the gradients of different samples are not."""
+"""Largest allowed relative difference of two norms. Averaged gradients are equal to the last bit on
+all ranks; gradients of different samples differ by far more than this."""
 
 _ABSENT: Final = -1.0
-"""Stands in for the norm of a missing gradient."""
+"""The norm that stands for a missing gradient: no gradient has a negative norm."""
 
 
 _UNUSED: Final = "set ddp: {find_unused_parameters: true}, or freeze parameters that are never used"
@@ -49,7 +50,8 @@ class _DpReplicas:
     plan: Plan
     mesh: DeviceMesh
     own: frozenset[int]
-    """Ids of its parameters. While a unit is gathered, the model has other ones in place."""
+    """`id` of each sharded parameter of the model. While a unit is gathered, FSDP2 puts other
+    parameter objects in their place."""
     steps: int = 0
     has_run: bool = False
     """True if a forward was recorded for backward since the last step."""
@@ -89,7 +91,7 @@ def _before_step(watch: _DpReplicas, optimizer: torch.optim.Optimizer) -> None:
         return
     watch.steps += 1
     if not is_due(watch.steps):
-        return  # Due again later: a loop may change, so comparing once is not enough.
+        return  # Gradients are compared again in later steps, because a loop may change.
     found = {n: p for n, p in model.named_parameters() if id(p) in held and p.requires_grad}
     alike: dict[tuple[str, ...], dict[str, nn.Parameter]] = {}
     for name, parameter in found.items():
@@ -110,14 +112,20 @@ def _replica_axes(name: str, parameter: nn.Parameter, plan: Plan) -> tuple[str, 
     """Return the data axes along which a parameter is replicated."""
     placed = plan.assignment.tensors.get(name)
     cut = {*shard_axes(parameter), *(placed.stored.axes if placed else ())} - {"tp"}
-    # Every other axis that shards is a data axis, or has borrowed its ranks from one.
+    # Apart from tp, each axis that shards a parameter is a data axis or borrows ranks from one.
     return plan.mesh.present(("dp_replicate",) if cut else GRADIENT_AXES)
 
 
 def _compare(found: dict[str, nn.Parameter], axes: tuple[str, ...], watch: _DpReplicas) -> None:
-    """Reject gradients that differ; every rank along the axes gets the same answer."""
+    """Raise an ApplyError, on every rank along `axes`, if gradients differ between these ranks.
+
+    Args:
+        found: Parameters that are replicated along `axes`, by name.
+        axes: Data axes, possibly with cp.
+        watch: The model of these parameters.
+    """
     norms = torch.stack([_norm(parameter) for parameter in found.values()])
-    # One all-reduce gives both extremes: the maximum of -x is minus the minimum of x.
+    # One all-reduce gives both extremes, because min(x) == -max(-x).
     both = torch.cat((norms, -norms))
     group = submesh(watch.mesh, axes, flat=True).get_group()
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)

@@ -1,4 +1,4 @@
-"""Dry runs of modules during training, to compare them with each other without side effects."""
+"""Dry runs: extra forwards of modules during training that leave no trace, made by checks."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ _ASIDE: Final[ContextVar[bool]] = ContextVar("aside", default=False)
 
 
 def in_dry_run() -> bool:
-    """Return True if a module runs in a dry run, on whose inputs and outputs nothing trains."""
+    """Return True inside `dry_run`, where a forward is a check and not a part of training."""
     return _ASIDE.get()
 
 
 @contextmanager
 def dry_run(module: nn.Module, *, evaluates: bool = True) -> Iterator[None]:
-    """Run forwards in evaluation mode, so that nothing is random, and undo their side effects.
+    """Run forwards in evaluation mode inside the `with` block, and undo their side effects.
 
-    Buffers and attributes, including those written in place, have their previous values afterwards.
-    Nested containers inside the list, tuple or dict of an attribute are not restored.
+    Evaluation mode turns dropout off, so that two runs are comparable. Afterwards buffers and
+    attributes have their previous values, even if a forward wrote into them in place. A container
+    inside the list, tuple or dict of an attribute is not restored.
 
     Args:
         module: The module that the `with` block runs.
-        evaluates: If False, the modules keep their mode.
+        evaluates: If False, the modules keep their training mode.
     """
     modes = [(m, m.training) for m in module.modules()]
     kept = [(m, own_attributes(m), dict(m._buffers)) for m, _ in modes]
@@ -56,9 +57,10 @@ def dry_run(module: nn.Module, *, evaluates: bool = True) -> Iterator[None]:
 
 @contextmanager
 def untouched(values: Iterable[Any]) -> Iterator[None]:
-    """Restore the values of tensors, and the items of lists, dicts and sets, afterwards.
+    """Restore the given tensors and the items of the given lists, dicts and sets after the block.
 
-    A backward that has saved one of the tensors does not notice that it was written in between.
+    The tensors' version counters do not change, so that a backward that saved one of them before
+    does not raise because of a write inside the block.
     """
     values = list(values)
     tensors = {id(t): (t, t._version, t.detach().clone()) for t in _tensors(values)}
@@ -81,22 +83,24 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     for value in values:
         inside = value.values() if type(value) is dict else value
         for each in inside if type(value) in (list, tuple, dict) else (value,):
-            # An inference tensor has no version counter, and no code writes into it here.
+            # An inference tensor has no version counter, and cannot be written outside
+            # `torch.inference_mode`.
             if isinstance(each, torch.Tensor) and not each.is_inference():
                 yield each
 
 
 def noise(name: str, local: torch.Tensor, width: int) -> torch.Tensor | None:
-    """Return random values for a constant weight, or None if the weight is not constant.
+    """Return random values for a weight of equal elements; None if its elements are not equal.
 
-    Many weights start as zeros, and zeros hide mistakes: which position's row was added, or what
-    the weight was multiplied with. The noise is centred on the weight's constant value. It is equal
-    wherever name and shape are equal.
+    Many weights start as zeros, and zeros hide mistakes in a comparison: adding the row of a wrong
+    position or multiplying with a wrong value gives the same result. The values are normally
+    distributed around the constant, with standard deviation 1 / sqrt(width), as in a newly
+    initialised projection. The same name and local shape give the same values on every rank.
 
     Args:
-        name: The fqn of the weight.
+        name: The fqn of the weight, the seed of the random values.
         local: The weight's values, or this rank's shard of them.
-        width: Unsharded size of its last dim; the noise has the spread of a fresh projection.
+        width: Unsharded size of the weight's last dim.
     """
     if not local.numel() or not local.is_floating_point() or is_fake_execution():
         return None

@@ -2,21 +2,22 @@
 
 Models clamp or normalise weights in their forward, track them with a moving average, count calls,
 or renormalise the embeddings they look up. In one process this just works. Under a plan four things
-would go wrong, and each has its cure here:
+would go wrong, and this module handles each:
 
-- A unit of sharding computes on a gathered copy of its parameters and frees it after the forward.
-  Written values are copied back into the shard before that.
-- Ranks see different samples. They compare what they wrote before the optimizer steps. A parameter
-  that differs is rejected by name, and so is a buffer or attribute from which the output was
-  computed, such as a codebook. Any other buffer that differs is a statistic: each forward starts
-  from the first rank's, as in DistributedDataParallel, and the user is warned once.
-- A forward runs once per microbatch, but once per step in one process. Every microbatch starts from
-  the values that the first one started from, except for statistics, which carry over.
-- A recomputed forward writes again: `runtime.apply.recompute` restores buffers, and a second run
-  must leave parameters unchanged.
+- An FSDP unit computes on a gathered copy of its parameters and frees the copy after the forward.
+  Written values are copied into the shard before the copy is freed.
+- Ranks see different samples. Before the optimizer steps, they compare the values they wrote. A
+  parameter whose values differ is rejected by name, and so is a buffer or attribute from which the
+  output was computed, such as a codebook. Any other buffer that differs is a statistic: each
+  forward starts from the first rank's values, as in DistributedDataParallel, and the user is warned
+  once.
+- A forward runs once per microbatch, but in one process once per step. Every microbatch starts from
+  the values that the first microbatch started from, except for statistics, which carry over.
+- Activation checkpointing runs a forward a second time, which writes a second time:
+  `runtime.apply.recompute` restores buffers, and a parameter must get the same values as before.
 
-Version counters reveal writes in every forward. Values are compared in steps 1, 2, 4, 8, ...,
-because a write through `.data` does not change the version.
+Version counters (`Tensor._version`) reveal writes in every forward. In steps 1, 2, 4, 8, ... values
+are compared too, because a write through `.data` does not change the version.
 """
 
 from __future__ import annotations
@@ -70,18 +71,21 @@ class ForwardWrites:
         self._places = {place.name: place for place in places_of(model, plan)}
         self._written: dict[str, Left | None] = {}
         self._statistics = {n for n, p in self._places.items() if goes_on(p, plan)}
-        """Names of tensors that may differ between ranks or microbatches."""
+        """Names of tensors whose values may differ between ranks or microbatches."""
         self._shared: dict[str, TensorPlace] = {}
-        """Buffers that take the first data rank's values before each forward, by name."""
+        """Name -> buffer that takes the first data rank's values before each forward."""
         self._starts: dict[str, torch.Tensor] = {}
-        """Values at the beginning of the step, of tensors that can be swapped."""
+        """Name -> values at the beginning of the step, for tensors that can be swapped."""
         self._ends: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        """The tensor and its values as the first microbatch left them, while another one runs."""
+        """Name -> (tensor, copy of its values), as the first microbatch left them. Filled only
+        while a later microbatch runs."""
         self._memory: dict[str, torch.Tensor] = {}
-        """Storage into which units gather written parameters; it may be freed at the moment."""
+        """Name -> tensor on the memory into which a unit gathers a written parameter. Between
+        forwards FSDP2 may have freed that memory."""
         self._versions: dict[int, list[tuple[torch.Tensor, int]]] = {}
-        """Written parameters with their versions at the end of the forward, by microbatch."""
+        """Microbatch -> written parameters, each with its version at the end of the forward."""
         self._attributes: dict[tuple[nn.Module, str], Any] = {}
+        """Numbers in attributes that a forward changes, as the first microbatch found them."""
         self._leaves_attributes = False
         self._optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, bool]()
         self._originals = Originals()
@@ -89,8 +93,11 @@ class ForwardWrites:
         self._reached: set[str] = set()
         """Names of tensors from which the forward's output was computed."""
         self._kept: dict[str, torch.Tensor] = {}
+        """Tensors in attributes before the forward that is running, by dotted name."""
         self._plain: dict[tuple[nn.Module, str], Any] = {}
+        """Numbers in attributes before the forward that is running."""
         self._kept_sums: dict[str, int] = {}
+        """Checksums of the tensors that forwards put into attributes, by dotted name."""
         units = {place.unit for place in self._places.values() if place.unit is not None}
         for unit in (None, *sorted(units)):
             scope = [place for place in self._places.values() if place.unit == unit]
@@ -107,7 +114,15 @@ class ForwardWrites:
         end = before_steps(before_step)
 
     def _watch(self, module: nn.Module, unit: str | None, scope: list[TensorPlace]) -> None:
-        """Register forward hooks that run after the unit is gathered and before it is freed."""
+        """Register forward hooks that find out which tensors a module's forward writes.
+
+        They run after the unit is gathered and before it is freed.
+
+        Args:
+            module: The FSDP unit, or the whole model.
+            unit: Fqn of the unit; None for the tensors that no unit gathers.
+            scope: The tensors to watch.
+        """
         marks: list[tuple[TensorPlace, TensorSnapshot]] = []
 
         def enter(*_: Any) -> None:
@@ -134,11 +149,11 @@ class ForwardWrites:
             module.register_forward_hook(lambda *_: self._stop(), always_call=True)
 
     def _is_due(self) -> bool:
-        """Return True if values are compared: in training, in steps 1, 2, 4, 8, ..."""
+        """Return True if this forward compares values: in training, in steps 1, 2, 4, 8, ..."""
         return torch.is_grad_enabled() and is_due(self._steps + 1)
 
     def _repeats(self) -> bool:
-        """Return True if the forward is one of several in its step, and part of training."""
+        """Return True if this forward is one of several in a training step."""
         return self._plan.num_microbatches > 1 and torch.is_grad_enabled()
 
     # Around one forward of the whole model.
@@ -176,7 +191,11 @@ class ForwardWrites:
                 vars(module)[name] = self._attributes[module, name]
 
     def _prepare(self, scope: list[TensorPlace]) -> None:
-        """Make a later microbatch start from the first one's values, where that is possible."""
+        """Let a later microbatch start from the values that the first microbatch started from.
+
+        Only tensors that can be swapped get these values. Of the other written tensors the values
+        are kept, to compare them with those that this microbatch writes.
+        """
         if not self._repeats():
             return
         begins_anew = self._written.keys() - self._statistics
@@ -190,14 +209,15 @@ class ForwardWrites:
                 continue
             self._ends[place.name] = now, local_of(now).detach().clone()
             if place.name in self._starts:
-                # A new tensor, because the first microbatch may have saved the other for backward.
+                # Put in a new tensor, because autograd may have saved `now` in the first
+                # microbatch's forward.
                 start = self._starts[place.name].clone()
                 place.table[place.leaf] = start if place.is_buffer else frozen(start)
 
     def _look(
         self, place: TensorPlace, mark: TensorSnapshot, now: torch.Tensor, module: nn.Module
     ) -> None:
-        """Record a write of a tensor by a forward, and keep the written values."""
+        """Record if the forward wrote a tensor, and keep the written values."""
         name = place.name
         if name in self._ends:
             self._compare_microbatch(place)
@@ -207,9 +227,10 @@ class ForwardWrites:
             self._versions.setdefault(self.microbatch, []).append((now, now._version))
 
     def before_backward(self, microbatch: int) -> None:
-        """Make autograd see the parameters as the forward of a microbatch left them.
+        """Set the versions of written parameters back to those after the microbatch's forward.
 
-        A later microbatch has written the same values since, which increased their versions.
+        Later microbatches have written the same values into the parameters, which increased their
+        versions. Without this, autograd would take the parameters it saved for changed, and raise.
         """
         for tensor, version in self._versions.get(microbatch, ()):
             set_version(tensor, version)
@@ -235,7 +256,11 @@ class ForwardWrites:
             store_gathered(module, now)
 
     def _reset_memory(self, place: TensorPlace) -> None:
-        """Undo `weight.data = ...`, because the unit would keep gathering into the old storage."""
+        """Undo `weight.data = ...`: copy the values into the old memory and point to it again.
+
+        FSDP2 keeps gathering the parameter into the old memory, so later forwards would not see the
+        gathered values.
+        """
         memory, now = self._memory.get(place.name), place.tensor
         if memory is None or isinstance(now, DTensor) or now.data_ptr() == memory.data_ptr():
             return
@@ -243,7 +268,15 @@ class ForwardWrites:
         now.data = memory
 
     def _compare_microbatch(self, place: TensorPlace) -> None:
-        """Keep what the first microbatch left, if a later one left the same; else handle it."""
+        """Compare what a later microbatch left in a tensor with what the first one left.
+
+        If both are equal up to rounding, the first microbatch's tensor and values are put back.
+        Otherwise a buffer becomes a statistic, with a warning.
+
+        Raises:
+            ApplyError: They differ, and the tensor is a parameter or a buffer from which the output
+                was computed.
+        """
         tensor, left = self._ends.pop(place.name)
         if is_close(local_of(place.tensor), left):
             self._reset_memory(place)
@@ -273,15 +306,19 @@ class ForwardWrites:
 
     @property
     def writes(self) -> bool:
-        """True if a forward has left something behind that a later one may see."""
+        """True if a forward has written anything that a later forward may read.
+
+        Statistics do not count.
+        """
         written = self._written.keys() - self._statistics
         return bool(written or self._kept_sums or self._leaves_attributes)
 
     def check_repeated(self, module: nn.Module) -> None:
-        """Reject a parameter in `module` to which a second run of its forward wrote other values.
+        """Check that recomputing a module's forward wrote the same values into its parameters.
 
         Raises:
-            ApplyError: There is one, such as a moving average of weights, which would move twice.
+            ApplyError: A parameter got other values, such as a moving average of weights, which
+                moves twice.
         """
         inside = {id(owner) for owner in module.modules()}
         for name, left in self._written.items():
@@ -305,18 +342,24 @@ class ForwardWrites:
         return submesh(self._mesh, GRADIENT_AXES, flat=True).get_group()
 
     def _trains(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if an optimizer has parameters of the model; rechecked in due steps."""
+        """Return True if an optimizer has parameters of the model.
+
+        The result is cached, and computed again in steps 1, 2, 4, 8, ...
+        """
         if optimizer not in self._optimizers or is_due(self._steps + 1):
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             self._optimizers[optimizer] = any(id(p) in held for p in self._own_model().parameters())
         return self._optimizers[optimizer]
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Compare what the ranks wrote; every rank of the data axes gets the same answer.
+        """Compare what forwards wrote on the ranks of the data axes and cp.
+
+        Buffers that differ become statistics, which take the first rank's values before each
+        forward under FSDP2; the user is warned.
 
         Raises:
             ApplyError: Ranks wrote different values into one parameter, or into a tensor from which
-                the output was computed.
+                the output was computed. The error is raised on every rank.
         """
         if not self._trains(optimizer):
             return
@@ -342,15 +385,22 @@ class ForwardWrites:
             write_problems.warn(told, "ranks")
 
     def _refuse_statistic(self, name: str, between: str) -> None:
-        """Reject a sample-dependent write that the output depends on, unless the plan allows it."""
+        """Raise if the output depends on a tensor whose written values depend on the samples.
+
+        `batch: {per_rank: true}` in the plan allows this.
+
+        Args:
+            name: Name of the tensor.
+            between: "ranks" or "microbatches", between which the written values differ.
+        """
         allowed = self._plan.spec.batch.per_rank
         if name in self._reached and name not in self._statistics and not allowed:
             raise ApplyError(write_problems.statistic_problem(name, between))
 
     def _note(self, name: str) -> int | None:
-        """Return a number that differs between ranks that wrote different values."""
+        """Return a checksum of the values that this rank wrote; None if there is none yet."""
         place, left = self._places[name], self._written[name]
-        # A unit's parameter is sharded again, so use the checksum from when it was gathered.
+        # A unit's parameter is sharded again by now, so use the checksum of the gathered values.
         if place.unit is not None:
             return None if left is None else left.checksum
         return checksum(local_of(place.tensor))
@@ -361,11 +411,13 @@ _by_model = weakref.WeakKeyDictionary()
 
 
 def watch_forward_writes(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Keep, share or reject what the forward of a model writes; a compiled model is not watched.
+    """Register hooks that handle the tensors that a model's forward writes.
+
+    The module docstring describes the handling. A compiled model gets no hooks.
 
     Args:
-        model: The user's module or a stage, before wrapping: these hooks must run inside those
-            that gather.
+        model: The user's module or a pipeline stage, not wrapped yet: these hooks must run after
+            FSDP2's hook gathers a unit and before it frees the unit.
         plan: The plan to apply to the model.
         mesh: The DeviceMesh that the plan is applied on.
     """
@@ -374,7 +426,10 @@ def watch_forward_writes(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None
 
 
 def writes_in_forward(model: nn.Module) -> bool:
-    """Return True if a forward leaves something behind, other than running statistics of norms."""
+    """Return True if a forward of this model has written anything that a later one may read.
+
+    Statistics, such as the running statistics of norms, do not count.
+    """
     writes = _of(model)
     return writes is not None and writes.writes
 
@@ -385,21 +440,25 @@ def _of(model: nn.Module) -> ForwardWrites | None:
 
 
 def begin_microbatch(model: nn.Module, number: int) -> None:
-    """Set which microbatch of its step the next forward of this model runs."""
+    """Set the number, from 0, of the microbatch that the next forward of this model runs."""
     writes = _of(model)
     if writes is not None:
         writes.microbatch = number
 
 
 def before_backward(model: nn.Module, number: int) -> None:
-    """Prepare for the backward of a microbatch, after the forwards of several."""
+    """Prepare written parameters for the backward of a microbatch if later forwards ran before."""
     writes = _of(model)
     if writes is not None:
         writes.before_backward(number)
 
 
 def refuse_second_writes(module: nn.Module) -> None:
-    """Reject a parameter to which a forward just recomputed in backward wrote other values."""
+    """Raise if a forward just recomputed in backward wrote other values into a parameter.
+
+    Args:
+        module: The module whose forward was recomputed.
+    """
     for found in tuple(_by_model.values()):
         writes = found()
         if writes is not None:

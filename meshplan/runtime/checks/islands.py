@@ -1,4 +1,7 @@
-"""Modules sharded by rule, which the first forward compares with their unsharded computation."""
+"""The modules for which the first forward compares sharded with unsharded computation.
+
+They are sharded by the rules of a tp plan, whose correctness nothing else has proved.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,21 @@ from meshplan.runtime.base.module_state import own_attributes
 
 @dataclass(slots=True)
 class LocalModule:
-    """A module whose inner modules are sharded, and its first inputs.
+    """A module with tp-sharded modules inside, and the inputs of its first call.
 
     Attributes:
         fqn: Name of the module.
         kind: Key that modules running the same code share; one module of each kind is compared.
-        family: Key shared with modules of other kinds whose comparison may count for this module
-            if it cannot be compared itself: later attention may get what an earlier one made of
-            its own heads (T5's position bias), which has no counterpart in the whole. None if no
-            other module counts.
-        whole: Values that one process has in the attributes that tp changes.
-        is_enclosed: True if another island contains it and checks what happens to its outputs.
-        inputs: Arguments and keyword arguments of its first call; None before and after use.
+        family: Key shared with modules of other kinds. If this module cannot be compared, a
+            successful comparison of one in the same family counts for it. T5 is an example: its
+            later attention layers take the position bias that the first one computed for this
+            rank's heads, and no input of the unsharded module corresponds to this bias. None if
+            no other module counts.
+        whole: Unsharded value of each attribute that tp changes, such as {"num_heads": 12}.
+        is_enclosed: True if another such module contains this one. The outputs may then be sharded,
+            because the outer module is compared as well.
+        inputs: Arguments and keyword arguments of the first call; None before the call and after
+            the comparison.
     """
 
     fqn: str
@@ -38,9 +44,12 @@ class LocalModule:
 
 
 def local_modules_of(model: nn.Module, plan: Plan) -> list[LocalModule]:
-    """Return the modules with changed attributes, a fused weight in pieces or a sharded pair.
+    """Return the modules whose sharded computation the first forward must check.
 
-    Modules in which every styled module is proved already are left out.
+    These are the modules with attributes that tp changes, those with a fused projection whose
+    pieces are sharded separately, and those around a pair of projections of which the second takes
+    the sharded output of the first. A module is left out if the data flow has already proved the
+    style of every module inside.
     """
     changed: dict[str, dict[str, int]] = {}
     styles = plan.assignment.styles
@@ -68,9 +77,10 @@ def local_modules_of(model: nn.Module, plan: Plan) -> list[LocalModule]:
 
 
 def _kind(module: nn.Module) -> tuple[object, ...]:
-    """Return a key of the code that a module runs.
+    """Return a key that two modules share if they run the same code.
 
-    One class may contain several branches, chosen by the modules it has or by a switch.
+    The class alone does not suffice: its forward may choose a branch by which submodules exist or
+    by an attribute that is a bool or a string, so these are part of the key.
     """
     parts = tuple((name, type(m)) for name, m in module.named_modules())
     switches = tuple(

@@ -1,4 +1,4 @@
-"""A check that the live model matches the plan, parameter by parameter."""
+"""A check that every parameter and buffer of a live model is sharded as the plan states."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from meshplan.runtime.base.mesh import cut_dims, local_of
 
 
 def check_live(model: nn.Module, plan: Plan) -> None:
-    """Check that every parameter and buffer has the plan's shape, local shape, dtype and axes.
+    """Check that every parameter and buffer has the plan's shape, local shape, dtype and sharding.
 
     Raises:
-        ApplyError: Some tensors differ, are missing, or are not in the plan; it lists all of them.
+        ApplyError: Some tensors differ, are missing, or are not in the plan; the error lists all of
+            them.
     """
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     live = dict(inner.named_parameters()) | dict(inner.named_buffers())
@@ -55,13 +56,16 @@ def _differences(fqn: str, tensor: torch.Tensor, placed: Placed, plan: Plan) -> 
         "sharding": _spell(cut_dims(tensor), mesh),
     }
     return [
-        Problem(f"{fqn}: {what} is {found[what]}, but the plan says {expected[what]}")
+        Problem(f"{fqn}: {what} is {found[what]}, but the plan states {expected[what]}")
         for what in expected
         if found[what] != expected[what]
     ]
 
 
 def _spell(cuts: Mapping[str, int | None], mesh: Mesh) -> str:
-    """Format axes as `dp_shard on dim 0, tp on dim 1`; axes of one rank shard nothing."""
+    """Return {axis: dim} as text, such as `dp_shard on dim 0, tp on dim 1`, or `none`.
+
+    Axes of size 1 are left out, because they shard nothing.
+    """
     words = sorted(f"{axis} on dim {dim}" for axis, dim in cuts.items() if mesh.size(axis) > 1)
     return ", ".join(words) or "none"

@@ -1,11 +1,12 @@
-"""A check in the first forward that a module sharded by rule computes what it computes unsharded.
+"""A check after the first forward that a tp-sharded module computes the same as unsharded.
 
-Names and sizes show which attributes count heads, where the pieces of a fused weight lie and which
-projections belong together. They cannot show what the code does with them: an attention bias built
-from `num_heads`, a slice at the whole width, another order of the pieces, or a softmax over sharded
-features. The loss falls all the same, only the numbers are wrong. So one module of each kind runs
-again after the first forward on the inputs it got, once as it is and once unsharded, on every rank
-of tp. A difference is rejected before anything is updated.
+The rules of a tp plan infer from names and sizes which attributes count heads, where the pieces of
+a fused weight are and which projections belong together. Names and sizes do not show what the code
+does: it may build an attention bias from `num_heads`, slice at the full width, order the pieces
+differently, or take a softmax over sharded features. The loss would still fall, but with wrong
+numbers. So one module of each kind runs again after the first forward, on the inputs it got there,
+once sharded and once unsharded, on every rank of tp. A difference raises before anything is
+updated.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ from meshplan.runtime.checks.islands import LocalModule, local_modules_of
 
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.float64: 1e-3}
 _HALF: Final = 5e-2
-"""Relative differences that rounding does not reach [Empirical]: a wrong head differs by 0.1 and
-more, and the same sum in another order by 1e-6 in single precision."""
+"""Largest allowed relative differences, `_HALF` for the other dtypes [Empirical]: in single
+precision a wrong head differs by 0.1 and more, and the same sum in another order by 1e-6."""
 _INFINITE, _LEFT_CUT, _INCOMPARABLE = 2.0**98, 2.0**99, 2.0**100
-"""Codes above any real difference, for outcomes that are no number."""
+"""Results of `_apart` that are no differences, larger than any difference. They are numbers so that
+the maximum over ranks finds them."""
 
 _HOOKS: Final = (
     "_forward_pre_hooks", "_forward_hooks",
@@ -56,10 +58,12 @@ class _PendingProof:
     """The comparisons that are still to be made for one model.
 
     Attributes:
-        waiting: Kinds of modules of which none has been captured yet.
+        plan: The plan applied to the model.
+        mesh: The DeviceMesh that the plan is applied on.
+        waiting: Kinds (`LocalModule.kind`) of which no module's inputs have been captured yet.
         captured: Modules with captured inputs that are still to be compared.
-        proved: Families of which a module was compared successfully.
-        undo: Functions that remove what was installed.
+        proved: Families (`LocalModule.family`) in which a module was compared successfully.
+        undo: Functions that remove the installed hooks and replaced forwards.
     """
 
     plan: Plan
@@ -70,7 +74,11 @@ class _PendingProof:
     undo: list[Callable[[], None]] = field(default_factory=list)
 
     def settle(self, model: nn.Module) -> None:
-        """Compare the captured modules; a module that has not been called yet keeps waiting."""
+        """Compare the captured modules; remove the hooks once a module of each kind was captured.
+
+        Raises:
+            ApplyError: A module computes other values when sharded.
+        """
         captured, self.captured = self.captured, []
         for island in captured:
             _prove(model, island, self)
@@ -80,10 +88,10 @@ class _PendingProof:
 
 
 def prove_first_forward(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Capture inputs during the model's first forward, and compare after it.
+    """Install hooks that compare sharded with unsharded modules after the model's first forward.
 
-    Raises:
-        ApplyError: From the forward or the optimizer step, if a module computes something else.
+    The forward, or the optimizer step with pipeline stages, raises an ApplyError if a module
+    computes other values when sharded.
     """
     islands = local_modules_of(model, plan)
     if plan.mesh.size("tp") == 1 or not islands:
@@ -92,12 +100,12 @@ def prove_first_forward(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     is_compiled = bool(plan.assignment.compiled)
 
     def before(module: nn.Module, args: Any) -> None:
-        if not handles:  # Registered late, to run after every hook that watches the forward itself.
-            if is_compiled:  # The stance is the process's: a forward that raises must not leave it.
+        if not handles:  # Hooks registered this late run after all other hooks of the forward.
+            if is_compiled:  # The stance is global, so reset it even if the forward raises.
                 handles.append(module.register_forward_hook(compile_again, always_call=True))
             handles.append(module.register_forward_hook(after))
             proof.undo += [handle.remove for handle in handles]
-        if is_compiled:  # Capturing and comparing must not become part of a compiled graph.
+        if is_compiled:  # The capturing forwards must not become part of a compiled graph.
             torch.compiler.set_stance("force_eager")
 
     def compile_again(module: nn.Module, args: Any, output: Any) -> None:
@@ -107,7 +115,7 @@ def prove_first_forward(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         proof.settle(module)
 
     def step(optimizer: torch.optim.Optimizer) -> None:
-        # A pipeline stage ends its forward before hooks of the whole model can see it.
+        # A pipeline stage ends its forward early, so that `after` does not run: compare here.
         found = weak()
         mine = {id(p) for p in found.parameters()} if found is not None else set()
         if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
@@ -124,7 +132,10 @@ def prove_first_forward(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
 
 
 def _capture(module: nn.Module, island: LocalModule, proof: _PendingProof) -> Callable[[], None]:
-    """Capture the first inputs of a module; return a function that undoes the change."""
+    """Replace a module's forward so that it captures the first inputs; return the undo function.
+
+    Inputs are captured only if no module of this kind has captured any yet.
+    """
     forward, own = module.forward, vars(module).get("forward")
 
     @wraps(forward)
@@ -155,16 +166,18 @@ def _capture(module: nn.Module, island: LocalModule, proof: _PendingProof) -> Ca
 
 
 def _keep(inputs: Any) -> Any:
-    """Copy inputs so that the first forward cannot change them; None if they cannot be copied."""
+    """Return a copy of inputs, which a forward cannot change; None if they cannot be copied."""
     try:
         with torch.no_grad():
             return _mapped(inputs, lambda t: t.detach().clone())
     except (RuntimeError, TypeError):
-        return None  # Such as a cache with results of earlier layers: another module will do.
+        # A cache with results of earlier layers cannot be copied, for example. Then the inputs of
+        # another module of this kind are captured.
+        return None
 
 
 def _mapped(value: Any, change: Any) -> Any:
-    """Copy a nested value, with `change` applied to its tensors."""
+    """Return a copy of a nested value, with `change(tensor)` in place of each tensor."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) in (tuple, list):
@@ -175,7 +188,12 @@ def _mapped(value: Any, change: Any) -> Any:
 
 
 def _prove(model: nn.Module, island: LocalModule, proof: _PendingProof) -> None:
-    """Compare one module with its unsharded self; every rank takes part and every rank raises."""
+    """Compare a module's sharded with its unsharded outputs; every rank must call this.
+
+    Raises:
+        ApplyError: Outputs differ on some rank, or cannot be compared and no module of the same
+            family was proved. The error is raised on every rank that has the module.
+    """
     module = model.get_submodule(island.fqn)
     tp = submesh(proof.mesh, ("tp",))
     parts = _parts(model, island, proof.plan, tp)
@@ -189,10 +207,10 @@ def _prove(model: nn.Module, island: LocalModule, proof: _PendingProof) -> None:
                 apart = _apart(own, every, tp, may_be_cut=island.is_enclosed)
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 failure, apart = error, _INCOMPARABLE
-    island.inputs = None  # Frees a whole activation that is not needed any more.
+    island.inputs = None  # Frees the copied inputs.
     worst = torch.tensor(apart, device=proof.mesh.device_type)
     for axis in proof.mesh.mesh_dim_names or ():
-        if axis != "pp":  # Ranks that differ along pp have other modules.
+        if axis != "pp":  # Ranks of other pipeline stages have other modules.
             dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=proof.mesh.get_group(axis))
     if worst <= 1.0:
         proof.proved.add(island.family)
@@ -220,9 +238,10 @@ def _problem(island: LocalModule, module: nn.Module, plan: Plan, worst: float) -
 def _parts(
     model: nn.Module, island: LocalModule, plan: Plan, tp: DeviceMesh
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return every parameter of the module, sharded as by tp and unsharded, by fqn in the module.
+    """Return {fqn in the module: (parameter sharded along tp, unsharded parameter)}.
 
-    Both are gathered over the data axes. Constant weights are replaced by noise (`dry_run.noise`).
+    Both are gathered over the data axes. A constant weight is replaced by random values
+    (`dry_run.noise`), because zeros would hide differences.
     """
     out = {}
     for fqn, parameter in model.get_submodule(island.fqn).named_parameters():
@@ -245,13 +264,21 @@ def _parts(
 
 
 def _run(module: nn.Module, island: LocalModule, values: Mapping[str, torch.Tensor]) -> list[Any]:
-    """Run a module with these parameters; return its output tensors and those it keeps."""
+    """Run a module on its captured inputs with the given parameters; return its results.
+
+    The results are the tensors of its output, then those it wrote into buffers or attributes.
+
+    Args:
+        module: The module.
+        island: The module's captured inputs.
+        values: Parameters by their fqn in the module.
+    """
     assert island.inputs is not None
     args, kwargs = _mapped(island.inputs, torch.Tensor.clone)
     with _hidden(module, values), as_written():
         before = {key: _stamp(value) for key, value in module_state_of(module).items()}
         out = [tensor for _, tensor in tensors_in(module.forward(*args, **kwargs))]
-        # Modules may keep an auxiliary loss for later, or tensors from which one is computed.
+        # A module may keep an auxiliary loss in an attribute, or tensors to compute it from later.
         for key, value in sorted(module_state_of(module).items(), key=lambda item: item[0]):
             if isinstance(value, torch.Tensor) and _stamp(value) != before.get(key):
                 out.append(value.clone())
@@ -259,14 +286,22 @@ def _run(module: nn.Module, island: LocalModule, values: Mapping[str, torch.Tens
 
 
 def _stamp(value: Any) -> tuple[int, int]:
-    """Return the identity of a value and, for a tensor, its version counter."""
+    """Return (`id` of a value, version counter of a tensor or 0), which changes with a write."""
     has_version = isinstance(value, torch.Tensor) and not value.is_inference()
     return id(value), value._version if has_version else 0
 
 
 @contextmanager
 def _hidden(module: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Hide parameters behind instance attributes of the same name."""
+    """Make the module's code see these tensors in place of its parameters inside the `with` block.
+
+    An instance attribute of the same name hides a parameter, because `nn.Module.__getattr__` is
+    called only for names that are not found otherwise.
+
+    Args:
+        module: The module with the parameters.
+        values: The tensors, by the parameters' fqns in the module.
+    """
     hidden = []
     try:
         for fqn, value in values.items():
@@ -282,7 +317,11 @@ def _hidden(module: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[N
 
 @contextmanager
 def _uncut(module: nn.Module, island: LocalModule, plan: Plan, tp: DeviceMesh) -> Iterator[None]:
-    """Run the module's code as one process does: without tp's hooks, on unsharded attributes."""
+    """Make the module run as in one process inside the `with` block.
+
+    Modules with a style lose the hooks and the forward that tp gave them, and the attributes that
+    tp changes have their unsharded values. Afterwards all is as before.
+    """
 
     def inside(fqn: str) -> nn.Module:
         return module.get_submodule(fqn[len(island.fqn) :].removeprefix("."))
@@ -309,7 +348,11 @@ def _uncut(module: nn.Module, island: LocalModule, plan: Plan, tp: DeviceMesh) -
 
 
 def _pass_the_sequence(module: nn.Module, use: StyleUse, tp: DeviceMesh) -> None:
-    """Gather and split the sequence around a module, because its neighbours work on parts of it."""
+    """Register hooks that gather the sequence before a module and split it after the module.
+
+    Under sequence parallelism the neighbouring modules compute on parts of the sequence, so their
+    values arrive and leave as parts.
+    """
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         name = next(iter(kwargs), "")
@@ -329,17 +372,18 @@ def _pass_the_sequence(module: nn.Module, use: StyleUse, tp: DeviceMesh) -> None
 def _apart(
     own: list[torch.Tensor], every: list[torch.Tensor], tp: DeviceMesh, *, may_be_cut: bool
 ) -> float:
-    """Return the largest difference of this rank's outputs from their slice of the whole ones.
+    """Return the largest difference of sharded outputs from this rank's slice of unsharded outputs.
 
     Args:
         own: Outputs of the sharded module.
-        every: Outputs of the unsharded module.
+        every: Outputs of the unsharded module, in the same order.
         tp: The tp axis of the mesh.
         may_be_cut: If True, outputs may be sharded along their last dim.
 
     Returns:
-        The difference in units of the tolerance; `_INFINITE` if it is not finite, `_LEFT_CUT` if
-        features are sharded but must not be, `_INCOMPARABLE` if there was nothing to compare.
+        The difference divided by the tolerance, so that at most 1 is equal up to rounding;
+        `_INFINITE` if it is not finite, `_LEFT_CUT` if an output is sharded along its last dim
+        but must not be, `_INCOMPARABLE` if no output could be compared.
     """
     worst, compared = 0.0, 0
     for part, whole in zip(own, every, strict=True):
@@ -350,7 +394,7 @@ def _apart(
             continue
         compared += 1
         scale = whole.abs().nan_to_num(0, 0).max().clamp_min(torch.finfo(whole.dtype).tiny)
-        # Infinities and NaNs may stand in both, as behind a mask.
+        # Both may contain equal infinities or NaNs, such as those of masked attention scores.
         is_same = (part == whole) | (part.isnan() & whole.isnan())
         share = ((part - whole).abs().masked_fill(is_same, 0).max() / scale).item()
         allowed = _TOLERANCE.get(whole.dtype, _HALF)

@@ -1,4 +1,4 @@
-"""Values of tensors from before the forward first wrote over them."""
+"""The values that tensors had before a forward first wrote them in place."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from meshplan.runtime.base.mesh import local_of
 
 
 class Originals(TorchFunctionMode):
-    """A mode that copies each given tensor right before a function first writes it in place.
+    """A torch function mode that copies each given tensor before its first in-place write.
 
-    So nothing is copied that is never written. A write is a call whose name ends in an underscore,
-    an item assignment, an in-place operator, or a call with `out=`.
+    Tensors that are never written are not copied. A write is a call whose name ends in an
+    underscore, an item assignment, an in-place operator, or a call with `out=`.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Originals(TorchFunctionMode):
         self._is_watching = False
 
     def begin(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Start watching these tensors, given by name."""
+        """Start watching these tensors, given as (name, tensor)."""
         self._tensors = {name: local_of(tensor) for name, tensor in tensors}
         self._kept = {}
         self._names = {t.untyped_storage().data_ptr(): n for n, t in self._tensors.items()}
@@ -36,9 +36,10 @@ class Originals(TorchFunctionMode):
         self.__enter__()
 
     def end(self, written: Collection[str]) -> dict[str, torch.Tensor]:
-        """Stop watching; return the values at the beginning of the tensors named in `written`.
+        """Stop watching; return the tensors named in `written`, with the values `begin` found.
 
-        A tensor that was replaced rather than written still has its values.
+        A tensor that was replaced by another and not written in place still has these values, so it
+        is returned itself; for the others a copy is returned.
         """
         self.stop()
         found = {n: self._kept.get(n, t) for n, t in self._tensors.items() if n in written}
@@ -60,7 +61,7 @@ class Originals(TorchFunctionMode):
         targets += out if isinstance(out, tuple | list) else [out]
         for target in targets:
             target = local_of(target) if isinstance(target, DTensor) else target
-            # Other subclasses have no storage of their own to look up.
+            # Other subclasses of Tensor may have no storage whose address can be looked up.
             if type(target) in (torch.Tensor, nn.Parameter) and target.layout == torch.strided:
                 self._keep(target)
         return func(*args, **kwargs)

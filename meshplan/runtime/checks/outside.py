@@ -1,9 +1,10 @@
-"""Detection of parameters used outside the forward of the unit that gathers them.
+"""Detection of parameters used outside the forward of the FSDP unit that gathers them.
 
-Such a use sees this rank's shard only. Most of them raise deep inside torch, but not all: the
-largest element of a shard is a number like any other. So during the first forward, and the first
-loss, every operation that reads a sharded parameter is rejected by name. Differentiating is
-rejected as well: units free what they gathered, and a second derivative would read freed memory.
+Code outside that forward sees this rank's shard only. Most operations then raise deep inside torch,
+but some give a wrong number, such as the largest element of a parameter. So during the first
+forward and the first loss, every operation that reads a sharded parameter is rejected, and the
+error names the parameter and the operation. Computing gradients inside the forward or the loss is
+rejected as well: units free gathered parameters, and a second derivative would read freed memory.
 """
 
 from __future__ import annotations
@@ -28,25 +29,26 @@ _FACTS: Final = frozenset((
     "_version", "name", "is_inference", "is_signed", "register_hook", "__hash__", "__repr__",
     "__format__", "__len__", "ndimension", "is_pinned", "is_mkldnn", "volatile",
 ))  # fmt: skip
-"""Attributes and methods allowed on a sharded parameter, as they answer for the whole tensor."""
+"""Attributes and methods that are safe on a sharded parameter: mostly facts about the whole tensor,
+such as its shape."""
 
 
 _DIFFERENTIATE: Final = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 
 
 class OutsideUse(TorchFunctionMode):
-    """A mode that rejects computations with a parameter that no unit has gathered.
+    """A torch function mode that rejects computations with a parameter that no unit has gathered.
 
     Attributes:
-        has_units: True if the plan uses units of sharding.
-        lying: (fqn, unit) of each sharded parameter, by the `id` of the parameter.
+        has_units: True if the plan uses FSDP units.
+        lying: (fqn, fqn of its unit) of each sharded parameter, by the `id` of the parameter.
     """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         super().__init__()
         self.has_units = plan.assignment.wrapper == "units"
-        # Gathered parameters are other objects, so the sharded ones only occur where no unit
-        # gathers them. With a pipeline, a rank has only some of the parameters.
+        # A gathered parameter is another object than the sharded one, so a sharded one in an
+        # argument was not gathered. With a pipeline, a rank has only some of the parameters.
         live = dict(model.named_parameters(remove_duplicate=False))
         units = plan.assignment.units
         self.lying = {
@@ -68,7 +70,7 @@ class OutsideUse(TorchFunctionMode):
 
 
 def _name(func: Any) -> str:
-    """Return the name of a method; for the getter of a property, the name of the property."""
+    """Return the name of a function that torch intercepted; of a property, not of its `__get__`."""
     name = getattr(func, "__name__", str(func))
     owner = getattr(func, "__self__", None)
     return getattr(owner, "__name__", name) if name == "__get__" else name
@@ -98,10 +100,11 @@ def _problem_of_gradients(operation: str) -> Problem:
 
 
 def refuse_second_derivatives(model: nn.Module, plan: Plan) -> None:
-    """Raise if a custom training loop differentiates with `create_graph`, in any step.
+    """Register a hook that raises if a gradient of the output is computed with `create_graph=True`.
 
-    What ranks of tp exchange counts as constant in the graph of the gradient, so the second
-    derivative would be silently wrong.
+    Such a gradient can be differentiated again. With tp, the graph of the gradient treats what the
+    collectives of tp return as constant, so the second derivative would be silently wrong. With
+    FSDP2, the parameters it needs have been freed.
     """
     if plan.assignment.wrapper != "units" and plan.mesh.size("tp") == 1:
         return
@@ -119,7 +122,7 @@ def refuse_second_derivatives(model: nn.Module, plan: Plan) -> None:
 
     def watch(module: nn.Module, args: Any, output: Any) -> None:
         for _, tensor in tensors_in(output):
-            if tensor.grad_fn is not None:  # A leaf, such as a parameter, would keep the hook.
+            if tensor.grad_fn is not None:  # On a leaf, such as a parameter, the hook would stay.
                 tensor.register_hook(look)
 
     model.register_forward_hook(watch)
@@ -138,18 +141,28 @@ def _problem_of_others(fqn: str) -> Problem:
 
 
 def guard_loss(model: nn.Module, plan: Plan) -> AbstractContextManager[object]:
-    """Return a context that rejects such uses in a loss; create it while no unit is gathered."""
+    """Return a context manager in which a loss function may not use sharded parameters.
+
+    Without FSDP units, or with pipeline stages, it does nothing. Call this function while no unit
+    is gathered, because it records which parameter objects are the sharded ones.
+    """
     is_at_work = plan.assignment.wrapper == "units" and plan.assignment.stages is None
     return OutsideUse(model, plan) if is_at_work else nullcontext()
 
 
 def watch_first_forward(model: nn.Module, plan: Plan) -> None:
-    """Reject the first forward if it uses a sharded parameter, before anything is updated."""
+    """Register hooks that make the first forward raise if it uses a sharded parameter directly.
+
+    The first forward also raises if a parameter was replaced by another tensor, as
+    `torch.func.functional_call` does.
+    """
     has_units = plan.assignment.wrapper == "units"
     if not (has_units or plan.mesh.size("tp") > 1):
         return
     watch = OutsideUse(model, plan)
-    begun: list[bool] = []  # A list instead of removing hooks, which is impossible while they run.
+    # [] before the first forward, [True] inside it, [True, False] after it. The hooks stay, because
+    # a hook cannot be removed while it runs.
+    begun: list[bool] = []
 
     def look(*_: Any) -> None:
         live = {} if begun else dict(model.named_parameters(remove_duplicate=False))

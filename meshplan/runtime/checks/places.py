@@ -1,4 +1,4 @@
-"""Places of a model's tensors, and snapshots that show whether a tensor was written."""
+"""The places where modules keep their tensors, and snapshots that show if one was written."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ from meshplan.runtime.base.digest import checksum
 from meshplan.runtime.base.mesh import local_of
 
 _ROUNDING: Final = 1e-4
-"""Largest relative difference from repeating a normalisation; other samples differ by more."""
+"""Largest difference, relative to the largest element, that counts as rounding. Normalising a
+tensor twice differs by less, and values computed from other samples differ by more."""
 _SAMPLES: Final = 1024
 
 
 class TensorPlace(NamedTuple):
-    """The place of a parameter or buffer in its module.
+    """The entry of a parameter or buffer in the dicts of its module.
 
-    While a unit computes, other objects are in the places of its parameters.
+    The entry stays while the tensor in it changes: FSDP2 puts a gathered parameter there while a
+    unit computes.
 
     Attributes:
         name: The fqn of the tensor.
-        owner: The module that has it.
-        table: The owner's `_parameters` or `_buffers`.
-        leaf: Key in `table`.
+        owner: The module that directly contains the tensor.
+        table: The owner's dict `_parameters` or `_buffers`.
+        leaf: Key of the tensor in `table`, the last part of its fqn.
         is_buffer: True for a buffer, False for a parameter.
-        unit: The unit of sharding that gathers the tensor; None if no unit does.
+        unit: Fqn of the FSDP unit that gathers the tensor; None if no unit does.
     """
 
     name: str
@@ -41,7 +43,7 @@ class TensorPlace(NamedTuple):
 
     @property
     def is_there(self) -> bool:
-        """True if there is a tensor; the model's code may set a buffer to None."""
+        """True if the entry has a tensor; the model's code may have set a buffer to None."""
         return self.table.get(self.leaf) is not None
 
     @property
@@ -51,7 +53,11 @@ class TensorPlace(NamedTuple):
 
     @property
     def can_be_swapped(self) -> bool:
-        """True if another object may take the tensor's place during a forward."""
+        """True if another tensor object may replace this one during a forward.
+
+        A gathered parameter is excluded, because its unit keeps a reference to it, and so is a
+        tensor that requires a gradient, because autograd would write the gradient elsewhere.
+        """
         return self.unit is None and not self.tensor.requires_grad
 
 
@@ -60,11 +66,11 @@ class TensorSnapshot(NamedTuple):
 
     Attributes:
         tensor: The tensor itself.
-        data: Another tensor on its memory, which `weight.data = ...` leaves alone; None for a
-            DTensor.
-        pointer: Address of that memory; 0 for a DTensor.
-        version: In-place version counter of the tensor.
-        checksum: Checksum of the values; None if values are not compared.
+        data: `tensor.data` before the forward: it keeps the old memory if the forward assigns
+            `weight.data = ...`. None for a DTensor.
+        pointer: Address of the tensor's memory before the forward; 0 for a DTensor.
+        version: In-place version counter of the tensor (`Tensor._version`).
+        checksum: Checksum of this rank's values; None in a step that does not compare values.
     """
 
     tensor: torch.Tensor
@@ -75,14 +81,22 @@ class TensorSnapshot(NamedTuple):
 
 
 class Left(NamedTuple):
-    """The values that a forward left in a written tensor, at the last comparison of values."""
+    """The values that a forward left in a tensor it wrote, in the last step that compared values.
+
+    Attributes:
+        checksum: Checksum of all of this rank's values.
+        sample: About 1024 of these values, evenly spread, in one dim.
+    """
 
     checksum: int
     sample: torch.Tensor
 
 
 def places_of(model: nn.Module, plan: Plan) -> Iterator[TensorPlace]:
-    """Yield the place of every tensor that has elements, under its first name."""
+    """Yield the place of every parameter and buffer of this rank that has elements.
+
+    A tensor that several modules share has one place, that of its first name.
+    """
     has_units = plan.assignment.wrapper == "units"
     for fqn, placed in plan.assignment.tensors.items():
         path, _, leaf = fqn.rpartition(".")
@@ -95,10 +109,11 @@ def places_of(model: nn.Module, plan: Plan) -> Iterator[TensorPlace]:
 
 
 def goes_on(place: TensorPlace, plan: Plan) -> bool:
-    """Return True if a tensor is meant to differ from one microbatch to the next.
+    """Return True if a tensor carries its values over from one microbatch to the next.
 
-    This holds for running statistics, for embeddings with `max_norm`, where each microbatch scales
-    the rows that it looks up, and for every buffer if the plan sets `batch: {per_rank: true}`.
+    This holds for running statistics of norms, for embeddings with `max_norm`, where each
+    microbatch scales the rows that it looks up, and for every buffer if the plan sets
+    `batch: {per_rank: true}`.
     """
     if place.is_buffer and plan.spec.batch.per_rank:
         return True
@@ -109,7 +124,14 @@ def goes_on(place: TensorPlace, plan: Plan) -> bool:
 def marks_of(
     places: Iterable[TensorPlace], has_contents: bool
 ) -> list[tuple[TensorPlace, TensorSnapshot]]:
-    """Return the places that have a tensor, with snapshots. Must be fast, for every forward."""
+    """Return (place, snapshot of its tensor) for each place that has a tensor.
+
+    This runs before every forward, so it must be fast.
+
+    Args:
+        places: The places to look at.
+        has_contents: If True, the snapshots have checksums of the values, which is slow.
+    """
     found = ((place, place.table.get(place.leaf)) for place in places)
     return [(place, mark_of(now, has_contents)) for place, now in found if now is not None]
 
@@ -117,7 +139,7 @@ def marks_of(
 def mark_of(tensor: torch.Tensor, has_contents: bool) -> TensorSnapshot:
     found = checksum(local_of(tensor)) if has_contents else None
     version = 0 if tensor.is_inference() else tensor._version
-    if isinstance(tensor, DTensor):  # Its `.data` would be dispatched, and is not needed.
+    if isinstance(tensor, DTensor):  # `.data` of a DTensor would go through dispatch for nothing.
         return TensorSnapshot(tensor, None, 0, version, found)
     return TensorSnapshot(tensor, tensor.data, tensor.data_ptr(), version, found)
 
@@ -137,7 +159,10 @@ def sample_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_close(now: torch.Tensor, before: torch.Tensor) -> bool:
-    """Return True if two tensors are equal up to rounding."""
+    """Return True if two tensors are equal up to rounding, in shape and dtype too.
+
+    Tensors that are not of a floating-point dtype must be exactly equal.
+    """
     if now.shape != before.shape or now.dtype != before.dtype:
         return False
     if not now.is_floating_point() or torch.equal(now, before):

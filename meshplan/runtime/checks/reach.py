@@ -1,4 +1,4 @@
-"""Tensors from which the output of a forward was computed, found call by call."""
+"""Find out from which tensors the output of a forward was computed, by intercepting torch calls."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ _Names = frozenset[str]
 
 
 class Reach(TorchFunctionMode):
-    """A mode that follows given tensors through every function that is called on them.
+    """A torch function mode that records which of the given tensors each result depends on.
 
-    A function's results, and its first argument if it writes that, count as computed from all its
-    arguments. The trace is lost in Python numbers (`.item()`) and in functions that torch does not
-    intercept (`torch.autograd.Function`), so a missing name proves nothing.
+    A function's results count as computed from all its arguments, and so does the first argument of
+    an in-place function. The mode cannot see a dependence through a Python number (`.item()`) or
+    through a function that torch does not intercept (`torch.autograd.Function`). A name that is
+    missing in the result of `end` therefore does not prove that the output is independent.
     """
 
     def __init__(self) -> None:
@@ -28,7 +29,7 @@ class Reach(TorchFunctionMode):
         self._is_watching = False
 
     def begin(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Start following these tensors, given by name."""
+        """Start recording what is computed from these tensors, given as (name, tensor)."""
         self._names = {}
         for name, tensor in tensors:
             self._add(tensor, frozenset((name,)))
@@ -37,13 +38,13 @@ class Reach(TorchFunctionMode):
             self.__enter__()
 
     def stop(self) -> None:
-        """Stop following; a second call does nothing."""
+        """Stop recording; a second call does nothing."""
         if self._is_watching:
             self._is_watching = False
             self.__exit__(None, None, None)
 
     def end(self, output: Any) -> _Names:
-        """Stop, and return the names of the tensors from which `output` was computed."""
+        """Stop recording; return the names of the tensors from which `output` was computed."""
         self.stop()
         found = [self._of(tensor) for _, tensor in tensors_in(output)]
         self._names = {}

@@ -1,10 +1,11 @@
 """A check of the first gradients for parameters that are replicated along tp.
 
-A parameter that tp does not shard is equal on every rank of tp, and must get equal gradients. It
-does not if it computes on shards: a norm inside sharded heads or on a part of the sequence, a key
-projection left replicated under sharded queries, attention over a part of the sequence. Nothing
-else would show the mistake: the loss falls, only the numbers are wrong. So the first optimizer step
-compares these gradients before anything is updated, and later steps compare those that were zero.
+A parameter that tp does not shard is equal on every rank of tp, and must get equal gradients. Its
+gradients differ if its module computes on shards: a norm inside sharded heads or on a part of the
+sequence, a key projection left replicated under sharded queries, attention over a part of the
+sequence. Nothing else would show the mistake, because the loss still falls. So the first optimizer
+step compares these gradients before it updates anything, and later steps compare the gradients that
+were zero so far.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from meshplan.runtime.base.mesh import device, local_of, reduce_along, submesh, 
 from meshplan.runtime.base.optimizer_steps import before_steps
 
 _TOLERANCE: Final = (1e-2, 5e-2)
-"""Relative difference, in single and half precision, that rounding does not reach and parts of a
-sum exceed [Empirical]: in a dozen wrong plans on small models the parts differed by 0.1 and
-more."""
+"""Largest allowed relative difference, in (single, half) precision [Empirical]. Rounding stays
+below it. In a dozen wrong plans on small models, where each rank had a part of the gradient's sum,
+the gradients differed by 0.1 and more."""
 
 
 @dataclass(slots=True)
 class _TpReplicas:
-    """A model with replicated parameters that have had no gradient yet.
+    """A model with replicated parameters whose gradients have not been compared yet.
 
     Attributes:
-        waiting: Names of these parameters.
-        steps: Optimizer steps so far.
-        end: Stops the check before steps.
+        waiting: Names of these parameters; all their gradients so far were missing or zero.
+        steps: Number of optimizer steps so far.
+        end: Ends the checks before optimizer steps.
     """
 
     model: weakref.ref[nn.Module]
@@ -50,7 +51,11 @@ class _TpReplicas:
 
 
 def watch_first_step(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Compare gradients of replicated parameters when an optimizer first steps on this model."""
+    """Compare gradients of tp-replicated parameters before optimizer steps on this model.
+
+    The comparison runs in steps 1, 2, 4, 8, ..., until each of these parameters has had a nonzero
+    gradient.
+    """
     if plan.mesh.size("tp") == 1:
         return
     waiting = {
@@ -73,7 +78,9 @@ def _before_step(watch: _TpReplicas, optimizer: torch.optim.Optimizer) -> None:
     if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
         watch.steps += 1
         if watch.steps & (watch.steps - 1):
-            return  # Compare in steps 1, 2, 4, 8, ..., so that unused parameters cost ever less.
+            # Compare in steps 1, 2, 4, 8, ... only: a parameter that is never used keeps the check
+            # alive, which then costs ever less per step.
+            return
         watch.waiting -= check_replicas(model, watch.plan, watch.mesh, watch.waiting)
         if not watch.waiting:
             watch.end()
@@ -85,17 +92,17 @@ def check_replicas(
     """Check that the named parameters have equal gradients on all ranks of tp.
 
     Returns:
-        The names of parameters with a nonzero gradient. A gradient of zero proves nothing, as in a
-        block whose last layer starts at zero.
+        The names of parameters with a nonzero gradient. A zero gradient proves nothing: every
+        parameter of a block whose last layer starts at zero has one.
 
     Raises:
-        ApplyError: Gradients differ. It is raised on every rank, with the parameters that differ
-            most.
+        ApplyError: Gradients differ. The error is raised on every rank, and names the parameters
+            that differ most.
     """
     tp = submesh(mesh, ("tp",))
     found_names, gradients = _replicas(model, names)
     present = torch.tensor([g is not None for g in gradients], dtype=torch.int32, device=device())
-    # Ranks that differ along pp have other stages.
+    # Ranks of other pipeline stages have other parameters, so pp is left out of the reductions.
     axes = [name for name in mesh.mesh_dim_names or () if name != "pp"]
     reduce_along(present, mesh, axes, dist.ReduceOp.MIN)
     found = [
@@ -106,10 +113,11 @@ def check_replicas(
     if not found:
         return set()
     apart, norms = (torch.stack(column) for column in list(zip(*found, strict=True))[1:])
-    # A gradient that is zero up to rounding may have any relative difference.
+    # Ignore differences below the rounding of the largest gradient: a gradient that is zero up to
+    # rounding may have any relative difference.
     noise = norms.max() * torch.finfo(coarsest_dtype(plan)).eps
     verdict = torch.where(apart > noise, apart / norms.clamp(min=1e-30), 0.0)
-    # All ranks must get one answer, though a shard of a gradient may be zero on some ranks only.
+    # All ranks must come to the same result, but a shard of a gradient may be zero on some of them.
     for each in (verdict, norms):
         reduce_along(each, mesh, axes, dist.ReduceOp.MAX)
     shares = zip((name for name, _, _ in found), verdict.tolist(), strict=True)
@@ -122,11 +130,11 @@ def check_replicas(
 def check_loss(loss: torch.Tensor, plan: Plan, mesh: DeviceMesh) -> None:
     """Check that the loss is equal on all ranks of tp.
 
-    It differs if the model's output is sharded, as that of a colwise head is: each rank then
-    computes the loss of its shard.
+    The loss differs if the model's output is sharded, such as the logits of an lm_head with style
+    colwise: each rank then computes the loss of its shard.
 
     Raises:
-        ApplyError: The loss differs. It is raised on every rank.
+        ApplyError: The loss differs. The error is raised on every rank.
     """
     group = submesh(mesh, ("tp",)).get_group()
     low, high = loss.detach().clone(), loss.detach().clone()
@@ -148,15 +156,19 @@ def check_loss(loss: torch.Tensor, plan: Plan, mesh: DeviceMesh) -> None:
 def _replicas(
     model: nn.Module, names: Collection[str]
 ) -> tuple[list[str], list[torch.Tensor | None]]:
-    """Return the named parameters that the live model has, sorted, and their gradients."""
+    """Return the sorted names of those parameters that the live model has, and their gradients.
+
+    A gradient is None if the parameter has none.
+    """
     live = dict(model.named_parameters())
     found = sorted(name for name in names if name in live)
     return found, [live[name].grad for name in found]
 
 
 def _difference(gradient: torch.Tensor, tp: DeviceMesh) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the distance of this rank's gradient from the mean over tp, and that mean's norm."""
-    own = local_of(gradient.detach()).float().to(device())  # It may be offloaded to the host.
+    """Return (norm of this rank's gradient minus the mean over tp, norm of that mean)."""
+    # The gradient of an offloaded parameter is in host memory.
+    own = local_of(gradient.detach()).float().to(device())
     mean = own.clone()
     dist.all_reduce(mean, group=tp.get_group())
     mean /= tp.size()
@@ -164,7 +176,7 @@ def _difference(gradient: torch.Tensor, tp: DeviceMesh) -> tuple[torch.Tensor, t
 
 
 def coarsest_dtype(plan: Plan) -> torch.dtype:
-    """Return the coarsest floating-point dtype in which the plan computes."""
+    """Return the floating-point dtype of the plan's computation with the largest rounding error."""
     words = {placed.compute_dtype for placed in plan.assignment.tensors.values()}
     floats = [
         dtype for dtype in (getattr(torch, word) for word in words) if dtype.is_floating_point
@@ -178,7 +190,14 @@ def _tolerance(plan: Plan) -> float:
 
 
 def _problem(wrong: list[tuple[float, str]]) -> Problem:
-    """Return one message: a mistake also changes the gradients of what precedes it, but by less."""
+    """Return one problem for all wrong gradients, the largest relative differences first.
+
+    One mistake also changes the gradients of earlier modules, though by less, so the first names
+    are the likely cause.
+
+    Args:
+        wrong: (relative difference, fqn of the parameter), largest first.
+    """
     shown = ", ".join(f"{name} ({share:.0%})" for share, name in wrong[:4])
     others = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
     return Problem(

@@ -1,4 +1,4 @@
-"""Messages about writes in a forward: which tensor, why that is wrong, and what to do instead."""
+"""Messages about tensors that a forward writes: which, why it is wrong, and what to do instead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def warn(names: list[str], between: str) -> None:
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         warnings.warn(
             f"meshplan: the forward writes {names[0]}{others}, and the written values differ "
-            f"between {between}: each computes a statistic of its own samples, as under "
+            f"between {between}: each of these computes a statistic of its own samples, as under "
             "DistributedDataParallel; the first rank's values are used and saved. For a statistic "
             "of all samples, compute it from meshplan.gather_batch(...)",
             stacklevel=2,
@@ -34,8 +34,8 @@ def cast_problem(place: TensorPlace, dtype: str) -> Problem:
 
 def statistic_problem(name: str, between: str) -> Problem:
     return Problem(
-        f"the forward computes {name} from its own samples, and its output from {name}: {between} "
-        "with other samples would train with other values",
+        f"the forward computes {name} from the samples it gets, and its output from {name}: "
+        f"{between} with other samples would train with other values of {name}",
         fix=f"compute {name} from meshplan.gather_batch(...), which returns the samples of all "
         "ranks, or set batch: {per_rank: true} to let each rank and microbatch keep its own value",
     )
@@ -44,8 +44,8 @@ def statistic_problem(name: str, between: str) -> Problem:
 def rank_problem(place: TensorPlace, count: int) -> Problem:
     others = f" and {count - 1} more" if count > 1 else ""
     return Problem(
-        f"the forward writes {place.name}{others}, and ranks with other samples write other "
-        "values, so their copies of the model would diverge",
+        f"the forward writes {place.name}{others}, and ranks with different samples write "
+        "different values, so their copies of the model would diverge",
         fix="compute it from meshplan.gather_batch(...), which is the same on every rank, or "
         f"{_AFTER}",
     )
@@ -61,6 +61,7 @@ def microbatch_problem(place: TensorPlace) -> Problem:
 
 def again_problem(place: TensorPlace) -> Problem:
     return Problem(
-        f"the forward writes {place.name}, but other values when it is recomputed in backward",
+        f"the forward writes {place.name}, but writes other values when it is recomputed in "
+        "backward",
         fix=f"exclude its module from activation_checkpointing, or {_AFTER}",
     )

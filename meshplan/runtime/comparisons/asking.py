@@ -1,8 +1,7 @@
-"""Call the user's loss function outside of the training, without side effects.
+"""Call the user's loss function in addition to the training's calls, without side effects.
 
-Every call gets its own tensors, so that it may write into them. It starts from the state that the
-function has in the training, which is restored afterwards, and leaves the random generators as they
-were.
+Every call gets copies of the tensors, so that it may write into them. After the call, the state of
+the function and the random generators are restored.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from meshplan.runtime.watch.guard import fails_together, is_lost_connection
 
 LossFn = Callable[[Any, Any], Any]
 _WIDE_ENOUGH: Final = 32
-"""Bits of the dtype that casts to half precision use instead, if all inputs are in double
-precision."""
+"""Casts to a floating-point dtype of fewer bits go to float32 instead, if `ask` converts the
+inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossCall:
-    """One call of a loss function.
+    """The result of one call of a loss function.
 
     Attributes:
         given: The return value.
-        dtype: The coarsest dtype that it rounded to; float64 if it rounded to none.
-        is_random: If True, it drew random numbers.
+        dtype: The coarsest dtype to which the function rounded its inputs; float64 if to none.
+        is_random: True if the function drew random numbers.
     """
 
     given: Any
@@ -55,6 +54,9 @@ def ask(loss_fn: LossFn, output: Any, targets: Any, dtype: torch.dtype | None = 
         output: Output of the model.
         targets: Targets of the same samples.
         dtype: Dtype that all floating-point tensors are converted to; None leaves them as they are.
+
+    Raises:
+        Exception: Whatever the function raises.
     """
     drawn: list[bool] = []
     rounding = _Rounding(is_widened=dtype is not None)
@@ -65,10 +67,11 @@ def ask(loss_fn: LossFn, output: Any, targets: Any, dtype: torch.dtype | None = 
 
 
 def refuse_alone(error: Exception) -> None:
-    """Raise an error from outside the training, unless all ranks had one: they wait for each other.
+    """Raise `error` unless every rank had an error in the same extra call of the user's code.
 
-    If only some ranks raise, others may wait in a collective that the user's code never reaches
-    here.
+    All ranks may ignore an error that they had together. If only some ranks had one, the others may
+    wait in a collective that these ranks did not reach, so the error must end the training. A rank
+    with an error waits here for the others.
     """
     if is_lost_connection(error) or not fails_together(error, range(dist.get_world_size())):
         raise error
@@ -76,7 +79,7 @@ def refuse_alone(error: Exception) -> None:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run compiled code eagerly inside the context, as other sizes would be compiled anew."""
+    """Run compiled code eagerly inside the `with` block: torch would compile it for other sizes."""
     is_compiled = "torch._dynamo" in sys.modules
     with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
         yield
@@ -86,10 +89,11 @@ class Watched:
     """Observes side effects of the training's own calls of a loss function.
 
     Attributes:
-        sends: If True, the calls run collectives of their own. Extra calls, of which ranks may make
-            unequally many, would be matched with other collectives of other ranks.
-        writes: If True, the calls write into their arguments, so that the loss was computed from
-            other values than those that are left.
+        sends: True if a call ran collectives, such as an all-reduce in the user's loss. No extra
+            calls are possible then: ranks may make different numbers of them, and their collectives
+            would be matched with other collectives of other ranks.
+        writes: True if a call wrote into its arguments, so that the loss cannot be computed again
+            from them.
     """
 
     def __init__(self) -> None:
@@ -97,9 +101,9 @@ class Watched:
 
     @contextmanager
     def call(self, output: Any, targets: Any) -> Iterator[None]:
-        """Observe one call."""
+        """Observe the call of the loss function that the `with` block makes."""
         tensors = [tensor for _, tensor in tensors_in((output, targets))]
-        # With sharded logits, or a sharded head, meshplan's own collectives run inside the call.
+        # With sharded logits or a chunked loss, meshplan runs collectives inside the call.
         is_own = any(isinstance(tensor, LazyLogits | DTensor) for tensor in tensors)
         begun, versions = group_sequences(), _versions(tensors)
         yield
@@ -112,7 +116,10 @@ def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def _copied(item: Any, dtype: torch.dtype | None) -> Any:
-    """Copy all tensors of a nested value, except logits that are not computed yet."""
+    """Return a nested value with copies of its tensors, except `LazyLogits`, which have no memory.
+
+    A value that cannot be rebuilt from its tensors is returned uncopied.
+    """
     tensors: list[torch.Tensor] = []
 
     def place(tensor: torch.Tensor) -> int:
@@ -127,11 +134,11 @@ def _copied(item: Any, dtype: torch.dtype | None) -> Any:
 
 
 class _Rounding(TorchDispatchMode):
-    """Records the coarsest dtype to which a function rounds its inputs.
+    """A torch dispatch mode that records the coarsest dtype to which an operator rounds its inputs.
 
     Args:
-        is_widened: If True, casts to half precision go to single precision instead, because the
-            tolerances of half precision hide too much.
+        is_widened: If True, casts to half precision are replaced by casts to float32, because the
+            tolerance for half precision would hide real differences.
     """
 
     def __init__(self, *, is_widened: bool) -> None:
@@ -164,5 +171,5 @@ def _bits(tensor: torch.Tensor) -> int:
 
 
 def coarsest(*dtypes: torch.dtype) -> torch.dtype:
-    """Return the floating-point dtype that rounds the most."""
+    """Return the dtype with the largest rounding error; all must be floating-point."""
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)

@@ -1,7 +1,7 @@
-"""Compare what ranks are given in training loops of the user's own, at growing intervals.
+"""Check the batches of ranks in custom training loops, at growing intervals.
 
-`train_step` compares its own batches. In other loops, forwards and steps of the optimizer are
-counted.
+`train_step` checks its batches itself. In other loops, hooks count forwards and optimizer steps,
+and check the batches of some of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _COMPARED: Final[ContextVar[bool]] = ContextVar("compared", default=False)
 
 @contextmanager
 def compared() -> Iterator[None]:
-    """Mark the batch as compared already inside the context."""
+    """Keep `BatchWatch` from checking the batches that run inside the `with` block.
+
+    `train_step` uses this, because it has checked its batch already.
+    """
     token = _COMPARED.set(True)
     try:
         yield
@@ -40,11 +43,12 @@ def compared() -> Iterator[None]:
 
 
 class BatchWatch:
-    """Compares the batches of a training loop of the user's own.
+    """Checks the batches that ranks get in a custom training loop.
 
-    Inside a replica, the batches of the 1st, 2nd, 4th, 8th, ... forward are compared. Between data
-    ranks, all batches since the last optimizer step are compared before the 1st, 2nd, 4th, ...
-    step, because ranks may differ in how many forwards they run.
+    Ranks of one replica must get the same batch: this is checked in the 1st, 2nd, 4th, 8th, ...
+    forward. Data ranks must get different batches: this is checked before the 1st, 2nd, 4th, ...
+    optimizer step, for all batches since the step before, because data ranks may run different
+    numbers of forwards.
     """
 
     def __init__(self, found: ParallelModel) -> None:
@@ -58,12 +62,13 @@ class BatchWatch:
         self._given = Given()
 
     def see(self, inputs: Any, targets: Any, *, is_training: bool = True) -> None:
-        """Count a batch, and compare it if it is due.
+        """Count a forward, and check its batch if a check is due.
 
         Args:
             inputs: Inputs of the forward.
             targets: Targets; () if they are not known.
-            is_training: If True, the model is in training mode.
+            is_training: If True, the model is in training mode. If False, only the ranks of a
+                replica are compared.
 
         Raises:
             ApplyError: Ranks of a replica were given different batches.
@@ -82,15 +87,16 @@ class BatchWatch:
             watch.add((inputs, targets))
 
     def add(self, batch: Any) -> None:
-        """Take the batch of one more forward, of any model, into account."""
+        """Add the batch of a forward, of any model, to the digest that data ranks compare."""
         if self._compares_ranks and (is_due(self._steps + 1) or self._is_doubtful):
             self._given.add(batch)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Compare what data ranks were given since the last step.
+        """Check that data ranks were given different batches since the last optimizer step.
 
         Raises:
-            ApplyError: Ranks that must train on different samples were given the same.
+            ApplyError: All ranks along a data axis were given the same batches, in the first step
+                or in two checked steps in a row.
         """
         if _COMPARED.get() or not is_stepped(optimizer, self._found):
             return
@@ -100,7 +106,7 @@ class BatchWatch:
         given, self._given = self._given, Given()
         group = submesh(self._found.mesh, GRADIENT_AXES, flat=True).get_group()
         axis = given.axis_of_twins(self._found.plan, group, device())
-        # Equal samples may be drawn once by chance, but not in the first step.
+        # Ranks may draw equal samples once by chance. In the first step that is too unlikely.
         is_repeated, self._is_doubtful = self._is_doubtful, axis is not None
         if axis is not None and (self._steps == 1 or is_repeated):
             raise ApplyError(same_samples(axis, self._samples, self._found.plan))
@@ -110,7 +116,10 @@ _watches: Final[weakref.WeakSet[BatchWatch]] = weakref.WeakSet()
 
 
 def watch_batches(model: nn.Module) -> None:
-    """Compare the batches of forwards of a model, and of steps of a pipeline."""
+    """Register hooks that check the batches of a model in a custom training loop.
+
+    A pipelined model calls the check itself, once per step.
+    """
     found = next(each for each in reversed(known_models()) if each.model() is model)
     plan = found.plan
     watch = BatchWatch(found)
@@ -122,7 +131,7 @@ def watch_batches(model: nn.Module) -> None:
         return
 
     def see(module: nn.Module, args: Any, kwargs: Any) -> None:
-        # In a compiled model the hook must leave no trace in the graph.
+        # If the model is compiled, the hook must not become part of the graph.
         if not torch.compiler.is_compiling():
             watch.see((args, kwargs), (), is_training=module.training)
 

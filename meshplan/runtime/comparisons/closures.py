@@ -1,4 +1,4 @@
-"""Restore a function's state after a call: modules, its closure, globals, attributes."""
+"""Restore the state of a user's function after a call: modules, closure, globals and attributes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,16 @@ _NOT_THE_USERS: Final = ("builtins", "torch", "meshplan")
 
 @dataclass(slots=True)
 class _ClosureWalk:
-    """The state reachable from a function, each object once."""
+    """The state that a function can reach, each object once.
+
+    Attributes:
+        modules: nn.Modules that the function uses.
+        cells: (closure cell, its value); the value is `_UNSET` if the variable is not assigned yet.
+        names: (globals of a function, name of a global that the function uses, its value).
+        tables: `__dict__` of functions and of objects.
+        values: Tensors, lists, dicts and sets.
+        seen: All objects visited so far, by `id`.
+    """
 
     modules: list[nn.Module] = field(default_factory=list)
     cells: list[tuple[types.CellType, Any]] = field(default_factory=list)
@@ -31,12 +40,12 @@ class _ClosureWalk:
     seen: dict[int, Any] = field(default_factory=dict)
 
     def add(self, item: Any, *, is_called: bool = False) -> None:
-        """Collect what a function is, contains or names.
+        """Collect the state of an object and of all objects that it uses.
 
         Args:
-            item: A function, or an object that it uses.
-            is_called: If True, `item` is the function itself, which is searched whatever its
-                package.
+            item: A function, or an object that a function uses.
+            is_called: If True, `item` is the user's function itself, which is searched even if it
+                is defined in torch or meshplan.
         """
         if id(item) in self.seen or isinstance(item, type | types.ModuleType):
             return
@@ -85,12 +94,15 @@ def _package(item: Any) -> str:
 def _contents(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # The variable is not set yet.
+    except ValueError:  # The variable is not assigned yet.
         return _UNSET
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Yield names that a function, and those defined inside it, may look up among globals."""
+    """Yield the names that a function's code, or a function defined in it, may look up as globals.
+
+    Attribute names are among them, because `co_names` does not distinguish the two.
+    """
     yield from code.co_names
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
@@ -99,9 +111,9 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 @contextmanager
 def kept(function: Any) -> Iterator[None]:
-    """Restore the state of a function, and of the modules that it uses, at the end of the context.
+    """Restore the state of a function, and of the modules that it uses, after the `with` block.
 
-    State nested deeper than one list, dict, set or object is not restored.
+    A container or object inside another list, dict or set is not restored.
     """
     state = _ClosureWalk()
     state.add(function, is_called=True)

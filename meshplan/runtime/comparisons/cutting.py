@@ -1,4 +1,4 @@
-"""Parts of outputs and targets: some of the samples, or some of the tokens of each sample."""
+"""Cut parts out of outputs and targets: some of the samples, or some tokens of each sample."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ def cut(
 
     Args:
         item: An output or targets.
-        samples: Size of the dim that is cut.
-        parts: Indices along this dim, for each part.
-        is_output: If True, the item comes from the model, which may have put samples along another
-            dim.
-        dim: The dim that is cut.
-        like: Targets; an output that begins with the sizes of one has samples and tokens where the
-            target has them.
+        samples: Number of samples, or of tokens: the size of `dim` in each tensor.
+        parts: For each part, its indices along `dim`.
+        is_output: If True, the item comes from the model, which may have moved the samples to
+            another dim.
+        dim: The dim that is cut: 0 for samples, 1 for tokens.
+        like: The targets. If an output has the same first two sizes as one of them, its samples and
+            tokens are along the same dims.
 
     Returns:
-        The parts, or None if it is not clear that all tensors have the samples along this dim.
+        For each part, a value of the same structure. None if a tensor may not have the samples (or
+        tokens) along `dim`.
     """
     tensors: list[torch.Tensor] = []
 
@@ -56,7 +57,7 @@ def cut(
             return None
         if tensor.ndim and (tensor.ndim <= dim or tensor.shape[dim] != samples):
             return None
-        # If another dim has the same size, only targets can show which one has the samples.
+        # If a later dim has the same size, only the targets can show which of the two is the right.
         is_told = any(tensor.shape[:2] == each[:2] for each in shapes)
         if is_output and not is_told and samples in tensor.shape[dim + 1 :]:
             return None
@@ -74,7 +75,10 @@ def cut(
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor of an output is a parameter, or a view of one: of no sample."""
+    """Return True if a tensor in an output is a parameter or a view of one.
+
+    Such a tensor belongs to no sample, so it is never cut.
+    """
     if isinstance(tensor, LazyLogits):
         return False
     owner = tensor if tensor._base is None else tensor._base
@@ -82,10 +86,16 @@ def is_parameter(tensor: torch.Tensor) -> bool:
 
 
 def spread(targets: Any, length: int, count: int) -> list[int]:
-    """Choose tokens of a sequence, half of them from places where all samples have a target.
+    """Return sorted positions of tokens, half of them where all samples have a target.
 
-    The others are from places where only some samples have one: parts with equal numbers of targets
-    cannot distinguish one rule for a mean from another.
+    The other half are positions where only some samples have a target that is not -100. Parts of
+    the batch then contain unequal numbers of targets, without which a mean over tokens and a mean
+    over samples could not be distinguished.
+
+    Args:
+        targets: Targets of the samples.
+        length: Number of tokens of each sample.
+        count: Number of positions to choose.
     """
     rows = [t for t in token_targets(targets) if t.ndim > 1 and t.shape[1] == length]
     if count >= length or not rows:
@@ -106,10 +116,16 @@ def _evenly(places: list[int], count: int) -> list[int]:
 
 
 def thinned(output: Any, targets: Any, samples: int, most: int) -> tuple[Any, Any, int] | None:
-    """Take a few tokens of some samples, with at most `most` elements together.
+    """Cut a few tokens of up to 8 samples out of an output and targets.
+
+    Args:
+        output: Output of the model.
+        targets: Targets of the same samples.
+        samples: Number of samples.
+        most: Limit of the elements of both together.
 
     Returns:
-        (output, targets, number of samples), or None if tokens do not lie along dim 1.
+        (output, targets, number of samples), or None if tokens are not along dim 1 of each tensor.
     """
     tensors = [tensor for _, tensor in tensors_in((output, targets))]
     rows = [tensor for _, tensor in tensors_in(targets) if tensor.ndim > 1]
@@ -134,7 +150,10 @@ def thinned(output: Any, targets: Any, samples: int, most: int) -> tuple[Any, An
 
 
 def mask_sum(targets: Any) -> float | None:
-    """Add up the one tensor of zeros and ones for tokens among targets; None if there is none."""
+    """Return the sum of the mask among the targets; None if there is no mask or several.
+
+    A mask is a tensor of zeros and ones with two dims or more.
+    """
     found = [
         tensor
         for _, tensor in tensors_in(targets)
@@ -144,5 +163,5 @@ def mask_sum(targets: Any) -> float | None:
 
 
 def num_elements(targets: Any) -> float:
-    """Count the elements of targets that have more dims than that of the samples."""
+    """Return the number of elements of all target tensors with two dims or more."""
     return float(sum(tensor.numel() for _, tensor in tensors_in(targets) if tensor.ndim > 1))

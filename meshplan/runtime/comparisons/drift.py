@@ -1,9 +1,9 @@
-"""Check that all copies of a parameter that several ranks have whole are equal.
+"""Check that the copies of a replicated parameter are equal on all ranks that have one.
 
 Gradients are averaged and every rank takes the same step, so copies stay equal. They drift apart if
-something else writes to one of them: a forward that renormalises its weights, a loop that loads
-other values on one rank, samples that differ along tp. Each rank then trains a different model. Two
-sums of each copy are compared, before the optimizer steps and before a state is saved.
+one of them is changed in another way: by a forward that renormalises its weights, a loop that loads
+other values on one rank, or different samples along tp. Each rank then trains a different model.
+Two sums of each copy are compared, before the optimizer steps and before a state is saved.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from meshplan.runtime.base.optimizer_steps import before_steps, is_due
 from meshplan.runtime.base.parallel_models import ParallelModel, is_stepped, known_models
 
 _EVERY: Final = 1024
-"""Steps after which copies are compared at the latest."""
+"""Number of steps between two comparisons at most."""
 _OF_DATA, _OF_TP, _HALF = 1e-5, 1e-2, 1e-2
-"""Relative differences of the sums from which on copies have drifted apart. Along the data axes
-gradients are equal to the last bit. Along tp each rank computes those of a copy for itself, and
-optimizers that divide by them amplify rounding. In half precision a step may be rounded at
-random."""
+"""Largest allowed relative differences of the sums: along the data axes, along tp, and along the
+data axes in half precision. Along the data axes gradients are equal to the last bit. Along tp each
+rank computes the gradient of its copy itself, and an optimizer that divides by gradients amplifies
+the rounding. In half precision an optimizer may round at random."""
 
 
 @dataclass(slots=True)
@@ -63,10 +63,11 @@ def _before_step(watch: _DriftWatch, optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_drift(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Refuse parameters whose copies have drifted apart; all ranks must call it.
+    """Check that all copies of each replicated parameter are equal; all ranks must call this.
 
     Raises:
-        ApplyError: Some have; it is raised on all ranks of a stage, with their names.
+        ApplyError: Copies differ. The error names the first of these parameters, and is raised on
+            all ranks of its pipeline stage.
     """
     by_axes: dict[tuple[str, ...], dict[str, nn.Parameter]] = {}
     for axes, name, parameter in _alike(model, plan):
@@ -76,7 +77,7 @@ def check_drift(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     wrong: list[str] = []
     if names:
         flags = torch.cat(parted)
-        # All ranks of the stage must raise together: none may go on alone.
+        # All ranks of the stage must raise, because one that continued would wait for the others.
         stage = [axis for axis in mesh.mesh_dim_names or () if axis != "pp"]
         reduce_along(flags, mesh, stage, dist.ReduceOp.MAX)
         wrong = [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
@@ -102,12 +103,15 @@ def check_drift(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
 
 
 def _alike(model: nn.Module, plan: Plan) -> Iterator[tuple[tuple[str, ...], str, nn.Parameter]]:
-    """Yield (axes along which each rank has the whole parameter, its name, the parameter)."""
+    """Yield (axes, name, parameter) of each parameter that is replicated along some axes.
+
+    The axes are those along which all ranks must have equal values of it.
+    """
     for name, parameter in model.named_parameters():
         fqn = name.partition("@")[0].removeprefix("module.")
         placed = plan.assignment.tensors.get(fqn) or plan.assignment.tensors.get(name)
         cut = {*shard_axes(parameter), *(placed.stored.axes if placed else ())}
-        # Any other axis that shards it is a data axis, or borrows its ranks from one.
+        # Apart from tp, each axis that shards a parameter is a data axis or borrows ranks from one.
         wanted = ("dp_replicate",) if cut - {"tp"} else GRADIENT_AXES
         axes = plan.mesh.present((*wanted, *(() if "tp" in cut else ("tp",))))
         axes = tuple(axis for axis in axes if plan.mesh.size(axis) > 1)
@@ -118,7 +122,10 @@ def _alike(model: nn.Module, plan: Plan) -> Iterator[tuple[tuple[str, ...], str,
 def _parted(
     found: dict[str, nn.Parameter], axes: tuple[str, ...], mesh: DeviceMesh
 ) -> torch.Tensor:
-    """Return 1 for each parameter whose copies differ along one of the axes, 0 for the others."""
+    """Return 1 for each parameter whose copies differ along one of the axes, 0 for the others.
+
+    Shape: (parameters,)
+    """
     parameters = list(found.values())
     sums = _sums(parameters)
     out = torch.zeros(len(parameters), device=device())
@@ -130,7 +137,10 @@ def _parted(
 
 
 def _sums(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """Return the sum of the elements, and of their squares: shape (parameters, 2)."""
+    """Return the sum of each parameter's elements, and the sum of their squares.
+
+    Shape: (parameters, 2), float64
+    """
     rows = []
     for parameter in parameters:
         own = local_of(parameter.detach())
@@ -141,16 +151,20 @@ def _sums(parameters: list[nn.Parameter]) -> torch.Tensor:
 
 
 def _ends(sums: torch.Tensor) -> torch.Tensor:
-    """Return numbers whose maximum over ranks gives the largest and the smallest of the sums."""
+    """Return the sums and their negatives, whose maxima over ranks are max(sums) and -min(sums)."""
     return torch.stack((sums, -sums))
 
 
 def _differ(both: torch.Tensor, tolerance: torch.Tensor) -> torch.Tensor:
-    """Return True for each parameter whose copies differ; NaN is not compared.
+    """Return a mask of the parameters whose copies differ; copies with NaN count as equal.
+
+    Args:
+        both: Maxima over ranks of `_ends`.
+        tolerance: Largest allowed relative difference for each parameter.
 
     Shape: both (2, parameters, 2), tolerance (parameters,) -> (parameters,)
     """
-    # both[1] is the maximum of the negated sums, so `apart` is the largest minus the smallest.
+    # both[1] is -min(sums), so `apart` is the largest sum minus the smallest over ranks.
     apart, size = both[0] + both[1], both[0][:, 1].sqrt()
     return (apart[:, 0] > tolerance * size) | (apart[:, 1] > 2 * tolerance * size.square())
 

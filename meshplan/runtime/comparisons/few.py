@@ -1,9 +1,9 @@
-"""Outputs of a few samples of every microbatch and of some data ranks, compared as one batch.
+"""Compare losses on one batch joined from a few samples of each microbatch and of some data ranks.
 
-Halves of a microbatch show little about a loss in two cases: with one or two samples, where the
-larger half is a single one, and if all samples contain the same amount of what the loss is a mean
-over, as in batches of one length. So some outputs of all microbatches are joined, as one process
-would have them.
+The halves of one microbatch show little about a loss in two cases: if the microbatch has only one
+or two samples, and if all samples of a microbatch contain equal numbers of the tokens that the loss
+is a mean over, as in batches sorted by length. So outputs of several microbatches and ranks are
+joined to one batch, as one process would have it, and the losses of its halves are compared.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from meshplan.runtime.comparisons.halves import loss_problem, three_of
 from meshplan.runtime.comparisons.samples import ENOUGH
 
 _RANKS: Final = 4
+"""Number of data ranks whose samples are compared."""
 _ELEMENTS: Final = 1 << 16
-"""The most elements that a rank keeps, which are copied to the host and sent to every rank."""
+"""Highest number of elements that a rank keeps: they are copied to the host and sent to every
+rank."""
 
 
 class FewSamples:
-    """Keeps outputs of some samples of this rank, and checks the loss on those of all ranks.
+    """Keeps outputs of some samples of this rank, and checks the loss on the samples of all ranks.
 
     Args:
         plan: The plan that the model runs under.
@@ -44,13 +46,16 @@ class FewSamples:
         self._plan, self._samples = plan, samples
         self._parts = min(ENOUGH, num_parts(plan) // plan.mesh.size(*GRADIENT_AXES))
         self._each = min(samples, ENOUGH // self._parts)
-        """Samples of each microbatch that are kept."""
+        """Number of samples of each microbatch that are kept."""
         self._kept: list[list[torch.Tensor]] = []
         self._form: Any = None
         self._is_on = True
 
     def keep(self, output: Any, targets: Any) -> None:
-        """Keep a part of a microbatch's output and targets, if it is small enough."""
+        """Keep the output and targets of a microbatch's first samples, if they are small enough.
+
+        If they are not, or cannot be cut, nothing is kept of any microbatch.
+        """
         room = ENOUGH - self._each * len(self._kept)
         if not self._is_on or room <= 0:
             return
@@ -69,20 +74,22 @@ class FewSamples:
         self._kept.append(found)
 
     def problem(self, loss_fn: LossFn, *, can_ask: bool) -> tuple[Problem | None, bool]:
-        """Compare the loss of all kept samples with those of parts; collective over all ranks.
+        """Compare the loss of all kept samples with those of their halves; all ranks must call it.
 
         Args:
             loss_fn: The user's loss function.
             can_ask: If True, this rank may call the loss function outside of the training.
 
         Returns:
-            (a problem or None, is certainly a mean over samples). The latter is True only if the
-            parts contain unequal amounts of what else it might be a mean over.
+            (problem, is_mean). `problem` is that of the lowest rank with one, or None. `is_mean` is
+            True if the loss is certainly a mean over samples: the halves contain unequal numbers of
+            tokens or unmasked elements, and still average to the loss.
         """
         plan = self._plan
         others = [name for name in plan.mesh.names if name not in (*DATA_AXES, "cp", "pp")]
         rank = dist.get_rank()
-        part = plan.mesh.index(rank, ("cp",))  # Along cp each checks its part of all samples.
+        # Along cp, each rank checks its own part of the sequence of all samples.
+        part = plan.mesh.index(rank, ("cp",))
         is_asked = plan.mesh.index(rank, DATA_AXES) < _RANKS and not plan.mesh.index(rank, others)
         told: list[list[list[torch.Tensor]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(told, self._kept if is_asked else [])
@@ -104,7 +111,8 @@ class FewSamples:
         if len(every) < 2 or len(shapes) > 1:
             return None, False
         is_mean = False
-        # Amounts may alternate over microbatches, and halves with equal amounts show little.
+        # Halves with equal numbers of tokens show little, such as if long and short microbatches
+        # alternate. Sorted by that number, the halves differ most.
         by_amount = sorted(every, key=_amount)
         is_sorted = [*map(_amount, every)] == [*map(_amount, by_amount)]
         for each in [every] if is_sorted else [every, by_amount]:
@@ -139,7 +147,8 @@ def _split(item: Any) -> tuple[Any, list[torch.Tensor]]:
     found: list[torch.Tensor] = []
 
     def place(tensor: torch.Tensor) -> int:
-        copy = tensor.detach().clone().cpu()  # Clone first: a view would take its whole base along.
+        # Clone, because pickle would send the whole storage of a view.
+        copy = tensor.detach().clone().cpu()
         found.append(copy.requires_grad_(is_parameter(tensor)))
         return len(found) - 1
 

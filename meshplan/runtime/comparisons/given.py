@@ -1,8 +1,8 @@
-"""Check that data ranks are given different samples, and as many of them as the plan says.
+"""Check that data ranks are given different samples, and as many samples as the plan states.
 
-If a loop forgets `local_batch`, or a sampler counts too few ranks, several ranks train on the same
-samples: the loss falls, and the batch is smaller than it seems. Digests of the samples show this;
-they are sent along with what a step exchanges anyway.
+If a loop forgets `local_batch`, or a sampler is made for too few ranks, several ranks train on the
+same samples: the loss falls, but the batch is smaller than it seems. Ranks compare digests of their
+samples to find this. The digests are sent in an all-reduce that the step makes anyway.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from meshplan.runtime.base.mesh import local_of
 from meshplan.runtime.base.pytree import tensors_in
 
 _ENOUGH_BITS: Final = 20
-"""Bits below which two batches may be equal by chance: zeros and ones, or a few classes."""
+"""Batches that contain fewer bits of information than this may be equal by chance, such as a few
+labels out of two classes."""
 _FEW: Final = 256
-"""Elements of a tensor that are examined to estimate how much information it can contain."""
+"""About how many elements of a tensor are read to estimate how much information it can contain."""
 
 
 def compares_ranks(plan: Plan) -> bool:
@@ -35,29 +36,36 @@ def compares_ranks(plan: Plan) -> bool:
 
 
 def number_of(batch: Any, *, is_whole: bool) -> int:
-    """Return a number for the contents of a batch, above 0 and exact in float64."""
+    """Return a digest of a batch's contents: an integer above 0 that float64 represents exactly.
+
+    Args:
+        batch: Any pytree of tensors.
+        is_whole: If True, every element counts; else about 1024 of each tensor.
+    """
     here, there = digest(batch, is_whole=is_whole)
     return 1 + here + (0 if there is None else int(there))
 
 
 def slots(number: int, plan: Plan) -> list[int]:
-    """Return a number for each data rank, of which this rank sets its own and leaves the others 0.
+    """Return a list with one entry per data rank: `number` for this data rank, 0 for the others.
 
-    The maximum over ranks of each slot gives the numbers of all data ranks.
+    The maximum of each entry over all ranks gives the numbers of all data ranks.
     """
     found = [0] * plan.num_data_ranks
-    if plan.mesh.index(dist.get_rank(), ("cp",)) == 0:  # Along cp, parts of a sample differ.
+    # Ranks along cp have different parts of the same samples, so only the first sets its number.
+    if plan.mesh.index(dist.get_rank(), ("cp",)) == 0:
         found[plan.mesh.index(dist.get_rank(), DATA_AXES)] = number
     return found
 
 
 def axis_of_twins(numbers: Sequence[float], plan: Plan) -> str | None:
-    """Return the data axis along which all ranks were given the same; None if ranks differ.
+    """Return the data axis along which all ranks were given the same samples; None if none is.
 
-    Two ranks of many may draw the same samples by chance. Along a whole axis it is a mistake.
+    Two of many ranks may draw the same samples by chance. If all ranks along an axis have the same
+    samples, it is a mistake.
 
     Args:
-        numbers: Number of the samples of each data rank, as from `number_of`.
+        numbers: Digest of the samples of each data rank, as from `number_of`.
         plan: The plan that the model runs under.
     """
     names = [name for name in plan.mesh.names if name in DATA_AXES]
@@ -73,10 +81,10 @@ def axis_of_twins(numbers: Sequence[float], plan: Plan) -> str | None:
 
 
 def is_telling(batch: Any) -> bool:
-    """Return True if an equal batch elsewhere shows that a rank was given the wrong one.
+    """Return True if an equal batch on another rank can only be a mistake.
 
-    It does not if the batch was cut by `local_batch`, if all its samples are equal, or if they
-    contain so little that they may be equal by chance.
+    Return False if `local_batch` cut the batch, if all its samples are equal, or if they contain so
+    little information that two batches may be equal by chance.
     """
     if is_marked(batch):
         return False
@@ -91,7 +99,10 @@ def _has_equal_rows(tensor: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> float:
-    """Return the most bits that a tensor can contain, by its number of distinct elements."""
+    """Return an upper bound of a tensor's information in bits: elements * log2(distinct elements).
+
+    The number of distinct elements is that of about 256 of them.
+    """
     flat = tensor.reshape(-1)
     few = flat[:: max(1, flat.numel() // _FEW)].tolist()
     return flat.numel() * math.log2(len(set(few)) or 1)
@@ -101,7 +112,7 @@ def same_samples(axis: str, samples: int, plan: Plan) -> Problem:
     """Return the problem of ranks that were given the same samples.
 
     Args:
-        axis: The axis along which all ranks were given the same.
+        axis: The data axis along which all ranks were given the same samples.
         samples: Number of samples that each rank was given.
         plan: The plan that the model runs under.
     """
@@ -123,13 +134,13 @@ def _planned(plan: Plan) -> str:
 
 
 def note_size(batch: Any, plan: Plan, *, may_be_micro: bool = False) -> None:
-    """Warn on rank 0 if a rank was given more or fewer samples than the plan says.
+    """Warn, on rank 0, if this rank was given more or fewer samples than the plan states.
 
     Args:
         batch: The rank's inputs and targets.
         plan: The plan that the model runs under.
-        may_be_micro: If True, this is a forward of a loop of the user's own. It may be of one
-            microbatch, and its tensors may have the samples along dim 1.
+        may_be_micro: If True, the batch is that of one forward in a custom training loop. It may be
+            one microbatch, and its tensors may have the samples along dim 1.
     """
     if plan.micro is None or dist.get_rank() != 0:
         return
@@ -153,10 +164,11 @@ def note_size(batch: Any, plan: Plan, *, may_be_micro: bool = False) -> None:
 
 
 class Given:
-    """Digest of the inputs between two optimizer steps in a training loop of the user's own.
+    """A digest of all inputs between two optimizer steps in a custom training loop.
 
-    The inputs of all models of a process count together: besides samples that differ, a generator
-    may draw the same noise on all ranks, and a text tower may read the same class names.
+    The inputs of all models in the process go into one digest. One model alone may rightly get the
+    same inputs on all ranks, such as a text tower that encodes class names, while another model
+    gets different samples.
     """
 
     def __init__(self) -> None:
@@ -165,7 +177,7 @@ class Given:
         self._is_cut = False
 
     def add(self, batch: Any) -> None:
-        """Take one more forward into account."""
+        """Add the inputs of one more forward to the digest."""
         self._number = (self._number * 31 + number_of(batch, is_whole=True)) % (1 << 40)
         self._is_telling |= is_telling(batch)
         self._is_cut |= is_marked(batch)
@@ -173,7 +185,15 @@ class Given:
     def axis_of_twins(
         self, plan: Plan, group: dist.ProcessGroup, device: torch.device
     ) -> str | None:
-        """Return the axis along which ranks were given the same, or None; collective."""
+        """Return the data axis along which all ranks were given the same inputs; None if none.
+
+        All ranks of `group` must call this.
+
+        Args:
+            plan: The plan that the model runs under.
+            group: Process group of the data axes and cp.
+            device: Device of the tensor that is sent.
+        """
         is_open = self._is_cut or not self._is_telling
         told = [int(is_open), *slots(1 + self._number, plan)]
         both = torch.tensor(told, dtype=torch.float64, device=device)

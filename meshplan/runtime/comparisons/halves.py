@@ -1,9 +1,9 @@
-"""Compare the loss of a batch with the losses of its halves: do the parts add up to the whole?
+"""Check that the losses of a batch's halves combine to the loss of the batch.
 
-A step is computed in parts, which are combined as the plan says the loss is: a mean, a sum, a mean
-over tokens. If that is wrong, every gradient is wrong, and nothing shows it. So if a step has
-several parts, the loss function is called three times on the same output: for all samples, and for
-each half of them.
+A step computes the loss in parts, on ranks and microbatches. It combines these losses as the plan's
+`loss` states: as a mean, a sum, or a mean over tokens. If the user's loss function computes
+something else, every gradient is wrong without any error. So if a step has several parts, the loss
+function is called three times on parts of one output: for all samples, and for each half of them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from meshplan.runtime.comparisons.asking import LossCall, LossFn, ask, coarsest,
 from meshplan.runtime.comparisons.cutting import cut, mask_sum, spread, thinned
 
 WIDE: Final = 1 << 22
-"""Elements up to which losses are compared in double precision. There rounding hides nothing, not
-even in means that are small compared with what they are taken of."""
+"""Number of elements up to which an output is converted to double precision to compare losses.
+Rounding then hides no difference, even if a mean is far smaller than the values it averages."""
 _TOLERANCE: Final = {torch.float64: 1e-7, torch.float32: 3e-5}
 _HALF: Final = 2e-2
-"""Relative differences up to which rounding may be the cause [Empirical]."""
+"""Largest relative differences that rounding may cause; `_HALF` is for half precision
+[Empirical]."""
 _GATHER: Final = (
     "gather the samples to compare with meshplan.gather_batch; or set batch: {per_rank: true} if "
     "each rank's batch is meant to be independent"
@@ -45,14 +46,15 @@ _SHIFTED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class LossValue:
-    """A loss as a number.
+    """A loss, and the numbers of elements that it may be a mean over.
 
     Attributes:
-        loss: The loss, or the sum.
-        count: Number that the sum was taken over, if the loss function returns it; None otherwise.
-        tokens: Number of targets that are not -100; None if no targets are of that kind.
-        shifted: Number of these that are not the first of their row, because transformers' models
-            shift the labels themselves; None if there are no such rows.
+        loss: The loss; the sum if the loss function returns (sum, count).
+        count: The count if the loss function returns (sum, count); None otherwise.
+        tokens: Number of targets that are not -100; None unless exactly one tensor among the
+            targets contains integers.
+        shifted: Like `tokens`, without the first target of each row: transformers' models shift
+            the labels themselves and drop it. None if `tokens` is, or targets have no rows.
         masked: Sum of a mask of zeros and ones among the targets; None if there is no mask.
     """
 
@@ -71,8 +73,8 @@ class Three:
         whole: Loss of the batch.
         first: Loss of its first half.
         second: Loss of its second half.
-        tolerance: Absolute difference that rounding may cause.
-        again: Computes the loss of the whole once more; None if that is not possible.
+        tolerance: Largest absolute difference that rounding may cause.
+        again: Computes the loss of the batch once more; None if that is not possible.
     """
 
     whole: LossValue
@@ -82,26 +84,33 @@ class Three:
     again: Callable[[], LossCall] | None = None
 
     def confirms(self, problem: Problem | None) -> Problem | None:
-        """Return a problem that these losses show, if the function returns the same once more.
+        """Return `problem` if calling the loss function on the whole batch again repeats its loss.
 
-        A function that depends on the number of its calls, such as a weight that warms up, or on
-        anything else that cannot be restored, shows nothing about parts; then None is returned.
+        Otherwise return None: the loss depends on state that cannot be restored, such as a weight
+        that warms up with the number of calls, and the difference between whole and halves may be
+        due to that state.
         """
         if problem is None or self.again is None:
             return problem
         try:
             answer = self.again()
-        except Exception:  # The user's function did not raise the first time.
+        except Exception:  # It returned the first time, so its result depends on some state.
             return None
         told = value_of(answer.given, ())
         if told is None or answer.is_random:
             return None
-        are_none = math.isnan(told[0].loss) and math.isnan(self.whole.loss)  # Means over no token.
+        # Both losses are NaN if they are means over no token.
+        are_none = math.isnan(told[0].loss) and math.isnan(self.whole.loss)
         return problem if are_none or agrees(told[0].loss, self) else None
 
 
 def value_of(given: Any, targets: Any) -> tuple[LossValue, torch.dtype] | None:
-    """Return the value of a loss, and the dtype it was computed in; None if it is no number."""
+    """Return (value of a loss, its dtype); None if the loss is not a tensor with one element.
+
+    Args:
+        given: Return value of the loss function: a loss, or (sum, count).
+        targets: Targets that the loss was computed for.
+    """
     is_pair = isinstance(given, tuple | list) and len(given) == 2
     loss, count = given if is_pair else (given, None)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_complex():
@@ -123,9 +132,10 @@ def three_of(
     tokens: int | None = None,
     most: int = WIDE,
 ) -> Three | None:
-    """Call the loss function for all samples and for halves of them.
+    """Call the loss function for all samples and for each half of them.
 
-    For a single sample, the halves are those of its tokens.
+    A single sample is halved along its tokens, and so are all samples if `tokens` is given. Of
+    large outputs only some rows are used.
 
     Args:
         loss_fn: The user's loss function.
@@ -149,13 +159,13 @@ def three_of(
         rows = [t for t in token_targets(targets) if t.ndim > 1]
         dim, length = 1, rows[0].shape[1] if rows else 1
     if dim == 0 and size // max(1, length) > most // 2:
-        # With some vocabularies even two samples are too large.
+        # Two samples exceed the limit if the vocabulary is large, so take some tokens of each.
         fewer = thinned(output, targets, samples, most)
         if fewer is not None:
             return three_of(loss_fn, fewer[0], fewer[1], None, fewer[2])
     row = max(1, size // max(1, length))
     half = min(length // 2, most // (2 * row))
-    # If not even two rows fit, compare all of them in their own dtype.
+    # If not even two rows fit into the limit, compare all of them without conversion to double.
     is_wide, half = half > 0, half or length // 2
     if not half:
         return None
@@ -171,7 +181,7 @@ def three_of(
     wanted = cut(targets, length, parts, is_output=False, dim=dim)
     if outputs is None or wanted is None:
         return None
-    # Of large outputs only halves are computed, which takes less memory than their backward.
+    # The known loss is that of all rows. If only some rows were taken, their loss is computed too.
     is_known = given is not None and 2 * half == length
     return three_of_parts(
         loss_fn,
@@ -190,14 +200,14 @@ def three_of_parts(
     is_wide: bool = True,
     known: tuple[LossValue, torch.dtype] | None = None,
 ) -> Three | None:
-    """Call the loss function for a whole and for two parts of it.
+    """Call the loss function for a batch and for two parts of it.
 
     Args:
         loss_fn: The user's loss function.
-        outputs: Outputs of the whole, the first part and the second part.
+        outputs: Outputs of the batch, its first part and its second part.
         targets: Targets of the same three.
         is_wide: If True, try double precision first.
-        known: Loss of the whole in its own dtype, if it is known; None otherwise.
+        known: Loss of the batch, and its dtype, as the training computed it; None if not known.
 
     Returns:
         The three losses, or None if they cannot be compared: the function raises, or is random.
@@ -206,7 +216,7 @@ def three_of_parts(
     found = [tensor for tensor in found if tensor.is_floating_point()]
     is_half = any(torch.finfo(tensor.dtype).bits < 32 for tensor in found)
     wide = [torch.float64] if is_wide else [torch.float32] if is_half else []
-    # Try a wide dtype first; a function that does not accept it is called with its own.
+    # Try a wide dtype first. A function that raises for it gets the tensors in their own dtype.
     for dtype in (*wide, None):
         asked = list(zip(outputs, targets, strict=True))
         values: list[tuple[LossValue, torch.dtype] | None] = []
@@ -215,14 +225,14 @@ def three_of_parts(
         try:
             for o, t in asked[len(values) :]:
                 values.append(told_by(ask(loss_fn, o, t, dtype), t))
-        except Exception as error:  # The user's function may not support this: fewer
-            # samples, another dtype. Errors on its own inputs are raised in the training.
+        except Exception as error:  # The user's function may not support fewer samples or
+            # another dtype. Errors on its usual inputs are raised in the training.
             if any(isinstance(t, LazyLogits) for _, t in tensors_in(outputs[0])):
                 refuse_alone(error)  # Other ranks may wait in the head's collectives.
             continue
         if None in values:
             return None
-        # If ranks compute the loss together, one rank must not call it alone once more.
+        # If ranks compute the loss together, its collectives would hang in a call by one rank.
         is_apart = any(isinstance(t, LazyLogits | DTensor) for _, t in tensors_in(outputs[0]))
         again = None if is_apart else partial(ask, loss_fn, *asked[0], dtype)
         return three_from([value for value in values if value is not None], found, again=again)
@@ -230,7 +240,10 @@ def three_of_parts(
 
 
 def told_by(answer: LossCall, targets: Any) -> tuple[LossValue, torch.dtype] | None:
-    """Return the value of a call, and the coarsest dtype it rounded to; None if it is random."""
+    """Return (value of a call, coarsest dtype that it rounded to).
+
+    Return None if the call drew random numbers, or did not return a loss.
+    """
     value = None if answer.is_random else value_of(answer.given, targets)
     return value and (
         value[0],
@@ -247,11 +260,12 @@ def three_from(
     """Return three losses to compare, with the tolerance for rounding.
 
     Args:
-        values: Losses of the whole, the first half and the second half, each with its dtype.
-        terms: Tensors that the losses were computed from.
-        of_forwards: The coarsest dtype of the forwards, if each loss had one of its own, whose
-            kernels may differ; None for a common forward.
-        again: Computes the loss of the whole once more; None if that is not possible.
+        values: Losses of the batch, its first half and its second half, each with its dtype.
+        terms: Tensors that the losses were computed from; their largest element adds to the
+            tolerance.
+        of_forwards: The coarsest dtype of the forwards if each loss is of a separate forward,
+            because its kernels may round differently; None if all losses are of one forward.
+        again: Computes the loss of the batch once more; None if that is not possible.
     """
     whole, first, second = (value for value, _ in values)
     dtype = of_forwards or coarsest(*(d for _, d in values))
@@ -264,7 +278,10 @@ def three_from(
 
 
 def loss_problem(three: Three, plan: Plan) -> Problem | None:
-    """Return why the losses of parts do not add up to the loss of the whole; None if they do."""
+    """Return why the halves' losses do not combine to the batch's loss; None if they do.
+
+    The plan's `loss` states how they should combine: as a mean, a sum, or a mean over tokens.
+    """
     whole, first, second = three.whole, three.first, three.second
     if not math.isfinite(whole.loss):
         return None
@@ -339,7 +356,7 @@ def _pair_problem(three: Three, shown: str) -> Problem | None:
     whole, first, second = three.whole, three.first, three.second
     counts = [v.count for v in (whole, first, second) if v.count is not None]
     adds_up = len(counts) == 3 and abs(counts[0] - counts[1] - counts[2]) <= 1e-6 * abs(counts[0])
-    # A mean over no token is NaN, and NaN times a count of 0 is still NaN.
+    # A half without tokens has count 0, and its sum may be NaN: a mean of NaN times 0 is NaN.
     parts = [value.loss for value in (first, second) if value.count or math.isfinite(value.loss)]
     if adds_up and agrees(sum(parts), three):
         return None
@@ -347,22 +364,29 @@ def _pair_problem(three: Three, shown: str) -> Problem | None:
     return Problem(
         f"the {what} that loss_fn returns does not add up over parts of a batch: {shown}, "
         f"with counts {', '.join(f'{c:g}' for c in counts)}",
-        fix="return the sum over the given samples or tokens, and their number, neither divided",
+        fix="return the sum over the samples or tokens that loss_fn is given, and the number of "
+        "them; divide neither",
     )
 
 
 def token_mean(three: Three) -> float | None:
-    """Return the mean over all tokens, computed from those of the halves."""
+    """Return the mean over all tokens if the halves' losses are means over tokens.
+
+    Return None if the number of tokens is not known or 0.
+    """
     return _weighted(three, three.first.tokens, three.second.tokens)
 
 
 def mask_mean(three: Three) -> float | None:
-    """Return the mean over what a mask leaves, computed from those of the halves."""
+    """Return the mean over all unmasked elements if the halves' losses are means over these.
+
+    Return None if there is no mask or its sum is 0.
+    """
     return _weighted(three, three.first.masked, three.second.masked)
 
 
 def _is_shifted(three: Three) -> bool:
-    """Return True if the loss is a mean over the targets that are not the first of their row."""
+    """Return True if the loss is a mean over the targets without the first of each row."""
     counts = three.first.shifted, three.second.shifted
     of_tokens = _weighted(three, *counts)
     return of_tokens is not None and counts[0] != counts[1] and agrees(of_tokens, three)
@@ -376,5 +400,5 @@ def _weighted(three: Three, first: float | None, second: float | None) -> float 
 
 
 def agrees(expected: float, three: Three) -> bool:
-    """Return True if the loss of the whole is as expected, except for rounding."""
+    """Return True if the loss of the batch equals `expected`, except for rounding."""
     return abs(three.whole.loss - expected) <= three.tolerance

@@ -1,13 +1,15 @@
-"""Check that samples do not affect each other, by forwards with other samples and with fewer.
+"""Check that the model's output for a sample does not depend on the other samples of the batch.
 
-A rank computes on some of the samples. Its results are those of one process only if the model's
-output for a sample does not depend on the others, as it does with statistics of a batch, a stopping
-rule over all samples, or logits of every pair. So before an update the model runs again, in
-evaluation mode and without gradients, with some samples exchanged for others. Sizes and kernels
-stay the same, so a model that processes samples one by one returns the same values to the last bit.
-If it does not, a forward with different rounding shows how large the effect of rounding may be.
-Norms with running statistics are independent in evaluation mode: in training they do what they do
-under DistributedDataParallel, which `check` reports.
+A rank computes on some of the samples only. Its results are those of one process only if samples do
+not affect each other. They do with batch statistics, a stopping rule over all samples, or logits of
+every pair of samples. So before an update the model runs again, in evaluation mode and without
+gradients, with some samples exchanged for others. Sizes and kernels stay the same, so a model that
+processes samples one by one returns the same values to the last bit. If the values differ, another
+forward with slightly different rounding shows how large the effect of rounding may be.
+
+Norms with running statistics pass this check, because samples do not affect each other in
+evaluation mode. In training they behave as under DistributedDataParallel, and `meshplan check`
+reports that.
 """
 
 from __future__ import annotations
@@ -55,24 +57,26 @@ from meshplan.runtime.comparisons.samples import (
 from meshplan.runtime.watch.stack import user_line
 
 KERNELS, _HALF = (1e-5, 1e-3), 0.1
-"""Relative differences of outputs that other kernels, for another number of samples, may cause:
-`KERNELS` has a small and the largest one in single precision, `_HALF` is for half precision
-[Empirical]."""
+"""Relative differences of outputs that may be due to rounding between runs with different numbers
+of samples, whose kernels differ [Empirical]. In single precision, `KERNELS` has the difference that
+is never questioned and the largest possible one; `_HALF` is both in half precision."""
 
 _ROUNDINGS, _ROUNDINGS_OF_HALF, _OTHER_KERNELS = 10, 3, 100
-"""Factors by which a difference must exceed that of rounding once more not to be due to rounding.
+"""A difference that exceeds the measured effect of rounding by more than this factor is not due to
+rounding [Empirical].
 
-The first two are for runs of one size, in single and half precision: kernels inside may still have
-other sizes if samples are routed to experts, and sum in another order; half precision sums in
-single. The last one is for runs of two sizes [Empirical]."""
+The first two are for runs of equal size, in single and half precision. Their kernels may still have
+different sizes and add up in a different order, if samples are routed to experts. In half precision
+sums are accumulated in single precision, so the factor is smaller. The last one is for runs of
+different sizes."""
 
 _TF32: Final = 2.0**-11
-"""Relative precision to which accelerators round factors of products in single precision."""
+"""Relative precision of the factors of a float32 matrix multiplication on accelerators (TF32)."""
 _COMPARED: Final = 1 << 22
-"""Elements of an output that are compared."""
+"""About how many elements of an output are compared."""
 
 _Pair = tuple[tuple[int, int], tuple[int, int]]
-"""Two (run, 0 for its first part or 1 for its last) with the same samples."""
+"""Two places with the same samples, each as (run, 0 for the run's first part or 1 for its last)."""
 
 SAME_SIZE: Final[tuple[_Pair, ...]] = (
     ((WHOLE, 0), (FIRST_AGAIN, 0)),
@@ -84,13 +88,15 @@ FEWER: Final[tuple[_Pair, ...]] = (((WHOLE, 0), (FIRST, 0)), ((WHOLE, 1), (LAST,
 
 @dataclass(frozen=True, slots=True)
 class SampleFindings:
-    """The findings of forwards of some samples.
+    """The findings of `compare_forwards` about a model.
 
     Attributes:
-        mixes: If True, outputs of samples depend on the other samples.
-        problem: Problem of the loss; None if there is none.
-        asks_values: If True, the forward reads tensor values that other samples change. Its result
-            may then be independent for some batches and not for others.
+        mixes: True if the output for a sample depends on the other samples.
+        problem: Why the losses of parts do not combine to the loss of all samples; None if they do
+            or were not compared.
+        asks_values: True if the forward reads tensor values (`.item()`) that change with the
+            samples. Samples may then affect each other in some batches only, so that later steps
+            must be checked too.
     """
 
     mixes: bool = False
@@ -101,18 +107,19 @@ class SampleFindings:
 def compare_forwards(
     model: nn.Module, plan: Plan, samples: Samples, loss_fn: LossFn | None, *, asks_fewer: bool
 ) -> SampleFindings | None:
-    """Run the model on some samples and on others; collective over all ranks.
+    """Run the model on different selections of samples and compare; all ranks must call this.
 
     Args:
         model: The parallelized model.
-        plan: The plan that it runs under.
+        plan: The plan that the model runs under.
         samples: The samples to run on.
-        loss_fn: Loss function whose losses of two parts are compared too; None for outputs only.
-        asks_fewer: If True, also run on one part alone.
+        loss_fn: Also compare the losses of the first and the last part with that of all samples,
+            computed by this function; None to compare outputs only.
+        asks_fewer: If True, also run on each of these two parts alone.
 
     Returns:
-        The findings, or None if nothing can be concluded: the forward is random, or does not
-        accept such samples.
+        The findings, or None if nothing can be concluded: the forward is random, or raises for
+        such samples.
     """
     dtype = _dtype(plan)
     changed: list[bool] = []
@@ -122,7 +129,7 @@ def compare_forwards(
 
     def run(part: int) -> list[torch.Tensor]:
         args, kwargs = as_arguments(samples.inputs[part])
-        # Stages of a pipeline send whole outputs to each other.
+        # A pipeline needs no such mode: its stages send whole outputs to each other.
         is_pipelined = isinstance(inner, PipelinedModule)
         mode = nullcontext() if is_pipelined else loss_mode(plan, is_trial=True)
         with in_evaluation(inner), undisturbed(changed), mode, _TensorReads() as asked[part]:
@@ -132,15 +139,16 @@ def compare_forwards(
         return kept.of(output)
 
     found: dict[int, list[torch.Tensor]] = {}
-    # The user's code may raise anything on other samples.
+    # The user's code may raise for these samples; `found` then stays empty.
     with trying(plan):
         found |= {part: run(part) for part in (WHOLE, FIRST_AGAIN, LAST_AGAIN)}
     if largest(not found or any(changed))[0]:
         return None
-    # The forward branches on values of the batch, or loops until one meets a condition.
+    # A read value that differs between two selections of samples, or between two reads of one line,
+    # may decide a branch or end a loop.
     asks_values = asked[WHOLE].told != asked[FIRST_AGAIN].told or asked[WHOLE].has_changed
     if asks_fewer or loss_fn is not None:
-        # A model may require exactly this number of samples.
+        # A model may accept only the full number of samples and raise for fewer.
         with trying(plan):
             found |= {part: run(part) for part in (FIRST, LAST)}
     among_as_many = _largest_distance(found, samples, SAME_SIZE)
@@ -148,7 +156,7 @@ def compare_forwards(
     is_single = torch.finfo(dtype).bits >= 32
     floor, ceiling = KERNELS if is_single else (_HALF, _HALF)
     told = largest(among_as_many, among_fewer)
-    # Outputs differ: compare the difference with that of rounding once more.
+    # If outputs differ, compare the difference with that of a forward with different rounding.
     if told[0] or told[1] > floor:
         rounding = math.inf
         with trying(plan), _rounded_otherwise(inner):
@@ -156,7 +164,7 @@ def compare_forwards(
             rounding = _largest_distance(again, samples, SAME_SIZE[:1])
         most = max(floor, min(ceiling, _OTHER_KERNELS * rounding))
         if rounding > ceiling:
-            most = math.inf  # It amplifies rounding so much that another size shows nothing.
+            most = math.inf  # The model amplifies rounding too much to compare runs of two sizes.
         roundings = _ROUNDINGS if is_single else _ROUNDINGS_OF_HALF
         mixes = among_as_many > roundings * rounding or among_fewer > most
         if largest(mixes)[0]:
@@ -171,10 +179,11 @@ def compare_forwards(
 
 @contextmanager
 def trying(plan: Plan) -> Iterator[None]:
-    """Ignore errors of the user's code on other samples, which all ranks raise together.
+    """Ignore errors inside the `with` block if all ranks have one there.
 
-    They do because all have the same samples. Along cp each has another part of them, so one rank
-    may raise alone while others wait for it; such an error is raised.
+    All ranks run the user's code on the same samples, so all of them raise. Along cp each rank has
+    another part of the samples, so one rank may raise while others wait for it in a collective.
+    Under cp the ranks therefore ask each other, and an error that not all of them have is raised.
     """
     try:
         yield
@@ -186,10 +195,17 @@ def trying(plan: Plan) -> Iterator[None]:
 def _three(
     loss_fn: LossFn, outputs: Mapping[int, Any], samples: Samples, dtype: torch.dtype
 ) -> Three | None:
-    """Return the losses of two parts, and of both together.
+    """Return the losses of all samples and of the two parts; None if they cannot be compared.
 
-    They are computed from one output if its parts can be matched with the outputs of parts: that is
-    exact, whatever the model rounds. A model that returns its loss is run three times.
+    If possible all three losses are computed from slices of one output, that of all samples: then
+    rounding in the model does not matter. The outputs of the parts show how to slice. If that is
+    not possible, such as for a model that returns its loss, the outputs of three runs are used.
+
+    Args:
+        loss_fn: The user's loss function.
+        outputs: Outputs of the runs `WHOLE`, `FIRST` and `LAST`.
+        samples: The samples of the runs, in two parts.
+        dtype: The coarsest dtype of the forwards.
     """
     targets = samples.targets[: LAST + 1]
     pieces = [_piece(outputs[WHOLE], outputs[part], part) for part in (FIRST, LAST)]
@@ -211,10 +227,15 @@ def _three(
 
 
 def _piece(whole: Any, like: Any, part: int) -> Any:
-    """Return the part of an output that belongs to one of two parts of the samples, or None.
+    """Return the slice of an output that belongs to one part of the samples; None if it is unclear.
 
-    A tensor with the same shape and values as in the output of one part belongs to no sample: it is
-    a parameter that the model returns.
+    A tensor with the same shape and values in both outputs belongs to no sample, such as a
+    parameter that the model returns. It is kept whole.
+
+    Args:
+        whole: Output of the model for all samples.
+        like: Output of the model for this part alone, which shows the sizes.
+        part: `FIRST` or `LAST`.
     """
     taken: list[torch.Tensor] = []
     tensors = [[tensor for _, tensor in tensors_in(each)] for each in (whole, like)]
@@ -237,13 +258,16 @@ def _piece(whole: Any, like: Any, part: int) -> Any:
 
 
 class _KeptOutputs:
-    """Keeps tensors of outputs, and lets go of the outputs with their generation caches."""
+    """Takes the tensors to compare from outputs, so that outputs with KV caches can be freed."""
 
     def __init__(self) -> None:
         self._steps: dict[int, int] = {}
 
     def of(self, output: Any) -> list[torch.Tensor]:
-        """Return the tensors to compare; of large ones some columns, the same of each run."""
+        """Return the tensors of an output to compare.
+
+        Of a large tensor some columns are copied, the same columns in every run.
+        """
         found = []
         for number, (_, tensor) in enumerate(tensors_in(output)):
             own = tensor._view.hidden if isinstance(tensor, LazyLogits) else tensor
@@ -257,11 +281,11 @@ class _KeptOutputs:
 class _TensorReads(TorchDispatchMode):
     """Records values that Python code reads from tensors: `.item()`, `if tensor:`.
 
-    The code may branch on them. Integers are not recorded: they are sizes, such as the number of
-    tokens of an expert.
+    The code may branch on such a value. Integers are not recorded, because they are usually sizes,
+    such as the number of tokens of an expert.
 
     Attributes:
-        told: (line of the model's code that read a value, the value).
+        told: Pairs (line of the user's code that read a value, repr of the value).
     """
 
     def __init__(self) -> None:
@@ -270,7 +294,7 @@ class _TensorReads(TorchDispatchMode):
 
     @property
     def has_changed(self) -> bool:
-        """True if one line read two values, as the condition of a loop does in the end."""
+        """True if one line read two different values, as the condition of a loop does."""
         return len({line for line, _ in self.told}) < len(self.told)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -282,7 +306,7 @@ class _TensorReads(TorchDispatchMode):
 
 @contextmanager
 def _rounded_otherwise(model: nn.Module) -> Iterator[None]:
-    """Change the output of each innermost module by as much as rounding it once more may."""
+    """Change each innermost module's output by a rounding error inside the `with` block."""
 
     def shaken(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point() or isinstance(tensor, LazyLogits) or not tensor.numel():
@@ -312,7 +336,7 @@ def _rounded_otherwise(model: nn.Module) -> Iterator[None]:
 
 
 def _modules_run(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that run on this rank; with a pipeline, those of its stages' units."""
+    """Yield the modules that run on this rank; with a pipeline, those inside its stages' units."""
     if not isinstance(model, PipelinedModule):
         yield from model.modules()
         return
@@ -323,7 +347,10 @@ def _modules_run(model: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Run a model dry and uncompiled; with a pipeline, also the forward that it records."""
+    """Make forwards of a model dry runs without compilation inside the `with` block.
+
+    A pipelined model also gets a dry run of its skeleton, whose forward it records.
+    """
     with (
         uncompiled(),
         dry_run(model),
@@ -333,19 +360,28 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
 
 
 def _dtype(plan: Plan) -> torch.dtype:
-    """Return the coarsest dtype that forwards compute with."""
+    """Return the dtype with the largest rounding error in which forwards compute."""
     kind = device_type()
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     dtype = coarsest_dtype(plan)
-    # Accelerators multiply float32 with fewer bits (TF32), and in an order that depends on sizes.
+    # float32 on an accelerator counts as bfloat16: matrix multiplications may use fewer bits (TF32)
+    # and add up in an order that depends on sizes.
     return torch.bfloat16 if kind != "cpu" and dtype == torch.float32 else dtype
 
 
 def _largest_distance(
     found: Mapping[int, Sequence[torch.Tensor]], samples: Samples, pairs: Sequence[_Pair]
 ) -> float:
-    """Return the largest relative distance between outputs of the same samples in two runs."""
+    """Return the largest relative distance between outputs for the same samples.
+
+    Return infinity if an output has an entry per pair of samples, and 0 if nothing is comparable.
+
+    Args:
+        found: Run -> tensors of its output.
+        samples: The samples of the runs.
+        pairs: The places with the same samples.
+    """
     largest_yet = 0.0
     # An output may be a list with one tensor per sample.
     for number in range(min(map(len, found.values()))):
@@ -363,8 +399,8 @@ def _largest_distance(
                 if left.shape == right.shape:
                     largest_yet = max(largest_yet, _distance(left, right))
                 elif FIRST_AGAIN in found and whole.shape == found[FIRST_AGAIN][number].shape:
-                    # Another length may be that of the longest sample. The numbers of
-                    # samples along a second dim mean that outputs are of pairs.
+                    # A dim that differs may be padded to the longest sample. If its sizes are
+                    # the numbers of samples, the output has an entry per pair of samples.
                     as_pairs = samples.size, samples.size * samples.parts
                     is_of_pairs = as_pairs in zip(right.shape[1:], left.shape[1:], strict=True)
                     largest_yet = math.inf if is_of_pairs else largest_yet
@@ -372,7 +408,13 @@ def _largest_distance(
 
 
 def _samples_dim(whole: Sequence[int], fewer: Sequence[int] | None, samples: Samples) -> int | None:
-    """Return the dim of an output along which samples lie, 0 or 1; None if it is not clear."""
+    """Return the dim of an output that counts samples, 0 or 1; None if it is not clear.
+
+    Args:
+        whole: Shape of the output for all samples.
+        fewer: Shape of the output for the first part alone; None if it did not run.
+        samples: The samples of the runs.
+    """
     dims = [dim for dim, size in enumerate(whole[:2]) if size == samples.size * samples.parts]
     if fewer is not None:
         dims = [dim for dim in dims if fewer[dim : dim + 1] == (samples.size,)]

@@ -35,15 +35,17 @@ from meshplan.runtime.comparisons.samples import (
 )
 
 _ALIKE: Final = 1e-6
-"""Relative difference of sums that one kernel may cause for a sample in another row."""
+"""Largest relative difference between the sums of a sample in two rows of one batch that rounding
+may cause: a kernel may add up its rows in different orders."""
 
 _Digests = dict[tuple[str, int], tuple[Any, Any]]
 
 
 def name_mixing(model: nn.Module, plan: Plan, samples: Samples) -> tuple[str, nn.Module] | None:
-    """Return the first module whose outputs depend on other samples although its inputs do not.
+    """Return the first module that lets samples affect each other.
 
-    It is collective, as `compare_forwards` is.
+    The outputs of this module for a sample change with the other samples, but its inputs for the
+    sample do not. All ranks must call this function, because it runs the model.
 
     Returns:
         (fqn, module), or None if no module is found.
@@ -94,7 +96,16 @@ def _digest(name: str, digests: _Digests, rows: int) -> Callable[..., None]:
 
 
 def _sums(item: Any, rows: int) -> list[torch.Tensor | None]:
-    """Return two sums for each sample, tensor by tensor; None if samples are not along dim 0."""
+    """Return two sums per sample for each tensor in a nested value: of elements and of squares.
+
+    The entry of a tensor that does not have its samples along dim 0 is None.
+
+    Args:
+        item: Inputs or outputs of a module.
+        rows: Number of samples.
+
+    Shape: each (rows, 2)
+    """
     out: list[torch.Tensor | None] = []
     for _, tensor in tensors_in(item):
         own = local_of(tensor)
@@ -127,20 +138,29 @@ def _same(
 
 
 def follows_statistics(module: nn.Module) -> bool:
-    """Return True for a norm over the batch, which DistributedDataParallel leaves as it is."""
+    """Return True for a norm over the batch (BatchNorm, InstanceNorm).
+
+    Under DistributedDataParallel too, each rank normalises its own samples.
+    """
     return isinstance(module, _NormBase)
 
 
 def mixing_problem(found: tuple[str, nn.Module] | None, plan: Plan) -> Problem:
-    """Return the problem of a forward whose samples affect each other."""
+    """Return the problem of a forward whose samples affect each other.
+
+    Args:
+        found: (fqn, module) from `name_mixing`; None if no module was found.
+        plan: The plan that the model runs under.
+    """
     if found is not None and found[0]:
         name, module = found
         who = f"'{name}' ({type(module).__name__}) gives"
     else:
         who = "the forward of the model gives"
     return Problem(
-        f"{who} a sample another output when the other samples of the batch change, and each rank "
-        "and microbatch has only some of them: the results would differ from those of one process",
+        f"{who} a sample another output when the other samples of the batch change, but each rank "
+        "and microbatch has only some of these samples: the results would differ from those of one "
+        "process",
         plan.spec.origin("batch"),
         "gather the samples that the output depends on with meshplan.gather_batch; or set batch: "
         "{per_rank: true} if each rank's batch is meant to be independent",

@@ -1,7 +1,8 @@
-"""Check for parameters in an optimizer that belong to no parallelized model.
+"""Check that an optimizer has no parameters outside of the parallelized models.
 
-They may be of a criterion with weights of its own, made outside of the model. Nothing averages
-their gradients, so every rank trains other weights, and other weights of the model with them.
+A criterion with weights that was created outside of the model has such parameters. Nothing averages
+their gradients over ranks, so these weights become different on every rank, and the model is then
+trained on a different loss on every rank.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ _seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDi
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Check every optimizer before its first step, and after parameters were added to it."""
+    """Check every optimizer before its first step, and again after parameters were added to it.
+
+    The step raises an ApplyError if the optimizer trains a parameter that belongs to no
+    parallelized model.
+    """
     before_steps(_look)
 
 
@@ -48,14 +53,17 @@ def _look(optimizer: torch.optim.Optimizer) -> None:
 
 
 def unknown_to_plans(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Return the parameters that an optimizer trains and that no parallelized model has."""
+    """Return the trainable parameters of an optimizer that are in no parallelized model."""
     known = known_parameters()
     held = (p for group in optimizer.param_groups for p in group["params"])
     return [p for p in held if p.requires_grad and id(p) not in known]
 
 
 def unknown_to_model(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[nn.Parameter]:
-    """Return what an optimizer trains outside of this model; [] if it does not train this model."""
+    """Return the trainable parameters of an optimizer that are not in this model.
+
+    Return [] if the optimizer trains no parameter of this model.
+    """
     own = {id(p) for p in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     others = [p for p in held if id(p) not in own]

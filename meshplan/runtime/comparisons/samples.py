@@ -1,4 +1,4 @@
-"""Samples to compare forwards on: a microbatch, and other samples next to it."""
+"""Samples on which forwards are compared, the same samples on every rank."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ from meshplan.runtime.base.pytree import opaque_in, shape_of, tensors_in
 from meshplan.runtime.comparisons.cutting import cut
 
 ENOUGH: Final = 8
+"""Number of samples from which on a microbatch may be cut in two."""
 LITTLE: Final = 1 << 13
-"""Elements from which on a microbatch of at least `ENOUGH` samples is cut in two. A smaller one is
-joined with other microbatches, as many as have so many elements together, and at least one."""
+"""A microbatch of more elements and at least `ENOUGH` samples is cut in two. A smaller microbatch
+is joined with others, at least one, up to this number of elements together."""
 _MUCH: Final = 1 << 25
-"""Elements of a microbatch that is too large to be sent to every rank."""
+"""Most elements of a microbatch that is still sent to every rank."""
 
 WHOLE, FIRST, LAST, FIRST_AGAIN, LAST_AGAIN = range(5)
-"""Indices into `Samples.inputs` and `Samples.targets`."""
+"""The runs of a comparison: indices into `Samples.inputs` and `Samples.targets`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Some samples, in parts of one size.
+    """Samples in parts of equal size, arranged for five runs of the model.
 
     Attributes:
-        inputs: Inputs of five runs: all samples, the first part, the last part, and each of these
-            two parts repeated as often as there are parts.
+        inputs: Inputs of the five runs: all parts (`WHOLE`), the first part, the last part, then
+            the first part repeated and the last part repeated, each `parts` times (`FIRST_AGAIN`
+            and `LAST_AGAIN`).
         targets: Targets of the same five runs.
-        size: Number of samples of a part.
+        size: Number of samples in each part.
         parts: Number of parts.
     """
 
@@ -45,7 +47,12 @@ class Samples:
     parts: int
 
     def rows(self, run: int, which: int) -> slice:
-        """Return the rows of the first part (0) or the last one (1) in the output of a run."""
+        """Return the rows of one part in the output of a run.
+
+        Args:
+            run: `WHOLE`, `FIRST`, `LAST`, `FIRST_AGAIN` or `LAST_AGAIN`.
+            which: 0 for the first part of the run's samples, 1 for the last.
+        """
         there = self.size if run in (FIRST, LAST) else self.size * self.parts
         start = (there - self.size) * which
         return slice(start, start + self.size)
@@ -54,22 +61,23 @@ class Samples:
 def samples_of(
     batch: tuple[Any, Any], size: int, plan: Plan, *, most: int, turn: int
 ) -> Samples | None:
-    """Return microbatches of several ranks, the same on every rank; collective over all ranks.
+    """Return microbatches of several ranks, the same on every rank; all ranks must call this.
 
-    As all ranks run the same samples, the model behaves equally on all of them: if it raises, it
-    does so on all ranks, and none is left in a collective. A large microbatch is cut in two, so
-    that no forward is larger than one of the training.
+    With the same samples the model behaves the same on all ranks: if it raises, it raises on all of
+    them, and no rank waits in a collective. A large microbatch is cut into two parts, so that no
+    forward is larger than in training. Small microbatches are joined, each as one part.
 
     Args:
         batch: Inputs and targets of this rank.
         size: Number of samples of a microbatch.
         plan: The plan that the model runs under.
-        most: The most parts.
-        turn: Number of the data rank whose microbatch comes first, modulo the number of data ranks.
+        most: Highest number of parts to join.
+        turn: The first microbatch is that of data rank `turn` modulo the number of data ranks, so
+            that later comparisons begin with other ranks.
 
     Returns:
-        The samples, or None if there is nothing to compare: samples do not lie along dim 0 of all
-        tensors, there is only one, or microbatches differ in more than values.
+        The samples, or None if they cannot be compared: not all tensors have the samples along dim
+        0, a microbatch is too large to send, or there are less than two parts of equal shapes.
     """
     tensors = [tensor for _, tensor in tensors_in(batch)]
     is_odd = any(opaque_in(shape_of(batch, lambda tensor: 0))) or any(t.is_nested for t in tensors)
@@ -97,9 +105,18 @@ def samples_of(
 
 
 def _told_by(place: int, batch: tuple[Any, Any], samples: int, plan: Plan) -> tuple[Any, Any]:
-    """Return a data rank's first samples on every rank; along cp, each gets its part of them."""
+    """Return the first samples of one data rank's batch; all ranks must call this.
+
+    Along cp each rank gets its part of the sequences.
+
+    Args:
+        place: Number of the data rank.
+        batch: Inputs and targets of this rank.
+        samples: Number of samples.
+        plan: The plan that the model runs under.
+    """
     own = plan.mesh.index(dist.get_rank(), ("cp",))
-    # Every rank must take part in all broadcasts.
+    # Broadcasts are over all ranks, so each rank takes part in those of all parts along cp.
     told = [_told_to(at, place, batch, samples, plan) for at in range(plan.mesh.size("cp"))]
     return told[own]
 
@@ -107,7 +124,7 @@ def _told_by(place: int, batch: tuple[Any, Any], samples: int, plan: Plan) -> tu
 def _told_to(
     part: int, place: int, batch: tuple[Any, Any], samples: int, plan: Plan
 ) -> tuple[Any, Any]:
-    """Return one part of the sequence of a data rank's first samples on every rank."""
+    """Return one cp rank's part of the first samples of a data rank; all ranks must call this."""
     copies = [axis for axis in plan.mesh.names if axis not in (*DATA_AXES, "cp")]
     at = (place, part, 0)
     ranks = range(dist.get_world_size())
@@ -116,7 +133,7 @@ def _told_to(
     source = next((rank for rank, its in enumerate(places) if tuple(its) == at), 0)
 
     def here(tensor: torch.Tensor) -> torch.Tensor:
-        # Clone, because a view would be sent with its whole base.
+        # Clone, because pickle would send the whole storage of a view.
         return (tensor[:samples] if tensor.ndim else tensor).detach().clone().cpu()
 
     told: list[Any] = [mapped(batch, here) if dist.get_rank() == source else None]
@@ -126,7 +143,13 @@ def _told_to(
 
 
 def _joined(given: list[tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Join the samples of those whose tensors differ from the first one's in values only."""
+    """Return the samples of several ranks as one batch, on this rank's device.
+
+    Ranks whose tensors have other shapes or dtypes than the first rank's are left out.
+
+    Args:
+        given: (inputs, targets) of each rank.
+    """
     tensors = [[tensor for _, tensor in tensors_in(item)] for item in given]
     shapes = [[(t.shape[1:], t.dtype) for t in each] for each in tensors]
     alike = [each for each, own in zip(tensors, shapes, strict=True) if own == shapes[0]]
@@ -138,7 +161,10 @@ def _joined(given: list[tuple[Any, Any]]) -> tuple[Any, Any]:
 
 
 def largest(*values: float) -> list[float]:
-    """Return the largest of each value over all ranks; a flag is 1 if it is set on some rank."""
+    """Return the maximum over all ranks of each value; all ranks must call this.
+
+    A flag (False or True) becomes 1 if it is True on any rank, else 0.
+    """
     told = torch.tensor(values, dtype=torch.float64, device=device())
     dist.all_reduce(told, op=dist.ReduceOp.MAX)
     found: list[float] = told.tolist()

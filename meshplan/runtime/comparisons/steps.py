@@ -1,6 +1,7 @@
-"""Compare the parts of a step with the whole, at the steps 1, 2, 4, 8, ...
+"""Check in steps 1, 2, 4, 8, ... that the parts of a step combine to the step of one process.
 
-One check is not enough: a batch with masks that happen to be even shows nothing about the next one.
+One check is not enough: the parts of one batch may happen to contain equal numbers of unmasked
+tokens, which shows nothing about the next batch.
 """
 
 from __future__ import annotations
@@ -51,19 +52,23 @@ from meshplan.runtime.comparisons.tokens import (
 )
 
 _OFTEN: Final = 16
-"""Step up to which forwards that read values of the batch are compared in every step."""
+"""Last of the steps that all compare forwards if the forward reads values of the batch."""
 _LITTLE: Final = 1 << 16
-"""Elements of an output that are compared by tokens, if samples already show almost everything."""
+"""Elements of an output whose loss is compared by halves of the tokens, if it was compared by
+halves of the samples already, which shows almost everything."""
 
 
 class StepCheck:
-    """Compares one step's parts with the whole.
+    """Compares the parts of one step with the whole batch.
+
+    `train_step` makes one for each step. It runs the loss function inside `calling`, calls `see`
+    after it, and calls `settle` before the optimizer steps. If no check is due, nothing is done.
 
     Args:
         model: The module that `parallelize` returned.
-        plan: The plan that it runs under.
+        plan: The plan that the model runs under.
         loss_fn: The loss function of the step.
-        history: Observations from the steps before.
+        history: Observations from earlier steps.
         batch: This rank's inputs and targets.
     """
 
@@ -94,16 +99,21 @@ class StepCheck:
             self._amounts = [amounts_of(part) for part in chunked(batch[1], microbatches)]
 
     def calling(self, output: Any, targets: Any) -> AbstractContextManager[None]:
-        """Observe the training's own call of the loss function."""
+        """Return a context manager around the training's own call of the loss function.
+
+        It observes side effects of the call (`Watched`).
+        """
         return self._watched.call(output, targets) if self._is_on else nullcontext()
 
     def see(self, output: Any, targets: Any, given: Any) -> None:
-        """Compare the loss of the first microbatch with those of its halves.
+        """Compare the loss of the first microbatch with the losses of its halves.
+
+        `settle` raises what is found here. Of later microbatches only a few samples are kept.
 
         Args:
             output: Output of the model for the microbatch.
             targets: Targets of the microbatch.
-            given: Return value of the loss function.
+            given: Return value of the loss function for the microbatch.
         """
         if not self._is_on:
             return
@@ -141,16 +151,18 @@ class StepCheck:
             self._if_uneven = found if is_sure else Uneven({}, found.is_over)
 
     def _part_length(self) -> int:
-        """Return the number of tokens of a sample that this rank of cp has."""
+        """Return how many tokens of each sample this rank has, of those that cp splits."""
         stated = self._plan.spec.batch.seq_len
         part = stated // self._plan.mesh.size("cp") if stated is not None else None
         return sequence_length(self._batch[0], part)
 
     def settle(self) -> None:
-        """Raise on all ranks what one of them has found; collective over all ranks.
+        """Make the comparisons that involve several ranks, and raise on all ranks what one found.
+
+        All ranks must call this, before the optimizer steps.
 
         Raises:
-            ApplyError: A part of the step is wrong; it is raised before anything is updated.
+            ApplyError: The parts of the step would not combine to the step of one process.
         """
         if not self._is_on:
             return
@@ -184,10 +196,12 @@ class StepCheck:
             self._compare_forwards(is_untold=bool(is_untold))
 
     def _refuse_twins(self, numbers: list[float]) -> None:
-        """Refuse samples that several data ranks were given.
+        """Raise if all ranks along a data axis were given the same samples; all ranks must call it.
+
+        From the second step on, only a repetition raises: ranks may draw equal samples by chance.
 
         Args:
-            numbers: Digest of a part of the elements that each data rank was given.
+            numbers: For each data rank, a digest of a sample of its batch's elements.
         """
         axis = axis_of_twins(numbers, self._plan)
         if axis is not None:
@@ -199,13 +213,14 @@ class StepCheck:
             raise ApplyError(same_samples(axis, num_samples(self._batch), self._plan))
 
     def _compare_forwards(self, *, is_untold: bool) -> None:
-        # Use two parts, as losses of three or more do not show how those of two are combined.
+        # If losses are compared too, use two parts: the losses of the first and the last part only
+        # combine to the loss of all parts if there are no others.
         most = 2 if is_untold else num_parts(self._plan)
         turn = self._step.bit_length() - 1 if is_due(self._step) else self._step
         samples = samples_of(self._batch, self._samples, self._plan, most=most, turn=turn)
         if samples is None:
             return
-        # A pipeline would have to record its forward again for another size.
+        # With pipeline stages, another number of samples would need a new recording of the forward.
         asks_fewer = self._plan.assignment.stages is None
         found = compare_forwards(
             self._model,
@@ -225,14 +240,18 @@ class StepCheck:
             _raise_first(found.problem)
 
     def _asks_forward(self) -> bool:
-        """Return True if forwards run; they cost more than losses: steps 1, 16, 256, 4096, ..."""
+        """Return True if this step compares forwards, which costs more than comparing losses.
+
+        Steps 1, 16, 256, 4096, ... do, and every checked step if the forward reads values.
+        """
         exponent = self._step.bit_length() - 1
         return self._history.asks_values or (is_due(self._step) and exponent % 4 == 0)
 
     def _leaves_traces(self) -> bool:
-        """Return True if another forward would depend on what this one has left behind.
+        """Return True if an extra forward could read state that an earlier forward has written.
 
-        State that hooks of the user's own keep, in lists and closures, cannot be restored.
+        Hooks that the user registered count as well, because they may keep state in lists and
+        closures, which cannot be restored.
         """
         model = self._model
         parts = model.stage_modules if isinstance(model, PipelinedModule) else [own_module(model)]
@@ -240,14 +259,14 @@ class StepCheck:
 
     def _refuse_mixing(self, found: SampleFindings, named: tuple[str, nn.Module] | None) -> None:
         is_norm = named is not None and follows_statistics(named[1])
-        # The first such module of one rank may be the second of another.
+        # Ranks may name different modules, so only warn if no rank names anything but a norm.
         if not largest(found.mixes and not is_norm)[0]:
             if named is not None and dist.get_rank() == 0 and self._step == 1:
                 name, module = named
                 warnings.warn(
                     f"'{name}' ({type(module).__name__}) normalises with batch statistics in "
-                    "evaluation too: those of each rank's own samples, as under "
-                    "DistributedDataParallel",
+                    "evaluation mode too: each rank uses the statistics of its own samples, as "
+                    "under DistributedDataParallel",
                     stacklevel=4,
                 )
             return
@@ -266,14 +285,18 @@ def _has_own_hooks(model: nn.Module) -> bool:
 
 
 def _owner_of(hook: Any) -> str:
-    """Return the package that a hook was defined in."""
+    """Return the name of the top-level package in which a hook was defined; "" if unknown."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     return (getattr(hook, "__module__", None) or "").partition(".")[0]
 
 
 def _raise_first(own: Problem | None) -> None:
-    """Raise on all ranks what the first of them found."""
+    """Raise, on all ranks, the problem of the lowest rank that has one; all ranks must call it.
+
+    Args:
+        own: This rank's problem; None if it has none. At least one rank must have one.
+    """
     told: list[Problem | None] = [None] * dist.get_world_size()
     dist.all_gather_object(told, own)
     raise ApplyError(next(problem for problem in told if problem is not None))

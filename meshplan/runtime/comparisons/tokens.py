@@ -1,9 +1,10 @@
-"""Losses of halves of the tokens: used if samples cannot be divided, and under cp.
+"""Compare the loss of a batch with the losses of the two halves of its tokens.
 
-Along cp every rank has a part of each sample, and the step averages over ranks. So a loss must be
-combined from those of parts of the sequence in the same manner as from those of samples. Only
-losses that follow a wrong rule exactly are refused. A loss that depends on neighbouring tokens
-follows none of them, and is accepted.
+This is done if a microbatch has only one sample, and under context parallelism. Along cp every rank
+has a part of each sample, and the step averages the losses of the ranks. So the losses of parts of
+the sequence must combine to the loss of the sequence as those of samples combine to the loss of the
+batch. Only a loss that follows a wrong rule exactly is rejected, such as a sum in place of a mean.
+A loss that depends on neighbouring tokens follows no rule exactly, and is accepted.
 """
 
 from __future__ import annotations
@@ -19,11 +20,16 @@ from meshplan.runtime.comparisons.cutting import mask_sum, num_elements
 from meshplan.runtime.comparisons.halves import Three, agrees, mask_mean, token_mean
 
 TOKENS, MASK, ELEMENTS = AMOUNTS = range(3)
-"""Amounts of which parts of a batch may contain unequal numbers: see `amounts_of`."""
+"""Indices into the result of `amounts_of`: the kinds of elements that a mean may be taken over.
+Parts of a batch may contain unequal numbers of each kind."""
 
 
 def amounts_of(targets: Any) -> tuple[float, ...]:
-    """Return (targets that are not -100, sum of a mask, elements); each is 0 if there are none."""
+    """Return (number of targets that are not -100, sum of a mask, number of elements).
+
+    An entry is 0 if the targets have no such tensor. Elements are counted only if the number of
+    targets that are not -100 is not known.
+    """
     tokens = tokens_by_sample(targets)
     if tokens is None:
         return 0.0, mask_sum(targets) or 0.0, num_elements(targets)
@@ -32,12 +38,13 @@ def amounts_of(targets: Any) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Uneven:
-    """Conclusions from losses of halves of the tokens about a mean of unequal parts.
+    """Conclusions from losses of halves of the tokens about what the loss is a mean over.
 
     Attributes:
-        problems: The problem for each amount that the mean is taken over, as far as these losses
-            show.
-        is_over: For each amount, False if the mean is certainly not taken over it.
+        problems: By index (`TOKENS`, `MASK` or `ELEMENTS`), the problem to raise if parts of a step
+            turn out to contain unequal numbers of these elements. Has an entry for each kind that
+            the loss may be a mean over, according to these losses.
+        is_over: For each index, False if the loss is certainly no mean over these elements.
     """
 
     problems: dict[int, Problem] = field(default_factory=dict)
@@ -45,7 +52,7 @@ class Uneven:
 
 
 def uneven_of(three: Three, plan: Plan) -> Uneven:
-    """Find the amounts that a mean is taken over."""
+    """Find out what the loss is a mean over, from the losses of halves of the tokens."""
     whole, first, second = three.whole, three.first, three.second
     if plan.spec.loss != "mean" or whole.count is not None:
         return Uneven()
@@ -55,6 +62,7 @@ def uneven_of(three: Three, plan: Plan) -> Uneven:
     if agrees(first.loss + second.loss, three):  # All zeros, or one half without any token.
         return Uneven()
     shown = f"{whole.loss:.6g}, and {first.loss:.6g} and {second.loss:.6g} for the two halves"
+    # Without token counts, the loss may be a mean over all elements: the mean of the two halves.
     of_all = (first.loss + second.loss) / 2 if first.tokens is None else None
     means = (token_mean(three), mask_mean(three), of_all)
     follows = [mean is not None and agrees(mean, three) for mean in means]
@@ -84,9 +92,10 @@ def uneven_of(three: Three, plan: Plan) -> Uneven:
 
 
 def lone_problem(three: Three, plan: Plan) -> Problem | None:
-    """Return the problem that halves of one sample show, if the plan assumes a mean over samples.
+    """Return a problem if the plan expects a mean, but the loss of one sample is a sum over tokens.
 
-    For a loss that depends on neighbouring tokens, parts of one sample only show that it is no sum.
+    Nothing else can be concluded from a single sample: if the loss depends on neighbouring tokens,
+    the losses of its halves need not combine to that of the sample.
     """
     whole, first, second = three.whole, three.first, three.second
     if plan.spec.loss != "mean" or whole.count is not None or not math.isfinite(whole.loss):
@@ -102,7 +111,7 @@ def lone_problem(three: Three, plan: Plan) -> Problem | None:
 
 
 def sequence_problem(three: Three, plan: Plan) -> Problem | None:
-    """Return why losses of parts of the sequence do not combine to the loss; None if they do."""
+    """Return why the losses of a sequence's halves do not combine under cp; None if they do."""
     whole, first, second = three.whole, three.first, three.second
     kind, origin = plan.spec.loss, plan.spec.origin("loss")
     if not math.isfinite(whole.loss):
@@ -135,7 +144,16 @@ def sequence_problem(three: Three, plan: Plan) -> Problem | None:
 
 
 def _count_problem(three: Three, is_sum: bool, is_mean: bool, shown: str) -> Problem | None:
-    """Return why sums over parts of the sequence, divided by their counts, are not the mean."""
+    """Return a problem if the sum and count that loss_fn returns are not over the same elements.
+
+    Along cp both are added up over ranks, so both must be over the tokens of this rank.
+
+    Args:
+        three: Values for a part of the sequence and its two halves.
+        is_sum: If True, the sums of the halves add up to that of the whole.
+        is_mean: If True, the sums of the halves average to that of the whole.
+        shown: The three sums as text.
+    """
     counts = [value.count or 0.0 for value in (three.whole, three.first, three.second)]
     is_counted = abs(counts[0] - counts[1] - counts[2]) <= 1e-6 * abs(counts[0])
     is_constant = counts[0] == counts[1] == counts[2]
@@ -145,5 +163,5 @@ def _count_problem(three: Three, is_sum: bool, is_mean: bool, shown: str) -> Pro
     return Problem(
         "loss_fn returns (sum, count), which are added up over ranks of cp, but the sum is over "
         f"{over}: {shown}, with counts {', '.join(f'{count:g}' for count in counts)}",
-        fix="compute both over the given tokens, neither divided",
+        fix="compute both over the tokens that loss_fn is given; divide neither",
     )

@@ -1,1 +1,1 @@
-"""Memory of a live model under a plan, from fake steps of the ranks that differ."""
+"""Estimates of every rank's memory from fake steps: training steps on fake tensors."""

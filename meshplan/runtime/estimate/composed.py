@@ -1,8 +1,8 @@
-"""Tier 1: trace one microbatch of a live model, and compose the step from it.
+"""Tier 1 of the estimate: trace one microbatch of a live model, and compose the step from it.
 
-Only a few of a run of equal blocks are traced, and ranks that compute the same are traced once.
-`memory.replay` adds the wrappers and the optimizer. If it has no rules for something, that is
-refused here, and another tier answers.
+Only a few of a run of equal blocks are traced, and one of the ranks that compute the same.
+`memory.replay` adds what the wrappers and the optimizer allocate, by rules. If it has no rules for
+a plan, `NotComposedError` is raised, and the caller may trace the whole step instead.
 """
 
 from __future__ import annotations
@@ -30,25 +30,28 @@ from meshplan.runtime.torch_private.fakes import untraceable
 from meshplan.runtime.trace.trace_errors import refused
 
 COMPOSED_ERROR: Final = 0.001
-"""Largest relative error of a composed step against the traced one. [Empirical]: none of the models
-and layouts of tests/bench/tiers.md has a larger one."""
+"""Largest relative error of a composed step's peak, compared with the traced step [Empirical]: no
+model or layout of tests/bench/tiers.md has a larger error."""
 
 
 class NotComposedError(Exception):
-    """There are no rules to compose this step."""
+    """Raised if there are no rules to compose this step; its text is the reason."""
 
 
 def is_cheaper(model: nn.Module, plan: Plan, ranks: Sequence[int]) -> bool:
-    """Return True if composing runs less than a whole step of each of these ranks."""
+    """Return True if composing the steps of these ranks traces less than their whole steps.
+
+    This holds if some ranks compute the same, if there is a pipeline, or if blocks are equal.
+    """
     saves = len(alike_ranks(plan, ranks)) < len(ranks) or plan.assignment.stages is not None
     return saves or bool(not plan.assignment.apply and runs_of(model, plan))
 
 
 def composed(question: EstimateRequest, plan: Plan, ranks: Sequence[int]) -> list[FakeStepResult]:
-    """Return the composed step of each of these ranks, in their order.
+    """Return the composed step of each of these ranks, in the order of `ranks`.
 
     Raises:
-        NotComposedError: There are no rules for it.
+        NotComposedError: There are no rules to compose this step, or its trace raised an error.
         PlanError: The model cannot run on fake tensors.
     """
     try:
@@ -69,7 +72,7 @@ def composed(question: EstimateRequest, plan: Plan, ranks: Sequence[int]) -> lis
 
 
 def alike_ranks(plan: Plan, ranks: Sequence[int]) -> list[list[int]]:
-    """Group ranks with equal coordinates on all axes but the data axes."""
+    """Group ranks that compute the same: those that differ only along the data axes."""
     mesh = plan.mesh
     axes = tuple(axis for axis in mesh.names if axis not in DATA_AXES)
     out: dict[int, list[int]] = {}
@@ -81,7 +84,12 @@ def alike_ranks(plan: Plan, ranks: Sequence[int]) -> list[list[int]]:
 def _compose(
     question: EstimateRequest, ranks: Sequence[int]
 ) -> tuple[list[EventLog], tuple[tuple[str, str], ...]] | str:
-    """In a subprocess, compose the steps of ranks that compute the same; or return why not."""
+    """Trace a microbatch and compose the steps of ranks that compute the same; a subprocess's task.
+
+    Returns:
+        (a log for each rank, assumptions as in `DefaultLoop`), or the reason why the step cannot be
+        composed.
+    """
     model, plan = decided(question.spec, question.source)
     warnings.simplefilter("ignore")
     try:

@@ -1,7 +1,8 @@
-"""Estimate a plan's memory by fake steps of the ranks that differ, in subprocesses: tiers 1 and 3.
+"""Estimate a plan's memory by fake steps in subprocesses.
 
-This module chooses the tier that answers, and does nothing else: the plan decides what is run,
-`fake_step` runs it, and `memory` reads the logs.
+One rank of each class of equal ranks is traced. There are two methods: tier 1 traces a microbatch
+and composes the step from it (`composed`), and tier 3 traces the whole step (`fake_step`). This
+module chooses between them.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from meshplan.runtime.trace.bounds import (
 from meshplan.runtime.trace.trace_errors import refused
 
 _MOST_PLAYED: Final = 1 << 12
-"""Number of blocks, times microbatches, that a trace can run in minutes."""
+"""Most blocks times microbatches that are traced: this takes minutes."""
 _ALL_TRACED: Final = "nothing is extrapolated"
 _BY_RULES: Final = (
     "a microbatch was traced, and the memory of wrappers and the optimizer was added by rules; "
@@ -55,7 +56,17 @@ _BY_RULES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class _TieredLogs:
-    """The logs of some ranks, and the tier that found them."""
+    """The event logs of some ranks, and how they were obtained.
+
+    Attributes:
+        logs: One log per rank.
+        assumed: Assumptions about inputs, loss and optimizer as (what, value); see `DefaultLoop`.
+        tier: The tier that the logs come from.
+        certified: How the result was obtained and compared, for the user.
+        error: Largest relative error of the logs' peaks.
+        bound: Why the logs are only an upper bound, for the user; "" if they are exact.
+        least: A log per rank that is a lower bound; None if there is none.
+    """
 
     logs: list[EventLog]
     assumed: tuple[tuple[str, str], ...]
@@ -64,7 +75,6 @@ class _TieredLogs:
     error: float = 0.0
     bound: str = ""
     least: Sequence[EventLog] | None = None
-    """Logs that are a lower bound, for each rank; None if the upper bound is all that is known."""
 
 
 def estimate_by_trace(
@@ -75,11 +85,12 @@ def estimate_by_trace(
     Args:
         question: The request.
         report: Progress callback.
-        notes: Notes that the estimate must include.
+        notes: Notes to the user that the estimate must include.
 
     Raises:
-        SpecError: The model cannot be built, or nothing states what it takes as input.
-        PlanError: The plan does not fit the model, says too little, or its step cannot be traced.
+        SpecError: The model cannot be built, or its inputs are not stated and cannot be guessed.
+        PlanError: The plan does not fit the model, leaves too much open, or its step cannot be
+            traced.
     """
     model, plan = decided(question.spec, question.source)
     check_stated(question.spec, plan.micro, reads_tokens=False)
@@ -108,7 +119,16 @@ def estimate_by_trace(
 
 
 def log_of_rank(question: EstimateRequest, rank: int, report: Callable[[str], None]) -> EventLog:
-    """Return the event log of one rank's step; arguments and errors as of `estimate_by_trace`."""
+    """Return the event log of one rank's step.
+
+    Args:
+        question: The request.
+        rank: The rank.
+        report: Progress callback.
+
+    Raises:
+        SpecError, PlanError: See `estimate_by_trace`.
+    """
     model, plan = decided(question.spec, question.source)
     check_stated(question.spec, plan.micro, reads_tokens=False)
     return _logs(question, model, plan, [rank], report).logs[0]
@@ -121,10 +141,10 @@ def _logs(
     ranks: Sequence[int],
     report: Callable[[str], None],
 ) -> _TieredLogs:
-    """Return the logs of these ranks, by the requested tier or the cheapest that can answer.
+    """Return the logs of these ranks, from the requested tier or the cheapest that can answer.
 
-    This is the only place where tiers are chosen. If nothing repeats, a composed step costs as much
-    as the whole one and is less accurate.
+    Without a request, tier 1 is used if some blocks, microbatches or ranks are equal. Otherwise it
+    would cost as much as tier 3 and be less accurate.
     """
     _check_played(plan, 1)
     words = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
@@ -146,11 +166,12 @@ def _logs(
 
 
 def _check_played(plan: Plan, accumulate: int) -> None:
-    """Refuse to run more microbatches one by one than anyone would wait for.
+    """Raise a PlanError if a trace would take too long, because microbatches run one by one.
 
     Args:
         plan: The plan.
-        accumulate: Passes of a step that are run; with a pipeline each has all its microbatches.
+        accumulate: Number of accumulation passes to trace. Without a pipeline each is one
+            microbatch; with a pipeline each contains all microbatches of the schedule.
     """
     stages = plan.assignment.stages
     ranks, passes = (stages.num_ranks, stages.microbatches) if stages is not None else (1, 1)
@@ -174,7 +195,11 @@ def _not_by(tier: Tier, why: str) -> PlanError:
 
 
 def _composed(question: EstimateRequest, plan: Plan, ranks: Sequence[int]) -> _TieredLogs:
-    """Answer by tier 1."""
+    """Return the logs of these ranks from tier 1: a traced microbatch, composed to a step.
+
+    Raises:
+        NotComposedError: There are no rules to compose this step.
+    """
     found = composed(question, plan, ranks)
     logs = [each.log for each in found]
     return _TieredLogs(logs, found[0].assumed, Tier.REPLAY, _BY_RULES, COMPOSED_ERROR)
@@ -183,7 +208,14 @@ def _composed(question: EstimateRequest, plan: Plan, ranks: Sequence[int]) -> _T
 def _beside_composed(
     question: EstimateRequest, plan: Plan, ranks: Sequence[int], found: _TieredLogs
 ) -> _TieredLogs:
-    """Add to `certified` how far tier 1's answer is off, if another tier was requested."""
+    """Add to `certified` how much the peak of tier 1 differs, if the user requested a tier.
+
+    Args:
+        question: The request.
+        plan: The plan.
+        ranks: The ranks of the logs.
+        found: The logs of tier 3.
+    """
     if question.tier is None:
         return found
     try:
@@ -205,7 +237,13 @@ def _bounded(
     report: Callable[[str], None],
     error: UnknownShapeError,
 ) -> _TieredLogs:
-    """Answer by tier 3 with an upper bound, if sizes of some tensors are not known before the step.
+    """Return logs of tier 3 that are an upper bound, if some tensors' sizes depend on values.
+
+    Args:
+        question: The request.
+        ranks: The ranks to trace.
+        report: Progress callback.
+        error: Names the operator whose result has such a size.
 
     Raises:
         PlanError: No upper bound can be proved.
@@ -221,9 +259,12 @@ def _bounded(
         what = f"{problem.what}; no upper bound can be proved: {refused}"
         raise PlanError(Problem(what, problem.origin, problem.fix))
     op, where = problem.what.partition(" ")[0], problem.what.rpartition(": ")[2]
-    bound = f"{op} selects as much as possible, {where}; with half of it no tensor is larger"
+    bound = (
+        f"{op} selects as much as possible, {where}; in a second trace, where it selects half, no "
+        "tensor is larger"
+    )
     if isinstance(error, UnknownBufferError):
-        bound = f"{problem.what}; it is counted as a public report has it, with the most workspace"
+        bound = f"{problem.what}; its largest size, according to a public report, is counted"
     pairs = [each for each in found if not isinstance(each, str)]
     logs, least = [each.log for each, _ in pairs], [each for _, each in pairs if each is not None]
     return _TieredLogs(
@@ -235,11 +276,11 @@ def _bounded(
 def _fake_step_at_most(
     question: EstimateRequest, rank: int
 ) -> tuple[FakeStepResult, EventLog | None] | str:
-    """Run one rank's step with all selected that could be, and with less.
+    """Trace one rank's step with data-dependent operators at their maximum size, and at half of it.
 
     Returns:
-        The step with the most memory, and a log that is a lower bound: None if shapes depend on
-        values, of which only a maximum is known. Or why the step is no maximum.
+        (result with the maximum sizes, log that is a lower bound), or the reason why the first is
+        no upper bound. The log is None if shapes depend on values, whose minimum is not known.
     """
     model, plan = decided(question.spec, question.source)
     with picking(everything):
@@ -254,7 +295,7 @@ def _fake_step_at_most(
 
 
 def _fake_step(question: EstimateRequest, rank: int) -> FakeStepResult:
-    """Run one rank's step, in a subprocess."""
+    """Trace one rank's step; the task of a subprocess."""
     model, plan = decided(question.spec, question.source)
     return _fake_steps(model, plan, question, rank)
 

@@ -1,7 +1,8 @@
-"""Find single changes to a plan that would make its step fit, each estimated like the plan itself.
+"""Find single changes to a plan that would make its step fit into memory.
 
-Changes are sorted by what they cost a training run: nothing, a little communication, more
-computing, more machines. A change that the plan or the model does not admit is not offered.
+The memory with each change is estimated like that of the plan. Changes are tried in the order of
+what they cost a training run: nothing, a little communication, more computing, more machines. A
+change that contradicts the plan or the model is left out.
 """
 
 from __future__ import annotations
@@ -23,26 +24,27 @@ from meshplan.spec.spec import ActivationCheckpointing, Rule, Selector, Spec
 from meshplan.spec.strategies import STRATEGIES
 
 _A_FEW_SECONDS: Final = 8.0
+"""Seconds that the search may take if the user does not ask for it."""
 _MOST_TIMES: Final = 8
-"""Factor up to which more GPUs are tried."""
+"""Highest factor by which the number of GPUs is multiplied."""
 _CHUNKS: Final = 8
 """Number of chunks of a loss. Source: torchtune's default for chunked cross-entropy."""
 
 
 @dataclass(frozen=True, slots=True)
 class _TriedChange:
-    """A change to a plan, and its variants.
+    """A change to a plan, and its smaller and stronger variants.
 
     Args:
         text: Description of the change.
-        setting: The statement of a plan that makes it.
+        setting: The line of plan.yaml that makes the change.
         spec: The plan with the change.
-        further: Makes a stronger change, to try if this one is not enough; None if there is none.
-        count: Size of the change, in units of `part`.
-        fails: Size that is known not to be enough.
-        part: Makes the change with a given size, to search for the smallest that fits; None if it
-            has no parts.
-        is_whole: If True, the whole change is offered in addition to its smallest part that fits.
+        further: Returns a stronger change, to try if this one does not fit; None if there is none.
+        count: Size of the change, in the units of `part`, such as a number of blocks.
+        fails: Largest size that is known not to fit, or 0.
+        part: Returns the change with a given size, to search for the smallest size that fits; None
+            if the change has no smaller variants.
+        is_whole: If True, the change itself is offered in addition to its smallest part that fits.
     """
 
     text: str
@@ -56,7 +58,7 @@ class _TriedChange:
 
     @property
     def num_parts(self) -> int:
-        """The most parts that a binary search estimates."""
+        """Highest number of sizes that the binary search for the smallest that fits estimates."""
         return (self.count - self.fails - 1).bit_length() if self.part is not None else 0
 
 
@@ -68,19 +70,21 @@ def with_fixes(
     report: Callable[[str], None],
     took_s: float,
 ) -> MemoryEstimate:
-    """Add the changes that would fit to an estimate that does not fit.
+    """Return an estimate that does not fit with single changes to the plan that would fit.
+
+    Changes that only take less memory are added too, marked as not fitting.
 
     Args:
         plan: The plan that was estimated.
         estimate: The estimate of the plan.
         again: Estimates another spec by the same method, so that the results can be compared.
-        is_asked: If True, look for changes; if False, do not; None looks if that takes a few
-            seconds.
+        is_asked: If True, look for changes; if False, do not; if None, look if that takes at most a
+            few seconds, else add a note.
         report: Progress callback.
-        took_s: Seconds that the estimate took.
+        took_s: Seconds that the estimate took, to predict how long each change takes.
 
     Returns:
-        The estimate with fixes, or unchanged if it fits.
+        The estimate with `fixes`; unchanged if it fits or no limit is known.
     """
     if estimate.fits is not False or is_asked is False:
         return estimate
@@ -93,12 +97,15 @@ def with_fixes(
     waiting = deque(changes)
 
     def high_of(change: _TriedChange) -> int | None:
-        """Return the upper end of the worst rank's band; None if the change is impossible."""
+        """Return the upper end, in bytes, of the worst rank's band under a change.
+
+        Return None if the change is impossible, or exceeds the host's memory.
+        """
         report(f"trying: {change.text}")
         try:
             other = again(change.spec)
         except MeshplanError:
-            return None  # The change does not fit this plan or this model.
+            return None  # The change contradicts this plan or this model.
         if other.host is not None and other.host.is_over:
             return None
         return other.worst.band[1]
@@ -129,7 +136,16 @@ def _fix(change: _TriedChange, high: int, limit: int) -> Fix:
 def _least(
     change: _TriedChange, high_of: Callable[[_TriedChange], int | None], limit: int
 ) -> Fix | None:
-    """Find the smallest part of a change that fits; None if only the whole change does."""
+    """Find the smallest part of a change that fits, by binary search.
+
+    Args:
+        change: A change that fits.
+        high_of: Returns the worst rank's bytes under a change, or None if it is impossible.
+        limit: Bytes of a device.
+
+    Returns:
+        The part, or None if only the whole change fits.
+    """
     fails, fits, found = change.fails, change.count, None
     while change.part is not None and fits - fails > 1:
         middle = (fails + fits) // 2
@@ -143,7 +159,10 @@ def _least(
 
 
 def _free(estimate: MemoryEstimate) -> Iterator[Fix]:
-    """Yield what the allocator gains with expandable segments, as the existing logs show."""
+    """Yield the change to expandable segments, if it takes less memory.
+
+    It needs no new estimate: `packed_bytes` of the existing one has the bytes reserved with them.
+    """
     highs = []
     for group in estimate.groups:
         packed = group.packed_bytes
@@ -160,7 +179,7 @@ def _free(estimate: MemoryEstimate) -> Iterator[Fix]:
 
 
 def changes_of(plan: Plan) -> Iterator[_TriedChange]:
-    """Yield single changes to a plan that may take less memory, cheapest first."""
+    """Yield single changes to a plan that may take less memory, those with the least cost first."""
     spec, assignment = plan.spec, plan.assignment
     if assignment.wrapper == "ddp" and not spec.ddp.get("gradient_as_bucket_view", False):
         ddp = MappingProxyType({**spec.ddp, "gradient_as_bucket_view": True})
@@ -217,7 +236,10 @@ def changes_of(plan: Plan) -> Iterator[_TriedChange]:
 
 
 def _offloads(plan: Plan) -> Iterator[_TriedChange]:
-    """Yield changes that offload to the host: no device is added, but copies cost time."""
+    """Yield changes that offload parameters or activations to the host.
+
+    They come before changes that add devices, but copies cost time.
+    """
     spec, a = plan.spec, plan.assignment
     offload = spec.offload
     if any(unit.is_sharded and not unit.on_host for unit in a.units.values()):
@@ -237,7 +259,7 @@ def _offloads(plan: Plan) -> Iterator[_TriedChange]:
 
 
 def _first_blocks(spec: Spec, blocks: Sequence[str], count: int) -> _TriedChange:
-    """Return the change that recomputes the first `count` blocks."""
+    """Return the change that checkpoints the first `count` of `blocks`."""
     numbers: dict[str, list[str]] = {}
     for fqn in blocks[:count]:
         container, _, number = fqn.rpartition(".")
@@ -257,7 +279,7 @@ def _first_blocks(spec: Spec, blocks: Sequence[str], count: int) -> _TriedChange
 
 
 def _range(names: Sequence[str]) -> str:
-    """Return a glob that matches exactly these children of one container."""
+    """Return a glob that matches exactly these children of one container: "{0..3}" or "{0,2}"."""
     if len(names) == 1:
         return names[0]
     if [*names] == [str(n) for n in range(int(names[0]), int(names[0]) + len(names))]:
@@ -266,9 +288,10 @@ def _range(names: Sequence[str]) -> str:
 
 
 def _large_of_the_root(plan: Plan) -> list[str]:
-    """Return modules that hold a tenth or more of the outermost unit's parameters.
+    """Return the fqns of modules with a tenth or more of the root FSDP unit's parameters.
 
-    These stay gathered from the first forward to the last backward.
+    These parameters stay gathered from the beginning of the forward to the end of the backward,
+    unless the module gets its own unit.
     """
     a = plan.assignment
     if a.wrapper != "units" or not a.units or a.stages is not None:
@@ -286,7 +309,7 @@ def _large_of_the_root(plan: Plan) -> list[str]:
 
 
 def _batches(plan: Plan) -> Iterator[_TriedChange]:
-    """Yield the change to half the samples per microbatch, further halved if needed."""
+    """Yield the change to half the samples per microbatch, which is halved again if needed."""
     if plan.micro is not None and plan.micro % 2 == 0:
         yield _halved(plan.spec, plan.micro, plan.micro, plan.accumulate)
 
@@ -325,13 +348,13 @@ def _strategies(plan: Plan) -> Iterator[_TriedChange]:
 
 
 def _more_machines(plan: Plan) -> Iterator[_TriedChange]:
-    """Yield the change to more ranks along dp_shard."""
+    """Yield the change to twice as many ranks along dp_shard, doubled again if needed."""
     if plan.mesh.size("dp_shard") > 1 and not plan.mesh.loans:
         yield _times(plan, 2)
 
 
 def _times(plan: Plan, times: int) -> _TriedChange:
-    """Return the change to `times` as many GPUs, with parts in steps of whole nodes."""
+    """Return the change to `times` as many GPUs; its smaller variants use whole nodes."""
     shard, hardware = plan.mesh.size("dp_shard"), plan.spec.hardware
     step = 1
     if hardware is not None:
@@ -351,7 +374,7 @@ def _times(plan: Plan, times: int) -> _TriedChange:
 
 
 def _on(plan: Plan, shard: int) -> _TriedChange:
-    """Return the change to `shard` ranks along dp_shard."""
+    """Return the change to `shard` ranks along dp_shard, with the same batch on each rank."""
     spec, mesh = plan.spec, plan.mesh
     before = mesh.size("dp_shard")
     sizes = {axis.name: shard if axis.name == "dp_shard" else axis.size for axis in mesh}

@@ -1,4 +1,4 @@
-"""The request for a memory estimate, and the model and the decided plan that it is about."""
+"""A request for a memory estimate, and the model and plan that are made from the request."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ class EstimateRequest:
 
     Args:
         spec: The plan, as declared.
-        source: The source that builds its model.
+        source: The source from which subprocesses build the model.
         device: Name of the GPU, or "cuda" if none is stated.
         limit_bytes: Bytes that a device may reserve; None if not stated.
-        tier: Number of the tier that must answer; None for the cheapest that can.
+        tier: Number of the tier to use: 1, or 3 (2 means 3 too); None for the cheapest that can
+            answer.
     """
 
     spec: Spec
@@ -44,11 +45,11 @@ class EstimateRequest:
 
 @dataclass(frozen=True, slots=True)
 class FakeStepResult:
-    """The findings of a subprocess about one rank.
+    """The fake step of one rank, as a subprocess returns it.
 
     Args:
         log: Events of the rank's step.
-        assumed: The assumptions in words, as in `DefaultLoop`.
+        assumed: Assumptions about inputs, loss and optimizer as (what, value); see `DefaultLoop`.
     """
 
     log: EventLog
@@ -56,22 +57,24 @@ class FakeStepResult:
 
 
 def decided(spec: Spec, source: ModelSource) -> tuple[nn.Module, Plan]:
-    """Return the model, without memory, and its plan.
+    """Return (the model, without memory and in training mode, the plan decided for it).
 
     Args:
         spec: The plan, as declared.
-        source: The source that builds the model.
+        source: The source from which the model is built.
 
     Raises:
         SpecError: The model cannot be built.
-        PlanError: The plan does not fit it.
+        PlanError: The plan does not fit the model.
     """
     model = built_without_memory(source).train()
     return model, decided_of(model, spec, source.origin)
 
 
 def decided_of(model: nn.Module, spec: Spec, origin: Origin | None) -> Plan:
-    """Return the plan of an existing model.
+    """Return the plan decided for an existing model.
+
+    If the spec has derived tensor parallelism or pipeline stages, the model's forward is recorded.
 
     Args:
         model: The model, on any device.
@@ -79,7 +82,7 @@ def decided_of(model: nn.Module, spec: Spec, origin: Origin | None) -> Plan:
         origin: Place where the user named the model; None if there is none.
 
     Raises:
-        PlanError: The plan does not fit it.
+        PlanError: The plan does not fit the model, or the forward cannot be recorded.
     """
     if not spec.reads_flow:
         return make_plan(spec, graph_of(model))
@@ -94,14 +97,17 @@ def decided_of(model: nn.Module, spec: Spec, origin: Origin | None) -> Plan:
 
 
 def built_without_memory(source: ModelSource) -> nn.Module:
-    """Build the model on meta, or on fake tensors if its code reads values while it is built.
+    """Return the model, built on meta, or on fake tensors if that fails.
+
+    Building on meta fails if the code reads values of tensors, which fake tensors of known content
+    have.
 
     Raises:
-        SpecError: The model cannot be built.
+        SpecError: The model cannot be built either way.
     """
     if source.config is not None and getattr(source.config, "use_cache", False):
         config = copy.deepcopy(source.config)
-        config.use_cache = False  # A cache is for generation; in training it only keeps tensors.
+        config.use_cache = False  # In training a KV cache would only keep tensors alive.
         source = replace(source, config=config)
     try:
         return model_of_source(source, on_meta=True)

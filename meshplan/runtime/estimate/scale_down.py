@@ -1,7 +1,7 @@
 """Scale a plan and its model down to a few processes on this machine, with the same structure.
 
-Every axis, stage, kind of layer and rule is kept; only sizes shrink, and what was changed is
-reported. This module does not interpret the plan, because the small plan is run.
+Every axis, stage, kind of layer and rule is kept. Only sizes shrink, and each change is reported.
+The small plan is then applied and run like any plan, so this module need not interpret it.
 """
 
 from __future__ import annotations
@@ -33,26 +33,29 @@ from meshplan.spec.values import quote
 from meshplan.units import format_gib
 
 MAX_RANKS: Final = 16
+"""Default limit of processes."""
 MODEL_LIMIT: Final = 2 * 2**30
-"""Bytes of parameters and buffers of the small model, of which every process has a copy."""
+"""Most bytes of parameters and buffers of the small model: every process has a copy of it."""
 _FULL: Final = 8
-"""Microbatches per rank of a pipeline up to which all of them are run."""
+"""A pipeline runs all its microbatches if they are at most this many per pipeline rank."""
 _SMALL: Final = 2
-"""Size to which every axis is cut: the smallest at which an axis has an effect."""
+"""Size of axes in the small mesh: the smallest with which an axis has an effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
     """A description from which every process builds the same model.
 
+    It names either a function of the user or a config of transformers.
+
     Args:
-        entry: "pkg.mod:function", or "" for a config.
-        origin: Place where the user named it.
-        config: The config of a transformers model, already small; None with an entry.
+        entry: "pkg.mod:function" of the user's function; "" with a config.
+        origin: Place where the user named the function or config.
+        config: The config object of a transformers model; None with an entry.
         architecture: Name of the model's class in transformers; "" with an entry.
-        blocks: Number of blocks that are kept of each list of equal blocks; None keeps all.
-        is_built_on_meta: If True, the model is too large to be built whole, so its blocks are
-            removed on meta.
+        blocks: Number of blocks to keep in each list of equal blocks; None keeps all.
+        is_built_on_meta: If True, the function runs on meta, because the model with all its blocks
+            is too large for memory.
     """
 
     entry: str = ""
@@ -65,13 +68,14 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Small:
-    """The plan and model that run in place of the plan's own.
+    """The small plan and model that run in place of the user's.
 
     Args:
         spec: The small plan.
         source: The source of the small model.
-        notes: Descriptions of what was made smaller.
-        unmatched: Rules that match the whole model and nothing of the small one.
+        notes: Descriptions of each size that was made smaller, such as "mesh: tp 8 to 2".
+        unmatched: Descriptions of the rules that match a module of the whole model, but none of the
+            small model.
     """
 
     spec: Spec
@@ -83,8 +87,13 @@ class Small:
 def shrink(spec: Spec, source: ModelSource, max_ranks: int = MAX_RANKS) -> Small:
     """Scale a plan and its model down to at most `max_ranks` ranks.
 
+    Args:
+        spec: The plan, as declared.
+        source: The source of the model.
+        max_ranks: Highest number of ranks of the small mesh.
+
     Raises:
-        SpecError: No plan or model is small enough, or the mesh cannot be determined.
+        SpecError: Even the smallest mesh or model is too large, or the plan leaves the mesh open.
         PlanError: The mesh contradicts itself.
     """
     mesh, _ = resolve_mesh(spec)
@@ -124,7 +133,7 @@ def shrink(spec: Spec, source: ModelSource, max_ranks: int = MAX_RANKS) -> Small
 
 
 def model_source_of(spec: Spec, model: str | None, config: str | Path | None) -> ModelSource:
-    """Return the source of the model that the flags name, or else the plan.
+    """Return the source of the model that a flag names, or the plan if no flag is given.
 
     Args:
         spec: The plan.
@@ -152,10 +161,14 @@ def model_source_of(spec: Spec, model: str | None, config: str | Path | None) ->
 
 
 def source_of_config(path: str | Path, origin: Origin) -> ModelSource:
-    """Return the source of a Hugging Face config.json, or of the folder that contains one.
+    """Return the source of the model that a Hugging Face config.json describes.
+
+    Args:
+        path: The file, or the folder that contains it.
+        origin: Place where the user named the path.
 
     Raises:
-        SpecError: The file cannot be read, or transformers has no such model.
+        SpecError: The file cannot be read, or transformers is missing or has no such model.
     """
     file = config_file(path)
     content = read_json(file, origin)
@@ -169,7 +182,7 @@ def source_of_config(path: str | Path, origin: Origin) -> ModelSource:
         fix = "install transformers, or name a function that builds the model: --model pkg.mod:fn"
         what = "building a model from a config needs transformers, which is not installed"
         raise SpecError(Problem(what, origin, fix)) from None
-    except Exception as error:  # Two hundred config classes raise errors of their own.
+    except Exception as error:  # Each of transformers' config classes may raise anything.
         what = f"transformers cannot read {file} as a config: {type(error).__name__}: {error}"
         raise SpecError(Problem(what, origin, "name a config.json or its folder")) from None
     names = content.get("architectures") or [f"{type(config).__name__[:-6]}ForCausalLM"]
@@ -182,15 +195,16 @@ def source_of_config(path: str | Path, origin: Origin) -> ModelSource:
 
 
 def _transformers() -> Any:
-    """Import transformers late, because that takes seconds."""
+    """Import and return transformers, only when it is needed, because the import takes seconds."""
     return importlib.import_module("transformers")
 
 
 @contextlib.contextmanager
 def _offline() -> Iterator[None]:
-    """Keep transformers offline while it builds a config that anybody may have written.
+    """Keep transformers from downloading inside the `with` block: a config may name files to fetch.
 
-    HF_HUB_OFFLINE=1 has the same effect, but the hub reads it only once, when it is imported.
+    The environment variable HF_HUB_OFFLINE=1 has the same effect, but huggingface_hub reads it only
+    once, when it is imported.
     """
     constants: Any = importlib.import_module("huggingface_hub.constants")
     before = constants.HF_HUB_OFFLINE
@@ -202,10 +216,10 @@ def _offline() -> Iterator[None]:
 
 
 def _model_class(name: str) -> Any:
-    """Return the model class of transformers that a config names; None if it names anything else.
+    """Return the model class of transformers with this name; None if no model class has it.
 
-    The check is needed because a config may name any attribute of the package, which is then
-    called.
+    The caller calls the class. A config may name any attribute of transformers, so anything that is
+    no model class is refused.
     """
     found = getattr(_transformers(), name, None) if name.isidentifier() else None
     base = _transformers().PreTrainedModel
@@ -216,8 +230,12 @@ def _model_class(name: str) -> Any:
 def model_of_source(source: ModelSource, *, on_meta: bool = False) -> nn.Module:
     """Build the model, on the CPU with its initial values, or on meta.
 
+    Args:
+        source: The source of the model.
+        on_meta: If True, build it on meta, without memory.
+
     Raises:
-        SpecError: The user's code cannot build it.
+        SpecError: The user's function cannot build the model.
     """
     if source.entry:
         model = model_of_entry(
@@ -235,12 +253,16 @@ def model_of_source(source: ModelSource, *, on_meta: bool = False) -> nn.Module:
 
 
 def num_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers."""
+    """Return the bytes of all parameters and buffers of a model."""
     return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
 
 
 def _small_sizes(spec: Spec, mesh: Mesh) -> dict[str, int | Any]:
-    """Shrink every axis to its smallest, except where the plan names ranks or stages by number."""
+    """Return the size of every axis in the small mesh: 2, or the plan's size if that is smaller.
+
+    dp_shard has 4 if a rule states to how many ranks it reshards, and pp keeps its size if the plan
+    names stages by number. A borrowed axis is a `Borrow`.
+    """
     stated: Mapping[str, Any] = spec.mesh if isinstance(spec.mesh, Mapping) else mesh.sizes
     out: dict[str, int | Any] = {}
     for axis, size in stated.items():
@@ -250,7 +272,7 @@ def _small_sizes(spec: Spec, mesh: Mesh) -> dict[str, int | Any]:
         real = mesh.size(axis) if size == AUTO else int(size)
         least = _SMALL
         if axis == "dp_shard" and any(_is_count(r.reshard_after_forward) for r in spec.rules):
-            least = 2 * _SMALL  # Resharding to fewer ranks needs more than the smallest axis.
+            least = 2 * _SMALL  # An axis of size 2 has no smaller group of ranks to reshard to.
         if axis == "pp" and (
             any(_is_count(r.stage) for r in spec.rules)
             or (spec.pipeline is not None and spec.pipeline.split != AUTO)
@@ -269,7 +291,7 @@ def _number(size: Any) -> int:
 
 
 def _world(sizes: Mapping[str, Any]) -> int:
-    """Return the number of ranks; a borrowed axis adds none of its own."""
+    """Return the number of ranks; borrowed axes do not count, because their lender does."""
     world = 1
     for size in sizes.values():
         world *= 1 if isinstance(size, Borrow) else int(size)
@@ -277,28 +299,32 @@ def _world(sizes: Mapping[str, Any]) -> int:
 
 
 def _small_batch(spec: Spec, pp: int) -> Batch:
-    """Return a batch of two samples per microbatch: BatchNorm may have no statistics of one sample.
+    """Return a batch of two samples for each forward: BatchNorm may raise for one sample.
 
     Args:
         spec: The plan.
-        pp: Size of pp in the small mesh, whose schedule cuts each microbatch further.
+        pp: Size of pp in the small mesh. The pipeline schedule cuts `batch.micro` further.
     """
     batch = spec.batch
     accumulate = 1
     if isinstance(batch.accumulate, int):
         accumulate = batch.accumulate
     elif batch.global_ is not None and isinstance(batch.micro, int):
-        accumulate = 2  # The real count is at least one; two shows if gradients accumulate.
+        # The plan leaves the count open. With two, the run covers gradient accumulation.
+        accumulate = 2
     asked = _small_microbatches(spec, pp)
     cut = 1
     if pp > 1:
-        cut = 2 * pp if asked == AUTO else asked  # At most twice as many as ranks, if auto.
+        cut = 2 * pp if asked == AUTO else asked  # `auto` takes at most two per pipeline rank.
     seq_len = None if batch.seq_len is None else min(batch.seq_len, TOKENS)
     return Batch(micro=_SMALL * cut, accumulate=min(accumulate, _SMALL), seq_len=seq_len)
 
 
 def _small_microbatches(spec: Spec, pp: int) -> Any:
-    """Return the plan's microbatches; if very many, fewer with the same remainder by pp."""
+    """Return the number of the pipeline's microbatches, reduced if there are more than 8 per rank.
+
+    A reduced number has the same remainder modulo pp. Return `AUTO` if the plan states it.
+    """
     asked = spec.pipeline.microbatches if spec.pipeline else AUTO
     if asked == AUTO or asked <= _FULL * pp:
         return asked
@@ -313,10 +339,25 @@ def _small_source(
     sizes: Mapping[str, Any],
     blocks: int,
 ) -> tuple[ModelSource, nn.Module, list[str]]:
-    """Return the smallest source that builds and runs, its model, and what was changed."""
+    """Return (source of a small model, the model, descriptions of the changes).
+
+    Of all candidates, the smallest that can be built and run is returned.
+
+    Args:
+        source: The source of the user's model.
+        spec: The small plan.
+        whole: The user's model on meta.
+        mesh: The plan's mesh.
+        sizes: Size of each axis in the small mesh.
+        blocks: Number of blocks to keep in each list of equal blocks.
+
+    Raises:
+        SpecError: No candidate can be built and run.
+    """
     small_tp, ep = _number(sizes.get("tp", 1)), _number(sizes.get("ep", 1))
     config = source.config if source.config is not None else getattr(whole, "config", None)
-    # In order: smaller sizes, only fewer layers, the user's function with fewer blocks, all of it.
+    # Candidates, smallest first: a config with smaller dims and fewer layers; a config with fewer
+    # layers; the model of the user's function with fewer blocks; that model with all blocks.
     candidates: list[tuple[ModelSource, list[str]]] = []
     if config is not None and hasattr(config, "model_type"):
         architecture = source.architecture or type(whole).__name__
@@ -346,7 +387,7 @@ def _small_source(
 
 
 def _try(source: ModelSource, spec: Spec) -> tuple[nn.Module | None, str]:
-    """Return (the model, "") if it is small and runs, else (None, the reason)."""
+    """Return (model, "") if it is small enough and its forward runs, else (None, the reason)."""
     try:
         on_meta = model_of_source(source, on_meta=True)
         size = num_bytes(on_meta)
@@ -365,7 +406,7 @@ def _try(source: ModelSource, spec: Spec) -> tuple[nn.Module | None, str]:
 
 
 def _keep_blocks(model: nn.Module, keep: int) -> list[str]:
-    """Cut every list of equal blocks down to its first `keep`; return descriptions of the cuts."""
+    """Cut every ModuleList of equal blocks to its first `keep`; return descriptions of the cuts."""
     out = []
     for fqn, blocks in list(model.named_modules()):
         if not isinstance(blocks, nn.ModuleList) or len(blocks) <= keep:
@@ -380,10 +421,12 @@ def _keep_blocks(model: nn.Module, keep: int) -> list[str]:
 def rules_that_match(
     spec: Spec, whole: ModelGraph, small: ModelGraph
 ) -> tuple[tuple[Rule, ...], tuple[str, ...]]:
-    """Make rules optional that match the whole model but not the small one.
+    """Make those rules optional that match the whole model but not the small one.
+
+    Otherwise the small plan would be rejected because of a rule that matches nothing.
 
     Returns:
-        (the rules, descriptions of those that were made optional).
+        (all rules of the plan, descriptions of the rules that were made optional).
     """
     rules, unmatched = [], []
     for rule in spec.rules:

@@ -1,7 +1,8 @@
-"""Make a transformers config small, with the sizes that a plan divides still divisible.
+"""Make a transformers config small, so that the plan still divides the same sizes evenly.
 
-This module has the names under which configs state sizes. It keeps the ratio of query to key heads,
-whether a size divides by tp, the kinds of layers, and special tokens inside the vocabulary.
+The small config keeps the ratio of query to key heads, the kinds of layers, special tokens inside
+the vocabulary, and for each size if it is a multiple of tp. The constants list the names under
+which configs state sizes.
 """
 
 from __future__ import annotations
@@ -39,14 +40,15 @@ _AT_MOST: Final[Mapping[str, int]] = MappingProxyType(
         "n_group": 2, "topk_group": 2, "first_k_dense_replace": 1,
     }
 )  # fmt: skip
-"""Upper limits of sizes that nothing divides: DeepSeek's latent attention and expert groups."""
+"""Upper limits of sizes that need not be multiples of anything: those of DeepSeek's latent
+attention and expert groups."""
 _SMALL_HEAD, _SMALL_VOCAB, _SMALL_POSITIONS = 16, 128, 128
 _ODD: Final = 1
-"""Number added to a size that tp does not divide in the original."""
+"""Number added to a small size if the original is no multiple of tp."""
 
 
 def shrink_layers(config: Any, layers: int) -> tuple[Any, list[str]]:
-    """Return a copy with at most `layers` layers, and descriptions of the changes."""
+    """Return (copy of a config with at most `layers` layers, descriptions of the changes)."""
     small = copy.deepcopy(config)
     notes: list[str] = []
     for each in _parts(small):
@@ -58,14 +60,15 @@ def shrink_layers(config: Any, layers: int) -> tuple[Any, list[str]]:
 def shrink_sizes(
     config: Any, *, layers: int, tp: int, small_tp: int, ep: int
 ) -> tuple[Any, list[str]]:
-    """Return a copy with few layers and small dims, and descriptions of the changes.
+    """Return (copy of a config with few layers and small dims, descriptions of the changes).
 
     Args:
         config: The config, which is not changed.
-        layers: The most layers of the copy.
-        tp: The size of tp that the plan states, which decides what must divide.
-        small_tp: The size of tp that the copy is run with.
-        ep: The size of ep that the copy is run with.
+        layers: Highest number of layers of the copy.
+        tp: The size of tp in the user's plan. Sizes that are multiples of it become multiples of
+            `small_tp`; the others become odd.
+        small_tp: The size of tp with which the small model runs.
+        ep: The size of ep with which the small model runs.
     """
     small, notes = shrink_layers(config, layers)
     for each in _parts(small):
@@ -98,7 +101,7 @@ def shrink_sizes(
 
 
 def _parts(config: Any) -> list[Any]:
-    """Return the config and those inside it, such as those of a text and a vision tower."""
+    """Return the config and all configs inside it, such as those of a text and a vision tower."""
     kind = next(c for c in type(config).__mro__ if c.__name__.startswith("PreTrained")
                 or c.__name__ == "PretrainedConfig")  # fmt: skip
     inner = [value for value in vars(config).values() if isinstance(value, kind)]
@@ -106,7 +109,7 @@ def _parts(config: Any) -> list[Any]:
 
 
 def _get(config: Any, name: str) -> int | None:
-    """Return a size that the config states; None for 0, lists and other values."""
+    """Return a size that the config states; None if the value is no positive integer."""
     value = getattr(config, name, None)
     return value if type(value) is int and value > 0 else None
 
@@ -114,7 +117,15 @@ def _get(config: Any, name: str) -> int | None:
 def _set(
     config: Any, names: Sequence[str], value: Any, notes: list[str], *, is_told: bool = True
 ) -> None:
-    """Replace a value under each of these names that the config has."""
+    """Set each of these attributes that the config has to `value`.
+
+    Args:
+        config: The config.
+        names: Names of the attributes.
+        value: The new value.
+        notes: Receives a description of each change.
+        is_told: If False, no descriptions are added.
+    """
     for name in names:
         old = getattr(config, name, None)
         if old is not None and old != value:
@@ -135,13 +146,23 @@ def _cut_layers(config: Any, layers: int, notes: list[str]) -> None:
 
 
 def _divisible(size: int, small: int, tp: int) -> int:
-    """Return a small size that divides by tp if, and only if, the original does."""
+    """Return `small`, increased by 1 if the original `size` is no multiple of tp.
+
+    A `size` below `small` is returned itself.
+    """
     small = min(size, small)
     return small if size % tp == 0 or small == size else small + _ODD
 
 
 def _shrink_heads(config: Any, tp: int, small_tp: int, notes: list[str]) -> None:
-    """Set few heads in the same ratio, and a width that fits them."""
+    """Reduce the numbers of query and key heads in the same ratio, and set a width that fits.
+
+    Args:
+        config: The config to change.
+        tp: The size of tp in the user's plan.
+        small_tp: The size of tp with which the small model runs.
+        notes: Receives a description of each change.
+    """
     name = next((n for n in _HEADS if _get(config, n)), None)
     width = next((n for n in _HIDDEN if _get(config, n)), None)
     if name is None or width is None:
@@ -151,7 +172,7 @@ def _shrink_heads(config: Any, tp: int, small_tp: int, notes: list[str]) -> None
     kv_heads = (_get(config, kv_name) if kv_name else None) or heads
     ratio = max(1, heads // kv_heads)
     few = kv_heads
-    # Keep the original's case: key heads divide by tp, or are fewer than its ranks.
+    # The number of key heads stays a multiple of tp, or smaller than tp, as in the original.
     if kv_heads % tp == 0:
         few = min(kv_heads, max(2, small_tp))
     elif kv_heads < tp:

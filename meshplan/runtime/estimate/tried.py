@@ -1,9 +1,9 @@
-"""Run one rank's forward on fake tensors: what `check` does before any process starts.
+"""Run one rank's forward on fake tensors, so that `meshplan check` finds errors in model code.
 
-Layouts can be right and the model's own code still fail under them, if it divides by the full width
-or unpacks a fixed number of pieces. The real wrappers run here in a fake process group, so what
-raises in them would raise on a rank. What fails in a single process, too, is reported as a mistake
-of the model.
+All layouts of a plan may be right and the model's code still fail under them, if it divides by the
+full width or unpacks a fixed number of chunks. The real wrappers run here in a fake process group,
+so an error raised here would be raised on a rank. If the model also fails without the plan, the
+error is reported as a mistake of the model.
 """
 
 from __future__ import annotations
@@ -34,11 +34,21 @@ from meshplan.runtime.train.one_process import in_dtype_of
 from meshplan.spec.spec import Spec
 
 _SAMPLES = 2
-"""Samples that the forward is run on: few, and not 1, which would broadcast."""
+"""Number of samples that the forward runs on: few, but not 1, which would broadcast and hide
+errors."""
 
 
 def try_entry(entry: str, origin: Origin, plan: Plan) -> tuple[Problem | None, str]:
-    """Run the forward of the model that "pkg.mod:function" makes; otherwise as `try_forward`."""
+    """Build a model by its entry and run `try_forward` on it.
+
+    Args:
+        entry: "pkg.mod:function" that builds the model.
+        origin: Place where the user named the entry.
+        plan: A plan decided for the model.
+
+    Returns:
+        (the problem or None, why the forward was not run), as `try_forward` returns them.
+    """
     if dist.is_initialized():
         return None, "torch.distributed is already initialized in this process"
     return try_forward(model_of_entry(entry, origin), plan, origin)
@@ -53,8 +63,9 @@ def try_forward(model: nn.Module, plan: Plan, origin: Origin | None) -> tuple[Pr
         origin: Place where the user named the model; None if there is none.
 
     Returns:
-        (the problem or None, why the forward was not run). The latter is "" if the forward ran, or
-        if it would depend on the plan's own code, on numbers of tokens or on a router.
+        (the problem or None, why the forward was not run). The second is "" if the forward ran. It
+        is "" too if the forward is not run by design: if the plan applies the user's own functions,
+        or uses cp or ep, where the result depends on the number of tokens or on a router.
     """
     if plan.assignment.apply or plan.mesh.size("cp", "ep") > 1:
         return None, ""
@@ -81,22 +92,23 @@ def _try(
                 _run(wrapped, in_dtype_of(wrapped, mapped(inputs, fake)))
         return None, ""
     except MeshplanError as error:
-        # A forward may be refused only for the size of this example.
+        # An error of meshplan in the forward may be due to the small size of this input only.
         return (None if is_wrapped else error.problems[0]), ""
     except Exception as error:  # The model's code may raise anything.
         if (odd := untraceable(error)) is not None:
             return (
                 None,
-                f"{odd[0]} needs the values of tensors, and this check runs on fake tensors",
+                f"{odd[0]} needs the values of tensors, but this check runs on fake tensors, which "
+                "have none",
             )
         sharded = error
-    # Run without the plan: what fails there, too, is a mistake of the model.
+    # Run without the plan. An error there, too, is a mistake of the model.
     whole: dict[str, int] = {}
     try:
         with fake_single_rank(model) as (twin, fake, _), _widths(twin, plan, whole):
             _run(twin, in_dtype_of(twin, mapped(inputs, fake)))
     except Exception as error:
-        # If the plan does not state the inputs, the assumed ones may be wrong.
+        # If the plan does not state the inputs, the error may be due to assumed inputs.
         problem = alone_problem(error, model, origin, inputs)
         if plan.spec.input is None or untraceable(error) is not None:
             fix = "state the model's input in the plan: input: {shape: [2, 16], dtype: int64}"
@@ -106,7 +118,7 @@ def _try(
 
 
 def _with_length(plan: Plan) -> Spec:
-    """Return the spec with a sequence length that divides over tp, if it states none."""
+    """Return the plan's spec with a sequence length that is a multiple of tp, if it states none."""
     spec, tp = plan.spec, plan.mesh.size("tp")
     if spec.batch.seq_len is not None or TOKENS % tp == 0:
         return spec
@@ -122,7 +134,13 @@ def _run(model: nn.Module, inputs: Any) -> None:
 
 @contextmanager
 def _widths(model: nn.Module, plan: Plan, found: dict[str, int]) -> Iterator[None]:
-    """Record output widths of modules with a style in `found`, in the order of last calls."""
+    """Record the output widths of modules with a style inside the `with` block.
+
+    Args:
+        model: The model.
+        plan: The plan, which has the styles.
+        found: Receives {fqn: size of the output's last dim}, in the order of the last calls.
+    """
 
     def noting(fqn: str) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, output: Any) -> None:

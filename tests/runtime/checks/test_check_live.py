@@ -99,39 +99,39 @@ def check(name: str, plan: dict[str, Any], change: Callable[[nn.Module], None]) 
             SHARD,
             wrong_shape,
             "meshplan: 2 problems\n"
-            "norm.weight: shape is (32,), but the plan says (64,)\n"
-            "norm.weight: local shape is (8,), but the plan says (16,)",
+            "norm.weight: shape is (32,), but the plan states (64,)\n"
+            "norm.weight: local shape is (8,), but the plan states (16,)",
         ),
         (
             "own_llama",
             SHARD,
             wrong_dtype,
-            "meshplan: 1 problem\nnorm.weight: dtype is bfloat16, but the plan says float32",
+            "meshplan: 1 problem\nnorm.weight: dtype is bfloat16, but the plan states float32",
         ),
         (
             "own_llama",
             SHARD,
             left_whole,
             "meshplan: 2 problems\n"
-            "layers.0.attn.wk.weight: local shape is (32, 64), but the plan says (8, 64)\n"
-            "layers.0.attn.wk.weight: sharding is none, but the plan says dp_shard on dim 0",
+            "layers.0.attn.wk.weight: local shape is (32, 64), but the plan states (8, 64)\n"
+            "layers.0.attn.wk.weight: sharding is none, but the plan states dp_shard on dim 0",
         ),
         (
             "own_llama",
             SHARD,
             replicated,
             "meshplan: 2 problems\n"
-            "norm.weight: local shape is (64,), but the plan says (16,)\n"
-            "norm.weight: sharding is none, but the plan says dp_shard on dim 0",
+            "norm.weight: local shape is (64,), but the plan states (16,)\n"
+            "norm.weight: sharding is none, but the plan states dp_shard on dim 0",
         ),
         (
             "own_llama",
             SHARD,
             cut_along_another_dim,
             "meshplan: 2 problems\n"
-            "layers.0.attn.wq.weight: local shape is (64, 16), but the plan says (16, 64)\n"
-            "layers.0.attn.wq.weight: sharding is dp_shard on dim 1, but the plan says dp_shard on "
-            "dim 0",
+            "layers.0.attn.wq.weight: local shape is (64, 16), but the plan states (16, 64)\n"
+            "layers.0.attn.wq.weight: sharding is dp_shard on dim 1, but the plan states dp_shard "
+            "on dim 0",
         ),
         (
             "own_llama",
@@ -139,7 +139,7 @@ def check(name: str, plan: dict[str, Any], change: Callable[[nn.Module], None]) 
             axes_swapped,
             "meshplan: 1 problem\n"
             "layers.0.attn.wo.weight: sharding is dp_shard on dim 1, tp on dim 0, but the plan "
-            "says dp_shard on dim 0, tp on dim 1",
+            "states dp_shard on dim 0, tp on dim 1",
         ),
         (
             "own_llama",
@@ -157,7 +157,7 @@ def check(name: str, plan: dict[str, Any], change: Callable[[nn.Module], None]) 
             "odd",
             SHARD,
             buffer_cast,
-            "meshplan: 1 problem\nramp: dtype is float64, but the plan says float32",
+            "meshplan: 1 problem\nramp: dtype is float64, but the plan states float32",
         ),
     ],
 )
@@ -182,7 +182,7 @@ def test_each_rank_checks_its_own_part(pool: Any) -> None:
     said = pool(4).run(check, "odd", SHARD, shrink_on_rank_3)
     assert said[:3] == [""] * 3
     assert said[3] == (
-        "meshplan: 1 problem\nblocks.0.up.bias: local shape is (6,), but the plan says (7,)"
+        "meshplan: 1 problem\nblocks.0.up.bias: local shape is (6,), but the plan states (7,)"
     )
 
 
@@ -196,7 +196,7 @@ def test_all_differences_at_once(pool: Any) -> None:
     assert pool(2).run(check, "own_llama", SHARD, all_of_it)[0] == (
         "meshplan: 3 problems\n"
         "head.weight is in the plan but not in the live model\n"
-        "norm.weight: dtype is bfloat16, but the plan says float32\n"
+        "norm.weight: dtype is bfloat16, but the plan states float32\n"
         "extra.weight is in the live model but not in the plan"
     )
 

@@ -218,7 +218,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp x full_shard": (4, plan_of(mesh={"pp": 2, "dp_shard": 2}, **PIPE)),
 }
 RIGHT = ("Block", "Renormed", "Clamped", "Normalised", "Followed", "Counted", "Spectral")
-ONCE_MORE = "but other values when it is recomputed in backward"
+ONCE_MORE = "but writes other values when it is recomputed in backward"
 SECOND = "a second microbatch of the same step writes other values"
 REFUSED = {
     ("Followed", "accumulated"): SECOND,
@@ -261,7 +261,7 @@ def test_a_parameter_that_follows_the_samples_is_refused(pool, plan):
     world, words = PLANS[plan]
     for refused, _, _ in pool(world).run(train, "Drifting", words):
         assert refused.startswith(
-            "the forward writes layers.0.up.weight and 3 more, and ranks with other samples"
+            "the forward writes layers.0.up.weight and 3 more, and ranks with different samples"
         )
 
 
@@ -278,14 +278,14 @@ def test_what_the_output_is_computed_from_may_not_follow_the_samples(pool, plan)
     world, words = PLANS[plan]
     for refused, _, _ in pool(world).run(train, "Centring", words):
         assert "the forward computes layers." in refused
-        assert "from its own samples, and its output from " in refused
+        assert "from the samples it gets, and its output from " in refused
 
 
 @pytest.mark.parametrize("plan", ["ddp", "full_shard"])
 def test_nor_may_an_attribute(pool, plan):
     world, words = PLANS[plan]
     for refused, _, _ in pool(world).run(train, "Remembering", words):
-        assert "the forward computes layers.0.last from its own samples" in refused
+        assert "the forward computes layers.0.last from the samples it gets" in refused
 
 
 def test_half_precision_copies_are_not_written_back(pool):
