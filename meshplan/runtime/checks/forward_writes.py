@@ -106,7 +106,8 @@ class ForwardWrites:
 
         def before_step(optimizer: torch.optim.Optimizer) -> None:
             writes = own()
-            if writes is None:
+            # A module of the model may outlive it, and its hooks keep `writes`.
+            if writes is None or writes._model() is None:
                 end()
             else:
                 writes.before_step(optimizer)

@@ -7,6 +7,7 @@ samples part ways (`Drifting`); without `max_norm` each rank scales the rows tha
 
 from __future__ import annotations
 
+import gc
 import warnings
 from typing import Any
 
@@ -320,3 +321,21 @@ def test_statistics_are_the_first_ranks_and_told_once(pool, plan):
     told = [text for _, texts in results for text in texts if "layers.0.mean" in text]
     assert len(told) == 1
     assert "the written values differ between ranks" in told[0]
+
+
+def one_after_another() -> float:
+    """A module outlives its model, whose checks have nothing to say of the next one."""
+    first = meshplan.parallelize(build("Clamped"), {"version": 1, "strategy": "full_shard"})
+    kept = next(m for m in first.modules() if isinstance(m, Clamped))
+    del first
+    gc.collect()
+    model = meshplan.parallelize(build("Clamped"), {"version": 1, "strategy": "full_shard"})
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    loss = meshplan.train_step(model, sgd, *meshplan.local_batch(model, batch(0)), F.mse_loss)
+    assert kept.up is not None
+    return float(loss)
+
+
+def test_a_model_that_is_gone_says_nothing_of_the_next(pool):
+    first, second = pool(2).run(one_after_another)
+    assert first == second

@@ -25,6 +25,11 @@ PLANS: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
     "full_shard": {"strategy": "full_shard"},
     "accumulate": {"strategy": "ddp", "batch": {"accumulate": 2}},
+    "accumulate, unused": {
+        "strategy": "ddp",
+        "batch": {"accumulate": 2},
+        "ddp": {"find_unused_parameters": True},
+    },
     "pp": {"mesh": {"pp": 2}, "pipeline": {"schedule": "1F1B", "microbatches": 4}},
 }
 
@@ -73,7 +78,7 @@ class Crowded(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate, self.expert = nn.Linear(8, 2), nn.Linear(8, 8)
-        self.room = 5
+        self.room = 1
 
     def forward(self, x: Tensor) -> Tensor:
         wanted = self.gate(x).argmax(1).nonzero()[:, 0][: self.room]
@@ -144,7 +149,8 @@ def mixing(kind: str, plan: dict[str, Any]) -> str:
             pytest.param(plan, kind, marks=pytest.mark.wide)
             for plan, kind in (
                 ("full_shard", "centered"), ("full_shard", "halting"), ("ddp", "plain"),
-                ("ddp", "norm"), ("ddp", "settling"), ("accumulate", "crowded"),
+                ("ddp", "norm"), ("ddp", "settling"),
+                ("accumulate, unused", "crowded"),  # Its gate never gets a gradient.
             )
         ),
     ],

@@ -16,6 +16,7 @@ from meshplan.runtime.apply.pipeline.hooks import hooks_of
 from meshplan.runtime.apply.pipeline.module import PipelinedModule
 from meshplan.runtime.apply.pipeline.run import StageRuntime
 from meshplan.runtime.apply.pipeline.stage import Replay, make_stage, watch_calls
+from meshplan.runtime.base.compile import compiles
 from meshplan.runtime.base.mesh import submesh
 from meshplan.runtime.checks.outside import watch_first_forward
 
@@ -54,7 +55,8 @@ def apply_pipeline(
         )
         replay = Replay(stage)  # It ends early outside all units of the restricted plan.
         watch_calls(module, hooks, replay)
-        watch_first_forward(module, part)
+        if not compiles(module, part):  # An active torch function mode would be compiled in.
+            watch_first_forward(module, part)
         parts[stage] = StageRuntime(module, part, replay)
     _empty(model)
     return PipelinedModule(model, parts, plan=plan, mesh=mesh, names=names)
