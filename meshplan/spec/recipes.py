@@ -6,6 +6,7 @@ They are inside an installed package, and next to the package in a checkout.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Final
 
@@ -54,7 +55,7 @@ def _begins_a_plan(path: Path) -> bool:
     except OSError:  # A file that cannot be read is none that was meant.
         return False
     first = next((line for line in lines if line.strip() and not line.startswith("#")), "")
-    return first.startswith("version:")
+    return re.match(r"""\{?\s*["']?version["']?\s*:""", first) is not None
 
 
 def find_plan(text: str | os.PathLike[str]) -> Path:
