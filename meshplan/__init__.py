@@ -1,7 +1,7 @@
 """Declare how a PyTorch model is parallelised, estimate its memory before it runs, and run it.
 
-This module lists the public names. Importing meshplan imports nothing else: each name is looked up
-in its module on first use, so that the command line starts without torch.
+This module lists the public names. `import meshplan` imports no other module: each name is looked
+up in its module on first use, so that the command line starts without torch.
 """
 
 import importlib

@@ -1,7 +1,7 @@
 """Errors in a user's input: what is wrong, where it is written, and how to fix it.
 
-This module defines how a problem is stored and printed. The rules themselves are elsewhere: the
-packages that check things build `Problem`s and raise all of them at once.
+This module defines how a problem is stored and printed. The checks themselves are in the other
+packages: each check collects its `Problem`s and raises all of them in one error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The place where a value was stated.
+    """The place where the user stated a value.
 
     Args:
         file: The plan file as the user named it, or a word such as "<mapping>" or "--set".
@@ -57,7 +57,7 @@ class Problem:
 
 
 class MeshplanError(Exception):
-    """Base class of everything that meshplan raises on purpose; carries every `Problem` found."""
+    """Base class of all errors that meshplan raises on purpose; `problems` has every `Problem`."""
 
     def __init__(self, problems: Problem | str | Iterable[Problem]) -> None:
         if isinstance(problems, str):
@@ -83,7 +83,7 @@ class PlanError(MeshplanError, ValueError):
 
 
 class UnstatedError(PlanError):
-    """The plan leaves out a value that the answer depends on; only its author can supply it."""
+    """The plan leaves out a value that the answer depends on and that only the user knows."""
 
 
 class ApplyError(MeshplanError, RuntimeError):

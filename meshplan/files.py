@@ -33,8 +33,8 @@ def read_bytes(path: str | os.PathLike[str], most: int, what: str) -> bytes:
     """
     origin = Origin(os.fspath(path))
     try:
-        _check_regular(os.stat(path), what, origin)  # Opening a device may have effects.
-        # Between `stat` and `open` the file may have become a pipe, and opening one would block.
+        _check_regular(os.stat(path), what, origin)  # Opening a device may have side effects.
+        # O_NONBLOCK: if the file became a pipe after `stat`, opening it would block.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())
             _check_regular(status, what, origin)
@@ -59,10 +59,10 @@ def _check_regular(status: os.stat_result, what: str, origin: Origin) -> None:
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes, what: str, fix: str = ELSEWHERE) -> None:
-    """Write a file so that a reader at any time finds either the old content or all of the new.
+    """Write a file atomically: a reader finds either the old content or all of the new content.
 
-    The content goes into a new file in the same folder, is flushed to disk, and is then renamed. A
-    link of that name is replaced, not followed.
+    The content is written to a temporary file in the same folder and flushed to disk; then the
+    temporary file is renamed to `path`. If `path` is a symbolic link, the link itself is replaced.
 
     Args:
         path: The file to write.
@@ -71,7 +71,7 @@ def write_bytes(path: str | os.PathLike[str], data: bytes, what: str, fix: str =
         fix: The fix that the error suggests.
 
     Raises:
-        SpecError: The file cannot be written; what was there before is unchanged.
+        SpecError: The file cannot be written; a file that existed before is unchanged.
     """
     target = Path(path)
     try:
@@ -98,14 +98,14 @@ def write_bytes(path: str | os.PathLike[str], data: bytes, what: str, fix: str =
 
 
 def _write_all(handle: int, data: bytes) -> None:
-    """Write everything: the operating system may accept a part at a time."""
+    """Write all of `data`, with several calls if `os.write` accepts only a part of it."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(handle, rest) :]
 
 
 def check_writable(path: str | os.PathLike[str], what: str, fix: str = ELSEWHERE) -> None:
-    """Refuse a path to which `write_bytes` could not write, before the work that fills it.
+    """Check that `write_bytes` can write to a path, before the content is computed.
 
     Args:
         path: The file to write later.
@@ -127,7 +127,7 @@ def check_writable(path: str | os.PathLike[str], what: str, fix: str = ELSEWHERE
 
 
 def _keep_permissions(target: Path, handle: int) -> None:
-    """Give a new file the permissions of the one that it replaces, before it has any content."""
+    """Give the new file, while it is still empty, the permissions of the file that it replaces."""
     with suppress(FileNotFoundError):
         status = os.lstat(target)
         if stat.S_ISREG(status.st_mode):
@@ -135,7 +135,7 @@ def _keep_permissions(target: Path, handle: int) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Flush a rename to disk, on file systems that support this for folders."""
+    """Flush a rename inside the folder to disk, if the file system supports this."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

@@ -9,23 +9,23 @@ from contextlib import contextmanager
 from typing import Final
 
 _MOST_NEW: Final = 1 << 20
-"""New objects that may be allocated before the collector searches them for cycles."""
+"""Number of new objects after which the collector searches them for cycles."""
 
 
 @contextmanager
 def collecting_rarely() -> Iterator[None]:
-    """Let the garbage collector run once per million new objects inside the context.
+    """Let the garbage collector run only once per million new objects inside the context.
 
-    A search of the planner makes millions of objects and next to no cycles; looking for cycles
-    takes a tenth of its time. At the end the new objects are moved to the oldest generation, so
-    that they are searched with all other old objects instead of immediately.
+    A search of the planner makes millions of objects and next to no cycles; without this the
+    collector would take a tenth of the search's time. At the end, the new objects are moved to the
+    oldest generation, because the collector would otherwise search all of them immediately.
     """
     before = gc.get_threshold()
     gc.set_threshold(_MOST_NEW, *before[1:])
     try:
         yield
     finally:
-        if not gc.get_freeze_count():  # Leave frozen what other code has frozen.
+        if not gc.get_freeze_count():  # `unfreeze` would also unfreeze objects of other code.
             gc.freeze()
             gc.unfreeze()
         gc.set_threshold(*before)
@@ -35,9 +35,10 @@ def collecting_rarely() -> Iterator[None]:
 def no_collection() -> Iterator[None]:
     """Turn the garbage collector off inside the context.
 
-    Searching tens of thousands of tuples for cycles takes a third of the time. It would also free
-    the leftovers of a step on fake tensors at arbitrary moments. Decorate a whole function with
-    this, so that the function's objects are gone when the collector is turned on again.
+    A memory estimate makes tens of thousands of tuples, and searching them for cycles would take a
+    third of its time. A collection could also free objects of a step on fake tensors at any point
+    of the step. Decorate a whole function with this: when the collector is turned on again, the
+    function has returned and its local objects are already freed.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -49,9 +50,10 @@ def no_collection() -> Iterator[None]:
 
 
 def leave_at_once() -> None:
-    """Let a process exit without searching its objects for cycles.
+    """Let the process exit without searching its objects for cycles.
 
-    With torch loaded the interpreter would look through half a million objects, several times.
+    With torch loaded, the interpreter would search half a million objects several times at exit.
+    `gc.freeze` exempts them.
     """
     atexit.unregister(gc.freeze)
     atexit.register(gc.freeze)

@@ -1,9 +1,10 @@
-"""What operators take on a GPU, by shapes: FLOPs, and workspace that no tensor shows.
+"""FLOPs and workspace bytes of GPU operators, computed from the shapes of their inputs.
 
-Workspace is allocated inside an operator and freed before it returns, so only the allocator sees
-it. Each function computes the sizes as the operator's source does, for a fake step
-(`runtime.fake_step`) and for a tape made from a config (`memory.decoder`). Workspaces that
-libraries choose at run time, as cuDNN's convolutions do, are not included.
+Workspace is memory that an operator allocates and frees before it returns: no output tensor shows
+it, but it counts in the allocator's peak. Each function computes the sizes as the operator's source
+code does, for a fake step (`runtime.fake_step`) and for a tape made from a config
+(`memory.decoder`). Workspaces whose size a library chooses at run time, such as those of cuDNN's
+convolutions, are not included.
 
 Source: torch 2.13, aten/native, in the files that each function names.
 """
@@ -14,30 +15,31 @@ from types import MappingProxyType
 from typing import Final
 
 ATTENTION_BACKWARD: Final = 2.5
-"""FLOPs of attention's backward relative to its forward: five products instead of two."""
+"""FLOPs of attention's backward relative to its forward: five matrix products instead of two."""
 
 _FP32: Final = 4
 _INT64: Final = 8
 _NARROW: Final = 128
-"""Features of a head up to which the gradients of keys and values stay in registers."""
+"""Largest head for which memory-efficient attention keeps dK and dV in registers, in features."""
 _TILE: Final = (128, 64)
-"""Rows and keys of one block of the kernel for wider heads."""
+"""(queries, keys) of one block of memory-efficient attention's backward for larger heads."""
 _LOCK: Final = 4
-"""Elements of a tile in addition to the gradient itself."""
+"""Elements stored with each tile of dQ in addition to the gradient: its lock and counter."""
 _MOST_SPLITS: Final = 200
 _ROWS_PER_THREAD: Final = 10
 _FEW_ROWS: Final = 3072
-"""Constants of Embedding.cu: rows that one thread sums, and the most indices that are not sorted.
+"""Constants of Embedding.cu: `_ROWS_PER_THREAD` rows are summed by one thread; up to `_FEW_ROWS`
+indices are not sorted.
 """
 _SORTED_IN_PLACE: Final = 4096
 
 
 def attention_flops(elements: float, keys: int, *, is_causal: bool) -> float:
-    """Return the FLOPs of attention's forward: queries by keys, and weights by values.
+    """Return the FLOPs of attention's forward: its products QKᵀ and softmax(QKᵀ)V.
 
     Args:
-        elements: Elements of the queries and of the output together.
-        keys: Keys of one sequence.
+        elements: Number of elements of the queries plus number of elements of the output.
+        keys: Number of keys in one sequence.
         is_causal: If True, half of the products are masked and skipped.
     """
     return 2.0 * elements * keys * (0.5 if is_causal else 1.0)
@@ -48,16 +50,16 @@ def flash_backward(
 ) -> tuple[int, ...]:
     """Return the bytes of each tensor of the workspace of flash attention's backward.
 
-    These are sums of rows, the gradient of queries in fp32, and, where several queries share a key,
-    the gradients of keys and values for every head of queries.
+    These tensors are the row sums of the softmax's backward, dQ in fp32, and, if query heads share
+    key heads, dK and dV once for every query head.
 
     Args:
-        num: Heads of queries of all samples together.
-        rows: Queries of one sequence.
-        keys: Keys of one sequence.
+        num: Number of samples times number of query heads.
+        rows: Number of queries in one sequence.
+        keys: Number of keys in one sequence.
         head_dim: Features of one head.
-        element_bytes: Bytes of an element of the queries.
-        is_grouped: If True, there are fewer heads of keys than of queries.
+        element_bytes: Bytes of one element of the queries.
+        is_grouped: If True, there are fewer key heads than query heads.
 
     Source: transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`.
     """
@@ -72,19 +74,19 @@ def efficient_backward(
 ) -> tuple[int, ...]:
     """Return the bytes of each tensor of the workspace of memory-efficient attention's backward.
 
-    These are sums of rows and, in half precision, gradients in fp32; heads of more than 128
-    features also need gradients of keys and values.
+    The first tensor has the row sums of the softmax's backward. In half precision a second one has
+    dQ in fp32, and for heads of more than 128 features also dK and dV.
 
     Args:
-        num: Heads of all samples together.
-        rows: Queries of one sequence.
-        keys: Keys of one sequence.
+        num: Number of samples times number of heads.
+        rows: Number of queries in one sequence.
+        keys: Number of keys in one sequence.
         head_dim: Features of one head of queries and keys.
         value_dim: Features of one head of values.
-        element_bytes: Bytes of an element of the queries.
+        element_bytes: Bytes of one element of the queries.
 
-    Source: transformers/cuda/attention_backward.cu, `_efficient_attention_backward`, for how many
-    parts keys are split into; mem_eff_attention/kernel_backward.h, `workspace_size`, and
+    Source: transformers/cuda/attention_backward.cu, `_efficient_attention_backward`, for the number
+    of splits of the keys; mem_eff_attention/kernel_backward.h, `workspace_size`, and
     kernels/cutlassB.h for the sizes of blocks.
     """
     sums = _FP32 * num * _up(rows, 32)
@@ -104,14 +106,15 @@ def embedding_backward(
 ) -> tuple[int, ...]:
     """Return the bytes of each tensor of the workspace of an embedding's backward.
 
-    More than a few indices are sorted, and the rows of each are summed in parts.
+    Up to 3,072 indices need no workspace. More indices are sorted first, and then the gradient rows
+    of each distinct index are summed in parts.
 
     Args:
         num: Number of indices.
-        vocab: Rows of the table.
-        width: Features of a row.
-        index_bytes: Bytes of an index.
-        element_bytes: Bytes of an element of the gradient; half precision is summed in fp32.
+        vocab: Number of rows of the embedding table.
+        width: Features of one row.
+        index_bytes: Bytes of one index.
+        element_bytes: Bytes of one element of the gradient; half precision is summed in fp32.
 
     Source: cuda/Embedding.cu and cuda/EmbeddingBackwardKernel.cu.
     """
@@ -120,16 +123,18 @@ def embedding_backward(
     each, segments = index_bytes * num, min(num, vocab)
     small, parts = index_bytes * segments, num // _ROWS_PER_THREAD + segments
     summed = max(element_bytes, _FP32) * parts * width
-    # Sorted indices and their original positions; ends of segments, their parts and offsets.
+    # A segment has the rows of one distinct index. In order: sorted indices, their original
+    # positions, three tensors with a number per segment, the offsets of the parts, and their sums.
     return (each, each, small, small, small, index_bytes * parts, summed)
 
 
 def sort(num: int, element_bytes: int = _INT64) -> tuple[int, ...]:
-    """Return the bytes of each tensor of the workspace of sorting one long list.
+    """Return the bytes of each tensor of the workspace of sorting `num` elements along one dim.
 
-    These are an index for each element, and second copies of the elements and indices.
+    These tensors are an index for each element, a second copy of the elements, and a second copy of
+    the indices. Up to 4,096 elements are sorted in place, without workspace.
 
-    Source: cuda/Sort.cu, `segmented_sort_large_segments`; up to 4096 elements are sorted in place.
+    Source: cuda/Sort.cu, `segmented_sort_large_segments`.
     """
     if num <= _SORTED_IN_PLACE:
         return ()
@@ -139,7 +144,8 @@ def sort(num: int, element_bytes: int = _INT64) -> tuple[int, ...]:
 def index_add(num: int) -> tuple[int, ...]:
     """Return the bytes of each tensor of the workspace of adding rows at `num` indices.
 
-    Indices are joined, sorted with their positions, and sorting has a workspace of its own.
+    Each of the five tensors has one int64 per index: the linear indices, the sorted indices, their
+    original positions, and two for the sort itself.
 
     Source: cuda/Indexing.cu, `index_put_with_sort_kernel`.
     """
@@ -147,32 +153,33 @@ def index_add(num: int) -> tuple[int, ...]:
 
 
 RECURRENT_GATES: Final = MappingProxyType({"lstm": 4, "gru": 3, "rnn": 1})
-"""Products that each hidden feature of a recurrent layer is made of, by kind."""
+"""Number of gates per hidden feature of a recurrent layer, by kind."""
 _RECURRENT_KEPT: Final = MappingProxyType({"lstm": 5, "gru": 6, "rnn": 2})
-"""Numbers that cuDNN keeps for backward per hidden feature, token and layer.
+"""Number of elements that cuDNN keeps for backward per hidden feature, token and layer, by kind.
 
 [Empirical] LSTM and GRU follow from one report (github.com/pytorch/pytorch/issues/2895): four
-layers of 320 features keep 736,000,000 and 864,000,000 bytes, which is 5 + 3/4 and 6 + 3/4 numbers
-at 25,000 tokens, with the outputs between layers. The report does not state the tokens. A plain RNN
-is not in it, and is taken to keep its output and its input product.
+layers of 320 features keep 736,000,000 and 864,000,000 bytes. The report does not state the number
+of tokens. With 25,000 tokens these are 5 + 3/4 and 6 + 3/4 fp32 elements, where 3/4 is for the
+outputs of three of the four layers. The report has no plain RNN: we assume that it keeps its output
+and the product of its input with its weight.
 """
 
 
 def recurrent_buffers(
     kind: str, tokens: int, hidden: int, layers: int, directions: int, *, has_dropout: bool
 ) -> tuple[int, int]:
-    """Return the elements of cuDNN's buffers of a recurrent layer: (kept for backward, workspace).
+    """Return (elements kept for backward, elements of workspace) of a recurrent module in cuDNN.
 
-    The workspace is taken to be a gradient for every gate of all layers, which cuDNN needs at once
-    to multiply them with the inputs. Other algorithms of cuDNN take less.
+    We assume that the workspace has the gradients of all gates of all layers at the same time;
+    cuDNN then multiplies them with the inputs. Other algorithms of cuDNN need less.
 
     Args:
         kind: "lstm", "gru" or "rnn".
-        tokens: Time steps of all samples together.
+        tokens: Number of samples times number of time steps.
         hidden: Features of a hidden state.
         layers: Number of stacked layers.
         directions: 2 if bidirectional, else 1.
-        has_dropout: If True, the masks between layers are kept too.
+        has_dropout: If True, the dropout masks between layers are kept too.
     """
     features = tokens * hidden * directions
     between = (layers - 1) * (2 if has_dropout else 1)

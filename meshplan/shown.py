@@ -1,6 +1,7 @@
-"""Views of values for notebooks, defined in packages that import the values' packages.
+"""Access to the functions that show a layout, spec, plan or estimate in a notebook.
 
-Only here does a lower package name a higher one: as text, imported on first use of the view.
+These functions are in `meshplan.pictures`, which imports the packages of the values. A package of
+values therefore cannot import them itself: `view` imports them by name when a value is first shown.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ VIEWS: Final = MappingProxyType(
         "draw": "meshplan.pictures.main",
     }
 )
-"""Module of each view, by the name of the view's function."""
+"""The module that defines each function, by the name of the function."""
 
 
 def view(name: str) -> Callable[..., Any]:
-    """Return the function that shows a value, by its name in `VIEWS`."""
+    """Import the function of this name in `VIEWS`, and return it."""
     function: Callable[..., Any] = getattr(import_module(VIEWS[name]), name)
     return function

@@ -1,9 +1,9 @@
 """Map a function over a sequence on two cores.
 
-One Python process computes on one core. Where a second core is available, the process forks; the
-copy has everything that was loaded so far, and works from the end of the sequence while the
-original works from the beginning. The copy's results are pickled and sent back, so they should be
-small. Side effects in the copy, such as filled caches, are lost.
+One Python process computes on one core. If a second core is available, the process forks. The copy
+starts with all objects that are in memory, and works from the end of the sequence while the
+original works from the beginning. The copy's results are pickled and sent to the original, so they
+should be small. Side effects in the copy, such as filled caches, are lost.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 _SECOND: Final = threading.Lock()
-"""Locked while a copy is at work, also inside the copy: two processes are enough for two cores."""
+"""Locked while a copy runs, and also inside the copy, so that there are at most two processes."""
 _MOST: Final = 4096
-"""Maximum number of items: one byte for each is written to a pipe before anybody reads from it."""
+"""Maximum number of items. One byte per item is written to a pipe before any process reads from it;
+with more bytes than a pipe can buffer, the writer would wait forever.
+"""
 
 
 def has_another() -> bool:
     """Return True if a second core may be used now.
 
-    A process with other threads is not forked, because locks that they hold would never be released
-    in the copy. A process that has imported torch is not forked either: torch's own threads do not
-    work in a copy; numpy's do.
+    A process with other Python threads is not forked, because the locks of these threads would
+    never be released in the copy. A process that has imported torch is not forked either, because
+    torch's thread pools do not work in a copy; those of numpy do.
     """
     return (
         sys.platform == "linux"
@@ -45,14 +47,14 @@ def has_another() -> bool:
 
 
 def each(work: Callable[[A], B], pieces: Sequence[A]) -> list[B]:
-    """Return `work(piece)` for each piece, in order, as a serial loop would.
+    """Return the list of `work(piece)` for each piece, in the order of `pieces`.
 
     Args:
         work: A function whose calls do not depend on each other and whose results can be pickled.
         pieces: The items to work on.
 
     Raises:
-        Exception: The error of the first piece, in order, that raises one.
+        Exception: The error that a serial loop over `pieces` would raise.
     """
     if not 2 <= len(pieces) <= _MOST or not has_another():
         return [work(piece) for piece in pieces]
@@ -61,14 +63,14 @@ def each(work: Callable[[A], B], pieces: Sequence[A]) -> list[B]:
 
 
 def _from_both_ends(work: Callable[[A], B], pieces: Sequence[A]) -> list[B]:
-    """Work from both ends of `pieces`, in two processes.
+    """Return the results of `each`, computed by two processes that begin at either end of `pieces`.
 
-    A pipe contains one token per piece. The process that takes a token does the next piece at its
-    own end.
+    A pipe contains one token per piece. A process takes a token before each piece that it works on,
+    so that the two processes meet without working on any piece twice.
     """
     with _pipe() as (tokens, filler), _pipe() as (here, there):
         filler.write(bytes(len(pieces)))
-        filler.close()  # So that readers see the end of the pipe.
+        filler.close()  # Otherwise a reader would wait for more tokens after the last one.
         own, copy = os.getpid(), 0
         done: list[B] = []
         try:
@@ -83,16 +85,16 @@ def _from_both_ends(work: Callable[[A], B], pieces: Sequence[A]) -> list[B]:
         finally:
             if copy > 0:
                 os.kill(copy, signal.SIGKILL)
-                with suppress(ChildProcessError):  # Other code may have reaped it.
+                with suppress(ChildProcessError):  # Other code may have waited for the copy.
                     os.waitpid(copy, 0)
-    # Pieces on which the copy failed are done again here, so that errors are raised here.
+    # Repeat the pieces on which the copy failed, so that their error is raised in this process.
     done += [work(piece) for piece in pieces[len(done) : len(pieces) - len(found)]]
     return done + found
 
 
 @contextmanager
 def _pipe() -> Iterator[tuple[io.FileIO, io.FileIO]]:
-    """Open a pipe, and yield its (read end, write end)."""
+    """Open a pipe, yield (read end, write end), and close both at the end."""
     ends = [io.FileIO(end, mode) for end, mode in zip(os.pipe(), "rw", strict=True)]
     try:
         yield ends[0], ends[1]
@@ -102,14 +104,15 @@ def _pipe() -> Iterator[tuple[io.FileIO, io.FileIO]]:
 
 
 def _fork() -> int:
-    """Return what `os.fork` returns, or a negative number if the system cannot start a process.
+    """Fork, and return the copy's process id, 0 in the copy, or -1 if no process can be started.
 
-    SIGINT is blocked in the copy: Ctrl-C reaches the parent too, and the parent ends the copy.
+    SIGINT is blocked in the copy: Ctrl-C also reaches the parent, which then kills the copy.
     """
     copy, before = -1, signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         with suppress(OSError), warnings.catch_warnings():
-            # Python 3.12 and later warn of threads, even those of BLAS, which it stops for a fork.
+            # Python 3.12 and later warn if a process with threads forks. The only threads here are
+            # those of BLAS, which stops them before a fork.
             warnings.simplefilter("ignore", DeprecationWarning)
             copy = os.fork()
     finally:
@@ -125,20 +128,27 @@ def _takes(tokens: io.FileIO) -> bool:
 def _do_the_last(
     work: Callable[[A], B], pieces: Sequence[A], takes: Callable[[], bool], there: io.FileIO
 ) -> NoReturn:
-    """Do pieces in the copy, last one first, until one raises; send the results and exit."""
+    """Work on pieces in the copy, from the last one backwards; write the results and exit.
+
+    Args:
+        work: The function to call with each piece.
+        pieces: All pieces.
+        takes: Takes a token and returns True; returns False if no token is left or the parent died.
+        there: The write end of the pipe for the results.
+    """
     done: list[B] = []
     try:
-        with suppress(Exception):  # The parent does the piece again, and raises there.
+        with suppress(Exception):  # The parent repeats the piece that raised, and raises its error.
             while takes():
                 done.insert(0, work(pieces[-1 - len(done)]))
         with open(there.fileno(), "wb", closefd=False) as file:
             pickle.dump(done, file)
     finally:
-        os._exit(0)  # Skip the cleanup of the process that was copied.
+        os._exit(0)  # Skip exit handlers, which belong to the parent.
 
 
 def _received(here: io.FileIO) -> list[Any]:
-    """Return what the copy sent; [] if it was killed before, for example for lack of memory."""
+    """Return the copy's results; [] if the copy was killed before, for example out of memory."""
     with suppress(EOFError, pickle.UnpicklingError):
         found: list[Any] = pickle.loads(here.readall())
         return found

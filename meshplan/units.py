@@ -1,8 +1,7 @@
 """Counts, bytes, bandwidths and seconds: parsed from a user's text and formatted for a reader.
 
-This is the only module that divides by 2**30. All others compute in bytes, seconds and plain
-counts. Text that cannot be parsed is a ValueError that names what is accepted; the caller adds
-where the text was written.
+All other modules compute in bytes, seconds and plain counts. A text that cannot be parsed raises a
+ValueError that names the accepted forms; callers add the place where the text was written.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _BIT_UNITS: Final[Mapping[str, int]] = {
 }  # fmt: skip
 
 _MAX: Final = 10**18
-"""A bound far above any model, memory or bandwidth; a larger number is a typing error."""
+"""A limit far above any real count, memory or bandwidth; a larger number is a typing error."""
 
 _COUNT: Final = "a count such as 8, 350M or 3e9"
 _SIZE: Final = "a size such as 80GiB, 80GB or 512MiB"
@@ -59,7 +58,7 @@ def parse_count(text: str | int | float) -> int:
 
 
 _LEAST_BANDWIDTH = 1e6
-"""Bytes per second below which a number without a unit is refused: another unit was meant."""
+"""Bytes per second below which a number without a unit is refused: the user meant another unit."""
 
 
 def parse_bytes(text: str | int | float) -> int:
@@ -193,7 +192,7 @@ def format_count(count: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format a duration with two to four figures in the unit that suits it.
+    """Format a duration in us, ms, s, min or h, whichever suits its size.
 
     >>> format_seconds(0.0123), format_seconds(2.5), format_seconds(90), format_seconds(5e-6)
     ('12.3 ms', '2.50 s', '1 min 30 s', '5.0 us')
@@ -210,7 +209,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_step(seconds: float) -> str:
-    """Format the seconds of a step to the millisecond; below one second, in a smaller unit.
+    """Format the time of a step: like `format_seconds` below one second, else always in seconds.
 
     >>> format_step(4.3431), format_step(3272.87), format_step(0.0926), format_step(7.3e-5)
     ('4.343 s', '3,272.9 s', '92.6 ms', '73.0 us')
@@ -221,7 +220,7 @@ def format_step(seconds: float) -> str:
 
 
 def _split(text: str | int | float, what: str) -> tuple[str, str]:
-    """Return the number in a text and the unit after it."""
+    """Return (number, unit) as text; `what` describes the accepted form in the error."""
     found = None if isinstance(text, bool) else _NUMBER.match(str(text).strip())
     if not found:
         raise ValueError(f"{text!r} is not {what}")
@@ -238,7 +237,7 @@ def _positive(text: str | int | float, number: str, scale: int, what: str) -> fl
 
 
 def _whole(text: str | int | float, number: str, scale: int) -> int:
-    """Return `number * scale` without a float's rounding; refuse a result that is not whole."""
+    """Return `number * scale` without float rounding; raise ValueError if it is not whole."""
     mantissa, _, exponent = number.lower().partition("e")
     digits, _, decimals = mantissa.partition(".")
     shift = int(exponent or 0) - len(decimals)

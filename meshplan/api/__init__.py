@@ -1,1 +1,1 @@
-"""Functions behind the command line and the public names, one module per kind of question."""
+"""The functions behind the command line and the public names, one module per kind of question."""

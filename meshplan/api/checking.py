@@ -1,4 +1,4 @@
-"""Functions behind `meshplan estimate`, `check` and `verify`, and `decide`, which others share."""
+"""Functions behind `meshplan estimate`, `check` and `verify`; and `decide`, used by most others."""
 
 from __future__ import annotations
 
@@ -49,13 +49,16 @@ def estimate_states(
     ask_max_params: bool = False,
     ask_min_gpus: bool = False,
 ) -> StatesEstimate:
-    """Estimate the memory of the training states under every textbook strategy.
+    """Estimate the bytes of parameters, gradients and optimizer state by textbook formulas.
+
+    The result has a row for every strategy, such as DDP, ZeRO-1 and FSDP. Activations are not
+    included.
 
     Args:
         params: Number of parameters.
         config: A Hugging Face config from which the parameters are counted; instead of `params`.
         gpus: Number of GPUs on all nodes together.
-        nodes: Number of nodes that the GPUs are divided over.
+        nodes: Number of nodes; 1 if neither this nor the plan states it.
         gpu: Name of the device whose memory is the limit.
         memory: The memory limit itself; instead of `gpu`.
         plan: A plan file that states any of these. Values stated in both places must agree.
@@ -76,7 +79,7 @@ def estimate_states(
         raise SpecError(Problem(what, Origin("--set"), "add -f plan.yaml"))
     spec = None
     if plan is not None:
-        from meshplan.spec.reader import load_spec  # yaml would cost the flags alone 20 ms
+        from meshplan.spec.reader import load_spec  # Importing yaml takes 20 ms.
 
         spec = load_spec(plan, overrides)
     size = read_sizing(
@@ -128,7 +131,10 @@ def check_plan(
         plan: Path of a plan file, its content as a mapping, or a whole `Source`.
         overrides: `KEY=VALUE` statements that change the plan.
         given: The model, by the names of `Source`: `model` and `config`.
-            If no model is known, or the plan names code that may not run, rules are not matched.
+
+    Returns:
+        The problems, warnings and notes, and the plan if there are no problems. If no model is
+        known, or the plan names code that the user has not trusted, the rules are not checked.
 
     Raises:
         SpecError: The plan or the model cannot be read.
@@ -145,7 +151,11 @@ def check_plan(
 
 
 def _tried(checked: CheckResult, source: Source) -> CheckResult:
-    """Run the forward of a live model as a rank of the plan would, and add the result."""
+    """Return the result, extended by a try of the forward if the model is a Python function.
+
+    The model's forward runs as on a rank of the plan. An error becomes a problem; a note says why
+    the forward could not be tried.
+    """
     decided = checked.plan
     if decided is None or checked.problems or (entry := source.entry(decided.spec)) is None:
         return checked
@@ -161,7 +171,7 @@ def _tried(checked: CheckResult, source: Source) -> CheckResult:
 def _checked(
     source: Source, lock: Lock | None = None, report: Callable[[str], None] = lambda text: None
 ) -> CheckResult:
-    from meshplan.plan.plan import make_plan, problems_without_model  # half of the start-up
+    from meshplan.plan.plan import make_plan, problems_without_model  # slow to import
 
     spec = source.spec
     try:
@@ -183,7 +193,10 @@ def _checked(
 
 
 def _closed(source: Source, report: Callable[[str], None]) -> tuple[Spec, tuple[str, ...]]:
-    """Return the spec with nothing left to the planner, and notes on the lock that it uses."""
+    """Return the spec with all open fields filled in, and notes on the lock that filled them in.
+
+    Without a known model, the spec is returned as it was read.
+    """
     from meshplan.planner.lock.lock import has_lock
 
     spec = source.spec
@@ -205,7 +218,9 @@ def decide(
     noted: Callable[[str], None] = lambda text: None,
     **given: Unpack[SourceArguments],
 ) -> Plan:
-    """Return the plan that a plan file and its model decide.
+    """Return the `Plan` of a plan file and its model: a layout for every tensor, stages and so on.
+
+    Fields that the file leaves open are filled in from the lock, by a search, or by defaults.
 
     Args:
         plan: Path of a plan file, its content as a mapping, or a whole `Source`.
@@ -215,8 +230,8 @@ def decide(
         given: The model, by the names of `Source`: `model` and `config`.
 
     Raises:
-        SpecError: The plan or the model cannot be read, the lock does not hold, or no model is
-            known.
+        SpecError: The plan or the model cannot be read, `lock` was made for something else, or no
+            model is known.
         PlanError: The plan does not fit the model.
     """
     source = source_of(plan, overrides, **given)
@@ -239,7 +254,7 @@ def verify_plan(
     report: Callable[[str], None] = lambda text: None,
     **given: Unpack[SourceArguments],
 ) -> Verdict:
-    """Run a scaled-down plan on local processes and compare it with one process without a plan.
+    """Train a scaled-down model under the plan in local processes, and compare with one process.
 
     Args:
         plan: Path of a plan file, its content as a mapping, or a whole `Source`.
@@ -247,6 +262,10 @@ def verify_plan(
         max_ranks: Maximum number of processes to start; None for 16.
         report: Called with lines on the progress.
         given: The model, by the names of `Source`: `model` and `config`.
+
+    Returns:
+        The compared losses, weights, bytes and collectives; or the problems of the plan for the
+        full-size model, if it has any.
 
     Raises:
         SpecError: The plan or the model cannot be read or scaled down.
@@ -267,7 +286,7 @@ def verify_plan(
         problems = ()
         report(f"the plan was not checked on the full-size model: {error.problems[0].what}")
     if problems:
-        # The scaled-down model may divide evenly where the whole model does not.
+        # A dim of the scaled-down model may divide evenly although the full-size one does not.
         return refused(problems)
     for code, origin in spec.applied_code:
         check_code(code, origin)
@@ -290,18 +309,19 @@ def estimate_memory(
         plan: Path of a plan file, its content as a mapping, or a whole `Source`.
         overrides: `KEY=VALUE` statements that change the plan.
         fixes: If True and the plan does not fit, look for single changes that would make it fit.
-            None looks only if that takes seconds.
-        trace: If True, trace the step with torch even if the config alone gives an estimate, which
-            takes a second and is within one per cent.
-        tier: 1 composes blocks that were traced once, 3 traces the whole step, and 2 does the same
-            as 3; None takes the cheapest tier that works.
+            With None, look for them only if that takes a few seconds at most.
+        trace: If True, trace the step with torch even if the model has a config. An estimate from
+            the config alone takes a second and is within one per cent of a trace.
+        tier: With 1, each kind of block is traced once, and the step is composed of these traces;
+            with 3 (or 2) the whole step is traced. None takes the cheapest tier that works.
         report: Called with lines on the progress.
         given: The model and the machine, by the names of `Source`: `model`, `config`, `gpu` and
             `memory`. If the plan states a limit too, both must agree.
 
     Raises:
         SpecError: The plan or the model cannot be read or built.
-        PlanError: The plan does not fit the model, says too little, or its step cannot be traced.
+        PlanError: The plan does not suit the model, lacks a needed value, or its step cannot be
+            traced.
         ApplyError: A tracing process was killed.
     """
     source = source_of(plan, overrides, **given)
@@ -328,7 +348,7 @@ def estimate_memory(
             raise
         except (PlanError, OtherModelError) as error:
             if graph is not None and planned is None and rehearse is None:
-                raise  # A trace has the same modules and would refuse the plan too.
+                raise  # `make_plan` refused the modules of the model, which a trace has too.
             why = error.problems[0].what
             report(f"the config alone is not enough, so the step is traced with torch: {why}")
         else:
@@ -373,7 +393,7 @@ def estimate_memory(
 def traced_log(
     plan: Plan, rank: int, source: Source, report: Callable[[str], None] = lambda text: None
 ) -> EventLog:
-    """Trace the step of one rank event by event.
+    """Trace one step of one rank on fake tensors, and return its allocations and frees in order.
 
     Args:
         plan: A plan decided for its model.

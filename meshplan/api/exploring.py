@@ -26,7 +26,7 @@ from meshplan.textbook.inputs import graph_of
 _WIDGETS: Final = "For sliders, pip install 'ipywidgets>=8' and run this again."
 _STILL: Final = "A still picture: a running notebook shows sliders here."
 _KEPT: Final = 64
-"""Number of settings whose pictures are cached, so that going back to them costs nothing."""
+"""Number of recent settings whose pictures are cached, so that going back takes no time."""
 
 
 def explore(
@@ -36,32 +36,35 @@ def explore(
     theme: str = "light",
     **given: Unpack[SourceArguments],
 ) -> Explorer:
-    """Explore a plan: sliders for nodes, GPUs and micro batch redraw its mesh and its memory.
+    """Show a plan's mesh and memory with sliders for nodes, GPUs, micro batch, strategy, tp and pp.
 
     Args:
         plan: Path of a plan file, its content as a mapping, or the result of `load_spec` or
             `decide`.
         overrides: `KEY=VALUE` statements that change the plan; not with a `Plan` or a `Spec`.
         theme: "light" or "dark".
-        given: The model and the machine, by the names of `Source`: `model` or `config`, not with a
-            `Plan`, which has its model; `gpu` and `memory`.
+        given: The model and the machine, by the names of `Source`: `model`, `config`, `gpu` and
+            `memory`. A `Plan` has its model already: leave `model` and `config` out.
 
     Returns:
         An object that a notebook shows as sliders if ipywidgets is installed, else as a picture.
 
     Raises:
         SpecError: The plan or the model cannot be read, or no model is named.
-        PlanError: The plan as it stands does not fit the model.
+        PlanError: The plan, before any slider is moved, does not suit the model.
     """
     theme_of(theme)
-    # A plan that was read or decided already stands in for the file.
+    # `_start` reads no plan file if it gets a Plan or a Spec, so the source needs no content.
     source = Source({} if isinstance(plan, Plan | Spec) else plan, tuple(overrides), **given)
     start, rehearse = _start(plan, source)
     return Explorer(start, gpu=source.gpu, memory=source.memory, theme=theme, rehearse=rehearse)
 
 
 def _start(plan: PlanSource | Spec | Plan, source: Source) -> tuple[Plan, Rehearse | None]:
-    """Return the plan as it stands, and the rehearsal of a live model whose data flow is read."""
+    """Return the plan before any slider is moved, and its `rehearse` argument of `make_plan`.
+
+    The latter is None unless the model is a Python function.
+    """
     if isinstance(plan, Plan | Spec) and source.overrides:
         what = "overrides change a plan file, not a Plan or Spec that was already read"
         raise SpecError(Problem(what, Origin("overrides"), "pass the path of the plan file"))
@@ -94,12 +97,13 @@ def _start(plan: PlanSource | Spec | Plan, source: Source) -> tuple[Plan, Rehear
 
 
 class Explorer:
-    """The object that `explore` returns.
+    """The object that `explore` returns; a notebook shows it as sliders above pictures.
 
     Attributes:
         plan: The plan that the sliders start from.
         scene: The current settings, with their pictures.
-        controls: Widgets by the name of their setting; empty without ipywidgets.
+        controls: A slider or menu for each setting, by the names of `Knobs`; empty without
+            ipywidgets.
         widget: The whole widget; None without ipywidgets.
     """
 
@@ -124,10 +128,13 @@ class Explorer:
         self._make_widgets()
 
     def set(self, **settings: int | str) -> Scene:
-        """Change settings, by the names of `Knobs`, move the sliders and return the new scene.
+        """Change settings, move the sliders accordingly, and return the new scene.
+
+        Args:
+            settings: New values, by the names of the fields of `Knobs`.
 
         Raises:
-            SpecError: There is no such setting, or it does not take this value.
+            SpecError: A name is no setting, or a value is not valid for it.
         """
         now = asdict(self.scene.knobs)
         for name, value in settings.items():
@@ -182,7 +189,7 @@ class Explorer:
         if knobs == self.scene.knobs:
             return
         is_collected = gc.isenabled()
-        gc.disable()  # A collection would scan all of matplotlib, which takes as long as a picture.
+        gc.disable()  # One collection scans matplotlib's objects: as slow as drawing a picture.
         try:
             self.scene = self._scene_at(knobs)
             if self.widget is not None:
@@ -198,7 +205,7 @@ class Explorer:
                 control.max = max(control.max, value)
             elif value not in control.options:
                 control.options = sorted([*control.options, value])
-            control.unobserve(self._turned, "value")  # Else each step in between is drawn too.
+            control.unobserve(self._turned, "value")  # Otherwise each assignment would redraw.
             control.value = value
             control.observe(self._turned, "value")
 
@@ -206,12 +213,12 @@ class Explorer:
         return f"<Explorer of {self.plan.graph.name}: {self.scene.verdict}>"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        """Return sliders for a running notebook, and a still picture for one that is only read."""
+        """Return the sliders, for a running notebook, and a png, for viewers that run no code."""
         note = _WIDGETS if self.widget is None else _STILL
         still = base64.b64encode(png_of(self.scene, [note], theme=self._theme)).decode()
         shown: dict[str, Any] = {"text/plain": repr(self), "image/png": still}
         if self.widget is not None:
-            # The widget itself decides which MIME types a notebook gets.
+            # ipywidgets defines the MIME type of a widget; include and exclude are not used.
             shown = {**self.widget._repr_mimebundle_(), **shown}
         return shown
 

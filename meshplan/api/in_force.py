@@ -1,7 +1,7 @@
-"""Find the model of a request, and complete its spec by its lock, by planning or by defaults.
+"""Find the model of a request, and fill in the fields that its plan leaves open.
 
-`planner.objectives.complete` makes the choices. This module imports the planner only if there is
-something to plan.
+`planner.objectives.complete` fills them in: from the lock, by a search, or by defaults. It is
+imported only if a field is open or there is a lock.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ WITHOUT_MODEL = "rules, heads and shapes were not checked"
 def find_model(
     spec: Spec, source: Source
 ) -> tuple[ModelGraph | None, tuple[str, ...], Rehearse | None]:
-    """Find the model that the caller or the plan names.
+    """Build the graph of the model that the caller or the plan names.
 
     Args:
-        spec: The plan as it is read, which may be changed from that of `source`.
-        source: The plan, and the model that replaces the plan's own.
+        spec: The plan. It may have more fields than the plan in `source`, from a lock or a search.
+        source: The plan, and the model that replaces the plan's own model, if any.
 
     Returns:
-        The model's graph, notes for the reader, and the model's rehearsal. The graph is None if no
-        model is named. The rehearsal is None unless the model is live.
+        (graph, notes for the reader, rehearse). `graph` is None if no model is named. `rehearse` is
+        the argument of `make_plan` that runs a model on local shapes; None unless the model is a
+        Python function.
 
     Raises:
         SpecError: The caller names a function and a config, or the model cannot be read.
@@ -77,17 +78,20 @@ def spec_in_force(
     report: Callable[[str], None] = lambda text: None,
     lock: Lock | None = None,
 ) -> tuple[Spec, ModelGraph, Rehearse | None]:
-    """Return the spec with nothing left to the planner, by its lock, by planning or by defaults.
+    """Return the spec with its open fields filled in: from the lock, by a search, or by defaults.
 
     Args:
         source: The plan and its model.
         spec: The plan as it is read.
-        found: The graph of the model, and its rehearsal. Both are returned, with the model's data
-            flow if the completed spec reads it.
+        found: (graph, rehearse), as `find_model` returns them.
         noted: Called with one line on which lock the plan uses, or why it uses none; not called if
             there is no lock and the plan needs none.
         report: Called with lines on the progress.
         lock: The lock that the user named; None takes the lock next to the plan file.
+
+    Returns:
+        (completed spec, graph, rehearse). If only the completed spec needs the model's data flow,
+        the last two are built anew and include it; otherwise they are those of `found`.
     """
     from meshplan.planner.lock.lock import has_lock
 

@@ -46,22 +46,26 @@ def search_plan(
     is_stopped: Callable[[], bool] = lambda: False,
     **given: Unpack[SourceArguments],
 ) -> Decision:
-    """Search the fastest plan over everything that a plan file leaves open, with a proof.
+    """Search everything that a plan file leaves open for the fastest plan that fits.
+
+    If the plan states another objective (`solve.objective`), search for the best plan by that one.
+    The result has a bound on how much better any plan in the search space can be.
 
     Args:
         plan: Path of a plan file, its content as a mapping, or a whole `Source`.
         overrides: `KEY=VALUE` statements that change the plan.
         report: Called with a line for each better plan.
-        is_stopped: Returns True once the user wants the best plan found so far.
+        is_stopped: Asked regularly; if it returns True, the search ends with the best plan so far.
         given: The model and the machine, by the names of `Source`: `model`, `config`, `gpu`,
             `memory` and `profile`.
 
     Returns:
-        The chosen plan, its alternatives, and what was left out.
+        The chosen plan, its alternatives, and the values that are not in the search space. The
+        chosen plan is None if nothing fits.
 
     Raises:
         SpecError: The plan or the model cannot be read.
-        PlanError: The plan contradicts itself, or says too little.
+        PlanError: The plan contradicts itself, or lacks a value that the search needs.
     """
     question = _question(source_of(plan, overrides, **given), report)
     return answer(replace(question, is_stopped=is_stopped), report)
@@ -75,18 +79,20 @@ def find_frontier(
     is_stopped: Callable[[], bool] = lambda: False,
     **given: Unpack[SourceArguments],
 ) -> tuple[tuple[Evaluated, ...], bool]:
-    """Search the fastest plans within less and less memory.
+    """Search the frontier of memory and time: the fastest plan, and for less memory the next ones.
+
+    Each plan is the fastest that needs at least 5 % less memory than the plan before it.
 
     Args:
         plan: Path of a plan file, its content as a mapping, or a whole `Source`.
         overrides: `KEY=VALUE` statements that change the plan.
         report: Called with lines on the progress.
-        is_stopped: Returns True once the user wants the plans found so far.
+        is_stopped: Asked regularly; if it returns True, the search ends with the plans so far.
         given: The model and the machine, by the names of `Source`: `model`, `config`, `gpu`,
             `memory` and `profile`.
 
     Returns:
-        The plans, fastest first, and True if all searches ended by themselves.
+        (plans, is_whole): the plans, fastest first, and False if a search was stopped early.
     """
     from meshplan.planner.answers.frontier import frontier
 
@@ -104,16 +110,17 @@ def fewest_devices(
     is_stopped: Callable[[], bool] = lambda: False,
     **given: Unpack[SourceArguments],
 ) -> TrainingTarget:
-    """Find the fewest whole nodes that train on a number of tokens in a number of days.
+    """Find the fewest nodes that train on a number of tokens in a number of days.
 
     Args:
-        plan: Path of a plan file, its content as a mapping, or a whole `Source`. Its own number of
-            nodes does not matter.
+        plan: Path of a plan file, its content as a mapping, or a whole `Source`. The number of
+            nodes that it states is ignored.
         overrides: `KEY=VALUE` statements that change the plan.
         tokens: Tokens of the whole training.
         days: Days that the whole training may take.
         report: Called with lines on the progress.
-        is_stopped: Returns True once the user wants the best answer found so far.
+        is_stopped: Asked regularly; if it returns True, the search ends with the best answer so
+            far.
         given: The model and the machine, by the names of `Source`: `model`, `config`, `gpu`,
             `memory` and `profile`.
     """
@@ -125,7 +132,7 @@ def fewest_devices(
 
 
 def _question(source: Source, report: Callable[[str], None]) -> PlanRequest:
-    """Build the request, from the model's config or by running a live model."""
+    """Build the planner's request from the model's config, or by running the model's function."""
     if why := unlike(installed()):
         report(why)
     stated = source.spec.model
@@ -155,13 +162,13 @@ def find_trouble(
     is_stopped: Callable[[], bool] = lambda: False,
     **given: Unpack[SourceArguments],
 ) -> Trouble:
-    """Explain why `search_plan` finds no plan: which statements contradict, and what would help.
+    """Explain why `search_plan` finds no plan: which statements conflict, and which changes help.
 
     Args:
         plan: Path of a plan file, its content as a mapping, or a whole `Source`.
         overrides: `KEY=VALUE` statements that change the plan.
         report: Called with lines on the progress.
-        is_stopped: Returns True once the user wants the answer found so far.
+        is_stopped: Asked regularly; if it returns True, the search ends with the answer so far.
         given: The model and the machine, by the names of `Source`: `model`, `config`, `gpu`,
             `memory` and `profile`.
     """
@@ -179,12 +186,12 @@ def explain(
     report: Callable[[str], None] = lambda text: None,
     **given: Unpack[SourceArguments],
 ) -> list[WhyNot]:
-    """Explain why the plan does not have another setting.
+    """Explain what the best plan with another setting would cost, and so why it is not chosen.
 
     Args:
         plan: Path of a plan file, its content as a mapping, or a whole `Source`.
-        words: "why-not" and a setting such as "mesh.tp=8", or "why" and a field such as "mesh.tp",
-            which asks about each of its values.
+        words: ("why-not", SETTING) asks about one setting, such as "mesh.tp=8". ("why", FIELD) asks
+            about each value of a field, such as "mesh.tp".
         overrides: `KEY=VALUE` statements that change the plan.
         report: Called with lines on the progress.
         given: The model and the machine, by the names of `Source`: `model`, `config`, `gpu`,
@@ -194,13 +201,13 @@ def explain(
         One answer per setting.
 
     Raises:
-        SpecError: The words name nothing that is planned, or something cannot be read.
-        PlanError: The plan contradicts itself, or says too little.
+        SpecError: The planner does not choose the named field, or a file cannot be read.
+        PlanError: The plan contradicts itself, or lacks a value that the search needs.
     """
     from meshplan.planner.answers.explain import Asker
 
     if len(words) != 2 or words[0] not in ("why", "why-not"):
-        what = f"'{' '.join(words)}' is not a question that explain answers"
+        what = f"'{' '.join(words)}' is not a question to explain"
         fix = "ask why FIELD, or why-not FIELD=VALUE"
         raise SpecError(Problem(what, Origin("explain"), fix))
     source = source_of(plan, overrides, **given)
@@ -242,20 +249,20 @@ def compare(
     profile: str | Path | None = None,
     known: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {}),
 ) -> PlanDifference:
-    """Compare two plans: which decisions differ, and what that costs.
+    """Compare two plans: which decisions differ, and the difference in time, memory and traffic.
 
     Args:
-        old: Name of the first plan for the reader, and the plan.
-        new: Name of the second plan for the reader, and the plan.
-        profile: A profile written by `meshplan calibrate`; None takes the profile of the locks, if
-            they do not name different ones.
-        known: Figures of the old and the new plan from a lock or the planner, by their names in
-            `DiffSide`. They are used if there is no config, and must come from the same profile.
+        old: (name to print, plan) of the first plan.
+        new: (name to print, plan) of the second plan.
+        profile: A profile written by `meshplan calibrate`; None takes the profile that the plans'
+            locks name, unless they name different ones.
+        known: Figures of the old plan and of the new plan, by their names in `DiffSide`, from a
+            lock or a search with the same profile. They are used for models without a config.
     """
     from meshplan.planner.answers.difference import difference, side_of
 
     if profile is None:
-        # One measured profile serves both sides, unless their locks name different ones.
+        # If one lock names a profile, or both name the same one, it is used for both plans.
         found = {profile_of_lock(plan.spec.source) for _, plan in (old, new)} - {None}
         profile = found.pop() if len(found) == 1 else None
     measured = read_profile(Path(profile), Origin("--profile")) if profile is not None else None
@@ -264,7 +271,7 @@ def compare(
 
 
 def plan_of_lock(path: str | os.PathLike[str]) -> tuple[str, Lock] | None:
-    """Return the plan file that a lock was made for, and the lock; None if `path` is not a lock.
+    """Return (plan file, lock) for the path of a lock; None if `path` is not a lock.
 
     Raises:
         SpecError: The lock cannot be read, or the plan file is not next to it.
@@ -276,7 +283,7 @@ def plan_of_lock(path: str | os.PathLike[str]) -> tuple[str, Lock] | None:
 def as_written(
     decision: Decision, gpu: str | None = None, memory: str | int | None = None
 ) -> Written | None:
-    """Estimate a plan file as it stands, with its defaults in place of the planner's choices.
+    """Estimate a plan file without a lock: with defaults in place of the planner's choices.
 
     Args:
         decision: The planner's decision on that file.
@@ -294,10 +301,10 @@ def as_written(
 
 
 def overrides_of_free(keys: Sequence[str]) -> list[str]:
-    """Return the overrides that leave keys to the planner although the plan file states them.
+    """Return `KEY=VALUE` overrides that leave keys to the planner even if the plan states them.
 
     Raises:
-        SpecError: The planner does not choose one of the keys.
+        SpecError: One of the keys is nothing that the planner chooses.
     """
     check_free(keys)
     return overrides_of(freed(keys))
@@ -306,16 +313,16 @@ def overrides_of_free(keys: Sequence[str]) -> list[str]:
 def calibrate(out: str | os.PathLike[str]) -> Profile | None:
     """Time this machine and write the measured speeds as a profile that `read_profile` reads.
 
-    Under torchrun all ranks time the communication between them, and the first rank writes.
+    Under torchrun, the communication between all ranks is timed too, and rank 0 writes the file.
 
     Args:
         out: Path of the profile.
 
     Returns:
-        The profile on the first rank; None on any other rank.
+        The profile on rank 0; None on any other rank.
 
     Raises:
-        PlanError: The times are too noisy to fit constants to.
+        PlanError: The measured times are too noisy to fit the constants of the cost model.
         SpecError: The profile cannot be written to `out`.
     """
     from meshplan.runtime.calibrate import measure, together  # torch

@@ -30,26 +30,26 @@ def make_report(
     report: Callable[[str], None] = lambda text: None,
     **given: Unpack[SourceArguments],
 ) -> Report:
-    """Make one page about a plan: its verdict, every picture, tables, why, and why not.
+    """Make an HTML page about a plan: a verdict, all pictures, tables, and reasons for choices.
 
     Args:
         plan: Path of a plan file, its content as a mapping, or a whole `Source`.
         overrides: `KEY=VALUE` statements that change the plan.
-        why_not: Settings such as "mesh.tp=8", or fields such as "mesh.tp", which ask about each of
-            their values.
+        why_not: Settings to explain, such as "mesh.tp=8"; a field alone, such as "mesh.tp", stands
+            for each of its values.
         report: Called with lines on the progress.
         given: The model and the machine, by the names of `Source`: `model`, `config`, `gpu`,
             `memory` and `profile`.
 
     Raises:
         SpecError: The plan or the model cannot be read.
-        PlanError: The plan does not fit the model.
+        PlanError: The plan does not suit the model.
     """
     return report_of(_ReportBuilder(source_of(plan, overrides, **given), report).all(why_not))
 
 
 class _ReportBuilder:
-    """The answers about one plan file. What has no answer is left out, with the reason."""
+    """Collects the answers about one plan file; questions without an answer get the reason."""
 
     def __init__(self, source: Source, report: Callable[[str], None]) -> None:
         self._source, self._plan, self._report = source, source.plan, report
@@ -83,7 +83,7 @@ class _ReportBuilder:
         return self._known
 
     def _ask(self, why_not: Sequence[str], decision: Decision | None) -> None:
-        """Explain why the settings in `why_not` are not as asked about."""
+        """Add an answer, or the reason why there is none, for each setting in `why_not`."""
         if decision is None:
             for each in why_not:
                 self._leave_out(f"why not {each}", "the planner could not search this plan")
@@ -116,7 +116,7 @@ class _ReportBuilder:
         self._learn(trouble=found)
 
     def _decide(self, decision: Decision | None) -> None:
-        """Find the plan that the rest of the report describes, and its memory."""
+        """Add the plan to report on, from the search or the lock, and its memory estimate."""
         chosen = decision.chosen if decision else None
         if chosen is not None and self._spec.free_fields and not self._has_lock(decision):
             plan, memory = self._with_origins(chosen), chosen.memory
@@ -133,7 +133,7 @@ class _ReportBuilder:
         self._learn(plan=checked.plan, warnings=tuple(map(str, checked.warnings)), notes=notes)
         if checked.plan is None:
             has_code = self._source.entry(self._spec) is not None
-            if has_code:  # The user has not allowed it to run.
+            if has_code:  # `check_plan` has no plan because the user has not trusted the code.
                 self._leave_out("the model", notes[0].partition("\n")[0])
             self._textbook()
             return
@@ -151,7 +151,7 @@ class _ReportBuilder:
             self._trace(checked.plan, estimate.worst.ranks[0])
 
     def _trace(self, plan: Plan, rank: int) -> None:
-        """Trace one rank for the timeline picture, if the model has no config."""
+        """Add the traced step of one rank, for the timeline, if the model has no config."""
         if plan.graph.config:
             return
         try:
@@ -162,7 +162,7 @@ class _ReportBuilder:
             self._learn(traced=(rank, log))
 
     def _with_origins(self, chosen: Evaluated) -> Plan:
-        """Return the chosen plan, with the planner named as the origin of its choices."""
+        """Return the chosen plan, with "the planner" as the origin of the fields that it chose."""
         if not self._spec.free_fields:
             return chosen.plan
         load = loading(self._plan, self._source.overrides)
@@ -171,7 +171,7 @@ class _ReportBuilder:
         return plan
 
     def _textbook(self) -> None:
-        """Add what the number of parameters alone gives, for a plan without a model."""
+        """Add the plan and the table of states that follow from the number of parameters alone."""
         try:
             self._learn(counted=counted_plan(self._spec))
         except PlanError as error:

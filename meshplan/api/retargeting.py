@@ -1,4 +1,4 @@
-"""`meshplan.retarget`: compare the best plan for other hardware with the existing plan."""
+"""`meshplan.retarget`: search a plan for other hardware and compare it with the existing plan."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Retarget:
         decision: The planner's decision for the new hardware; `decision.chosen` is None if nothing
             fits.
         difference: The comparison of the old plan with the new one; None without a new plan.
-        moved: Bytes of parameters and optimizer state that move between the plans; None without a
-            new plan.
+        moved: Bytes of parameters and optimizer state that ranks receive to switch to the new plan;
+            None without a new plan.
     """
 
     decision: Decision
@@ -45,20 +45,20 @@ def retarget(
     report: Callable[[str], None] = lambda text: None,
     **given: Unpack[SourceArguments],
 ) -> Retarget:
-    """Search the best plan for other hardware, and compute the cost of continuing training with it.
+    """Search the best plan for other hardware, and compare it with the plan that runs now.
 
     Args:
         plan: Path of a plan file, its content as a mapping, or a whole `Source`.
         hardware: The changed fields: `{"nodes": 4, "gpu": "h200"}`, or "nodes=4,gpu=h200".
         overrides: `KEY=VALUE` statements that change the plan.
-        old: The plan that runs now; None takes the plan file, completed by its lock or a search.
+        old: The plan that runs now; None takes that of the plan file and its lock, as in `decide`.
         report: Called with a line for each better plan.
         given: The model and the machine, by the names of `Source`: `model`, `config` and
             `profile`.
 
     Raises:
         SpecError: The plan or the model cannot be read, or `hardware` names other fields.
-        PlanError: The plan contradicts itself, or says too little.
+        PlanError: The plan contradicts itself, or lacks a value that the search needs.
     """
     words = hardware if isinstance(hardware, str) else ",".join(
         f"{name}={value}" for name, value in hardware.items()
@@ -87,13 +87,13 @@ def retarget(
 
 
 def retarget_settings(words: str) -> list[str]:
-    """Return the statements that set other hardware.
+    """Return the overrides that change the hardware, such as ["hardware.nodes=4"].
 
     Args:
         words: The changed fields, such as "nodes=4,gpu=h200".
 
     Raises:
-        SpecError: The words name a field that is not of hardware.
+        SpecError: A field is not one of `hardware`.
     """
     out = []
     for word in words.split(","):

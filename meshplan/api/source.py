@@ -1,4 +1,4 @@
-"""What a question is about: a plan, its model and its machine."""
+"""`Source`: the plan, the model and the machine that a question is about."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PlanSource = str | os.PathLike[str] | Mapping[str, Any]
 
 
 class SourceArguments(TypedDict, total=False):
-    """The model and the machine of a question, as keyword arguments: fields of `Source`."""
+    """Keyword arguments that state the model and the machine; the same fields as in `Source`."""
 
     model: str | None
     config: str | Path | None
@@ -32,12 +32,12 @@ class Source:
     Args:
         plan: Path of a plan file, or its content as a mapping.
         overrides: `KEY=VALUE` statements that change the plan.
-        model: "pkg.mod:function" that builds the model; None for the plan's own model.
+        model: "pkg.mod:function" that builds the model; None for the model that the plan states.
         config: A Hugging Face config.json, or its folder, instead of `model`.
-        gpu: Name of the device whose memory is the limit; None for the plan's own.
-        memory: The memory limit itself, such as "80GiB" or bytes, instead of `gpu`.
-        profile: A profile written by `meshplan calibrate`; None takes the known figures of the
-            device, or the profile that the plan's lock was made with.
+        gpu: Name of the device whose memory is the limit; None for the device that the plan states.
+        memory: The memory limit itself, as a text such as "80GiB" or in bytes, instead of `gpu`.
+        profile: A profile written by `meshplan calibrate`; None takes the profile that the plan's
+            lock was made with, or else meshplan's own figures for the device.
     """
 
     plan: PlanSource
@@ -50,7 +50,7 @@ class Source:
 
     @property
     def spec(self) -> Spec:
-        """Read the plan with its overrides.
+        """The plan with its overrides, read anew each time.
 
         Raises:
             SpecError: The plan cannot be read.
@@ -61,17 +61,17 @@ class Source:
 
     @property
     def names_model(self) -> bool:
-        """True if the caller names a model, which replaces the plan's own."""
+        """True if `model` or `config` is given; it replaces the model that the plan states."""
         return (self.model, self.config) != (None, None)
 
     def entry(self, spec: Spec) -> tuple[str, Origin] | None:
-        """Return "pkg.mod:function" and the place that names it; None if a config is the model.
+        """Return ("pkg.mod:function", the place that states it); None if no function is the model.
 
         Args:
-            spec: The plan as it is read.
+            spec: The plan as it is read; its model counts if the caller names none.
 
         Raises:
-            SpecError: The caller names a function and a config.
+            SpecError: Both `model` and `config` are given.
         """
         if self.model is not None and self.config is not None:
             what = "--model and --config both state the model"
@@ -83,14 +83,18 @@ class Source:
         return None
 
     def on_top(self, statements: Sequence[str]) -> Source:
-        """Return the same question with more overrides."""
+        """Return a copy with these `KEY=VALUE` statements after the overrides."""
         return replace(self, overrides=(*self.overrides, *statements))
 
 
 def source_of(
     plan: PlanSource | Source, overrides: Sequence[str], **given: Unpack[SourceArguments]
 ) -> Source:
-    """Return the source of a question that is asked with a plan, or with a `Source` alone."""
+    """Return `plan` if it is a `Source`, else make one from the arguments.
+
+    Raises:
+        TypeError: A `Source` was passed together with other arguments.
+    """
     if isinstance(plan, Source):
         if overrides or given:
             raise TypeError("a Source has its own overrides, model and machine")

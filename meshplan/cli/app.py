@@ -1,7 +1,7 @@
-"""The command line: one function per subcommand, which prints the answer of `api`.
+"""The command line: one function per subcommand, which calls a function of `api` and prints.
 
-Results go to stdout, notes and problems to stderr. Exit codes: 0 yes, 1 no (the question was
-answered), 2 the question could not be answered, 70 a bug of meshplan, 130 interrupted.
+Results go to stdout, notes and problems to stderr. Exit codes: 0 the answer is yes, 1 the answer is
+no, 2 the question could not be answered, 70 a bug of meshplan, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def _demo(args: argparse.Namespace) -> int:
 
     if args.file and args.plan:
         raise SpecError(Problem("-f and --plan both name the plan", None, "leave one of them out"))
-    local_ranks.prepare()  # imports torch once more, meanwhile
+    local_ranks.prepare()  # The processes' parent imports torch while the plan is read here.
     path = find_plan(args.plan or args.file or _DEMO_PLAN)
     plan = checking.decide(
         path, args.set, model=demo.entry_of(load_spec(path, args.set)), noted=noting(args)
@@ -263,7 +263,7 @@ VERBS: tuple[Verb, ...] = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports usage errors as problems and accepts no abbreviated flags."""
+    """A parser that raises usage errors as SpecError and accepts no abbreviated flags."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
@@ -333,7 +333,11 @@ def _parser() -> argparse.ArgumentParser:
 
 @contextmanager
 def _streams() -> Iterator[None]:
-    """Make stdout and stderr writable if closed, and escape unencodable and control characters."""
+    """Replace stdout and stderr by streams that accept any text, and restore them at the end.
+
+    Control characters and characters that the terminal's encoding lacks are escaped. Output to a
+    closed stream is dropped.
+    """
     before = sys.stdout, sys.stderr
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -352,8 +356,8 @@ def _streams() -> Iterator[None]:
 def _environment(args: argparse.Namespace) -> Iterator[None]:
     """Set environment variables for processes that a subcommand starts, and restore them.
 
-    These processes begin as `python -c`, which otherwise looks for every module in the working
-    directory first.
+    The processes start as `python -c`, which would search the working directory first for every
+    module; PYTHONSAFEPATH prevents this.
     """
     stated = {"PYTHONSAFEPATH": "1"} | ({ALLOW_CODE: "1"} if args.allow_code else {})
     before = {name: os.environ.get(name) for name in stated}
@@ -369,10 +373,13 @@ def _environment(args: argparse.Namespace) -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; a user's mistake never raises.
+    """Run one command and return its exit code; mistakes of the user are printed, not raised.
 
-    With `--json` a question that could not be answered prints JSON too: schema problems/1, in the
-    form of check/1.
+    With `--json`, a question that could not be answered also prints its problems as JSON, in schema
+    problems/1, which has the keys of check/1.
+
+    Args:
+        argv: The arguments after the program's name; None takes those of the process.
     """
     leave_at_once()
     with _streams():
@@ -380,17 +387,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    """Run one command, and handle a stdout that is full or was closed by its reader."""
+    """Run one command and return its exit code, also if stdout is full or closed."""
     try:
         return _answer(argv)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader has gone (`| head`). Redirect stdout, or its last flush raises again.
+        # The reader closed the pipe (`| head`). Redirect stdout, or the flush at exit raises again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return YES
     except OSError as error:
-        # Stdout goes to a full disk. Code that reads files reports its own errors.
+        # Only writing to stdout gets here, for example on a full disk: `files` raises SpecError.
         print(f"meshplan: the answer cannot be written: {error.strerror}", file=sys.stderr)
         return COULD_NOT
     except Exception as error:
@@ -411,13 +418,13 @@ def _answer(argv: Sequence[str] | None) -> int:
             print(envelope("problems/1", findings_to_json(error.problems)))
         sys.stdout.flush()
         return COULD_NOT
-    except SystemExit as stop:  # argparse exits like this after --help and --version
+    except SystemExit as stop:  # argparse raises this after --help and --version.
         return stop.code if isinstance(stop.code, int) else YES
     return code
 
 
 def _crash(error: Exception) -> int:
-    """Report a bug of meshplan itself, which is no answer about the plan."""
+    """Print a report on a bug of meshplan itself, and return the exit code."""
     if os.environ.get("MESHPLAN_TRACEBACK"):
         traceback.print_exception(error)
     frame = traceback.extract_tb(error.__traceback__)[-1]

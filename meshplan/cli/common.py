@@ -28,7 +28,7 @@ class Verb:
     Args:
         name: Name of the subcommand.
         help: One line for `meshplan --help`.
-        add_flags: Declares the subcommand's own flags; the parser has the common ones already.
+        add_flags: Adds the subcommand's own flags to its parser, which has the common flags.
         run: Prints the answer and returns the exit code.
     """
 
@@ -53,12 +53,12 @@ def machine_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def profile_flag(parser: argparse.ArgumentParser) -> None:
-    """Declare `--profile`, for subcommands that tell seconds."""
+    """Declare `--profile`, for subcommands that estimate step times."""
     parser.add_argument("--profile", metavar="FILE", help="a profile that calibrate wrote")
 
 
 def free_flag(parser: argparse.ArgumentParser) -> None:
-    """Declare `--free`, for subcommands that plan."""
+    """Declare `--free`, for subcommands that search for a plan."""
     parser.add_argument(
         "--free", metavar="KEY", action="append", default=[],
         help="let the planner choose a key that the plan states: mesh.tp, loss_chunks",
@@ -92,10 +92,10 @@ def plan_file(args: argparse.Namespace) -> str:
 
 
 def source_of(args: argparse.Namespace) -> Source:
-    """Return the plan, the model and the machine that the flags name, whichever of them there are.
+    """Return the `Source` that the flags describe; fields without a flag keep their default.
 
     Raises:
-        SpecError: No plan file is given, or `--free` names what the planner does not choose.
+        SpecError: No plan file is given, or `--free` names a key that the planner does not choose.
     """
     overrides = args.set
     if getattr(args, "free", None):
@@ -109,22 +109,22 @@ def source_of(args: argparse.Namespace) -> Source:
 def answer(args: argparse.Namespace, *lines: str) -> None:
     """Print lines of the answer to `args.answers`.
 
-    This is stdout as it was before the subcommand ran. Output of a model's own code, while it is
-    built or its forward runs, goes to stderr, so that an answer in JSON stays JSON.
+    `args.answers` is the real stdout. While a subcommand runs, `sys.stdout` is redirected to
+    stderr, so that text which the code of a user's model prints does not mix with the answer.
     """
     print(*lines, sep="\n", file=args.answers, flush=True)
 
 
 def colours(args: argparse.Namespace) -> bool:
-    """Return whether the answer is coloured."""
+    """Return True if the answer is printed in colour."""
     return wants_colour(args.answers, no_color=args.no_color)
 
 
 @contextmanager
 def until_interrupted() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns True once Ctrl-C was pressed.
+    """Yield a function that returns True once the user has pressed Ctrl-C.
 
-    The first Ctrl-C asks for the best answer so far; the second one ends the process.
+    The first Ctrl-C only asks for the best answer so far; the second one raises KeyboardInterrupt.
     """
     pressed: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -143,7 +143,7 @@ def until_interrupted() -> Iterator[Callable[[], bool]]:
 
 
 def noting(args: argparse.Namespace, kept: list[str] | None = None) -> Callable[[str], None]:
-    """Return a function that prints a note at once and appends it to `kept`, for `--json`."""
+    """Return a function that prints a note immediately and appends it to `kept`, if given."""
 
     def note(text: str) -> None:
         if kept is not None:
@@ -154,7 +154,7 @@ def noting(args: argparse.Namespace, kept: list[str] | None = None) -> Callable[
 
 
 def print_notes(args: argparse.Namespace, notes: Sequence[str]) -> None:
-    """Print notes to stderr, next to the answer on stdout; `-q` silences them."""
+    """Print notes to stderr, unless the user passed `-q`."""
     if not args.quiet:
         for note in notes:
             print(f"note: {note}", file=sys.stderr)

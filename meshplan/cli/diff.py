@@ -40,7 +40,7 @@ def _diff(args: argparse.Namespace) -> int:
             noted=lambda text, name=name: notes.append(f"{name}: {text}"),  # type: ignore[misc]
         )  # fmt: skip
         sides.append((name, plan))
-        # A lock states no figures for a plan changed by --set, nor for another machine's profile.
+        # The figures in a lock are wrong for a plan changed by --set, and with another profile.
         is_told = not args.set and args.profile is None
         figures = planning.figures_of_lock(path, plan, lock) if is_told else {}
         if not figures and not plan.graph.config and lock is None:

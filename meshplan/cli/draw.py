@@ -104,7 +104,11 @@ def _draw(args: argparse.Namespace) -> int:
 
 
 def _in_terminal(source: Source, args: argparse.Namespace) -> int:
-    """Print the text version of a picture, if the picture has one."""
+    """Print the text version of a picture and return the exit code.
+
+    Raises:
+        SpecError: The picture has no text version, or `--json` was passed without a file.
+    """
     from meshplan.pictures.main import facts_of
     from meshplan.render.layouts.drawn import (
         gantt_lines,
@@ -142,7 +146,7 @@ def _picture(source: Source, args: argparse.Namespace, notes: list[str]) -> Pict
 
 
 def _check_profile(args: argparse.Namespace) -> None:
-    """Refuse `--profile` with a picture that does not show step times of candidates."""
+    """Raise SpecError if `--profile` is passed with a picture that is not about a search."""
     from meshplan.pictures.main import OF_DECISIONS
 
     if args.profile is not None and args.what not in OF_DECISIONS:
@@ -151,7 +155,10 @@ def _check_profile(args: argparse.Namespace) -> None:
 
 
 def _decided(source: Source, notes: list[str]) -> Plan:
-    """Return the plan and collect notes; the model may be just a number of parameters."""
+    """Return the decided plan and append notes to `notes`.
+
+    If the plan file states only the model's number of parameters, this is `counted_plan`.
+    """
     from meshplan.pictures.mesh.counted import counted_plan
 
     plan = None if source.names_model else counted_plan(source.spec)
@@ -159,7 +166,7 @@ def _decided(source: Source, notes: list[str]) -> Plan:
 
 
 def _of_search(source: Source, args: argparse.Namespace) -> Picture:
-    """Draw a picture of all candidates of a search, not of one plan."""
+    """Search, and draw a picture of the search: "pareto" or "ladder"."""
     from meshplan.api.planning import search_plan
     from meshplan.pictures.main import draw_decision
 
@@ -172,7 +179,7 @@ def _of_search(source: Source, args: argparse.Namespace) -> Picture:
 
 
 def _given(source: Source, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the keyword arguments of `draw` that the flags give."""
+    """Return the keyword arguments for `draw`, from the flags and with the estimate it needs."""
     from meshplan.pictures.main import check_rank
 
     if args.rank is not None and not args.rank.isdigit():
@@ -188,7 +195,7 @@ def _given(source: Source, plan: Plan, args: argparse.Namespace) -> dict[str, An
     }  # fmt: skip
     if args.what not in (*_OF_MEMORY, "timeline"):
         return given
-    # Estimate as `meshplan estimate` does: from the config alone if possible, else by a trace.
+    # Estimate as `meshplan estimate` does: from the config alone if possible, else trace a step.
     if is_counted(plan):
         return given
     estimate = _told(plan, args)
@@ -202,14 +209,14 @@ def _given(source: Source, plan: Plan, args: argparse.Namespace) -> dict[str, An
         try:
             estimate = checking.estimate_memory(source, fixes=False, report=noting(args))
         except PlanError:
-            # Without an estimate of the step, the picture shows the states only, and says so.
+            # Without an estimate of the step, the picture shows only the states and the reason.
             estimate = None
     given["estimate"] = estimate
     return given
 
 
 def _told(plan: Plan, args: argparse.Namespace) -> MemoryEstimate | None:
-    """Estimate from the config alone; None if there is no config or it does not suffice."""
+    """Return an estimate from the model's config alone; None if this is not possible."""
     from meshplan.memory.analytic.estimate import estimate_analytic
 
     if not plan.graph.config:

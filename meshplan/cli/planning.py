@@ -95,7 +95,7 @@ def _plan(args: argparse.Namespace) -> int:
             return _print_trouble(asked, error, is_stopped)
         if decision.chosen is None:
             return _print_trouble(asked, decision, is_stopped)
-        # In a space of one plan, that plan is the frontier.
+        # If the space has only one configuration, its plan is the whole frontier.
         evaluated_plans, is_whole = undominated(decision.evaluated_plans), decision.num_configs == 1
         if args.frontier and not is_whole:
             evaluated_plans, is_whole = planning.find_frontier(
@@ -127,7 +127,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _plan_training(asked: _PlanFlags) -> int:
-    """Find the fewest nodes for a whole training, and print the plan for them."""
+    """Find the fewest nodes for a whole training, print the plan, and return the exit code."""
     from meshplan.api import planning
     from meshplan.render.plans.sizing import training_to_json, training_to_text
 
@@ -157,7 +157,16 @@ def _plan_training(asked: _PlanFlags) -> int:
 
 
 class _PlanFlags:
-    """The flags of a question about a plan file: what it is about, and what is noted meanwhile."""
+    """The flags of a question about a plan file, with what is derived from them.
+
+    Attributes:
+        args: The parsed flags.
+        path: The plan file.
+        source: The plan, model and machine that the flags name.
+        notes: Notes that were printed, for the JSON output.
+        report: Prints a note and appends it to `notes`.
+        price: Price of one GPU-hour; None if `--price` is not given.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.path, self.source = args, plan_file(args), source_of(args)
@@ -178,7 +187,7 @@ class _PlanFlags:
 def _print_trouble(
     asked: _PlanFlags, found: Decision | EmptySpaceError, is_stopped: Callable[[], bool]
 ) -> int:
-    """Report that there is no plan, with the reason and changes that would help."""
+    """Print why there is no plan and which changes would help, and return the exit code."""
     from meshplan.api import planning
     from meshplan.planner.space.space import UnsearchedError
     from meshplan.render.plans.plan import (
@@ -212,13 +221,13 @@ def _print_trouble(
 def _print_plan(
     asked: _PlanFlags, decision: Decision, more: Mapping[str, Any], lines: Sequence[str]
 ) -> int:
-    """Print a plan and write its lock.
+    """Print the chosen plan, write its lock, and return the exit code.
 
     Args:
         asked: The flags.
-        decision: The planner's decision, which chose a plan.
+        decision: The planner's decision; `decision.chosen` is not None.
         more: Further keys of the JSON result.
-        lines: Further lines of the text.
+        lines: Lines to print after the plan, without `--json`.
     """
     from meshplan.api import planning
     from meshplan.render.plans.changes import changes_to_json, changes_to_text
@@ -254,7 +263,7 @@ def _print_plan(
     elif not args.dry_run:
         try:
             target = planning.lock_plan(asked.path, decision, args.output, args.free)
-        except SpecError as error:  # The answer is printed already: do not lose it.
+        except SpecError as error:  # Not raised: `main` would print a second JSON object.
             print(error, file=sys.stderr)
             return COULD_NOT
         print_notes(args, [f"wrote {target}"])
@@ -262,7 +271,7 @@ def _print_plan(
 
 
 def _more_nodes(asked: _PlanFlags, decision: Decision) -> str | None:
-    """Return why no lock is written if the plan needs more nodes than stated, else None."""
+    """Return a note that the plan needs more nodes than stated and has no lock; None if neither."""
     from meshplan.spec.reader import load_spec
 
     assert decision.chosen is not None
@@ -277,7 +286,7 @@ def _more_nodes(asked: _PlanFlags, decision: Decision) -> str | None:
 def _changes(
     args: argparse.Namespace, path: str, decision: Decision
 ) -> tuple[FieldChange, ...] | None:
-    """Return the changes since the last lock; None if there is no lock, or if it cannot be read."""
+    """Return the changes since the last lock; None if no lock exists or it cannot be read."""
     from meshplan.api import planning
 
     try:

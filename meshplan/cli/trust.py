@@ -35,7 +35,7 @@ def _trust(args: argparse.Namespace) -> int:
         answer(args, envelope("trust/1", result))
     else:
         for each, origin in named:
-            answer(args, f"{origin}: {each}")  # Show the user all code before it is trusted.
+            answer(args, f"{origin}: {each}")  # The user sees which code is trusted.
     is_known = trust.forget(whole) if args.forget else trust.is_trusted(whole)
     if not args.forget:
         trust.trust(whole)

@@ -1,6 +1,7 @@
 """Pictures of a plan before it runs, one for each question.
 
-Every picture has a pure part, which turns a plan into facts, and a part that draws these facts.
-Facts have no pixels, and drawing computes no facts. matplotlib is imported inside the drawing
-functions and without `pyplot`, so no global state changes.
+The code of a picture has two parts. A function such as `mesh_map` computes from a plan the facts to
+show, without matplotlib; a function such as `draw_mesh` draws these facts and computes no others.
+matplotlib is imported inside the drawing functions and without `pyplot`, whose global state would
+change.
 """

@@ -1,7 +1,7 @@
 """A plan with a few settings changed by sliders, and the pictures of the result.
 
-Each change is decided anew by the code that decides plans. This module uses no widgets, no torch
-and no search. For impossible settings it shows the message of the code that refused them.
+For each change, `make_plan` decides the plan anew; if it raises, its message is shown instead of
+pictures. This module uses no widgets, no torch and no search.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["Knobs", "Scene", "knobs_of", "png_of", "scene_of", "spec_at"]
 _ORIGIN: Final = Origin("the controls")
 _LINE: Final = 0.22
 _MOST_NODES: Final = 4
-"""Maximum number of nodes drawn, because sliders redraw the picture many times a second."""
+"""Maximum number of nodes that are drawn: sliders redraw the picture many times a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +47,8 @@ class Knobs:
         gpus_per_node: GPUs of one node.
         micro: Samples per rank and microbatch.
         strategy: Name of a strategy in `STRATEGIES`.
-        tp: Size of the tp axis; 1 for no axis.
-        pp: Size of the pp axis; 1 for no axis.
+        tp: Size of the tp axis; 1 for a mesh without it.
+        pp: Size of the pp axis; 1 for a mesh without it.
     """
 
     nodes: int
@@ -61,12 +61,12 @@ class Knobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """The view of one combination of settings.
+    """The texts and pictures for one combination of settings.
 
     Args:
         knobs: The settings.
-        verdict: The result in a sentence; if the settings are impossible, a sentence that says so.
-        words: Further lines of text; if the settings are impossible, the reasons.
+        verdict: A sentence: does the plan fit, or that the settings are not possible.
+        words: Further lines of text; if the settings are not possible, the reasons.
         is_possible: If True, the settings make a plan.
         pictures: Pictures of the plan; () if there is no plan.
     """
@@ -78,7 +78,7 @@ class Scene:
     pictures: tuple[Picture, ...]
 
     def html(self) -> str:
-        """Return an element of a page; screen readers announce the verdict when it changes."""
+        """Return an HTML element whose verdict screen readers announce when it changes."""
         mark = "" if self.is_possible else "border-left:4px solid #C8102E;padding-left:.6em;"
         said = "".join(f"<div>{escape(line)}</div>" for line in self.words)
         role = "status" if self.is_possible else "alert"
@@ -105,10 +105,10 @@ def knobs_of(plan: Plan) -> Knobs:
 
 
 def spec_at(plan: Plan, knobs: Knobs) -> Spec:
-    """Return the spec for other settings; nothing else of the plan changes.
+    """Return the spec of a plan with other settings; everything else stays the same.
 
-    A stated number of samples per step stays the same, and gradient accumulation follows from it.
-    Otherwise gradient accumulation stays the same.
+    If the plan states a global batch size, it is kept, and gradient accumulation follows from it;
+    otherwise gradient accumulation is kept.
     """
     spec, now = plan.spec, knobs_of(plan)
     if knobs == now and spec.hardware is not None and plan.micro is not None:
@@ -140,7 +140,7 @@ def _places_tp(spec: Spec) -> bool:
 
 
 def _stated(plan: Plan) -> dict[str, int | Auto | Borrow]:
-    """Return the axes that the plan has."""
+    """Return the axes of the plan's mesh, in the form of `Spec.mesh`."""
     lent: dict[str, int | Auto | Borrow] = {
         loan.name: Borrow(loan.size, loan.within) for loan in plan.mesh.loans
     }
@@ -148,9 +148,10 @@ def _stated(plan: Plan) -> dict[str, int | Auto | Borrow]:
 
 
 def _mesh(plan: Plan, knobs: Knobs) -> dict[str, int | Auto | Borrow]:
-    """Return the axes for other settings.
+    """Return the mesh for other settings, in the form of `Spec.mesh`.
 
-    Data axes take the remaining ranks. With two data axes, the inner one stays within a node.
+    Data axes take the ranks that no other axis takes. With two data axes (HSDP), the groups of the
+    inner one are within a node.
     """
     old = _stated(plan)
     data = STRATEGIES[knobs.strategy].axes
@@ -177,15 +178,15 @@ def scene_of(
     memory: str | int | None = None,
     rehearse: Rehearse | None = None,
 ) -> Scene:
-    """Return the view of a plan with other settings.
+    """Return the texts and pictures of a plan with other settings.
 
     Args:
-        plan: The plan, which gives everything that the settings do not change.
+        plan: The plan whose settings are changed.
         knobs: The settings.
         theme: "light" or "dark".
         gpu: Name of the device whose memory is the limit.
         memory: The memory limit itself, instead of `gpu`.
-        rehearse: Runs a rehearsal of a live model, as in `make_plan`; None for other models.
+        rehearse: The argument of `make_plan` of this name; None unless the model is a function.
     """
     try:
         spec = spec_at(plan, knobs)
@@ -207,7 +208,7 @@ def scene_of(
     )
 
 
-# The caches keep pictures that a change does not affect, such as the map for a new micro batch.
+# A change may leave a picture as it was: a new micro batch does not change the map. Hence caches.
 
 
 @lru_cache(maxsize=8)
@@ -231,13 +232,13 @@ def _in_words(problem: Problem) -> str:
 
 
 def _settings(turned: Plan, start: Plan) -> str:
-    """Return the lines of a plan file that state these settings."""
+    """Return a line with mesh, strategy and batch, and `tp_plan` if it changed."""
     axes = ", ".join(f"{axis.name}: {axis.size}" for axis in turned.mesh)
     said = [f"mesh: {{{axes}}}", f"strategy: {turned.assignment.strategy.name}"]
     if turned.micro is not None:
         samples = turned.micro * turned.accumulate * turned.num_data_ranks
-        times = f", {turned.accumulate} times" if turned.accumulate > 1 else ""
-        said.append(f"{counted(turned.micro, 'sample')} a rank at once{times}: "
+        times = f", {turned.accumulate} microbatches" if turned.accumulate > 1 else ""
+        said.append(f"{counted(turned.micro, 'sample')} per rank and microbatch{times}: "
                     f"{samples:,} a step")  # fmt: skip
     if turned.spec.tp_plan != start.spec.tp_plan:
         said.append(f"tp_plan: {turned.spec.tp_plan}")

@@ -1,4 +1,4 @@
-"""Entry points of the pictures: check a request, collect its facts, draw it."""
+"""Entry points of the pictures: check the options, compute the facts, draw them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OF_DECISIONS: Final = ("pareto", "ladder")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawRequest:
-    """A request for a picture; the fields are the arguments of `draw`."""
+    """A request for a picture. The fields are the arguments of `draw`, which explains them."""
 
     plan: Plan
     theme: Theme
@@ -58,7 +58,7 @@ class DrawRequest:
 
     @property
     def limit(self) -> tuple[str, int | None, tuple[str, ...]]:
-        """The device, its limit in bytes or None, and notes, as `meshplan estimate` reads them."""
+        """(device name, memory limit in bytes or None, notes), from `gpu`, `memory` and plan."""
         return read_limit(self.gpu, self.memory, self.plan.spec)
 
     @property
@@ -66,7 +66,7 @@ class DrawRequest:
         """The given estimate, or the estimate from the model's config.
 
         Raises:
-            PlanError: The config alone gives no estimate.
+            PlanError: No estimate was given, and the config alone does not suffice for one.
         """
         if self.estimate is not None:
             return self.estimate
@@ -74,7 +74,7 @@ class DrawRequest:
         try:
             return estimate_analytic(
                 self.plan, device=device, limit_bytes=limit_bytes, notes=notes, try_expandable=False
-            )  # No picture shows the memory under another allocator.
+            )  # Pictures do not show what expandable segments would change.
         except PlanError as error:
             first = error.problems[0]
             fix = f"{first.fix or 'see the plan'}; or pass estimate=meshplan.estimate_memory(...)"
@@ -98,7 +98,7 @@ def _layout_facts(asked: DrawRequest) -> TensorLayout:
 
 
 def memory_facts(asked: DrawRequest) -> MemoryBars:
-    """Return bars of the whole step if it can be estimated, else of the states alone."""
+    """Return bars with the peak of a step if it can be estimated, else with the states alone."""
     if asked.estimate is None and is_counted(asked.plan):
         return states_alone(asked.plan, asked.limit[1], ONLY_COUNT)
     try:
@@ -136,7 +136,7 @@ def _timeline(asked: DrawRequest) -> Picture:
 
 
 def _treemap(asked: DrawRequest) -> Picture:
-    """Draw the treemap of the requested bytes, with the other kind as a second view."""
+    """Draw the treemap of `of` ("local" or "global") bytes, with the other one as second view."""
     rank = asked.rank or 0
     names: dict[Of, str] = {"local": f"bytes of rank {rank}", "global": "bytes of the model"}
     order = sorted(names, key=lambda of: of != asked.of)
@@ -146,7 +146,7 @@ def _treemap(asked: DrawRequest) -> Picture:
 
 
 def gantt_facts(asked: DrawRequest) -> Gantt:
-    """Return the facts in seconds if model and machine are known, else in forwards of a stage."""
+    """Return facts in seconds if the cost model can tell them, else in forwards of a stage."""
     hardware = asked.plan.spec.hardware
     if hardware is None or hardware.gpu is None:
         return gantt(asked.plan)
@@ -194,7 +194,7 @@ def _graph(asked: DrawRequest) -> Picture:
 
 
 def _graph_facts(asked: DrawRequest) -> Tree:
-    """Return a tree for the terminal, because lines of text have no room for arrows."""
+    """Return the modules as a tree, for the terminal: a graph's arrows cannot be shown as text."""
     return module_tree(asked.plan)
 
 
@@ -222,7 +222,7 @@ _FACTS: Final[Mapping[str, Callable[[DrawRequest], Any]]] = MappingProxyType(
         "graph": _graph_facts,
     }
 )
-"""Pictures that have a text version for the terminal."""
+"""For each picture with a text version for the terminal, the function that computes its facts."""
 _TAKES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "name": ("layout",),
@@ -235,7 +235,7 @@ _TAKES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "memory": ("memory", "waterfall", "timeline"),
     }
 )
-"""Pictures that take each option, by the option."""
+"""For each option, the pictures that take it."""
 WHATS: Final = tuple(_DRAWN)
 """Names of all pictures, in the order in which they are listed."""
 
@@ -262,19 +262,28 @@ def draw(plan: Plan, what: str, *, theme: str = "light", **given: Any) -> Pictur
 
 
 def facts_of(plan: Plan, what: str, **given: Any) -> Any:
-    """Return the facts of a picture before it is drawn, for pictures with a text version.
+    """Return the facts that a picture shows, such as a `MeshMap`, without drawing it.
 
     Args:
         plan: The plan.
-        what: A name in `WHATS`.
+        what: Name of a picture that has a text version: mesh, layout, memory, gantt or graph.
         given: Options of the picture, with the same names as for `draw`.
+
+    Raises:
+        SpecError: There is no such picture, module or rank.
+        PlanError: The facts of the picture are not known for this plan.
     """
     asked = _asked(plan, what, "light", given)
     return _FACTS[what](asked)
 
 
 def _asked(plan: Plan, what: str, theme: str, given: Mapping[str, Any]) -> DrawRequest:
-    """Check the options and return the request."""
+    """Check the name and options of a picture and return the request.
+
+    Raises:
+        SpecError: The picture does not exist, does not take an option, or its value is not valid.
+        PlanError: The picture needs modules, and only the number of parameters is known.
+    """
     check_what(what)
     given = {option: value for option, value in given.items() if value is not None}
     for option in given:
@@ -284,12 +293,12 @@ def _asked(plan: Plan, what: str, theme: str, given: Mapping[str, Any]) -> DrawR
                 if (option in _TAKES)
                 else f"the options are theme, {', '.join(_TAKES)}"
             )
-            problem = f"the picture of {what} takes no '{option}'"
+            problem = f"the picture of {what} has no option '{option}'"
             raise SpecError(Problem(problem, Origin("draw"), fix))
     check_counted(plan, what)
     asked = DrawRequest(plan=plan, theme=theme_of(theme), **given)
     if asked.of not in ("local", "global"):
-        problem = f"there are no '{asked.of}' bytes"
+        problem = f"'{asked.of}' is not a kind of bytes"
         raise SpecError(Problem(problem, Origin("--bytes"), "write local or global"))
     if asked.rank is not None:
         check_rank(plan, asked.rank)
@@ -309,7 +318,7 @@ def check_rank(plan: Plan, rank: int) -> None:
 
 
 def draw_decision(decision: Decision, what: str, *, theme: str = "light") -> Picture:
-    """Draw a picture of a search, which need not have found a plan.
+    """Draw a picture of a search. "pareto" can also be drawn if the search found no plan.
 
     Args:
         decision: The planner's decision.
@@ -317,7 +326,7 @@ def draw_decision(decision: Decision, what: str, *, theme: str = "light") -> Pic
         theme: "light" or "dark".
 
     Raises:
-        PlanError: There is nothing to compare.
+        PlanError: The picture is "ladder", and no plan was found that fits.
     """
     assert what in OF_DECISIONS
     if what == "pareto":

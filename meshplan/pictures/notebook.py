@@ -1,4 +1,4 @@
-"""Notebook views of a spec, a plan, an estimate and a layout: small tables, all text escaped."""
+"""HTML that notebooks show for a spec, a plan, an estimate or a layout, with all text escaped."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
 
 
 def spec_html(spec: Spec) -> str:
-    """Return the statements of a spec, with their places in the file."""
+    """Return a table of the statements of a spec, with their places in the file."""
     paths = sorted(spec.origins, key=lambda path: (spec.origins[path].line, path))
     tops = dict.fromkeys(path.split(".")[0].split("[")[0] for path in paths if path)
     rows = [
@@ -52,7 +52,7 @@ def _of(spec: Spec, name: str) -> Any:
 
 
 def _value(value: Any) -> str:
-    """Return a value as one would write it in a plan file."""
+    """Return a value in the form that it has in a plan file."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, tuple | list):
@@ -74,7 +74,7 @@ def _rule(rule: Any) -> str:
 
 
 def plan_html(plan: Plan) -> str:
-    """Return the mesh as tiles, and the main decisions of the plan."""
+    """Return the mesh as tiles of ranks, and a table of the plan's main decisions."""
     facts, a = mesh_map(plan), plan.assignment
     rows = []
     for node in facts.nodes:
@@ -92,7 +92,7 @@ def plan_html(plan: Plan) -> str:
         ("mesh", str(plan.mesh)),
         ("strategy", a.strategy.name),
         ("batch", "not stated" if plan.micro is None else
-         f"{plan.micro} samples a rank, {plan.accumulate} times a step"),
+         f"{plan.micro} samples per rank and microbatch, {plan.accumulate} microbatches a step"),
     ]  # fmt: skip
     if a.stages is not None:
         settings.append(("pipeline", f"{a.stages.schedule}, {a.stages.num} stages"))
@@ -111,7 +111,7 @@ def _tile(text: str, colour: str, title: str) -> str:
 
 
 def memory_html(estimate: MemoryEstimate) -> str:
-    """Return a bar and a verdict for each group of ranks."""
+    """Return a bar with the peak of each group of ranks, and a table of the largest peak."""
     facts = memory_bars(estimate)
     most = max([facts.limit_bytes or 0, *(bar.total_bytes for bar in facts.bars)]) or 1
     lines = []
@@ -138,7 +138,7 @@ def memory_html(estimate: MemoryEstimate) -> str:
 
 
 def layout_html(layout: Layout) -> str:
-    """Return the axes that shard each dim."""
+    """Return a table of the axes that shard each dim, and of axes with partial sums."""
     rows = [
         (f"dim {dim}", f"cut by {', '.join(axes)}" if axes else "whole")
         for dim, axes in enumerate(layout.cuts)

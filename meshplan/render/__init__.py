@@ -1,1 +1,1 @@
-"""Output for readers: text for terminals, JSON for scripts. These modules compute no results."""
+"""Formatting of results as text for terminals and as JSON for scripts; nothing is computed here."""

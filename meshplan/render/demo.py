@@ -1,4 +1,4 @@
-"""Output of `meshplan demo`: losses of both runs, and measured next to predicted bytes."""
+"""Output of `meshplan demo`: losses of both trainings, and measured and predicted bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ _MOST_ROWS = 12
 def losses_to_text(
     losses: Sequence[float], alone: Sequence[float], num_ranks: int, tolerance: float
 ) -> list[str]:
-    """Return a row for some of the steps, and the verdict on all of them."""
+    """Return a table of losses at some steps, and a line that compares all steps.
+
+    Args:
+        losses: Loss of each step under the plan.
+        alone: Loss of each step in one process.
+        num_ranks: Number of ranks of the plan.
+        tolerance: Largest difference of losses that counts as equal.
+    """
     apart = differences(losses, alone)
     every = -(-len(losses) // _MOST_ROWS)
     last = len(losses) - 1
@@ -36,7 +43,7 @@ def losses_to_text(
 
 
 def bytes_to_text(live: Sequence[StateBytes], predicted: Sequence[StateBytes]) -> list[str]:
-    """Return a row per rank: bytes measured, bytes predicted, and their difference."""
+    """Return a table with a row per rank: bytes measured, bytes predicted, and their difference."""
     header = ("rank", "parameters", "gradients", "optimizer", "measured", "predicted", "difference")
     rows: list[tuple[str, ...]] = [header]
     for rank, (held, said) in enumerate(zip(live, predicted, strict=True)):
@@ -87,6 +94,6 @@ def _ranks(count: int) -> str:
 
 
 def _apart(held: StateBytes, said: StateBytes) -> int:
-    """Sum the absolute differences of the terms, so that two mistakes cannot cancel each other."""
+    """Return the sum of the absolute differences of parameters, gradients and so on, in bytes."""
     one, other = states_to_json(held), states_to_json(said)
     return sum(abs(one[term] - other[term]) for term in one if term != "total_bytes")

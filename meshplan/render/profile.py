@@ -11,7 +11,7 @@ _GIGA, _TERA = 1e9, 1e12
 
 
 def profile_to_text(profile: Profile) -> Iterator[str]:
-    """Yield lines on the speeds of a device, and on how well constants explain its times."""
+    """Yield lines on the speeds of a device, and on how well they explain the measured times."""
     yield f"{profile.device}, {profile.dtype}"
     products = profile.peak_flops * profile.efficiency / _TERA
     attention = profile.peak_flops * profile.attention_efficiency / _TERA

@@ -1,4 +1,4 @@
-"""Output of `meshplan verify`: what was scaled down, both trainings side by side, the verdict."""
+"""Output of `meshplan verify`: the scaled-down sizes, both trainings, and the verdict."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _moved(verdict: Verdict) -> list[str]:
 
 
 def _remarks(verdict: Verdict) -> list[str]:
-    """Return lines that explain the tolerances and how the single process was run."""
+    """Return lines that explain the tolerances and how the training in one process was run."""
     out = [
         f"allowed: {ROUNDINGS:g} times the change that rounding causes in one process, but at "
         f"least {verdict.tolerance.loss:.3g} of a loss and {verdict.tolerance.relative:.3g} of a "

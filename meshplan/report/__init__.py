@@ -1,5 +1,5 @@
-"""A report on a plan: one page with verdict, pictures and tables that needs no network.
+"""A report on a plan: one HTML page with a verdict, pictures and tables. It loads no other file.
 
-The package formats answers that others computed. `figures` turns pictures into elements of the
-page, `tables` does so for tables, `sections` defines the content, and `page` makes the page.
+The package formats answers that other packages computed. `figures` and `tables` turn pictures and
+tables into HTML, `sections` makes the content of each section, and `page` joins them to a page.
 """

@@ -1,4 +1,4 @@
-"""Pictures as elements of a page, with unique ids, and colours that follow the reader's theme."""
+"""Pictures as HTML elements, with unique ids, and colours that follow the light or dark theme."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BLANK: Final = re.compile(r">\s+<")
 
 @dataclass(slots=True)
 class Colours:
-    """Names for all colours of a page that differ between the light and the dark theme.
+    """CSS variables for all colours of a page that differ between the light and the dark theme.
 
     Attributes:
         names: Names of CSS variables, by (light colour, dark colour).
@@ -38,18 +38,18 @@ class Colours:
         return f"var({self.names.setdefault((light, dark), f'--c{len(self.names)}')})"
 
     def sheet(self, *, is_dark: bool) -> str:
-        """Return the CSS that sets each variable for one theme."""
+        """Return the CSS declarations that set all variables for one theme."""
         return " ".join(f"{name}: {pair[is_dark]};" for pair, name in self.names.items())
 
 
 def figure(key: str, light: Picture, dark: Picture, colours: Colours) -> str:
-    """Return a picture that follows the theme, with a caption for readers who cannot see it.
+    """Return a `<figure>` whose picture follows the theme, with a caption that describes it.
 
     Args:
         key: Prefix of all ids in the picture; no other picture of the page may have it.
         light: The picture in the light theme.
         dark: The picture in the dark theme.
-        colours: Colours of the page; those of the picture are added.
+        colours: Colours of the page; the picture's colours are added.
     """
     shown = _element(key, light, dark, colours)
     if light.views:
@@ -77,18 +77,18 @@ def _element(key: str, light: Picture, dark: Picture, colours: Colours) -> str:
 
 
 def _both(light: str, dark: str, colours: Colours) -> str:
-    """Return one drawing with named colours; "" if the two differ in more than colours."""
+    """Return one svg that uses the variables of `colours`; "" if a single svg cannot be both."""
     if _COLOUR.split(light) != _COLOUR.split(dark):
         return ""
     pairs = zip(_COLOUR.findall(light), _COLOUR.findall(dark), strict=True)
     named = iter([colours.name(*pair) for pair in pairs])
     text = _COLOUR.sub(lambda _: next(named), light)
-    # CSS variables are resolved in `style` attributes only.
+    # Browsers resolve CSS variables in `style` attributes, but not in attributes such as `fill`.
     return "" if '="var(' in text else text
 
 
 def _bare(picture: Picture, key: str) -> str:
-    """Return the svg as wide as its place, without unused ids, and with short numbers."""
+    """Return the svg without a fixed size, metadata and unused ids, and with shorter numbers."""
     text = picture.svg()
     text = _METADATA.sub("", _STYLE.sub("", text[text.index("<svg") :]))
     for _ in range(2):
@@ -98,7 +98,7 @@ def _bare(picture: Picture, key: str) -> str:
 
 
 def _renamed(text: str, key: str) -> str:
-    """Number the ids that are used and drop all others, which could collide with other pictures."""
+    """Rename used ids to "KEY-NUMBER", and drop the others, so that no two pictures share an id."""
     used = dict.fromkeys(found[1] or found[3] for found in _USE.finditer(text))
     new = {old: f"{key}-{number}" for number, old in enumerate(used)}
 
@@ -111,5 +111,5 @@ def _renamed(text: str, key: str) -> str:
 
 
 def _shorter(found: re.Match[str]) -> str:
-    """Round to a hundredth of a point, which no reader can see."""
+    """Round a coordinate to a hundredth of a point, a difference that no reader can see."""
     return f"{float(found[0]):.2f}".rstrip("0").rstrip(".")

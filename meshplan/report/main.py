@@ -48,16 +48,15 @@ class ReportFacts:
     Args:
         name: Name of the plan.
         text: Content of the plan file; "" without a file.
-        on_top: Statements in addition to the file, as "KEY=VALUE".
+        on_top: Overrides of the file, as "KEY=VALUE".
         plan: The plan; None if no model is known or nothing fits.
-        counted: Without a model, the plan for the stated number of parameters.
-        states: Without a model, the textbook's table of the states.
+        counted: The plan for the stated number of parameters, if the model is not known.
+        states: The textbook's table of training states, if the model is not known.
         estimate: Memory estimate of the plan.
-        decision: The planner's decision, also for a plan that leaves nothing open.
+        decision: The planner's decision; also known for a plan that leaves nothing open.
         trouble: The reason why there is no plan, and changes that would help.
         why_not: Answers about the settings that the user asked about.
-        traced: If the step had to be traced, the rank with the highest peak and the log of its
-            step.
+        traced: (rank with the highest peak, log of its traced step), if the model has no config.
         gpu: Name of the device whose memory is the limit.
         memory: The memory limit itself, instead of `gpu`.
         left_out: Parts that are left out, as pairs (what, why), in addition to pictures that cannot
@@ -85,7 +84,7 @@ class ReportFacts:
 
     @property
     def of_plan(self) -> Decision | None:
-        """The decision if it chose this very plan; None if the planner would now choose another."""
+        """The decision if `plan` is the plan that it chose; else None."""
         chosen = self.decision.chosen if self.decision else None
         if self.plan is None or chosen is None or chosen.plan.digest() != self.plan.digest():
             return None
@@ -99,7 +98,7 @@ class Report:
     Args:
         verdict: Title of the page.
         html: The whole page.
-        fits: True if there is a plan and it fits; None if that is not known.
+        fits: True if there is a plan and it fits, False if not; None if that is not known.
         shown: Names of the pictures on the page.
         left_out: Parts that are left out, as pairs (what, why).
         notes: Notes for the reader.
@@ -182,7 +181,7 @@ def report_of(known: ReportFacts) -> Report:
 
 
 class _AlreadyToldError(Exception):
-    """The facts of a picture are not known, and `left_out` has the reason already."""
+    """The facts of a picture are not known, and `left_out` already has the reason."""
 
 
 def _picture(known: ReportFacts, what: str, theme: str) -> Picture:
@@ -221,7 +220,11 @@ def _tables(known: ReportFacts, left_out: list[tuple[str, str]]) -> Mapping[str,
 
 
 def _each(*pairs: Any) -> Iterator[str]:
-    """Call each function with the value before it if that is known, and chain the results."""
+    """Call functions with the values that are not None, and chain their results.
+
+    Args:
+        pairs: A value, its function, the next value, its function, and so on.
+    """
     values: tuple[Any, ...] = pairs[::2]
     functions: tuple[Callable[[Any], Iterator[str]], ...] = pairs[1::2]
     for value, function in zip(values, functions, strict=True):
@@ -230,7 +233,7 @@ def _each(*pairs: Any) -> Iterator[str]:
 
 
 def _verdict(known: ReportFacts) -> tuple[str, bool | None]:
-    """Return the verdict in words, and True if the plan fits or None if that is not known."""
+    """Return (verdict in words, fits), where `fits` is as in `Report`."""
     plan, estimate, decision = known.plan, known.estimate, known.decision
     if plan is not None and estimate is not None:
         return memory_bars(estimate).title, estimate.fits

@@ -1,4 +1,4 @@
-"""The page of a report: its frame, style and script, and elements for its content."""
+"""The page of a report: its frame, style and script, and functions for common HTML elements."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Section:
     Args:
         key: Id of the section's element.
         title: The question.
-        parts: Elements of the page.
+        parts: HTML elements of the answer.
     """
 
     key: str
@@ -45,7 +45,7 @@ class Section:
     parts: Sequence[str]
 
     def to_html(self) -> str:
-        """Return the section with its heading."""
+        """Return the section as HTML, with its heading."""
         return (
             f'<section id="{self.key}" aria-labelledby="{self.key}-title">'
             f'<h2 id="{self.key}-title">{html.escape(self.title)}</h2>{"".join(self.parts)}'
@@ -54,13 +54,13 @@ class Section:
 
 
 def page(title: str, top: str, sections: Iterable[Section], foot: str, colours: Colours) -> str:
-    """Return the whole page.
+    """Return the whole HTML page.
 
     Args:
         title: Title of the document.
-        top: Elements before the sections.
-        sections: The sections; those without parts are left out.
-        foot: Elements after the sections.
+        top: HTML before the sections.
+        sections: The sections; a section without parts is left out.
+        foot: HTML after the sections.
         colours: Colours of the pictures in the sections.
     """
     shown = [section for section in sections if section.parts]
@@ -83,23 +83,28 @@ def page(title: str, top: str, sections: Iterable[Section], foot: str, colours: 
 
 
 def paragraph(text: str, kind: str = "") -> str:
-    """Return a paragraph, with an optional CSS class."""
+    """Return an HTML paragraph with the text; `kind` is its CSS class, "" for none."""
     return f"<p{_class(kind)}>{html.escape(text)}</p>"
 
 
 def heading(text: str) -> str:
-    """Return a heading within a section."""
+    """Return an HTML heading for a part of a section."""
     return f"<h3>{html.escape(text)}</h3>"
 
 
 def bullets(items: Iterable[str]) -> str:
-    """Return a list; "" for no items."""
+    """Return an HTML list; "" for no items."""
     found = "".join(f"<li>{html.escape(item)}</li>" for item in items)
     return f"<ul>{found}</ul>" if found else ""
 
 
 def pairs(items: Iterable[tuple[str, str]], kind: str = "pairs") -> str:
-    """Return names with their values; "" for no items."""
+    """Return an HTML description list of (name, value); "" for no items.
+
+    Args:
+        items: Pairs (name, value).
+        kind: CSS class; "figures" puts each name with its value in a box.
+    """
     found = "".join(
         f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd></div>"
         if kind == "figures"
@@ -110,7 +115,7 @@ def pairs(items: Iterable[tuple[str, str]], kind: str = "pairs") -> str:
 
 
 def numbered(text: str) -> str:
-    """Return a file with its lines numbered."""
+    """Return the content of a file as HTML, with its lines numbered."""
     lines = text.rstrip("\n").split("\n")
     wide = len(str(len(lines)))
     found = "\n".join(

@@ -1,4 +1,4 @@
-"""Content of the report's sections: the tables and texts that answer each question."""
+"""Content of the report's sections, as HTML: the tables and texts that answer each question."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def about_plan(
 
 
 def about_memory(estimate: MemoryEstimate) -> Iterator[str]:
-    """Yield tables of memory by rank and by term, and the difference to the textbook's figure."""
+    """Yield tables of memory by rank and by category, and the steps from the textbook's figure."""
     yield _groups(estimate).to_html()
     worst = estimate.worst
     where = f"in {worst.at.module}" if worst.at.module else f"for {worst.at.term}"
@@ -182,7 +182,7 @@ def about_traffic(plan: Plan) -> Iterator[str]:
 
 
 def about_choice(decision: Decision, why_not: Sequence[WhyNot]) -> Iterator[str]:
-    """Yield tables of measured plans, of `why_not` answers, and of what is not in the space."""
+    """Yield the proof, and tables of candidates, `why_not` answers and settings not searched."""
     chosen = decision.chosen
     found = f"{decision.num_configs:,} configurations, {decision.num_options} options per block"
     if decision.is_whole:
@@ -247,7 +247,7 @@ def _candidates(decision: Decision, evaluated_plans: Sequence[Evaluated]) -> str
 
 
 def about_trouble(trouble: Trouble) -> Iterator[str]:
-    """Yield the statements that contradict each other, and changes that would help."""
+    """Yield the statements that cannot be satisfied together, and changes that would help."""
     first, *rest = conflict_to_text(trouble)
     yield heading("Why nothing fits")
     yield paragraph(f"{first[0].upper()}{first[1:]}.")
@@ -273,7 +273,7 @@ def about_trouble(trouble: Trouble) -> Iterator[str]:
 def about_rest(
     left_out: Iterable[tuple[str, str]], warnings: Iterable[str], notes: Iterable[str]
 ) -> Iterator[str]:
-    """Yield what is not on the page, the warnings and the notes."""
+    """Yield a table of parts that are not on the page, the warnings, and the notes."""
     rows = [[Cell(what), Cell(why)] for what, why in left_out]
     if rows:
         columns = ("left out", "why")

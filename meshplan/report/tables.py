@@ -1,4 +1,4 @@
-"""Tables of a page; the page's script lets readers sort them."""
+"""Tables of a report, as HTML; the script of the page lets readers sort them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Cell(NamedTuple):
         text: The text.
         number: Sort key; None sorts by the text.
         depth: Indentation in levels of a tree.
-        mark: CSS class of the text, such as "good" or "bad"; "" for none.
+        mark: CSS class of the text: "good", "bad", or "" for none.
     """
 
     text: str
@@ -47,7 +47,7 @@ class Table:
     is_ordered: bool = False
 
     def to_html(self) -> str:
-        """Return the table in a box that scrolls if the table is wider than the page."""
+        """Return the table as HTML, in a box that scrolls if the table is wider than the page."""
         kinds = [' class="number"' if name.startswith(">") else "" for name in self.columns]
         heads = "".join(
             f'<th scope="col"{kind}>{html.escape(name.removeprefix(">"))}</th>'
@@ -81,20 +81,20 @@ def _cell(cell: Cell, kind: str, is_first: bool) -> str:
 
 
 def gib(num_bytes: int | float) -> Cell:
-    """Return a cell of bytes in GiB."""
+    """Return a cell that shows a number of bytes in GiB."""
     return Cell(format_gib(num_bytes), float(num_bytes))
 
 
 def size(num_bytes: int | float) -> Cell:
-    """Return a cell of bytes in a suitable unit."""
+    """Return a cell that shows a number of bytes in the unit that suits it."""
     return Cell(format_bytes(num_bytes), float(num_bytes))
 
 
 def share(value: float, *, signed: bool = False) -> Cell:
-    """Return a cell of a fraction, in per cent."""
+    """Return a cell that shows a fraction in per cent."""
     return Cell(f"{value:+.1%}" if signed else f"{value:.1%}", value)
 
 
 def seconds(value: float) -> Cell:
-    """Return a cell of a step time, precise to milliseconds because candidates differ by those."""
+    """Return a cell that shows a step time, as `format_step` does."""
     return Cell(format_step(value), value)

@@ -91,7 +91,7 @@ def test_plan_says_what_the_file_is_without_its_choices(closed, capsys):
     written = json.loads(out)["result"]["as_written"]
     assert written["peak_bytes"] == without.worst.band[1]
     assert written["fits"] is False
-    assert f"as the file stands, without the lock: {without.size}: OVER by " in err
+    assert f"with the file's defaults, without the lock: {without.size}: OVER by " in err
 
 
 def test_a_plan_changed_on_top_is_not_the_locks(closed):

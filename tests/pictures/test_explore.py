@@ -47,7 +47,7 @@ def test_a_slider_redraws_what_the_plan_file_would_give(explorer):
     assert explorer.scene.verdict == f"It fits: {estimate.size} on every rank"
     words = shown(explorer)
     assert f"<b>{explorer.scene.verdict}</b>" in words
-    assert "mesh: {dp_replicate: 4, dp_shard: 8}; strategy: hybrid_shard; 2 samples a rank" in words
+    assert "mesh: {dp_replicate: 4, dp_shard: 8}; strategy: hybrid_shard; 2 samples per" in words
     assert "256 a step" in words
     assert words.count("<svg ") == 2
     assert "node 3" in words
@@ -149,7 +149,7 @@ def test_samples_of_a_step_stay_where_they_are_stated():
     given = {**STATED, "batch": {"micro": 1, "global": 64, "seq_len": 8192}}
     plan = make_plan(load_spec(given), from_config(LLAMA, blocks=2))
     found = scene_of(plan, Knobs(**{**_as_dict(knobs_of(plan)), "micro": 2}))
-    assert "2 samples a rank at once, 2 times: 64 a step" in found.words[-1]
+    assert "2 samples per rank and microbatch, 2 microbatches: 64 a step" in found.words[-1]
     found = scene_of(plan, Knobs(**{**_as_dict(knobs_of(plan)), "micro": 3}))
     assert "64 is not a multiple of" in found.words[0]
 

@@ -330,15 +330,15 @@ def test_the_command_line_writes_a_picture(tmp_path, capsys):
         ([], "no picture is named"),
         (["--what", "cake"], "there is no picture of 'cake'"),
         (["--what", "comm"], "has no text form, and no file is named"),
-        (["--what", "mesh", "-o", "x.bmp"], "'.bmp' is no kind of picture"),
+        (["--what", "mesh", "-o", "x.bmp"], "'.bmp' is no picture format"),
         (["--what", "mesh", "-o", "/nowhere/x.png"], "its folder does not exist"),
         (["--what", "mesh", "-o", "x.png", "--theme", "pink"], "'pink' is no theme"),
         (["--what", "comm", "-o", "x.png", "--rank", "16"], "there is no rank 16"),
         (["--what", "timeline", "-o", "x.png", "--rank", "99"], "there is no rank 99"),
         (["--what", "comm", "-o", "x.png", "--rank", "-1"], "'-1' is not a rank"),
-        (["--what", "mesh", "-o", "x.png", "--module", "a"], "takes no 'name'"),
+        (["--what", "mesh", "-o", "x.png", "--module", "a"], "has no option 'name'"),
         (["--what", "pareto", "-o", "x.png", "--rank", "1"], "takes no --rank"),
-        (["--what", "treemap", "-o", "x.png", "--bytes", "all"], "there are no 'all' bytes"),
+        (["--what", "treemap", "-o", "x.png", "--bytes", "all"], "'all' is not a kind of bytes"),
     ],
 )
 def test_bad_flags_are_refused(flags, problem, capsys):

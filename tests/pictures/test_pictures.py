@@ -353,10 +353,10 @@ def test_texts_are_measured_and_shortened():
     [
         (lambda plan: draw(plan, "mash"), "there is no picture of 'mash'"),
         (lambda plan: draw(plan, "mesh", theme="pink"), "'pink' is no theme"),
-        (lambda plan: draw(plan, "mesh", name="lm_head"), "takes no 'name'"),
-        (lambda plan: draw(plan, "mesh", colour=3), "takes no 'colour'"),
-        (lambda plan: draw(plan, "mesh").save("x.gif"), "'.gif' is no kind of picture"),
-        (lambda plan: draw(plan, "mesh").save("picture"), "it has no suffix"),
+        (lambda plan: draw(plan, "mesh", name="lm_head"), "has no option 'name'"),
+        (lambda plan: draw(plan, "mesh", colour=3), "has no option 'colour'"),
+        (lambda plan: draw(plan, "mesh").save("x.gif"), "'.gif' is no picture format"),
+        (lambda plan: draw(plan, "mesh").save("picture"), "the name has no suffix"),
         (lambda plan: draw(plan, "mesh").save("/nowhere/x.png"), "its folder does not exist"),
     ],
 )

@@ -211,7 +211,8 @@ def test_what_the_plan_has_is_said_of_the_plan_and_not_of_the_fastest(job, flat)
         assert answer.why or answer.plan.stated == plan.stated
         if answer.is_planned:
             assert verdict(answer) == (
-                f"the plan uses it; the fastest takes {slower:.1%} less time but is less simple"
+                f"the plan uses it; the fastest plan takes {slower:.1%} less time "
+                "but is less simple"
             )
         elif answer.seconds is not None:
             share = answer.seconds / plan.seconds - 1

@@ -1,1 +1,1 @@
-"""Themes, fonts, pages and files that every picture shares."""
+"""Code that all pictures share: themes, fonts, the sheet they are drawn on, and saving to files."""

@@ -1,4 +1,4 @@
-"""Find a font that has a character, among those that matplotlib finds on this machine."""
+"""Find a font that has a character, among the fonts that matplotlib finds on this machine."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _KNOWN: Final = (
     "PingFang SC", "Hiragino Sans", "Apple SD Gothic Neo", "Microsoft YaHei", "Yu Gothic",
     "Malgun Gothic", "Noto Sans", "Arial Unicode MS",
 )  # fmt: skip
-"""Fonts with plain letters of many scripts, which are tried before all others."""
+"""Fonts for many scripts, in the order in which they are tried; all other fonts are tried later."""
 _NO_LETTERS: Final = ("Last Resort",)
 """Fonts that draw a box for every character."""
 
 
 def families_of(text: str) -> list[str]:
-    """Return the font families that draw a text, the first choice first.
+    """Return the font families that are needed to draw a text, most preferred first.
 
     >>> families_of("layer 0")
     ['DejaVu Sans']
@@ -44,13 +44,13 @@ def family_of(character: str) -> str | None:
 
 
 def font_of(character: str, *, bold: bool = False) -> FT2Font | None:
-    """Return the font that draws a character; None if no font has it."""
+    """Return the loaded font that draws a character; None if no font has it."""
     family = family_of(character)
     return None if family is None else _font(family, bold=bold)
 
 
 def drawable(text: str) -> str:
-    """Replace characters that no font has by their escapes.
+    r"""Replace characters that no font has by escapes such as \u0900.
 
     >>> drawable("слой")
     'слой'
@@ -70,7 +70,7 @@ def _font(family: str, *, bold: bool = False) -> FT2Font:
 
 @lru_cache(maxsize=1)
 def _others() -> Sequence[tuple[str, frozenset[int]]]:
-    """Return the other font families of this machine, with the characters that each has."""
+    """Return (family, code points of its characters) for all fonts of this machine but `FIRST`."""
     from matplotlib.font_manager import fontManager, get_font
 
     paths: dict[str, str] = {}
@@ -82,7 +82,7 @@ def _others() -> Sequence[tuple[str, frozenset[int]]]:
         try:
             font = get_font(paths[name])
         except (OSError, RuntimeError):
-            continue  # The file was removed since matplotlib listed it, or cannot be read.
+            continue  # The file cannot be read, or was removed after matplotlib listed it.
         if font.scalable:
             found.append((name, frozenset(font.get_charmap())))
     return found

@@ -29,8 +29,8 @@ _POINTS: Final = 72.0
 _LARGE: Final = 72.0
 """Font size in points for measuring characters, so large that pixel rounding is negligible."""
 _HINTED: Final = 1.06
-"""Factor by which a line may be wider when its letters are aligned to whole pixels. [Empirical]:
-between 0.94 and 1.06 for most lines at 100 dots per inch.
+"""Upper bound of drawn width divided by measured width, because letters are aligned to pixels.
+[Empirical]: this ratio is between 0.94 and 1.06 for most lines at 100 dots per inch.
 """
 _UNIT: Final = re.compile(r"(\d) (GiB|MiB|KiB|B|GB/s|min|ms|us|s)\b")
 
@@ -46,7 +46,7 @@ class Sheet:
         title: The title.
         body: Height of the body in inches.
         legend: Labels and fills of the legend.
-        notes: Notes for the reader.
+        notes: Lines of text below the body.
         width: Width of the figure in inches.
 
     Attributes:
@@ -113,7 +113,7 @@ class Sheet:
         top: float = 0.05,
         bottom: float = 0.55,
     ) -> Axes:
-        """Return axes in the body, with margins in inches for their labels."""
+        """Return matplotlib axes in the body, with these margins in inches for ticks and labels."""
         width, total = self.width, self.total
         at = (
             left / width,
@@ -135,20 +135,20 @@ class Sheet:
         return axes
 
     def plane(self) -> Plane:
-        """Return the body as a plane in inches, with the origin in its lower left corner."""
+        """Return a plane over the body, in inches, whose origin is the body's lower left corner."""
         return Plane(self.figure, (0.0, self.bottom))
 
     def plot(
         self, *, left: float, bottom: float, units: tuple[float, float], most: float, label: str
     ) -> Plane:
-        """Return a part of the body for horizontal bars, with a scale below and labels on the left.
+        """Return a plane for horizontal bars, with a scale from 0 drawn below.
 
         Args:
-            left: Distance of the corner from the figure's left edge in inches.
-            bottom: Distance of the corner from the body's lower edge in inches.
-            units: Units per inch, horizontally and vertically.
-            most: Largest value of the ticks.
-            label: Label of the scale.
+            left: Distance of the plane's lower left corner from the figure's left edge in inches.
+            bottom: Distance of this corner from the body's lower edge in inches.
+            units: (horizontal, vertical) data units per inch.
+            most: Largest value that has a tick.
+            label: Text below the scale.
         """
         from matplotlib.ticker import MaxNLocator
 
@@ -170,13 +170,13 @@ class Sheet:
 class Plane:
     """A part of a figure to draw on, with the methods of matplotlib's axes that pictures need.
 
-    Real axes would take as long as everything drawn on them, because they create ticks before these
-    can be turned off.
+    `Axes` create ticks before these can be turned off, which would take as long as drawing
+    everything else.
 
     Args:
         figure: The figure.
-        corner: Distance from the figure's lower left corner in inches, horizontally and vertically.
-        units: Units per inch, horizontally and vertically.
+        corner: (x, y) of the origin in the figure, in inches from its lower left corner.
+        units: (horizontal, vertical) data units per inch.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class Plane:
         return self.figure.text(x, y, text, transform=self._at, **style)
 
     def add_patch(self, patch: Any) -> Any:
-        """Add a patch that does not belong to a figure yet."""
+        """Add a matplotlib patch that is not part of a figure yet."""
         patch.set_transform(self._at)
         return self.figure.add_artist(patch)
 
@@ -209,7 +209,7 @@ class Plane:
     def annotate(
         self, text: str, to: tuple[float, float], at: tuple[float, float], **style: Any
     ) -> Any:
-        """Add a text with an arrow."""
+        """Add a text at `at` with an arrow to `to`."""
         from matplotlib.text import Annotation
 
         return self.figure.add_artist(
@@ -218,7 +218,7 @@ class Plane:
 
 
 def ticks_up_to(axes: Axes, most: float) -> None:
-    """Limit ticks and grid lines to `most`, so that none is behind text to the right of bars."""
+    """Draw no ticks and grid lines beyond `most`, where texts are to the right of the bars."""
     from matplotlib.ticker import MaxNLocator
 
     ticks = MaxNLocator(nbins=6).tick_values(0.0, most)
@@ -239,7 +239,21 @@ def write(
     up: str = "baseline",
     **more: Any,
 ) -> Any:
-    """Write a text literally: a name with "$" is not parsed as mathematics."""
+    """Write a text at (x, y), literally: matplotlib would parse "$" in a name as mathematics.
+
+    Args:
+        axes: The axes or plane to write on.
+        x: Horizontal position in data units.
+        y: Vertical position in data units.
+        text: The text.
+        theme: The theme, whose `ink` is the default colour.
+        size: Font size in points.
+        colour: Colour as "#rrggbb".
+        weight: "normal" or "bold".
+        across: Horizontal alignment: "left", "center" or "right".
+        up: Vertical alignment, as in matplotlib.
+        more: Further properties of matplotlib's text.
+    """
     return axes.text(
         x, y, text, fontsize=size, color=colour or theme.ink, fontweight=weight, ha=across, va=up,
         parse_math=False, fontfamily=families_of(text), **more,
@@ -258,10 +272,22 @@ def box(
     line: float = 0.8,
     **more: Any,
 ) -> Any:
-    """Add a filled rectangle."""
+    """Add a filled rectangle whose lower left corner is (x, y).
+
+    Args:
+        axes: The axes or plane to draw on.
+        x: Left edge in data units.
+        y: Lower edge in data units.
+        width: Width in data units.
+        height: Height in data units.
+        ink: The fill.
+        edge: Colour of the edge; "none" for no edge.
+        line: Width of the edge in points.
+        more: Further properties of matplotlib's rectangle.
+    """
     from matplotlib.patches import Rectangle
 
-    # matplotlib draws a hatch in the edge's colour, so hatch and edge need two rectangles.
+    # matplotlib draws hatch and edge in one colour, so two colours need two rectangles.
     is_twice = bool(ink.hatch) and edge != "none"
     stroke = hatch_colour(ink) if ink.hatch else edge
     width_of_line = 0.0 if is_twice or edge == "none" else line
@@ -283,7 +309,7 @@ def hatch_colour(ink: Ink) -> str:
 
 
 def width_of(text: str, size: float = TEXT, *, bold: bool = False) -> float:
-    """Return the width of the longest line in inches.
+    """Return the width of a text in inches, that of its longest line.
 
     >>> width_of("a") < width_of("aa") < width_of("aa", bold=True)
     True
@@ -292,7 +318,7 @@ def width_of(text: str, size: float = TEXT, *, bold: bool = False) -> float:
 
 
 def height_of(text: str, size: float = TEXT) -> float:
-    """Return the height of all lines in inches."""
+    """Return the height of a text in inches, of all its lines together."""
     return (text.count("\n") + 1) * _line(size)
 
 
@@ -308,7 +334,7 @@ def _measured(line: str, size: float, bold: bool) -> float:
 def _advance(character: str, bold: bool) -> float:
     """Return the width of a character in inches per point of size, without kerning.
 
-    Kerning mostly moves characters closer. Characters without a font are measured as their escapes.
+    With kerning, text is mostly narrower. A character that no font has is measured as its escape.
     """
     font = font_of(character, bold=bold)
     if font is None:
@@ -333,7 +359,7 @@ def fitted(text: str, room: float, size: float = TEXT, *, bold: bool = False) ->
 
 
 def fitted_name(name: str, room: float, size: float = TEXT) -> str:
-    """Shorten an fqn from its front until it fits into `room` inches.
+    """Shorten an fqn until it fits into `room` inches; names are dropped from the front.
 
     >>> fitted_name("model.layers.{0..31}.mlp.up_proj.weight", 1.0)
     '…up_proj'
@@ -353,7 +379,7 @@ def _fits(text: str, kept: int, room: float, size: float, bold: bool) -> bool:
 
 
 def _short(text: str, kept: int) -> str:
-    """Keep this many characters at both ends, which distinguish names better than the middle."""
+    """Keep `kept` characters, a third at the start and the rest at the end, where names differ."""
     head = kept // 3
     return f"{text[:head]}…{text[len(text) - (kept - head) :]}"
 
@@ -364,7 +390,7 @@ def wrapped(
     """Wrap text to at most `most` lines of `room` inches; the last line is shortened to fit."""
     lines: list[str] = []
     line = ""
-    # Keep numbers with their units, and shapes together.
+    # Do not break a line inside a shape, or between a number and its unit.
     text = text.replace(" × ", "\u00a0×\u00a0")
     for word in _UNIT.sub("\\1\u00a0\\2", text).split(" "):
         more = f"{line} {word}".strip()
@@ -380,7 +406,7 @@ def wrapped(
 
 
 def _legend_rows(legend: Sequence[Item], room: float) -> list[list[tuple[float, Item]]]:
-    """Return the entries of a legend with their x in inches, as many per row as fit."""
+    """Return the rows of a legend, each a list of (x in inches, entry) that fits into `room`."""
     rows: list[list[tuple[float, Item]]] = []
     x = room + 1
     for label, ink in legend:

@@ -1,7 +1,7 @@
-"""The colours of all pictures, in light and in dark: each colour has one meaning.
+"""The colours of all pictures, for the light and the dark theme: each colour has one meaning.
 
-The hues are those of Okabe and Ito, which colour-blind readers can distinguish. Eleven terms are
-more than anyone can distinguish by hue, so each also has a hatch and is named in words.
+The hues are those of Okabe and Ito, which colour-blind readers can distinguish. There are more
+memory categories than hues that readers can distinguish, so hatches and words name them too.
 
 Source: Okabe and Ito 2008, "Color universal design".
 """
@@ -54,13 +54,13 @@ TERMS: Final[Mapping[str, Ink]] = MappingProxyType(
         Term.TEMPORARIES: Ink("#B9B9B9", "oo"),
     }
 )
-"""Fills of the terms in the memory of a rank."""
+"""Fills of the categories in the memory of a rank."""
 
 ROUNDING: Final = Ink("#D8C7B0", "||")
 UNUSED: Final = Ink("#CFCFCF", "//")
 DRIVER: Final = Ink("#4D4D4D")
 UNKNOWN: Final = Ink("#FFFFFF", "////")
-"""Fill for bytes that are not known; never a plain colour."""
+"""Fill for bytes that are not known: hatched, so that it looks like no category."""
 
 PASSES: Final[Mapping[str, Ink]] = MappingProxyType(
     {
@@ -76,10 +76,10 @@ PLACEMENTS: Final = (
     Ink(BLUE), Ink(GREEN), Ink(SKY, "//"), Ink(PINK), Ink(YELLOW, ".."), Ink("#7FA6C9", "\\\\"),
     Ink("#B08D57", "--"), Ink(GREY, "xx"),
 )  # fmt: skip
-"""Fills of sharded layouts, in the order of their first use; the last one is for all others."""
+"""Fills of sharded layouts, given out in this order; all further layouts get the last one."""
 
 WHOLE: Final = Ink("#C44E6A", "xx")
-"""Fill of tensors that several ranks replicate although an axis could shard them; it stands out."""
+"""A striking fill for tensors that several ranks replicate although an axis could shard them."""
 
 STAGES: Final = (
     Ink(BLUE), Ink(SKY, "//"), Ink(GREEN), Ink("#8C6BB1", ".."), Ink(PINK, "\\\\"), Ink("#B08D57"),
@@ -89,7 +89,7 @@ SHARDS: Final = (
     Ink(BLUE), Ink(YELLOW), Ink(GREEN), Ink(PINK), Ink(SKY), Ink("#B08D57"), Ink("#5F4B8B"),
     Ink("#A6C36F"),
 )  # fmt: skip
-"""Fills of the shards of a tensor; more shards repeat them with a hatch, then by brightness."""
+"""Fills of the shards of a tensor. If there are more shards than fills, see `shard_ink`."""
 
 _HATCHES: Final = ("", "//", "..", "\\\\")
 
@@ -113,7 +113,7 @@ class Theme:
     Args:
         name: "light" or "dark".
         paper: Background of the figure.
-        panel: Background of a group of things.
+        panel: Background of a box that groups other shapes.
         line: Colour of frames and grids.
         ink: Colour of text.
         quiet: Colour of less important text.
@@ -160,7 +160,9 @@ def theme_of(name: str) -> Theme:
 
 
 def shard_ink(number: int, count: int) -> Ink:
-    """Return the fill of one of `count` shards: all different up to 32, then from dark to bright.
+    """Return the fill of shard `number` of `count`.
+
+    Up to 32 shards get different colours and hatches; more shards get brighter from first to last.
 
     >>> shard_ink(0, 4).colour, shard_ink(9, 16).hatch, shard_ink(0, 64) == shard_ink(63, 64)
     ('#0072B2', '//', False)
@@ -172,7 +174,7 @@ def shard_ink(number: int, count: int) -> Ink:
 
 
 def between(low: str, high: str, share: float) -> str:
-    """Return the colour at a share of the distance between two colours."""
+    """Return a mix of two colours: `low` for share 0, `high` for share 1."""
     pairs = zip(rgb(low), rgb(high), strict=True)
     return "#" + "".join(f"{round(a + (b - a) * share):02X}" for a, b in pairs)
 
@@ -191,5 +193,5 @@ def ink_on(colour: str) -> str:
 
 
 def rgb(colour: str) -> tuple[int, int, int]:
-    """Return red, green and blue of "#rrggbb", each from 0 to 255."""
+    """Return (red, green, blue) of "#rrggbb", each from 0 to 255."""
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)

@@ -28,7 +28,7 @@ SUFFIXES: Final = (".png", ".svg", ".html")
 DPI: Final = 120
 
 _SAVING: Final = Lock()
-"""Lock for saving, because matplotlib's setting for text in svg is global to the process."""
+"""Lock for saving, because saving changes matplotlib settings that are global to the process."""
 _SVG: Final = {"svg.fonttype": "none", "svg.hashsalt": "meshplan"}
 _FONT: Final = "'DejaVu Sans'"
 _GROUP: Final = re.compile(r'<g id="([^"]*)"([^>]*)>')
@@ -62,12 +62,12 @@ class Picture:
 
     Args:
         what: Name of the picture in `pictures.main.WHATS`.
-        title: The verdict, in words.
+        title: The answer in one sentence.
         alt: A description for readers who cannot see the picture.
         figure: The matplotlib figure.
-        views: Pairs (name, picture) that the reader of a page can choose from, this picture first;
-            () for no choice.
-        choice: Label of that choice.
+        views: Pairs (name, picture) between which buttons on a page switch, this picture first; ()
+            for no buttons.
+        choice: Label of these buttons.
     """
 
     what: str
@@ -78,10 +78,10 @@ class Picture:
     choice: str = ""
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the picture as png, svg, or html with the svg inside, by the suffix of the name.
+        """Write the picture as png, svg, or html with an svg inside; the suffix decides which.
 
         Returns:
-            The path.
+            The path of the file.
 
         Raises:
             SpecError: The name has another suffix, or the file cannot be written.
@@ -98,10 +98,10 @@ class Picture:
         return target
 
     def svg(self) -> str:
-        """Return the picture as svg, with its text as text."""
+        """Return the picture as svg, with selectable text instead of outlines of letters."""
         out = io.StringIO()
         with _settings(), warnings.catch_warnings():
-            # The viewer of the svg uses its own fonts.
+            # An svg names fonts but does not contain them: glyphs missing here do not matter.
             warnings.filterwarnings("ignore", message="Glyph .* missing from font")
             self.figure.savefig(
                 out, format="svg", facecolor=self.figure.get_facecolor(),
@@ -112,7 +112,7 @@ class Picture:
         return _GROUP.sub(_titled, text)
 
     def inline(self, *, caption: bool = True) -> str:
-        """Return an element of a page: the svg, with a description for readers who cannot see it.
+        """Return an HTML element with the svg, and a description for readers who cannot see it.
 
         Args:
             caption: If True, the description is also shown below the picture.
@@ -128,7 +128,7 @@ class Picture:
         return f"<figure>{text}<figcaption>{html.escape(self.alt)}</figcaption></figure>"
 
     def page(self) -> str:
-        """Return a self-contained page with the picture."""
+        """Return an HTML page with the picture that loads no other file."""
         from matplotlib.colors import to_hex
 
         paper = to_hex(self.figure.get_facecolor())
@@ -160,9 +160,9 @@ class Picture:
 
 
 def _titled(group: re.Match[str]) -> str:
-    """Turn a group's name into its title, which browsers show as a tooltip.
+    """Replace the id of an svg group by a `<title>`, which browsers show as a tooltip.
 
-    Names are no ids: several groups, or pictures of one page, may have the same name.
+    Ids must be unique on a page, but several groups or pictures may have the same name.
     """
     name, more = group.groups()
     if _NUMBERED.fullmatch(name):
@@ -178,7 +178,7 @@ def check_target(path: Path) -> None:
     """
     origin = Origin(str(path))
     if path.suffix.lower() not in SUFFIXES:
-        kind = f"'{path.suffix}' is no kind of picture" if path.suffix else "it has no suffix"
+        kind = f"'{path.suffix}' is no picture format" if path.suffix else "the name has no suffix"
         fix = f"end the name in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
         raise SpecError(Problem(kind, origin, fix))
     check_writable(path, "the picture")
@@ -187,10 +187,10 @@ def check_target(path: Path) -> None:
 def import_matplotlib() -> None:
     """Import matplotlib without the `matplotlibrc` of the working directory.
 
-    matplotlib looks there first, whatever the environment says, and that directory may belong to a
-    stranger. It is therefore imported from the root directory; the file in the user's home, or the
-    one that MATPLOTLIBRC names, is still found. This is for the command line only: in a user's own
-    program the working directory is the user's too, and changing it would disturb other threads.
+    matplotlib would read that file before any other, and the working directory may belong to a
+    stranger. Therefore the working directory is "/" during the import. The file in the user's home,
+    or the one that MATPLOTLIBRC names, is still read. Only the command line calls this: in a user's
+    own program, a change of the working directory would disturb other threads.
     """
     if "matplotlib" in sys.modules:
         return
@@ -221,7 +221,7 @@ def _settings() -> Iterator[None]:
 
 @contextmanager
 def _known_glyphs(figure: Figure) -> Iterator[None]:
-    """Draw each character in a font that has it, and escape characters without one."""
+    """Inside the context, let texts use fonts that have their characters; escape all others."""
     from matplotlib.text import Text
 
     before: list[tuple[Any, str]] = []

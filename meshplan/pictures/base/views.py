@@ -1,4 +1,4 @@
-"""Several pictures in one place of a page, with buttons to choose the one that is shown."""
+"""Several HTML elements in one place of a page, with buttons to choose which one is shown."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ STYLE: Final = (
     ".views button:focus-visible { outline: 3px solid; outline-offset: 2px; } "
     "@media print { .views button[aria-pressed=false] { display: none; } }"
 )
-"""Styles of the buttons; the pressed one differs in more than its colour."""
+"""CSS of the buttons; the pressed button also differs in weight and underline."""
 
 
 def switched(what: str, views: Sequence[tuple[str, str]]) -> str:
-    """Return elements of which one is shown, the first at the start, with a button for each.
+    """Return one HTML element with a button per view; the page shows the first view at the start.
 
     Args:
-        what: Label of the choice.
-        views: Pairs (name, element).
+        what: Label of the group of buttons.
+        views: Pairs (name on the button, HTML element).
     """
     buttons = "".join(
         f'<button type="button" aria-pressed="{str(not number).lower()}">{html.escape(name)}'
@@ -46,5 +46,5 @@ def switched(what: str, views: Sequence[tuple[str, str]]) -> str:
 
 
 def script() -> str:
-    """Return the script of the buttons."""
+    """Return the JavaScript that makes the buttons work."""
     return (files("meshplan.pictures.base") / "views.js").read_text(encoding="utf-8")

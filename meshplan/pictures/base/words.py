@@ -11,7 +11,7 @@ _MOST_RUNS = 4
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return the first few runs of consecutive ranks.
+    """Return ranks as runs of consecutive numbers; many runs are shortened to a count and examples.
 
     >>> ranks_in_words([0]), ranks_in_words(range(8)), ranks_in_words([0, 1, 4, 5])
     ('rank 0', 'ranks 0–7', 'ranks 0–1, 4–5')
@@ -25,7 +25,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def counted(number: int, noun: str, several: str = "") -> str:
-    """Return a number with its noun.
+    """Return a number with its noun in singular or plural; `several` is an irregular plural.
 
     >>> counted(1, "rank"), counted(16384, "rank"), counted(2, "copy", "copies")
     ('1 rank', '16,384 ranks', '2 copies')
@@ -34,12 +34,12 @@ def counted(number: int, noun: str, several: str = "") -> str:
 
 
 def at_in_words(at: Mapping[str, int], axes: Sequence[str]) -> list[str]:
-    """Return the coordinates of a rank on these axes."""
+    """Return coordinates as texts such as "tp 1", in the order of `axes`."""
     return [f"{axis} {at[axis]}" for axis in axes]
 
 
 def in_short(reasons: Sequence[str]) -> str:
-    """Join reasons; those that differ only in block numbers appear once.
+    """Join reasons; reasons that differ only in block numbers appear once.
 
     >>> in_short(["what 'layers.0.mlp' sends", "what 'layers.1.mlp' sends"])
     "what 'layers.*.mlp' sends"

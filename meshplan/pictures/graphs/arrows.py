@@ -1,4 +1,4 @@
-"""Derive arrows between boxes from a forward, where a box may stand for many modules."""
+"""Derive arrows between boxes from the ops of a forward; a box may stand for many modules."""
 
 from __future__ import annotations
 
@@ -11,26 +11,29 @@ from meshplan.model.graph import around
 from meshplan.pictures.graphs.tree import Folded
 
 ENTRY: Final = -1
-"""Start of a link within a frame, for values from outside of it."""
+"""Start of a link inside a frame, in place of a box, for values from outside the frame."""
 EXIT: Final = -2
-"""End of a link within a frame, for values that leave it."""
+"""End of a link inside a frame, in place of a box, for values that leave the frame."""
 
 Links = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """Equal modules at one place, or a place where code between modules combines values.
+    """A box of the graph: equal modules, or code between modules that combines values.
+
+    A frame is a box around other boxes, which shows one of several identical blocks. A repeat is
+    one of these blocks.
 
     Args:
-        name: Dotted name within the frame; a sign such as "+" where values are combined.
-        type: Class names; "" where values are combined.
-        num_modules: Number of equal modules, over all repeats.
+        name: Dotted name within the frame; a sign such as "+" if the box combines values.
+        type: Class names of the modules; "" if the box combines values.
+        num_modules: Number of equal modules, in all repeats together.
         num_params: Parameters of all these modules, including their submodules.
         group: Stage or layout that colours the box; "" if it has no parameters.
         frame: Number of the frame around the box; -1 for none.
-        is_frame: If True, other boxes are inside.
-        num_below: Number of modules inside that are not shown, for one repeat of its frame.
+        is_frame: If True, this box is a frame, with other boxes inside.
+        num_below: Number of submodules that are not shown, in one repeat.
     """
 
     name: str
@@ -44,13 +47,21 @@ class Box:
 
     @property
     def is_meeting(self) -> bool:
-        """True if the box combines values and is no module."""
+        """True if the box combines values and stands for no module."""
         return not self.type
 
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """A candidate for a box while the boxes are chosen."""
+    """A candidate for a box, used while the boxes are chosen.
+
+    Attributes:
+        node: The equal modules that it stands for.
+        name: Dotted name within the frame.
+        depth: Depth in the tree of modules; 0 for the root.
+        frame: The frame around it; None for none.
+        is_frame: If True, it is a frame.
+    """
 
     node: Folded
     name: str
@@ -59,7 +70,7 @@ class Item:
     is_frame: bool = False
     kids: list[Item] = field(default_factory=list)
     is_itself: bool = False
-    """True if the item stands only for the module's own tensors; its submodules have boxes."""
+    """If True, the item stands only for the module's own tensors; submodules have other items."""
 
 
 _Origin = tuple[int, int]
@@ -67,7 +78,10 @@ _Origin = tuple[int, int]
 
 
 class Reader:
-    """Reads a forward and collects the arrows between boxes."""
+    """Reads the ops of a forward and collects the links (arrows) between boxes.
+
+    An origin of a value is a (box, repeat) that computed it.
+    """
 
     def __init__(self, flow: Flow, items: Sequence[Item], boxes: Sequence[Box]) -> None:
         self._flow, self._boxes = flow, list(boxes)
@@ -89,7 +103,10 @@ class Reader:
         self._first: dict[int, int] = {}
 
     def read(self) -> tuple[list[Box], Mapping[int, Links]]:
-        """Return all boxes in order of execution, with those that combine values, and the links."""
+        """Return (boxes in order of execution, links by the number of their frame).
+
+        The boxes include new ones for code between modules that combines values.
+        """
         origins: dict[int, frozenset[_Origin]] = {}
         for number, op in enumerate(self._flow.ops):
             given: frozenset[_Origin] = frozenset().union(
@@ -110,7 +127,10 @@ class Reader:
         return self._in_order()
 
     def _place(self, op: Op) -> tuple[int, int, int | None]:
-        """Return (frame or -1, repeat, box or None) in which an op runs."""
+        """Return (frame, repeat, box) that an op belongs to.
+
+        The frame is -1 for an op outside of all frames. The box is None for an op between modules.
+        """
         box, frame, repeat = None, -1, 0
         for call in self._flow.around(op.call):
             for fqn in around(call.module):
@@ -126,7 +146,7 @@ class Reader:
         return frame, repeat, box
 
     def _seen(self, origin: _Origin, frame: int, repeat: int) -> int:
-        """Return the box of an origin as seen from a frame; every box outside it is `ENTRY`."""
+        """Return the box that stands for an origin inside a frame; `ENTRY` if it is outside."""
         box, its = origin
         inside = self._boxes[box].frame
         if frame >= 0:
@@ -136,11 +156,14 @@ class Reader:
     def _glue(
         self, op: Op, given: frozenset[_Origin], frame: int, repeat: int
     ) -> frozenset[_Origin]:
-        """Return the origins of an op between modules: those of its inputs, or a combining box."""
+        """Return the origins of the outputs of an op between modules.
+
+        These are the origins of its inputs, or, if the op combines several, one combining box.
+        """
         sign = _sign(op.name)
         seen = frozenset(self._seen(each, frame, repeat) for each in given)
         if ENTRY in seen and sign not in ("+", "join"):
-            # Rotary angles, masks and the like enter the frame but are not part of its data path.
+            # Rotary angles, masks and so on enter the frame, but get no combining box in it.
             for each in given:
                 if self._seen(each, frame, repeat) == ENTRY:
                     self._enter(each, frame)
@@ -174,7 +197,7 @@ class Reader:
             self._enter(origin, frame)
 
     def _enter(self, origin: _Origin, frame: int) -> None:
-        """Link a value into a frame, from another box or from the previous repeat."""
+        """Add the links by which a value from another box or the previous repeat enters a frame."""
         inside = self._boxes[origin[0]].frame
         if inside >= 0:
             self._add(inside, origin[0], EXIT)
@@ -186,9 +209,10 @@ class Reader:
             self._links.setdefault(frame, {})[begin, end] = None
 
     def _in_order(self) -> tuple[list[Box], Mapping[int, Links]]:
-        """Sort boxes by their first run, and drop links back to modules that run again.
+        """Return (boxes, links) with the boxes numbered in the order of their first run.
 
-        Boxes that never run and have no parameters are dropped too, such as an inactive dropout.
+        Links back to modules that run again are dropped, and so are boxes that never run and have
+        no parameters, such as an inactive dropout.
         """
         last = len(self._flow.ops)
         idle = {
@@ -216,7 +240,7 @@ _PRODUCTS: Final = ("attention", "bmm", "matmul", "mm", "dot", "conv")
 
 
 def _sign(name: str) -> str:
-    """Return the text of a box that combines values; "" if the op does not really combine them."""
+    """Return the text of a combining box for an op; "" if the op gets no box."""
     word = name.removeprefix("aten.").partition(".")[0].strip("_")
     if word in _SIGNS:
         return _SIGNS[word]

@@ -44,11 +44,11 @@ _ROOM: Final = WIDTH - 2 * EDGE
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """The boxes inside one frame, or outside of all frames.
+    """The positions of the boxes inside one frame, or outside of all frames.
 
     Args:
-        laid: Positions in inches.
-        inside: Content of each frame among the boxes, by the frame's number.
+        laid: Positions of the boxes, in inches.
+        inside: Positions inside those boxes that are frames, by the number of the box.
     """
 
     laid: LayeredPositions
@@ -64,7 +64,7 @@ class _Level:
 
 
 def draw_graph(facts: Graph, theme: Theme) -> Picture:
-    """Draw the graph in rows from above, in the order of execution."""
+    """Draw the graph, with the first boxes that run at the top."""
     inks = _inks(facts)
     level = _level(facts, -1, _ROOM)
     legend: list[Item] = list(inks.items())
@@ -127,7 +127,7 @@ def _level(facts: Graph, frame: int, room: float) -> _Level:
 def _in_order(
     facts: Graph, own: Mapping[int, Box], inside: Mapping[int, _Level], room: float
 ) -> LayeredPositions:
-    """Lay out boxes without arrows, like the words of a text."""
+    """Lay out boxes without arrows in rows from left to right, like the words of a text."""
     rows: list[list[int]] = [[]]
     wide: dict[Key, tuple[float, float]] = {
         n: _size(each, inside.get(n), _MOST) for n, each in own.items()
@@ -162,7 +162,7 @@ def _size(each: Box, inside: _Level | None, most: float) -> tuple[float, float]:
 
 
 def _words(each: Box, room: float = 99.0) -> str:
-    """Return class and numbers; with little space, as much of the class name as fits."""
+    """Return the class of a box and its numbers; the class is shortened to fit `room` inches."""
     size = f" · {format_count(each.num_params)}" if each.num_params else ""
     times = f" · {each.num_modules:,} times" if each.num_modules > 1 and each.frame < 0 else ""
     below = f" · {each.num_below:,} inside" if each.num_below else ""
@@ -228,7 +228,7 @@ def _module(
 ) -> None:
     x, y, wide = at
     ink = inks.get(each.group, Ink(theme.panel))
-    # The gid becomes a tooltip in the svg, with the full text that may be shortened in the box.
+    # The gid becomes a tooltip of the svg: it has the full text, which the box may shorten.
     gid = f"module {number}: {each.group or NOTHING}: {each.name}, {_words(each)}"
     box(plane, x, y, wide, _TALL, ink, edge=theme.quiet, gid=gid)
     colour = ink_on(ink.colour)

@@ -1,8 +1,8 @@
 """Layered layout of boxes and arrows, in rows from above, so that no arrow crosses a box.
 
-The longest path to a box gives its row. Within a row, boxes are near their neighbours without
-touching. An arrow that passes through rows has a slot of its own in each of them. Lengths are in
-the unit of the given sizes.
+The row of a box is the length of the longest path to it. Within a row, boxes are placed close to
+the boxes that they have arrows with, without touching each other. An arrow over several rows
+reserves a slot in each row that it passes. Lengths are in the unit of the given sizes.
 
 Source: Sugiyama, Tagawa, Toda, Methods for visual understanding of hierarchical system structures,
 IEEE Transactions on Systems, Man, and Cybernetics 11 (1981).
@@ -31,7 +31,7 @@ class LayeredPositions:
     Args:
         width: Width of the whole layout.
         height: Height of the whole layout.
-        at: Lower left corner of each box.
+        at: (x, y) of the lower left corner of each box.
         sizes: Width and height of each box, as given.
         ways: Points of each arrow, from its start to its end.
     """
@@ -51,12 +51,12 @@ def lay_out(
     gap: float,
     between: float,
 ) -> LayeredPositions:
-    """Lay out boxes in rows.
+    """Return positions of boxes in rows, and the points of the arrows.
 
     Args:
         sizes: (width, height) by box, in the order of execution.
-        links: Arrows between boxes; arrows back to an earlier box of `sizes` are left out.
-        most_in_row: Maximum number of boxes in a row; more of them get a further row.
+        links: Arrows as (from box, to box); arrows to an earlier box of `sizes` are left out.
+        most_in_row: Maximum number of boxes in a row; a longer row is split.
         gap: Distance between boxes of a row.
         between: Distance between rows.
     """
@@ -113,7 +113,7 @@ def lay_out(
 
 
 def _rows(keys: Sequence[Key], links: Sequence[Link], most: int) -> list[list[Key]]:
-    """Return rows by the longest path from a box without inputs; wide rows are split."""
+    """Return the boxes of each row; rows of more than `most` boxes are split."""
     depth = dict.fromkeys(keys, 0)
     into: dict[Key, list[Key]] = {}
     for a, b in links:
@@ -124,7 +124,7 @@ def _rows(keys: Sequence[Key], links: Sequence[Link], most: int) -> list[list[Ke
     for a, b in links:
         out.setdefault(a, []).append(b)
     for key in reversed(keys):
-        # A box without inputs goes right above the first box that reads it.
+        # Move a box without inputs down, into the row above the first box that reads it.
         if key not in into and key in out:
             depth[key] = min(depth[b] for b in out[key]) - 1
     rows: list[list[Key]] = [[] for _ in range(max(depth.values(), default=-1) + 1)]
@@ -140,7 +140,15 @@ def _middles(
     below: Mapping[Key, Sequence[Key]],
     gap: float,
 ) -> dict[Key, float]:
-    """Return the x of each box's centre, near its neighbours without overlap, and sort the rows."""
+    """Return x of the centre of each box, and sort each row in place from left to right.
+
+    Args:
+        rows: Boxes of each row.
+        wide: Width of each box.
+        above: Boxes in the row above that a box has arrows from.
+        below: Boxes in the row below that a box has arrows to.
+        gap: Distance between boxes of a row.
+    """
     middle: dict[Key, float] = {}
     for row in rows:
         _place(row, dict.fromkeys(row, 0.0), wide, gap, middle)
@@ -166,7 +174,7 @@ def _place(
     gap: float,
     middle: dict[Key, float],
 ) -> None:
-    """Place boxes in this order, as close to the wanted positions as the gaps allow."""
+    """Set `middle`, the x of each box's centre, close to the x in `wanted` but without overlap."""
     rightward: list[float] = []
     for number, key in enumerate(row):
         least = wanted[key]
@@ -181,6 +189,6 @@ def _place(
             after = row[len(row) - number]
             most = min(most, leftward[-1] - (wide[after] + wide[key]) / 2 - gap)
         leftward.append(most)
-    # Both passes keep the gaps, and therefore their mean does too.
+    # Positions of both passes keep the gaps, so the means of both keep them too.
     for key, one, other in zip(row, rightward, reversed(leftward), strict=True):
         middle[key] = (one + other) / 2

@@ -1,6 +1,6 @@
-"""The data flow of the forward of a model of a known family, from its config.
+"""The data flow of a forward, from the config of a model of a known family.
 
-The ops are those of `memory.decoder.microbatch`, once and in order.
+The ops are the rows of the tape that `memory.decoder.microbatch` makes for the memory estimate.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ANY: Final = MicrobatchSpec(batch=1, seq_len=16, element_bytes=2)
 
 
 def layout_flow(graph: ModelGraph) -> Flow | None:
-    """Return the forward without its loss; None if there is no config of a known family."""
+    """Return the data flow of a forward without its loss; None without a config of known family."""
     if not graph.config:
         return None
     try:

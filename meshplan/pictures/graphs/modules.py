@@ -1,7 +1,7 @@
-"""The model's modules as a graph of data flow, with equal ones folded, by stage or by layout.
+"""The model's modules as a graph of data flow: equal modules folded, coloured by stage or layout.
 
-Arrows come from a recorded forward, or from an outline of one. Without either, the flow between
-modules is not known, and they are drawn in definition order.
+Arrows come from a recorded forward, from the model's config, or from an outline without the inside
+of blocks. Without any of these, modules are drawn in definition order, without arrows.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ SEVERAL: Final = "several of these"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
-    """The facts of the picture.
+    """The facts that `draw_graph` draws.
 
     Args:
         model: Name of the model.
         by: Meaning of the colours: "stage" or "layout".
-        boxes: Boxes in the order of execution if it is known, else of definition.
+        boxes: Boxes in the order of execution; in the order of definition if `source` is "".
         links: Arrows as pairs of box numbers, by the number of their frame; -1 for no frame.
-        source: "recorded", "told" from the config, "outline" without the inside of blocks, or "" if
-            the data flow is not known.
+        source: Source of the data flow: "recorded" for a recorded forward, "told" for the model's
+            config, "outline" for an outline without the inside of blocks, "" if it is not known.
         num_idle: Number of boxes left out because their modules do not run and have no parameters.
         groups: All stages or layouts, as text.
         num_modules: Number of modules of the model.
@@ -53,12 +53,12 @@ class Graph:
 
     @property
     def title(self) -> str:
-        """The verdict."""
+        """The picture's title: the answer in one sentence."""
         return title_of(self)
 
     @property
     def alt(self) -> str:
-        """A description for readers who cannot see the picture."""
+        """The picture's alt text, for readers who cannot see it."""
         arrows = "arrows along the data flow" if self.source else "in order of definition"
         modules = counted(sum(not box.is_meeting for box in self.boxes), "box", "boxes")
         return (
@@ -68,7 +68,7 @@ class Graph:
 
 
 def module_graph(plan: Plan) -> Graph:
-    """Collect the boxes, arrows and colours of a plan's modules."""
+    """Return the boxes, arrows and colours for a plan's modules."""
     graph, stages = plan.graph, plan.assignment.stages
     sources = {"recorded": graph.flow, "told": None, "outline": graph.outline}
     if graph.flow is None:
@@ -103,7 +103,15 @@ def module_graph(plan: Plan) -> Graph:
 
 
 def _chosen(root: Folded, plan: Plan, called: set[str] | None) -> list[Item]:
-    """Choose the boxes: the tree from the top, as deep as space allows, with each repeat once."""
+    """Return the items to draw: the tree of modules from the top, as deep as `_MOST_BOXES` allows.
+
+    Of identical blocks, one is opened.
+
+    Args:
+        root: The tree, with equal modules folded.
+        plan: The plan.
+        called: Fqns of modules that the data flow names; None if it is not known.
+    """
     if not root.children:
         return [Item(root, plan.graph.name, 0)]
     items = [_item(kid, "", 1) for kid in root.children]
@@ -122,7 +130,7 @@ def _chosen(root: Folded, plan: Plan, called: set[str] | None) -> list[Item]:
         for item in at:
             if _may_open(item, plan, called):
                 kinds.setdefault(_shape(item.node), []).append(item)
-        # Open containers without a forward first, such as ModuleList.
+        # Modules without a forward, such as ModuleList, are opened first, while there is space.
         for shape, alike in sorted(kinds.items(), key=lambda kind: _has_forward(kind[1][0], plan)):
             if shape in opened:
                 continue
@@ -151,12 +159,12 @@ def _may_open(item: Item, plan: Plan, called: set[str] | None) -> bool:
     if called is None or not _has_forward(item, plan):
         return True
     if plan.graph.owned(item.node.fqns[0]):
-        return False  # Its own computation happens between its submodules.
+        return False  # The module computes with its own tensors between its submodules.
     return any(fqn in called for kid in item.node.children for fqn in kid.fqns)
 
 
 def _repeats(item: Item) -> bool:
-    """Return True if the item stands for several modules, of which a frame can show one."""
+    """Return True if the item stands for several modules and may become a frame that shows one."""
     return item.frame is None and len(item.node.fqns) > 1
 
 
@@ -165,12 +173,12 @@ def _has_forward(item: Item, plan: Plan) -> bool:
 
 
 def _shape(node: Folded) -> tuple[object, ...]:
-    """Return class names, down to the leaves."""
+    """Return the nested class names of a node and all nodes below it; equal for equal branches."""
     return (tuple(node.types), tuple(_shape(kid) for kid in node.children))
 
 
 def _opened(item: Item, plan: Plan) -> list[Item]:
-    """Return the items inside an item, and the item itself if it has tensors of its own."""
+    """Return an item for the module's own tensors, if it has any, and items for its submodules."""
     is_frame = _repeats(item)
     frame = item if is_frame else item.frame
     before = "" if is_frame else f"{item.name}."

@@ -1,4 +1,4 @@
-"""The model's modules as a tree, with equal ones folded, coloured by stage or by layout."""
+"""The model's modules as a tree, with equal modules folded, coloured by stage or by layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOTHING: Final = "no parameters of its own"
 
 
 class Coloured(Protocol):
-    """Modules coloured by stage or by layout, as a tree or as a graph."""
+    """The fields that `Tree` and `Graph` share."""
 
     @property
     def model(self) -> str: ...
@@ -34,7 +34,7 @@ class Coloured(Protocol):
 
 
 def title_of(found: Coloured) -> str:
-    """Return the verdict of either picture."""
+    """Return the title of a `Tree` or `Graph`: number of modules, and their stages or layouts."""
     many = counted(found.num_modules, "module")
     size = f"{format_count(found.num_params)} parameters"
     if not found.groups:
@@ -48,17 +48,17 @@ def title_of(found: Coloured) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModuleRow:
-    """Equal modules at one place of the tree.
+    """A row of the tree: equal modules with the same parent, or with equal parents.
 
     Args:
-        name: Name relative to the row above it, folded: "{0..31}".
+        name: Name relative to the parent's row, folded: "{0..31}".
         depth: Depth in the tree; 0 for the root.
         type: Class names.
         num_modules: Number of modules.
         num_params: Parameters of all these modules, including their submodules.
         group: Stage or layout that colours the row, as text; "" if it has neither.
-        parent: Number of the row above it; -1 for the root.
-        num_hidden: Number of rows below it that are left out.
+        parent: Number of the parent's row; -1 for the root.
+        num_hidden: Number of rows of its submodules that are left out.
     """
 
     name: str
@@ -73,7 +73,7 @@ class ModuleRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """The facts of the picture.
+    """The facts of the text version of the picture "graph".
 
     Args:
         model: Name of the model.
@@ -95,12 +95,12 @@ class Tree:
 
     @property
     def title(self) -> str:
-        """The verdict."""
+        """The picture's title: the answer in one sentence."""
         return title_of(self)
 
     @property
     def alt(self) -> str:
-        """A description for readers who cannot see the picture."""
+        """The picture's alt text, for readers who cannot see it."""
         return (
             f"The modules of {self.model} as a tree in {counted(len(self.rows), 'row')}, "
             f"identical ones folded, coloured by {self.by}: "
@@ -110,7 +110,14 @@ class Tree:
 
 @dataclass(slots=True)
 class Folded:
-    """Equal modules at one place of the tree, or at the same place below several equal modules."""
+    """A node of the folded tree: equal modules with the same parent, or with equal parents.
+
+    Attributes:
+        fqns: Fqns of the modules.
+        types: Class names of the modules.
+        children: Nodes of the submodules.
+        shape: Not used.
+    """
 
     fqns: list[str]
     types: list[str]
@@ -119,7 +126,7 @@ class Folded:
 
 
 def module_tree(plan: Plan) -> Tree:
-    """Collect the tree of a plan's modules."""
+    """Return the tree of a plan's modules."""
     graph, stages = plan.graph, plan.assignment.stages
     by = "stage" if stages is not None else "layout"
     own = {fqn: group_of(plan, fqn) for fqn in graph.modules}
@@ -143,7 +150,7 @@ def folded(plan: Plan, own: Mapping[str, str]) -> Folded:
 
     Args:
         plan: The plan.
-        own: Text by fqn that equal modules must share, in addition to their class and place.
+        own: Text by fqn, such as the layout; modules with different texts are not folded together.
     """
     kids: dict[str, list[str]] = {}
     for fqn in plan.graph.modules:
@@ -164,7 +171,10 @@ def group_of(plan: Plan, fqn: str) -> str:
 
 
 def sizes_of(graph: ModelGraph) -> Mapping[str, int]:
-    """Return the parameters of each module including its submodules; shared ones count once."""
+    """Return the number of parameters in each module with its submodules, by fqn.
+
+    A shared parameter counts once per module.
+    """
     out = dict.fromkeys(graph.modules, 0)
     for tensor in graph.parameters:
         fqn = tensor.module
@@ -182,7 +192,14 @@ def fold_tree(
     kids: Mapping[str, Sequence[str]],
     own: Mapping[str, str],
 ) -> Folded:
-    """Fold equal modules, and recursively their submodules."""
+    """Return one node for equal modules, with their submodules folded recursively.
+
+    Args:
+        fqns: Fqns of the equal modules.
+        graph: The model.
+        kids: Fqns of the direct submodules, by fqn.
+        own: As in `folded`.
+    """
     first = fqns[0]
     node = Folded(fqns, list(dict.fromkeys(graph.modules[fqn].type for fqn in fqns)))
     rows = list(zip(*(kids.get(fqn, ()) for fqn in fqns), strict=False)) if first in kids else []
@@ -203,7 +220,7 @@ def fold_tree(
 def _key(
     fqn: str, graph: ModelGraph, kids: Mapping[str, Sequence[str]], own: Mapping[str, str]
 ) -> tuple[object, ...]:
-    """Return the properties that two equal modules share."""
+    """Return a key that two modules share if they are equal: class, text, and submodules."""
     below = tuple(
         (name.rpartition(".")[2], _key(name, graph, kids, own)) for name in kids.get(fqn, ())
     )
@@ -239,7 +256,7 @@ def _rows(
 
 
 def _cut(rows: list[ModuleRow]) -> list[ModuleRow]:
-    """Reduce the rows to `_MOST_ROWS`: the deepest are left out first, and counted."""
+    """Leave out rows, the deepest first, until `_MOST_ROWS` are left; parents count them."""
     most = max((row.depth for row in rows), default=0)
     below: list[dict[str, None]] = [{row.group: None} if row.group else {} for row in rows]
     while len(rows) > _MOST_ROWS and most > 1:
@@ -250,7 +267,7 @@ def _cut(rows: list[ModuleRow]) -> list[ModuleRow]:
             if row.depth >= most:
                 hidden[row.parent] += 1 + row.num_hidden
                 below[row.parent] |= below[number]
-        # A row takes the colour of the rows left out below it, if they all share one.
+        # If all rows that are left out below a row share a colour, the row takes that colour.
         rows = [
             replace(
                 rows[n],

@@ -1,4 +1,4 @@
-"""Peak memory of every group of equal ranks, term by term, compared with the limit."""
+"""Peak memory of every group of equal ranks as a bar, by category, compared with the limit."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from meshplan.units import GIB, format_bytes, format_gib
 _MOST_BARS: Final = 10
 INKS: Final = {**{str(term): ink for term, ink in TERMS.items()}, "rounding": ROUNDING,
                "unused in segments": UNUSED, "driver": DRIVER}  # fmt: skip
-"""Fills of all parts of a bar, in the order of stacking."""
+"""Fill of each category of a bar, in the order in which a bar is stacked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A group of equal ranks.
+    """The bar of a group of equal ranks.
 
     Args:
-        name: The ranks, and their stages.
-        parts: Pairs (term, bytes); they add up to the figure that `nvidia-smi` would show.
+        name: The ranks and their stages, as text.
+        parts: Pairs (category, bytes). They add up to the number that `nvidia-smi` would show.
         high_bytes: Upper end of the estimate's band; None if activations are not known.
         where: Phase and module of the peak, as text.
         fits: True if the bar is within the limit; None if that is not known.
@@ -47,15 +47,15 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBars:
-    """The facts of the picture.
+    """The facts that `draw_memory` draws.
 
     Args:
         bars: The largest groups, in order of rank.
-        num_more: Number of smaller groups that are not shown.
+        num_more: Number of groups with lower peaks that are not shown.
         limit_bytes: Bytes that one GPU may use; None if no limit is known.
-        unknown: Reason why only the states are known; "" if the whole step is.
+        unknown: Reason why only the states are known; "" if the whole step is known.
         missing: Name of the bytes that are not known.
-        bound: Reason why this is only an upper bound; "" if it is the figure itself.
+        bound: Reason why the bars are only upper bounds; "" if they are estimates.
     """
 
     bars: tuple[Bar, ...]
@@ -67,11 +67,11 @@ class MemoryBars:
 
     @property
     def worst(self) -> Bar:
-        """The bar that is closest to the limit, or furthest above it."""
+        """The bar with the highest upper end."""
         return max(self.bars, key=lambda bar: bar.high_bytes or bar.total_bytes)
 
     def verdict(self, bar: Bar) -> str:
-        """Compare one bar with the limit, in words."""
+        """Return the difference between one bar and the limit as text."""
         if self.limit_bytes is None:
             return "no limit stated"
         left = self.limit_bytes - (bar.high_bytes or bar.total_bytes)
@@ -80,13 +80,13 @@ class MemoryBars:
         return left_in_words(self.limit_bytes - left, self.limit_bytes)
 
     def size(self, bar: Bar) -> str:
-        """Return the figures of one bar and the limit, in words."""
+        """Return the bytes of one bar, its upper end and the limit as text."""
         expected = None if self.bound else bar.total_bytes
         return size_in_words(bar.high_bytes or bar.total_bytes, self.limit_bytes, expected)
 
     @property
     def title(self) -> str:
-        """The verdict."""
+        """The picture's title: the answer in one sentence."""
         worst = self.worst
         needs = format_bytes(worst.high_bytes or worst.total_bytes)
         whose = worst.name.split(", stage")[0]
@@ -108,7 +108,7 @@ class MemoryBars:
 
     @property
     def alt(self) -> str:
-        """A description for readers who cannot see the picture."""
+        """The picture's alt text, for readers who cannot see it."""
         worst = self.worst
         largest = max(worst.parts, key=lambda part: part[1], default=("nothing", 0))
         most = f"most of it {largest[0]}, {format_bytes(largest[1])}"
@@ -121,7 +121,7 @@ class MemoryBars:
 
 
 def memory_bars(estimate: MemoryEstimate) -> MemoryBars:
-    """Collect the bars of an estimate of the whole step."""
+    """Return the bars for an estimate of the whole step."""
     groups = list(estimate.groups)
     keep = sorted(groups, key=lambda group: -group.band[1])[:_MOST_BARS]
     return MemoryBars(
@@ -133,7 +133,7 @@ def memory_bars(estimate: MemoryEstimate) -> MemoryBars:
 
 
 def parts_of(group: RankGroup) -> tuple[tuple[str, int], ...]:
-    """Return the bytes of a group by term, including the driver; they add up to its total."""
+    """Return pairs (category, bytes) that add up to a group's total, with the driver's bytes."""
     peak = group.peak
     more = {
         "rounding": peak.allocated_bytes - peak.requested_bytes,
@@ -158,19 +158,19 @@ def _bar(group: RankGroup) -> Bar:
 
 
 def missing_of(plan: Plan) -> str:
-    """Name the memory that a step needs in addition to its states."""
+    """Return the name of the memory that a step needs in addition to its states."""
     cuts = plan.assignment.strategy.cuts
     is_gathered = bool(cuts) and "parameter" not in cuts
     return "activations and gathered parameters" if is_gathered else "activations"
 
 
 def states_alone(plan: Plan, limit_bytes: int | None, why: str) -> MemoryBars:
-    """Collect bars of the states, for plans whose step cannot be estimated.
+    """Return bars of the training states, for plans whose step cannot be estimated.
 
     Args:
         plan: The plan.
         limit_bytes: Bytes that one GPU may use; None if no limit is known.
-        why: Reason why the step is not known.
+        why: Reason why the step cannot be estimated.
     """
     bars = []
     for ranks in equal_ranks(plan.assignment):
@@ -215,7 +215,7 @@ def draw_memory(facts: MemoryBars, theme: Theme) -> Picture:
     beside = max(width_of(text, TEXT, bold=True) for text in words) + 0.25
     longest = max([bar.high_bytes or bar.total_bytes * 1.25 for bar in facts.bars]) / GIB
     shown = max(longest, (facts.limit_bytes or 0) / GIB) or 1.0
-    # Reserve space for the text of each bar, to the right of the longest bar and the limit.
+    # Leave space for the texts of the bars, to the right of the longest bar and of the limit.
     scale = shown * 1.02 / (room - beside)
     rows, tall = len(facts.bars), sheet.height - 0.9
     step = rows / tall

@@ -1,4 +1,4 @@
-"""The memory of one rank through one step: bytes against events, by term."""
+"""The memory of one rank during one step: live bytes by category after each event."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Point:
 
     Args:
         event: Number of the event.
-        terms: Bytes by term, in the order of `Term`.
+        terms: Bytes of each category, in the order of `Term`.
     """
 
     event: int
@@ -41,12 +41,12 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of the step.
+    """A forward, backward, loss or optimizer step within a training step.
 
     Args:
         name: Name of the phase.
         first: Number of its first event.
-        last: Number of the event after its last one.
+        last: Number of its last event plus one.
     """
 
     name: str
@@ -56,18 +56,18 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """The facts of the picture.
+    """The facts that `draw_timeline` draws.
 
     Args:
         rank: The rank.
-        points: Points to draw: of each run of events the one with most live bytes, and the last
-            one.
+        points: Points to draw. The events are divided into runs of equal length; of each run this
+            is the point with most live bytes. The last point is after the last event.
         phases: Phases in order.
         peak_bytes: Live bytes at the peak.
-        peak_event: Number of the event after which they are live.
-        where: Phase of the peak, and the module or term that causes it, as text.
+        peak_event: Number of the event after which the peak is reached.
+        where: Phase of the peak, and the module or category that causes it, as text.
         num_events: Number of events in the step.
-        note: A sentence on forwards that are left out; "" if none are.
+        note: A sentence on forwards that are left out; "" if none are left out.
     """
 
     rank: int
@@ -81,13 +81,13 @@ class Timeline:
 
     @property
     def title(self) -> str:
-        """The verdict."""
+        """The picture's title: the answer in one sentence."""
         peak = format_bytes(self.peak_bytes)
         return f"Tensors of rank {self.rank} peak at {peak}, {self.where}"
 
     @property
     def alt(self) -> str:
-        """A description for readers who cannot see the picture."""
+        """The picture's alt text, for readers who cannot see it."""
         names = ", ".join(dict.fromkeys(phase.name for phase in self.phases))
         last = self.points[-1] if self.points else Point(0, (0,))
         return (
@@ -99,10 +99,15 @@ class Timeline:
 
 
 def log_of(plan: Plan, rank: int, device: str) -> EventLog:
-    """Return the log of one rank's step, from the model's config alone.
+    """Return the log of one rank's step, computed from the model's config alone.
+
+    Args:
+        plan: The plan.
+        rank: The rank.
+        device: Name of the device, whose library workspaces the log includes.
 
     Raises:
-        PlanError: There are no rules for the model's ops, or for something in the plan.
+        PlanError: The model's family, or something in the plan, needs a trace with torch.
     """
     return with_workspaces(
         analytic_log_of_rank(plan, rank, device=device, summarised=False), device
@@ -110,13 +115,13 @@ def log_of(plan: Plan, rank: int, device: str) -> EventLog:
 
 
 def timeline(log: EventLog, rank: int = 0, num_forwards: int | None = None) -> Timeline:
-    """Collect the facts of a rank's log.
+    """Return the facts of the picture for the log of a rank's step.
 
     Args:
         log: The log.
         rank: The rank.
-        num_forwards: Number of forwards in the step; None for those of the log. A log may have
-            fewer if the others are equal.
+        num_forwards: Number of forwards in the step; None for as many as in the log. A log may
+            leave out forwards that equal others.
     """
     shown = log.phases.count("forward")
     is_summarised = num_forwards is not None and shown < num_forwards
@@ -136,7 +141,7 @@ def timeline(log: EventLog, rank: int = 0, num_forwards: int | None = None) -> T
 
 
 def _points(log: EventLog) -> Iterator[Point]:
-    """Yield the highest point of each run of events, and the last point."""
+    """Yield the points to draw, as `Timeline.points` describes them."""
     places = {term: number for number, term in enumerate(Term)}
     of_storage = [places[storage.term] for storage in log.storages]
     held = [0] * len(places)
@@ -165,7 +170,7 @@ def _phases(log: EventLog) -> Iterator[Phase]:
 
 
 def draw_timeline(facts: Timeline, theme: Theme) -> Picture:
-    """Draw stacked areas by term, with the phases above and the peak marked."""
+    """Draw stacked areas by category, with the phases above and the peak marked."""
     shown = [
         (place, term)
         for place, term in enumerate(Term)
@@ -215,7 +220,7 @@ def draw_timeline(facts: Timeline, theme: Theme) -> Picture:
 
 
 def _draw_phases(axes: Axes, facts: Timeline, scale: float, theme: Theme) -> None:
-    """Draw the ends of phases as lines, and their names above if they fit."""
+    """Draw a vertical line at the end of each phase, and the names of phases that have space."""
     top = axes.get_ylim()[1]
     for number, phase in enumerate(facts.phases):
         if number:

@@ -1,6 +1,6 @@
-"""Parameters as areas: size by bytes, colour by layout, replicated ones in a striking colour.
+"""Parameters as rectangles: area by bytes, colour by layout. Replicated parameters stand out.
 
-Parameters of equal blocks share one area, so that two blocks look the same as a hundred.
+Equal parameters of all blocks share one rectangle, however many blocks there are.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ Of = Literal["local", "global"]
 
 _TALL: Final = 4.6
 _LEAST: Final = 1 / 400
-"""Share of all bytes below which areas are merged."""
+"""Share of all bytes below which a rectangle is merged with others of its layout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Area:
-    """Equal parameters.
+    """The rectangle of parameters that are equal but for the numbers in their fqns.
 
     Args:
-        name: Their fqns, folded.
-        placement: Their layout in placement words.
-        is_whole: If True, they are replicated on every rank that has them, although there are ranks
-            to shard them over.
-        num_bytes: Bytes of all of them.
+        name: Fqns of the parameters, folded: "layers.{0..31}.w".
+        placement: Layout of the parameters at rest, as placements in words.
+        is_whole: If True, every rank that has the parameters has all of them, although there are
+            several ranks to shard them over.
+        num_bytes: Bytes of all these parameters.
         count: Number of parameters.
     """
 
@@ -59,14 +59,14 @@ class Area:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Treemap:
-    """The facts of the picture.
+    """The facts that `draw_treemap` draws.
 
     Args:
         model: Name of the model.
-        of: "local" for the bytes of `rank`, "global" for the bytes of the model.
+        of: "local" if areas are the bytes on `rank`, "global" if they are the bytes of the model.
         rank: The rank.
-        areas: The areas, largest first.
-        is_alone: If True, there are no ranks to shard parameters over.
+        areas: The rectangles, largest first.
+        is_alone: If True, every stage has one rank, so that parameters cannot be sharded.
     """
 
     model: str
@@ -85,7 +85,7 @@ class Treemap:
 
     @property
     def placements(self) -> tuple[str, ...]:
-        """Layouts that shard, those with most bytes first."""
+        """Layouts of sharded parameters, as text; the layout with most bytes first."""
         sizes: dict[str, int] = {}
         for area in self.areas:
             if not area.is_whole:
@@ -94,7 +94,7 @@ class Treemap:
 
     @property
     def title(self) -> str:
-        """The verdict."""
+        """The picture's title: the answer in one sentence."""
         total = format_bytes(self.total_bytes)
         whose = f"on rank {self.rank}" if self.of == "local" else "in all"
         if not self.total_bytes:
@@ -109,7 +109,7 @@ class Treemap:
 
     @property
     def alt(self) -> str:
-        """A description for readers who cannot see the picture."""
+        """The picture's alt text, for readers who cannot see it."""
         if not self.areas:
             return f"Nothing is drawn: {self.model} has no parameters here."
         most = max(self.areas, key=lambda area: area.num_bytes)
@@ -121,11 +121,11 @@ class Treemap:
 
 
 def treemap(plan: Plan, of: Of = "local", rank: int = 0) -> Treemap:
-    """Collect the areas of a plan's parameters.
+    """Return the rectangles of a plan's parameters.
 
     Args:
         plan: The plan.
-        of: "local" for the bytes of a rank, "global" for the bytes of the model.
+        of: "local" for the bytes on `rank`, "global" for the bytes of the model.
         rank: The rank.
     """
     groups: dict[tuple[str, str, bool], list[Placed]] = {}
@@ -156,7 +156,7 @@ def treemap(plan: Plan, of: Of = "local", rank: int = 0) -> Treemap:
 
 
 def _could_be_cut(plan: Plan) -> bool:
-    """Return True if a stage has more than one rank."""
+    """Return True if pipeline stages have more than one rank, so that parameters can be sharded."""
     return plan.mesh.world_size > plan.mesh.size("pp")
 
 
@@ -170,9 +170,17 @@ def _bytes(plan: Plan, placed: Placed, of: Of, rank: int) -> int:
 def squarified(
     sizes: Sequence[float], x: float, y: float, wide: float, tall: float
 ) -> list[tuple[float, float, float, float]]:
-    """Return rectangles (x, y, width, height) of these areas that fill the space, nearly square.
+    """Divide a rectangle into nearly square rectangles whose areas are proportional to `sizes`.
 
-    `sizes` are sorted, largest first.
+    Args:
+        sizes: Positive numbers, largest first.
+        x: Left edge of the rectangle to divide.
+        y: Lower edge of this rectangle.
+        wide: Width of this rectangle.
+        tall: Height of this rectangle.
+
+    Returns:
+        (x, y, width, height) for each size, in order.
 
     Source: Bruls, Huizing, van Wijk 2000 (squarified treemaps), section 3.
 
@@ -208,7 +216,7 @@ def squarified(
 
 
 def _worst(sizes: Sequence[float], side: float, scale: float) -> float:
-    """Return the largest aspect ratio in a row of rectangles."""
+    """Return the largest aspect ratio of rectangles that are placed in one row along `side`."""
     thick = sum(sizes) * scale / side
     return max(
         max(thick / (size * scale / thick), (size * scale / thick) / thick) for size in sizes
@@ -245,7 +253,7 @@ def draw_treemap(facts: Treemap, theme: Theme) -> Picture:
 
 
 def _joined(facts: Treemap) -> list[Area]:
-    """Return the areas that are large enough to see, and merge small ones of the same layout."""
+    """Return the rectangles to draw; small rectangles of the same layout are merged into one."""
     least = facts.total_bytes * _LEAST
     out = [area for area in facts.areas if area.num_bytes >= max(least, 1)]
     small: dict[tuple[str, bool], list[Area]] = {}
@@ -265,7 +273,7 @@ def _joined(facts: Treemap) -> list[Area]:
 def _words(
     plane: Plane, area: Area, ink: Ink, at: tuple[float, float, float, float], theme: Theme
 ) -> None:
-    """Write the text of an area, in as many lines as fit."""
+    """Write name, bytes and layout into a rectangle, in as many lines as fit."""
     x, y, wide, tall = at
     is_upright = tall > 2 * wide and wide < 1.0
     across, up = (tall, wide) if is_upright else (wide, tall)

@@ -1,4 +1,4 @@
-"""The steps from the textbook's memory figure to the exact one."""
+"""The steps that lead from the textbook's formula for memory to the estimate of a rank's peak."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ from meshplan.units import GIB, format_bytes, format_gib
 
 _WHY: Final = 3.3
 _COUNTER: Final = 8
-"""Bytes by which a counted plan's states may differ from the textbook: its step counter."""
+"""Largest difference in bytes between a counted plan's states and the textbook that is ignored.
+
+It is the step counter of Adam, which the textbook leaves out.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waterfall:
-    """The facts of the picture.
+    """The facts that `draw_waterfall` draws.
 
     Args:
         ranks: The ranks with the highest peak.
-        steps: Steps as in `MemoryEstimate.reconciliation`; the first is the textbook's figure.
+        steps: Steps as in `MemoryEstimate.reconciliation`; the first has the textbook's bytes.
         limit_bytes: Bytes that one GPU may use; None if no limit is known.
-        unknown: Reason why only the states are known; "" if the whole step is.
+        unknown: Reason why only the states are known; "" if the whole step is known.
         missing: Name of the bytes that are not known.
     """
 
@@ -47,7 +50,7 @@ class Waterfall:
 
     @property
     def title(self) -> str:
-        """The verdict."""
+        """The picture's title: the answer in one sentence."""
         first, *rest = self.steps
         book, exact = format_bytes(first.total_bytes), format_bytes(self.total_bytes)
         if self.unknown:
@@ -63,13 +66,13 @@ class Waterfall:
 
     @property
     def alt(self) -> str:
-        """A description for readers who cannot see the picture."""
+        """The picture's alt text, for readers who cannot see it."""
         first = self.steps[0]
         if self.unknown:
             return (
                 f"A bar for each step from {first.name} ({format_bytes(first.total_bytes)}) to the "
-                f"states of {ranks_in_words(self.ranks)} ({format_bytes(self.total_bytes)}); what "
-                f"the rest of a step needs is unknown: {self.unknown}."
+                f"states of {ranks_in_words(self.ranks)} ({format_bytes(self.total_bytes)}); "
+                f"memory for the rest of a step is unknown: {self.unknown}."
             )
         ways = ", ".join(f"{step.name} {signed(step.delta_bytes)}" for step in self.steps[1:])
         return (
@@ -79,7 +82,7 @@ class Waterfall:
 
 
 def signed(num_bytes: int) -> str:
-    """Return a change of bytes with its sign.
+    """Return a difference in bytes as text, with its sign.
 
     >>> signed(-2048), signed(3 * 2**30)
     ('−2.0 KiB', '+3.0 GiB')
@@ -88,7 +91,7 @@ def signed(num_bytes: int) -> str:
 
 
 def waterfall(estimate: MemoryEstimate) -> Waterfall:
-    """Collect the steps of an estimate."""
+    """Return the steps for an estimate of the whole step."""
     return Waterfall(
         ranks=estimate.worst.ranks,
         steps=estimate.reconciliation,
@@ -97,12 +100,12 @@ def waterfall(estimate: MemoryEstimate) -> Waterfall:
 
 
 def waterfall_of_states(plan: Plan, limit_bytes: int | None, why: str) -> Waterfall:
-    """Collect the steps for the states alone, for plans whose step cannot be estimated.
+    """Return the steps for the training states alone, for plans whose step cannot be estimated.
 
     Args:
         plan: The plan.
         limit_bytes: Bytes that one GPU may use; None if no limit is known.
-        why: Reason why the step is not known.
+        why: Reason why the step cannot be estimated.
     """
     a, optimizer = plan.assignment, plan.spec.optimizer
     groups = equal_ranks(a)
@@ -123,7 +126,7 @@ def waterfall_of_states(plan: Plan, limit_bytes: int | None, why: str) -> Waterf
         reason = "by the plan's layouts, dtypes and optimizer" if name in real else (
             "needed during a step, not a state"
         )  # fmt: skip
-        # Each tensor has a step counter, and a counted plan does not say how many there are.
+        # Adam has a step counter per tensor; the number of tensors of a counted plan is unknown.
         if abs(exact - size) > (_COUNTER if is_counted(plan) else 0):
             total = steps[-1].total_bytes + exact - size
             steps.append(ReconcileStep(what, exact - size, total, reason))
@@ -138,7 +141,7 @@ def waterfall_of_states(plan: Plan, limit_bytes: int | None, why: str) -> Waterf
 
 
 def draw_waterfall(facts: Waterfall, theme: Theme) -> Picture:
-    """Draw a row for each step, with the total below."""
+    """Draw a row for each step, and the total in the last row."""
     steps = facts.steps
     note = (
         f"For {ranks_in_words(facts.ranks)}, which need most. Categories are those at the peak of "

@@ -1,4 +1,4 @@
-"""Bytes sent in a step, as a matrix of ranks, and by collective, as bars."""
+"""Bytes sent in a step: from each rank to each other, as a matrix, and by collective, as bars."""
 
 from __future__ import annotations
 
@@ -29,19 +29,18 @@ _LEAST: Final = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comm:
-    """The facts of the picture.
+    """The facts that `draw_comm` draws.
 
     Args:
         num_ranks: Number of ranks in the mesh.
-        per_cell: Ranks that one row or column stands for.
+        per_cell: Number of ranks that one row or column of the matrix stands for.
         per_node: Ranks per node; None if it is not stated.
-        matrix: Bytes sent in a step by [from, to], summed over the ranks of a cell.
+        matrix: Bytes sent in a step, as [sender, receiver], each a group of `per_cell` ranks.
         rank: The rank whose collectives are listed.
         lanes: The collectives of `rank`.
         crossing_bytes: Bytes that all ranks send to other nodes; None if nodes are not stated.
         unknown: Further communication whose bytes are not known.
-        is_told: If True, the bytes that activations send are computed from the model's sizes, as in
-            `links.Links`.
+        is_told: If True, bytes of activations are computed from the model's sizes, as in `Links`.
     """
 
     num_ranks: int
@@ -61,7 +60,7 @@ class Comm:
 
     @property
     def title(self) -> str:
-        """The verdict."""
+        """The picture's title: the answer in one sentence."""
         if self.num_ranks == 1:
             return "1 rank: nothing is sent"
         least = "at least " if self.unknown else ""
@@ -74,20 +73,20 @@ class Comm:
 
     @property
     def alt(self) -> str:
-        """A description for readers who cannot see the picture."""
+        """The picture's alt text, for readers who cannot see it."""
         cell = "rank" if self.per_cell == 1 else f"group of {self.per_cell:,} ranks"
         most = ", ".join(
             f"{lane.kind} along {' × '.join(lane.axes)} {format_bytes(lane.sent_bytes)}"
             for lane in self.lanes[:3]
         )
         return (
-            f"A matrix of bytes a step from each {cell} to each other one, and a bar for each "
+            f"A matrix of bytes a step from each {cell} to every other, and a bar for each "
             f"collective of rank {self.rank}: {most or 'none'}."
         )
 
 
 def comm(plan: Plan, rank: int = 0) -> Comm:
-    """Count the bytes that ranks send to each other in a step."""
+    """Return the bytes that ranks send to each other in a step; collectives are those of `rank`."""
     mesh, machine = plan.mesh, machine_of(plan)
     world = mesh.world_size
     per_node = machine.per_node
@@ -134,11 +133,24 @@ def _sent(
     per_cell: int,
     per_node: int | None,
 ) -> tuple[NDArray[np.float64], float]:
-    """Return the bytes that ranks in `own` send along a lane, by cell, and those leaving a node."""
+    """Return the bytes that some ranks send in the collectives of a lane.
+
+    Args:
+        lane: The collectives.
+        own: The sending ranks.
+        spans: (size, stride) of each axis of the lane.
+        world: Number of ranks in the mesh.
+        per_cell: Number of ranks per row and column of the matrix.
+        per_node: Ranks per node; None if it is not stated.
+
+    Returns:
+        (bytes as in `Comm.matrix`, bytes that cross nodes); the latter are 0 if nodes are not
+        stated.
+    """
     cells = -(-world // per_cell)
     crossing = 0
     if lane.num_ranks == world:
-        # The group is the whole mesh: counting ranks per cell avoids a loop over all pairs.
+        # Every rank sends to every other: count ranks per cell instead of looping over all pairs.
         sizes = np.bincount(np.arange(world) // per_cell, minlength=cells)
         mine = np.bincount(own // per_cell, minlength=cells)
         pairs = np.outer(mine, sizes) - np.diag(mine)
@@ -163,7 +175,15 @@ def _placed(
     per_cell: int,
     per_node: int | None,
 ) -> tuple[NDArray[np.float64], float]:
-    """Return the bytes that ranks `own` send to `to`, by cell, and those that leave a node."""
+    """Return the bytes that the ranks `own` send, with arguments and results as in `_sent`.
+
+    Args:
+        to: Pairs (a receiving rank for each rank of `own`, bytes sent to it).
+        own: The sending ranks. A rank that receives from itself does not count.
+        world: Number of ranks in the mesh.
+        per_cell: Number of ranks per row and column of the matrix.
+        per_node: Ranks per node; None if it is not stated.
+    """
     cells = -(-world // per_cell)
     out = np.zeros(cells * cells)
     crossing = 0.0
@@ -231,7 +251,7 @@ def draw_comm(facts: Comm, theme: Theme) -> Picture:
 
 
 def _short(size: float, most: float) -> str:
-    """Return bytes in the unit of the picture: GiB, or MiB if all values are small."""
+    """Return bytes as text without a unit: in GiB if `most` is large enough, else in MiB."""
     unit = GIB if most >= GIB / 10 else 2**20
     if size / unit < 0.05:
         return "~0"
@@ -239,7 +259,7 @@ def _short(size: float, most: float) -> str:
 
 
 def _edges(axes: Axes, facts: Comm, cells: int, theme: Theme) -> None:
-    """Draw the boundaries of nodes."""
+    """Draw the boundaries of nodes as lines in the matrix."""
     if facts.per_node is None or facts.per_node >= facts.num_ranks:
         return
     step = facts.per_node / facts.per_cell

@@ -1,4 +1,4 @@
-"""Plans for a model of which only the number of parameters is known."""
+"""Plans for a model of which nothing but the number of parameters is known ("counted plans")."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from meshplan.spec.spec import Spec
 from meshplan.textbook.inputs import graph_of
 
 OF_COUNT: Final = ("mesh", "memory", "waterfall")
-"""Pictures that need states only."""
+"""Pictures that can be drawn for a counted plan, because they need no modules."""
 ONLY_COUNT: Final = "only the number of the model's parameters is known"
 
 
 def is_counted(plan: Plan) -> bool:
-    """Return True if the plan is for a number of parameters (`blueprint.from_params`)."""
+    """Return True if the model of a plan was made by `blueprint.from_params`."""
     graph = plan.graph
     return (
         list(graph.modules) == [""]
@@ -25,7 +25,7 @@ def is_counted(plan: Plan) -> bool:
 
 
 def counted_plan(spec: Spec) -> Plan | None:
-    """Return the plan for the number of parameters that the spec states; None if it states none.
+    """Return a counted plan if the spec states a number of parameters as its model, else None.
 
     Raises:
         PlanError: The plan needs modules: stages, rules, or axes other than data axes.
@@ -38,7 +38,7 @@ def counted_plan(spec: Spec) -> Plan | None:
 
 
 def check_counted(plan: Plan, what: str) -> None:
-    """Check that the picture can be drawn from the facts that are known about the model.
+    """Check that the plan has modules if the picture needs them.
 
     Raises:
         PlanError: The picture needs modules, and only the number of parameters is known.

@@ -1,7 +1,7 @@
 """The bytes that ranks send to each other in a step, and the links that carry them.
 
-Bytes come from `traffic.forecast`. In a collective each rank sends every other one its shard of the
-tensor. The library may route this differently, but a ring sends the same total.
+Bytes come from `traffic.forecast`. A collective is counted as if each rank sent its shard of the
+tensor directly to every other rank. NCCL may route it differently, but a ring sends the same total.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TIMES: Final = {"all_reduce": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The nodes of a machine and its links.
+    """The nodes that a plan runs on, and the speed of their links.
 
     Args:
         per_node: Ranks per node; None if it is not stated.
@@ -42,16 +42,16 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """All collectives of one kind along the same axes.
+    """All collectives of one kind along the same axes in a step, and the link that they use.
 
     Args:
         kind: Kind of the collective, as in `traffic.Route`.
         axes: Axes of the mesh, as in `traffic.Route`.
         num_ranks: Number of ranks in one group.
-        pair_bytes: Bytes that a rank sends to each other rank of its group in a step.
+        pair_bytes: Bytes that a rank sends to each other rank of its group in a step; 0 for "send".
         crosses: If True, some group has ranks on several nodes; None if nodes are not stated.
         bytes_per_s: Bytes per second of the slowest link in use; None if not known.
-        to: For "send", pairs (coordinate along pp, bytes).
+        to: For "send", pairs (receiver's coordinate along pp, bytes); else ().
     """
 
     kind: str
@@ -72,13 +72,13 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """All communication of one rank.
+    """All communication of one rank in a step.
 
     Args:
-        lanes: The collectives, those with most bytes first.
-        unknown: Further communication, with the reason why its bytes are not known.
-        is_told: If True, the bytes that activations send are computed from the model's sizes, as in
-            the planner, and not from a recorded forward.
+        lanes: The collectives, with most bytes first.
+        unknown: Texts on further communication and why its bytes are not known.
+        is_told: If True, bytes of activations are computed from the model's sizes, as the planner
+            does, and not from a recorded forward.
     """
 
     lanes: tuple[Lane, ...]
@@ -87,7 +87,7 @@ class Links:
 
     @property
     def crossing_bytes(self) -> float:
-        """Bytes that the rank sends along groups that cross nodes."""
+        """Bytes that the rank sends in a step in groups that have ranks on several nodes."""
         return sum(lane.sent_bytes for lane in self.lanes if lane.crosses)
 
 
@@ -109,7 +109,7 @@ def machine_of(plan: Plan) -> Machine:
 def links_of(plan: Plan, rank: int = 0) -> Links:
     """Return the communication of one rank in a step."""
     if is_counted(plan):
-        # The modules decide what is gathered and how often, and they are not known.
+        # The modules, which are not known, decide which bytes are gathered and how often.
         is_alone = plan.mesh.world_size == 1
         return Links((), () if is_alone else (f"what is sent: {ONLY_COUNT}",))
     told, machine, mesh = forecast(plan, rank=rank), machine_of(plan), plan.mesh
@@ -148,7 +148,10 @@ def links_of(plan: Plan, rank: int = 0) -> Links:
 
 
 def _next_stages(plan: Plan, rank: int, num_bytes: int) -> tuple[tuple[int, float], ...]:
-    """Return (coordinate along pp, bytes) of activations sent onward and gradients sent back."""
+    """Return pairs (receiver's coordinate along pp, its share of `num_bytes`).
+
+    Activations go to the ranks of the next stages, and gradients to those of the stages before.
+    """
     stages = plan.assignment.stages
     assert stages is not None
     place = plan.mesh.index(rank, ("pp",))
@@ -165,7 +168,10 @@ def _is_of_activations(unknown: str) -> bool:
 
 
 def _of_activations(plan: Plan, rank: int) -> Counter[tuple[str, tuple[str, ...]]] | None:
-    """Return the bytes that activations send along tp and pp; None if the family is not known."""
+    """Return the bytes of activations and their gradients along tp and pp, by (kind, axes).
+
+    Returns None if the sizes of the model's activations are not known.
+    """
     a, stages, micro = plan.assignment, plan.assignment.stages, plan.micro
     try:
         chain = chain_of_plan(plan)
@@ -183,19 +189,24 @@ def _of_activations(plan: Plan, rank: int) -> Counter[tuple[str, tuple[str, ...]
         again = kind.sent_again[RECOMPUTE.index(recompute.policy.mode) if recompute else 0]
         for sent in (kind.sent_forward, kind.sent_backward, again):
             out["all_reduce", ("tp",)] += int(sent.all_reduce_bytes * samples)
-            # An all-gather and a reduce-scatter of the same tensor move the same bytes.
+            # `gather_bytes` includes reduce-scatters: they move as many bytes as all-gathers.
             out["all_gather", ("tp",)] += int(sent.gather_bytes * samples)
     if stages is not None:
         boundary = max(kind.boundary_bytes for kind in chain.kinds)
         for stage in range(stages.num - 1):
             ends = {stages.rank_of(stage), stages.rank_of(stage + 1)}
-            # Activations go to the next stage, and their gradients come back.
+            # One rank of a boundary sends the activations; the other one sends their gradients.
             out["send", ("pp",)] += int(boundary * samples) * (place in ends and len(ends) > 1)
     return Counter({key: size for key, size in out.items() if size})
 
 
 def _pair_bytes(kind: str, num_bytes: int, ranks: int) -> float:
-    """Return the bytes from one rank to each other one; 0 for a send, which has one receiver.
+    """Return the bytes that a rank sends to each other rank of its group; 0 for a "send".
+
+    Args:
+        kind: Kind of the collective.
+        num_bytes: Bytes of the whole tensor, summed over all collectives.
+        ranks: Number of ranks in the group.
 
     >>> _pair_bytes("all_gather", 800, 8), _pair_bytes("all_reduce", 800, 8)
     (100.0, 200.0)
@@ -206,7 +217,7 @@ def _pair_bytes(kind: str, num_bytes: int, ranks: int) -> float:
 
 
 def strides(mesh: Mesh, axes: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """Return (size, stride in ranks) of each axis, borrowed ones included.
+    """Return (size, stride in ranks) of each axis; axes may be borrowed, such as ep.
 
     >>> strides(Mesh.of({"dp_replicate": 2, "dp_shard": 4}), ("dp_replicate",))
     ((2, 4),)
@@ -224,7 +235,7 @@ def strides(mesh: Mesh, axes: Sequence[str]) -> tuple[tuple[int, int], ...]:
 
 
 def members(mesh: Mesh, axes: Sequence[str], first: int = 0) -> Iterator[int]:
-    """Yield the group of ranks along these axes; `first` has coordinate 0 on all of them."""
+    """Yield the ranks of a group along these axes; `first` has coordinate 0 on each of the axes."""
     spans = [[place * stride for place in range(size)] for size, stride in strides(mesh, axes)]
     for offsets in itertools.product(*spans):
         yield first + sum(offsets)

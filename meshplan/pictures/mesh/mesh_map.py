@@ -31,17 +31,17 @@ _MOST_TILES: Final = 16
 _PER_ROW: Final = 8
 _MOST_LANES: Final = 8
 _LEAST: Final = 1e-4
-"""Share of the largest lane's bytes below which a lane is not drawn."""
+"""Lanes with less than this share of the largest lane's bytes are not drawn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One rank.
+    """The tile of one rank.
 
     Args:
         rank: The rank.
-        shard: Number of the shard of the model that it has.
-        at: Coordinates on every axis of more than one rank, as text.
+        shard: Number of the shard of the model that the rank has.
+        at: Texts such as "tp 1": coordinates of the rank on all axes larger than 1.
     """
 
     rank: int
@@ -51,12 +51,12 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class NodeBox:
-    """One node, or one row of ranks if nodes are not stated.
+    """The box of one node, or of one row of ranks if nodes are not stated.
 
     Args:
         number: Number of the node; if `tiles` is empty, the number of nodes left out.
-        tiles: The ranks; None stands for ranks that are left out.
-        missing: Number of ranks that are left out.
+        tiles: Tiles of the ranks; None stands for the ranks that are left out.
+        missing: Number of ranks that this None stands for.
     """
 
     number: int
@@ -66,7 +66,7 @@ class NodeBox:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshMap:
-    """The facts of the picture.
+    """The facts that `draw_mesh` draws.
 
     Args:
         mesh: The mesh as text.
@@ -94,14 +94,14 @@ class MeshMap:
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """The largest lanes; small ones are only counted in the notes."""
+        """The lanes to draw, largest first; a note counts the others."""
         lanes = self.links.lanes
         least = lanes[0].sent_bytes * _LEAST if lanes else 0.0
         return tuple(lane for lane in lanes if lane.sent_bytes >= least)[:_MOST_LANES]
 
     @property
     def title(self) -> str:
-        """The verdict."""
+        """The picture's title: the answer in one sentence."""
         where = counted(self.num_nodes, "node") if self.noun == "node" else "nodes not stated"
         held = (
             "each holds the whole model"
@@ -128,7 +128,7 @@ class MeshMap:
 
     @property
     def alt(self) -> str:
-        """A description for readers who cannot see the picture."""
+        """The picture's alt text, for readers who cannot see it."""
         same = (
             "all tiles have one colour, since all ranks hold the same parameters"
             if self.num_shards == 1
@@ -144,7 +144,7 @@ class MeshMap:
 
 
 def lane_in_words(lane: Lane) -> str:
-    """Describe the bytes, axes and links of a lane."""
+    """Return a sentence on the axes, the bytes and the link of a lane."""
     where = {True: "ACROSS NODES", False: "inside nodes", None: "nodes not stated"}[lane.crosses]
     along = " × ".join(lane.axes)
     to = "the next stage" if lane.kind == "send" else counted(lane.num_ranks - 1, "other")
@@ -154,7 +154,7 @@ def lane_in_words(lane: Lane) -> str:
 
 
 def mesh_map(plan: Plan, *, most_nodes: int = _MOST_NODES) -> MeshMap:
-    """Collect the facts of the map; at most `most_nodes` nodes are shown."""
+    """Return the facts of the map; at most `most_nodes` nodes are shown."""
     mesh, machine = plan.mesh, machine_of(plan)
     world = mesh.world_size
     per_node = machine.per_node
@@ -208,7 +208,7 @@ def mesh_map(plan: Plan, *, most_nodes: int = _MOST_NODES) -> MeshMap:
 
 
 def _some(count: int, most: int) -> Sequence[int | None]:
-    """Return all of 0..count-1, or the first ones, None for a gap, and the last."""
+    """Return 0 to count - 1; if these are more than `most`, the first ones, None and the last."""
     if count <= most:
         return range(count)
     return [*range(most - 2), None, count - 1]
@@ -301,7 +301,7 @@ def _node(
 
 
 def _shared(node: NodeBox) -> tuple[str, ...]:
-    """Return the coordinates that all ranks of a node share."""
+    """Return the coordinates that all ranks of a node share, as texts such as "pp 0"."""
     tiles = [tile.at for tile in node.tiles if tile is not None]
     return tuple(word for word in tiles[0] if all(word in at for at in tiles[1:]))
 
@@ -337,7 +337,7 @@ def _tile(
 
 
 def _lanes(plane: Plane, lanes: Sequence[Lane], y: float, theme: Theme) -> None:
-    """Write one line per lane, with its letter."""
+    """Write a line of text for each lane, with the letter that marks its arrow."""
     for number, lane in enumerate(lanes):
         y -= 0.3 if number else 0.0
         _badge(plane, EDGE + 0.14, y + 0.05, number, lane, theme)
@@ -373,7 +373,7 @@ def _arrows(
     tall: float,
     theme: Theme,
 ) -> None:
-    """Draw arrows for lanes: below the tiles of the first node, or next to the nodes."""
+    """Draw an arrow below the first node for lanes within nodes, and one for lanes across nodes."""
     outside = [(n, lane) for n, lane in enumerate(lanes) if lane.crosses]
     inside = [(n, lane) for n, lane in enumerate(lanes) if not lane.crosses]
     numbers = sorted(corners)

@@ -1,4 +1,4 @@
-"""One parameter as a rectangle divided into its shards, with the ranks that have each shard."""
+"""One parameter as a rectangle that is divided into shards, with the ranks that have each shard."""
 
 from __future__ import annotations
 
@@ -39,13 +39,14 @@ _TALL: Final = 3.4
 
 @dataclass(frozen=True, slots=True)
 class DimSlice:
-    """A slice of a dim.
+    """A contiguous slice of a dim, which is a shard or a part of one.
 
     Args:
-        number: Number of the shard along this dim; -1 for shards that are left out.
+        number: Number of the shard along this dim; -1 for a gap, where shards are left out.
         start: First index along the dim.
-        stop: Index after the last one.
-        offset: Difference of the ranks that have this shard from those that have shard 0.
+        stop: Last index plus one.
+        offset: A rank that has this shard, minus the rank with the same other coordinates that has
+            shard 0.
     """
 
     number: int
@@ -56,15 +57,16 @@ class DimSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnDim:
-    """A dim of the tensor, with its shards.
+    """A dim of the tensor and its shards.
 
     Args:
-        dim: Number of the dim.
+        dim: Number of the dim, from 0.
         name: Name of the dim; "" if unknown.
         size: Size of the dim.
         axes: Axes that shard it, in the order of sharding.
         num: Number of shards along the dim.
-        pieces: Slices in order; a shard of a packed dim has several.
+        pieces: Slices of all shards, in the order of their indices. A shard of a packed dim, such
+            as that of a fused QKV weight, has several.
     """
 
     dim: int
@@ -76,7 +78,7 @@ class DrawnDim:
 
     @property
     def words(self) -> str:
-        """The dim with its size and its axes, as text."""
+        """A text such as "dim 0 (out), 4,096: cut 8 ways by dp_shard"."""
         name = f" ({self.name})" if self.name else ""
         cut = f"cut {self.num:,} ways by {', '.join(self.axes)}" if self.num > 1 else "whole"
         return f"dim {self.dim}{name}, {self.size:,}: {cut}"
@@ -87,8 +89,8 @@ class Face:
     """The layout of the tensor during one part of the step.
 
     Args:
-        when: The part of the step: at rest, or in forward and backward.
-        spelled: The layout in placement words.
+        when: "at rest" or "in forward and backward".
+        spelled: The layout as text.
         rows: The dim drawn vertically; None for a vector or a scalar.
         columns: The dim drawn horizontally; None for a scalar.
         hidden: Dims that are not drawn, as text.
@@ -107,21 +109,21 @@ class Face:
     others: tuple[int, ...]
 
     def ranks(self, row: DimSlice | None, column: DimSlice | None) -> tuple[int, ...]:
-        """Return the ranks that have the shard of this row and column."""
+        """Return the ranks that have the shard at this row and column; None for a missing dim."""
         offset = (row.offset if row else 0) + (column.offset if column else 0)
         return tuple(sorted(offset + other for other in self.others))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorLayout:
-    """The facts of the picture.
+    """The facts that `draw_layout` draws.
 
     Args:
         fqn: Fqn of the parameter.
         shape: Shape of the whole parameter.
         dtype: Dtype at rest.
         local_shape: Shape at rest on the first rank that has the parameter.
-        faces: The layouts to draw, at rest first.
+        faces: The layout at rest, and the one in forward and backward if it differs.
     """
 
     fqn: str
@@ -132,7 +134,7 @@ class TensorLayout:
 
     @property
     def title(self) -> str:
-        """The verdict."""
+        """The picture's title: the answer in one sentence."""
         rest = self.faces[0]
         local = _times(self.local_shape)
         held = {1: "held once", 2: "held twice"}.get(rest.copies, f"held {rest.copies:,} times")
@@ -150,7 +152,7 @@ class TensorLayout:
 
     @property
     def alt(self) -> str:
-        """A description for readers who cannot see the picture."""
+        """The picture's alt text, for readers who cannot see it."""
         size = DTYPE_BYTES[self.dtype]
         for each in self.local_shape:
             size *= each
@@ -167,12 +169,12 @@ def _times(shape: Sequence[int]) -> str:
 
 
 def tensor_layout(plan: Plan, name: str | None = None) -> TensorLayout:
-    """Collect the layouts of one parameter.
+    """Return the layouts of one parameter.
 
     Args:
         plan: The plan.
-        name: Fqn of a parameter, or of a module whose largest parameter is taken; None takes the
-            largest parameter of the model.
+        name: Fqn of a parameter, or of a module, which stands for its largest parameter; None for
+            the largest parameter of the model.
 
     Raises:
         SpecError: There is no such module or parameter.
@@ -197,7 +199,11 @@ def tensor_layout(plan: Plan, name: str | None = None) -> TensorLayout:
 
 
 def find_parameter(plan: Plan, name: str | None) -> Placed:
-    """Return the parameter of this name, or the largest one below the module of this name."""
+    """Return a parameter or buffer, found as `tensor_layout` describes for `name`.
+
+    Raises:
+        SpecError: There is no such module or parameter.
+    """
     tensors = plan.assignment.tensors.values()
     known = [p for p in tensors if not p.info.is_buffer] or list(tensors)
     if name is not None:
@@ -209,19 +215,19 @@ def find_parameter(plan: Plan, name: str | None) -> Placed:
             fix = f"did you mean '{close}'?" if close else "name a module or a parameter of it"
             what = f"the model has no module or parameter '{name}'"
             if name in plan.graph.modules:
-                what, fix = f"'{name}' has no parameter", "name a module that has some"
+                what, fix = f"'{name}' has no parameter", "name a module that has parameters"
             raise SpecError(Problem(what, Origin("--module"), fix))
         known = exact or below
     if not known:
         what = "the model has no parameter whose layout could be drawn"
-        raise SpecError(Problem(what, None, "give a model that has some"))
+        raise SpecError(Problem(what, None, "use a model that has parameters"))
     return max(known, key=lambda placed: placed.info.numel)
 
 
 def _face(when: str, placed: Placed, layout: Layout, mesh: Mesh, places: Sequence[int]) -> Face:
     info = placed.info
     sides = [_side(placed, layout, mesh, dim) for dim in range(len(info.shape))]
-    # Only two dims are drawn: sharded ones have priority, then the largest.
+    # Two dims can be drawn. Choose sharded dims first, then the largest.
     order = sorted(sides, key=lambda side: (side.num == 1, -side.size))
     drawn = sorted(order[:2], key=lambda side: side.dim)
     rows = drawn[0] if len(drawn) == 2 else None
@@ -280,7 +286,10 @@ def _side(placed: Placed, layout: Layout, mesh: Mesh, dim: int) -> DrawnDim:
 
 
 def _in_order(axes: Sequence[str], mesh: Mesh) -> list[str]:
-    """Return axes in the order of sharding; adjacent `SHARD_AXES` act as one, in mesh order."""
+    """Return the axes in the order in which they divide the dim.
+
+    Adjacent axes of `SHARD_AXES` divide it as one flattened axis, so they are put in mesh order.
+    """
     out: list[str] = []
     for is_joint, group in itertools.groupby(axes, lambda axis: axis in SHARD_AXES):
         names = list(group)
@@ -289,7 +298,7 @@ def _in_order(axes: Sequence[str], mesh: Mesh) -> list[str]:
 
 
 def draw_layout(facts: TensorLayout, theme: Theme) -> Picture:
-    """Draw a rectangle for each layout."""
+    """Draw a rectangle for each layout, side by side."""
     sheet = Sheet(theme, facts.title, _TALL + 1.15, notes=_notes(facts))
     plane = sheet.plane()
     gap = 0.35
@@ -394,12 +403,12 @@ def _cell(
 
 
 def _bare(span: str) -> str:
-    """Return a span without its noun, for narrow cells."""
+    """Return a text of `span_in_words` without its noun, for narrow cells: "0–511"."""
     return "none" if span.startswith("no ") else span.partition(" ")[2]
 
 
 def span_in_words(piece: DimSlice | None, noun: str) -> str:
-    """Return the indices of a slice as text.
+    """Return the indices of a slice as text, with `noun` in plural; "…" for a gap.
 
     >>> span_in_words(DimSlice(0, 0, 512, 0), "rows"), span_in_words(DimSlice(3, 7, 7, 0), "rows")
     ('rows 0–511', 'no rows')

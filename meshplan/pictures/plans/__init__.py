@@ -1,1 +1,1 @@
-"""Pictures of a search: time against memory, limits, and a pipeline's schedule."""
+"""Pictures of a search (step time against memory, physical limits) and of a pipeline schedule."""

@@ -1,4 +1,4 @@
-"""One step of the pipeline on a time axis: computation, waiting, and forwards kept for backward."""
+"""One step of a pipeline on a time axis: passes of each rank, waiting, and forwards in flight."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _MOST_LINES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class GanttBar:
-    """A forward or backward of one microbatch on one rank.
+    """A forward or backward of one microbatch in one stage.
 
     Args:
-        rank: Coordinate along pp.
+        rank: Coordinate along pp of the rank that computes it.
         kind: F, B, I or W, as in `schedules.Action`.
         stage: Number of the stage.
         microbatch: Number of the microbatch.
-        begin: Start time, in seconds or in forwards of a stage.
+        begin: Start time, in the unit of `Gantt.is_seconds`.
         end: End time, in the same unit.
     """
 
@@ -54,18 +54,20 @@ class GanttBar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gantt:
-    """The facts of the picture.
+    """The facts that `draw_gantt` draws.
 
     Args:
         schedule: Name of the schedule; "" without a pipeline.
         ranks: Number of ranks along pp.
         virtual: Number of stages per rank.
         microbatches: Number of microbatches in a step.
-        idle_share: Share of the time of all ranks that they wait.
-        blocks: Forwards and backwards, in order on each rank.
-        kept: Pairs (time, number of forwards kept for backward from then on) of each rank.
+        idle_share: Share of the step that ranks wait, averaged over all ranks.
+        blocks: Forwards and backwards; those of one rank are in order of time.
+        kept: For each rank, pairs (time, number of forwards whose activations are kept for backward
+            from this time on).
         step: Duration of the step.
-        is_seconds: If True, times are seconds; otherwise forwards of a stage.
+        is_seconds: If True, times are in seconds; if False, the unit is the time that the forward
+            of all stages of one rank takes.
         assumed: The assumption behind the times, as a sentence.
     """
 
@@ -82,16 +84,16 @@ class Gantt:
 
     @property
     def most_kept(self) -> tuple[int, ...]:
-        """Maximum number of forwards kept at once, by rank."""
+        """For each rank, the maximum number of forwards that are kept at the same time."""
         return tuple(max(count for _, count in row) for row in self.kept)
 
     def time(self, value: float) -> str:
-        """Return a time as text."""
+        """Return a time as text, with its unit."""
         return format_seconds(value) if self.is_seconds else f"{value:,.4g} forwards of a stage"
 
     @property
     def title(self) -> str:
-        """The verdict."""
+        """The picture's title: the answer in one sentence."""
         if not self.schedule:
             many = counted(self.microbatches, "microbatch", "microbatches")
             return f"No pipeline: every rank computes {many} in turn, and waits for no stage"
@@ -104,7 +106,7 @@ class Gantt:
 
     @property
     def alt(self) -> str:
-        """A description for readers who cannot see the picture."""
+        """The picture's alt text, for readers who cannot see it."""
         most = self.most_kept
         if not self.schedule:
             return (
@@ -113,7 +115,7 @@ class Gantt:
             )
         return (
             f"A row for each rank along pp, its forwards and backwards on a time axis of "
-            f"{self.time(self.step)}; what is empty is the bubble, {self.idle_share:.1%}. Below, "
+            f"{self.time(self.step)}; gaps are the bubble, {self.idle_share:.1%}. Below, "
             f"how many forwards each rank keeps for backward: at most {most[0]} on the first "
             f"and {most[-1]} on the last."
         )
@@ -127,15 +129,15 @@ def gantt(
     crossing_s: float = 0.0,
     assumed: str = "",
 ) -> Gantt:
-    """Simulate the pipeline schedule of a plan.
+    """Simulate the pipeline schedule of a plan, and return the facts of the picture.
 
     Args:
         plan: The plan.
-        forward_s: Seconds of one forward of each stage; () takes 1 for all stages of a rank
-            together.
-        backward_s: Seconds of one backward of each stage; () takes 2 times the forward.
-        crossing_s: Seconds to send activations or gradients to another stage.
-        assumed: The assumption behind these times, as a sentence.
+        forward_s: Seconds of the forward of one microbatch, by stage. If (), all stages of a rank
+            together take 1, and the facts have no seconds.
+        backward_s: Seconds of the backward of one microbatch, by stage; () for twice the forward.
+        crossing_s: Seconds to send the activations or gradients of one microbatch to another rank.
+        assumed: A sentence that explains these times; "" for the default assumption.
 
     Raises:
         PlanError: The step has too many microbatches to draw.
@@ -144,9 +146,9 @@ def gantt(
     ranks, virtual = (1, 1) if stages is None else (stages.num_ranks, stages.virtual)
     count = plan.accumulate if stages is None else stages.microbatches
     if (num := 2 * ranks * virtual * count) > _MOST_BLOCKS:
-        what = f"{count:,} microbatches are {num:,} blocks of a timeline, too many to see"
+        what = f"{count:,} microbatches make {num:,} bars on a timeline, too many to see"
         path = "batch.accumulate" if stages is None else "pipeline.microbatches"
-        fix = f"draw fewer, whose pattern is the same: add --set {path}={4 * ranks * virtual}"
+        fix = f"fewer microbatches have the same pattern: add --set {path}={4 * ranks * virtual}"
         raise PlanError(Problem(what, plan.spec.origin(path), fix))
     is_known = bool(forward_s)
     forward_s = forward_s or [1.0 / virtual] * (ranks * virtual)
@@ -176,7 +178,7 @@ def gantt(
 
 
 def _kept(run: SimulatedStep, rank: int) -> tuple[tuple[float, int], ...]:
-    """Return (time, forwards kept from then on); each is kept until its backward ends."""
+    """Return the pairs of `Gantt.kept` for one rank; a forward is kept until its backward ends."""
     splits = any(span.action.kind == "W" for span in run.spans)
     changes = [(0.0, 0)]
     for span in run.spans:
@@ -186,7 +188,7 @@ def _kept(run: SimulatedStep, rank: int) -> tuple[tuple[float, int], ...]:
             changes.append((span.end_s, -1))
     out: list[tuple[float, int]] = []
     held = 0
-    # At equal times, releases (-1) sort before starts (+1).
+    # At equal times, the end of a backward (-1) sorts before the start of a forward (+1).
     for when, change in sorted(changes):
         held += change
         if out and out[-1][0] == when:
@@ -197,7 +199,7 @@ def _kept(run: SimulatedStep, rank: int) -> tuple[tuple[float, int], ...]:
 
 
 def draw_gantt(facts: Gantt, theme: Theme) -> Picture:
-    """Draw a row per rank above, and the kept forwards below, on one time axis."""
+    """Draw a row per rank, and below these the number of kept forwards, on one time axis."""
     shown = _some(facts.ranks)
     kinds = [kind for kind in PASSES if any(block.kind == kind for block in facts.blocks)]
     legend: list[Item] = [(_NAMES[kind], PASSES[kind]) for kind in kinds]
@@ -254,7 +256,7 @@ def _draw_block(
 def _draw_many(
     above: Axes, blocks: Sequence[GanttBar], place_of: Mapping[int, int], theme: Theme
 ) -> None:
-    """Draw blocks that are too small for text, one collection per rank and kind."""
+    """Draw blocks that are too small for text; one matplotlib collection per rank and kind."""
     rows: dict[tuple[int, str], list[tuple[float, float]]] = {}
     for block in blocks:
         span = (block.begin, block.end - block.begin)
@@ -306,7 +308,7 @@ def _label(facts: Gantt, rank: int | None) -> str:
 
 
 def _inside(facts: Gantt, block: GanttBar, room: float) -> str:
-    """Return the text in a block: its microbatch, and its stage if a rank has several."""
+    """Return the text in a block, such as "F3", or "F3/5" if ranks have several stages."""
     long = f"{block.kind}{block.microbatch}"
     if facts.virtual > 1 and width_of(f"{long}/{block.stage}", 8.0) < room - 0.04:
         return f"{long}/{block.stage}"

@@ -1,4 +1,4 @@
-"""The distance of a plan from the physical limit, and the cost of each step in between."""
+"""Step times from the physical limit to the plan: what network, memory and simplicity cost."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """The fastest step on a machine that is better than the real one.
+    """A bar of the picture: the fastest step under one assumption, or the step of the plan.
 
     Args:
-        name: Name of the machine.
+        name: The assumption, such as "no communication".
         seconds: Seconds of a step.
         why: Comment next to the bar.
     """
@@ -42,10 +42,10 @@ class Rung:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LadderFacts:
-    """The facts of the picture.
+    """The facts that `draw_ladder` draws.
 
     Args:
-        rungs: Rungs from the physical limit to the plan.
+        rungs: The bars, from the physical limit to the plan.
         num_configs: Number of configurations in the space.
     """
 
@@ -54,7 +54,7 @@ class LadderFacts:
 
     @property
     def title(self) -> str:
-        """The verdict."""
+        """The picture's title: the answer in one sentence."""
         limit, plan = self.rungs[0].seconds, self.rungs[-1].seconds
         return (
             f"A step of {format_seconds(plan)} is {plan / limit:.1f} times the physical limit of "
@@ -63,16 +63,16 @@ class LadderFacts:
 
     @property
     def alt(self) -> str:
-        """A description for readers who cannot see the picture."""
+        """The picture's alt text, for readers who cannot see it."""
         ways = ", ".join(f"{rung.name} {format_seconds(rung.seconds)}" for rung in self.rungs)
         return f"A bar for the fastest step of each machine, from the best to the real one: {ways}."
 
 
 def ladder(decision: Decision) -> LadderFacts:
-    """Collect the facts of a search.
+    """Return the facts of the picture for a search.
 
     Raises:
-        PlanError: Nothing fits, so there is nothing to compare.
+        PlanError: No plan was found that fits.
     """
     found = decision.ladder
     if found is None or decision.chosen is None:
@@ -120,7 +120,7 @@ def draw_ladder(facts: LadderFacts, theme: Theme) -> Picture:
     words = [f"{format_seconds(rung.seconds)}: {rung.why}" for rung in facts.rungs]
     words = [fitted(text, room * 0.6, TEXT) for text in words]
     most = max(rung.seconds for rung in facts.rungs)
-    # The longest bar and its words fill the width; a shorter bar leaves more room for its own.
+    # Make the longest bar and its text as wide as the axes; shorter bars leave space for theirs.
     scale = most / (room - max(width_of(text, TEXT) for text in words) - 0.2)
     axes.set_xlim(0, room * scale)
     axes.set_ylim(len(facts.rungs) - 0.4, -0.6)

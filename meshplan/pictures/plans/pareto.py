@@ -1,4 +1,4 @@
-"""All candidates of a search, memory against time: lower bounds, measured plans, and the choice."""
+"""All candidates of a search by memory and step time: lower bounds, measured and chosen plans."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from meshplan.planner.problem.decision import Decision, Evaluated
 
 _LOG: Final = 12.0
-"""Ratio of the largest to the smallest value above which an axis is logarithmic."""
+"""An axis is logarithmic if its largest value divided by its smallest one exceeds this."""
 _BINS: Final = 90
 
 
 @dataclass(frozen=True, slots=True)
 class Dot:
-    """One candidate.
+    """The dot of a plan, or of a configuration's lower bounds.
 
     Args:
-        num_bytes: Bytes of the rank with the highest peak.
+        num_bytes: Peak bytes of the rank that needs most.
         seconds: Seconds of a step.
         words: Description of the plan; "" for a lower bound.
     """
@@ -40,15 +40,15 @@ class Dot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pareto:
-    """The facts of the picture.
+    """The facts that `draw_pareto` draws.
 
     Args:
-        bounds: Lower bounds of all configurations: no plan of one takes less memory or less time.
-        measured: Plans whose memory was replayed exactly.
+        bounds: A dot per configuration: no plan of it takes less memory, and none takes less time.
+        measured: Plans whose memory was simulated event by event.
         chosen: The chosen plan; None if nothing fits.
         limit_bytes: Bytes that one device may use.
         num_configs: Number of configurations in the space.
-        is_whole: If True, the search ended by itself.
+        is_whole: If True, the search was complete: neither interrupted nor out of time.
     """
 
     bounds: tuple[Dot, ...]
@@ -74,7 +74,7 @@ class Pareto:
 
     @property
     def title(self) -> str:
-        """The verdict."""
+        """The picture's title: the answer in one sentence."""
         many = counted(self.num_configs, "configuration")
         limit = format_gib(self.limit_bytes)
         if self.chosen is None:
@@ -87,7 +87,7 @@ class Pareto:
 
     @property
     def alt(self) -> str:
-        """A description for readers who cannot see the picture."""
+        """The picture's alt text, for readers who cannot see it."""
         won = f" The star is the plan: {self.chosen.words}." if self.chosen else ""
         return (
             "Seconds of a step against memory of the rank that needs most: "
@@ -99,7 +99,7 @@ class Pareto:
 
 
 def pareto(decision: Decision) -> Pareto:
-    """Collect the facts of a search."""
+    """Return the facts of the picture for a search."""
     chosen = decision.chosen
     evaluated_plans = [*decision.measured, *([chosen] if chosen else []), *decision.alternatives]
     measured = dict.fromkeys(_dot(evaluated) for evaluated in evaluated_plans)
@@ -118,7 +118,7 @@ def _dot(evaluated: Evaluated) -> Dot:
 
 
 def words_of(evaluated: Evaluated) -> str:
-    """Describe a plan in one line."""
+    """Return a line with the mesh, strategy, batch and recomputation of a plan."""
     plan, again = evaluated.plan, evaluated.plan.assignment.recompute
     modes = [each.policy.mode for each in again.values()]
     recomputed = [f"recomputed: {modes.count(m)} blocks {m}" for m in dict.fromkeys(modes)]
@@ -127,7 +127,7 @@ def words_of(evaluated: Evaluated) -> str:
 
 
 def draw_pareto(facts: Pareto, theme: Theme) -> Picture:
-    """Draw step time upward against memory to the right, with the area beyond the limit shaded."""
+    """Draw the dots, memory to the right and step time upward; memory over the limit is shaded."""
     notes = [
         "A ring shows a configuration's lower bounds: its least memory at any step time, its least "
         "step time at any memory. Dots have simulated memory, and times of the cost model."
@@ -175,7 +175,7 @@ def draw_pareto(facts: Pareto, theme: Theme) -> Picture:
 
 
 def _scale(axis: Any, values: Sequence[float]) -> tuple[float, float]:
-    """Return the limits of an axis; make the axis logarithmic if its values are far apart."""
+    """Return (lowest, highest) value of an axis; make it logarithmic if these are far apart."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     low, high = min(values), max(values)
@@ -193,7 +193,7 @@ def _scale(axis: Any, values: Sequence[float]) -> tuple[float, float]:
 
 
 def _limit(axes: Axes, facts: Pareto, room: float, theme: Theme) -> None:
-    """Write the label of the limit's line above it."""
+    """Write the memory limit above the line that marks it."""
     text = f"limit {format_gib(facts.limit_bytes)}"
     half = width_of(text, SMALL, bold=True) / 2 / room
     at = _across(axes, facts.limit_bytes / GIB)
@@ -203,13 +203,13 @@ def _limit(axes: Axes, facts: Pareto, room: float, theme: Theme) -> None:
 
 
 def _across(axes: Axes, value: float) -> float:
-    """Return the position of a value as a share of the horizontal axis."""
+    """Return the position of a value on the horizontal axis, from 0 (left) to 1 (right)."""
     point = axes.transData.transform((value, axes.get_ylim()[0]))
     return float(axes.transAxes.inverted().transform(point)[0])
 
 
 def _star(sheet: Sheet, axes: Axes, facts: Pareto, chosen: Dot, room: float, theme: Theme) -> None:
-    """Draw the chosen plan, and its description in a box where there are few dots."""
+    """Draw a star for the chosen plan, and its description in a box that covers few dots."""
     x, y = chosen.num_bytes / GIB, chosen.seconds
     axes.plot([x], [y], marker="*", ms=19, color=YELLOW, mec="#000000", mew=1.0, zorder=6,
               ls="", gid="chosen")  # fmt: skip
@@ -250,7 +250,7 @@ def _star(sheet: Sheet, axes: Axes, facts: Pareto, chosen: Dot, room: float, the
 
 
 def _thinned(dots: Sequence[Dot]) -> Iterator[Dot]:
-    """Yield one of each group of dots that would overlap."""
+    """Yield dots, but only the first of those that would be drawn at nearly the same position."""
     seen = set()
     for dot in dots:
         key = (round(_BINS * math.log(max(dot.num_bytes, 1))),

@@ -9,7 +9,7 @@ from meshplan.errors import Origin, Problem
 
 
 def findings_to_text(noun: str, findings: Sequence[Problem]) -> str:
-    """Return a count, then each finding.
+    """Return a line with the number of findings, then the findings.
 
     >>> print(findings_to_text("warning", [Problem("this decides nothing", fix="remove it")]))
     meshplan: 1 warning
@@ -23,7 +23,10 @@ def findings_to_text(noun: str, findings: Sequence[Problem]) -> str:
 def findings_to_json(
     problems: Sequence[Problem], warnings: Sequence[Problem] = ()
 ) -> dict[str, Any]:
-    """Return the `result` of schema check/1; a finding without a place has null for its place."""
+    """Return the `result` of schema check/1.
+
+    In a finding without an origin, file, line, column and path are null.
+    """
     return {
         "ok": not problems,
         "problems": [_finding_to_json(problem) for problem in problems],
@@ -36,7 +39,7 @@ def _finding_to_json(finding: Problem) -> dict[str, Any]:
 
 
 def place_to_json(origin: Origin | None) -> dict[str, Any]:
-    """Return file, line, column and path, each None if it is unknown."""
+    """Return {file, line, column, path} of an origin; a value that is not known is None."""
     if origin is None:
         return dict.fromkeys(("file", "line", "column", "path"))
     return {

@@ -13,7 +13,13 @@ _NUM_LINES = 8
 def loss_progress(
     title: str, steps: int, *, is_quiet: bool = False
 ) -> Iterator[Callable[[int, float], None]]:
-    """Yield a function to call after each step with its number, counted from 1, and its loss."""
+    """Show the progress of a training; yield a function to call as f(step, loss) after each step.
+
+    Args:
+        title: Name of the training.
+        steps: Number of steps; the first step has number 1.
+        is_quiet: If True, show nothing.
+    """
     if is_quiet:
         yield lambda step, loss: None
     elif sys.stderr.isatty():

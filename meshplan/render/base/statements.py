@@ -1,7 +1,7 @@
-"""Statements of a plan as text: as they would be in its file, but shortened for the reader.
+"""Statements of a plan as text, in the form of a plan file but shortened for the reader.
 
-Stages are written as how many stages have how many blocks, and lists of blocks as one pattern.
-The lock and the JSON output name each of them.
+A pipeline split is shortened to the number of stages of each size, and a list of blocks to one
+pattern. The lock and the JSON output have the full values.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from meshplan.units import spans_of
 
 _SPLIT: Final = "pipeline.split"
 _MOST_NAMED: Final = 3
-"""Maximum number of runs of equally large stages for which the first module of each is named."""
+"""Maximum number of runs of stages of the same size; more runs are shortened without names."""
 _MOST_LISTED: Final = 4
-"""Maximum number of values that are all written."""
+"""Maximum number of values of one path that are listed without an ellipsis."""
 _NUMBERED: Final = re.compile(r"(.*\.|)(?:([0-9]+)|\{([0-9]+)\.\.([0-9]+)\})")
 
 
 def way_lines(evaluated: Evaluated) -> Iterator[str]:
-    """Yield the statements that the plan file needs to become this plan, one per line."""
+    """Yield the statements that turn the plan file into this plan, one per line."""
     return statement_lines(evaluated.stated, evaluated.plan.graph.blocks())
 
 
@@ -33,7 +33,7 @@ def statement_lines(stated: Mapping[str, Any], blocks: Sequence[str] = ()) -> It
     """Yield statements as they would be in a plan file, one per line.
 
     Args:
-        stated: Values by path; None values are left out.
+        stated: Values by their path in the plan file, such as "mesh.tp"; None values are left out.
         blocks: Fqns of the model's blocks, in the order in which they run.
     """
     for path, value in stated.items():
@@ -42,7 +42,7 @@ def statement_lines(stated: Mapping[str, Any], blocks: Sequence[str] = ()) -> It
 
 
 def statement_value(path: str, value: Any, blocks: Sequence[str] = ()) -> str:
-    """Return the value stated at a path as short text.
+    """Return the value of a path in the plan file as short text.
 
     >>> statement_value("rules[0]", {"match": ["a.{0..3}", "a.5"], "stage": 1})
     '{match: "a.{0..3,5}", stage: 1}'
@@ -67,12 +67,12 @@ def flow(value: Any) -> str:
 
 
 def stages_in_words(firsts: Sequence[str], blocks: Sequence[str]) -> str:
-    """Describe how many stages have how many blocks, in their order.
+    """Describe a pipeline split: the number of stages, and how many blocks each has, in order.
 
     Args:
         firsts: Fqn of the first module of each stage.
-        blocks: Fqns of the model's blocks, in order. If stages begin with other modules, the first
-            modules are listed instead.
+        blocks: Fqns of the model's blocks, in order. If a stage begins with another module, the
+            first modules of all stages are listed instead.
 
     >>> layers = [f"layers.{n}" for n in range(8)]
     >>> stages_in_words(["layers.0", "layers.4"], layers)
@@ -104,7 +104,7 @@ def _blocks(count: int) -> str:
 
 
 def _is_split(value: Any) -> bool:
-    """Return True if the value has the planner's form; a user may have edited a lock."""
+    """Return True if the value is a list of lists of one name, which a user's edit may change."""
     return bool(value) and isinstance(value, list) and all(
         isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
         for names in value
@@ -112,7 +112,7 @@ def _is_split(value: Any) -> bool:
 
 
 def _joined(patterns: Sequence[Any]) -> list[str]:
-    """Merge patterns that differ only in the number of one container."""
+    """Merge patterns that differ only in their last number: "a.1", "a.{3..5}" to "a.{1,3..5}"."""
     spans: dict[str, list[int]] = {}
     for pattern in map(str, patterns):
         found = _NUMBERED.fullmatch(pattern)
@@ -132,7 +132,7 @@ def _braced(numbers: Sequence[int]) -> str:
 
 
 def settings_in_words(settings: Iterable[str]) -> str:
-    """Join settings such as "mesh.pp=128": values of one path together, long lists shortened.
+    """Join settings such as "mesh.pp=128"; the values of one path are listed together, shortened.
 
     >>> settings_in_words(["mesh.cp=16, 32", "mesh.cp=64", "mesh.cp=128, 256, 512", "mesh.ep=2"])
     'mesh.cp=16, 32, ..., 512 (6 sizes), mesh.ep=2'

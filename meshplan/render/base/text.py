@@ -1,6 +1,7 @@
-"""Text for terminals: aligned columns, colour that is never the only sign, and the JSON envelope.
+"""Text for terminals: aligned columns, wrapped lines, colours, and the JSON envelope.
 
-The tables are plain text: importing rich would double the start-up of the quick subcommands.
+Text must be understandable without its colours. Tables are made here without rich, whose import
+would double the start-up time of the quick subcommands.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Final, TextIO
 from meshplan.version import __version__
 
 WIDTH: Final = 100
-"""Characters per wrapped line, whatever the terminal, so that piped output is the same."""
+"""Characters per wrapped line, in every terminal, so that piped output is the same."""
 _COLOURS: Final[Mapping[str, str]] = {
     "green": "32", "red": "31", "yellow": "33", "bold": "1", "dim": "2",
 }  # fmt: skip
@@ -25,7 +26,7 @@ _COLOURS: Final[Mapping[str, str]] = {
 def wants_colour(stream: TextIO | None = None, no_color: bool = False) -> bool:
     """Return True if the stream is a terminal and neither `--no-color` nor NO_COLOR forbids colour.
 
-    Source: no-color.org: the variable counts when it is not empty.
+    Source: no-color.org: NO_COLOR forbids colour if it is set and not empty.
     """
     stream = stream or sys.stdout
     return not no_color and not os.environ.get("NO_COLOR") and stream.isatty()
@@ -40,13 +41,13 @@ _STEERING: Final = re.compile(
     rf"\x1b\[(?:{'|'.join(_COLOURS.values())}|0)m"
     r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 )
-"""Control characters of a terminal or of text direction; a whole match is a sequence of `paint`."""
+"""Pattern of control characters of terminals and text direction, and of whole `paint` sequences."""
 
 
 def without_steering(text: str) -> str:
     r"""Escape all control sequences of a terminal, except the colours of `paint`.
 
-    Names of modules, files and models may come from anyone.
+    Names of modules, files and models may come from strangers and could contain such sequences.
 
     >>> print(without_steering("a" + chr(27) + "]0;title" + chr(7)))
     a\x1b]0;title\x07
@@ -63,7 +64,7 @@ class PlainStream:
     """A text stream that escapes control sequences of a terminal.
 
     Attributes:
-        beneath: The stream itself, for output that needs control sequences, such as a progress bar.
+        beneath: The original stream, for output that needs control sequences: a progress bar.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -78,7 +79,12 @@ class PlainStream:
 
 
 def columns(rows: Iterable[Sequence[str]], align: str, gap: int = 2) -> list[str]:
-    """Format rows as lines of aligned cells; `align` has "<" or ">" per column.
+    """Format rows as lines of aligned cells.
+
+    Args:
+        rows: Rows of cells.
+        align: For each column, "<" to align its cells to the left, or ">" to the right.
+        gap: Number of spaces between columns.
 
     >>> columns([("ddp", "9.5"), ("zero1", "10.0")], "<>")
     ['ddp     9.5', 'zero1  10.0']
@@ -94,7 +100,9 @@ def columns(rows: Iterable[Sequence[str]], align: str, gap: int = 2) -> list[str
 
 
 def wrapped(text: str, indent: int = 0) -> list[str]:
-    """Wrap text at spaces to lines of at most WIDTH characters; all but the first are indented.
+    """Wrap text at spaces to lines of at most WIDTH characters.
+
+    All lines but the first are indented by `indent` spaces.
 
     >>> wrapped("  " + "word " * 20, indent=4)[1]
     '    word'
@@ -107,7 +115,7 @@ def wrapped(text: str, indent: int = 0) -> list[str]:
 
 
 def packed(head: str, parts: Iterable[str]) -> list[str]:
-    """Join parts behind a head, with as many parts per line as fit; further lines are indented.
+    """Join parts with ";" after a head, as many per line as fit; the next lines are indented.
 
     >>> packed("+1%  ", ["mesh: {dp_shard: 8}", "strategy: zero1"])
     ['+1%  mesh: {dp_shard: 8}; strategy: zero1']

@@ -1,4 +1,4 @@
-"""Fold a long tree into a short one: equal branches whose names differ in numbers share a row."""
+"""Shorten a tree of modules: equal branches whose names differ only in numbers share a row."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Entry:
 
     Args:
         fqn: Fqn of the module or tensor.
-        is_module: If True, entries below it are nested in it.
-        cells: The columns after the name.
+        is_module: If True, this is a module, and entries with its fqn as prefix are its children.
+        cells: Texts of the columns after the name.
     """
 
     fqn: str
@@ -28,7 +28,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class TreeLine:
-    """One line of the tree: depth, name relative to the line around it, other columns."""
+    """One line of the tree.
+
+    Args:
+        depth: Depth in the tree; 0 for the root.
+        name: Name relative to the parent's line, folded: "{0..31}".
+        cells: Texts of the columns after the name.
+    """
 
     depth: int
     name: str
@@ -45,7 +51,7 @@ class _TreeNode:
 def fold_tree(entries: Iterable[Entry]) -> list[TreeLine]:
     """Return the lines of a tree, with equal branches folded.
 
-    Two branches are equal if all their cells and all their relative names are.
+    Two branches are equal if they have the same cells and the same names below their own.
 
     Args:
         entries: The root module (fqn "") first, then parents before their children.
@@ -64,7 +70,7 @@ def fold_tree(entries: Iterable[Entry]) -> list[TreeLine]:
 
 
 def _grow(entries: Iterable[Entry]) -> _TreeNode:
-    """Build the tree: each entry becomes a child of the innermost module around it."""
+    """Return the root of the tree; each entry becomes a child of the innermost module around it."""
     modules: dict[str, _TreeNode] = {}
     for entry in entries:
         node = _TreeNode(entry.fqn, entry)
@@ -80,7 +86,12 @@ def _grow(entries: Iterable[Entry]) -> _TreeNode:
 
 
 def _number(node: _TreeNode, shapes: dict[tuple[object, ...], int]) -> dict[int, int]:
-    """Number the nodes so that equal branches share a number; keys are `id(node)`."""
+    """Return a number for each node, by `id(node)`; equal branches have the same number.
+
+    Args:
+        node: The root of the branch.
+        shapes: Numbers of the branches that were seen so far; new ones are added.
+    """
     out: dict[int, int] = {}
     todo = [(node, False)]
     while todo:

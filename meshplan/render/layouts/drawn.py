@@ -1,6 +1,6 @@
 """Pictures in the terminal: mesh, layout, memory, pipeline and modules as lines of characters.
 
-Every line reads the same without colour, so that piped output loses nothing.
+Colours only repeat what the characters show, so that piped output loses no information.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _links(links: Links, facts: MeshMap) -> list[Line]:
 
 
 def memory_lines(facts: MemoryBars) -> list[Line]:
-    """Return a bar per group of ranks, made of one letter per term, and the limit."""
+    """Return a bar per group of ranks, drawn with a letter for each category, and the limit."""
     used = [name for name in INKS if any(name in dict(bar.parts) for bar in facts.bars)]
     limit = facts.limit_bytes or 0
     most = max([limit, *(bar.high_bytes or bar.total_bytes for bar in facts.bars)]) or 1
@@ -116,7 +116,7 @@ def memory_lines(facts: MemoryBars) -> list[Line]:
 
 
 def layout_lines(facts: TensorLayout) -> list[Line]:
-    """Return a table per phase, with a cell per shard that names the ranks that have it."""
+    """Return a table at rest and one in forward and backward; each cell has a shard's ranks."""
     lines: list[Line] = [[(facts.title, "bold")]]
     for face in facts.faces:
         sides = [side.words for side in (face.rows, face.columns) if side is not None]
@@ -159,12 +159,12 @@ def _held(face: Face, row: DimSlice | None, column: DimSlice | None) -> Run:
 
 
 def gantt_lines(facts: Gantt, wide: int = 96) -> list[Line]:
-    """Return a row per rank, with a character per interval of time."""
+    """Return a row per rank, in which each of `wide` characters is an equal part of the step."""
     lines: list[Line] = [[(facts.title, "bold")], []]
     rows: dict[int, list[str]] = {rank: ["."] * wide for rank in range(facts.ranks)}
     per = facts.step / wide
     for block in facts.blocks:
-        # A character shows what the rank does in the middle of its interval.
+        # A character shows the pass that runs in the middle of the character's part of the step.
         for cell in range(wide):
             if block.begin <= (cell + 0.5) * per < block.end:
                 rows[block.rank][cell] = block.kind
@@ -194,7 +194,7 @@ def _on(ink: Ink) -> str:
 
 
 def graph_lines(facts: Tree) -> list[Line]:
-    """Return a row per node of the tree; folded nodes state how many they stand for."""
+    """Return a row per node of the tree; a row for several equal modules states their number."""
     lines: list[Line] = [[(facts.title, "bold")], []]
     names = [f"{'  ' * (row.depth + 1)}{row.name}" for row in facts.rows]
     wide = min(max(map(len, names)), _WIDE)

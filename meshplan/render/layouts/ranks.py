@@ -16,8 +16,8 @@ _GAP = "..."
 def map_of_ranks(plan: Plan) -> list[str]:
     """Return a title and a map of the ranks.
 
-    An axis that varies in the same pattern within every node heads the columns, and one that is
-    constant within each node heads the rows. Coordinates of any other axis follow each rank.
+    The coordinates on an axis are written above the columns if they are the same in every node, and
+    before the rows if all ranks of a node share them. Otherwise they follow each rank's number.
     """
     mesh, hardware = plan.mesh, plan.spec.hardware
     world = mesh.world_size
@@ -25,7 +25,7 @@ def map_of_ranks(plan: Plan) -> list[str]:
         per_row, noun = hardware.gpus_per_node, "node"
         where = f"{hardware.nodes} node{'s' if hardware.nodes > 1 else ''} x {per_row}"
     else:
-        # Node boundaries are unknown: use a row per position on the outermost axis.
+        # Node boundaries are unknown: a row has all ranks of one coordinate on the outermost axis.
         per_row, noun = world // mesh.axes[0].size if len(mesh.axes) > 1 else world, "row"
         where = "nodes not stated"
     num_rows = world // per_row
@@ -65,7 +65,7 @@ def map_of_ranks(plan: Plan) -> list[str]:
 
 
 def _steps(mesh: Mesh) -> dict[str, tuple[int, int]]:
-    """Return the stride of each axis in ranks, and its size, by the axis name."""
+    """Return (stride in ranks, size) of each axis, by the axis's name."""
     out, step = {}, mesh.world_size
     for axis in mesh:
         step //= axis.size
@@ -77,7 +77,7 @@ def _steps(mesh: Mesh) -> dict[str, tuple[int, int]]:
 
 
 def _some(count: int, most: int) -> Sequence[int | None]:
-    """Return all of 0..count-1, or the first few, None for a gap, and the last."""
+    """Return 0 to count - 1; if these are more than `most`, the first ones, None and the last."""
     if count <= most:
         return range(count)
     return [*range(most - 2), None, count - 1]

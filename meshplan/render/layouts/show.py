@@ -1,7 +1,6 @@
-"""Output of `meshplan show`: the mesh, every layout with the line that decided it, the bytes.
+"""Output of `meshplan show`: the mesh, every layout with the line that decided it, and the bytes.
 
-The module reads a `Plan`. Blocks that are equal in everything shown are folded into one row
-(`layers.{0..31}`).
+Blocks whose rows would be equal share one row (`layers.{0..31}`).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _WRAPPERS: Mapping[str, str] = {
 
 
 def plan_to_text(plan: Plan, *, colour: bool = False) -> list[str]:
-    """Return the lines on the whole plan: mesh, settings, tree and resident state."""
+    """Return the lines of the answer: mesh, settings, a tree of layouts, and resident bytes."""
     graph = plan.graph
     title = f"{graph.name}, {graph.num_params:,} parameters, under {plan.spec.source}"
     sections = [
@@ -42,7 +41,7 @@ def plan_to_text(plan: Plan, *, colour: bool = False) -> list[str]:
 
 
 def settings(plan: Plan) -> list[tuple[str, str]]:
-    """Return the settings of the whole model, as pairs of name and text."""
+    """Return the settings that concern the whole model, as pairs (name, text)."""
     spec, assignment = plan.spec, plan.assignment
     stated = spec.strategy is not None
     source = spec.origin("strategy" if stated else "mesh")
@@ -106,7 +105,7 @@ def _tree(plan: Plan) -> list[str]:
 
 
 def tree(plan: Plan) -> list[TreeLine]:
-    """Return a row per tensor and per module with a decision of its own, with equal blocks folded.
+    """Return a row for each tensor, and for each module that has a decision, such as an FSDP unit.
 
     The cells are: class, shape, layout, local shape on rank 0, dtype, and what decided the layout.
     """
@@ -114,7 +113,7 @@ def tree(plan: Plan) -> list[TreeLine]:
 
 
 def _entries(plan: Plan) -> list[Entry]:
-    """Return a row per tensor and per module with a decision of its own, in definition order."""
+    """Return the rows of `tree` before equal blocks are folded, in definition order."""
     graph, assignment = plan.graph, plan.assignment
     notes: dict[str, list[str]] = {fqn: [] for fqn in graph.modules}
     for fqn, unit in assignment.units.items():
@@ -182,7 +181,7 @@ def _tensor_cells(
     dtype = placed.dtype
     if placed.compute_dtype != dtype:
         dtype += f", computed in {placed.compute_dtype}"
-    # The unit's own row has the reason why it is a unit (", repeated block").
+    # Drop the text after the comma, such as "repeated block": the row of the FSDP unit has it.
     data = Reason(placed.data_reason.text.partition(", ")[0], placed.data_reason.origin)
     why = [why_to_text(r, plan) for r in (placed.tp_reason, placed.ep_reason, data) if r]
     if not info.is_buffer and not info.trainable:
@@ -206,7 +205,10 @@ def shape_to_text(shape: Sequence[int]) -> str:
 
 
 def why_to_text(reason: Reason, plan: Plan) -> str:
-    """Return a reason after its line, such as `13:17 tp: colwise`; another file is named."""
+    """Return line, column and reason, such as `13:17 tp: colwise`.
+
+    If the reason is not from the plan file, the name of its file is included.
+    """
     origin = reason.origin
     if origin is None:
         return reason.text
@@ -216,7 +218,7 @@ def why_to_text(reason: Reason, plan: Plan) -> str:
 
 
 def states_to_text(plan: Plan) -> list[str]:
-    """Return resident bytes: one row if all ranks are equal, else the fullest and emptiest rank."""
+    """Return a table of resident bytes: one row if all ranks are equal, else the two extremes."""
     every = state_bytes_by_rank(plan.assignment, plan.spec.optimizer)
     totals = [states.total_bytes for states in every]
     most, least = totals.index(max(totals)), totals.index(min(totals))
@@ -239,7 +241,7 @@ def _states_row(name: str, states: StateBytes) -> tuple[str, ...]:
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """Return the `result` of schema show/1, with nothing folded and the bytes of every rank."""
+    """Return the `result` of schema show/1: all modules and tensors, and the bytes of all ranks."""
     assignment, spec, mesh = plan.assignment, plan.spec, plan.mesh
     return {
         "source": spec.source,
@@ -334,7 +336,7 @@ def _tensor_to_json(plan: Plan, placed: Placed) -> dict[str, Any]:
 
 
 def states_to_json(states: StateBytes) -> dict[str, int]:
-    """Return the state bytes of one rank, term by term."""
+    """Return the state bytes of one rank by category, and their total."""
     return {
         "parameters_bytes": states.parameters_bytes,
         "gradients_bytes": states.gradients_bytes,

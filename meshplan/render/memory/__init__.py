@@ -1,1 +1,1 @@
-"""The text of memory: an estimate, a module, the textbook."""
+"""Text and JSON about memory: estimates of a step, of a module, and of states by the textbook."""

@@ -1,4 +1,4 @@
-"""Output of `meshplan estimate` for states: the table, formulas with numbers, inverse answers."""
+"""Output of `meshplan estimate` for states: the table, formulas, largest model, fewest GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from meshplan.units import format_bytes, format_count, format_gib
 
 
 def estimate_to_json(estimate: StatesEstimate, *, explain: bool = False) -> dict[str, Any]:
-    """Return the `result` of schema estimate/1; `explain` adds keys to the six of each row."""
+    """Return the `result` of schema estimate/1.
+
+    Args:
+        estimate: The estimate.
+        explain: If True, each row also has its formulas with numbers, and their source.
+    """
     result: dict[str, Any] = {
         "num_params": estimate.num_params,
         "num_gpus": estimate.num_gpus,
@@ -57,7 +62,13 @@ def _row_to_json(row: StatesRow, estimate: StatesEstimate, explain: bool) -> dic
 def estimate_to_text(
     estimate: StatesEstimate, *, explain: bool = False, colour: bool = False
 ) -> list[str]:
-    """Return the lines of the answer, and one note: that these are states only."""
+    """Return the lines of the answer, and a note that activations are not included.
+
+    Args:
+        estimate: The estimate.
+        explain: If True, also print the formulas with their numbers and sources.
+        colour: If True, the lines are coloured.
+    """
     sections = []
     if estimate.rows:
         sections.append(_table(estimate, colour))
@@ -166,7 +177,7 @@ def _fewest_gpus(estimate: StatesEstimate, explain: bool) -> list[str]:
 
 
 def _solution(answer: Answer, estimate: StatesEstimate, explain: bool) -> tuple[str, ...]:
-    """Return the solved equation of an answer and, with `explain`, also with its numbers."""
+    """Return the cells of an answer's equation; with `explain`, one with its numbers follows."""
     solution = answer.solution or f"{answer.row.formula} does not shrink with n"
     if not explain:
         return (solution,)

@@ -1,4 +1,4 @@
-"""Output of `meshplan estimate -f`: the peak of every group of ranks, and its composition."""
+"""Output of `meshplan estimate -f`: the peak of every group of equal ranks, by category."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COLUMNS: Final[Mapping[str, tuple[Term, ...]]] = {
     "gathered": (Term.GATHERED,),
     "activations": (Term.ACTIVATIONS, Term.LOSS),
 }
-"""Columns of the table of modules, with the terms that each one sums."""
+"""Columns of the table of modules, each with the memory categories that it sums."""
 
 
 def memory_to_json(estimate: MemoryEstimate) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def memory_to_text(
 
     Args:
         estimate: The estimate.
-        model: Name of the plan and its model in the title.
+        model: Name of the plan, for the title.
         colour: If True, the lines are coloured.
         by_module: If True, also break the peak down by module.
     """
@@ -135,13 +135,13 @@ def _table(estimate: MemoryEstimate, model: str, colour: bool) -> list[str]:
 
 
 def _fits(estimate: MemoryEstimate) -> str:
-    """Return the peak of the worst ranks in one line, worded as in every subcommand."""
+    """Return a line on the largest peak of all ranks and the limit."""
     left = left_in_words(estimate.worst.band[1], estimate.limit_bytes)
     return estimate.size + (f": {left}" if left else "")
 
 
 def _on_host(estimate: MemoryEstimate) -> list[str]:
-    """Return lines on offloaded bytes; [] if nothing is offloaded."""
+    """Return lines on the host memory that offloading needs; [] if nothing is offloaded."""
     most = max(estimate.groups, key=lambda group: group.host_bytes)
     if not most.host_bytes:
         return []
@@ -184,7 +184,7 @@ def _peak(estimate: MemoryEstimate) -> list[str]:
 
 
 def _modules(group: RankGroup) -> list[str]:
-    """Return a table of the peak by module; all beyond the first `_MOST_MODULES` share a row."""
+    """Return a table of the peak by module; modules after the first `_MOST_MODULES` share a row."""
     shown, rest = group.modules[:_MOST_MODULES], group.modules[_MOST_MODULES:]
     names = [row.module or "(no module)" for row in shown]
     rows = [
@@ -213,7 +213,7 @@ def _columns(terms: Mapping[Term, int]) -> tuple[str, ...]:
 
 
 def reconciliation_to_text(estimate: MemoryEstimate) -> list[str]:
-    """Return the steps from the textbook to the exact figure of the worst ranks, term by term."""
+    """Return a table that leads from the textbook's states to the largest peak of all ranks."""
     return ["from the textbook formula to this estimate:", *columns(_steps(estimate), "<>><")]
 
 
@@ -228,7 +228,10 @@ def _steps(estimate: MemoryEstimate) -> list[tuple[str, str, str, str]]:
 
 
 def explained_to_text(estimate: MemoryEstimate) -> list[str]:
-    """Return the steps from the textbook to the upper end of the band, which has to fit."""
+    """Return a table that leads from the textbook's states to the upper end of the largest peak.
+
+    The plan fits if this upper end is within the limit.
+    """
     group = estimate.worst
     low, high = group.band
     where = f" of {group.at.module}" if group.at.module else ""
@@ -271,7 +274,7 @@ def _signed(num_bytes: int) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return ranks as part of a sentence.
+    """Return ranks with the word "rank" or "ranks", for use in a sentence.
 
     >>> ranks_in_words([3]), ranks_in_words(range(4))
     ('rank 3', 'ranks 0-3')
@@ -280,7 +283,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def ranks_to_text(ranks: Sequence[int]) -> str:
-    """Return the first few runs of consecutive ranks.
+    """Return ranks as runs of consecutive numbers; if there are many runs, also their count.
 
     >>> ranks_to_text([0, 1, 2, 4]), ranks_to_text(range(0, 99, 2))
     ('0-2, 4', '0, 2, 4, 6, ... 98 (50)')

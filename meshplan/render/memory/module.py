@@ -55,7 +55,7 @@ def _reason(reason: Reason) -> dict[str, Any]:
 
 
 def module_to_text(answer: ModuleAnswer) -> list[str]:
-    """Return the lines of the answer on a module."""
+    """Return the lines of the answer: the module's tensors, their bytes, and its block's time."""
     plan = answer.plan
     title = f"{answer.name}: {answer.type or 'a tensor'} of {plan.graph.name}"
     title = title if answer.name else f"the model: {plan.graph.name}"
@@ -136,5 +136,5 @@ def explained_memory_to_json(estimate: MemoryEstimate) -> dict[str, Any]:
 
 
 def explained_memory_to_text(estimate: MemoryEstimate) -> list[str]:
-    """Return the steps from the textbook to the figure that has to fit, term by term."""
+    """Return a table that leads from the textbook's states to the peak that has to fit."""
     return explained_to_text(estimate)

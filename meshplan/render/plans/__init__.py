@@ -1,1 +1,1 @@
-"""The text of a search: the plan, alternatives, differences, why not."""
+"""Text and JSON about searches: the plan, its alternatives, differences, and why not others."""

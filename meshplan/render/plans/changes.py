@@ -1,4 +1,4 @@
-"""Changes from the last lock to a new decision, as text and as JSON."""
+"""Changes between the last lock and a new decision of the planner, as text and as JSON."""
 
 from __future__ import annotations
 

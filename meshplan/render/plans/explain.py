@@ -13,8 +13,8 @@ from meshplan.render.base.text import wrapped
 from meshplan.units import format_bytes, format_gib, format_step
 
 _SAME: Final = 5e-4
-"""Steps whose times differ by a smaller share count as equally long."""
-_TAKEN: Final = "; the fastest takes {:.1%} less time but is less simple"
+"""Relative difference of two step times below which they count as equal."""
+_TAKEN: Final = "; the fastest plan takes {:.1%} less time but is less simple"
 
 
 def why_not_to_json(answer: WhyNot) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def why_not_to_json(answer: WhyNot) -> dict[str, Any]:
 
 
 def verdict(answer: WhyNot) -> str:
-    """Return the answer in one line."""
+    """Return the answer in one line, without the setting that it is about."""
     return ("" if answer.is_whole else "search incomplete, time limit reached: ") + _verdict(answer)
 
 
@@ -90,7 +90,7 @@ def _alone(answer: WhyNot) -> str:
 
 
 def _on_another_mesh(answer: WhyNot) -> str:
-    """Name the mesh of the best plan with the setting if it differs: it explains the cost."""
+    """Return text on the mesh of the best plan with the setting; "" if it is the chosen plan's."""
     if answer.evaluated is None or answer.plan is None:
         return ""
     mesh = answer.evaluated.stated.get("mesh")
@@ -100,7 +100,10 @@ def _on_another_mesh(answer: WhyNot) -> str:
 
 
 def _axes(answer: WhyNot, cause: str) -> str:
-    """Name the axes with exposed communication in the best plan with the setting."""
+    """Return text on the axes of exposed communication in the best plan with the setting.
+
+    This is "" unless the cause of the cost is the communication of tp, cp and ep.
+    """
     if cause != "tensor_parallel" or answer.evaluated is None:
         return ""
     mesh = answer.evaluated.plan.mesh
@@ -109,7 +112,7 @@ def _axes(answer: WhyNot, cause: str) -> str:
 
 
 def _by_memory(answer: WhyNot, plan: Evaluated) -> str:
-    """Compare memory and time with the plan, for the objective "memory"."""
+    """Compare memory and time of the best plan with the setting to those of the chosen plan."""
     assert answer.evaluated is not None
     if answer.is_planned:
         return "the plan uses it"

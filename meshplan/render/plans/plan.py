@@ -61,7 +61,7 @@ _KEYS = (
 
 
 def way_to_json(decision: Decision, evaluated: Evaluated) -> dict[str, Any]:
-    """Return one plan as in `result` of schema plan/1 and in its lists."""
+    """Return one plan with the keys that plans have in the `result` of schema plan/1."""
     plan = evaluated.plan
     a, stages = plan.assignment, plan.assignment.stages
     batch = plan.spec.batch
@@ -103,13 +103,13 @@ def written_to_json(written: Written) -> dict[str, Any]:
 
 
 def written_to_text(written: Written) -> str:
-    """Return a note on the plan file as it stands."""
+    """Return a note on the memory of the plan file without a lock, with default settings."""
     left = left_in_words(written.memory.worst.band[1], written.memory.limit_bytes)
-    return f"as the file stands, without the lock: {written.memory.size}: {left}"
+    return f"with the file's defaults, without the lock: {written.memory.size}: {left}"
 
 
 def no_space_to_json(error: EmptySpaceError) -> dict[str, Any]:
-    """Return the `result` of schema plan/1 for statements that leave nothing to choose from."""
+    """Return the `result` of schema plan/1 for a plan file that no configuration satisfies."""
     return {
         **dict.fromkeys(_KEYS),
         "fits": False,
@@ -127,7 +127,7 @@ def no_space_to_json(error: EmptySpaceError) -> dict[str, Any]:
 
 
 def no_space_to_text(error: EmptySpaceError, title: str) -> list[str]:
-    """Return the lines of the answer for statements that leave nothing to choose from.
+    """Return the lines of the answer for a plan file that no configuration satisfies.
 
     Args:
         error: The error of the search.
@@ -183,9 +183,10 @@ def _section(lines: Sequence[str]) -> list[str]:
 
 
 def _offload(decision: Decision, chosen: Evaluated) -> str:
-    """Describe what the planner offloads to the host, and the time without offload; "" if nothing.
+    """Return text on the offload that the planner chose, and the step time without it; else "".
 
-    The plan file does not ask for offload, and a step waits for it, so the title line reports it.
+    The title line includes this text, because the plan file did not ask for offload, and offload
+    makes a step longer.
     """
     host = chosen.memory.host
     if chosen.stated.get("offload", "none") == "none" or host is None:
@@ -203,7 +204,7 @@ def _offload(decision: Decision, chosen: Evaluated) -> str:
 
 
 def _rate(decision: Decision, evaluated: Evaluated) -> str:
-    """Return tokens per second of one GPU, or samples per second if samples have no length."""
+    """Return tokens per second of one GPU as text; samples per second if they are no sequences."""
     if decision.tokens:
         return f"{decision.tokens_per_s(evaluated):,.0f} tokens/s"
     return f"{decision.samples_per_s(evaluated):,.1f} samples/s"
@@ -228,7 +229,7 @@ def _memory(decision: Decision, evaluated: Evaluated) -> list[str]:
 
 
 def _allocator(evaluated: Evaluated) -> Iterator[str]:
-    """Yield lines on how a process gets the allocator that the memory estimate assumes."""
+    """Yield lines on how to turn on expandable segments, if the memory estimate assumes them."""
     if evaluated.stated.get("allocator") == "expandable":
         yield "        with expandable segments: parallelize() turns them on before it moves the"
         yield "        model; if the script allocates GPU memory earlier, start the job with"
@@ -236,7 +237,7 @@ def _allocator(evaluated: Evaluated) -> Iterator[str]:
 
 
 def _host(evaluated: Evaluated) -> Iterator[str]:
-    """Yield the memory used on the host, and its limit."""
+    """Yield a line on the host memory of a node and its limit, if anything is offloaded."""
     held = evaluated.memory.host
     if held is not None:
         much, limit = format_gib(held.held_bytes), format_gib(held.limit_bytes)
@@ -303,7 +304,7 @@ def _alternatives(decision: Decision) -> list[str]:
 
 
 def _other_lines(evaluated: Evaluated, chosen: Evaluated) -> Iterator[str]:
-    """Yield the statements of a plan that differ from the chosen plan."""
+    """Yield the statements that turn the chosen plan into this alternative."""
     there = set(way_lines(chosen))
     yield from (line for line in way_lines(evaluated) if line not in there)
     for path in chosen.stated:
@@ -318,7 +319,7 @@ def _other_lines(evaluated: Evaluated, chosen: Evaluated) -> Iterator[str]:
 
 
 def _rejected(rejected: Iterable[Rejected]) -> list[str]:
-    """Return lines on what is not in the space, one per reason."""
+    """Return lines on settings that are not in the search space, grouped by reason."""
     by_why: dict[str, list[str]] = {}
     for each in rejected:
         by_why.setdefault(each.why, []).append(each.what)

@@ -1,4 +1,4 @@
-"""Output of `meshplan plan --retarget`: the plan for other hardware next to the existing one."""
+"""Output of `meshplan plan --retarget`: the existing plan and a plan for other hardware."""
 
 from __future__ import annotations
 

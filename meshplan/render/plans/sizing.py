@@ -1,4 +1,4 @@
-"""Output of `meshplan plan`: the frontier of memory and time, costs, and numbers of devices."""
+"""Output of `meshplan plan`: the memory-time frontier, the cost, and the fewest nodes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _KNOWN_BY = (
 def frontier_to_json(
     decision: Decision, evaluated_plans: Sequence[Evaluated], *, is_whole: bool
 ) -> dict[str, Any]:
-    """Return `result.frontier` of schema plan/1: fastest first, each with less memory.
+    """Return the keys `frontier` and `frontier_is_whole` of the `result` of schema plan/1.
 
     Args:
         decision: The planner's decision.
-        evaluated_plans: The plans of the frontier.
-        is_whole: If True, the frontier was searched completely; else it only has plans that the
-            search evaluated anyway.
+        evaluated_plans: The plans of the frontier: fastest first, each with less memory.
+        is_whole: If True, the frontier was searched completely; if False, it may only have plans
+            that the search for the best plan evaluated.
     """
     return {
         "frontier": [way_to_json(decision, evaluated) for evaluated in evaluated_plans],
@@ -39,7 +39,7 @@ def frontier_to_json(
 def frontier_to_text(
     evaluated_plans: Sequence[Evaluated], *, is_whole: bool, is_interrupted: bool = False
 ) -> list[str]:
-    """Return the lines on the frontier, at least one per plan.
+    """Return a title and the plans of the frontier, each on one or more lines.
 
     Args:
         evaluated_plans: The plans of the frontier.
@@ -68,7 +68,7 @@ def frontier_to_text(
 
 
 def _words(evaluated: Evaluated) -> Iterator[str]:
-    """Yield the statements that characterise a plan, without those on pipeline schedules."""
+    """Yield the statements of a plan that readers know it by: those that start as `_KNOWN_BY`."""
     for line in way_lines(evaluated):
         if line.startswith(_KNOWN_BY):
             yield line
@@ -92,7 +92,7 @@ def cost_to_json(decision: Decision, price: float | None) -> dict[str, Any] | No
         "price_per_step": priced,
     }
     for what, count in (("tokens", decision.tokens), ("samples", decision.samples)):
-        # Samples that are not sequences have no tokens.
+        # `count` is 0 for tokens if samples are not sequences.
         each = 1e6 / count if count else None
         found[f"gpu_hours_per_million_{what}"] = None if each is None else hours * each
         found[f"price_per_million_{what}"] = (
@@ -149,7 +149,7 @@ def _allowed(days: float) -> str:
 
 
 def _more(found: TrainingTarget) -> str:
-    """Describe the larger batch with which more GPUs help; "" if the batch is large enough."""
+    """Return advice to raise the batch size; "" if the batch size does not limit the GPUs."""
     if found.samples is None:
         return ""
     few = f": with {found.samples:,} samples per step, more GPUs are no faster"
@@ -162,7 +162,12 @@ def _more(found: TrainingTarget) -> str:
 
 
 def training_to_text(found: TrainingTarget, price: float | None) -> list[str]:
-    """Return the lines on the numbers of nodes that were planned, with the answer marked."""
+    """Return a row for each number of nodes that was tried; the answer is marked.
+
+    Args:
+        found: The result of the search.
+        price: Price of one GPU-hour; None if it is not stated.
+    """
     rows = []
     for size in found.sizes:
         mark = "<- the fewest" if size is found.answer else ""

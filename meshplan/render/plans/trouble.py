@@ -48,7 +48,7 @@ def trouble_to_text(trouble: Trouble) -> list[str]:
 
 
 def conflict_to_text(trouble: Trouble) -> list[str]:
-    """Return a sentence on the conflict, and the statements that contradict each other."""
+    """Return a sentence on the conflict, and the statements that cannot be satisfied together."""
     why = wrapped(f"  {trouble.why}", indent=4) if trouble.why else []
     if not trouble.conflict:
         if not trouble.is_hopeless:
