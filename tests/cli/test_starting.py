@@ -196,7 +196,7 @@ def planned(here):
         ("explain model.layers.9", "is neither a module", "model.layers has the modules 0 to"),
         ("estimate --gpu 8 --params 3B --gpus 8", "not in the hardware table", "meshplan gpus"),
         ("check --set model.entry=my/net.py:build", "names a file", "write my.net:build"),
-        ("estimate --config org/net-7B --gpus 1", "cannot read", "hf download org/net-7B config.json"),
+        ("estimate --config org/net-7B --gpus 1", "cannot read", "hf download org/net-7B"),
     ],
 )  # fmt: skip
 def test_what_a_tired_person_types_has_a_fix(planned, capsys, words, what, fix):
