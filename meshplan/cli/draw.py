@@ -76,9 +76,11 @@ def _draw(args: argparse.Namespace) -> int:
     from meshplan.pictures.main import check_what
 
     source = source_of(args)
-    if args.what is None:
-        raise SpecError(Problem("no picture is named", None, "add --what mesh, for example"))
-    check_what(args.what)
+    if args.what is None and (args.output is not None or args.json):
+        fix = "add --what mesh, for example; meshplan report -o report.html has all pictures"
+        raise SpecError(Problem("no picture is named", None, fix))
+    if args.what is not None:
+        check_what(args.what)
     theme_of(args.theme)
     _check_profile(args)
     if args.output is None:
@@ -106,6 +108,8 @@ def _draw(args: argparse.Namespace) -> int:
 def _in_terminal(source: Source, args: argparse.Namespace) -> int:
     """Print the text version of a picture and return the exit code.
 
+    Without `--what` it is an overview: the mesh, the pipeline if there is one, and the memory.
+
     Raises:
         SpecError: The picture has no text version, or `--json` was passed without a file.
     """
@@ -123,15 +127,20 @@ def _in_terminal(source: Source, args: argparse.Namespace) -> int:
         "mesh": mesh_lines, "layout": layout_lines, "memory": memory_lines, "gantt": gantt_lines,
         "graph": graph_lines,
     }  # fmt: skip
-    if args.what not in twins or args.json:
+    if (args.what is not None and args.what not in twins) or args.json:
         what = f"the picture of {args.what} has no text form, and no file is named"
         if args.json:
             what = "--json describes the file that was written, and no file is named"
         raise SpecError(Problem(what, Origin("-o"), "add -o out.png, out.svg or out.html"))
     notes: list[str] = []
     plan = _decided(source, notes)
-    facts = facts_of(plan, args.what, **_given(source, plan, args))
-    print_lines(twins[args.what](facts), args.answers, colour=colours(args))
+    overview = ("mesh", *(("gantt",) if plan.assignment.stages is not None else ()), "memory")
+    for number, what in enumerate((args.what,) if args.what is not None else overview):
+        if number:
+            answer(args, "")
+        args.what = what
+        facts = facts_of(plan, what, **_given(source, plan, args))
+        print_lines(twins[what](facts), args.answers, colour=colours(args))
     print_notes(args, notes)
     return YES
 

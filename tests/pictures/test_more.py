@@ -324,10 +324,17 @@ def test_the_command_line_writes_a_picture(tmp_path, capsys):
         assert out.stat().st_size > 2000
 
 
+def test_without_a_picture_it_is_an_overview(capsys):
+    assert main(["draw", "-f", "plans/pp_fsdp_tp.yaml", "-q"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("8 ranks on 1 node")
+    assert 0 < out.index("\n1F1B: ranks wait") < out.index("\nExpected ")
+
+
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ([], "no picture is named"),
+        (["-o", "x.png"], "no picture is named"),
         (["--what", "cake"], "there is no picture of 'cake'"),
         (["--what", "comm"], "has no text form, and no file is named"),
         (["--what", "mesh", "-o", "x.bmp"], "'.bmp' is no picture format"),
