@@ -1,1 +1,1 @@
-"""Apply a decided plan to a live model: one module per mesh axis or policy."""
+"""Apply a plan to a live model: one module or folder per mesh axis or policy."""

@@ -1,4 +1,4 @@
-"""Settings of CUDA's caching allocator that a plan demands."""
+"""Settings of CUDA's caching allocator that a plan requires."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def allocator_problems(
     """Yield a problem if the environment disables the expandable segments that the plan counts on.
 
     Args:
-        spec: The plan file.
+        spec: The parsed plan file.
         environment: Environment variables by name.
     """
     name, settings = _stated(environment)
@@ -39,8 +39,8 @@ def allocator_problems(
 def set_allocator(spec: Spec) -> None:
     """Turn on expandable segments if the plan asks for them and the environment does not set them.
 
-    Memory allocated before stays in ordinary segments: the estimate for a model that is already on
-    the device assumes expandable segments, so the model may reserve a little more.
+    Memory that is allocated already stays in ordinary segments. The estimate assumes expandable
+    segments for all memory, so a model that is already on the device may reserve a little more.
     """
     settings = with_growth(os.environ)
     if spec.allocator == "expandable" and settings and torch.cuda.is_available():
@@ -50,7 +50,7 @@ def set_allocator(spec: Spec) -> None:
 def with_growth(environment: Mapping[str, str]) -> str:
     """Return the environment's allocator settings with expandable segments added.
 
-    All settings are repeated, since torch resets those that a new string does not mention.
+    All settings are repeated, since torch resets every setting that a new string does not mention.
 
     Returns:
         The settings string; "" if the environment sets `expandable_segments` itself.
@@ -62,7 +62,7 @@ def with_growth(environment: Mapping[str, str]) -> str:
 
 
 def _stated(environment: Mapping[str, str]) -> tuple[str, str]:
-    """Return the environment variable in effect and its settings, "" if none is set."""
+    """Return (name, settings) of the variable that torch reads; settings are "" if none is set."""
     name = next((name for name in _NAMES if environment.get(name)), _NAMES[0])
     return name, environment.get(name, "").strip().strip(",")
 

@@ -1,8 +1,8 @@
 """Activation offload: tensors that a module saves for backward are kept in host memory.
 
-Like `torch.autograd.graph.save_on_cpu`, except that weights stay on the device: they would be
-copied once per operation that uses them, and under FSDP2 the copies would outlive the weights
-gathered for the forward.
+Works like `torch.autograd.graph.save_on_cpu`, except that weights stay on the device.
+`save_on_cpu` copies a weight once per operation that uses it, and under FSDP2 these copies would
+outlive the gathered weights themselves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshplan.runtime.base.mesh import device, local_of
 def apply_host_activations(model: nn.Module, plan: Plan) -> None:
     """Wrap the forward of every module whose activations the plan offloads, in place.
 
-    Assumes: recomputed modules are wrapped already, so that only their inputs are saved.
+    Assumes: `apply_recompute` ran before, so that only the inputs of recomputed modules are saved.
     """
     for fqn in plan.assignment.host_activations:
         module = model.get_submodule(fqn)
@@ -33,7 +33,7 @@ def apply_host_activations(model: nn.Module, plan: Plan) -> None:
 
 
 def kept_on_host(module: nn.Module) -> Callable[..., Any]:
-    """Return the module's forward, wrapped to save tensors for backward on the host."""
+    """Return the module's forward, wrapped so that tensors saved for backward go to the host."""
     forward = module.forward
 
     @wraps(forward)
@@ -43,7 +43,7 @@ def kept_on_host(module: nn.Module) -> Callable[..., Any]:
         stay = {_storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | _HostCopy:
-            is_here = tensor.device == device()  # Random seeds are on the host already.
+            is_here = tensor.device == device()  # Random seeds are on the host.
             if _storage(tensor) in stay or _is_small(tensor) or not is_here:
                 return tensor
             return _HostCopy(tensor)
@@ -55,7 +55,7 @@ def kept_on_host(module: nn.Module) -> Callable[..., Any]:
 
 
 class _HostCopy:
-    """A tensor's values in host memory; for a DTensor its local shard and its layout."""
+    """A copy of a tensor in host memory; of a DTensor, its local shard and its layout."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._lies: dict[str, Any] | None = None
@@ -70,7 +70,7 @@ class _HostCopy:
             self._copy = to_host(local_of(tensor))
 
     def back(self) -> torch.Tensor:
-        """Return the tensor on the device."""
+        """Copy the tensor back to the device and return it."""
         local = to_device(self._copy)
         if self._lies is None:
             return local
@@ -86,5 +86,5 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Return an id of the storage, equal for all views of it."""
+    """Return an id of a tensor's local storage, equal for all views of the same storage."""
     return local_of(tensor).untyped_storage()._cdata

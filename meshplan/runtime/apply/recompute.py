@@ -1,6 +1,6 @@
 """Activation checkpointing: rerun `module.forward` in backward instead of saving its activations.
 
-The forward is wrapped on the instance, so names and the module tree stay unchanged.
+The `forward` of the module instance is replaced, so fqns and the module tree stay unchanged.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OPS: dict[str, tuple[str, ...]] = {
         "_scaled_dot_product_fused_attention_overrideable",
     ),
 }
-"""Names allowed in `save:` of a plan, with the aten ops that each stands for."""
+"""Names for groups of aten ops in `save:` of a plan, and the ops that each stands for."""
 
 _RECORDS = (
     torch.ops.profiler._record_function_enter_new.default,
@@ -54,10 +54,12 @@ def apply_recompute(model: nn.Module, plan: Plan) -> None:
         context: dict[str, Any] = {}
         if recompute.policy.mode == "selective":
             saved = _saved_ops(recompute.policy.kept, recompute.reason.origin)
-            # A compiler would save the collective's input before its wait, and sees no DTensor.
+            # torch.compile would save the tensor of a sum over ranks before the collective's wait,
+            # and its graph has no DTensor by which `_makes_addends` could recognize partial sums.
             if recompute.policy.keeps_sums and not plan.spec.compile:
                 saved |= sums_over_ranks()
-            # An inner FSDP unit that stays gathered makes different profiler records the 2nd time.
+            # Recomputing an FSDP unit that is still gathered calls `record_function` differently
+            # than its forward did; torch raises for any op that was not seen in forward.
             SAC_IGNORED_OPS.update(_RECORDS)
             context["context_fn"] = partial(
                 create_selective_checkpoint_contexts, partial(_policy, saved)
@@ -81,8 +83,9 @@ def _recomputed(module: nn.Module, context: dict[str, Any]) -> Callable[..., Any
 class _Moving:
     """State that a module's forward writes: running statistics, counters, averages.
 
-    Both buffers and plain attributes that hold numbers are covered. A recomputed forward must read
-    them as the first one did, or it computes something else, and must not write them a second time.
+    It covers buffers, and attributes that are plain numbers. A recomputed forward must read the
+    values that the first forward read, or it computes something else, and must not write them a
+    second time.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -91,7 +94,10 @@ class _Moving:
         self._known_attributes: dict[tuple[bool, ...], list[tuple[nn.Module, str]]] = {}
 
     def as_at_first(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a forward so that a second call sees the first one's state and changes nothing."""
+        """Wrap a forward so that its second call reads the state that its first call read.
+
+        After the second call, buffers and attributes have the values from before it.
+        """
         starts: dict[tuple[nn.Module, str], torch.Tensor] | None = None
         attributes: dict[tuple[nn.Module, str], Any] = {}
 
@@ -108,15 +114,17 @@ class _Moving:
             try:
                 for (owner, name), value in attributes.items():
                     vars(owner)[name] = value
+                # Clones, because autograd saves the tensors that this forward reads.
                 for (owner, name), start in starts.items():
-                    owner._buffers[name] = start.clone()  # A clone: autograd saves the tensor
-                return forward(*args, **kwargs)  # that this forward reads.
-            finally:  # torch may also stop the recompute early, once backward has all it needs.
+                    owner._buffers[name] = start.clone()
+                return forward(*args, **kwargs)
+            finally:  # Also reached if torch stops recomputing early (set_checkpoint_early_stop).
                 for (owner, name), end in ends.items():
                     owner._buffers[name] = end
                 for (owner, name), value in last.items():
                     vars(owner)[name] = value
-                # The parent, whose hook clears the cache of TP inputs, is not called again.
+                # A hook of the parent clears the cache of TP inputs, but does not run here: only
+                # this module is recomputed.
                 forget_entered()
                 refuse_second_writes(self._module)
 
@@ -126,7 +134,7 @@ class _Moving:
         return tuple(module.training for module in self._module.modules())
 
     def _attributes(self) -> dict[tuple[nn.Module, str], Any]:
-        """Return the plain attributes that a forward may change, with their current values."""
+        """Return the numbers that a forward may change, by (module, name of the attribute)."""
         known = self._known_attributes.get(self._modes())
         if known is None:
             return plain_attributes(self._module)
@@ -135,7 +143,7 @@ class _Moving:
     def _changed(
         self, before: dict[tuple[nn.Module, str], Any]
     ) -> dict[tuple[nn.Module, str], Any]:
-        """Return the entries of `before` that a forward changes in this training mode."""
+        """Return the entries of `before` that a forward changes in the modules' current modes."""
         modes = self._modes()
         if modes not in self._known_attributes:
             now = plain_attributes(self._module)
@@ -145,7 +153,7 @@ class _Moving:
     def _first(
         self, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> tuple[dict[tuple[nn.Module, str], torch.Tensor], Any]:
-        """Run the first forward; return (values before of buffers it wrote, output)."""
+        """Run the first forward; return (previous values of the buffers it wrote, its output)."""
         modes = self._modes()
         places = self._known.get(modes)
         watched = self._all() if places is None else places
@@ -153,7 +161,7 @@ class _Moving:
         starts = {place: b.detach().clone() for place, b in before.items() if b is not None}
         versions = {place: _version_of(b) for place, b in before.items()}
         output = forward(*args, **kwargs)
-        if places is None:  # Only compared once: reading buffers synchronizes with the device.
+        if places is None:  # Once per mode, since comparing values waits for the device.
             written = [p for p in starts if not _is_same(p, before[p], starts[p], versions[p])]
             self._known[modes] = written
             starts = {place: starts[place] for place in written}
@@ -174,6 +182,12 @@ def _is_same(
     """Return True if a buffer is still the same tensor with the same values.
 
     Fake tensors have no values; for them, return True if nothing was written in place.
+
+    Args:
+        place: (module, name) of the buffer.
+        before: The tensor that was the buffer before.
+        start: A copy of its values at that time.
+        version: Its in-place version counter at that time.
     """
     owner, name = place
     now = owner._buffers[name]
@@ -206,9 +220,10 @@ def _policy(saved: frozenset[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any)
 
 
 def _makes_addends(args: tuple[Any, ...]) -> bool:
-    """Return True if a matrix product leaves partial sums over tp: its contracted dim is sharded.
+    """Return True for arguments of a matrix product whose contracted dim is sharded over tp.
 
-    The reduced sum is saved instead (`spec.ActivationCheckpointing.keeps_sums`).
+    The result is a partial sum. Instead of it, the sum over ranks is saved
+    (`spec.ActivationCheckpointing.keeps_sums`).
     """
     left = args[-2] if len(args) > 1 else None
     if not isinstance(left, DTensor):

@@ -1,7 +1,7 @@
-"""Apply a decided plan to a live model: every wrapper, in the order that they depend on each other.
+"""Apply a plan without open fields to a live model: all wrappers, in the order that they require.
 
 `parallelize` runs this after all ranks have agreed on the plan. Memory estimates run the same code
-on fake tensors, where no rank decides or sends anything.
+on fake tensors in a single process, where nothing is exchanged between ranks.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ class Applied:
         mesh: The live DeviceMesh, with the plan's axis names.
         loss_scale: Current scale of the loss under fp16, 1.0 otherwise.
         steps_without_overflow: Steps since the scale last changed.
-        is_tested: True once the first loss has been compared along tp.
-        history: Observations of `train_step` about the loss so far.
+        is_tested: True once `train_step` has run the checks of its first call: of the optimizer,
+            and, with tp, that all ranks along tp compute the same loss.
+        history: What `train_step` has observed about the loss function and the batches so far.
     """
 
     plan: Plan
@@ -96,14 +97,14 @@ def own_module(model: nn.Module) -> nn.Module:
 
 
 def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: InitialValues) -> nn.Module:
-    """Apply a plan that all ranks have agreed on to a model, in place.
+    """Apply a plan to a model, in place; all ranks must have agreed on the plan before.
 
     Args:
-        model: The user's module, on meta or with the same values on every rank.
+        model: The user's module, with the same values on every rank, or with tensors on meta.
         plan: The plan, already checked against this model.
         mesh: The live DeviceMesh, with the plan's axis names.
-        values: Initial values of all tensors that this rank stores, if the model is on meta;
-            empty otherwise.
+        values: Initial values of all tensors that this rank stores, if the model has tensors on
+            meta on any rank; empty otherwise.
 
     Returns:
         The module to train, whose attribute `meshplan` is its `Applied`.
@@ -113,7 +114,7 @@ def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: InitialVa
     if plan.assignment.stages is None:
         is_compiled = compiles(model, plan)
         wrapped = _wrap(model, plan, mesh, values)
-        if not is_compiled:  # An active torch function mode would be compiled in.
+        if not is_compiled:  # torch.compile would trace the mode that this uses.
             watch_first_forward(wrapped, plan)
         refuse_second_derivatives(wrapped, plan)
     else:
@@ -124,14 +125,14 @@ def apply_plan(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: InitialVa
 
 
 def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: InitialValues) -> nn.Module:
-    """Apply everything except the pipeline, in place, and return the module to call."""
+    """Apply everything in a plan except its pipeline, in place, and return the module to call."""
     routable, is_compiled = routable_units(model, plan), compiles(model, plan)
     apply_tensor_parallel(model, plan, mesh)
     apply_expert_parallel(model, plan, mesh)
     apply_sync_batchnorm(model, plan, mesh)
-    # Wrapped before recompute, so that its mode is active when a block is recomputed.
+    # Before recomputation, so that the torch function mode of cp is active in recomputed blocks.
     context = ContextParallelism(model, plan, mesh)
-    # Wrapped before offload, so that offload moves only the inputs of a recomputed block.
+    # Before offload, so that only the inputs of a recomputed block are moved to the host.
     apply_recompute(model, plan)
     apply_host_activations(model, plan)
     apply_compile(model, plan)
@@ -146,7 +147,7 @@ def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: InitialValues)
         watch_forward_writes(model, plan, mesh)
     wrapped = apply_data_parallel(model, plan, mesh)
     route_direct_calls(routable)
-    # After FSDP, so that the deferred call of the head runs all of its hooks.
+    # After FSDP2 has added its hooks to the head, so that the head's deferred call runs them.
     put_off_head()
     values.fill(wrapped, plan)
     check_live(wrapped, plan)
@@ -168,7 +169,7 @@ def _wrap(model: nn.Module, plan: Plan, mesh: DeviceMesh, values: InitialValues)
 
 
 def cast_parameters(model: nn.Module, plan: Plan) -> None:
-    """Cast every parameter, in place, to the dtype that the optimizer updates."""
+    """Cast every parameter, in place, to the dtype in which it is stored and updated."""
     for fqn, placed in plan.assignment.tensors.items():
         dtype = getattr(torch, placed.dtype)
         if not placed.info.is_buffer:
@@ -215,7 +216,13 @@ def function_of(code: str) -> Callable[[nn.Module], object]:
 
 
 def exchange(outcome: tuple[str, str]) -> list[tuple[str, str]]:
-    """Gather one (kind, text) outcome from every rank, by rank."""
+    """Return the outcomes of all ranks, each as (kind, text), in rank order.
+
+    In a fake step, return a copy of this rank's outcome for every rank.
+
+    Args:
+        outcome: This rank's (kind, text); kind "error" means that the rank failed.
+    """
     outcomes: list[Any] = [outcome] * dist.get_world_size()
     if not is_fake_execution():
         dist.all_gather_object(outcomes, outcome)
@@ -226,10 +233,11 @@ def raise_remote(outcomes: list[tuple[str, str]]) -> None:
     """Raise an ApplyError on this rank if any rank reported an error.
 
     Args:
-        outcomes: (kind, text) by rank, as `exchange` returns them; kind "error" means a failure.
+        outcomes: (kind, text) of each rank, as `exchange` returns them; kind "error" means that
+            the rank failed.
 
     Raises:
-        ApplyError: Some rank failed; the message names the first such rank.
+        ApplyError: A rank failed; the message names the lowest such rank.
     """
     failed = [rank for rank, (kind, _) in enumerate(outcomes) if kind == "error"]
     if failed:

@@ -65,7 +65,7 @@ def uneven_targets() -> int:
     model = meshplan.parallelize(context_models.build("arange"), CP2)
     tokens, targets = context_models.batch(0)
     targets[:, -2:] = -100
-    with pytest.warns(UserWarning, match="different numbers of targets of -100"):
+    with pytest.warns(UserWarning, match="different numbers of targets equal to -100"):
         meshplan.local_batch(model, (tokens, targets))
     return 1
 

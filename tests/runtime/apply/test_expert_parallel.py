@@ -199,8 +199,8 @@ def bad_routing(what: str) -> str:
 def test_a_routing_that_cannot_be_dispatched_is_refused_on_all_ranks_of_ep(pool, what):
     expected = (
         "meshplan: 1 problem\n"
-        "ep cannot dispatch the routing of 'blocks.0.experts' on rank 1: every slot needs one "
-        "expert index from 0 to 7 and one weight\n"
+        "ep cannot dispatch the routing of 'blocks.0.experts' on rank 1: every top-k slot needs "
+        "one expert index from 0 to 7 and one weight\n"
         "    fix: let the router choose an expert for every slot, and give slots that do not count "
         "the weight 0"
     )

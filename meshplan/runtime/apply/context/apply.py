@@ -1,4 +1,4 @@
-"""Apply the cp axis to a live model, in one step before and one after wrapping."""
+"""Apply context parallelism to a live model: one step before other wrappers, one step after."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from meshplan.runtime.base.mesh import device, submesh
 class ContextParallelism:
     """Context parallelism of one model; does nothing without a cp axis.
 
-    The constructor is the step before wrapping, `watch` the one after.
+    The constructor is the step before other wrappers are applied, `watch` the step after.
 
     Args:
         model: The model before it is wrapped; its forwards are wrapped in place.
@@ -42,7 +42,7 @@ class ContextParallelism:
         answer_for_whole(model, self._mode)
 
     def watch(self, model: nn.Module) -> None:
-        """Prove the model before its first forward of each length, and feed it positions.
+        """Register hooks that prove the model at each new length and pass positions to it.
 
         Args:
             model: The wrapped model.
@@ -72,7 +72,7 @@ class ContextParallelism:
         return args, local_kwargs
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Raise on every rank if a call of any rank could not be answered."""
+        """Raise on every rank if any rank could not answer a call for the whole sequence."""
         mode = self._mode
         assert mode is not None
         if mode.trial is None:

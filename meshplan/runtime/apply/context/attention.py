@@ -1,11 +1,11 @@
-"""Calls of a model that runs on a part of the sequence, intercepted to see the whole of it.
+"""Intercept calls of a model that runs on a part of the sequence, to answer them for the whole.
 
 A torch function mode is active while the model runs, also when checkpointed blocks are recomputed
 in backward. It intercepts three calls. `scaled_dot_product_attention` over the sequence attends to
-the whole sequence; `torch.arange(n)` and `table[:n]`, from which models make positions, return
-those of this rank's tokens. A call is not recognised by its length alone, but by its place in the
-model's code: it counts if its length was that of the whole sequence when the proof ran the model on
-the whole, and that of the part when it ran on a part.
+the whole sequence. `torch.arange(n)` and `table[:n]`, from which models make positions, return the
+positions or rows of this rank's tokens. A call is about the sequence if, at the same place in the
+model's code, its length was that of the whole sequence when the proof ran the model on the whole,
+and that of the part when the proof ran it on a part. A matching length alone is not enough.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshplan.errors import ApplyError, Problem
 from meshplan.runtime.apply.context.parts import Parts, gather_sequence, to_heads, to_parts
 
 Site = tuple[int, ...]
-"""A call in the model's code: id of its code object, offset in the bytecode, and the dim."""
+"""A call in the model's code: id of the code object, offset in its bytecode, and maybe a dim."""
 
 _TORCH: Final = os.path.dirname(torch.__file__) + os.sep
 _OPTIONS: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -37,14 +37,16 @@ MASKED: Final = Problem(
     fix="under cp, pass no attention_mask (pad at the end and ignore those targets), and use a "
     "model with plain causal or full attention",
 )
-"""The problem of a mask: masks made for parts do not combine to that of the whole."""
+"""The problem of attention with a mask: the mask of the whole sequence cannot be derived from the
+masks that the model makes for parts.
+"""
 
 
 class AttentionTrial:
     """One run of the proof, which observes every intercepted call; implemented in `proof`.
 
     Attributes:
-        is_whole: True if the model runs on the whole sequence, and calls are not changed.
+        is_whole: True if the model runs on the whole sequence, so that calls are not changed.
         length: Length of the whole sequence.
     """
 
@@ -52,7 +54,7 @@ class AttentionTrial:
     length: int
 
     def seen(self, site: Site, *lengths: int) -> bool:
-        """Record a call for these numbers of items; return True if it is about the sequence."""
+        """Record a call that asks for these numbers of items; return True if about the sequence."""
         raise NotImplementedError
 
     def attended(self, form: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -75,11 +77,12 @@ class SequenceMode(TorchFunctionMode):
     Attributes:
         parts: The parts of the sequence.
         lengths: Lengths of a part for which the proof has passed.
-        known: True for calls that are about the sequence, by site and lengths.
-        shapes: Heads and widths of keys and values in the run on the whole sequence, by site.
+        known: True for a call that is about the sequence, else False; by its site and lengths.
+        shapes: Heads and widths of keys and values in the run on the whole sequence, by code
+            object and bytecode offset of the call.
         trial: The current run of the proof; None in ordinary runs.
-        is_fed: True while the whole model's forward runs, which feeds positions and, at its end,
-            reports what was refused to all ranks.
+        is_fed: True while the forward of the whole model runs. Its hooks pass positions to it and,
+            at its end, report `refused` to all ranks.
         refused: The first problem of an ordinary run; None if there is none. The run continues, so
             that no rank waits for another, and the problem is raised on all ranks afterwards.
         is_on: True while the mode is active.
@@ -107,12 +110,13 @@ class SequenceMode(TorchFunctionMode):
         return answer(self, sys._getframe(1), args, kwargs)
 
     def is_about_sequence(self, frame: FrameType, *lengths: int, dim: int = 0) -> bool:
-        """Return True if this call is about the sequence; refuse one that the proof never saw.
+        """Return True if a call is about the sequence; refuse a call that the proof never saw.
 
         Args:
             frame: The frame that makes the call.
-            lengths: Number of items asked for; of queries and of keys for attention.
-            dim: The dim asked for.
+            lengths: The number of items that the call asks for; for attention, the numbers of
+                queries and of keys.
+            dim: The dim of the tensor that the call indexes.
         """
         site = (id(frame.f_code), frame.f_lasti, dim)
         if self.trial is not None:
@@ -125,13 +129,13 @@ class SequenceMode(TorchFunctionMode):
                 Problem(
                     f"line {frame.f_lineno} of {os.path.basename(frame.f_code.co_filename)} "
                     f"{'attends to' if is_attention else 'asks for'} {lengths[-1]} items, but did "
-                    "not in the test of the model under cp: meshplan cannot tell whether that is "
+                    "not when meshplan tested the model under cp: it is unknown whether that is "
                     "the sequence length",
                     fix="call the model that parallelize returned, not one of its modules; if you "
                     "already do, pad to another length or leave cp out",
                 )
             )
-            return is_attention  # Other ranks may enter the collective of this attention.
+            return is_attention  # Other ranks may wait in this attention's collective.
         return bool(found)
 
     def refuse(self, problem: Problem) -> None:
@@ -149,7 +153,7 @@ class SequenceMode(TorchFunctionMode):
 
 
 def run_with(mode: SequenceMode, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a forward to run under the mode, which nested forwards activate once."""
+    """Return a forward wrapped to run under the mode; nested forwards activate it only once."""
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -184,7 +188,7 @@ def _arange(mode: SequenceMode, frame: FrameType, args: Any, kwargs: Any) -> tor
     if not all(isinstance(end, int) for end in ends) or ends[0] != 0 or ends[2] != 1:
         return out
     if frame.f_code.co_filename.startswith(_TORCH):
-        return out  # Not a call of the model.
+        return out  # torch's own code makes the call.
     if not mode.is_about_sequence(frame, out.numel()):
         return out
     return mode.parts.positions(out.numel(), out.device).to(out.dtype)
@@ -211,13 +215,20 @@ def _getitem(mode: SequenceMode, frame: FrameType, args: Any, kwargs: Any) -> An
 
 
 def _from_start(entry: slice) -> int | None:
-    """Return the stop of a slice `[:n]`; None for any other slice."""
+    """Return n for a slice `[:n]`; None for any other slice."""
     is_plain = entry.start in (None, 0) and entry.step in (None, 1)
     return entry.stop if is_plain and isinstance(entry.stop, int) and entry.stop > 0 else None
 
 
 def _dims(entries: tuple[Any, ...], ndim: int) -> dict[int, int]:
-    """Return the tensor dim of each slice of an index; empty if the index contains a tensor."""
+    """Return the tensor dim of each slice in an index, by the slice's position in the index.
+
+    Empty if the index contains anything but integers, slices, None and Ellipsis.
+
+    Args:
+        entries: The index, as a tuple.
+        ndim: Number of dims of the indexed tensor.
+    """
     if any(not (e is None or e is ... or isinstance(e, int | slice)) for e in entries):
         return {}
     out: dict[int, int] = {}
@@ -259,7 +270,7 @@ def _attention(mode: SequenceMode, frame: FrameType, args: Any, kwargs: Any) -> 
 
 
 def _shapes(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Size, ...]:
-    """Return heads and widths of keys and values, on which ranks of cp must agree."""
+    """Return (heads, width) of keys and of values, which must be equal on all ranks of cp."""
     return tuple(torch.Size((*t.shape[1:-2], t.shape[-1])) for t in (k, v))
 
 
@@ -268,15 +279,15 @@ def _as_proved(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values in the shapes that the other ranks exchange.
 
-    A model that makes a mask from its positions may do so on some ranks only, and then repeat its
-    key heads on these. Such a rank refuses its call, and exchanges zeros in place of its keys and
-    values.
+    A model that makes a mask from its positions may make one on some ranks only, and then repeat
+    its key heads on these ranks. Such a rank refuses its call, but still takes part in the
+    exchange, with zeros in place of its keys and values.
     """
     proved = mode.shapes.get(site, set())
     is_masked = options.get("attn_mask") is not None
     if not proved or _shapes(k, v) in proved or not (is_masked or mode.trial):
         return k, v
-    if is_masked:  # The proof detects every other difference itself.
+    if is_masked:  # Otherwise the proof runs, and reports the difference itself.
         mode.refuse(MASKED)
     # The proved shape may have fewer key heads than this rank has query heads.
     options["enable_gqa"] = True
@@ -354,4 +365,4 @@ _ANSWERS: Final[Mapping[Any, Callable[..., Any]]] = {
     torch.Tensor.__getitem__: _getitem,
     F.scaled_dot_product_attention: _attention,
 }
-"""Intercepted functions."""
+"""Maps an intercepted function to the function that answers it."""

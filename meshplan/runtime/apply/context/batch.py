@@ -1,4 +1,4 @@
-"""Inputs of a model under cp: this rank's part of the sequence, and its tokens' positions."""
+"""Inputs of a model under cp: this rank's part of the sequence, and the positions of its tokens."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ def sequence_length(value: Any, stated: int | None) -> int:
 
     Args:
         value: A tensor, or a tuple, list or mapping of tensors.
-        stated: The length that the plan states, which decides if tensors differ; None if it states
-            none.
+        stated: The sequence length that the plan states; None if it states none. It decides if the
+            tensors have several lengths.
 
     Raises:
-        ApplyError: No tensor shows the length, or they differ.
+        ApplyError: No tensor shows the length, or tensors differ and `stated` is none of their
+            lengths.
     """
     tensors = [t for _, t in tensors_in(value)]
     tokens = [t for t in tensors if t.ndim == 2 and not t.is_floating_point()]
@@ -87,7 +88,8 @@ def local_sequence(plan: Plan, batch: Any) -> Any:
             length of the sequence (`sequence_length`) is cut; others are returned whole.
 
     Raises:
-        ApplyError: The length of the sequence is ambiguous or does not divide.
+        ApplyError: The length of the sequence is ambiguous, or does not divide into the chunks of
+            cp.
     """
     context, size = plan.assignment.context, plan.mesh.size("cp")
     assert context is not None
@@ -116,14 +118,17 @@ def local_sequence(plan: Plan, batch: Any) -> Any:
 def _warn_if_uneven(held: list[list[torch.Tensor]]) -> None:
     """Warn if ranks have different numbers of ignored targets.
 
-    The mean of the ranks' means then differs from the mean.
+    The mean over ranks of their mean losses then differs from the mean loss over all targets.
+
+    Args:
+        held: For each rank of cp, its pieces of a tensor of targets.
     """
     counts = {sum(int((piece == _IGNORED).sum()) for piece in pieces) for pieces in held}
     if len(counts) > 1:
         warnings.warn(
-            f"the ranks of cp have different numbers of targets of {_IGNORED}: if the loss is the "
-            "mean over the other targets, the mean over ranks differs from that of one process; "
-            "set loss: tokens in the plan, or let loss_fn return (sum, count)",
+            f"the ranks of cp have different numbers of targets equal to {_IGNORED}: if the loss "
+            "is the mean over the other targets, the mean over ranks differs from that of one "
+            "process; set loss: tokens in the plan, or let loss_fn return (sum, count)",
             stacklevel=2,
         )
 
@@ -155,9 +160,11 @@ class Feed:
     ) -> dict[str, Any]:
         """Return the keyword arguments with the positions of this rank's tokens added.
 
-        Transformers interprets positions with a gap as several samples packed into one, unless a
-        mask says that there is one sample. Balanced parts have a gap, so they get a mask of ones.
         Positions that the caller passes are left unchanged.
+
+        Balanced parts consist of two chunks, so their positions have a gap. Transformers interprets
+        a gap as the border of packed samples, unless a mask is given. An attention mask of ones is
+        therefore added.
 
         Args:
             args: Positional arguments of the call.
@@ -182,8 +189,13 @@ class Feed:
         return out
 
     def _is_one_sample(self, given: Any, positions: torch.Tensor) -> bool:
-        """Return True if given positions are those of one sample in every row, on all ranks."""
-        # One sample's positions differ from this rank's by the same shift in all parts.
+        """Return True if, on all ranks, every row of the given positions is that of one sample.
+
+        Args:
+            given: Positions that the caller passed.
+            positions: Positions of this rank's tokens in one sample that starts at 0.
+        """
+        # Positions of one sample differ from `positions` by one constant on all ranks.
         shift = given - positions if isinstance(given, torch.Tensor) else None
         if shift is None or shift.shape[-1:] != positions.shape[-1:]:
             return False

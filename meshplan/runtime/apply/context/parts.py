@@ -1,6 +1,7 @@
 """Parts of a sequence: the tokens of each rank, and their exchange between ranks of cp.
 
-Every exchange is an autograd function whose backward is the opposite exchange.
+The functions `gather_sequence`, `to_heads` and `to_parts` are differentiable: their backward is the
+opposite exchange.
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ class Parts:
         return own[0] if len(own) == 1 else torch.cat(own, dim)
 
     def stack(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """Stack the parts of every rank along a new dim 0."""
+        """Split a whole tensor along `dim`; stack the parts of all ranks along a new dim 0."""
         return torch.stack([self._part(whole, dim, rank) for rank in range(self.size)])
 
     def join(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-        """Reassemble the whole tensor from the parts of every rank."""
+        """Reassemble the whole tensor from the parts of all ranks, given in rank order."""
         by_chunk: dict[int, torch.Tensor] = {}
         for rank, part in enumerate(parts):
             numbers = self.context.chunks(self.size, rank)
@@ -70,7 +71,7 @@ class Parts:
         return torch.cat([by_chunk[number] for number in sorted(by_chunk)], dim)
 
     def gather(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        """Gather the whole tensor on every rank, without gradient."""
+        """Gather the whole tensor on every rank; not differentiable."""
         every = part.new_empty((self.size, *part.shape))
         gather_into(every, part, self.group)
         return self.join(every.unbind(0), dim)
@@ -94,7 +95,7 @@ class _GatherSequence(torch.autograd.Function):
 
 
 class _ToHeads(torch.autograd.Function):
-    """All heads of a part of the sequence to a share of the heads of the whole sequence."""
+    """Exchange all heads of a part of the sequence for some heads of the whole sequence."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, parts: Parts) -> torch.Tensor:
@@ -107,7 +108,7 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToParts(torch.autograd.Function):
-    """A share of the heads of the whole sequence to all heads of a part of the sequence."""
+    """Exchange some heads of the whole sequence for all heads of a part of the sequence."""
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, parts: Parts) -> torch.Tensor:
@@ -120,13 +121,19 @@ class _ToParts(torch.autograd.Function):
 
 
 def _to_heads(part: torch.Tensor, parts: Parts) -> torch.Tensor:
-    """Shape: (..., heads, part, dim) -> (..., heads / ranks, whole, dim)."""
+    """Send each rank its heads of this part.
+
+    Shape: (..., heads, part, dim) -> (..., heads / ranks, whole, dim).
+    """
     received = _exchange(torch.stack(part.chunk(parts.size, -3)), parts)
     return parts.join(received.unbind(0), -2)
 
 
 def _to_parts(whole: torch.Tensor, parts: Parts) -> torch.Tensor:
-    """Shape: (..., heads / ranks, whole, dim) -> (..., heads, part, dim)."""
+    """Send each rank its part of this rank's heads.
+
+    Shape: (..., heads / ranks, whole, dim) -> (..., heads, part, dim).
+    """
     received = _exchange(parts.stack(whole, -2), parts)
     return torch.cat(received.unbind(0), -3)
 
@@ -139,13 +146,13 @@ def _exchange(pieces: torch.Tensor, parts: Parts) -> torch.Tensor:
 
 
 def gather_sequence(part: torch.Tensor, parts: Parts) -> torch.Tensor:
-    """Gather the whole sequence (dim -2) on every rank, with gradient."""
+    """Gather the whole sequence (dim -2) on every rank, differentiably."""
     whole: torch.Tensor = _GatherSequence.apply(part, parts)
     return whole
 
 
 def to_heads(part: torch.Tensor, parts: Parts) -> torch.Tensor:
-    """Exchange a part of the sequence for a share of the heads, with gradient.
+    """Exchange all heads of a part of the sequence for some heads of the whole, differentiably.
 
     Shape: (..., heads, part, dim) -> (..., heads / ranks, whole, dim).
     """
@@ -154,7 +161,7 @@ def to_heads(part: torch.Tensor, parts: Parts) -> torch.Tensor:
 
 
 def to_parts(whole: torch.Tensor, parts: Parts) -> torch.Tensor:
-    """Exchange a share of the heads for a part of the sequence, with gradient.
+    """Exchange some heads of the whole sequence for all heads of a part, differentiably.
 
     Shape: (..., heads / ranks, whole, dim) -> (..., heads, part, dim).
     """

@@ -1,9 +1,10 @@
-"""Proof that a model on parts of the sequence computes what it computes on the whole.
+"""Proof that a model computes the same on parts of the sequence as on the whole sequence.
 
-Before the first forward of each length, one sample is run whole, as one process would, and in
-parts. Inputs and output of attention, and every output of the model, must agree. Any dependence
-between tokens other than the exchanged attention makes a difference: positions that restart on each
-rank, attention written out by hand, convolutions along the sequence, pooling.
+Before the first forward with a new sequence length, one sample is run twice: on the whole sequence,
+as one process would, and on parts, one on each rank of cp. The inputs and the output of every
+attention, and every output of the model, must agree. A difference appears if tokens depend on each
+other in any way except through the intercepted attention: positions that restart on each rank,
+attention written out by hand, convolutions along the sequence, pooling.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from meshplan.runtime.base.mesh import local_of
 from meshplan.runtime.checks.dry_run import dry_run, noise
 
 _TOLERANCE: Final = (1e-3, 1e-1)
-"""Relative difference of a token, in single and in half precision, that a different order of
-additions stays below and a wrong position exceeds [Empirical].
+"""Largest accepted difference of a token, relative to the mean norm of a token, in (single, half)
+precision. Another order of additions stays below it, and a wrong position exceeds it [Empirical].
 """
 _FIRST_TOLERANCE: Final = 1e-2
-"""Tolerance in half precision for the inputs of the first attention: up to it no two tokens are
-added, so only the last few bits can differ.
+"""Tolerance in half precision for the inputs of the first attention. No operation before it mixes
+tokens, so only the last few bits can differ.
 """
 _MEAN_TOLERANCE: Final = 1e-5
 """Relative tolerance for a mean over tokens, in single precision."""
 _MOST: Final = 32
-"""Tokens compared that are spread over the part."""
+"""Number of compared tokens, roughly, that are spread evenly over the part."""
 _EDGE: Final = 4
-"""Tokens compared at both ends of each chunk of the part."""
+"""Number of compared tokens at each end of each chunk of the part."""
 
 
 _CANNOT: Final = "this model cannot be run on shards of the sequence"
@@ -48,7 +49,7 @@ _UNSEEN: Final = Problem(
 
 
 class _Whole(AttentionTrial):
-    """The run on the whole sequence: records calls and samples of attention."""
+    """The run on the whole sequence: records calls, and attention at the sampled tokens."""
 
     is_whole = True
 
@@ -67,7 +68,7 @@ class _Whole(AttentionTrial):
 
 
 class _PartRun(AttentionTrial):
-    """The run on parts: identifies calls about the sequence and compares attention."""
+    """The run on parts: finds calls about the sequence, and compares attention with `whole`."""
 
     is_whole = False
 
@@ -82,7 +83,8 @@ class _PartRun(AttentionTrial):
         if lengths[-1] != self.part_length and len(lengths) == 1:
             return False
         before = self.whole.calls.get(site, set())
-        # A call with the same lengths in the run on the whole is not about the sequence.
+        # A call with these same lengths in the run on the whole does not depend on the sequence's
+        # length. A call about the sequence had the length of the whole there.
         scaled = tuple(self.length if n == self.part_length else n for n in lengths)
         found = lengths[-1] == self.part_length and scaled in before and lengths not in before
         self.known[(*site, *lengths)] = found
@@ -121,7 +123,7 @@ class _PartRun(AttentionTrial):
             self.problems.append(problem)
 
     def _report(self, what: str, fix: str) -> None:
-        """Report a difference; only the first one counts, since later ones follow from it."""
+        """Report a difference; only the first is kept, since later ones follow from it."""
         self.refuse(Problem(f"{_CANNOT}: {what}", fix=fix))
 
 
@@ -133,18 +135,20 @@ def prove(
     local_kwargs: dict[str, Any],
     length: int,
 ) -> None:
-    """Run one sample whole and in parts, and compare; on success record the length in `mode`.
+    """Run one sample on the whole sequence and on parts, and compare the two runs.
+
+    On success, record `length` in `mode`.
 
     Args:
         model: The module that `parallelize` returned.
-        mode: Gets the calls that are about the sequence.
+        mode: Receives the calls that are about the sequence.
         args: This rank's positional inputs, as the user passed them.
         kwargs: This rank's keyword inputs, as the user passed them.
-        local_kwargs: `kwargs` with the positions that each rank is fed.
+        local_kwargs: `kwargs` with the positions of this rank's tokens (`Feed.with_positions`).
         length: Tokens in this rank's part.
 
     Raises:
-        ApplyError: On every rank, if the runs differ on any.
+        ApplyError: On every rank, if the two runs differ on any rank.
     """
     parts = mode.parts
     first = next(t for t in _all_tensors((args, kwargs)) if t.ndim > 1 and t.shape[1] == length)
@@ -159,7 +163,7 @@ def prove(
 
     local = _sampled(length, parts.num_local_chunks, where)
     in_whole = _Whole(length * parts.size, parts.positions(length, where)[local])
-    # In inference mode, sharded parameters cannot be written to.
+    # Not in inference mode, where `_nothing_equal` could not write to sharded parameters.
     with (
         torch.inference_mode(False),
         torch.no_grad(),
@@ -219,9 +223,9 @@ def _call_problems(whole: _Whole, part: _PartRun) -> Iterator[Problem]:
 def _output_problems(
     expected: Any, found: Any, whole: _Whole, part: _PartRun, group: dist.ProcessGroup
 ) -> Iterator[Problem]:
-    """Yield outputs whose values on the part differ from those on the whole.
+    """Yield a problem for each output that differs between the part and the whole sequence.
 
-    An output either has the sequence along one dim or is a mean over tokens.
+    An output must either have the sequence along one dim, or be a mean over tokens.
     """
     own = dict(_named(found))
     for name, before in _named(expected):
@@ -249,7 +253,7 @@ def _output_problems(
 def _sequence_dim(
     before: torch.Tensor, after: torch.Tensor, length: int, part_length: int
 ) -> int | None:
-    """Return the only dim in which two shapes differ, if it is the sequence; else None."""
+    """Return the only dim in which two tensors' shapes differ, if it is the sequence; else None."""
     if before.ndim != after.ndim:
         return None
     dims = [d for d in range(before.ndim) if before.shape[d] != after.shape[d]]
@@ -259,9 +263,14 @@ def _sequence_dim(
 
 
 def _is_mean(before: torch.Tensor, after: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Return True if an output is a scalar and the mean of the parts' outputs is that of the whole.
+    """Return True if an output is one number, and its mean over the parts is that of the whole.
 
-    False in half precision, which is too coarse to decide.
+    Return False in half precision, which is too coarse to decide.
+
+    Args:
+        before: The output on the whole sequence.
+        after: The output on this rank's part.
+        group: The ranks of cp.
     """
     mean = after.detach().float().clone()
     dist.all_reduce(mean, group=group)
@@ -272,7 +281,15 @@ def _is_mean(before: torch.Tensor, after: torch.Tensor, group: dist.ProcessGroup
 
 
 def _difference(before: torch.Tensor, after: torch.Tensor, dim: int) -> float:
-    """Return the largest distance of a token, relative to the mean norm of a token."""
+    """Return the largest distance between a token in `before` and in `after`.
+
+    It is relative to the mean norm of the tokens in `before`; infinite for NaN or other shapes.
+
+    Args:
+        before: Values from the run on the whole sequence.
+        after: Values of the same tokens from the run on the part.
+        dim: The dim of tokens.
+    """
     if before.shape != after.shape:
         return float("inf")
     pairs = torch.stack((before, after)).double().movedim(dim if dim < 0 else dim + 1, 0)
@@ -280,7 +297,7 @@ def _difference(before: torch.Tensor, after: torch.Tensor, dim: int) -> float:
     norms = pairs[:, 0].norm(dim=-1).mean()
     apart = (pairs[:, 0] - pairs[:, 1]).norm(dim=-1).max()
     share = float(numbers(apart / norms.clamp(min=1e-30), 0.0))
-    # NaN compares as no difference, so it must become the largest one.
+    # NaN would pass every check, as it is not larger than any tolerance.
     return share if share == share else float("inf")
 
 
@@ -297,7 +314,7 @@ def _spell(form: Mapping[str, Any]) -> str:
 
 
 def _sampled(length: int, num_chunks: int, device: torch.device) -> torch.Tensor:
-    """Return the indices of the tokens of a part that are compared."""
+    """Return the indices, within a part of this length, of the tokens that are compared."""
     size = length // num_chunks
     edges = [c * size + e for c in range(num_chunks) for i in range(min(_EDGE, size))
              for e in (i, size - 1 - i)]  # fmt: skip
@@ -323,9 +340,9 @@ def _named(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 @contextmanager
 def _nothing_equal(model: nn.Module) -> Iterator[None]:
-    """Replace weights of equal values by noise in the context, the same on every replica.
+    """Replace weights whose elements are all equal by noise in the context, equal on all replicas.
 
-    With weights of zero, for example, a wrong position would not show.
+    A position embedding of zeros, for example, would hide wrong positions.
     """
     before: list[tuple[torch.Tensor, torch.Tensor]] = []
     for name, parameter in model.named_parameters():

@@ -1,7 +1,7 @@
 """BatchNorm over the samples of all data ranks.
 
-Implemented here on one differentiable all-reduce, since `nn.SyncBatchNorm` refuses CPU tensors. The
-values are the same on every device.
+`nn.SyncBatchNorm` refuses CPU tensors. This implementation needs only a differentiable all-reduce,
+and computes the same on CPU and GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def apply_sync_batchnorm(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None
 
 
 def _forward(module: _BatchNorm, alone: Any, group: dist.ProcessGroup, x: torch.Tensor) -> Any:
-    """Compute the module's forward; evaluation with running statistics does not communicate.
+    """Compute the module's forward with statistics over all data ranks.
+
+    Evaluation with running statistics runs the original forward, without communication.
 
     Args:
         module: The BatchNorm module.
@@ -80,7 +82,7 @@ def _update(module: _BatchNorm, mean: torch.Tensor, unbiased: torch.Tensor) -> N
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over a group. Every rank's loss depends on it, so gradients are summed too."""
+    """The sum over a group. All ranks' losses depend on it, so backward sums gradients too."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -66,7 +66,8 @@ def apply_data_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Mo
     if assignment.wrapper == "ddp":
         group = submesh(mesh, GRADIENT_AXES, flat=True).get_group()
         options = {_DDP_WORDS.get(key, key): value for key, value in plan.spec.ddp.items()}
-        # Views save a copy of every gradient; the textbook's formula 20a assumes none.
+        # Gradients that are views of the buckets need no copy of them; the textbook's formula 20a
+        # assumes that there is no copy.
         options.setdefault("gradient_as_bucket_view", True)
         kind = FakeDDP if is_fake_execution() else Replicated
         return kind(model, process_group=group, **options)
@@ -77,7 +78,7 @@ def apply_data_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> nn.Mo
         _wrap_unit(model.get_submodule(unit.fqn), unit, model, plan, mesh, alone)
     for param in alone:
         if not param.is_meta:
-            param.data = param.data.to(device())  # FSDP2 moves only what it manages.
+            param.data = param.data.to(device())  # FSDP2 does not move ignored_params.
     return model
 
 
@@ -121,7 +122,7 @@ def _shard_dims(model: nn.Module, plan: Plan, unit: Unit) -> dict[nn.Parameter, 
 
 
 def offload_policy(unit: Unit) -> OffloadPolicy:
-    """Return FSDP2's offload policy of a unit; pinned memory needs an accelerator."""
+    """Return FSDP2's offload policy for a unit; pinned memory needs an accelerator."""
     return CPUOffloadPolicy(pin_memory=device().type != "cpu") if unit.on_host else OffloadPolicy()
 
 
@@ -134,7 +135,7 @@ def params_on_host(model: nn.Module, plan: Plan) -> Iterator[nn.Parameter]:
 
 
 def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
-    """Return FSDP2's policy for a unit's dtypes; a dtype that is not set keeps the model's own.
+    """Return FSDP2's policy for a unit's dtypes; None in a role keeps the model's dtype.
 
     Gradients are reduced in the compute dtype unless the plan sets another. torch 2.15 would
     default to the stored dtype.
@@ -151,7 +152,7 @@ def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
 
 
 def reshard_units(model: nn.Module, plan: Plan) -> None:
-    """Free the gathered parameters of every unit; a backward that still runs gathers them again.
+    """Free the gathered parameters of every unit; a later backward gathers them again.
 
     Assumes: no forward is running.
     """
@@ -164,13 +165,15 @@ def reshard_units(model: nn.Module, plan: Plan) -> None:
 
 
 def keep_evaluation_apart(model: nn.Module, plan: Plan) -> None:
-    """Make a forward without gradients leave no state behind that training would meet, in place.
+    """Make forwards without gradients leave no FSDP2 state behind that disturbs training, in place.
 
-    The outermost unit, and every unit of ZeRO-2, would otherwise stay gathered until a backward:
-    the memory is not freed, and an optimizer made then would hold copies that are never trained.
-    FSDP2 reuses its all-gather buffers in the next forward, so they must not be created in
-    inference mode, where a training step could not write to them: such a forward runs under
-    `no_grad`.
+    Otherwise the outermost unit, and with ZeRO-2 every unit, would stay gathered until the next
+    backward. Its memory would not be freed, and an optimizer constructed meanwhile would get the
+    gathered parameters, which are never trained.
+
+    FSDP2 reuses its all-gather buffers in later forwards, and training could not write to buffers
+    that were created in inference mode. A forward in inference mode therefore runs under `no_grad`
+    instead.
     """
     if plan.assignment.wrapper != "units":
         return
@@ -188,16 +191,15 @@ def keep_evaluation_apart(model: nn.Module, plan: Plan) -> None:
 
 
 def set_gradient_sync(model: nn.Module, plan: Plan, is_last: bool) -> AbstractContextManager[None]:
-    """Tell the wrappers whether the coming backward is the last of the step.
+    """Tell FSDP2 or DDP whether the coming backward is the last one of the optimizer step.
 
-    Which gradients are reduced before the last microbatch follows from the layouts: gradients kept
-    whole (DDP, ZeRO-1) wait; sharded gradients (ZeRO-2 and 3) are reduce-scattered in every
-    backward, but all-reduced over replicas of shards (HSDP) only in the last. Parameters that stay
-    gathered after forward also stay gathered for the next microbatch, since the peak includes all
-    of them anyway.
+    Unsharded gradients (DDP, ZeRO-1) are reduced in the last backward only. Sharded gradients
+    (ZeRO-2 and 3) are reduce-scattered in every backward; with HSDP they are all-reduced over the
+    replicas of a shard in the last one only. Units whose parameters stay gathered after forward
+    also stay gathered for the next microbatch, since the peak includes all of them anyway.
 
     Args:
-        model: The wrapped model, or a stage.
+        model: The wrapped model, or the wrapped module of a pipeline stage.
         plan: The plan that was applied to it.
         is_last: If True, gradients are complete after this backward.
 

@@ -1,8 +1,8 @@
 """DistributedDataParallel for fake tensors: allocates the same bytes at the same times.
 
-The buckets of the real one live in C++ code that reads the memory of its tensors, and so cannot run
-on fake tensors. It allocates little: buckets as large as the gradients, flattened buffers before
-each forward, and a copy of the output if it searches for unused parameters.
+The real class cannot run on fake tensors, because its C++ Reducer reads the memory of tensors. It
+allocates little: buckets as large as the gradients, flattened copies of the module's buffers before
+a forward, and a copy of the output if it searches for unused parameters.
 
 Source: torch 2.13, csrc/distributed/c10d/reducer.cpp and nn/parallel/distributed.py.
 """
@@ -32,7 +32,7 @@ class FakeDDP(DistributedDataParallel):
         static_graph: bool = False,
         **unused: Any,
     ) -> None:
-        nn.Module.__init__(self)  # DistributedDataParallel's own builds the C++ reducer.
+        nn.Module.__init__(self)  # DDP's own __init__ would build the C++ Reducer.
         self.module = module
         self.find_unused_parameters = find_unused_parameters and not static_graph
         self._is_view, self._num_forwards = gradient_as_bucket_view, 0
@@ -47,8 +47,9 @@ class FakeDDP(DistributedDataParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._num_forwards += 1
+        # DDP rebuilds the buckets once, in the order in which gradients became ready.
         if self._num_forwards <= 2:
-            self._make_buckets()  # DDP rebuilds them once, in the order gradients became ready.
+            self._make_buckets()
         if self._has_buffers and self._broadcasts:
             _flatten(list(self.module.buffers()))
         output = self.module(*args, **kwargs)
@@ -58,7 +59,7 @@ class FakeDDP(DistributedDataParallel):
         return output
 
     def _make_buckets(self) -> None:
-        """Allocate one bucket per dtype; splitting it further would not change the total."""
+        """Allocate one bucket per dtype; several smaller buckets would take as much in total."""
         self._views = {}
         trained = [p for p in self.module.parameters() if p.requires_grad]
         for dtype in dict.fromkeys(p.dtype for p in trained):
@@ -70,7 +71,7 @@ class FakeDDP(DistributedDataParallel):
             self._used = [torch.empty(len(trained), dtype=torch.int32) for _ in range(2)]
 
     def _fill(self, param: nn.Parameter) -> None:
-        """Let the gradient be a view of its bucket, whose memory is allocated already."""
+        """Make a parameter's gradient a view of its bucket, whose memory is allocated already."""
         if self._synchronizes and self._is_view:
             param.grad = self._views[param].view(param.shape)
 
@@ -84,7 +85,7 @@ class FakeDDP(DistributedDataParallel):
 
 
 def _flatten(buffers: list[torch.Tensor]) -> None:
-    """Allocate and free what a broadcast from rank 0 needs: one flat copy per dtype."""
+    """Allocate and free the memory of a broadcast of buffers: one flat copy per dtype."""
     flat = [
         torch.cat([b.flatten() for b in buffers if b.dtype == dtype])
         for dtype in dict.fromkeys(b.dtype for b in buffers)

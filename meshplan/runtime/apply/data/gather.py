@@ -64,7 +64,7 @@ def gather_batch(tensor: torch.Tensor, model: nn.Module | None = None) -> torch.
 def global_mean(
     total: torch.Tensor, count: float | torch.Tensor, model: nn.Module | None = None
 ) -> torch.Tensor:
-    """Return the mean over the global batch of a sum that every rank holds a part of.
+    """Return the mean loss of the global batch, from the sum and the count of every rank.
 
     For training loops written by hand whose losses cover unequal numbers of tokens, where the mean
     of the ranks' means is not the global mean. The backward gives the gradients of one process:
@@ -75,9 +75,8 @@ def global_mean(
     Args:
         total: The sum over this rank's tokens or samples: one element.
         count: The number of tokens or samples in `total`: a number or a tensor of one element.
-            This function cannot know whether a step has more than one backward: if microbatches
-            are accumulated, pass the count over all microbatches of the step with each of them,
-            and add the results up.
+            If a step accumulates gradients over microbatches, which this function cannot know,
+            pass in each call the count over all microbatches of the step, and add the results up.
         model: The module that `parallelize` returned; None for the one that ran last.
 
     Returns:
@@ -127,9 +126,9 @@ def global_mean(
 
 
 class _Mean(torch.autograd.Function):
-    """The mean over all ranks of a sum that this rank holds a part of; 0 if nothing was counted.
+    """The sum over all ranks divided by the count over all ranks; 0 if the count is 0.
 
-    Backward scales by the number of ranks, so that the wrappers' average over ranks is the
+    Backward multiplies by the number of ranks, so that FSDP2's or DDP's average over ranks is the
     derivative of the mean.
     """
 
@@ -203,7 +202,7 @@ def _check_place(tensor: torch.Tensor, found: ParallelModel) -> None:
         raise ApplyError(
             Problem(
                 f"gather_batch sees only one of the {microbatches} microbatches of a step, "
-                f"not all {num_parts(found.plan)} parts of the global batch",
+                f"not all {num_parts(found.plan)} microbatches of the global batch",
                 found.plan.spec.origin("batch.accumulate"),
                 "run the batch as one microbatch, or set batch: {per_rank: true} if each "
                 "microbatch is meant to stand alone",
@@ -239,9 +238,9 @@ def _check_shape(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
 class _GatherBatch(torch.autograd.Function):
     """The samples of all ranks of a group, concatenated along dim 0.
 
-    Each rank's loss depends on the samples of every rank, and the wrappers compute the derivative
+    Each rank's loss depends on the samples of every rank, and FSDP2 or DDP computes the derivative
     of the sum of all losses divided by the number of ranks. The gradient of a rank's own samples is
-    therefore the sum of the gradients that all ranks have for them.
+    therefore the sum of the gradients that all ranks compute for these samples.
     """
 
     @staticmethod

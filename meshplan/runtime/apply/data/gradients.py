@@ -1,17 +1,18 @@
 """Agreement of the data ranks, after each backward, on which parameters have a gradient.
 
 A parameter may get a gradient on one rank and none on another: an expert that saw no token, a
-branch that was not taken. FSDP2 packs the gradients that a rank has, so different gradients would
-be added to one another, without an error if the packed sizes are equal. Here a missing gradient
-counts as zero, and is removed again if no rank had one, since optimizers treat zero and None
-differently.
+branch that was not taken. FSDP2 packs those gradients of a unit that a rank has, so gradients of
+different parameters would be added to one another, without an error if the packed sizes are equal.
+Here a missing gradient is set to zeros before the reduction. If no rank had a gradient, it is
+removed again afterwards, since optimizers treat zero and None differently.
 
-The ranks must also have reduced the same units in the same order, or parameters and gradients of
-different units were mixed. Gradients that no unit reduces are averaged here.
+The ranks must also have reduced the same units in the same order; otherwise parameters and
+gradients of different units were mixed, and an error is raised. Gradients of parameters that belong
+to no unit are averaged here.
 
-On the CPU every rank waits for the result. The all-reduce is started just before the unit that
-reduced last in the previous step, so that it overlaps with that reduction; if another unit reduces
-after it, the ranks communicate again.
+The agreement is one all-reduce, called vote here. On the CPU every rank waits for its result. There
+it is started just before the unit that was the last to reduce in the previous step, so that both
+reductions overlap. If another unit still reduces after that, the ranks vote again.
 """
 
 from __future__ import annotations
@@ -34,16 +35,18 @@ from meshplan.runtime.base.mesh import device, local_of, submesh
 from meshplan.runtime.torch_private.private import on_reduction
 
 _EVERY: Final = 16
-"""Steps between comparisons of calls on an accelerator, where reading results synchronizes."""
+"""On an accelerator, steps between checks that all ranks reduced the same units; each check waits
+for the device.
+"""
 
 
 class _GradientVote(NamedTuple):
     """An all-reduce of this rank's gradient flags that is in flight.
 
     Attributes:
-        own: For each trained parameter 1 if it has a gradient here, else 0; then the checksum of
-            the calls and its negative.
-        every: Maximum of `own` over all ranks, valid once `work` is done.
+        own: For each trained parameter 1 if it has a gradient on this rank, else 0; then the
+            checksum of all reductions so far, and its negative.
+        every: Maximum of `own` over the data ranks, valid once `work` is done.
         work: Handle of the all-reduce.
     """
 
@@ -57,10 +60,10 @@ class _Backward:
     """Observations from the backwards of the current step.
 
     Attributes:
-        real: Ids of parameters that had a gradient of their own when or before it was reduced.
-        filled: Ids of parameters that had none and got zeros.
-        reductions: Number of units that have begun to reduce.
-        asked: The vote started before one of these reductions; None if there was none.
+        real: Ids of parameters that had a gradient in one of these backwards, or before them.
+        filled: Ids of parameters whose missing gradient was set to zeros in one of them.
+        reductions: Number of reductions of units that have begun.
+        asked: The vote that was started early, before one of these reductions; None if none was.
     """
 
     real: set[int] = field(default_factory=set)
@@ -70,7 +73,7 @@ class _Backward:
 
 
 class _Agreement:
-    """The gradients of one model on this rank."""
+    """Hooks and state on this rank for the agreement on the gradients of one model."""
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         self.group = submesh(mesh, GRADIENT_AXES, flat=True).get_group()
@@ -98,10 +101,10 @@ class _Agreement:
             self.has_groups |= on_reduction(unit, self._fill, self._begin, self._finish)
 
     def renew(self) -> None:
-        """Update which parameters are trained."""
+        """Read again which parameters require a gradient."""
         self.params = [param for param in self.all if param.requires_grad]
-        # If some units do not reduce, ranks that call units in different orders would start the
-        # vote between different reductions.
+        # A vote may start early only if every unit reduces. Otherwise, ranks that call units in
+        # different orders would start it between different reductions.
         all_reduce = all(any(p.requires_grad for p in own) for own in self.by_unit.values())
         self.may_ask_early = all_reduce and not self.alone and not is_fake_execution()
 
@@ -116,7 +119,7 @@ class _Agreement:
             True if the parameter's gradient must be filled with zeros.
         """
         own, backward = id(param), self.backward
-        # A running checksum that is never reset, so that ranks that once differed always do.
+        # The checksum is never reset, so that ranks whose reductions differed once always differ.
         self.calls = zlib.crc32(self.numbers.get(own, b""), self.calls)
         has_been_filled = own in backward.filled  # By an earlier microbatch.
         if has_gradient or (param.grad is not None and not has_been_filled):
@@ -128,15 +131,16 @@ class _Agreement:
     def _begin(self) -> None:
         """Start the vote if the unit that is about to reduce is likely to be the last one."""
         self.backward.reductions += 1
-        # All ranks agreed on the previous step, so all vote between the same reductions.
+        # All ranks agreed on `reductions` in the previous step, so all start the vote between the
+        # same two reductions.
         is_last = self.backward.reductions == self.reductions
         if is_last and self.may_ask_early and device().type == "cpu":
             self.backward.asked = self._ask(self.backward)
 
     def _finish(self) -> None:
-        """After a step's last backward, average gradients outside of units and drop filled ones.
+        """After a step's last backward, average gradients outside of units, and remove zeros.
 
-        A filled gradient is dropped if no rank had a gradient of its own.
+        A gradient is removed if it was filled with zeros on all ranks, because no rank had one.
         """
         done, self.backward = self.backward, _Backward()
         if self.has_groups and not done.reductions:
@@ -150,7 +154,7 @@ class _Agreement:
             asked = self._ask(done)
             is_due = device().type == "cpu" or self.steps < _EVERY or self.steps % _EVERY == 0
             if not done.filled - done.real and not is_due:
-                return  # No gradient was filled here, so the result changes nothing.
+                return  # This rank filled no gradient, so the vote removes none.
             exist = self._heard(asked)
         self.reductions = done.reductions
         for param, exists in zip(self.params, exist, strict=True):
@@ -166,7 +170,7 @@ class _Agreement:
         return _GradientVote(own, every, work)
 
     def _heard(self, asked: _GradientVote) -> list[int]:
-        """Wait for a vote; for each trained parameter return 1 if any rank has a gradient, else 0.
+        """Wait for a vote; return, per trained parameter, 1 if any rank has a gradient, else 0.
 
         Raises:
             ApplyError: The ranks reduced different units, or in a different order.
@@ -180,7 +184,8 @@ class _Agreement:
     def _average(self, param: nn.Parameter, done: _Backward) -> None:
         """Average the gradient of a parameter that no unit reduces over the data ranks.
 
-        Averaging an averaged gradient again changes nothing, so a gradient may remain from before.
+        A gradient that remains from an earlier step is equal on all ranks already, so averaging it
+        again does not change it.
         """
         if not param.requires_grad:
             return
@@ -207,7 +212,7 @@ def agree_on_gradients(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Callab
     Returns:
         A function to call after parameters were frozen or unfrozen.
 
-    Assumes: units are wrapped and have their memory.
+    Assumes: `fully_shard` is applied to the units, and their parameters are allocated.
     """
     if plan.assignment.wrapper == "units" and plan.mesh.size(*GRADIENT_AXES) > 1:
         return _Agreement(model, plan, mesh).renew  # The hooks keep it alive.

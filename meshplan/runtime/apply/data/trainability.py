@@ -1,8 +1,8 @@
 """Parameters that are frozen or unfrozen while a model trains.
 
-Fine-tuning guides do both: train a head first, then unfreeze the rest. DistributedDataParallel
-makes buckets for the parameters that are trainable when it is constructed, and FSDP2 records then
-in which dtype a unit reduces. Both are updated before the first forward after a change.
+Some fine-tuning recipes train a head first, and then unfreeze the rest. DistributedDataParallel
+makes buckets for the parameters that are trainable when it is constructed, and `fully_shard`
+records the dtype in which a unit reduces. Both are updated before the first forward after a change.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def follow_trainability(model: nn.Module, plan: Plan, renew: Callable[[], None])
     Args:
         model: The module that is called to train: a DistributedDataParallel, or the model itself.
         plan: The plan that was applied.
-        renew: Called after a change.
+        renew: Called after a change, once the model is updated.
     """
     params = dict(model.named_parameters())
     known = [param.requires_grad for param in params.values()]
@@ -55,7 +55,7 @@ def follow_trainability(model: nn.Module, plan: Plan, renew: Callable[[], None])
 
 
 def _compare(trained: set[str]) -> None:
-    """Raise unless the same parameters are trained on all ranks.
+    """Raise an ApplyError unless the same parameters are trained on all ranks.
 
     Args:
         trained: Fqns of the parameters trained on this rank.

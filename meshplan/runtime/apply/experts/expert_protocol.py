@@ -1,10 +1,11 @@
 """Test whether a module's own forward can compute on a subset of its experts and tokens.
 
-Dispatch calls the forward of a module that holds experts with the tokens that arrived, one slot
-each, and with the rank's local experts. That is right if the output for a token is the sum over
-its slots of a function of token, weight and the chosen expert's parameters, and of nothing else.
-We run the forward with random parameters of one or two experts and a few tokens, before anything
-is wrapped. The test needs next to no memory and works for a model on meta.
+Expert parallelism calls the forward of a module that holds experts with this rank's experts only,
+and with the tokens that arrived, each with one slot: one chosen expert and its weight. That is
+right if the output for a token is a sum over its slots, in which each term depends only on the
+token, the weight and the parameters of the chosen expert. The test runs the forward on a few random
+tokens with one or two random experts, before anything is wrapped. It needs next to no memory and
+works for a model on meta.
 """
 
 from __future__ import annotations
@@ -26,19 +27,20 @@ from meshplan.plan.plan import Plan
 from meshplan.runtime.base.mesh import device
 
 _TOLERANCE: Final = 1e-2
-"""Tolerance relative to the largest output: far above rounding in any dtype that a module may
-compute in, far below the effect of another expert, another weight or a missing token [Empirical].
+"""Tolerance of comparisons, relative to the largest output. It is far above rounding errors in any
+dtype that a module may compute in, and far below the effect of a wrong expert, a wrong weight or a
+missing token [Empirical].
 """
 
 _PLAIN: Final = (int, float, str, type(None))
 
 _tried: WeakKeyDictionary[nn.Module, tuple[object, Protocol | str]] = WeakKeyDictionary()
-"""Results by module, each with the key of the module's state when it was tested. Deciding on a plan
-and applying it both look here, so that a module is tested once.
+"""Test results by module, as (key, result); the key tells if the module has changed since. Deciding
+on a plan and applying it both look here, so that a module is tested once.
 """
 
 _CHUNK: Final = 4
-"""Tokens per call: some implementations copy an expert's parameters for every slot."""
+"""Most tokens in a test call, to save memory: some modules copy parameters for every slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +48,10 @@ class Protocol:
     """The calling convention of a module that holds experts.
 
     Args:
-        names: The forward's arguments for tokens, expert indices and weights, in that order.
+        names: Names of the forward's parameters for tokens, expert indices and weights, in this
+            order.
         order: The same three names, in the order of the forward's signature.
-        counters: Attributes of the module that hold the number of experts.
+        counters: Names of the module's attributes whose value is the number of experts.
     """
 
     names: tuple[str, str, str]
@@ -56,10 +59,10 @@ class Protocol:
     counters: tuple[str, ...]
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Return tokens, expert indices and weights of a call.
+        """Return [tokens, expert indices, weights] of a call.
 
         Raises:
-            ApplyError: The call has other arguments than these three.
+            ApplyError: The call does not pass exactly these three arguments.
         """
         given = {**dict(zip(self.order, args, strict=False)), **kwargs}
         if len(args) > len(self.order) or set(given) != set(self.order):
@@ -68,13 +71,15 @@ class Protocol:
         return [given[name] for name in self.names]
 
     def ordered(self, *values: torch.Tensor) -> list[torch.Tensor]:
-        """Reorder (tokens, indices, weights) to the order of the forward's signature."""
+        """Return (tokens, indices, weights) in the order of the forward's signature."""
         by_name = dict(zip(self.names, values, strict=True))
         return [by_name[name] for name in self.order]
 
 
 def expert_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
-    """Yield a problem for each kind of module that cannot compute on a subset of its experts.
+    """Yield a problem for each expert-parallel module that needs all of its experts to compute.
+
+    Of modules with the same reason, only the first is reported.
 
     Args:
         model: The live model, before anything is wrapped.
@@ -96,9 +101,9 @@ def expert_problems(model: nn.Module, plan: Plan) -> Iterator[Problem]:
 
 
 def find_protocols(model: nn.Module, plan: Plan) -> dict[str, Protocol | str]:
-    """Return the result of `find_protocol` for every expert-parallel module, by fqn.
+    """Return, for every expert-parallel module by fqn, its protocol, or the reason why it has none.
 
-    Equal modules are tested once.
+    Of modules that compute the same function (`_likeness`), only one is tested.
     """
     known: dict[object, Protocol | str] = {}
     out = {}
@@ -116,7 +121,7 @@ def find_protocols(model: nn.Module, plan: Plan) -> dict[str, Protocol | str]:
 
 
 def find_for_twin(model: nn.Module, twin: nn.Module, plan: Plan) -> None:
-    """Reuse the results for `model` in its copy `twin`, which may lack values to be tested."""
+    """Reuse the test results of `model` for its copy `twin`, whose parameters may lack values."""
     for fqn, found in (find_protocols(model, plan) if plan.mesh.size("ep") > 1 else {}).items():
         module = twin.get_submodule(fqn)
         _tried[module] = (plan.assignment.experts[fqn].num_experts, _likeness(module)), found
@@ -146,13 +151,13 @@ def with_experts(
 ) -> Iterator[None]:
     """Make a module compute with other parameters and another number of experts inside the context.
 
-    An attribute of the instance hides the parameter of the same name, so autograd records the given
-    tensors and the module keeps its own parameters.
+    The given tensors are set as instance attributes, which hide the parameters of the same names.
+    Autograd therefore records the given tensors, and the registered parameters stay untouched.
 
     Args:
         module: The module that holds the experts.
         parameters: Tensors to compute with, by the parameter's name in `module`.
-        counters: Attributes of the module that hold the number of experts.
+        counters: Names of the module's attributes whose value is the number of experts.
         num_experts: Value of those attributes inside the context.
     """
     kept = {name: vars(module)[name] for name in counters}
@@ -201,12 +206,12 @@ def find_protocol(module: nn.Module, num_experts: int) -> Protocol | str:
                 if complaint is None:
                     return protocol
                 wrong = wrong or complaint
-    # A call that ran but gave a wrong result explains more than one that raised.
+    # A wrong result explains more than an exception does.
     return wrong or raised
 
 
 def _arguments(forward: Callable[..., Any]) -> tuple[str, str, str] | str:
-    """Return the names of the three tensor arguments of the forward, or why there are not three."""
+    """Return the names of the forward's three parameters, or the reason why it has not three."""
     parameters = inspect.signature(forward).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [p.name for p in parameters if p.kind in kinds]
@@ -218,7 +223,7 @@ def _arguments(forward: Callable[..., Any]) -> tuple[str, str, str] | str:
 
 
 def _counters(module: nn.Module, num_experts: int) -> list[tuple[str, ...]]:
-    """List candidate sets of attributes that hold the number of experts, most likely first."""
+    """Return candidates for `Protocol.counters`, the likeliest first."""
     equal = tuple(
         name for name, value in vars(module).items() if type(value) is int and value == num_experts
     )
@@ -227,13 +232,13 @@ def _counters(module: nn.Module, num_experts: int) -> list[tuple[str, ...]]:
 
 
 def _widths(module: nn.Module) -> list[int]:
-    """List candidate widths of a token: the sizes of parameter dims, most frequent first."""
+    """Return candidates for the width of a token: sizes of parameter dims, most frequent first."""
     sizes = [size for p in module.parameters() for size in p.shape[1:]]
     return sorted(dict.fromkeys(sizes), key=lambda size: -sizes.count(size))
 
 
 class _NoDropout(TorchFunctionMode):
-    """Torch function mode without dropout: with it, two calls in training would differ."""
+    """Torch function mode that skips dropout, with which two calls in training would differ."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -244,7 +249,7 @@ class _NoDropout(TorchFunctionMode):
 
 
 class _ProtocolTrial:
-    """A test of one calling convention, on two random experts and three tokens."""
+    """A test of one calling convention, with two random experts and three random tokens."""
 
     def __init__(
         self, module: nn.Module, protocol: Protocol, num_experts: int, width: int,
@@ -264,9 +269,9 @@ class _ProtocolTrial:
         return torch.randn(*shape, generator=self.generator).to(self.device, dtype)
 
     def complaint(self) -> str | None:
-        """Return why the module does not compute as dispatch needs; None if it does.
+        """Return the reason why the module fails the test; None if it passes.
 
-        The module is tested in evaluation and in training mode.
+        The module is tested in evaluation mode and in training mode.
         """
         modes = [(m, m.training) for m in self.module.modules()]
         try:
@@ -285,7 +290,8 @@ class _ProtocolTrial:
         tokens, weights = self.tokens, self.weights
         num = tokens.shape[0]
         first = torch.zeros(num, 1, dtype=torch.int64, device=self.device)
-        # of[expert][slot]: output of each expert alone for all tokens with the slot's weights.
+        # of[expert][slot]: the output if all tokens choose this expert only, weighted by column
+        # `slot` of `weights`.
         of = [
             [self._call(self._only(e), 1, tokens, first, weights[:, slot : slot + 1])
              for slot in (0, 1)]
@@ -308,7 +314,7 @@ class _ProtocolTrial:
             single = self._call(self._only(0), 1, tokens[at], first[at], weights[at, :1])
             if not _same(single, shown[at]):
                 return "its output for a token depends on the other tokens"
-        # All experts share the first one's parameters, so only the expert's index can differ.
+        # Give all experts the parameters of expert 0, so that they differ in their index only.
         alike = {n: p[:1].expand(self.num_experts, *p.shape[1:]) for n, p in self.two.items()}
         for begin in range(0, self.num_experts, _CHUNK):
             ids = torch.arange(begin, min(begin + _CHUNK, self.num_experts), device=self.device)
@@ -329,7 +335,7 @@ class _ProtocolTrial:
 
 
 def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return True if two tensors are equal but for rounding; NaN equals nothing."""
+    """Return True if two tensors are equal except for rounding; a NaN equals nothing."""
     if left.shape != right.shape:
         return False
     return bool((left - right).abs().max() <= _TOLERANCE * right.abs().max())

@@ -1,11 +1,13 @@
 """Expert parallelism: tokens are sent to the rank that stores their expert, and results sent back.
 
-Every rank of ep stores an equal share of the experts of each expert-parallel module. The module's
-own forward computes on the tokens that arrive with the rank's local experts, so the model's
-activation, biases and clamps are kept (`expert_protocol` tests that this is valid).
+Every rank of ep stores an equal share of the experts of each expert-parallel module. On each rank,
+the module's own forward applies the local experts to the tokens that arrive, so the activation,
+biases and clamps of the model are kept. `expert_protocol` tests that the forward can do this.
 
-Source: Lepikhin et al. 2020 (GShard), section 3.1; here no token is dropped and nothing is padded:
-the splits that ranks exchange are as uneven as the routing is.
+A slot is one choice of the router: each token has top_k slots, and each slot one expert.
+
+Source: Lepikhin et al. 2020 (GShard), section 3.1. Unlike there, no token is dropped and nothing is
+padded: the all-to-all has uneven splits.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ from meshplan.runtime.base.mesh import local_of, submesh
 
 
 def apply_expert_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Shard the experts over ep and make their module's forward dispatch tokens, in place.
+    """Shard the experts over ep and make the forward of their module dispatch tokens, in place.
 
-    Assumes: `expert_problems` found none; values are the same on all ranks, or on meta.
+    Assumes: `expert_problems` yielded nothing; parameters are equal on all ranks, or on meta.
     """
     if plan.mesh.size("ep") == 1:
         return
@@ -61,10 +63,10 @@ class _Dispatch:
     """The forward of an expert-parallel module: dispatch, local experts, combine.
 
     Attributes:
-        capacity: Tokens per rank that memory was estimated for, as a multiple of an even share;
-            None if the plan states none, or after the warning was given.
+        capacity: Number of slots on a rank that memory was estimated for, as a multiple of an even
+            share; None if the plan states none, or after the warning was given.
         forward: The module's original forward.
-        num_local: Experts on this rank.
+        num_local: Number of experts on this rank.
         ranks: Size of ep.
     """
 
@@ -86,10 +88,12 @@ class _Dispatch:
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Send each token to its experts, compute there, send the results back and sum over slots.
 
-        Every rank of ep must call it at the same point, all of them with gradients or all without.
+        Every rank of ep must make this call at the same point of its program, and either all of
+        them with gradients or all without.
 
         Raises:
-            ApplyError: On every rank of ep, if a routing is not one valid expert per slot.
+            ApplyError: On every rank of ep, if on any of them a slot has no valid expert index or
+                no weight.
         """
         hidden, index, weights = self.protocol.arguments(args, kwargs)
         tokens, slots = hidden.reshape(-1, hidden.shape[-1]), index.reshape(-1)
@@ -97,19 +101,19 @@ class _Dispatch:
         counts = self._counts(hidden, index, weights)
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=self.group)
-        # The only device-to-host synchronization: all_to_all needs its splits on the host.
+        # The only device-to-host synchronization: `all_to_all_single` needs its splits on the host.
         both = torch.stack((counts, theirs)).view(2, self.ranks, self.num_local)
         even = [slots.shape[0] // self.ranks] * self.ranks
         splits: list[list[int]] = numbers(both.sum(2), [even, self._expected(slots, top_k)])
         self._refuse(splits, index)
         sent, received = splits
         self._warn(sum(received), slots.shape[0])
-        # Sorted by expert, the slots for each rank are contiguous.
+        # Sort the slots by expert, which makes those for each rank contiguous.
         order = slots.argsort(stable=True)
-        # An expert's gradient is summed over all ranks of ep, each of which has the mean over its
-        # own samples, while the reduction over the other axes averages as if they were one rank.
-        # The second exchange therefore divides gradients by the size of ep, and the first one
-        # multiplies them back for the tokens and weights.
+        # An expert's gradient is a sum over all ranks of ep, whose losses are means over their own
+        # samples, and FSDP2 or DDP averages it over the other axes only. The backward of the second
+        # exchange therefore divides gradients by the size of ep. The backward of the first exchange
+        # undoes this for the gradients of tokens and weights.
         rows, scores = _Exchange.apply(
             self.group, sent, received, float(self.ranks),
             tokens.repeat_interleave(top_k, 0).index_select(0, order),
@@ -122,14 +126,15 @@ class _Dispatch:
         (back,) = _Exchange.apply(self.group, received, sent, 1.0 / self.ranks, computed)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.shape[0], device=order.device)
-        # The sum makes a new tensor: in-place additions to a view would drop FSDP2's hooks.
+        # `sum` returns a new tensor. Adding to a view in place would lose FSDP2's gradient hooks.
         return back.index_select(0, inverse).view(*hidden.shape[:-1], top_k, back.shape[-1]).sum(-2)
 
     def _expected(self, slots: torch.Tensor, top_k: int) -> list[int]:
-        """Return the slots that each rank sends here in a fake step, where none can be counted.
+        """Return how many slots each rank is assumed to send here in a fake step.
 
-        The sum is the slots that this rank sends, times the plan's `capacity`, which is capped by
-        the factor that arises if every token of every rank chooses this rank's experts.
+        Fake indices have no values that could be counted. The total is the number of slots that
+        this rank sends, times the plan's `capacity`. The capacity is capped at the factor that
+        arises if every token of every rank chooses this rank's experts.
 
         Shape: slots (tokens * top_k) -> a list of `ranks` counts.
         """
@@ -141,7 +146,7 @@ class _Dispatch:
         return [each + (rank < more) for rank in range(self.ranks)]
 
     def _warn(self, arrived: int, even: int) -> None:
-        """Warn once if more tokens arrived than the memory estimate covers."""
+        """Warn once if more slots arrived than `capacity` times an even share."""
         if self.capacity is None or is_fake_execution() or arrived <= self.capacity * even:
             return
         warnings.warn(
@@ -154,7 +159,9 @@ class _Dispatch:
     def _counts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Count the slots per expert; all -1, for every rank to see, if the routing is invalid.
+        """Count this rank's slots per expert; return -1 for every expert if the routing is invalid.
+
+        The counts are sent to the other ranks, so a -1 makes all ranks raise.
 
         Shape: hidden (..., width), index and weights (..., top_k) -> (num_experts).
         """
@@ -173,8 +180,8 @@ class _Dispatch:
         if wrong:
             rank = dist.get_global_rank(self.group, wrong[0])
             what = (
-                f"ep cannot dispatch the routing of '{self.fqn}' on rank {rank}: every slot needs "
-                f"one expert index from 0 to {self.num_experts - 1} and one weight"
+                f"ep cannot dispatch the routing of '{self.fqn}' on rank {rank}: every top-k slot "
+                f"needs one expert index from 0 to {self.num_experts - 1} and one weight"
             )
             raise ApplyError(
                 Problem(what, fix="let the router choose an expert for every slot, and give "
@@ -188,9 +195,9 @@ class _Dispatch:
         """
         num_rows = rows.shape[0]
         if not num_rows:
-            # Compute one dummy row, so that the experts get zero gradients: other ranks wait for
-            # them in a reduction. Adding the empty sums keeps `rows` and `scores` in the graph,
-            # since the backward of their exchange is a collective.
+            # Compute one dummy row, so that the experts get gradients of zero, which other ranks
+            # wait for in a reduction. Adding the empty sums keeps `rows` and `scores` in the
+            # graph: the backward of their exchange is a collective that this rank must enter too.
             rows = rows.new_zeros(1, rows.shape[1]) + rows.sum()
             scores = scores.new_zeros(1) + scores.sum()
             ids = ids.new_zeros(1)
@@ -203,10 +210,10 @@ class _Dispatch:
 
 
 class _Exchange(torch.autograd.Function):
-    """all_to_all of rows with uneven splits; backward sends gradients back, multiplied by `scale`.
+    """All-to-all of rows with uneven splits; backward sends gradients back, times `scale`.
 
-    Several tensors share one function, so that all ranks issue their collectives in the same order
-    in backward too.
+    Several tensors go through one function call, so that in backward, too, all ranks issue the
+    collectives of these tensors in the same order.
     """
 
     @staticmethod

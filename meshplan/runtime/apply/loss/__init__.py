@@ -1,1 +1,1 @@
-"""Losses of sharded logits: in chunks, by vocabulary, weighted by tokens."""
+"""Losses: in chunks of tokens, on logits sharded over the vocabulary, weighted by tokens."""

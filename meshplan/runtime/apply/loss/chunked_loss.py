@@ -1,11 +1,11 @@
 """Chunked loss: apply the head and cross-entropy to one chunk of tokens after the other.
 
-While `ChunkedLossMode` is active, the call of the head is deferred: the model gets a tensor without
-memory (`LazyLogits`) that remembers the head's input. When `torch.nn.functional.cross_entropy` is
-called on it, the head is called with all its hooks, so that FSDP gathers its weight once, and its
-forward returns the loss. The logits of each chunk are computed, scored, turned into their own
-gradient in place and freed, so at most one chunk's logits exist at any time. Backward only scales
-the gradients of the head's input and weight.
+The head is the linear module that computes the logits. While `ChunkedLossMode` is active, calls of
+it are deferred: the caller gets a tensor without memory (`LazyLogits`) that remembers the input.
+When `torch.nn.functional.cross_entropy` is called on that tensor, the head is called with all its
+hooks, so that FSDP2 gathers its weight once, and its forward returns the loss. The logits of each
+chunk of tokens are computed, scored, turned into their own gradient in place and freed, so at most
+one chunk's logits exist at any time. Backward only scales the gradients that forward computed.
 
 Weight gradients are accumulated over chunks in the compute dtype.
 
@@ -34,15 +34,15 @@ class ChunkedLossMode:
 
     Args:
         plan: The plan of the model.
-        is_trial: If True, the forward is a trial outside of training, which need not compute a
-            loss.
+        is_trial: If True, the forward is a trial outside of training, and it is no error if it
+            computes no loss.
 
     Raises:
-        ApplyError: At the end, if no loss was computed in chunks and it is no trial.
+        ApplyError: On exit, if no loss was computed in chunks and it is no trial.
     """
 
     now: ContextVar[ChunkedLossMode | None] = ContextVar("chunked_loss", default=None)
-    """The active mode; None outside of any."""
+    """The active mode; None if no mode is active."""
 
     def __init__(self, plan: Plan, *, is_trial: bool = False) -> None:
         self._plan, self._is_trial = plan, is_trial
@@ -74,14 +74,14 @@ class ChunkedLossMode:
 
 @dataclass(frozen=True, slots=True)
 class _HeadRequest:
-    """A request to the head's forward for a loss instead of logits."""
+    """A request to the head's forward for a loss, computed in chunks, instead of logits."""
 
     scores: Scores
     chunks: int
 
 
 _ASKED: Final[ContextVar[_HeadRequest | None]] = ContextVar("asked", default=None)
-"""The request that the head is being called for; None if it is to return logits."""
+"""The request during a call of the head for a loss; None during calls for logits."""
 
 
 def apply_chunked_loss(model: nn.Module, plan: Plan) -> Callable[[], None]:
@@ -113,7 +113,7 @@ def apply_chunked_loss(model: nn.Module, plan: Plan) -> Callable[[], None]:
             return call(*args, **kwargs)
         (x,) = given
         if torch.is_grad_enabled() and not x.requires_grad:
-            # Wrappers hook the gradient of the head's input to notice that backward has begun.
+            # FSDP2 hooks the gradient of the head's input to notice that backward has begun.
             x = x.detach().requires_grad_(head.weight.requires_grad)
 
         def take(scores: Scores) -> torch.Tensor:
@@ -189,7 +189,7 @@ class _Chunks(torch.autograd.Function):
         chunks: int,
         is_training: bool,
     ) -> torch.Tensor:
-        """Return the loss, and compute all gradients for a loss gradient of 1.
+        """Return the loss, and compute all its gradients, which `backward` only scales.
 
         Args:
             ctx: The autograd context.
@@ -235,7 +235,8 @@ class _Chunks(torch.autograd.Function):
             total += torch.where(is_kept[own], losses, 0.0).sum()
             if not any(needs):
                 continue
-            # `where`, not a product: if all tokens are ignored the scale is infinite.
+            # `where` instead of a product: the scale is infinite if all tokens are ignored, and
+            # zero times infinity is NaN.
             factor = torch.where(is_kept[own], each, 0.0)
             z *= (factor / sums)[:, None]
             if smoothing:
@@ -278,7 +279,8 @@ class _Chunks(torch.autograd.Function):
                 )
             )
         out = []
-        while found:  # Autograd copies a gradient that is referenced elsewhere too.
+        # Each gradient is popped, because autograd copies one that is still referenced here.
+        while found:
             each = found.pop(0)
             out.append(None if each is None else each.mul_(gradient))
             del each

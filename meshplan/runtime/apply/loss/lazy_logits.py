@@ -24,8 +24,9 @@ class Scores:
     """A cross-entropy to be computed in chunks.
 
     Args:
-        target: The class of each token, in the order of `index`.
-        index: Positions of these tokens among those of the head's input, flattened; None for all.
+        target: The class of each scored token, in the order of `index`.
+        index: Positions of the scored tokens in the head's input, whose dims except the last are
+            flattened; None for all tokens in order.
         dtype: Dtype of the loss.
         ignore_index: Targets of this value contribute nothing.
         smoothing: Label smoothing.
@@ -41,21 +42,21 @@ class Scores:
 
 
 Take = Callable[[Scores], torch.Tensor]
-"""Computes the loss of a requested cross-entropy."""
+"""A function that computes the loss of a requested cross-entropy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
-    """The logits as seen after selecting, reshaping and casting.
+    """Logits after the selections, reshapes and casts that were recorded so far.
 
     Args:
         hidden: Input of the head.
         take: Computes the loss.
         num_classes: Size of the dim of classes.
-        dtype: Dtype of the logits as seen.
-        lead: Shape without the dim of classes.
-        index: Positions of the tokens among those of `hidden`, of shape `lead`; None for all in
-            order.
+        dtype: Dtype of the logits after casts.
+        lead: Shape of the logits without the dim of classes.
+        index: The position of each token in `hidden`, whose dims except the last are flattened; a
+            tensor of shape `lead`. None for all tokens in order.
         place: Position of the dim of classes in the shape.
     """
 
@@ -69,11 +70,11 @@ class _View:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the logits as seen."""
+        """Shape of the logits, with the dim of classes."""
         return (*self.lead[: self.place], self.num_classes, *self.lead[self.place :])
 
     def numbers(self) -> torch.Tensor:
-        """Return the positions of the tokens among those of `hidden`, of shape `lead`."""
+        """Return `index`, as a tensor of shape `lead` even if it is None."""
         if self.index is not None:
             return self.index
         count = math.prod(self.lead)
@@ -93,7 +94,7 @@ class LazyLogits(torch.Tensor):
             hidden: Input of the head.
             num_classes: Number of classes.
             dtype: Dtype of the logits.
-            take: Computes the loss of a requested cross-entropy.
+            take: Called to compute the loss when cross-entropy is called on the logits.
 
         Shape: hidden (..., width).
         """
@@ -181,7 +182,7 @@ def _refused(operation: str) -> Problem:
 
 
 def _cast(view: _View, dtype: Any = None, *more: Any, **options: Any) -> _View | None:
-    """Record `to`: a change of dtype, or a device that the logits are on already."""
+    """Record `to` or `type`: a change of dtype, or the device that the logits are on already."""
     if isinstance(dtype, torch.Tensor):
         dtype = dtype.dtype
     if isinstance(dtype, str | torch.device):
@@ -289,7 +290,7 @@ _RULES: Final[Mapping[Any, Callable[..., _View | None]]] = {
     torch.permute: _permute,
     torch.Tensor.__getitem__: _choose,
 }
-"""Functions that record each operation on logits."""
+"""Maps a torch function to the function above that records it."""
 
 
 def _cross_entropy(

@@ -15,8 +15,8 @@ def loss_mode(plan: Plan, *, is_trial: bool = False) -> AbstractContextManager[A
 
     Args:
         plan: The plan of the model.
-        is_trial: If True, the forward is a trial outside of training, which need not compute a
-            loss.
+        is_trial: If True, the forward is a trial outside of training, and it is no error if it
+            computes no loss.
     """
     if plan.assignment.loss_parallel:
         return LossParallel()

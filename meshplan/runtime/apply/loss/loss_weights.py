@@ -1,17 +1,17 @@
-"""Weights of the losses of a step's parts, such that their mean is the loss of one process.
+"""Weights for the losses of a step's parts, so that their mean is the loss of one process.
 
-A part is one microbatch of one rank that sees samples or tokens of its own. The gradients of all
-parts are averaged: those of microbatches by `train_step`, those of ranks by the wrappers. The
-result is the gradient of the global batch only if the plain mean over all parts is the loss over
-the global batch. Each part's loss is weighted to make it so, according to what the plan says that
-the loss function returns:
+A part is one microbatch on one rank of dp_replicate, dp_shard and cp. The gradients of all parts
+are averaged: over microbatches by `train_step`, over ranks by FSDP2 or DDP. The result is the
+gradient of the global batch only if the plain mean of the parts' losses is the loss of the global
+batch. Each part's loss is therefore weighted, depending on what the loss function returns:
 
-- `loss: mean`: unchanged. All parts have equally many samples.
-- `loss: sum`: times the number of parts.
-- `loss: tokens`: times the part's share of all tokens, times the number of parts. All tokens are
-  counted before the first forward.
-- a function that returns (sum, count): the sum, divided by a number that is the same on all ranks.
-  The total count is known after the last part; gradients are then multiplied once.
+- a mean over samples (`loss: mean` in the plan): the loss is unchanged, since all parts have
+  equally many samples.
+- a sum (`loss: sum`): the loss is multiplied by the number of parts.
+- a mean over tokens (`loss: tokens`): the loss is multiplied by the part's share of all tokens and
+  by the number of parts. All tokens are counted before the first forward.
+- a pair (sum, count): the sum is divided by a number that is the same on all ranks. The total count
+  is known only after the last part; all gradients are then multiplied by one factor.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ IGNORED: Final = -100
 PAIR: Final = (
     "let loss_fn return (sum, count): the summed loss, and the number of elements in that sum"
 )
-"""Advice in error messages: let `loss_fn` return (sum, count)."""
+"""The fix that error messages about `loss_fn` suggest."""
 
 
 _IN_STEP: Final[ContextVar[bool]] = ContextVar("in_step", default=False)
@@ -51,7 +51,7 @@ _IN_STEP: Final[ContextVar[bool]] = ContextVar("in_step", default=False)
 
 @contextmanager
 def weighing() -> Iterator[None]:
-    """Mark the code inside as `train_step`, which weights what the loss function returns."""
+    """Mark the code inside as part of `train_step`, which weights the loss function's results."""
     token = _IN_STEP.set(True)
     try:
         yield
@@ -60,22 +60,23 @@ def weighing() -> Iterator[None]:
 
 
 def is_weighed() -> bool:
-    """Return True inside of `train_step`, which weights losses itself."""
+    """Return True inside of `weighing`, that is in `train_step`, which weights losses itself."""
     return _IN_STEP.get()
 
 
 @dataclass(slots=True)
 class History:
-    """Observations from a model's steps so far.
+    """Observations about a model's loss function, forwards and batches in its steps so far.
 
     Attributes:
         steps: Number of calls of `train_step`.
         returns_count: True if `loss_fn` returns (sum, count); None before the first step.
-        divisor: Divisor of such a sum before its backward, which keeps gradients in the range of
-            half precision; 0 until the first such step has ended.
+        divisor: If `loss_fn` returns (sum, count): the number that the sum is divided by before
+            backward, to keep gradients in the range of half precision; 0 until the first step
+            has ended.
         asks_values: True if forwards read tensor values that depend on the batch.
-        is_doubtful: True if ranks got the same samples in a step other than the first, which may
-            happen once by chance.
+        is_doubtful: True if ranks got the same samples when they were last compared, in a step
+            other than the first. Once may be chance; twice in a row is an error.
     """
 
     steps: int = 0
@@ -93,15 +94,17 @@ def num_parts(plan: Plan) -> int:
 
 
 def token_targets(targets: Any) -> list[torch.Tensor]:
-    """List the integer tensors among the targets, with samples along dim 0."""
+    """Return the integer tensors among the targets, except scalars; dim 0 is the samples."""
     kinds = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
     return [t for _, t in tensors_in(targets) if t.ndim and t.dtype in kinds]
 
 
 def tokens_by_sample(targets: Any) -> torch.Tensor | None:
-    """Count the targets of each sample that are not -100; None unless exactly one tensor qualifies.
+    """Count, for each sample, the targets that are not -100.
 
-    Shape: (samples,), on the CPU.
+    Returns:
+        The counts on the CPU, of shape (samples,); None unless `token_targets` finds exactly one
+        tensor.
     """
     found = token_targets(targets)
     if len(found) != 1:
@@ -110,7 +113,7 @@ def tokens_by_sample(targets: Any) -> torch.Tensor | None:
 
 
 class Weights:
-    """Weights for the losses of one step's parts.
+    """Weights for the losses of one step's parts (defined in the module's docstring).
 
     Args:
         plan: The plan of the model.
@@ -120,7 +123,7 @@ class Weights:
 
     Attributes:
         parts: Number of parts whose gradients are averaged.
-        count: Sum of the counts that the loss function returned so far, None if it returned none.
+        count: Sum of the counts that the loss function has returned in this step; None if none.
 
     Raises:
         ApplyError: With `loss: tokens`, the targets are not a single integer tensor.
@@ -145,10 +148,10 @@ class Weights:
             self._total = int(total)
 
     def _first_divisor(self, batch: Any) -> float:
-        """Return the divisor of a sum while no counts are known yet, the same on all data ranks."""
+        """Return the divisor of sums while no count is known yet, equal on all data ranks."""
         microbatches = self.parts // self._plan.mesh.size(*GRADIENT_AXES)
         if not self._plan.spec.precision.scales_loss or is_fake_execution():
-            # Samples are equal on all ranks, or `mean_over_ranks` refuses the batch.
+            # All ranks have equally many samples; else `mean_over_ranks` refuses the batch.
             return max(1.0, num_samples(batch) / microbatches)
         # float16 can hold the gradients of means, but not those of sums over many tokens.
         size = max((t.numel() for _, t in tensors_in(batch[1])), default=1)
@@ -172,11 +175,11 @@ class Weights:
         )
 
     def marked(self, targets: Any) -> Any:
-        """Pair the targets with the tokens per sample, to be split into microbatches together."""
+        """Return (targets, tokens per sample), to be split into microbatches together."""
         return (targets, self._tokens)
 
     def weigh(self, given: Any, output: Any, tokens: torch.Tensor | None) -> torch.Tensor:
-        """Weight the loss of a part, such that the mean over all parts is that of the global batch.
+        """Weight a part's loss, so that the mean over all parts is the loss of the global batch.
 
         Args:
             given: Return value of the loss function.
@@ -245,7 +248,8 @@ class Weights:
         stages = self._plan.assignment.stages
         if stages is None or is_fake_execution():
             return
-        if not self._history.steps:  # From the second step on all know whether there is a count.
+        # After the first step, every stage knows whether the loss function returns counts.
+        if not self._history.steps:
             flag = torch.tensor(float(bool(self._history.returns_count)), device=device())
             reduce_along(flag, self._mesh, ("pp",), dist.ReduceOp.MAX)
             self._history.returns_count = bool(flag)
@@ -256,7 +260,9 @@ class Weights:
             self.count = own
 
     def factor(self, total: float | None) -> float:
-        """Return the factor that gradients and the mean over parts must still be multiplied by.
+        """Return the factor that gradients and the mean loss of the parts must be multiplied by.
+
+        It is 1 unless the loss function returns (sum, count).
 
         Args:
             total: The count over the global batch; None if the loss function returns no counts.
@@ -292,7 +298,7 @@ def _pair(given: Any) -> tuple[torch.Tensor, Any]:
 
 
 def _zero(output: Any, loss: torch.Tensor) -> torch.Tensor:
-    """Return a zero whose backward gives zero gradients to all that the output depends on."""
+    """Return a zero whose backward gives zero gradients to everything the output depends on."""
     found = [
         t.to_local() if isinstance(t, DTensor) else t
         for _, t in tensors_in(output)

@@ -1,11 +1,11 @@
 """Vocabulary-parallel loss: cross-entropy on logits that are sharded over tp along the vocabulary.
 
 While `LossParallel` is active, the head returns its logits as a sharded DTensor of the full shape,
-and `torch.nn.functional.cross_entropy` communicates three numbers per token instead of the logits.
-DTensor handles every other operation on the logits.
+and `torch.nn.functional.cross_entropy` all-reduces four numbers per token instead of gathering the
+logits. `logsumexp` over the vocabulary is replaced as well. DTensor handles every other operation.
 
-torch's own `loss_parallel` also changes the backward of `log_softmax`, which is right before
-`nll_loss` only: label smoothing and every other use silently give wrong gradients.
+torch's own `loss_parallel` also changes the backward of `log_softmax`, which is right only if
+`nll_loss` follows: with label smoothing or any other use, gradients are silently wrong.
 
 Source: Shoeybi et al. 2019 (Megatron-LM), section 3, for the fused loss.
 """
@@ -62,7 +62,7 @@ class LossParallel(TorchFunctionMode):
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         LossParallel.num_on -= 1
         super().__exit__(kind, error, trace)
-        # A backward may raise it too: some of torch's formulas create plain tensors.
+        # Backward may raise this too: the formulas of some torch ops create plain tensors.
         if isinstance(error, RuntimeError) and _MIXED in str(error):
             raise ApplyError(_MIXES) from error
 
@@ -83,7 +83,7 @@ class LossParallel(TorchFunctionMode):
 
 
 def is_on() -> bool:
-    """Return True if a head may leave its logits sharded."""
+    """Return True while `LossParallel` is active, so that a head may leave its logits sharded."""
     return LossParallel.num_on > 0
 
 
@@ -137,7 +137,7 @@ def _cross_entropy(logits: DTensor, dim: int, given: dict[str, Any]) -> torch.Te
 
 
 class _Losses(torch.autograd.Function):
-    """Cross-entropy of each token, on sharded logits.
+    """Cross-entropy of each token, computed from sharded logits.
 
     With x the logits, t the target, V the vocabulary and e the smoothing:
     loss = logsumexp(x) - (1 - e) x_t - e mean(x), and
@@ -165,7 +165,7 @@ class _Losses(torch.autograd.Function):
             smoothing: Label smoothing.
             group: The ranks that hold the shards.
 
-        Shape: local (tokens, part of the vocabulary), target (tokens) -> (tokens).
+        Shape: local (..., classes of the shard), target (...) -> (...).
         """
         start, size = place
         x = local.to(torch.promote_types(local.dtype, torch.float32))
@@ -199,9 +199,11 @@ class _Losses(torch.autograd.Function):
 
 
 def _logsumexp(func: Any, input: Any, dim: Any, keepdim: bool = False, **kwargs: Any) -> Any:
-    """`torch.logsumexp` over the cut dim, as a penalty on logits takes it: a plain tensor.
+    """Compute `torch.logsumexp`; over the sharded dim of logits, return a plain tensor.
 
-    Source: Chowdhery et al. 2022 (PaLM), section 5, for the penalty (z-loss).
+    The result is then the same on every rank of tp. A penalty on logits (z-loss) needs it.
+
+    Source: Chowdhery et al. 2022 (PaLM), section 5, for the penalty.
     """
     dims = dim if isinstance(dim, tuple | list) else (dim,)
     is_cut = isinstance(input, DTensor) and input.device_mesh.ndim == 1 and len(dims) == 1
@@ -218,7 +220,7 @@ class _LogSumExp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """Shape: local (..., part) -> (...)."""
+        """Shape: local (..., classes of the shard) -> (...)."""
         x = local.to(torch.promote_types(local.dtype, torch.float32))
         highest = x.new_full(x.shape[:-1], -torch.inf) if not x.shape[-1] else x.amax(-1)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
@@ -236,7 +238,7 @@ class _LogSumExp(torch.autograd.Function):
 
 
 def take_loss(loss_fn: Callable[[Any, Any], Any], output: Any, targets: Any) -> Any:
-    """Call a loss function on an output that may be sharded logits; return plain tensors.
+    """Call a loss function on an output that may contain sharded logits; return plain tensors.
 
     Returns:
         The loss, or a tuple if `loss_fn` returns a tuple or a list.

@@ -1,1 +1,1 @@
-"""Parameters of a live model: initial values, shards, writes in forward."""
+"""Parameters of a live model: initial values, `max_norm`, random numbers."""

@@ -1,8 +1,8 @@
 """Initial values of a model on meta: the values that one process would draw, in little memory.
 
 The model's own initialisation first runs on meta, to record which tensors each call writes. It then
-runs for real, call by call: a tensor has memory only from the first call that writes it to the
-last, so no rank ever holds the whole model.
+runs on real memory, call by call. A tensor has memory only from the first call that writes it to
+the last one, so no rank ever holds the whole model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshplan.runtime.base.mesh import device
 
 @dataclass(slots=True)
 class _InitCall:
-    """One call of the model's initialisation and the fqns of the tensors it writes."""
+    """One call of the model's initialisation, and the fqns of the meta tensors that it writes."""
 
     run: Callable[[], object]
     writes: set[str] = field(default_factory=set)
@@ -34,17 +34,18 @@ def initialise(
 ) -> None:
     """Compute the initial value of every tensor on meta.
 
-    The model is initialised by its `init_weights()` if it has one; with transformers' and nanoGPT's
-    `_init_weights(module)` as `model.apply` would; otherwise by each module's `reset_parameters()`,
-    children first, in the order in which constructors run.
+    The initialisation is the first of these that the model has: `_init_weights(module)` of
+    transformers and nanoGPT, called for each module as `model.apply` does; `init_weights()`; the
+    `reset_parameters()` of each module, children first, in the order in which constructors run.
 
     Args:
-        model: The model, which is on meta again afterwards.
-        names: All names of each tensor, by its first one.
-        keep: Called once per tensor with its fqn and its full value, which is freed afterwards.
+        model: The model; afterwards its tensors are on meta again.
+        names: All names of each tensor, by its fqn, which is the first of them.
+        keep: Called once per tensor on meta with its fqn and its full value. The value is freed
+            after the call, unless `keep` stores it.
 
     Raises:
-        ApplyError: Some tensor is not written by any of these, or only in part.
+        ApplyError: The initialisation does not write a tensor, or only a part of it.
     """
     _share_random_state()
     on_meta = {
@@ -75,9 +76,9 @@ def initialise(
 
 
 def _share_random_state() -> None:
-    """Give every rank the CPU random state of rank 0.
+    """Set the CPU generator of every rank to the state of rank 0's.
 
-    With different seeds, the shards of one tensor would come from different draws.
+    With different states, the shards of one tensor would be parts of different random tensors.
     """
     if dist.get_world_size() > 1:
         state = [torch.get_rng_state()]
@@ -86,7 +87,7 @@ def _share_random_state() -> None:
 
 
 class _WriteWatch(TorchDispatchMode):
-    """Dispatch mode that records the storages that are written while it is active."""
+    """Dispatch mode that records which storages are written while it is active, by `_storage`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,12 +106,12 @@ class _WriteWatch(TorchDispatchMode):
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Return an id of the storage, equal for `t` and `t.data`, also on meta."""
+    """Return an id of a tensor's storage; also on meta, `t` and `t.data` have the same."""
     return tensor.untyped_storage()._cdata
 
 
 def _watched(model: nn.Module, on_meta: dict[str, torch.Tensor]) -> list[_InitCall]:
-    """List the calls of the initialisation with the tensors each writes, by a run on meta."""
+    """Run the initialisation on meta; return its calls with the tensors that each one writes."""
     fqns = {_storage(tensor): fqn for fqn, tensor in on_meta.items()}
     before = torch.get_rng_state()
     steps = []
@@ -119,13 +120,15 @@ def _watched(model: nn.Module, on_meta: dict[str, torch.Tensor]) -> list[_InitCa
             watch = _WriteWatch()
             with watch, torch.no_grad():
                 run()
-            # Some of torch.nn.init do nothing on meta, so a module's own tensors count as written.
+            # Some functions of torch.nn.init do nothing on meta, so the tensors of the module that
+            # is initialised count as written in any case.
             written = watch.written | {_storage(t) for t in _own(module).values() if t.is_meta}
             writes = {fqns[s] for s in written if s in fqns}
             if writes:
                 steps.append(_InitCall(run, writes))
     except NotImplementedError:
-        # A value was read: the initialisation must run as one call, with memory for all tensors.
+        # The initialisation reads values, which meta tensors lack: it must run as one call, with
+        # memory for all tensors.
         return [_InitCall(lambda: [run() for run, _ in _calls(model)], set(on_meta))]
     finally:
         torch.set_rng_state(before)
@@ -133,7 +136,7 @@ def _watched(model: nn.Module, on_meta: dict[str, torch.Tensor]) -> list[_InitCa
 
 
 def _calls(model: nn.Module) -> Iterator[tuple[Callable[[], object], nn.Module]]:
-    """Yield the calls that initialise the model, in one process's order, with their module."""
+    """Yield the calls that initialise the model, each with the module it is for, in order."""
     whole = getattr(model, "init_weights", None)
     if callable(whole) and not callable(getattr(model, "_init_weights", None)):
         yield whole, model
@@ -147,7 +150,7 @@ def _calls(model: nn.Module) -> Iterator[tuple[Callable[[], object], nn.Module]]
 
 
 def _hook_or_reset(module: nn.Module, hook: Callable[[nn.Module], object], reset: Any) -> None:
-    """Call the model's hook; a module that it leaves blank gets `reset_parameters()`."""
+    """Call `_init_weights`, then `reset_parameters()` if the module's tensors are still blank."""
     hook(module)
     own = [t.detach() for t in _own(module).values()]
     if callable(reset) and own and all(_is_blank(t) for t in own):
@@ -157,7 +160,14 @@ def _hook_or_reset(module: nn.Module, hook: Callable[[nn.Module], object], reset
 def _children_first(
     module: nn.Module, hook: Any
 ) -> Iterator[tuple[nn.Module, Callable[[nn.Module], object] | None]]:
-    """Yield each module once, with the `_init_weights` of the innermost model around it."""
+    """Yield each module once, children first, with the `_init_weights` that applies to it.
+
+    That is the method of the module itself, or of the innermost module around it that has one.
+
+    Args:
+        module: The root.
+        hook: The `_init_weights` for modules that none is found for.
+    """
     seen: set[int] = set()
 
     def visit(m: nn.Module, around: Any) -> Iterator[tuple[nn.Module, Any]]:
@@ -172,7 +182,7 @@ def _children_first(
 
 
 def _own(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers that a module itself registers."""
+    """Return the parameters and buffers that a module itself registers, by name."""
     both = {**module._parameters, **module._buffers}
     return {leaf: tensor for leaf, tensor in both.items() if tensor is not None}
 
@@ -183,7 +193,7 @@ def _held(model: nn.Module, fqn: str) -> torch.Tensor | None:
 
 
 def _hold(model: nn.Module, names: tuple[str, ...], tensor: torch.Tensor) -> None:
-    """Register a tensor under all its names."""
+    """Register a tensor in the model under all these names."""
     for name in names:
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
@@ -194,7 +204,10 @@ def _hold(model: nn.Module, names: tuple[str, ...], tensor: torch.Tensor) -> Non
 
 
 def _blank_like(meta: torch.Tensor) -> torch.Tensor:
-    """Allocate memory marked as not yet written: NaN, or the largest integer of the dtype."""
+    """Return a real tensor like a meta one, filled with a mark that means "not written yet".
+
+    The mark is NaN, or the largest integer of the dtype. Tensors of bool are not filled.
+    """
     blank = torch.empty(meta.shape, dtype=meta.dtype, device=device())
     if blank.is_floating_point() or blank.is_complex():
         blank.fill_(float("nan"))
@@ -206,7 +219,7 @@ def _blank_like(meta: torch.Tensor) -> torch.Tensor:
 
 
 def _is_blank(value: torch.Tensor) -> bool:
-    """Return True if part of a tensor was never written; False for bool, which has no mark."""
+    """Return True if any element still has the mark of `_blank_like`; False for bool or meta."""
     if value.is_meta or value.dtype == torch.bool or value.numel() == 0:
         return False
     if value.is_floating_point() or value.is_complex():

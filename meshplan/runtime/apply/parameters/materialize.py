@@ -1,8 +1,8 @@
-"""Initial values before wrapping: every rank must start from the values that one process has.
+"""Initial values before wrapping: every rank must start from the values that one process would.
 
-Real tensors are compared across ranks and taken from rank 0 where they differ. Tensors on meta are
-initialised in full, one after the other, with the same random numbers on every rank; each rank
-keeps its own shard and frees the rest (`runtime.apply.parameters.initial_values`).
+Real tensors are compared across ranks; those that differ are broadcast from rank 0. Tensors on meta
+are initialised in full, one after the other, with the same random numbers on every rank; each rank
+keeps its shard of each tensor and frees the rest (`runtime.apply.parameters.initial_values`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from meshplan.runtime.base.mesh import device, local_of
 
 @dataclass(slots=True)
 class InitialValues:
-    """Initial values of a model that is still on meta.
+    """Initial values of a model that has tensors on meta, until `fill` copies them into it.
 
     Attributes:
-        local: This rank's shards, by fqn; empty for a real model.
+        local: This rank's shard of every tensor that it stores, by fqn; empty if no rank has
+            tensors on meta, and after `fill`.
     """
 
     local: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def fill(self, model: nn.Module, plan: Plan) -> None:
-        """Allocate the model's memory and copy the values in; later calls do nothing."""
+        """Allocate memory for the whole model and copy `local` in; do nothing if it is empty."""
         if not self.local:
             return
         on_host = {id(param) for param in params_on_host(model, plan)}
@@ -55,7 +56,7 @@ def agree_on_values(model: nn.Module, plan: Plan) -> InitialValues:
     """Make real values equal on all ranks, in place, and compute those of tensors on meta.
 
     Returns:
-        The values of a model on meta, to be filled in after wrapping; empty for a real model.
+        The values to fill in after wrapping; empty if no rank has tensors on meta.
 
     Raises:
         ApplyError: A tensor on meta is not initialised by the model, or the ranks have different
@@ -82,7 +83,7 @@ def agree_on_values(model: nn.Module, plan: Plan) -> InitialValues:
             if not tensor.is_meta:
                 keep(fqn, tensor)
         return out
-    # Only some ranks have real values: one that has all of them broadcasts.
+    # The ranks differ in what is on meta: the first rank with all values broadcasts them.
     full = next((rank for rank, names in enumerate(everywhere) if not names), None)
     if full is None:
         raise ApplyError(
@@ -102,7 +103,7 @@ def _tensors(model: nn.Module, plan: Plan) -> dict[str, torch.Tensor]:
 
 
 def _part(value: torch.Tensor, fqn: str, plan: Plan) -> torch.Tensor:
-    """Return this rank's shard of a full value, in the dtype it is stored in."""
+    """Return this rank's shard of a full value, in the dtype in which the plan stores it."""
     placed = plan.assignment.tensors[fqn]
     value = value.detach()
     ranges = placed.stored.ranges(placed.info.shape, plan.mesh, dist.get_rank())
@@ -118,7 +119,7 @@ def _part(value: torch.Tensor, fqn: str, plan: Plan) -> torch.Tensor:
 
 
 def _take_from_rank_0(tensors: dict[str, torch.Tensor]) -> None:
-    """Compare checksums in one collective, then broadcast only tensors that differ."""
+    """Make tensors equal on all ranks, in place: broadcast those whose checksums differ."""
     if dist.get_world_size() == 1 or not tensors:
         return
     sums = torch.tensor([checksum(t) for t in tensors.values()], dtype=torch.int64)
@@ -130,12 +131,12 @@ def _take_from_rank_0(tensors: dict[str, torch.Tensor]) -> None:
         if different:
             sent = tensor.detach().to(device(), copy=True).contiguous()
             dist.broadcast(sent, src=0)
-            # New memory instead of a copy into the old, which is restored if a later step raises.
+            # New memory, because if a later step raises, the old memory is put back unchanged.
             tensor.data = sent.to(tensor.device)
 
 
 def _receive(tensors: dict[str, torch.Tensor], plan: Plan, source: int) -> InitialValues:
-    """Broadcast each tensor once from the rank that has all values; keep this rank's shard."""
+    """Broadcast each full tensor from rank `source`, and return this rank's shards of them."""
     out = InitialValues()
     is_source = dist.get_rank() == source
     for fqn, tensor in tensors.items():
@@ -150,14 +151,14 @@ def _receive(tensors: dict[str, torch.Tensor], plan: Plan, source: int) -> Initi
 
 
 def _is_held(fqn: str, plan: Plan) -> bool:
-    """Return True if a stage of this rank holds the tensor."""
+    """Return True if a pipeline stage of this rank holds the tensor, or there are no stages."""
     stages = plan.assignment.stages
     place = plan.mesh.index(dist.get_rank(), ("pp",))
     return stages is None or stages.holds(fqn, place)
 
 
 def _retie(model: nn.Module, plan: Plan) -> None:
-    """Tie names of one tensor again, since `_apply` gives each name a tensor of its own."""
+    """Tie shared tensors again, since `Module._apply` made a separate tensor for each name."""
     for placed in plan.assignment.tensors.values():
         tensor = _holder(model, placed.info.fqn)[placed.info.fqn.rpartition(".")[2]]
         for name in placed.info.aliases:
@@ -165,7 +166,7 @@ def _retie(model: nn.Module, plan: Plan) -> None:
 
 
 def _holder(model: nn.Module, name: str) -> dict[str, Any]:
-    """Return the module's table of parameters or of buffers that contains this name."""
+    """Return the `_parameters` or `_buffers` dict that contains the tensor of this name."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     return module._parameters if leaf in module._parameters else module._buffers

@@ -1,8 +1,9 @@
 """Embeddings with `max_norm`, which rescale the rows they look up, under data parallelism.
 
-One process rescales the rows that the whole batch looks up. Here each rank rescales the rows that
-any data rank looks up, so that all ranks have bitwise the same table afterwards. The module's own
-rescaling is turned off, since it would round the rows of this rank a second time.
+One process rescales the rows that the whole batch looks up. Here each rank rescales all rows that
+any data rank looks up, so that the tables of all ranks are bitwise equal afterwards. The rescaling
+of `nn.Embedding` itself is off during the forward, since it would rescale and round this rank's
+rows a second time.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from meshplan.runtime.torch_private.private import running_node
 
 
 def share_looked_up_rows(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Make embeddings with `max_norm` rescale the rows looked up by all data ranks, in place.
+    """Hook embeddings with `max_norm` so that they rescale the rows that any data rank looks up.
 
-    Assumes: data parallelism is not applied yet, so that the hooks run on gathered weights.
+    Assumes: data parallelism is not applied yet, so that FSDP2 gathers the weights before these
+    hooks run.
     """
     if plan.mesh.size(*GRADIENT_AXES) == 1:
         return
@@ -36,7 +38,7 @@ def share_looked_up_rows(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None
     ) -> None:
         limit = limits[module]
         module.max_norm = None
-        if running_node() is not None:  # In a recomputed forward the rows are scaled already.
+        if running_node() is not None:  # A recomputed forward: the rows are scaled already.
             return
         index = args[0] if args else kwargs["input"]
         is_used = torch.zeros(module.num_embeddings, dtype=torch.uint8, device=index.device)

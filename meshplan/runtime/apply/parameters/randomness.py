@@ -1,10 +1,10 @@
-"""Random numbers of the forward: equal along tp, different on ranks that see other samples.
+"""Random numbers of the forward: equal along tp, different on ranks with different samples.
 
-Ranks of tp compute on the same activations, so dropout of a replicated activation needs the same
-mask on all of them; ranks that see other samples should draw other masks. With the global
-generator, the result depends on how the program happens to seed it. The model therefore draws from
-a stream of its own while it runs in training mode, and the caller's generators are restored
-afterwards.
+Ranks along tp compute on the same activations, so dropout of a replicated activation needs the same
+mask on all of them. Ranks with different samples should draw different masks. If the model drew
+from the global generators as they are, both would depend on how the program happens to seed them.
+Every forward in training mode therefore seeds the generators itself, and restores the caller's
+random state afterwards.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from meshplan.runtime.base.mesh import device, device_type
 
 
 def give_own_stream(model: nn.Module, plan: Plan) -> None:
-    """Make every training forward of `model` draw from a random stream that the plan determines.
+    """Register hooks that seed the generators before each training forward and restore them after.
 
-    The seed is derived from rank 0's `torch.initial_seed()`, this rank's coordinates on every axis
-    but tp, and the number of training forwards before.
+    The seed is derived from rank 0's `torch.initial_seed()`, this rank's position on all mesh axes
+    except tp, and the number of training forwards so far.
     """
     axes = tuple(axis for axis in plan.mesh.names if axis != "tp")
     place = plan.mesh.index(dist.get_rank(), axes)
@@ -53,7 +53,7 @@ def give_own_stream(model: nn.Module, plan: Plan) -> None:
 
 
 def _seed_of_rank_0() -> int:
-    # Sent in two halves: a seed may use all 64 bits, one more than an int64 tensor can hold.
+    # Sent in two halves, because an unsigned seed of 64 bits does not fit into an int64 tensor.
     seed = torch.initial_seed()
     halves = torch.tensor([seed >> 32, seed & 0xFFFFFFFF], device=device())
     dist.broadcast(halves, src=0)
@@ -62,16 +62,16 @@ def _seed_of_rank_0() -> int:
 
 
 def _seed(*numbers: int) -> int:
-    """Hash numbers to a seed, so that the streams of neighbouring numbers are unrelated."""
+    """Return a hash of the numbers as a seed, so that similar numbers give unrelated streams."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big")
 
 
 def _seed_generators(seed: int) -> None:
-    """Seed the CPU's generator and this device's, which `random_states` saves.
+    """Seed the CPU's generator and this device's, the two that `random_states` saves.
 
-    `torch.manual_seed` would visit every kind of device and, at every call, format the stack for
-    each that has not been used yet.
+    `torch.manual_seed` is slower: it seeds every kind of device, and for each kind that is not
+    initialised yet, every call formats the Python stack.
     """
     torch.default_generator.manual_seed(seed)
     kind = device_type()
@@ -80,7 +80,7 @@ def _seed_generators(seed: int) -> None:
 
 
 def random_states() -> tuple[torch.Tensor, ...]:
-    """Return the random state of the CPU and, with an accelerator, of this device."""
+    """Return the generator states: of the CPU and, if the device is an accelerator, of it too."""
     kind = device_type()
     if kind == "cpu":
         return (torch.get_rng_state(),)
@@ -99,13 +99,13 @@ def undisturbed(drawn: list[bool]) -> Iterator[None]:
     """Run the code inside without gradients and restore the generators of torch, Python and NumPy.
 
     Args:
-        drawn: Receives, at the end, True if any of the generators was used, else False.
+        drawn: At the end, True is appended if any of these generators was used, else False.
     """
     numpy = sys.modules.get("numpy.random")
     torch_before, host_before = random_states(), random.getstate()
     numpy_before = numpy.get_state() if numpy is not None else None
     is_cached = torch.is_autocast_cache_enabled()
-    # Casts that autocast caches without gradients would lack them in training.
+    # In training, autocast would reuse a cast weight made here, which has no gradient.
     torch.set_autocast_cache_enabled(False)
     try:
         with torch.no_grad():
@@ -126,5 +126,5 @@ def undisturbed(drawn: list[bool]) -> Iterator[None]:
 
 
 def _numbers_of(state: Any) -> tuple[Any, ...]:
-    """Convert a state of NumPy's generator, which contains an array, to comparable values."""
+    """Return a state of NumPy's generator with its array as bytes, so that `!=` can compare it."""
     return tuple(part.tobytes() if hasattr(part, "tobytes") else part for part in state)

@@ -1,4 +1,4 @@
-"""The output of the last stage on every rank along pp, and a call's arguments as one value."""
+"""Parts of `PipelinedModule.forward`: its arguments as one value, its output on every rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def told_to_all(
     Args:
         output: The pytree on the source rank; ignored on others.
         form: Pytree structure of the output, known on all ranks.
-        group: The ranks that get it.
+        group: The ranks that take part, including the source.
         is_source: True on the source rank.
         source: Global rank of the source.
 
@@ -54,7 +54,7 @@ def told_to_all(
 
 
 def as_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the arguments of a call as one value: a tuple, or a mapping if there are keywords.
+    """Return the arguments of a call as one value: a tuple, or a mapping if any is a keyword.
 
     Raises:
         ApplyError: The call has both keywords and arguments for a `*args` parameter.

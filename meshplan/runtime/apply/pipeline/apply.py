@@ -1,4 +1,4 @@
-"""Split a model into this rank's stages and wrap each of them like a model of its own."""
+"""Split a model into this rank's stages, and wrap each stage as if it were a whole model."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Wrap = Callable[[nn.Module, Plan, DeviceMesh, InitialValues], nn.Module]
 def apply_pipeline(
     model: nn.Module, plan: Plan, mesh: DeviceMesh, values: InitialValues, wrap: Wrap
 ) -> PipelinedModule:
-    """Build this rank's stages; the model's own parameters move to meta.
+    """Build and wrap this rank's stages, and move the parameters of the given model to meta.
 
     Args:
         model: The whole model.
         plan: The plan of the whole model, with stages.
         mesh: The live DeviceMesh.
-        values: Initial values of all tensors that this rank stores, if the model is on meta; empty
-            otherwise.
+        values: Initial values of all tensors that this rank stores, if the model has tensors on
+            meta on any rank; empty otherwise.
         wrap: Applies everything except the pipeline to a module, in place.
 
     Returns:
@@ -53,7 +53,7 @@ def apply_pipeline(
         wrap(
             module, part, mesh, InitialValues({f: v for f, v in values.local.items() if f in held})
         )
-        replay = Replay(stage)  # It ends early outside all units of the restricted plan.
+        replay = Replay(stage)  # Ends a forward early, but never inside a unit of `part`.
         watch_calls(module, hooks, replay)
         if not compiles(module, part):  # An active torch function mode would be compiled in.
             watch_first_forward(module, part)
@@ -63,7 +63,7 @@ def apply_pipeline(
 
 
 def _empty(model: nn.Module) -> None:
-    """Move a model's parameters to meta, so that this rank's memory holds its stages only."""
+    """Move a model's parameters to meta, so that only this rank's stages keep theirs in memory."""
     hollow: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):

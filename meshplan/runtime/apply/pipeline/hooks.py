@@ -1,7 +1,7 @@
-"""Hooks on a unit of another stage, called in this stage with the placeholder of its result.
+"""Hooks of a unit of another stage, called in this stage with a placeholder for its result.
 
-A hook lies outside of the module that it is registered on, and code between units may read what it
-keeps of the result (hidden states, features) in any stage.
+A hook of the model's own code may store the result (hidden states, features). Code between units
+runs in every stage and may read what was stored, so the hooks are called in every stage.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class UnitHooks:
     """The hooks of one unit in one stage.
 
     Attributes:
-        wrapping: Ids of hooks that meshplan and torch's wrappers added, which are not called.
+        wrapping: Ids of the hooks that meshplan and torch's wrappers added; `call` skips them.
     """
 
     wrapping: frozenset[int]
@@ -33,14 +33,14 @@ class UnitHooks:
         kwargs: dict[str, Any],
         output: Any,
     ) -> None:
-        """Call the hooks of the model's own code, registered before or after wrapping.
+        """Call the forward pre-hooks and forward hooks that the model's own code registered.
 
         Args:
             module: The unit.
             fqn: The unit's fqn.
             args: Positional arguments of the call.
             kwargs: Keyword arguments of the call.
-            output: The placeholder of the result.
+            output: The placeholder for the result.
 
         Raises:
             ApplyError: A hook changes the result.
@@ -59,7 +59,7 @@ class UnitHooks:
             else:
                 given = hook(module, args, output)
             if given is not None:
-                # In the unit's own stage the hook may keep a changed result; here it would differ.
+                # Only the stage that runs the unit has the real result to change.
                 raise ApplyError(
                     Problem(
                         f"a forward hook changes the output of '{fqn}', which stages that do not "
@@ -69,7 +69,7 @@ class UnitHooks:
                 )
 
     def _called(self, hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:
-        # Hooks from torch itself prepare the module's weights, which are not on this rank.
+        # Hooks that torch itself registers prepare weights, which this stage does not have.
         return [
             (number, hook)
             for number, hook in hooks.items()
@@ -84,5 +84,5 @@ def numbers_of(module: nn.Module) -> frozenset[int]:
 
 
 def hooks_of(part: nn.Module, units: Iterable[str]) -> Mapping[str, frozenset[int]]:
-    """Return the ids of each unit's hooks, by fqn; to be called before anything is wrapped."""
+    """Return the ids of each unit's hooks, by fqn; call it before anything is wrapped."""
     return {fqn: numbers_of(part.get_submodule(fqn)) for fqn in units}

@@ -1,4 +1,4 @@
-"""`PipelinedModule`: this rank's stages as one `nn.Module` under the model's own names."""
+"""`PipelinedModule`: this rank's stages as one `nn.Module`, with the fqns of the model."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ from meshplan.traffic.sequence import SequenceCuts
 class PipelinedModule(nn.Module):
     """This rank's stages of a model.
 
-    Its parameters, buffers and state dict are those that this rank stores, under the model's own
-    names. A tensor that two stages of this rank share appears twice: the second time as
-    "NAME@stage3", and not in the state dict. It is trained by `meshplan.train_step` or `step`.
-    Without gradients, calling it returns the output on every rank, and `eval_step` returns it on
-    the ranks of the last stage.
+    Its parameters, buffers and state dict are those that this rank stores, under their names in
+    the model. If two stages of this rank have copies of one tensor, the second copy is named
+    "NAME@stage3" and left out of the state dict. Train the model with `meshplan.train_step` or
+    `step`. With gradients disabled, calling it returns the output on every rank, and `eval_step`
+    returns the output on the ranks of the last stage only.
 
     Args:
-        skeleton: The whole model, its parameters on meta, to record forwards with.
+        skeleton: The whole model with its parameters on meta, used to record forwards.
         parts: This rank's stages, by stage index.
         plan: The plan of the whole model.
         mesh: The live DeviceMesh.
         names: Keys of the whole model's state dict, in order.
 
     Attributes:
-        watch_batch: Called with the inputs and targets of every `step`.
+        watch_batch: Called with (inputs, targets) of every `step`, to compare them across ranks.
         group: The ranks along pp.
         shared: Parameters that several stages hold.
     """
@@ -69,7 +69,7 @@ class PipelinedModule(nn.Module):
         stages = plan.assignment.stages
         assert stages is not None
         self.training = skeleton.training
-        self._hidden = (skeleton,)  # In a tuple: not a child.
+        self._hidden = (skeleton,)  # In a tuple, so that it is no submodule.
         self._parts = parts
         self.plan, self.names, self._stages = plan, names, stages
         self.watch_batch: Callable[[Any, Any], None] = lambda inputs, targets: None
@@ -111,8 +111,8 @@ class PipelinedModule(nn.Module):
         """Return the output for a whole batch on every rank along pp, without gradients.
 
         Raises:
-            ApplyError: Gradients are enabled. A pipeline interleaves forward and backward of many
-                microbatches, so a forward alone cannot be trained with.
+            ApplyError: Gradients are enabled. A pipeline interleaves the forwards and backwards of
+                many microbatches, so no backward can start from the output of a forward.
         """
         if torch.is_grad_enabled():
             raise ApplyError(
@@ -148,7 +148,7 @@ class PipelinedModule(nn.Module):
 
     @property
     def skeleton(self) -> nn.Module:
-        """The whole model, its parameters on meta, which forwards are recorded with."""
+        """The whole model with its parameters on meta, used to record forwards."""
         return self._hidden[0]
 
     @guarded("step")
@@ -166,17 +166,17 @@ class PipelinedModule(nn.Module):
 
         Args:
             inputs: This rank's inputs, the same on every rank along pp.
-            targets: Whatever `loss_fn` takes, split along dim 0 like the inputs.
-            loss_fn: (output, targets) -> the mean over the samples.
+            targets: The second argument of `loss_fn`, split along dim 0 like the inputs.
+            loss_fn: Maps (output, targets) of a microbatch to the mean loss over its samples.
             scale: Multiplies the gradients.
             is_last: If True, the optimizer steps after this batch.
-            number: Index of this batch among those of the same optimizer step.
+            number: Index of this batch among the batches of one optimizer step, from 0.
 
         Returns:
             The mean loss over this batch in float64, the same on every rank along pp.
         """
         note_forward(self._mates, is_training=True)
-        self.watch_batch(inputs, targets)  # In hand-written loops, compares batches at times.
+        self.watch_batch(inputs, targets)  # Compares the ranks' batches now and then.
         count = self._stages.microbatches
         cut = chunked(inputs, count)
         wanted = chunked(targets, count)
@@ -216,9 +216,8 @@ class PipelinedModule(nn.Module):
         """Return the output for a whole batch, without gradients, in the model's current mode.
 
         Returns:
-            The model's output on the ranks of the last stage (`has_output`), None on others. Call
-                the
-            model itself to get it everywhere.
+            The model's output on the ranks of the last stage (`has_output`), None on others. To get
+            the output on every rank, call the model itself.
         """
         note_forward(self._mates, is_training=False)
         outputs: list[Any] = []
@@ -245,13 +244,14 @@ class PipelinedModule(nn.Module):
         if not self._schedule.splits_backward:
             set_gradient_sync(part.module, part.plan, is_last)
         elif isinstance(part.module, FSDPModule):
-            # A split backward triggers no final hook: `end_split_backward` reduces once per step.
+            # A split backward triggers none of FSDP2's hooks at its end, so `end_split_backward`
+            # reduces the gradients once per step.
             part.module.set_is_last_backward(False)
             part.module.set_reshard_after_backward(False)
             part.module.set_requires_gradient_sync(False)
 
     def _form(self, inputs: Any) -> InputForm:
-        """Return the record of inputs of this form; made when such inputs are first seen."""
+        """Return the `InputForm` of these inputs; record the forward if their form is new."""
         key = (self.training, torch.is_grad_enabled(), _form_of(inputs))
         if key not in self._forms:
             program = make_program(self._hidden[0], self._stages, inputs)
@@ -259,10 +259,11 @@ class PipelinedModule(nn.Module):
         return self._forms[key]
 
     def _agree(self, run: PipelineStep, form: InputForm) -> None:
-        """Raise on every rank if a pass failed on one, or if NaN crossed a stage boundary.
+        """Raise on every rank if a pass failed on one rank, or if a stage's output contained NaN.
 
-        After the first pass with inputs of a form, only the ranks along pp communicate: what fails
-        on one rank fails on the others of its stage too, or was raised there already.
+        In the first pass with inputs of a form, all ranks exchange their flags; later only the
+        ranks along pp do. That suffices, because either all ranks with the same stages record a
+        failure, or `PipelineStep` raised it at once.
         """
         group = None if form.is_new else self.group
         form.is_new = False
@@ -286,7 +287,8 @@ class PipelinedModule(nn.Module):
                     "the output of a stage or the loss contains NaN: either the model itself "
                     "computes NaN, or a stage uses a tensor that was not sent to it",
                     self._stages.reason.origin,
-                    "run the model in one process; if its output is finite there, cut elsewhere",
+                    "run the model in one process; if its output is finite there, cut the pipeline "
+                    "elsewhere",
                 )
             )
 
@@ -295,13 +297,13 @@ class PipelinedModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of this rank."""
+        """Yield (name, parameter) for the parameters of this rank."""
         yield from self._named("named_parameters", prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the buffers of this rank."""
+        """Yield (name, buffer) for the buffers of this rank."""
         yield from self._named("named_buffers", prefix, recurse, remove_duplicate)
 
     def _named(self, method: str, prefix: str, recurse: bool, remove_duplicate: bool) -> Any:
@@ -323,7 +325,7 @@ class PipelinedModule(nn.Module):
             yield from part.module.modules()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the tensors of this rank, under the model's own names."""
+        """Return the tensors of this rank, by their names in the model."""
         out: dict[str, Any] = {}
         for part in self._parts.values():
             for name, value in part.module.state_dict(*args, **kwargs).items():
@@ -333,7 +335,7 @@ class PipelinedModule(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load the tensors of this rank from a state dict, which may contain more.
+        """Load the tensors of this rank from a state dict, which may contain other tensors too.
 
         Raises:
             ApplyError: With `strict`, a tensor of this rank is missing.
@@ -348,10 +350,10 @@ class PipelinedModule(nn.Module):
         return nn.modules.module._IncompatibleKeys([], [])
 
     def train(self, mode: bool = True) -> PipelinedModule:
-        """Set the mode of every stage and of the model that forwards are recorded with.
+        """Set training or evaluation mode of every stage and of the skeleton; call on all ranks.
 
-        The next pass exchanges anew which gradients come back between stages, as is needed after
-        parameters were frozen or unfrozen. Call it on all ranks.
+        In the next pass, stages tell each other again which of the tensors they send need a
+        gradient. That changes if parameters are frozen or unfrozen.
         """
         self.training = mode
         for form in self._forms.values():
@@ -368,7 +370,7 @@ class PipelinedModule(nn.Module):
 
 
 def _form_of(inputs: Any) -> Any:
-    """Return a key that is equal for inputs that take the same path through the model."""
+    """Return a key of the form of the inputs: structure, shapes, dtypes, values of non-tensors."""
     args, kwargs = as_arguments(inputs)
     tensors = [(p, t.shape, t.dtype) for p, t in (*tensors_in(args), *tensors_in(kwargs))]
     return (tuple(tensors), repr(_without_tensors((args, kwargs))))

@@ -1,4 +1,4 @@
-"""The work of each stage for inputs of one form, recorded identically on every rank."""
+"""The work of each stage for inputs of one form (structure, shapes, dtypes), equal on all ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ def make_program(skeleton: nn.Module, stages: Stages, inputs: Any) -> Program:
     """Record the forward on these inputs and find the values that cross the cuts.
 
     Args:
-        skeleton: The model, with or without values, in the mode it is to run in.
+        skeleton: The whole model, with or without values, in the mode (training or evaluation) that
+            the stages are in.
         stages: The assignment of units to stages.
         inputs: One microbatch.
 
     Raises:
-        ApplyError: The forward takes a path that the plan's stages do not fit.
+        ApplyError: The recorded forward does not fit the plan's stages.
     """
     forms: dict[int, Any] = {}
     flow = record(skeleton, inputs, forms)
@@ -49,7 +50,11 @@ def make_program(skeleton: nn.Module, stages: Stages, inputs: Any) -> Program:
 
 
 def _stages_of(calls: tuple[Call, ...], stages: Stages) -> list[int]:
-    """Return the stage of each call."""
+    """Return the stage of each call.
+
+    Raises:
+        ApplyError: The plan assigns the module of a call to no stage.
+    """
     places = stages_of(calls, stages.units)
     for call, place in zip(calls, places, strict=True):
         if place is None:

@@ -1,10 +1,10 @@
 """Run a pipeline schedule on this rank: compute, send, receive.
 
-Shapes are exchanged once per form of the inputs, with the first microbatch. After an exception a
-stage stops computing but keeps sending and receiving, so that no other rank waits for it forever;
-the error is reported at the end. If only some ranks of a stage fail, the others wait for them in
-collectives of the stage, so the error is raised at once. Nothing here depends on which schedule is
-run.
+Stages exchange the shapes of the tensors between them once per form of the inputs (structure,
+shapes and dtypes), with the first microbatch. After an exception, a rank stops computing but keeps
+sending and receiving, so that no other rank waits for it forever; the error is raised at the end.
+If only some ranks of a stage fail, the others would wait for them in collectives of the stage, so
+the error is raised at once. Nothing here depends on the schedule.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from meshplan.runtime.watch.guard import fails_together, is_lost_connection
 from meshplan.traffic.sequence import SequenceCuts
 
 Meta = tuple[tuple[int, ...], torch.dtype, bool]
-"""Shape, dtype, and True if a gradient comes back."""
+"""(shape, dtype, True if a gradient is sent back) of a tensor that a stage sends to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,13 @@ class StageRuntime:
 
 @dataclass(slots=True)
 class InputForm:
-    """The record of inputs of one form, that is of equal structure, shapes and dtypes.
+    """The stages' work and messages for inputs of one form: equal structure, shapes and dtypes.
 
     Attributes:
         program: The work of each stage for such inputs.
-        sequence: Finds the values that are sharded along the sequence.
-        metas: Shape, dtype and need of a gradient of each tensor that crosses a cut, as recorded
-            the first time, by (stage before the cut, True if gradients are enabled).
+        sequence: Finds which values are sharded along the sequence over tp.
+        metas: The tensors that a stage sends to the next one, as in the first pass, by (index of
+            the sending stage, True if gradients are enabled).
         is_new: True until a first pass with such inputs has ended.
     """
 
@@ -80,8 +80,8 @@ class _InFlight:
     """The tensors of one microbatch in one stage, between forward and backward.
 
     Attributes:
-        received: Leaf tensors from the previous stage, by value id.
-        outputs: Tensors for the next stage; the loss in the last stage.
+        received: Tensors from the previous stage, as autograd leaves, by value id.
+        outputs: Tensors for the next stage; in the last stage, the loss.
         gradients: Gradients of the outputs, received from the next stage.
         halves: Remaining work of a split backward.
     """
@@ -104,20 +104,20 @@ class PipelineStep:
         schedule: The schedule, which places stages on ranks.
         group: The ranks along pp.
         peers: Global ranks that hold the same stages, including this one.
-        form: The record of inputs of this form.
+        form: The `InputForm` of the microbatches.
         microbatches: (args, kwargs) of each microbatch.
-        finish: (output, microbatch) -> the tensor that backward starts from, None without one;
-            called in the last stage only.
-        sync: (stage, is_last) -> None; called before each backward, with True if it is the last of
-            its stage in this pass.
+        finish: Called in the last stage with (output, index of the microbatch). Returns the loss
+            that backward starts from, or None if there is no backward.
+        sync: Called before each backward with (stage, True if it is the last backward of that stage
+            in this pass).
         before: Number of microbatches of the same optimizer step that ran before these.
-        released: Earlier sends that have arrived when an action starts, by that action; their
-            tensors are then freed, all others are kept until the end.
+        released: For an action, the earlier sends that are known to have arrived when it starts.
+            Their tensors are freed then; the tensors of all other sends are kept until the end.
 
     Attributes:
         last: Index of the last stage.
         has_poison: True if a stage's output contained NaN; checked for new forms only.
-        failure: The first exception on this rank, None if there is none.
+        failure: The first exception on this rank; None if there is none.
     """
 
     def __init__(
@@ -172,11 +172,11 @@ class PipelineStep:
         self._leaving.clear()
 
     def _fail(self, error: Exception) -> None:
-        """Record an exception, so that no more is computed, or raise it at once.
+        """Record an exception, so that this rank computes nothing more, or raise it at once.
 
-        It is raised if the other ranks of the stage keep computing, since they would wait for this
-        one in a collective; and in a fake step or after a lost connection, where an incomplete pass
-        must not be taken for a complete one.
+        It is raised if other ranks of the stage keep computing, since they would wait for this rank
+        in a collective. It is also raised in a fake step and after a lost connection, so that an
+        incomplete pass is not taken for a complete one.
         """
         if self.failure is None:
             is_alone = is_fake_execution() or is_lost_connection(error)
@@ -262,7 +262,7 @@ class PipelineStep:
         return [leaf for leaf in flight.received.values() if leaf.requires_grad]
 
     def _gradients(self, flight: _InFlight) -> list[torch.Tensor]:
-        """Return gradients of received tensors, zeros where there is none; free the tensors."""
+        """Return the gradients of the received tensors, zeros for None, and free these tensors."""
         out = []
         for leaf in self._leaves(flight):
             gradient = leaf.grad
@@ -318,7 +318,7 @@ class PipelineStep:
             self._flight(stage, m).received[value] = tensor.requires_grad_(meta[2])
 
     def _expected(self, stage: int) -> list[Meta]:
-        """Return what a stage sends according to the recorded forward, for a fake step.
+        """Return metas of what a stage sends, from the recorded forward; used in a fake step.
 
         Raises:
             ApplyError: The recorded forward does not show whether a value is sharded along the
@@ -344,7 +344,7 @@ class PipelineStep:
     def _send_backward(self, stage: int, m: int) -> None:
         peer = self._peer(stage - 1)
         assert peer is not None
-        self._wait("F", stage, m)  # After a failure, no forward has waited for it.
+        self._wait("F", stage, m)  # If this rank failed, its forward did not.
         gradients = self._gradients(self._flight(stage, m))
         self._send(gradients, peer, Action("SEND_B", stage, m))
 
@@ -367,7 +367,7 @@ class PipelineStep:
             self._leaving[action] = (dist.batch_isend_irecv(ops), whole)
 
     def _release(self, step: Action) -> None:
-        """Free tensors that were sent and are known to have arrived before this action."""
+        """Free the sent tensors that are known to have arrived when this action starts."""
         for sent in self._released.get(step, ()):
             works, _ = self._leaving.pop(sent, ((), ()))
             for work in works:
@@ -384,7 +384,7 @@ class PipelineStep:
 
 
 def _changed(stage: int, known: list[Meta], found: list[Meta]) -> Problem:
-    """Return the problem that a stage sends other tensors than the next one expects."""
+    """Return the problem of a stage that sends tensors (`found`) unlike those before (`known`)."""
     if [meta[:2] for meta in known] == [meta[:2] for meta in found]:
         return Problem(
             f"parameters of stage {stage} or of an earlier stage were frozen or unfrozen, and "
@@ -399,5 +399,5 @@ def _changed(stage: int, known: list[Meta], found: list[Meta]) -> Problem:
 
 
 def end_split_backward(part: StageRuntime) -> None:
-    """Reduce the gradients of a stage after the last split backward of a step."""
+    """Reduce a stage's gradients over its data ranks after the last split backward of a step."""
     reduce_units(part.module)

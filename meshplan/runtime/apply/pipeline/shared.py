@@ -1,7 +1,7 @@
 """Parameters that several stages hold: tied embeddings, a layer that runs twice.
 
-Each stage has a copy with the same initial values. The gradients of all copies are added, so that
-every optimizer makes the same step on each.
+Each of these stages has a copy with the same initial values. The gradients of all copies are added,
+so that the optimizer makes the same step on each copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshplan.runtime.base.mesh import device, local_of, submesh, without_partia
 
 
 class SharedTensors:
-    """The copies of shared parameters on this rank, and the ranks that hold the others.
+    """The copies of shared parameters on this rank, and the ranks that hold other copies of them.
 
     Args:
         plan: The plan of the whole model.
@@ -42,7 +42,7 @@ class SharedTensors:
             places = tuple(sorted({stages.rank_of(stage) for stage in holders}))
             if places not in made:
                 made[places] = _group_of(places, pp, mesh)
-            # Stages of one rank hold the very same parameter unless something wrapped it.
+            # Stages of one rank share one parameter object, unless a wrapper replaced it.
             copies = list(
                 dict.fromkeys(
                     module.get_parameter(fqn) for stage, module in parts.items() if stage in holders
@@ -56,11 +56,11 @@ class SharedTensors:
             self._extra.update(id(copy) for copy in counted)
 
     def is_counted(self, parameter: nn.Parameter) -> bool:
-        """Return True unless a sum over the model's parameters must skip this copy."""
+        """Return False if a sum over all ranks must skip this copy, as another copy is counted."""
         return id(parameter) not in self._extra
 
     def copies(self) -> Iterator[tuple[str, nn.Parameter, ProcessGroup]]:
-        """Yield (fqn, this rank's copy, the ranks with one) of parameters on several ranks."""
+        """Yield (fqn, this rank's copy, the ranks with a copy) of parameters on several ranks."""
         for fqn, copies in self._copies:
             group = self._groups[fqn]
             if group is not None:
@@ -96,7 +96,7 @@ class SharedTensors:
 
 
 def _like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
-    """Return a gradient of the parameter's layout with these local values."""
+    """Return a gradient with the parameter's layout and these local values."""
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(
@@ -110,9 +110,10 @@ def _like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
 
 
 def _group_of(places: tuple[int, ...], pp: DeviceMesh, mesh: DeviceMesh) -> ProcessGroup | None:
-    """Return the ranks at these positions of this rank's pp group; None if it is not among them.
+    """Return the group of ranks at these positions along pp; None if this rank is not in it.
 
-    Also None if there is one position only. Every rank creates every group, as torch requires.
+    Also None if there is only one position. All ranks of the job must call this, since torch
+    requires every rank to create every group.
 
     Args:
         places: Positions along pp.

@@ -1,4 +1,4 @@
-"""Backward in two halves: first the gradients of received tensors, later those of weights."""
+"""Backward in two halves: first the gradients of received tensors, later those of the weights."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ class PendingWeightGrads:
     """Work that the first half of a backward leaves to the second.
 
     Attributes:
-        groups: torch's records of weights on a path from an output to an input.
-        roots: (output, gradient) of outputs that depend on weights only, whose whole backward is
-            left.
+        groups: The parameter groups that torch's `stage_backward_input` returned for weights on a
+            path from an output to a received tensor.
+        roots: (output, its gradient) for outputs that depend on no received tensor. Their whole
+            backward remains to be run.
     """
 
     groups: list[dict[str, Any]] = field(default_factory=list)
@@ -43,7 +44,7 @@ def first_half(
         weights: Parameters of the stage.
 
     Returns:
-        The remaining work, for `second_half`.
+        The work that remains for `second_half`.
 
     Raises:
         ApplyError: torch cannot split this backward.
@@ -53,8 +54,8 @@ def first_half(
     joined: list[tuple[torch.Tensor, torch.Tensor | None]] = []
     pairs = zip(outputs, gradients or [None] * len(outputs), strict=True)
     for output, gradient in pairs:
-        # torch's halves meet where a weight joins a path from an input. They would lose the
-        # weights of an output that depends on no input.
+        # torch splits the backward where weights join a path from an input to an output. It
+        # would lose the gradients of weights that lead to an output without any input.
         comes_from_input = any(id(variable) in ids for variable in leaves_of(output))
         (joined if comes_from_input else out.roots).append((output, gradient))
     if joined:
@@ -82,9 +83,9 @@ def second_half(halves: PendingWeightGrads, weights: Iterable[nn.Parameter]) -> 
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Turn errors of torch's halves into an ApplyError.
+    """Turn a RuntimeError of torch's split backward into an ApplyError.
 
-    They cannot handle, for example, a weight that is used twice in one chain.
+    torch cannot split, for example, a backward in which a weight is used twice in one chain.
     """
     try:
         yield
@@ -103,7 +104,7 @@ def _refusing() -> Iterator[None]:
 def check_weights(
     outputs: list[torch.Tensor], leaves: list[torch.Tensor], weights: Iterable[nn.Parameter]
 ) -> None:
-    """Check that all leaves of the graph are weights of the stage or received from another stage.
+    """Check that each leaf of the autograd graph is a weight of the stage or a received tensor.
 
     Args:
         outputs: Tensors that backward starts from.
@@ -111,7 +112,7 @@ def check_weights(
         weights: Parameters of the stage.
 
     Raises:
-        ApplyError: The second half would not find a weight, and would lose its gradient.
+        ApplyError: There is another leaf, whose gradient `second_half` would not compute.
     """
     known = {id(tensor) for tensor in (*leaves, *weights)}
     if any(id(variable) not in known for output in outputs for variable in leaves_of(output)):

@@ -1,11 +1,11 @@
 """One pipeline stage: the model's own forward, with placeholders for units of other stages.
 
-A stage is a copy of the module tree that shares the parameters of its stage and has no others. Its
-forward is the model's. Only calls of units are intercepted: a unit of this stage runs normally; a
-unit of another stage is skipped, and its result is replaced by the received tensors, or by poison
-(NaN) if no tensor was sent because nothing in this stage depends on it. Everything between units
-(masks, residuals, tables) is computed here again from the model's inputs, and every wrapper works
-on ordinary modules.
+A stage is a copy of the module tree that has only this stage's parameters, shared with the model.
+Its forward is the model's forward, in which calls of units are intercepted. A unit of this stage
+runs normally. A unit of another stage is skipped, and its result is replaced: by the tensors that
+this stage received for it, or by poison (NaN) if none were sent because nothing in this stage
+depends on the result. Everything between units (masks, residuals, tables) is computed in every
+stage from the model's inputs. Wrappers such as FSDP2 see ordinary modules.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ _HooksOf = tuple[nn.Module, UnitHooks]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """The work of every stage for inputs of one form.
+    """The work of every stage for inputs of one form (structure, shapes and dtypes).
 
     Args:
-        flow: The recorded forward on these inputs.
-        calls: Calls of units, in order.
-        stages: Stage of each call.
-        forms: Pytree structure of each call's result.
-        relay: The values that cross each cut.
+        flow: The recorded forward on such inputs.
+        calls: The calls of units, in execution order.
+        stages: Stage of each of these calls.
+        forms: Pytree structure of each of these calls' results.
+        relay: The values that are sent from stage to stage.
         written: Ids of values that are overwritten in place.
-        keeps_state: True if code between units leaves something for the next forward.
+        keeps_state: True if code between units writes a buffer or an attribute that the next
+            forward reads.
         last: Index of the last stage.
         answer: Pytree structure of the model's output.
     """
@@ -70,7 +71,7 @@ class Program:
 class _StageDone(BaseException):
     """Raised to end a forward once everything that the stage sends is computed.
 
-    Not an Exception, which the model's code may catch.
+    It is not an Exception, because the model's code may catch those.
     """
 
 
@@ -83,8 +84,8 @@ class Replay:
         program: The program of the current run; None outside of a run.
         received: Tensors from the previous stage, by value id.
         kept: Tensors to be sent to the next stage, by value id.
-        _given: Placeholders that were used as results of skipped calls, by value id.
-        _place: Index of the next expected call of a unit.
+        _given: Placeholders returned as results of skipped calls so far, by value id.
+        _place: Index in `program.calls` of the call that is expected next.
         _is_inside: True while a unit of this stage runs.
         _has_grad: True if gradients were enabled when the forward began.
     """
@@ -100,6 +101,11 @@ class Replay:
 
     def forward(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the stage's forward.
+
+        Args:
+            model: The forward of the stage module.
+            args: Positional inputs of the microbatch.
+            kwargs: Keyword inputs of the microbatch.
 
         Returns:
             A tuple of the tensors that the stage sends; in the last stage the model's output.
@@ -135,13 +141,21 @@ class Replay:
         return tuple(self._outgoing(value) for value in program.sent(self.stage))
 
     def forget(self) -> None:
-        """Free the tensors of a finished run."""
+        """Drop the references to tensors of a finished run."""
         self.kept, self._given = {}, {}
 
     def call(
         self, fqn: str, hooks: _HooksOf, run: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Handle the call of a unit's module: run it, or return its placeholders."""
+        """Handle a call of a unit: run it if it is of this stage, else return placeholders.
+
+        Args:
+            fqn: The unit's fqn.
+            hooks: (the unit, its hooks), to be called with placeholders.
+            run: The original call of the unit.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+        """
         program = self.program
         if program is None or self._is_inside:  # Recomputed in backward, or inside a unit.
             return run(*args, **kwargs)
@@ -174,7 +188,7 @@ class Replay:
         return output
 
     def _has_more(self) -> bool:
-        """Return True if a later call belongs to this stage too."""
+        """Return True if a later call in the program belongs to this stage too."""
         assert self.program is not None
         return self.stage in self.program.stages[self._place :]
 
@@ -201,13 +215,15 @@ class Replay:
                         Problem(
                             f"'{call.module}' returns a DTensor, which cannot be sent to the next "
                             "stage",
-                            fix="give this module a style with a local output, or cut elsewhere",
+                            fix="give this module a style with a local output, or cut the pipeline "
+                            "elsewhere",
                         )
                     )
                 self.kept[value] = tensor.clone() if value in program.written else tensor
 
     def _outgoing(self, value: int) -> torch.Tensor:
-        # Not the leaf itself, where two backwards would end, and not a view: FSDP2 warns of those.
+        # Not a received leaf itself, since the backwards of two stages would end in it, and not a
+        # view, about which FSDP2 warns.
         if value in self.received:
             return self.received[value].clone()
         kept = self.kept[value]
@@ -216,8 +232,8 @@ class Replay:
     def _stand_ins(
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[int], torch.Tensor]:
-        """Return a function that maps a value id to the placeholder of a skipped call's result."""
-        # A module may return one of its arguments, which exist in this stage.
+        """Return a function that maps a value id in a skipped call's result to a placeholder."""
+        # A unit may return one of its arguments, which exist in this stage.
         arguments = [tensor for _, tensor in (*tensors_in(args), *tensors_in(kwargs))]
         here = dict(zip((v for _, v in call.inputs), arguments, strict=False))
         program = self.program
@@ -233,7 +249,7 @@ class Replay:
                     self._given[value] = leaf.clone() if is_written else leaf.view_as(leaf)
                 else:
                     given = poison(program.flow, value)
-                    # A value that is written in place needs memory of its own.
+                    # `poison` expands one element; a value written in place needs full memory.
                     self._given[value] = given.contiguous() if value in program.written else given
             return self._given[value]
 
@@ -250,7 +266,7 @@ def _glue_problem(stage: int, error: Exception) -> Problem:
 
 
 def _is_reentrant() -> bool:
-    """Return True if the current call was made by a reentrant checkpoint."""
+    """Return True if the current call was made inside a reentrant checkpoint."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
         frame = frame.f_back
@@ -258,7 +274,7 @@ def _is_reentrant() -> bool:
 
 
 def poison(flow: Flow, value: int) -> torch.Tensor:
-    """Return a placeholder of a value: one NaN expanded to its shape, zero for integer dtypes."""
+    """Return a placeholder for a value: one NaN expanded to its shape; zero for integer dtypes."""
     info = flow.values[value]
     return _poison(info.shape, getattr(torch, info.dtype))
 
@@ -271,10 +287,10 @@ def _poison(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def make_stage(model: nn.Module, graph: ModelGraph, stages: Stages, stage: int) -> nn.Module:
     """Return a copy of the model with only the parameters and buffers of one stage.
 
-    Parameters are shared with the model, buffers are copied. Every other tensor becomes a
-    placeholder attribute.
+    Its parameters are the model's own objects, its buffers are copies. Tensors of other stages are
+    replaced by attributes that contain a placeholder.
     """
-    # Buffers are copied, because code that writes one runs in every stage of this rank.
+    # Buffers are copied, because code that writes to one runs in every stage of this rank.
     part = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     kept = {
         name
@@ -287,8 +303,8 @@ def make_stage(model: nn.Module, graph: ModelGraph, stages: Stages, stage: int) 
             for leaf, tensor in list(table.items()):
                 if tensor is not None and (f"{fqn}.{leaf}" if fqn else leaf) not in kept:
                     del table[leaf]
-                    # Code between modules may read its dtype, or compute results with it that
-                    # are not used in this stage.
+                    # Code between units may read the tensor's dtype, or compute results with it
+                    # that are not used in this stage.
                     vars(module)[leaf] = _poison(tuple(tensor.shape), tensor.dtype)
                     # The module's own `train` may write into tensors that are missing here, as
                     # adapters that are merged for evaluation do.
@@ -297,19 +313,19 @@ def make_stage(model: nn.Module, graph: ModelGraph, stages: Stages, stage: int) 
 
 
 def _set_mode(module: nn.Module, mode: bool = True) -> nn.Module:
-    """Call `nn.Module.train`, bypassing an override of it."""
+    """Call `nn.Module.train` itself, in place of a module class's own `train`."""
     return nn.Module.train(module, mode)
 
 
 def watch_calls(part: nn.Module, own: Mapping[str, frozenset[int]], replay: Replay) -> None:
-    """Route the calls of units, and the stage's forward, through a replay.
+    """Route the calls of units, and the stage's forward, through its replay.
 
     Args:
         part: The stage module.
         own: Ids of the hooks that a unit had before it was wrapped, by the unit's fqn.
         replay: The stage's replay.
 
-    Assumes: everything else is applied, so that a unit's result is what its last wrapper returns.
+    Assumes: all wrappers are applied, so that the interception is outside of them.
     """
     for fqn, numbers in own.items():
         module = part.get_submodule(fqn)

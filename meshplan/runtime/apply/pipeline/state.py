@@ -1,4 +1,4 @@
-"""The full state dict of a pipelined model, on rank 0."""
+"""The full state dict of a pipelined model, gathered on rank 0."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from meshplan.runtime.base.mesh import device, full
 def gather_stages(model: PipelinedModule) -> dict[str, torch.Tensor]:
     """Gather every tensor of every stage on rank 0; all ranks must call it.
 
-    Each tensor is gathered by the ranks of one stage that holds it, and sent along pp.
+    The ranks of one stage that holds a tensor gather its shards, and send it along pp to rank 0.
 
     Returns:
-        CPU tensors by their name in the model's state dict on rank 0, `{}` elsewhere.
+        On rank 0, full CPU tensors by their name in the model's state dict; `{}` on other ranks.
     """
     stages, placed = model.pipeline, model.plan.assignment.tensors
     first = {name: fqn for fqn, p in placed.items() for name in p.info.names}
@@ -30,7 +30,8 @@ def gather_stages(model: PipelinedModule) -> dict[str, torch.Tensor]:
         if fqn is None:
             continue
         if fqn not in gathered:
-            # Only the last stage runs the whole forward, so only it has updated every buffer.
+            # A buffer is taken from the last stage that holds it: earlier stages end their forward
+            # early, and may not have updated it.
             stage = stages.tensors[fqn][-1 if placed[fqn].info.is_buffer else 0]
             holder = stages.rank_of(stage)
             info = placed[fqn].info

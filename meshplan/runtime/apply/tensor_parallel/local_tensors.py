@@ -1,8 +1,9 @@
 """Modules that compute on local tensors along tp, and the attributes that their code reads.
 
-DTensor handles a plain shard by itself. It cannot shard each projection of a fused weight, or share
-a kv head among ranks: there the module's own code runs on this rank's rows. It handles a
-row-sharded embedding in forward only: its backward fills in the gradient of all rows on every rank.
+For most modules, DTensor parameters suffice. But DTensor cannot shard each projection of a fused
+weight, or share a kv head among ranks; in these cases the module's code runs on plain tensors with
+this rank's rows. For an embedding sharded by rows, DTensor supports only the forward: its backward
+leaves the gradient of all rows on every rank.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def set_local_attributes(model: nn.Module, plan: Plan) -> None:
     """Set attributes such as the number of heads to this rank's value.
 
     Raises:
-        ApplyError: An attribute has another value than when the plan was made.
+        ApplyError: The value of an attribute differs from that when the plan was made.
     """
     for attribute in plan.assignment.attributes:
         module = model.get_submodule(attribute.module)
@@ -44,9 +45,9 @@ def set_local_attributes(model: nn.Module, plan: Plan) -> None:
 
 
 def compute_locally(module: nn.Module, use: StyleUse, tp: DeviceMesh) -> None:
-    """Let a module's forward see plain local inputs and this rank's rows of every parameter.
+    """Make a module's forward compute on local tensors: its inputs and this rank's rows of weights.
 
-    The forward is wrapped, instead of hooked, so that a recomputed forward does the same.
+    `module.forward` is wrapped, instead of hooked, so that a recomputed forward does the same.
 
     Args:
         module: The module, whose parameters are DTensors already.
@@ -60,7 +61,7 @@ def compute_locally(module: nn.Module, use: StyleUse, tp: DeviceMesh) -> None:
         dims = dims_of(kind, name, parameter.ndim)
         if cut_dim not in dims or parameter.placements != (Replicate(),):
             return parameter.to_local()
-        # Each rank contributes the gradient of its rows; the sum is the full gradient.
+        # Each rank computes the gradient of its rows; the sum over ranks is the full gradient.
         whole = parameter.to_local(grad_placements=[Partial()])
         dim = dims.index(cut_dim)
         return torch.cat([whole.narrow(dim, r.start, r.stop - r.start) for r in rows], dim)
@@ -85,8 +86,8 @@ def compute_locally(module: nn.Module, use: StyleUse, tp: DeviceMesh) -> None:
 def looks_up_own_rows(module: nn.Module, tp: DeviceMesh) -> bool:
     """Return True if `look_up_own_rows` can replace a module's forward.
 
-    A forward of the model's own may do more than look up. `max_norm` and `scale_grad_by_freq`
-    depend on all rows that are looked up, and every rank must have at least one row.
+    An overridden forward may do more than look up rows. `max_norm` and `scale_grad_by_freq` depend
+    on the rows that all ranks look up. And every rank must have at least one row.
     """
     if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
         return False
@@ -101,8 +102,8 @@ def look_up_own_rows(module: nn.Embedding, tp: DeviceMesh) -> None:
 
     The outputs of the ranks add up to the embedding, and each rank's gradient covers its own rows.
     DTensor's own rule has no backward for a table sharded by rows (torch 2.13,
-    distributed/tensor/_ops/_embedding_ops.py) and leaves the full table's gradient on every rank,
-    which FSDP units then accumulate over microbatches: 4 + 8 GB of 405B's 128k words.
+    distributed/tensor/_ops/_embedding_ops.py) and leaves the full table's gradient on every rank.
+    FSDP2 units then accumulate it over microbatches: 4 + 8 GB for the vocabulary of Llama 405B.
     """
     first = -(-module.num_embeddings // tp.size()) * tp.get_local_rank()
     padding = -1 if module.padding_idx is None else module.padding_idx - first
@@ -123,7 +124,7 @@ def look_up_own_rows(module: nn.Embedding, tp: DeviceMesh) -> None:
 
 
 def _plain(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Convert inputs to local tensors whose gradients are partial sums per rank."""
+    """Convert DTensor inputs to local tensors, whose gradients are partial sums over tp."""
     return tuple(
         v.to_local(grad_placements=[Partial()]) if isinstance(v, DTensor) else v for v in values
     )

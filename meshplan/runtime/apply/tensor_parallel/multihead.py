@@ -1,7 +1,7 @@
 """`nn.MultiheadAttention` under tensor parallelism: each rank computes its own heads.
 
-torch's forward takes the head size from the width of its input, so it cannot run on a subset of the
-heads. This one has the same signature and computes the same values.
+torch's forward computes the head size from the width of its input, so it cannot run on a subset of
+the heads. The forward in this module has the same signature and computes the same values.
 
 Source: `torch.nn.functional.multi_head_attention_forward`, torch 2.13.
 """
@@ -74,7 +74,7 @@ def attend_by_heads(module: nn.MultiheadAttention, use: StyleUse, tp: DeviceMesh
         return out if module.batch_first else out.transpose(0, 1), weights
 
     module.forward = forward
-    # TransformerEncoderLayer's fast path, which bypasses forward, skips modules with hooks.
+    # The fast path of TransformerEncoderLayer bypasses this forward, unless the module has hooks.
     module.register_forward_pre_hook(lambda module, args: None)
 
 
@@ -82,7 +82,7 @@ class _LocalHeads:
     """The computations of an attention module for this rank's heads.
 
     Attributes:
-        rows: This rank's rows of q, k and v in a fused parameter.
+        rows: This rank's rows of q, k and v in a parameter that concatenates the three.
         num_heads: Number of heads on this rank.
     """
 
@@ -92,7 +92,7 @@ class _LocalHeads:
         self.num_heads = module.num_heads // tp.size()
 
     def _input(self, x: Tensor) -> Tensor:
-        """Return the replicated input as a tensor whose gradient is a partial sum per rank."""
+        """Return a replicated input as a tensor whose gradients are summed over the ranks of tp."""
         whole = DTensor.from_local(x, self.tp, [Replicate()], run_check=False)
         return whole.to_local(grad_placements=[Partial()])
 
@@ -111,7 +111,8 @@ class _LocalHeads:
             q, k and v, each of shape (batch, heads, sequence, head_dim).
         """
         m = self.module
-        inputs = {id(t): self._input(t) for t in (query, key, value)}  # Share one all-reduce.
+        # By id, so that a tensor that is passed as query, key and value has only one all-reduce.
+        inputs = {id(t): self._input(t) for t in (query, key, value)}
         if m.in_proj_weight is not None:
             weights = self._own(m.in_proj_weight)
         else:
@@ -123,7 +124,13 @@ class _LocalHeads:
         )
 
     def mask(self, attention: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
-        """Combine both masks into one that is added to the scores of this rank's heads."""
+        """Return one mask to add to the scores of this rank's heads; None if neither is given.
+
+        Args:
+            attention: `attn_mask` of the call.
+            padding: `key_padding_mask` of the call.
+            q: The queries, for their batch size and dtype.
+        """
         out = None
         if attention is not None:
             out = _additive(attention, q.dtype)
@@ -137,7 +144,12 @@ class _LocalHeads:
         return out
 
     def weights(self, own: Tensor, average: bool) -> Tensor:
-        """Gather the attention weights of all heads, or compute their mean over heads."""
+        """Return the attention weights of all heads, or their mean over heads, on every rank.
+
+        Args:
+            own: The weights of this rank's heads, of shape (batch, heads, queries, keys).
+            average: If True, return the mean, of shape (batch, queries, keys).
+        """
         where: Placement = Shard(1)
         if average:
             own, where = own.sum(1) / self.module.num_heads, Partial()

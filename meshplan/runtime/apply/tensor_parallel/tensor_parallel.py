@@ -1,7 +1,8 @@
-"""Tensor parallelism: parameters become DTensors, and hooks lay activations out as styles demand.
+"""Tensor parallelism: parameters become DTensors, and hooks redistribute activations.
 
-The table `layout.styles.STYLES` lists the layouts; each styled module gets two hooks. Applied
-before activation checkpointing and before the data axes.
+Each module with a tensor-parallel style gets two hooks, for its input and its output; the table
+`layout.styles.STYLES` lists the layouts of each style. Applied before activation checkpointing and
+before the data axes.
 """
 
 from __future__ import annotations
@@ -84,12 +85,12 @@ def distribute(
 
     Args:
         model: The model that holds the parameter.
-        names: All names of the parameter, the first one for reading.
+        names: All names of the parameter; it is read under the first one.
         mesh: The mesh to distribute over, of one axis.
         where: Placement along that axis.
     """
     old = model.get_parameter(names[0])
-    # No source rank: values already agree, so the broadcast per tensor would be wasted.
+    # No source rank: all ranks have equal values already, so a broadcast would be wasted.
     new = nn.Parameter(
         distribute_tensor(old.detach(), mesh, [where], src_data_rank=None),
         requires_grad=old.requires_grad,
@@ -106,13 +107,13 @@ LAYS_GRADIENTS: Final = "_meshplan_lays_gradients"
 def align_gradients(model: nn.Module, plan: Plan) -> None:
     """Redistribute gradients that no FSDP unit reduces to the placements of their parameter.
 
-    The backward of an embedding with a forward of its own leaves the gradient of the whole
-    vocabulary on every rank, and that of a norm in a sequence-parallel region leaves partial sums.
-    Without the hook the optimizer's state would get that layout.
+    The backward of an embedding with an overridden forward leaves the gradient of the whole
+    vocabulary on every rank, and the backward of a norm in a sequence-parallel region leaves
+    partial sums. Without these hooks, the optimizer's state would get the layout of the gradient.
 
     A second call registers hooks only on parameters that have become trainable since.
 
-    Assumes: the model has its memory, since moving a DTensor parameter drops its hooks.
+    Assumes: parameters are allocated already, since moving a DTensor parameter drops its hooks.
     """
 
     def lay(gradient: torch.Tensor, placements: tuple[Placement, ...]) -> torch.Tensor:
@@ -131,10 +132,18 @@ def align_gradients(model: nn.Module, plan: Plan) -> None:
 
 
 def _flow(module: nn.Module, use: StyleUse, tp: DeviceMesh, outside: str) -> None:
-    """Register the hooks that redistribute a module's input and its output, as its style says.
+    """Register the hooks that redistribute a module's input and its output, as its style states.
 
-    Redistribution is never asynchronous: an asynchronous collective returns a tensor subclass that
-    a compiled block takes for its content, and the gradients come out wrong (torch 2.13).
+    Redistribution is never asynchronous: an asynchronous collective returns an
+    `AsyncCollectiveTensor`, which a compiled block mistakes for the tensor inside it, and the
+    gradients are wrong (torch 2.13).
+
+    Args:
+        module: The module.
+        use: Its tensor-parallel style.
+        tp: The mesh of tp.
+        outside: Layout of activations outside of styled modules: "R", or "S(1)" under
+            `sequence_parallel`.
     """
 
     def spell(words: tuple[str, str]) -> tuple[Placement, Placement]:
@@ -169,15 +178,15 @@ def _flow(module: nn.Module, use: StyleUse, tp: DeviceMesh, outside: str) -> Non
         return local.clone() if use.is_written else local
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
-    if not use.pieces:  # With fused pieces the output is a local tensor and stays one.
+    if not use.pieces:  # Fused pieces: the output is a local tensor and stays one.
         module.register_forward_hook(leave)
 
 
 def _check_even(x: torch.Tensor, wanted: Placement, tp: DeviceMesh) -> None:
     """Raise an ApplyError if a sequence does not divide into equal shards.
 
-    gloo aborts the process on uneven shards, and between modules the full length is not known.
-    Every rank of tp sees the same length, so every rank raises.
+    gloo aborts the process on uneven shards, and a module that gets a shard does not know the full
+    length. Every rank of tp sees the same length, so every rank raises.
     """
     if wanted == Shard(1) and x.shape[1] % tp.size():
         raise ApplyError(
@@ -192,9 +201,9 @@ def _check_even(x: torch.Tensor, wanted: Placement, tp: DeviceMesh) -> None:
 def _check_part(x: torch.Tensor, tp: DeviceMesh) -> None:
     """Raise an ApplyError if, under `sequence_parallel`, all ranks of tp got the same sequence.
 
-    A sequence that arrives whole would be counted once per rank without any other symptom. Checked
-    on the first call of a module. A sequence of equal positions passes, since it cannot show a
-    difference.
+    Full sequences in place of shards would be counted once per rank, without any other symptom. The
+    check runs in the first call of a module. A sequence whose positions are all equal passes, since
+    its shards are equal too.
     """
     own = torch.stack((x.detach().float().sum(), x.detach().float().norm()))
     varies = (x != x[:, :1]).any().to(own.dtype)
@@ -259,22 +268,22 @@ def _as_dtensor(
 _entered: dict[tuple[object, ...], tuple[torch.Tensor, DTensor]] = {}
 """Inputs of styled modules with the DTensors made of them, while the parent module runs.
 
-The parent holds the inputs anyway. Stored as attributes of the inputs, the entries would never be
-freed: a DTensor references its local tensor where the garbage collector cannot see it.
+The parent keeps the inputs alive anyway. If the DTensors were attributes of the inputs, they would
+never be freed: a DTensor references its local tensor where the garbage collector cannot see it.
 """
 _MOST_ENTERED: Final = 8
-"""Entries kept at most; the oldest is dropped first."""
+"""Most entries of `_entered`; the oldest is dropped first."""
 
 
 def forget_entered(*unused: Any) -> None:
-    """Clear the cache of styled modules' inputs; their parent module has run."""
+    """Clear the cache of styled modules' inputs, after their parent module has run."""
     _entered.clear()
 
 
 def _local_at_use(model: nn.Module, placed: Placed) -> None:
-    """Let plain code compute with the local tensor of a parameter during each forward.
+    """Let the code of a module compute with the local tensor of a parameter in each forward.
 
-    A replicated parameter's gradient is summed over the ranks of tp.
+    The gradient of a replicated parameter is summed over the ranks of tp.
     """
     gradient = None if placed.computed.axes else [Partial()]
     _at_use(model, placed.info.fqn, lambda value: value.to_local(grad_placements=gradient))
@@ -288,7 +297,7 @@ def _gather_at_use(model: nn.Module, name: str) -> None:
 def _at_use(model: nn.Module, name: str, see: Callable[[Any], torch.Tensor]) -> None:
     """Let the module that holds a parameter compute with `see(parameter)` during each forward.
 
-    The forward is wrapped, instead of hooked, so that a recomputed forward applies `see` again.
+    `forward` is wrapped, instead of hooked, so that a recomputed forward applies `see` again.
 
     Args:
         model: The model that contains the parameter.
