@@ -1,12 +1,12 @@
-"""Turn a plan's words into layouts: what each tensor, unit and module of a model gets, and why.
+"""Apply a plan to a model: decide the layout of every tensor, the units and styles, and say why.
 
-A plan meets a model only here. Everything downstream (memory, pictures, runtime) reads the
-`Assignment` and decides nothing. This package does not import torch.
+Only this package combines a plan with a model. Everything downstream (memory, pictures, runtime)
+reads the resulting `Assignment` and makes no such decisions. This package does not import torch.
 
-The decisions for one parameter, `layers.0.attn.wq.weight` (out, in), on mesh {dp_shard: 4, tp: 2}:
-its rule says `tp: colwise`, and this style shards `out` over tp; after that, the strategy
-full_shard shards dim 0 over dp_shard. It is stored as `S(0)@tp,dp_shard` and computed with as
-`S(0)@tp`.
+For example, let a rule state `tp: colwise` for `layers.0.attn.wq`, with a weight (out, in), on the
+mesh {dp_shard: 4, tp: 2}. The style shards dim 0, `out`, over tp; the strategy full_shard then
+shards dim 0 over dp_shard too. The weight is stored as `S(0)@tp,dp_shard`, and forward and backward
+compute with `S(0)@tp`.
 """
 
 from meshplan.assign.base.types import (

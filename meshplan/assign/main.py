@@ -46,18 +46,20 @@ def assign(
     gpus_per_node: int | None = None,
     rehearse: Rehearse | None = None,
 ) -> Assignment:
-    """Decide every layout of `graph` under `spec`.
+    """Return every decision for the model `graph` under the plan `spec`.
 
     Args:
         spec: The plan.
         graph: The model.
-        world_size: Ranks of the running job; None on the command line.
-        gpus_per_node: Ranks on one machine of the running job; None on the command line.
-        rehearse: Runs a live model as one rank would (`runtime.trace.rehearse`), for `auto`.
+        world_size: Number of ranks of the running job; None on the command line.
+        gpus_per_node: Number of ranks on one machine of the running job; None on the command line.
+        rehearse: Function that runs a live model on local shapes, as one rank of tp
+            (`runtime.trace.rehearse`); needed for `tp_plan: auto`.
 
     Raises:
-        PlanError: Every problem that was found: contradictions, rules that match nothing, modules
-            that cannot take their placement, features that this version does not have.
+        PlanError: The plan does not work for this model. The error has every problem found:
+            contradictions, rules that match nothing, modules that cannot have their placement,
+            features that this version lacks.
     """
     problems = [*not_yet(spec), *clashes(spec)]
     cascade = Cascade(spec, graph)
@@ -68,7 +70,7 @@ def assign(
         raise PlanError([*error.problems, *problems]) from None
     precisions = (spec.precision, *(rule.precision for rule in spec.rules if rule.precision))
     if any(p.is_mixed for p in precisions) and not mesh.present(GRADIENT_AXES):
-        # FSDP2 casts to the compute dtype; on an axis of one rank it does nothing else.
+        # FSDP2 makes the casts of mixed precision. An axis of one rank lets it cast and no more.
         mesh = replace(mesh, axes=(Axis("dp_replicate", 1), *mesh.axes))
 
     presets = presets_of(spec, graph, cascade, mesh)
@@ -154,9 +156,10 @@ def assign(
 
 
 def _compiled(spec: Spec, graph: ModelGraph) -> tuple[tuple[str, ...], list[Problem]]:
-    """List the repeated blocks: one compiled graph serves them all, and wrappers stay outside.
+    """Return the fqns of the modules to compile, which are the repeated blocks, and problems.
 
-    Source: torchtitan compiles block by block for the same two reasons.
+    Blocks are compiled one by one so that all share one compiled graph, and so that FSDP2's hooks
+    stay outside of the graph. torchtitan does so for the same reasons.
     """
     blocks = tuple(b for b in graph.blocks() if graph.modules[b].has_forward)
     if not spec.compile or blocks:
@@ -173,11 +176,11 @@ def _compiled(spec: Spec, graph: ModelGraph) -> tuple[tuple[str, ...], list[Prob
 def _wrapper(
     graph: ModelGraph, mesh: Mesh, units: UnitDecision, tp: TensorParallel, strategy: Strategy
 ) -> Literal["none", "ddp", "units"]:
-    """Choose DDP if the whole model is plain replicas, and FSDP2's units for everything else.
+    """Return "ddp" if the whole model is only replicated, "units" (FSDP2) in all other cases.
 
-    DistributedDataParallel does not keep DTensor parameters in its state dict and cannot mix
-    precisions, and it counts on one backward per forward. Therefore tp, mixed precision and pp use
-    units even if nothing is sharded.
+    "none" means that there is no data axis or nothing to train. DistributedDataParallel does not
+    keep DTensor parameters in its state dict, cannot mix precisions and expects one backward per
+    forward. Therefore tp, mixed precision and pp use FSDP2 units even if nothing is sharded.
     """
     mixed = any(unit.precision.is_mixed for unit in units.by_fqn.values())
     if not mesh.present(GRADIENT_AXES):
@@ -213,9 +216,9 @@ def _place(
     is_alone, dim, reason = _data_cut(spec, cascade, mesh, tensor, used, unit, units)
     main = units.dtypes.get(unit.fqn, dtype)
     if dtype != main and tensor.trainable and cascade.param(tensor, PLACE) is None:
-        # FSDP2 reduces the gradients of a unit as one tensor, so they must be of one dtype.
+        # FSDP2 reduces the gradients of a unit as one tensor, so these must have one dtype.
         is_alone = is_alone or bool(mesh.present(GRADIENT_AXES))
-        dim, reason = None, Reason(f"{dtype} beside {main}, so it is reduced separately")
+        dim, reason = None, Reason(f"{dtype} in a unit of {main}, so it is reduced separately")
     stored = used
     for axis in unit.shard_axes if dim is not None else ():
         stored = stored.cut(axis, dim or 0)
@@ -246,7 +249,12 @@ def _data_cut(
     unit: Unit,
     units: UnitDecision,
 ) -> tuple[bool, int | None, Reason]:
-    """Return (reduced alone, the dim the unit's axes shard or None, the reason) of a tensor."""
+    """Return how the data axes treat a parameter.
+
+    Returns:
+        (True if its gradient is reduced alone, outside of its unit; the dim that the unit's axes
+        shard, None if none; the reason).
+    """
     own = cascade.param(tensor, PLACE)
     around = cascade.inherited(tensor.module, PLACE)
     reason = unit.reason
@@ -287,7 +295,7 @@ def _data_cut(
         dim = 0  # S(1) on a module means its weight; its bias has one dim.
     dim %= len(tensor.shape)
     if used.pieces(dim) > 1:
-        # Two shardings of one dim in pieces are no placement: gathering would permute it.
+        # No DTensor placement shards a packed dim a second time: a gather would permute its rows.
         if stated is not None and stated.text.startswith("dp_shard:"):
             units.report(pieces_cut_twice(tensor, dim, spec.origin(stated.path)))
         dim = 1 - dim
@@ -308,12 +316,16 @@ def _data_cut(
 
 
 def _first_even(sizes: tuple[int, ...], ranks: int) -> int:
-    """Find the first dim that divides evenly: dim 0 often has fewer experts than ranks."""
+    """Return the first dim whose size is a multiple of `ranks`, else 0.
+
+    For stacked experts dim 0 is often not a multiple: there can be fewer experts than ranks.
+    """
     return next((dim for dim, size in enumerate(sizes) if size % ranks == 0), 0)
 
 
 def _not_alone(tensor: TensorInfo, origin: Origin | None) -> Problem:
-    # A parameter reduced by itself is averaged over ranks, and these have different experts.
+    # A gradient that is reduced alone is averaged over all data ranks, but along ep these have
+    # different experts.
     return Problem(
         f"{tensor.fqn} contains experts that ep distributes: it cannot be replicated separately",
         origin,
@@ -322,7 +334,10 @@ def _not_alone(tensor: TensorInfo, origin: Origin | None) -> Problem:
 
 
 def _other_size(spec: Spec, world_size: int | None) -> list[Problem]:
-    """Warn about another number of devices: a plan without a mesh runs on any number."""
+    """Return a warning if the job has another number of ranks than `hardware` has devices.
+
+    A plan without sizes in its mesh runs on any number of ranks.
+    """
     if spec.hardware is None or world_size in (None, spec.hardware.world_size):
         return []
     return [
@@ -336,7 +351,10 @@ def _other_size(spec: Spec, world_size: int | None) -> list[Problem]:
 
 
 def _one_dtype(units: UnitDecision, tensors: Mapping[str, Placed]) -> Iterator[Problem]:
-    """Check dtypes: FSDP2 reduces a unit's gradients as one tensor, so they need one dtype."""
+    """Yield a problem per unit whose parameters have two dtypes.
+
+    FSDP2 reduces the gradients of a unit as one tensor, so these must have one dtype.
+    """
     first: dict[str, Placed] = {}
     told: set[str] = set()
     for fqn, placed in tensors.items():
@@ -354,7 +372,7 @@ def _one_dtype(units: UnitDecision, tensors: Mapping[str, Placed]) -> Iterator[P
 
 
 def _no_units(spec: Spec, cascade: Cascade) -> Iterator[Problem]:
-    """Report `unit: true` if nothing is applied unit by unit."""
+    """Yield a problem if a rule states `unit` but the plan does not use FSDP2 units."""
     for _, stated in cascade.modules_with("unit"):
         yield Problem(
             "'unit' has no effect: this plan does not shard, so it has no units",
@@ -365,7 +383,10 @@ def _no_units(spec: Spec, cascade: Cascade) -> Iterator[Problem]:
 
 
 def _no_empty_parts(mesh: Mesh, tensors: Mapping[str, Placed]) -> Iterator[Problem]:
-    """Report parameters that leave a rank of tp nothing: FSDP2 cannot reduce their gradients."""
+    """Yield a problem for each parameter whose shard on the last rank of tp is empty.
+
+    FSDP2 cannot reduce the gradient of an empty shard.
+    """
     tp = mesh.size("tp")
     for fqn, placed in tensors.items():
         dim = placed.stored.dim_of("tp")
@@ -381,7 +402,7 @@ def _no_empty_parts(mesh: Mesh, tensors: Mapping[str, Placed]) -> Iterator[Probl
 
 
 def _no_such_dim(spec: Spec, graph: ModelGraph, cascade: Cascade) -> Iterator[Problem]:
-    """Report `dp_shard: S(d)` on a module none of whose parameters has a dim d."""
+    """Yield a problem for `dp_shard: S(d)` on a module if none of its parameters has a dim d."""
     told: set[str] = set()
     for fqn, stated in cascade.modules_with(PLACE):
         dim = parse_placement(str(stated.value))

@@ -1,11 +1,11 @@
 """Devices and the links between them, each figure with its source.
 
-The table is `hardware.json` next to this file: json reads it in a millisecond, a yaml loader
-would cost a third of the whole `estimate`. Plans and meshes are not used here.
+The table is `hardware.json` next to this file. It is JSON because JSON is read in a millisecond,
+while loading YAML would take a third of the time of `meshplan estimate`.
 
-`Device.usable_bytes` is the one size of a GPU that every command uses: the memory that torch sees
-where that is known (79.1 GiB of an 80 GB H100), else the datasheet's figure with GB = 1e9 bytes.
-State `memory` in the plan, or `--memory`, to use another figure.
+Every command uses `Device.usable_bytes` as the size of a GPU: the memory that torch sees if that
+is known (79.1 GiB of an 80 GB H100), else the datasheet's figure with GB = 1e9 bytes. `memory` in
+the plan, or `--memory`, replaces it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ _TERA: Final = 10**12
 
 
 SOME_GPU: Final = "cuda"
-"""The device of a plan that names none; its memory use outside torch has the widest band."""
+"""The device name for a plan that names no device. Memory used outside torch (CUDA context, NCCL)
+is then estimated with the widest band.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +39,11 @@ class Device:
     """One accelerator as torch sees it.
 
     Args:
-        name: The key of the table, or the user's name for a device of their own.
+        name: The device's key in the table, or the user's name for a device that is not in it.
         memory_bytes: Datasheet memory, GB = 1e9 bytes.
         visible_bytes: Memory that torch sees, as in its out-of-memory messages; None if not known.
         peak_flops: Dense operations per second by dtype; a dtype not listed is not known. The
-            figure for float32 is without TF32, which is torch's default for matrix products.
+            figure for float32 is without TF32, because torch does not use TF32 by default.
         memory_bytes_per_s: Bandwidth of the device's own memory; None if not known.
         intra_bytes_per_s: Bandwidth to the other devices of the node, in one direction; None if not
             known.
@@ -60,7 +62,7 @@ class Device:
 
     @property
     def usable_bytes(self) -> int:
-        """Memory of the device in bytes, as every command counts it."""
+        """Bytes of memory that every command counts on: what torch sees, else the datasheet."""
         return self.memory_bytes if self.visible_bytes is None else self.visible_bytes
 
     @property
@@ -102,13 +104,13 @@ class Cluster:
 
 @cache
 def devices() -> Mapping[str, Device]:
-    """Return the whole table by name."""
+    """Return all devices of the hardware table by name."""
     table = json.loads(_FILE.read_text(encoding="utf-8"))["devices"]
     return MappingProxyType({name: _device(name, facts) for name, facts in table.items()})
 
 
 def find_device(name: str, origin: Origin | None = None) -> Device:
-    """Return the device of that name, or the only one whose name has all the words of it.
+    """Return the device of that name, or the only device whose name contains all its words.
 
     Args:
         name: A key such as "h100-sxm-80gb", or enough of it to be unambiguous ("a100-40g").

@@ -1,8 +1,8 @@
 """Layouts: which mesh axes shard which dim of a tensor, in order.
 
 This is the central idea of meshplan: data parallel, ZeRO, hybrid sharding and tensor parallel
-are all layouts, and shapes, bytes and collectives follow from them. Tensors are only shapes here.
-Layouts are chosen in `assign` and translated to torch in `runtime.base.mesh`.
+are all layouts, and shapes, bytes and collectives follow from them. In this module a tensor is
+only its shape. Layouts are chosen in `assign` and translated to torch in `runtime.base.mesh`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from meshplan.shown import view
 class Layout:
     """The axes that shard each tensor dim, in the order in which they are applied.
 
-    An axis that shards no dim holds replicas, unless it is in `partial`: then every rank along
-    it holds one addend of the value.
+    Along an axis that shards no dim, all ranks have the same values, unless the axis is in
+    `partial`: then every rank has one addend of the value.
 
     Args:
         cuts: One tuple of axis names per tensor dim; `()` for a dim that is not sharded.
         partial: Axes along which the true value is the sum over the ranks.
-        packed: (axis, n) for an axis that shards each of the n equal pieces of its dim, so that a
-            rank holds its part of every piece, one after the other: projections fused in one
-            weight. No other axis may shard that dim.
+        packed: (axis, n) for an axis whose dim consists of n equal pieces (projections fused in one
+            weight) and that shards each piece: a rank's shard is its part of every piece,
+            concatenated. No other axis may shard that dim.
 
     >>> mesh = Mesh.of({"dp_shard": 4, "tp": 2})
     >>> Layout((("tp", "dp_shard"), ())).local_shape((9600, 3200), mesh)
@@ -47,34 +47,37 @@ class Layout:
 
     @classmethod
     def whole(cls, ndim: int) -> Layout:
-        """Return the layout without shards: every rank holds the full tensor."""
+        """Return the layout in which every rank has the full tensor of `ndim` dims."""
         return _whole(ndim)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that shard something, by tensor dim and then in order of application."""
+        """The axes that shard a dim, ordered by tensor dim, then as they are applied."""
         return tuple(axis for axes in self.cuts for axis in axes)
 
     def dim_of(self, axis: str) -> int | None:
-        """Return the tensor dim that `axis` shards; None if it holds replicas."""
+        """Return the tensor dim that `axis` shards; None if it shards none."""
         return next((dim for dim, axes in enumerate(self.cuts) if axis in axes), None)
 
     def pieces(self, dim: int) -> int:
-        """Return the number of equal pieces of this dim that are each sharded; 1 if not packed."""
+        """Return into how many pieces a packed dim is divided before each is sharded; else 1."""
         return next((n for axis, n in self.packed if axis in self.cuts[dim]), 1)
 
     def cut(self, axis: str, dim: int, pieces: int = 1) -> Layout:
-        """Return this layout with `axis` sharding `dim`, or its pieces, after its other axes."""
+        """Return this layout with `axis` added as the last axis that shards `dim`.
+
+        If `pieces` > 1, the dim is packed: `axis` shards each of that many equal pieces of it.
+        """
         return _cut(self, axis, dim, pieces)
 
     def without(self, *axes: str) -> Layout:
-        """Return this layout without the shards of `axes`."""
+        """Return this layout with `axes` removed; along them the result is replicated."""
         cuts = tuple(tuple(a for a in dim if a not in axes) for dim in self.cuts)
         packed = tuple((axis, n) for axis, n in self.packed if axis not in axes)
         return Layout(cuts, tuple(a for a in self.partial if a not in axes), packed)
 
     def num_shards(self, mesh: Mesh) -> int:
-        """Return the number of different shards of the tensor."""
+        """Return the number of shards into which the axes divide the tensor."""
         return mesh.size(*self.axes)
 
     def num_replicas(self, mesh: Mesh) -> int:
@@ -82,11 +85,12 @@ class Layout:
         return mesh.world_size // self.num_shards(mesh)
 
     def slices(self, shape: Sequence[int], mesh: Mesh, rank: int = 0) -> tuple[slice, ...]:
-        """Return the part of the global tensor that `rank` holds, one slice per dim.
+        """Return which part of the global tensor is the shard of `rank`, one slice per dim.
 
         A dim of size d sharded n ways gives shards of ceil(d / n), the last ones shorter or
-        empty: `torch.chunk`'s rule, which DTensor follows. Each further axis shards what the axis
-        before it left; the axes of `mesh.SHARD_AXES` act as one axis.
+        empty: `torch.chunk`'s rule, which DTensor follows. If several axes shard a dim, each
+        shards the result of the axis before it, except that neighbouring axes of
+        `mesh.SHARD_AXES` act as one axis.
         """
         assert not self.packed, "a packed dim has several slices per rank: use `ranges`"
         out = []
@@ -102,7 +106,11 @@ class Layout:
     def ranges(
         self, shape: Sequence[int], mesh: Mesh, rank: int = 0
     ) -> tuple[tuple[slice, ...], ...]:
-        """Return the part of the global tensor that `rank` holds: per dim, its slices in order."""
+        """Return which part of the global tensor is the shard of `rank`, also if a dim is packed.
+
+        Returns:
+            For each dim, the slices whose concatenation is the shard: one per piece.
+        """
         plain = Layout(self.cuts)
         counts = [self.pieces(dim) for dim in range(len(self.cuts))]
         pieces = tuple(size // n for size, n in zip(shape, counts, strict=True))
@@ -112,14 +120,15 @@ class Layout:
         )
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh, rank: int = 0) -> tuple[int, ...]:
-        """Return the shape that `rank` holds of a tensor of this global shape."""
+        """Return the shape of the shard that `rank` has of a tensor of this global shape."""
         return _local_shape(self, tuple(shape), mesh, rank)
 
     def least_local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
-        """Return the shape of the smallest part; with two axes on a dim not always the last rank's.
+        """Return the shape of the smallest shard that any rank has.
 
-        An axis shards one dim only, so some rank has the minimum of every dim. Sharding leaves at
-        most three sizes, whatever the number of ranks.
+        This need not be the last rank's shard if two axes shard one dim. The minimum is taken dim
+        by dim: an axis shards one dim only, so some rank has the minimum of every dim. Sharding a
+        size gives at most three sizes (full, shorter, empty), so no loop over ranks is needed.
         """
         out = []
         for dim, (size, axes) in enumerate(zip(shape, self.cuts, strict=True)):
@@ -131,10 +140,13 @@ class Layout:
         return tuple(out)
 
     def turns(self, shape: Sequence[int], mesh: Mesh) -> dict[tuple[str, ...], tuple[int, ...]]:
-        """Return, by the axes of each cut, the positions at which the size of the part changes.
+        """Return at which positions along the axes of a dim the shards become smaller.
 
-        Between two of these positions, all ranks that differ in these axes alone hold equal sizes,
-        so few of many ranks need to be looked at. A cut into equal parts has no such positions.
+        Ranks between two such positions have shards of equal size, so few of many ranks need to be
+        looked at. Axes that divide a dim into equal shards have no such positions.
+
+        Returns:
+            Positions along the axes (`Mesh.index`), by axes; axes that act as one have one entry.
 
         >>> mesh = Mesh.of({"dp_shard": 1000, "tp": 8})
         >>> Layout((("tp", "dp_shard"), ())).turns((32000, 4096), mesh)
@@ -152,16 +164,17 @@ class Layout:
         return out
 
     def local_numel(self, shape: Sequence[int], mesh: Mesh, rank: int = 0) -> int:
-        """Return the number of elements that `rank` holds."""
+        """Return the number of elements of the shard of `rank`."""
         return math.prod(self.local_shape(shape, mesh, rank))
 
     def padded_numel(
         self, shape: Sequence[int], mesh: Mesh, axes: Sequence[str], rank: int = 0
     ) -> int:
-        """Return the elements stored when the shards of `axes` are padded to equal sizes.
+        """Return the number of elements of the shard of `rank` after FSDP2 has padded it.
 
-        FSDP2 pads every shard of the dim that it shards to the first rank's size, so that one
-        all-gather moves equal shards.
+        FSDP2 pads the shards along the dim that it shards to the size of the first rank's shard,
+        so that one all-gather can move equal shards. `axes` are the axes over which it shards;
+        those of them that shard no dim of this layout are ignored.
 
         Source: `torch.distributed.fsdp`, FSDPParam._init_sharded_param.
         """
@@ -177,7 +190,8 @@ class Layout:
     def spell(self, mesh: Mesh | None = None) -> str:
         """Return the layout in placement words: `S(0)@tp,dp_shard`, `R`, `P@tp`, `S(0)@tp(3)`.
 
-        The last one is a packed dim. Axes of size 1 are left out when a mesh is given.
+        The 3 in `S(0)@tp(3)` is the number of pieces of a packed dim. If a mesh is given, axes of
+        size 1 are left out.
         """
         words = []
         for dim, axes in enumerate(self.cuts):
@@ -200,12 +214,12 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One of the projections that are fused one after the other along a dim, and how it is divided.
+    """One projection of a fused weight, such as q of QKV, and into how many parts it is divided.
 
     Args:
-        size: Number of elements along the dim.
-        parts: Number of equal parts. Smaller than the number of ranks if neighbouring ranks compute
-            with the same part, as query heads do that share a kv head.
+        size: Number of elements along the dim on which the projections are concatenated.
+        parts: Number of equal parts. There are fewer parts than ranks if neighbouring ranks compute
+            with the same part, for example if their query heads share a kv head.
     """
 
     size: int
@@ -213,12 +227,12 @@ class Piece:
 
     @property
     def part(self) -> int:
-        """The size of one part."""
+        """The number of elements of one part along the dim."""
         return self.size // self.parts
 
 
 def own_parts(pieces: Sequence[Piece], rank: int, num_ranks: int) -> tuple[slice, ...]:
-    """Return the slices of the dim that one rank computes with, a part of every piece.
+    """Return the slices of a fused dim that `rank` computes with: one part of every piece.
 
     >>> own_parts([Piece(8, 4), Piece(4, 2)], 3, 4)
     (slice(6, 8, None), slice(10, 12, None))
@@ -238,7 +252,8 @@ class Collective:
     Args:
         kind: all_gather, all_reduce, reduce_scatter, all_to_all or local (a slice: no bytes).
         axis: The mesh axis whose ranks communicate.
-        dim: The tensor dim that is gathered or scattered; -1 for all_reduce.
+        dim: The tensor dim that is gathered or scattered; for all_to_all, the dim that `axis`
+            shards afterwards; -1 for all_reduce.
     """
 
     kind: str
@@ -247,7 +262,7 @@ class Collective:
 
 
 def changes(source: Layout, target: Layout) -> tuple[Collective, ...]:
-    """Return the collectives that turn `source` into `target`; everything else uses this table.
+    """Return the collectives that turn `source` into `target`, in the order in which they run.
 
     | from | to   | collective     |
     |------|------|----------------|
@@ -257,9 +272,9 @@ def changes(source: Layout, target: Layout) -> tuple[Collective, ...]:
     | R    | S(d) | local          |
     | S(d) | S(e) | all_to_all     |
 
-    Only the innermost axis of a dim can be undone. So leading axes that both layouts share stay,
-    and those after them are undone, innermost first, before new ones are applied. All-reduces come
-    last, when the shards are smallest.
+    Only the innermost axis of a dim can be undone. So for each dim, the leading axes that both
+    layouts share are kept, the axes after these are undone, innermost first, and only then are
+    new axes applied. All-reduces come last, when the shards are smallest.
     """
     assert set(target.partial) <= set(source.partial), "no collective makes a tensor partial"
     both = set(source.axes) & set(target.axes)
@@ -287,7 +302,7 @@ def changes(source: Layout, target: Layout) -> tuple[Collective, ...]:
     return (*moves, *gathers, *cuts, *sums)
 
 
-# The thousands of tensors of a model have a handful of different layouts, so these are cached.
+# Cached: the thousands of tensors of a model have only a handful of different layouts.
 
 
 @lru_cache(maxsize=64)
@@ -312,7 +327,7 @@ def _local_shape(layout: Layout, shape: tuple[int, ...], mesh: Mesh, rank: int) 
 
 
 def _parts(size: int, count: int) -> set[int]:
-    """Return the sizes of the parts when `size` is divided into `count` as `torch.chunk` does."""
+    """Return the different sizes of `count` shards of a dim, divided as `torch.chunk` does."""
     piece = -(-size // count)
     whole, rest = divmod(size, piece) if piece else (0, 0)
     parts = {piece} if whole else set()
@@ -321,14 +336,14 @@ def _parts(size: int, count: int) -> set[int]:
 
 
 def _turns(size: int, count: int) -> set[int]:
-    """Return the indices of the parts that are smaller than the part before."""
+    """Return the indices of those of `count` shards that are smaller than the shard before them."""
     piece = -(-size // count)
     whole, rest = divmod(size, piece) if piece else (0, 0)
     return {whole, whole + bool(rest)} - {0, *range(count, whole + 2)}
 
 
 def _joint(axes: Sequence[str]) -> list[list[str]]:
-    """Return the axes of a dim in order, those that shard as one axis grouped together."""
+    """Return the axes of a dim in order, in groups; the axes of a group shard as one axis."""
     out: list[list[str]] = []
     for axis in axes:
         if out and axis in SHARD_AXES and out[-1][-1] in SHARD_AXES:
@@ -339,6 +354,6 @@ def _joint(axes: Sequence[str]) -> list[list[str]]:
 
 
 def _common(left: Sequence[str], right: Sequence[str]) -> int:
-    """Return how many leading items are equal."""
+    """Return how many leading items of the two sequences are equal."""
     same = [a == b for a, b in zip(left, right, strict=False)]
     return (same + [False]).index(False)

@@ -18,20 +18,22 @@ DATA_AXES: Final = ("dp_replicate", "dp_shard")
 """The axes over which ranks read different samples."""
 
 GRADIENT_AXES: Final = (*DATA_AXES, "cp")
-"""The axes over which ranks process different tokens: losses and gradients are averaged over them.
-Ranks along cp process different parts of the same samples.
+"""The axes over which ranks process different tokens, and so average losses and gradients: the data
+axes, and cp, whose ranks process different parts of the same samples.
 """
 
 SHARD_AXES: Final = ("dp_shard", "cp")
-"""The axes that shard a parameter together, as one axis with all their ranks would: into shards of
-ceil(size / ranks).
+"""The axes that together shard a parameter as one axis of all their ranks: into shards of
+ceil(size / ranks), where `ranks` is the product of their sizes.
 """
 
 EXPERT_SHARD: Final = "efsdp"
-"""The rest of the axis whose ranks ep borrows: experts are sharded over it (torchtitan's name)."""
+"""The other factor of the axis that lends its ranks to ep: dp_shard = efsdp x ep. Expert parameters
+are sharded over it (torchtitan's name).
+"""
 
 UNIT_AXES: Final = (*SHARD_AXES, EXPERT_SHARD)
-"""The axes over which some unit's parameters are sharded at rest and gathered for use."""
+"""The axes over which FSDP2 units are sharded: parameters are all-gathered over them for use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +46,13 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """An axis that has no ranks of its own: `ep: 2 in dp_shard`.
+    """A borrowed axis, whose ranks are those of another axis: `ep: 2 in dp_shard`.
 
     Args:
-        name: The axis that borrows; neighbouring ranks along the lender differ in it first.
+        name: The axis that borrows; its coordinate varies fastest along the lending axis.
         size: Number of ranks along the borrowing axis.
         within: The axis that lends its ranks.
-        rest: Name of the lender's other factor: `within` is `rest` x `name`.
+        rest: Name of the other factor of the lending axis: `within` = `rest` x `name`.
     """
 
     name: str
@@ -63,8 +65,8 @@ class Loan:
 class Mesh:
     """Named axes, outermost first; ranks are numbered with the last axis fastest.
 
-    A borrowed axis is not in `axes`, `names` and `sizes`, because its ranks are already counted by
-    its lender. It has a size and coordinates.
+    A borrowed axis is not in `axes`, `names` and `sizes`, because its ranks already count in the
+    axis that lends them. `size`, `coordinates` and `index` accept and return borrowed axes too.
 
     >>> mesh = Mesh.of({"dp_replicate": 2, "dp_shard": 4})
     >>> mesh.world_size, mesh.size("tp"), mesh.coordinates(5)
@@ -79,7 +81,7 @@ class Mesh:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> Mesh:
-        """Make a mesh from `{axis: size}` in the order given."""
+        """Return a mesh from `{axis: size}`, outermost axis first."""
         return cls(tuple(Axis(name, size) for name, size in sizes.items()))
 
     @property
@@ -95,7 +97,7 @@ class Mesh:
         return math.prod(axis.size for axis in self.axes)
 
     def size(self, *names: str) -> int:
-        """Return the number of ranks along these axes together; a missing axis counts 1."""
+        """Return the product of the sizes of these axes; an axis that the mesh lacks counts 1."""
         if not self.loans:
             found = (axis.size for name in names for axis in self.axes if axis.name == name)
             return math.prod(found)
@@ -105,12 +107,12 @@ class Mesh:
         return math.prod(sizes.get(name, 1) for name in names)
 
     def present(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return those of `names` that this mesh has, outermost first."""
+        """Return which of `names` are axes of this mesh, not borrowed ones, outermost first."""
         wanted = set(names)
         return tuple(name for name in self.names if name in wanted)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the coordinate of `rank` on every axis, borrowed axes included."""
+        """Return the coordinate of `rank` by axis; of a borrowed axis, also that of its `rest`."""
         out: dict[str, int] = {}
         for axis in reversed(self.axes):
             rank, out[axis.name] = divmod(rank, axis.size)
@@ -122,7 +124,8 @@ class Mesh:
     def index(self, rank: int, names: Iterable[str]) -> int:
         """Return the position of `rank` among the ranks along `names`, outermost axis slowest.
 
-        `index(rank, DATA_AXES)` is the part of a global batch that a rank reads.
+        For example, `index(rank, DATA_AXES)` is the index of the shard of a global batch that
+        `rank` reads.
         """
         wanted = set(names)
         position = 0
@@ -132,7 +135,7 @@ class Mesh:
         return position
 
     def indices(self, names: Iterable[str]) -> list[int]:
-        """Return `index` of every rank at once, fast enough for very many ranks."""
+        """Return `index(rank, names)` for every rank, computed at once: ranks can be many."""
         wanted, weight, weights = set(names), 1, {}
         for name in reversed(self.coordinates(0)):
             if name in wanted:
@@ -151,9 +154,10 @@ class Mesh:
         return out
 
     def spread(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return the axes of more than one rank among `names`, also borrowed ones, outermost first.
+        """Return the axes among `names` that have more than one rank, outermost first.
 
-        If a lender is named, or all axes that its ranks are divided into, the lender is returned.
+        Borrowed axes count. If `names` has the axis that lends its ranks, or all factors of it
+        (`ep` and `efsdp`), the lending axis is returned in their place.
 
         >>> mesh = Mesh((Axis("dp_shard", 4), Axis("tp", 1)), (Loan("ep", 2, "dp_shard"),))
         >>> mesh.spread(("tp", "ep")), mesh.spread(("ep", "efsdp"))

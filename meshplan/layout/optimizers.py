@@ -1,7 +1,7 @@
-"""Optimizers whose state is not a number of tensors like the parameter: the bytes they keep.
+"""Bytes of the state of Adafactor, Muon and 8-bit AdamW, which depends on the parameter's shape.
 
-`spec.OPTIMIZER_STATES` counts the state tensors of all others. The state of these depends on the
-parameter's shape, so each is a function.
+All other optimizers keep a fixed number of tensors of the parameter's shape, which
+`spec.OPTIMIZER_STATES` counts.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ _Bytes = Callable[[tuple[int, ...], int, int], int]
 _COUNTER: Final = 4
 """Bytes of the step count of one parameter, a float32 scalar."""
 _BLOCK: Final = 256
+"""Number of elements of 8-bit state that share one scale."""
 _LEAST_OF_8_BITS: Final = 4096
-"""Elements from which on a tensor's state is in 8 bits; `_BLOCK` elements then share a scale."""
+"""Minimum number of elements of a tensor for its state to be in 8 bits; below it is float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +26,9 @@ class OptimizerStateBytes:
     """Bytes of each state tensor of one parameter.
 
     Args:
-        here: Bytes of each tensor on the device.
-        counters: Bytes of each step counter that torch keeps on the host, if that is another
-            memory.
+        here: Bytes of each state tensor on the parameter's device.
+        counters: Bytes of each step counter; torch keeps them on the host, even if the parameter is
+            on a GPU.
     """
 
     here: tuple[int, ...]
@@ -35,7 +36,9 @@ class OptimizerStateBytes:
 
 
 def _adafactor(shape: tuple[int, ...], local_numel: int, element_bytes: int) -> OptimizerStateBytes:
-    """One mean per row and per column, which no axis shards; for a vector, all squares.
+    """Return Adafactor's state: a mean of squares per row and per column of the whole parameter.
+
+    These means are not sharded. A vector has one square per local element instead.
 
     Source: torch 2.13, optim/_adafactor.py; Shazeer and Stern 2018, section 3.
     """
@@ -46,7 +49,10 @@ def _adafactor(shape: tuple[int, ...], local_numel: int, element_bytes: int) -> 
 
 
 def _muon(shape: tuple[int, ...], local_numel: int, element_bytes: int) -> OptimizerStateBytes:
-    """A momentum for matrices, AdamW's state for all others. Source: torch 2.13, optim/_muon.py."""
+    """Return Muon's state: a momentum for a matrix, AdamW's two moments for any other tensor.
+
+    Source: torch 2.13, optim/_muon.py.
+    """
     size = local_numel * element_bytes
     return (
         OptimizerStateBytes((size,))
@@ -58,7 +64,9 @@ def _muon(shape: tuple[int, ...], local_numel: int, element_bytes: int) -> Optim
 def _adamw_8bit(
     shape: tuple[int, ...], local_numel: int, element_bytes: int
 ) -> OptimizerStateBytes:
-    """Two moments of one byte per element, and a float32 scale per block; small tensors in float32.
+    """Return AdamW8bit's state: two moments of one byte per element, and a float32 scale per block.
+
+    The moments of a small tensor are float32.
 
     Source: bitsandbytes 0.45, optim/optimizer.py, `Optimizer2State.init_state`.
     """
@@ -70,7 +78,9 @@ def _adamw_8bit(
 SHAPED_TENSORS: Final[Mapping[str, Callable[[tuple[int, ...], int, int], OptimizerStateBytes]]] = (
     MappingProxyType({"adafactor": _adafactor, "muon": _muon, "adamw_8bit": _adamw_8bit})
 )
-"""Functions (shape, elements on this rank, bytes of one) -> state tensors, by a plan's word."""
+"""By the optimizer's name in a plan, the function (shape of the whole parameter, number of elements
+on this rank, bytes per element) -> bytes of each state tensor on this rank.
+"""
 
 
 def _bytes_of(tensors: Callable[[tuple[int, ...], int, int], OptimizerStateBytes]) -> _Bytes:
@@ -84,7 +94,7 @@ def _bytes_of(tensors: Callable[[tuple[int, ...], int, int], OptimizerStateBytes
 SHAPED_STATES: Final[Mapping[str, _Bytes]] = MappingProxyType(
     {word: _bytes_of(tensors) for word, tensors in SHAPED_TENSORS.items()}
 )
-"""Functions (shape, elements on this rank, bytes of one) -> bytes of state, by a plan's word."""
+"""As `SHAPED_TENSORS`, with the total bytes of state as the functions' result."""
 
 CALLED: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -95,7 +105,7 @@ CALLED: Final[Mapping[str, str]] = MappingProxyType(
         ),
     }
 )
-"""Descriptions of the optimizers that are not torch's."""
+"""By name in a plan, which implementation is assumed for an optimizer that is not torch's."""
 
 
 def called(word: str) -> str:

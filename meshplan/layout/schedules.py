@@ -1,8 +1,8 @@
 """Pipeline schedules: the order in which each rank computes and sends, as plain lists.
 
-A schedule says how stages are placed on ranks, whether the backward is split in two, and the order
-of its compute steps. The sends between ranks follow from the order, by playing it once. The
-computation and duration of a stage are not used here.
+A schedule defines which rank runs which stage, whether the backward is split into input and weight
+gradients, and the order of each rank's compute steps. `actions` inserts the sends and receives that
+this order requires. How long a stage takes does not matter here.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class Schedule:
     """One pipeline schedule.
 
     Args:
-        name: The plan's word, which is torch's.
-        is_v: If True, rank r has stages r and 2P-1-r; else r, r + P, r + 2P, ...
-        virtual: Stages per rank that the schedule needs; None for two or more.
-        splits_backward: If True, gradients of the weights are computed in a step of their own.
+        name: The name in a plan, which is torch's.
+        is_v: If True, rank r of P ranks has stages r and 2P-1-r; else r, r + P, r + 2P, ...
+        virtual: Stages per rank that the schedule needs; None if it needs two or more.
+        splits_backward: If True, weight gradients are computed in a separate step, W.
         order: Function (rank, ranks, stages per rank, microbatches) -> the compute steps of the
             rank.
-        in_turn: If True, each forward after the warm-up is followed by a backward, so that further
-            microbatches need no more memory than those before them.
-        problem: Function (ranks, microbatches) -> why this number of microbatches is refused, or
-            "".
+        in_turn: If True, each forward after the warm-up is followed by a backward, so that more
+            microbatches do not raise the peak memory.
+        problem: Function (ranks, microbatches) -> why the schedule cannot run this number of
+            microbatches; "" if it can.
     """
 
     name: str
@@ -89,7 +89,7 @@ def _breadth_first(rank: int, ranks: int, virtual: int, count: int) -> Iterator[
 
 
 def _alternating(rank: int, ranks: int, virtual: int, count: int) -> Iterator[Action]:
-    """Warm up, then alternate one forward and one backward.
+    """1F1B, plain or interleaved: warm up with forwards, then alternate a forward and a backward.
 
     Source: Narayanan et al. 2021 (Megatron-LM), section 2.2.
     """
@@ -107,7 +107,7 @@ def _alternating(rank: int, ranks: int, virtual: int, count: int) -> Iterator[Ac
 
 
 def _zero_bubble(rank: int, ranks: int, virtual: int, count: int) -> Iterator[Action]:
-    """Alternate like `_alternating`, with weight gradients moved to where a rank would wait.
+    """Interleaved zero bubble: like `_alternating`, with weight gradients where a rank would wait.
 
     Source: Qi et al. 2023 (zero bubble), section 3 (ZB-H1), on interleaved stages.
     """
@@ -128,14 +128,18 @@ def _zero_bubble(rank: int, ranks: int, virtual: int, count: int) -> Iterator[Ac
 
 
 def _round(ranks: int, count: int) -> int:
-    """Return how many microbatches pass through one stage of a rank before its next stage."""
+    """Return how many microbatches a rank runs through one of its stages before its next stage."""
     return count // max(1, count // ranks)
 
 
 def _rounds(
     rank: int, ranks: int, virtual: int, count: int
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return (stage, microbatch) of a looped rank's forwards and of its backwards, in order."""
+    """Return a rank's forwards and its backwards in an interleaved schedule, in order.
+
+    Returns:
+        Two lists of (stage, microbatch).
+    """
     size = _round(ranks, count)
     forwards, backwards = [], []
     for begin in range(0, count, size):
@@ -152,9 +156,10 @@ def _whole_rounds(ranks: int, count: int) -> str:
 
 
 def _zbv(rank: int, ranks: int, virtual: int, count: int) -> Iterator[Action]:
-    """Schedule greedily on the V: gradients of inputs first, then forwards, weights in the gaps.
+    """ZB-V: each rank greedily runs input gradients first, then forwards, then weight gradients.
 
-    Holds at most 2P activations of a stage, as 1F1B does of its longer ones.
+    A rank that has the activations of 2P stage forwards saved starts no new microbatch, and runs
+    weight gradients before forwards.
 
     Source: Qi et al. 2024 (pipeline parallelism with controllable memory), section 4.
     """
@@ -162,6 +167,7 @@ def _zbv(rank: int, ranks: int, virtual: int, count: int) -> Iterator[Action]:
 
 
 def _play_v(ranks: int, count: int) -> list[list[Action]]:
+    """Return each rank's compute steps under ZB-V, simulated with steps of equal length."""
     last = 2 * ranks - 1
     done: dict[tuple[str, int, int], int] = {}
     orders: list[list[Action]] = [[] for _ in range(ranks)]
@@ -203,9 +209,9 @@ def _play_v(ranks: int, count: int) -> list[list[Action]]:
 
 
 def _dual_pipe_v(rank: int, ranks: int, virtual: int, count: int) -> Iterator[Action]:
-    """Run the eight steps of DualPipeV.
+    """DualPipeV: the eight steps of the published schedule, one after the other.
 
-    Source: DeepSeek-AI 2025 (DualPipe), "cut-in-half" DualPipeV, its eight steps.
+    Source: DeepSeek-AI 2025 (DualPipe), "cut-in-half" DualPipeV.
     """
     stages = (rank, 2 * ranks - 1 - rank)
     place: dict[tuple[str, int], int] = {}
@@ -277,7 +283,7 @@ SCHEDULES: Final[Mapping[str, Schedule]] = MappingProxyType(
 
 
 def forward_only(schedule: Schedule, ranks: int, virtual: int) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions per rank for one microbatch through all stages."""
+    """Return each rank's actions for the forward of one microbatch through all stages."""
     computes: list[list[Action]] = [[] for _ in range(ranks)]
     for stage in range(ranks * virtual):
         computes[schedule.rank_of(stage, ranks)].append(Action("F", stage, 0))
@@ -297,39 +303,42 @@ def actions(
         count: Number of microbatches.
 
     Returns:
-        One tuple of actions per rank. Sends and receives are in one global order on all ranks, so
-        that no two ranks can wait for each other even if each send or receive blocks.
+        One tuple of actions per rank, compute steps, sends and receives. All ranks send and receive
+        in one global order, so that no two ranks wait for each other even if sends block.
     """
     computes = [list(schedule.order(rank, ranks, virtual, count)) for rank in range(ranks)]
     return _play(schedule, ranks, virtual, computes)
 
 
 def telling(schedule: Schedule, ranks: int, count: int) -> int:
-    """Return how many microbatches suffice to show the peak memory of a step with `count` of them.
+    """Return how many microbatches to simulate for the peak memory of a step with `count` of them.
 
-    The microbatches between warm-up and the end are equal in memory; a few of them are enough.
+    Between the warm-up and the end all microbatches use the same memory, so a few are enough.
     """
     if not schedule.in_turn:
         return count
     if schedule.virtual == 1:
         return min(count, 2 * ranks + 2)
-    # Interleaved schedules run in rounds; a round that is not full differs from the others.
+    # Interleaved schedules take microbatches in rounds of `ranks`; a shorter round is different.
     return min(count, 4 * ranks) if count % ranks == 0 else count
 
 
 def released(
     orders: tuple[tuple[Action, ...], ...], rank: int
 ) -> Mapping[Action, tuple[Action, ...]]:
-    """Return, by compute step of a rank, those of its sends known to have arrived before it.
+    """Return which sends of a rank must have arrived before each of its compute steps.
 
-    A stage that sends something back has received its input before. So a gradient that arrives
-    shows that the forward had arrived, and a forward that its sender sent after a backward shows
-    that this backward's gradient had arrived. Sent tensors can therefore be freed before the end of
-    the step, without waiting for the send.
+    The tensors of these sends can be freed there, without waiting for the send. Two facts prove an
+    arrival. A gradient received for a microbatch proves that the forward sent for it arrived. A
+    forward received from the previous stage, which the stage sent after its backward of microbatch
+    m, proves that the gradient sent to it for m arrived.
 
     Args:
         orders: The actions of all ranks, as returned by `actions`.
         rank: The rank, by its position along pp.
+
+    Returns:
+        The SEND_F and SEND_B actions by compute step; steps without any are left out.
     """
     own = set(orders[rank])
     following: dict[tuple[int, int], int] = {}
@@ -355,6 +364,7 @@ def released(
 def _play(
     schedule: Schedule, ranks: int, virtual: int, computes: list[list[Action]]
 ) -> tuple[tuple[Action, ...], ...]:
+    """Run all ranks' compute steps in rounds, and add a send and a receive for each result."""
     out: list[list[Action]] = [[] for _ in range(ranks)]
     at = [0] * ranks
     have: set[tuple[str, int, int]] = set()
@@ -369,7 +379,7 @@ def _play(
         return [("F", stage, m)] + ([("B", stage + 1, m)] if stage < last else [])
 
     while any(at[rank] < len(computes[rank]) for rank in range(ranks)):
-        # Find the ranks that can proceed first: results of this round count only in the next one.
+        # Choose the ranks that can proceed before any runs: results count from the next round on.
         going = [
             rank
             for rank in range(ranks)

@@ -1,14 +1,15 @@
 """Tensor-parallel styles as data: the named dim that is sharded, and the layout of activations.
 
-A style says, for one kind of module, which dim of its parameters the axis shards, the layout of
-its input outside the module and inside its computation, and the same for its output. `assign` uses
-the parameter side, `runtime.apply.tensor_parallel` the activation side. To add a style, add its
-entries to `_rows`.
+A style defines, for one kind of module, which dim of the parameters the axis shards, and the
+layouts of the input and of the output, each outside the module and inside its computation. `assign`
+reads the dim, `runtime.apply.tensor_parallel` the layouts. To add a style, add its entries to
+`_rows`.
 
 Activation layouts are written as placements on one axis: "R" (replicated), "S(-1)" (sharded along
 the last dim), "P" (partial sums), and "outside": the layout of activations between styled modules,
 usually "R", and "S(1)" (sharded along the sequence) under `sequence_parallel: true`. "gathered" is
-"R" that was gathered for an enclosing module, which also sums the partial gradients.
+"R" for an input that an enclosing module has all-gathered; the backward of that all-gather sums the
+ranks' partial gradients.
 
 Source: Megatron-LM (Shoeybi et al. 2019, section 3) for colwise and rowwise; Korthikanti et al.
 2022, section 4.2 for sequence_parallel; the names are those of transformers' tp plans.
@@ -25,14 +26,15 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
-    """The tensor-parallel computation of one kind of module.
+    """How one kind of module computes under tensor parallelism.
 
     Args:
-        name: The word in plan.yaml.
+        name: The style's name in plan.yaml.
         kind: The `ModuleInfo.kind` that the style applies to.
-        cut_dim: The named dim of the parameters that the axis shards; None shards nothing.
-        input: (layout outside, layout computed with).
-        output: (layout computed, layout outside).
+        cut_dim: The named dim of the parameters that the axis shards, such as "out"; None if the
+            parameters are replicated.
+        input: (layout outside the module, layout that the module computes with).
+        output: (layout that the module computes, layout outside the module).
         gradient: "P" if each rank has a partial sum of the output's gradient, else "".
     """
 
@@ -53,7 +55,7 @@ def _rows() -> dict[tuple[str, str], Style]:
         for kind in kinds.split():
             out[name, kind] = Style(name=name, kind=kind, cut_dim=cut, input=input, output=output)
 
-    # Flows: (layout outside, layout computed with) in, (layout computed, layout outside) out.
+    # Pairs of layouts: (outside, computed with) for inputs, (computed, outside) for outputs.
     whole, ready, cut = ("outside", "R"), ("R", "R"), ("S(-1)", "S(-1)")
     scatter, gather, add = ("outside", "S(-1)"), ("S(-1)", "R"), ("P", "outside")
     into_seq, from_seq, heads = ("outside", "S(1)"), ("S(1)", "outside"), ("S(-2)", "S(-2)")
@@ -76,10 +78,12 @@ def _rows() -> dict[tuple[str, str], Style]:
 
 
 STYLES: Final[Mapping[tuple[str, str], Style]] = MappingProxyType(_rows())
-"""Every style by (name, module kind)."""
+"""Every style that a plan can name, by (name, module kind)."""
 
 GATHERED: Final = "gathered"
-"""Input layout that is replicated; each rank's partial gradient is summed where it was gathered."""
+"""Layout of an input that an enclosing module has all-gathered over tp, and so is replicated. The
+partial gradients of the ranks are summed in the backward of that all-gather.
+"""
 
 LOGITS: Final = Style(
     name="logits",
@@ -88,8 +92,8 @@ LOGITS: Final = Style(
     input=("outside", "R"),
     output=("S(-1)", "S(-1)"),
 )
-"""The style that replaces the head's own under `loss_parallel: true`. Its output stays sharded, and
-carries its global shape, while the loss is computed.
+"""Style of the output head under `loss_parallel: true`, in place of the style that the plan states.
+The logits stay sharded over the vocabulary, as a DTensor of the global shape, for the loss.
 """
 GRADIENTS_ADDED: Final = Style(
     name="gradients_added",
@@ -99,17 +103,17 @@ GRADIENTS_ADDED: Final = Style(
     output=("R", "R"),
     gradient="P",
 )
-"""A projection left replicated whose result meets sharded values only. A plan cannot state it: that
-the result meets nothing else has to be proved.
+"""Style of a replicated projection whose result is combined with sharded values only, so that its
+gradients are partial sums. A plan cannot state it, because the data flow has to prove it.
 """
 
 STYLE_NAMES: Final = tuple(dict.fromkeys(name for name, _ in STYLES))
 
 PLANNED_STYLES: Final = ("packed_rowwise",)
-"""Words of the format that this version refuses with "not yet"."""
+"""Style names that a plan may contain but this version refuses with "not yet"."""
 
 EXPERT_STYLE: Final = "ep_dispatch_experts"
-"""The only style of ep: each rank holds some of the experts, and tokens are sent to them."""
+"""The only style of ep: each rank has some of the experts, and tokens are sent to their ranks."""
 
 _PLACEMENTS: Final[Mapping[tuple[str, str], str]] = MappingProxyType(
     {
@@ -121,7 +125,7 @@ _PLACEMENTS: Final[Mapping[tuple[str, str], str]] = MappingProxyType(
         ("embedding", "embed"): "colwise_gather_output",
     }
 )
-"""The style for a module whose weight is declared `S(d)`, by (module kind, sharded dim)."""
+"""The style of a module whose weight a plan declares as `S(d)`, by (module kind, name of dim d)."""
 
 WEIGHT_DIMS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -130,14 +134,14 @@ WEIGHT_DIMS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "embedding": ("vocab", "embed"),
     }
 )
-"""Named dims of `weight` by module kind."""
+"""Names of the dims of `weight`, in order, by module kind."""
 
 _PACKED = re.compile(r"^(packed_colwise)\(\s*(\d+(?:\s*,\s*\d+)*)\s*\)$")
 _PLACEMENT = re.compile(r"^(?:s|shard)\(\s*(-?\d+)\s*\)$", re.IGNORECASE)
 
 
 def dims_of(kind: str, name: str, ndim: int) -> tuple[str, ...]:
-    """Return the named dims of the parameter `name` of a module of this kind, "" where unknown.
+    """Return the names of the dims of the parameter `name` of a module of this kind, "" if unknown.
 
     >>> dims_of("conv1d", "weight", 2), dims_of("linear", "bias", 1)
     (('in', 'out'), ('out',))
@@ -163,7 +167,7 @@ def parse_placement(word: str) -> int | None:
 
 
 def parse_packed(word: str) -> tuple[str, tuple[int, ...]]:
-    """Split a style into its name and the numbers in brackets: a count of pieces, or their sizes.
+    """Return the name of a style and the numbers in its brackets: a piece count, or piece sizes.
 
     >>> parse_packed("packed_colwise(64, 16, 16)"), parse_packed("colwise")
     (('packed_colwise', (64, 16, 16)), ('colwise', ()))
@@ -175,7 +179,10 @@ def parse_packed(word: str) -> tuple[str, tuple[int, ...]]:
 
 
 def style_for(word: str, kind: str) -> Style | None:
-    """Return the style for a style name or an `S(d)` on a module of this kind; None without one."""
+    """Return the style that a plan's word, a style name or `S(d)`, means for this module kind.
+
+    None if this kind has no such style or dim.
+    """
     dim = parse_placement(word)
     if dim is not None:
         dims = WEIGHT_DIMS.get(kind, ())

@@ -1,7 +1,7 @@
 """One forward pass as data: its tensors, its operations and its module calls, in order.
 
-`runtime.trace.ops` records it from a live model without computing a number. Tensor parallelism
-reads from it which dims belong together, pipelines which values live across a stage boundary.
+`runtime.trace.ops` records a forward of a live model on fake tensors. From it, tensor parallelism
+learns which dims belong together, and pipelines which values are used across a stage boundary.
 torch is not needed: an operation is a name, such as "aten.mm.default", and its arguments.
 """
 
@@ -25,16 +25,16 @@ class Ref:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """One tensor of the forward pass at one moment; an in-place write makes another value.
+    """One tensor of the forward pass; an in-place write turns it into a new value.
 
     Args:
         id: Index in `Flow.values`.
-        shape: Shape with the recorded inputs.
+        shape: Shape in the recorded forward.
         dtype: Name such as "float32".
         origin: Source of the tensor. A constant is a tensor that is neither computed nor
             registered: an attribute, or one made outside of every recorded operation.
         name: The fqn of a parameter or buffer, the path of an input ("input_ids", "0"), else "".
-        digest: Hash of a constant's numbers; "" if they are not known.
+        digest: Hash of a constant's elements; "" if they are not known.
     """
 
     id: int
@@ -50,15 +50,16 @@ class Op:
     """One operation.
 
     Args:
-        name: Operator and overload, such as "aten.add.Tensor"; `UPDATE` for the effect of an
-            in-place write on the views of the tensor.
+        name: Operator and overload, such as "aten.add.Tensor"; `UPDATE` if the operation stands for
+            the effect of an in-place write on another view of the written memory.
         args, kwargs: The arguments as they were passed, tensors as `Ref`.
         outputs: Value ids of the results.
         call: The innermost module call that ran it, as an index in `Flow.calls`.
         is_pointwise: True if every element of the result depends on one element of each argument.
-        is_random: True if it draws random numbers.
-        mutates: Value ids of the tensors that it overwrote, as they were before.
-        rewrites: Value ids of the same tensors, as they are after; among `outputs`.
+        is_random: True if the operation draws random numbers.
+        mutates: Value ids of the overwritten tensors before the write.
+        rewrites: Value ids of the same tensors after the write, in the same order; they are also in
+            `outputs`.
     """
 
     name: str
@@ -73,17 +74,19 @@ class Op:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """Value ids of the arguments, each once, in order."""
+        """Value ids of the tensor arguments, each once, in order."""
         found = (*refs(self.args), *refs(tuple(self.kwargs.values())))
         return tuple(dict.fromkeys(found))
 
 
 UPDATE = "meshplan.update"
-"""Operation (old value, written value) -> the old tensor after a write to memory it shares."""
+"""Name of the operation (a tensor's old value, the written value) -> the tensor's new value, for a
+tensor that shares memory with one that was written in place.
+"""
 
 
 def refs(item: Any) -> Iterator[int]:
-    """Yield the value ids in nested arguments."""
+    """Yield the value id of every `Ref` in nested tuples, lists and mappings."""
     if isinstance(item, Ref):
         yield item.value
     elif isinstance(item, tuple | list):
@@ -101,7 +104,7 @@ class Call:
     Args:
         id: Index in `Flow.calls`, which is ordered by the start of the calls.
         module: The module's first fqn, "" for the root.
-        parent: The enclosing call; None for the root's.
+        parent: Id of the enclosing call; None for the call of the root.
         inputs: Pairs (path in the arguments, value id), such as ("0", 3) or ("mask", 7).
         outputs: Pairs (path in the result, value id); ("", 9) if the result is a tensor.
         ops: The operations inside it, as a half-open range (first, end) in `Flow.ops`.
@@ -117,12 +120,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttributeWrite:
-    """An attribute or buffer that the forward replaced, and that the next forward reads.
+    """An attribute or buffer to which the forward assigned a new tensor for the next forward.
 
     Args:
-        module: The first fqn of the module that it belongs to.
+        module: The first fqn of the module that has the attribute.
         name: The attribute's name, followed by keys and indices for items of a list or a mapping.
-        old, new: Value ids before and after; None if there is no tensor.
+        old, new: Value ids before and after the forward; None if the attribute is no tensor.
     """
 
     module: str
@@ -139,7 +142,7 @@ class Flow:
         values: Every tensor, by id.
         ops: The operations in the order in which they ran.
         calls: Module calls; the first is the root's.
-        changes: Attributes that the forward set; an in-place write is an operation instead.
+        changes: Attributes that the forward assigned. In-place writes are in `ops` instead.
     """
 
     values: tuple[Value, ...]
@@ -160,7 +163,7 @@ class Flow:
         object.__setattr__(self, "_users", {v: tuple(found) for v, found in users.items()})
 
     def producer(self, value: int) -> int | None:
-        """Return the index of the op that made a value; None for inputs, weights, constants."""
+        """Return the index of the operation that computed a value; None if none did."""
         return self._producer.get(value)
 
     def users(self, value: int) -> tuple[int, ...]:
@@ -169,16 +172,16 @@ class Flow:
 
     @property
     def inputs(self) -> tuple[tuple[str, int], ...]:
-        """(path, value id) of the model's inputs."""
+        """Pairs (path, value id) of the model's inputs."""
         return self.calls[0].inputs
 
     @property
     def outputs(self) -> tuple[tuple[str, int], ...]:
-        """(path, value id) of the model's outputs."""
+        """Pairs (path, value id) of the model's outputs."""
         return self.calls[0].outputs
 
     def around(self, call: int) -> Iterator[Call]:
-        """Yield a call and its enclosing calls, innermost first."""
+        """Yield the call with this id and its enclosing calls, innermost first."""
         at: int | None = call
         while at is not None:
             yield self.calls[at]

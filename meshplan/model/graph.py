@@ -1,7 +1,7 @@
 """The model as data: its modules, its tensors and the names of their dims.
 
-`blueprint` makes it from a config file and `runtime.trace.structure` from a live `nn.Module`; all
-other packages read it. torch is not needed.
+`blueprint` builds a `ModelGraph` from a config.json, `runtime.trace.structure` from a live
+`nn.Module`; all other packages read it. torch is not needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 @cache
 def pattern_of(fqn: str) -> str:
-    """Return a name with `*` for the numbers in it.
+    """Return a name with each number in it replaced by `*`.
 
     >>> pattern_of("model.layers.12.mlp")
     'model.layers.*.mlp'
@@ -54,10 +54,10 @@ class TensorInfo:
         shape: Global shape.
         dtype: Name such as "float32".
         dims: A name per dim ("out", "in", "vocab", "embed", "norm", ...), "" where unknown.
-        aliases: Further names of the very same tensor (tied weights).
-        trainable: True if it gets a gradient.
+        aliases: Further names of the same tensor object (tied weights).
+        trainable: True if the tensor gets a gradient.
         is_buffer: True for a buffer, which has no gradient or optimizer state and is never sharded.
-        is_persistent: True if it is part of the state dict.
+        is_persistent: True if the state dict has the tensor.
     """
 
     fqn: str
@@ -84,7 +84,7 @@ class TensorInfo:
 
     @property
     def module(self) -> str:
-        """The fqn of the module that owns it."""
+        """The fqn of the module that has the tensor under its first name."""
         return self.fqn.rpartition(".")[0]
 
 
@@ -98,20 +98,21 @@ class ModuleInfo:
         qualified_type: Class name with its module path, for `match: {type: pkg.Class}`.
         kind: Category that styles depend on: "linear", "embedding", "conv1d" (transformers'
             transposed linear), "mha" (nn.MultiheadAttention), "norm", "batchnorm" ("own_batchnorm"
-            with a forward of its own), "container" (ModuleList, Sequential, ModuleDict), "other".
-        head_dim: For a projection inside an attention module, the elements of one head along
-            its head dim; None if the model does not say. Shards must keep heads whole.
-        packed: Number of projections fused in one weight, one after the other (3 for QKV);
-            1 if none.
+            if its forward is not torch's), "container" (ModuleList, Sequential, ModuleDict),
+            "other".
+        head_dim: For a projection inside an attention module, the size of one head along the dim
+            of heads; None if the model does not state it. A shard must not divide a head.
+        packed: Number of projections that are concatenated in one weight (3 for QKV); 1 if the
+            weight is one projection.
         pieces: Sizes of the fused projections along the output dim, such as (4096, 1024, 1024)
             for q, k and v; () if nothing is fused, or if the sizes are not known.
         sizes: The integer attributes of an attention module that count heads or follow from
-            their number, by name (`heads.ROLES`).
-        has_forward: True if it is called itself; False for ModuleList and ModuleDict, which
-            only contain others and so cannot be a unit of sharding.
-        numbers: Integers above 1 among the instance's attributes, by name: its code may
-            build shapes from them.
-        aliases: Further names of the very same module (shared submodules).
+            their number, by name (see `heads.ROLES`).
+        has_forward: False for ModuleList and ModuleDict, which only contain other modules, are
+            never called and so cannot be an FSDP2 unit.
+        numbers: Integers above 1 among the instance's attributes, by name. The module's code may
+            compute shapes from them.
+        aliases: Further names of the same module object (shared submodules).
     """
 
     fqn: str
@@ -135,15 +136,16 @@ class ModelGraph:
         name: The model's name for titles.
         modules: Modules by fqn, parents before children, the root "" first.
         tensors: Tensors by fqn; each tied or shared tensor once.
-        config: Facts that a config file stated (heads, kv heads, layers, vocab), for checks.
+        config: Sizes by config.json key (vocab_size, ...), stated or default; empty without config.
         flow: One recorded forward pass; None if nothing was recorded.
-        outline: In place of a recording, the order in which modules run and the values that pass
-            between them, each module as one operation: enough to cut stages, and for nothing else.
-        tp_preset: transformers' own tp plan of this model: its words by name of a module or a
-            parameter, with `*` for the numbers of layers. Empty if it has none.
-        tp_derived: The styles that `tp_plan: auto` derives from the data flow of this model, by the
-            same names, where they are known without a flow. Empty otherwise.
-        notes: Remarks for the reader on where the graph comes from.
+        outline: A coarse forward made from a config, in which each module is one operation that
+            reads and returns values. It suffices to find stage boundaries, and for nothing else.
+            None if not known.
+        tp_preset: The tp plan that transformers ships for this model: style names by module or
+            parameter name, with `*` for layer numbers. Empty if transformers has none.
+        tp_derived: The styles that `tp_plan: auto` would derive from a recorded forward, by the
+            same names, for models of which they are known without one. Empty otherwise.
+        notes: Remarks on how the graph was made, for the user.
     """
 
     name: str
@@ -183,7 +185,7 @@ class ModelGraph:
         object.__setattr__(self, "_owned", by_module)
 
     def word_of(self, fqn: str, words: Mapping[str, str]) -> str | None:
-        """Return the word of `tp_preset` or `tp_derived` for a module or a parameter."""
+        """Return the style of a name in `words` (`tp_preset` or `tp_derived`), or None."""
         return words.get(pattern_of(fqn)) if words else None
 
     @property
@@ -196,15 +198,15 @@ class ModelGraph:
         return sum(t.numel for t in self.parameters)
 
     def first_name(self, module: str) -> str:
-        """Return the fqn of a module, given this or another name of it."""
+        """Return the fqn of a module, given its fqn or one of its aliases."""
         return self._first_name.get(module, module)
 
     def owned(self, module: str) -> tuple[TensorInfo, ...]:
-        """Return the tensors owned by exactly this module, tied ones included."""
+        """Return the tensors that are attributes of this very module, tied tensors included."""
         return self._owned.get(module, ())
 
     def inside(self, module: str) -> tuple[TensorInfo, ...]:
-        """Return the tensors of a module and of those below it, tied ones included."""
+        """Return the tensors of a module and of all modules below it, tied tensors included."""
         return self._all_inside().get(module, ())
 
     def tracks_statistics(self, module: str) -> bool:
@@ -212,7 +214,7 @@ class ModelGraph:
         return any(t.is_buffer and t.fqn.endswith(".running_mean") for t in self.owned(module))
 
     def with_params(self) -> set[str]:
-        """Return the modules that own a parameter or contain a module that does."""
+        """Return the fqns of the modules that have a parameter, themselves or in a submodule."""
         inside = self._all_inside().items()
         return {module for module, held in inside if not all(t.is_buffer for t in held)}
 
@@ -253,10 +255,10 @@ class ModelGraph:
         return tuple(m for f, m in self.modules.items() if f and f.rpartition(".")[0] == module)
 
     def blocks(self) -> tuple[str, ...]:
-        """Return the repeated blocks: the units of sharding and of activation checkpointing.
+        """Return the fqns of the repeated blocks, which are sharded and recomputed one by one.
 
-        They are the outermost children of a container that has at least two modules of one class
-        with parameters of their own.
+        Blocks are the children of an outermost container, if it has at least two children with
+        parameters and these are all of one class.
         """
         if not self._blocks:
             self._blocks.append(self._find_blocks())
@@ -286,7 +288,8 @@ class ModelGraph:
     def to_networkx(self) -> networkx.DiGraph:
         """Return the module tree as a graph, with an edge from each module to each child.
 
-        Nodes carry `info` (ModuleInfo) and `num_params` (parameters owned directly).
+        Nodes have the attributes `info` (ModuleInfo) and `num_params` (number of parameters of the
+        module without its submodules).
         """
         import networkx
 

@@ -1,8 +1,8 @@
 """Names that models give to the sizes of their attention heads, and the role of each.
 
-This module has names only: `runtime.trace.structure` and `blueprint` read the attributes of these
-names, `assign` decides which of them change when the heads are sharded. An attribute counts only if
-its value fits its role, so a name with another meaning stays as it is.
+`runtime.trace.structure` and `blueprint` read the attributes of these names, and `assign` decides
+which of them must be set to local values when the heads are sharded. An attribute is used only if
+its value fits its role, so that an attribute with the same name and another meaning is left alone.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ ROLES: Final[Mapping[str, str]] = MappingProxyType(
         ),
     }
 )  # fmt: skip
-"""Roles by attribute name: `heads` (of queries), `kv_heads`, `groups` (queries per kv head),
-`width` (of all heads together; names such as hidden_size mean the width of the model as well, so
-they are not here) and `head_dim` (of one head).
+"""Roles by attribute name: `heads` (number of query heads), `kv_heads`, `groups` (query heads per
+kv head), `width` (features of all heads together) and `head_dim` (features of one head). Names such
+as hidden_size are left out, because they can also mean the width of the model.
 
 Source: the attention modules of torch, transformers 5.23, diffusers and timm.
 """
@@ -45,26 +45,26 @@ FUSED: Final[Mapping[str, int]] = MappingProxyType(
         "gate_up_proj": 2, "gate_up": 2,
     }
 )  # fmt: skip
-"""Number of projections that are fused one after the other, by the name of the fused module."""
+"""Number of projections that are concatenated in one weight, by the name of the fused module."""
 
 HEAD_BY_HEAD: Final[Mapping[str, int]] = MappingProxyType({"query_key_value": 3})
-"""Number of projections that are fused head by head (Megatron's order), by the name of the fused
-module. A plain shard keeps heads whole.
+"""Number of projections that are interleaved head by head (Megatron's order), by the name of the
+fused module. A contiguous shard of such a weight has the q, k and v of whole heads.
 """
 
 
 def role(sizes: Mapping[str, int], wanted: str) -> int | None:
-    """Return the value of the first attribute of this role; None if there is none."""
+    """Return the value of the first attribute in `sizes` whose role is `wanted`, or None."""
     return next((value for name, value in sizes.items() if ROLES.get(name) == wanted), None)
 
 
 def pieces_of(name: str, out: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the sizes of the pieces of a fused projection of this name; () if they are not known.
+    """Return the output sizes of the projections in a fused weight, in order; () if not known.
 
     Args:
         name: The last part of the projection's fqn.
-        out: Size of its output dim.
-        sizes: The attributes of the module around it, as in `ModuleInfo.sizes`.
+        out: Size of the fused output dim.
+        sizes: `ModuleInfo.sizes` of the attention module that contains the projection.
 
     >>> pieces_of("qkv_proj", 96, {"num_heads": 8, "num_kv_heads": 2, "head_dim": 8})
     (64, 16, 16)
@@ -79,7 +79,7 @@ def pieces_of(name: str, out: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
         return (out // 2,) * 2 if out % 2 == 0 else ()
     if heads and head_dim:
         queries, keys = heads * head_dim, (kv_heads or heads) * head_dim
-        # Cross-attention projects its queries elsewhere, and fuses keys and values alone.
+        # Cross-attention computes queries in another projection, and fuses only keys and values.
         fitting = [p for p in ((queries, keys, keys), (keys, keys)) if sum(p) == out]
         return fitting[0] if fitting else ()
     if kv_heads or groups or out % count:

@@ -1,8 +1,8 @@
-"""A dry run of the model as one rank of tp: the request and its answer, as data.
+"""Request and result of a rehearsal: a run of the model on local shapes, as one rank of tp.
 
-`assign` decides which modules read and return shards; `runtime.trace.rehearse` runs the model once
-on shapes alone, with each of those modules as one rank sees it from outside. Nothing is judged
-here.
+`assign` decides which modules read and return shards, and requests the run.
+`runtime.trace.rehearse` runs the model once on fake tensors, in which the inputs and outputs of
+those modules have local shapes, and returns the recorded forward, which `assign` then checks.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ class Rehearsal:
 
     Args:
         size: Number of ranks of tp.
-        takes_part: Modules whose input is a shard along its last dim.
-        leaves_part: Modules whose output is a shard along its last dim.
-        parts: Sharded dim of each parameter of which the rank holds a shard, by fqn.
-        attributes: Local values of numbers that a module's code reads, by (module, attribute).
-        cut: Pairs (module, path of an argument) where a shard of the sequence, the second dim,
-            replaces the whole argument; path None shards the module's output.
-        gathered: Pairs (module, path) where the whole sequence replaces a shard.
+        takes_part: Fqns of modules whose input is sharded along its last dim.
+        leaves_part: Fqns of modules whose output is sharded along its last dim.
+        parts: The sharded dim of each sharded parameter, by fqn.
+        attributes: Values to set on attributes for the run, by (module, attribute), such as the
+            local number of heads.
+        cut: Pairs (module, path of an argument) of arguments to replace by a shard of the sequence,
+            which is dim 1; with path None, the module's output is replaced.
+        gathered: Pairs (module, path) of arguments whose shard of the sequence is to be replaced by
+            the whole sequence; with path None, the output.
     """
 
     size: int
@@ -42,8 +44,8 @@ class Stopped:
     """The error that ended a rehearsal.
 
     Args:
-        module: The innermost module that was running.
-        num_ops: Number of operations that had run.
+        module: Fqn of the innermost module that was running.
+        num_ops: Number of operations that had run before the error.
         text: The error's first line.
     """
 
@@ -53,4 +55,6 @@ class Stopped:
 
 
 Rehearse = Callable[[Rehearsal], Flow | Stopped]
-"""Run a rehearsal of the model from which a flow was recorded."""
+"""Function that runs a rehearsal of one live model: it returns the recorded forward, or the error
+that the model's code raised.
+"""

@@ -1,8 +1,8 @@
 """Find what a pipeline must send: the values of a recorded forward that live across its cuts.
 
-A stage runs the whole forward, except for the module calls that belong to other stages. Code
-between calls (glue) runs in every stage. So a stage needs the outputs of earlier calls that its
-own calls depend on through glue, and nothing else. Weights and ranks are not used here.
+A stage runs the whole forward, except for the module calls that belong to other stages; such a call
+is a unit. Code between units (glue) runs in every stage. So a stage has to receive those outputs of
+earlier units that its own units depend on, directly or through glue, and nothing else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshplan.model.graph import is_inside
 
 @dataclass(frozen=True, slots=True)
 class Bond:
-    """Units `first` to `last`, by index, must be in one stage, for the reason `why`."""
+    """The requirement that the units with indices `first` to `last` are in one stage, and why."""
 
     first: int
     last: int
@@ -27,14 +27,14 @@ class Bond:
 
 @dataclass(slots=True)
 class Need:
-    """The dependencies of one consumer on anything outside of itself.
+    """What one consumer, such as a unit or the model's output, depends on.
 
     Attributes:
-        values: The unit that made each needed output of a unit, by value id.
-        leaks: Pairs (value, unit) of values that a unit made, did not return, and that are still
-            used outside it.
-        random: Indices of the glue operations that draw random numbers.
-        reads: Names of parameters and buffers that it reads, itself or through glue.
+        values: Needed outputs of other units: the index of the unit that made it, by value id.
+        leaks: Pairs (value id, index of a unit) of needed values that the unit made but did not
+            return.
+        random: Indices of the glue operations it depends on that draw random numbers.
+        reads: Names of the parameters and buffers that it reads, itself or through glue.
     """
 
     values: dict[int, int] = field(default_factory=dict)
@@ -45,11 +45,12 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relay:
-    """The values that cross the cuts.
+    """What stages send to the next stage, and which tensors each stage needs.
 
     Args:
-        crossing: Value ids that cross each cut, in order; the first cut follows stage 0.
-        reads: Names of parameters and buffers that each stage reads.
+        crossing: For each cut between two stages, the value ids that are sent; the first cut is
+            between stages 0 and 1.
+        reads: For each stage, the names of the parameters and buffers that it reads.
     """
 
     crossing: tuple[tuple[int, ...], ...]
@@ -57,14 +58,15 @@ class Relay:
 
 
 def unit_calls(flow: Flow, opened: Iterable[str], free: Iterable[str] = ()) -> tuple[Call, ...]:
-    """Return the outermost calls of modules that are not opened, in execution order.
+    """Return the calls that are units, in execution order.
 
-    An opened module that calls no other is still a unit.
+    These are the outermost calls of modules that are not in `opened`. An opened module that calls
+    no other module is still a unit.
 
     Args:
         flow: The recorded forward.
-        opened: Modules that are divided into the calls inside them.
-        free: Modules that are treated as glue instead of units.
+        opened: Fqns of modules that are divided into the calls inside them.
+        free: Fqns of modules whose calls are glue instead of units.
     """
     wanted, glue = set(opened), set(free)
     children: dict[int | None, list[Call]] = {}
@@ -83,14 +85,17 @@ def unit_calls(flow: Flow, opened: Iterable[str], free: Iterable[str] = ()) -> t
 
 
 def stages_of(calls: Iterable[Call], planned: Iterable[tuple[str, int]]) -> list[int | None]:
-    """Return the stage of each call: the planned one, by how often its module ran before.
+    """Return the stage of each call: the n-th call of a module gets its n-th planned stage.
+
+    Calls of the module after the last planned one get the last planned stage.
 
     Args:
         calls: The calls of units, in execution order.
-        planned: (module, stage) of each unit, in execution order.
+        planned: Pairs (module, stage) in execution order, one for each call in the forward for
+            which the stages were chosen.
 
     Returns:
-        Stages that never decrease; None for the call of a module that is not planned.
+        Stages in the order of `calls`, never decreasing; None for a module that is not planned.
     """
     waiting: dict[str, list[int]] = {}
     for module, stage in planned:
@@ -108,15 +113,15 @@ def stages_of(calls: Iterable[Call], planned: Iterable[tuple[str, int]]) -> list
 _OPEN: Final = frozenset(
     ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount")
 )
-"""Operators whose output size depends on the values of their input."""
+"""Names of aten operators whose output size depends on the values of their input."""
 
 
 class UnitFlow:
-    """A flow, divided into units and the glue between them.
+    """A recorded forward, divided into units and the glue between them.
 
     Args:
         flow: The recorded forward.
-        units: Calls that do not contain one another, in execution order.
+        units: Module calls in execution order, none of which is inside another.
     """
 
     def __init__(self, flow: Flow, units: Sequence[Call]) -> None:
@@ -141,7 +146,7 @@ class UnitFlow:
         self._left_need = self._need(left, None)
 
     def _find_writes(self) -> None:
-        """Find the values that were overwritten, the unit that did so, and their first version."""
+        """Set `written` (overwritten values), and by new value the writing unit and first value."""
         self.written: set[int] = set()
         self._rewritten: dict[int, int] = {}
         self._first: dict[int, int] = {}
@@ -154,7 +159,7 @@ class UnitFlow:
                     self._rewritten[new] = owner
 
     def _maker(self, value: int) -> int | None:
-        """Return the unit that made a value; None for glue, inputs, weights and constants."""
+        """Return the index of the unit that made a value; None if no unit did."""
         if value in self._handed:
             return self._handed[value]
         place = self.flow.producer(value)
@@ -165,7 +170,7 @@ class UnitFlow:
         return [value for op in self.flow.ops[first:behind] for value in op.inputs]
 
     def _controls(self) -> list[int]:
-        """Return the values that glue passes to Python; the control flow may depend on them."""
+        """Return the value ids that glue converts to Python numbers, as `if x.sum() > 0` does."""
         return [
             value
             for place, op in enumerate(self.flow.ops)
@@ -204,10 +209,10 @@ class UnitFlow:
         return out
 
     def free(self) -> set[str]:
-        """Return the modules that every stage can run for itself from the model's inputs.
+        """Return the fqns of modules that every stage can run for itself from the model's inputs.
 
-        Such a module, for example the tables of rotary embeddings, reads no weight and no output of
-        another unit, draws no random numbers and writes nothing.
+        Such a module, for example a rotary embedding, reads no parameter and no output of another
+        unit, draws no random numbers and writes to no tensor that it did not make.
         """
         bound: set[str] = set()
         for number, call in enumerate(self.units):
@@ -227,7 +232,7 @@ class UnitFlow:
         return {call.module for call in self.units} - bound
 
     def bonds(self) -> Iterator[Bond]:
-        """Yield every reason why two units cannot be in different stages."""
+        """Yield a bond for every reason why two units cannot be in different stages."""
         last = len(self.units) - 1
         consumers = [*enumerate(self.needs), (last, self.output_need)]
         for number, need in consumers:
@@ -244,7 +249,7 @@ class UnitFlow:
                 min(users),
                 max(users),
                 f"'{self._around(op)}' draws random numbers between its modules ({name}), and each "
-                "stage would draw others",
+                "stage would draw different ones",
             )
         control = self.control_need
         for maker in control.values.values():
@@ -258,7 +263,7 @@ class UnitFlow:
         yield from self._state_bonds()
 
     def _size_bonds(self, consumers: Iterable[tuple[int, Need]]) -> Iterator[Bond]:
-        """Bond units across data-dependent sizes: stages agree only once on what they send."""
+        """Yield bonds for sizes that depend on data: stages fix the shapes that they send once."""
         open_sizes = self._open_sizes()
         for number, need in consumers:
             for value, maker in sorted(need.values.items()) if open_sizes else ():
@@ -271,10 +276,10 @@ class UnitFlow:
                     )
 
     def _open_sizes(self) -> dict[int, set[int]]:
-        """Return the sizes in each value's shape that depend on data, and so on the batch.
+        """Return, by value id, the sizes in the value's shape that depend on the data.
 
-        Another dim of the same size counts as well: an unneeded bond costs a cut, never a wrong
-        number.
+        Sizes are compared by number only, so another dim of the same size counts too. This may
+        forbid a cut that would work, but never allows one that would not.
         """
         out: dict[int, set[int]] = {}
         for op in self.flow.ops:
@@ -290,7 +295,7 @@ class UnitFlow:
         return out
 
     def _state_bonds(self) -> Iterator[Bond]:
-        """Bond units that write buffers and attributes to the units that read them."""
+        """Yield bonds between units that write buffers and attributes and units that read them."""
         last = len(self.units) - 1
         writers, readers = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
         between: set[int] = set()
@@ -321,20 +326,20 @@ class UnitFlow:
             yield from self._change_bonds(change)
 
     def _change_bonds(self, change: AttributeWrite) -> Iterator[Bond]:
-        """Bond the units that compute an attribute to those where the next forward reads it."""
+        """Yield bonds between units that compute an attribute and units that read it next time."""
         if change.new is None:
             return
         need = self._need([change.new], None)
         makers = {*need.values.values(), *(maker for _, maker in need.leaks)}
         if not makers and not need.random:
-            return  # Every stage sets the same value.
+            return  # Only glue computes the value, so every stage sets the same one.
         owners = {n for n, call in enumerate(self.units) if is_inside(change.module, call.module)}
         users = makers | owners
         made = {value for unit in owners for value in self._returned[unit]}
         for number in owners:
             known = self.needs[number].values.keys() | made
             if {m for _, m in need.leaks} <= owners and need.values.keys() <= known:
-                users = set(owners)  # The unit keeps its own value.
+                users = set(owners)  # The owners themselves have all that the value depends on.
         users |= {n for n in range(len(self.units)) if change.old in self._reads_of(n)}
         is_between = any(
             self._owner[place] is None and change.old in op.inputs
@@ -347,11 +352,14 @@ class UnitFlow:
         yield Bond(first, last, f"{who} {what}")
 
     def keeps_state(self) -> bool:
-        """Return True if code between units leaves something for the next forward."""
+        """Return True if glue writes a buffer or attribute that the next forward can read."""
         return bool(self._left_by_glue())
 
     def _left_by_glue(self) -> list[int | None]:
-        """Return the values that code between units, which every stage runs, leaves in buffers."""
+        """Return the value ids that glue, which every stage runs, leaves in buffers and attributes.
+
+        None stands for an attribute that is set to something other than a tensor.
+        """
         modules = [call.module for call in self.units]
         changed = [
             change.new
@@ -380,13 +388,13 @@ class UnitFlow:
         return self.flow.calls[self.flow.ops[op].call].module or "the model"
 
     def relay(self, stages: Sequence[int], count: int) -> Relay:
-        """Return the values that cross every cut.
+        """Return the values that are sent across each cut, and the tensors that each stage reads.
+
+        The stages must satisfy all bonds.
 
         Args:
-            stages: Stage of each unit, never decreasing.
+            stages: Stage of each unit, in execution order, never decreasing.
             count: Number of stages.
-
-        Assumes: no bond is cut.
         """
         until: dict[int, int] = {}
         reads: list[set[str]] = [set() for _ in range(count)]

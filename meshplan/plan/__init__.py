@@ -1,1 +1,1 @@
-"""The `Plan`, a spec assigned to a model on a mesh, and the part of it that one stage runs."""
+"""The `Plan`, a spec applied to a model on a mesh, and its restriction to one pipeline stage."""

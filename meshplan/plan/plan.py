@@ -1,4 +1,4 @@
-"""The Plan: one complete decision, which later packages read and never change."""
+"""The `Plan`: a spec applied to one model and one mesh; later packages read it, never change it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 
 def unstated(spec: Spec, micro: int | None, *, reads_tokens: bool) -> list[Problem]:
-    """List what the plan does not state about the batch of a rank.
+    """Return a problem for each batch size that memory depends on and the plan does not state.
 
     Args:
         spec: The plan's declarations.
-        micro: Samples that a rank processes at once, None if not stated.
-        reads_tokens: True if the model takes sequences.
+        micro: Samples of one microbatch on one rank; None if not stated.
+        reads_tokens: True if the model's input is a sequence of tokens.
     """
     problems = []
     if micro is None:
@@ -45,8 +45,8 @@ def unstated(spec: Spec, micro: int | None, *, reads_tokens: bool) -> list[Probl
     return problems
 
 
-# Plans and specs are sent between processes, and Python cannot pickle their
-# read-only mappings.
+# Plans and specs are sent between processes, and Python cannot pickle the `MappingProxyType`s in
+# them.
 def _read_only(items: dict[Any, Any]) -> MappingProxyType[Any, Any]:
     return MappingProxyType(items)
 
@@ -56,14 +56,14 @@ copyreg.pickle(MappingProxyType, lambda mapping: (_read_only, (dict(mapping),)))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A spec decided for one model and one mesh.
+    """A spec applied to one model and one mesh.
 
     Args:
-        spec: The declarations.
-        graph: The model that the spec was decided for.
-        assignment: Every layout, with the line that decided it.
-        accumulate: Microbatches per optimizer step.
-        micro: Samples per rank and microbatch, None when the plan does not say.
+        spec: The declarations of plan.yaml.
+        graph: The model.
+        assignment: Every layout, each with the line of the plan that decided it.
+        accumulate: Microbatches per optimizer step over which gradients are accumulated.
+        micro: Samples per rank and microbatch; None if the plan does not determine it.
     """
 
     spec: Spec
@@ -85,16 +85,16 @@ class Plan:
 
     @property
     def num_microbatches(self) -> int:
-        """Number of forwards of a rank in one optimizer step, each on a part of its samples."""
+        """Number of forwards of a rank in one optimizer step: accumulation x pipeline."""
         stages = self.assignment.stages
         return self.accumulate * (1 if stages is None else stages.microbatches)
 
     def fed(self) -> tuple[int, int]:
-        """Return (samples, tokens per sample) that a rank processes at once.
+        """Return (samples of a microbatch on one rank, tokens per sample).
 
         Raises:
             UnstatedError: The plan does not state them.
-            PlanError: The plan states the length of a sequence only in an example of the input.
+            PlanError: The plan states the sequence length only as a shape in `input`.
         """
         if problems := unstated(self.spec, self.micro, reads_tokens=True):
             raise UnstatedError(problems)
@@ -106,11 +106,11 @@ class Plan:
 
     @property
     def num_parts(self) -> int:
-        """Number of parts of the batch of one optimizer step: over ranks, then over time."""
+        """Number of parts of one step's batch: ranks with different tokens x microbatches."""
         return self.mesh.size(*GRADIENT_AXES) * self.num_microbatches
 
     def draw(self, what: str, **options: Any) -> Picture:
-        """Draw a picture that answers one question; for the arguments see `pictures.main.draw`."""
+        """Return a picture of the plan; for the arguments see `pictures.main.draw`."""
         picture: Picture = view("draw")(self, what, **options)
         return picture
 
@@ -119,7 +119,7 @@ class Plan:
         return html
 
     def digest(self) -> str:
-        """Return a hash of every decision, equal on two ranks exactly if they would do the same."""
+        """Return a hash of all decisions: ranks with equal digests run the same training step."""
         text = json.dumps(self._decisions(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -172,18 +172,18 @@ def make_plan(
     gpus_per_node: int | None = None,
     rehearse: Rehearse | None = None,
 ) -> Plan:
-    """Decide a spec for a model.
+    """Return the plan that a spec declares for a model.
 
     Args:
-        spec: The declarations.
+        spec: The declarations of plan.yaml.
         graph: The model.
         world_size: Number of ranks of the running job; None uses `hardware:` or the mesh itself.
         gpus_per_node: Number of ranks on one machine of the running job; None uses `hardware:`.
-        rehearse: Function that runs a live model as one rank would (`runtime.trace.rehearse`), for
-            `auto`.
+        rehearse: Function that runs a live model on local shapes, as one rank of tp
+            (`runtime.trace.rehearse`); needed for `tp_plan: auto`.
 
     Raises:
-        PlanError: The spec does not work; the error carries every problem found.
+        PlanError: The spec does not work for this model; the error has every problem found.
     """
     assignment = assign(
         spec, graph, world_size=world_size, gpus_per_node=gpus_per_node, rehearse=rehearse
@@ -202,7 +202,7 @@ def make_plan(
 
 
 def problems_without_model(spec: Spec) -> list[Problem]:
-    """Return the problems of a spec that do not depend on the model; rules are not matched."""
+    """Return the problems of a spec that are certain without a model; rules are not matched."""
     problems = [*not_yet(spec), *clashes(spec)]
     try:
         mesh, _ = resolve_mesh(spec)

@@ -1,4 +1,4 @@
-"""Restrict a plan to one stage, for the code that wraps the stage's modules."""
+"""Restrict a plan to one pipeline stage, for the code that wraps the stage's modules."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def restrict(plan: Plan, stage: int) -> Plan:
     """Return the plan of one stage, as if the stage were the whole model.
 
     Returns:
-        The tensors that the stage holds, and the units, styles and other decisions on modules that
-        run in it; as many microbatches as backwards per optimizer step.
+        A plan with only the tensors of the stage, and the units, styles and other decisions for
+        modules that run in it. Its `accumulate` is the number of backwards per optimizer step.
     """
-    if not plan.by_stage:  # Every rank of a stage asks for it, most for several.
+    if not plan.by_stage:  # Computed once for all stages, because callers need most of them.
         plan.by_stage.update(enumerate(_restricted(plan)))
     return plan.by_stage[stage]
 
@@ -35,7 +35,7 @@ def _restricted(plan: Plan) -> Iterator[Plan]:
     where, every = _places(stages.units), range(stages.num)
 
     def apart(items: Mapping[str, _T]) -> list[dict[str, _T]]:
-        """Divide decisions on modules by the stages in which the modules run."""
+        """Return, for each stage, the decisions for modules that run in it."""
         out: list[dict[str, _T]] = [{} for _ in every]
         for fqn, value in items.items():
             for stage in where.stages(fqn) or every:
@@ -60,9 +60,10 @@ def _restricted(plan: Plan) -> Iterator[Plan]:
             for stage in every:
                 units[stage][fqn] = unit if stage == stages.num - 1 else _without_cast(unit)
         elif fqn not in where.outer:
-            # A unit all-gathers for its backward when a gradient reaches its output. If modules
-            # inside it are in different stages, or its forward is called by name so that only its
-            # callees are known, its output is not what the stage sends; the root's always is.
+            # FSDP2 all-gathers a unit for backward when a gradient reaches the unit's output. This
+            # never happens for a module whose submodules are in different stages, or whose forward
+            # is called by name, so that only its callees are units of the pipeline: the stage does
+            # not return that module's output. The root's output is always what the stage returns.
             for stage in where.stages(fqn) or every:
                 if fqn in owning[stage]:
                     units[stage][fqn] = unit
@@ -98,7 +99,7 @@ class _ModuleStages:
     """The stages in which modules run.
 
     Attributes:
-        outer: The modules around one that runs as a whole.
+        outer: Fqns of the modules that contain a module which is assigned to a stage.
     """
 
     def __init__(self, units: tuple[tuple[str, int], ...]) -> None:
@@ -111,12 +112,12 @@ class _ModuleStages:
         self._known: dict[str, frozenset[int]] = {}
 
     def runs(self, fqn: str, stage: int) -> bool:
-        """Return True if a module runs in a stage; a module without a stage runs in every one."""
+        """Return True if a module runs in a stage; a module without a stage runs in all."""
         found = self.stages(fqn)
         return stage in found if found else True
 
     def stages(self, fqn: str) -> frozenset[int]:
-        """Return the stages that run a module, or one around it."""
+        """Return the stages to which a module, or a module that contains it, is assigned."""
         found = self._known.get(fqn)
         if found is None:
             found = frozenset().union(*(self._own.get(module, ()) for module in around(fqn)))
@@ -130,7 +131,7 @@ def _places(units: tuple[tuple[str, int], ...]) -> _ModuleStages:
 
 
 def _housed(placed: Placed, units: dict[str, Unit]) -> Placed:
-    """Move a tensor whose unit does not run here to the unit around it, which gathers it."""
+    """Return a tensor with its unit; if the stage lacks it, with the closest unit around it."""
     unit = placed.unit
     while unit and unit not in units:
         unit = unit.rpartition(".")[0]
@@ -138,5 +139,5 @@ def _housed(placed: Placed, units: dict[str, Unit]) -> Placed:
 
 
 def _without_cast(unit: Unit) -> Unit:
-    """Return a unit without its output cast: only the model's output is cast, not a stage's."""
+    """Return the root unit without an output cast: only the last stage's output is the model's."""
     return replace(unit, precision=replace(unit.precision, output=None))

@@ -1,4 +1,4 @@
-"""Results of `check`, and of `verify`, which compares a run under the plan with one process."""
+"""Results of `check`, and of `verify`, which compares training under a plan with one process."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class CheckResult:
     """The result of `check_plan`.
 
     Args:
-        plan: The decision; None if problems prevent one, or if no model is known.
+        plan: The plan; None if problems prevent one, or if no model is known.
         problems: Errors that make the plan unusable.
         warnings: Settings that work but are probably not intended.
-        notes: Remarks that the reader needs to interpret this answer.
+        notes: Remarks that the user needs to interpret the result.
     """
 
     plan: Plan | None = None
@@ -41,10 +41,11 @@ class Tolerance:
     """Relative differences that rounding may cause.
 
     Args:
-        loss: Limit for a loss.
-        relative: Limit for a gradient norm or for the movement of a parameter.
-        noise: Fraction of the mean movement of all parameters; a smaller movement is rounding
-            alone.
+        loss: Limit for the difference of a loss, relative to the loss.
+        relative: Limit for a gradient norm, and for a parameter relative to the distance that
+            training moved it.
+        noise: Fraction of the mean distance that all parameters moved; a parameter that moved less
+            is not compared, because rounding alone may have moved it.
     """
 
     loss: float
@@ -54,12 +55,14 @@ class Tolerance:
 
 SINGLE: Final = Tolerance(loss=2e-5, relative=2e-3, noise=1e-4)
 HALF: Final = Tolerance(loss=5e-2, relative=0.25, noise=5e-2)
-"""[Empirical]: recipes and models of the tests stay ten times below; a gradient that is counted
-twice, halved or left out on one rank is 0.3 and more.
+"""Limits of full and of half precision. [Empirical]: the differences of recipes and test models are
+ten times smaller; a gradient that is counted twice, halved or left out on one rank gives 0.3 or
+more.
 """
 ROUNDINGS: Final = 3.0
-"""[Empirical]: a plan may differ by this many times what the precision changes in one process,
-since it also rounds at other places (tests/bench/verify_verdicts.md).
+"""[Empirical]: a plan may differ from one process by this many times the change that the plan's
+precision causes in one process, because a plan also rounds at other places
+(tests/bench/verify_verdicts.md).
 """
 
 
@@ -73,14 +76,14 @@ class TrainingRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shift:
-    """One parameter or buffer after the last step, compared with that of one process.
+    """One parameter or buffer after the last step, compared with its value in one process.
 
     Args:
         name: Fqn of the parameter or buffer.
         is_buffer: True for a buffer.
-        is_visible: True if it moved further than rounding does.
-        moved: Distance that one process moved it.
-        apart: Distance between its values under the plan and in one process.
+        is_visible: True if training moved it further than rounding alone could.
+        moved: Distance between its values before and after training in one process.
+        apart: Distance between its values after training under the plan and in one process.
         allowed: Largest `apart` that is accepted.
     """
 
@@ -97,17 +100,17 @@ class Shift:
 
     @property
     def share(self) -> float:
-        """The distance, relative to the movement."""
+        """`apart`, relative to `moved`."""
         return self.apart / self.moved if self.moved else float("inf") if self.apart else 0.0
 
     @property
     def allowed_share(self) -> float:
-        """The distance that is allowed, relative to the movement."""
+        """`allowed`, relative to `moved`."""
         return self.allowed / self.moved if self.moved else 0.0
 
     @property
     def nearness(self) -> float:
-        """The distance, relative to the one that is allowed."""
+        """`apart`, relative to `allowed`; above 1 is wrong."""
         return _nearness(self.apart, self.allowed)
 
 
@@ -119,14 +122,14 @@ def _nearness(difference: float, allowed: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateComparison:
-    """The parameters and buffers after the last step, compared with those of one process."""
+    """All parameters and buffers after the last step, compared with those of one process."""
 
     shifts: tuple[Shift, ...]
 
     def nearest(self, *, is_buffer: bool) -> Shift | None:
-        """Return the one closest to its limit, or furthest beyond it; None if there is none."""
+        """Return the parameter or buffer with the largest `nearness`; None if there is none."""
         found = [shift for shift in self.shifts if shift.is_buffer == is_buffer]
-        # Among equal distances, a parameter that moved says more.
+        # If several are equally near, take the one that training moved most.
         return max(found, key=lambda shift: (shift.nearness, shift.moved), default=None)
 
     @property
@@ -136,7 +139,7 @@ class StateComparison:
 
     @property
     def num_still(self) -> int:
-        """Number of parameters that did not, and are equal but for rounding."""
+        """Number of parameters that moved too little to be compared."""
         return sum(not shift.is_visible and not shift.is_buffer for shift in self.shifts)
 
     @property
@@ -145,13 +148,13 @@ class StateComparison:
 
     @property
     def wrong(self) -> tuple[Shift, ...]:
-        """Shifts beyond their limit, the largest share first."""
+        """The parameters and buffers beyond their limit, the largest `share` first."""
         found = [shift for shift in self.shifts if shift.is_wrong]
         return tuple(sorted(found, key=lambda shift: -shift.share))
 
     @property
     def worst(self) -> float:
-        """The largest share among the parameters that were judged."""
+        """The largest `share` among the parameters that were compared."""
         judged = (s.share for s in self.shifts if s.is_visible and not s.is_buffer)
         return max(judged, default=0.0)
 
@@ -162,7 +165,7 @@ class Comparison:
 
     Args:
         what: The quantity, in words.
-        step: Step, from 1; 0 if it is of the whole training.
+        step: Training step, from 1; 0 if the quantity describes the whole training.
         together: Value under the plan; None if no single number describes it.
         alone: Value in one process; None if no single number describes it.
         difference: Difference between the two, in the unit of `allowed`.
@@ -182,7 +185,7 @@ class Comparison:
 
     @property
     def nearness(self) -> float:
-        """The difference, relative to the allowed one."""
+        """`difference`, relative to `allowed`; above 1 is wrong."""
         return _nearness(self.difference, self.allowed)
 
 
@@ -191,13 +194,15 @@ class RankReport:
     """The measurements of one rank, next to the predictions.
 
     Args:
-        held: Measured bytes of state.
-        predicted: Bytes of state according to the layouts.
+        held: Measured bytes of parameters, gradients and other state.
+        predicted: The same bytes according to the layouts.
         sent: Differences between the collectives of a step and the predicted ones.
-        num_collectives: Number of collectives.
-        collective_bytes: Bytes of the collectives.
-        unknown: Descriptions of what has no prediction.
-        num_routed: Number of collectives whose size a router decides, compared with bounds only.
+        num_collectives: Number of collectives of the step.
+        collective_bytes: Bytes of these collectives together.
+        unknown: Reasons why collectives could not be predicted; if there are any, `sent` is not
+            judged.
+        num_routed: Number of collectives whose size depends on a router; they are compared with
+            bounds only.
     """
 
     held: StateBytes
@@ -215,21 +220,21 @@ class Verdict:
 
     Args:
         world: Number of processes that ran.
-        notes: Remarks on what was scaled down.
-        unmatched: Rules that match the whole model but nothing of the small one.
-        refusal: The reason why the plan does not run; "" when it runs, and the rest is set.
-        mesh: The mesh on which it ran.
+        notes: Remarks on how model and mesh were scaled down.
+        unmatched: Rules that match modules of the whole model but none of the scaled-down model.
+        refusal: The reason why the plan does not run; "" if it ran. The arguments below are set
+            only if it ran.
+        mesh: The mesh on which the plan ran.
         num_tensors: Number of parameters and buffers, each compared with the plan on every rank.
         tolerance: Limits that the comparison used.
         together: Losses and norms under the plan.
         alone: Losses and norms in one process.
-        rounded: Losses and norms of trainings in one process that round as the plan's precision
-            does.
-        microbatches: Number of parts into which the one process had to split its batch, as the
-            plan does, to compute the same; BatchNorm's statistics are over samples that run
-            together.
-        own_statistics: Norms that use or keep statistics of each data rank's own samples; the one
-            process then did the same.
+        rounded: Losses and norms of trainings in one process with the rounding of the plan's
+            precision.
+        microbatches: Number of parts into which the one process split its batch, as the plan does;
+            above 1 if BatchNorm is used, whose statistics are over the samples of one forward.
+        own_statistics: Fqns of norms whose statistics are over the samples of one data rank; the
+            one process computed them in the same way.
         moved: Comparison of parameters and buffers after the last step.
         ranks: Measurements of each rank.
     """
@@ -251,11 +256,11 @@ class Verdict:
 
     @property
     def is_ok(self) -> bool:
-        """True if nothing differs."""
+        """True if the plan ran and no quantity is beyond its limit."""
         return not self.refusal and not self.findings()
 
     def findings(self) -> list[str]:
-        """Return the names of the quantities that differ."""
+        """Return the names of the quantities that are beyond their limits."""
         return list(dict.fromkeys(each.what for each in self.comparisons() if not each.is_ok))
 
     def comparisons(self) -> list[Comparison]:
@@ -306,5 +311,5 @@ def _bytes_apart(rank: RankReport) -> int:
 
 
 def refused(problems: Iterable[Problem]) -> Verdict:
-    """Return the verdict on a plan that is wrong before a process starts."""
+    """Return the verdict on a plan that is refused before any process starts."""
     return Verdict(world=0, notes=(), unmatched=(), refusal="\n".join(map(str, problems)))

@@ -1,7 +1,7 @@
 """Axes that borrow the ranks of another axis: `ep: 2 in dp_shard`.
 
-Experts are spread over ranks that read different samples, so ep takes its ranks from the axis
-over which the rest of the model is sharded. Which modules have experts is found in `assign`.
+Experts are distributed over ranks that read different samples, so ep takes its ranks from the axis
+over which the rest of the model is sharded. `assign` finds the modules that have experts.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _LENDER: Final = "dp_shard"
 
 
 def expert_loans(spec: Spec, sizes: Mapping[str, int]) -> tuple[Loan, ...]:
-    """Return the loan of ep, checked against the sizes of the mesh axes; () without ep.
+    """Return the loan of ep as a tuple of one, checked against the mesh; () without ep.
 
     Args:
         spec: The plan.
-        sizes: The size of each axis that has ranks of its own.
+        sizes: The size of each mesh axis that is not borrowed.
 
     Raises:
-        PlanError: ep has ranks of its own, or borrows from an axis that cannot lend them.
+        PlanError: ep is stated as a separate axis, or borrows from an axis that cannot lend ranks.
     """
     stated = spec.mesh.get("ep") if isinstance(spec.mesh, Mapping) else None
     if stated is None:

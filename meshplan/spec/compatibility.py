@@ -69,7 +69,7 @@ def _offload(part: str, spec: Spec) -> str | None:
 
 
 Feature = Callable[[Spec], str | None]
-"""Return the path at which a plan states a feature, None if it does not."""
+"""Function that returns the path at which a plan states a feature; None if the plan lacks it."""
 
 FEATURES: Final[Mapping[str, Feature]] = MappingProxyType(
     {
@@ -118,11 +118,11 @@ CLASHES: Final = (
           "activations would be copied back from the host for each half of the backward",
           "use schedule: 1F1B or Interleaved1F1B"),
 )  # fmt: skip
-"""Every pair that is refused."""
+"""Every pair of features that a plan must not have together."""
 
 
 def clashes(spec: Spec) -> Iterator[Problem]:
-    """Yield one problem per refused pair that a plan has."""
+    """Yield one problem for each pair of `CLASHES` of which the plan states both features."""
     stated = {name: path for name, feature in FEATURES.items() if (path := feature(spec))}
     for clash in CLASHES:
         if clash.left in stated and clash.right in stated:

@@ -50,14 +50,17 @@ def _batch(spec: Spec) -> Iterator[Problem]:
 
 
 def split_batch(spec: Spec, num_data_ranks: int) -> tuple[int, int | None, list[Problem]]:
-    """Derive (accumulate, micro, problems) from any two of micro, accumulate and global.
+    """Return the microbatches per step and samples per microbatch that `batch` states or implies.
+
+    Any two of micro, accumulate and global imply the third.
 
     Args:
         spec: The plan.
         num_data_ranks: Number of ranks that read different samples.
 
     Returns:
-        Micro is None when the plan does not determine it; `auto` counts as not stated.
+        (accumulate, micro, problems with the stated numbers). Micro is None if the plan does not
+        determine it. `auto` counts as not stated.
     """
     batch, ranks = spec.batch, num_data_ranks
     micro = batch.micro if isinstance(batch.micro, int) else None

@@ -1,7 +1,8 @@
 """The keys of plan.yaml in one table: the default of each, and whether the planner may choose it.
 
-A key that is left out has its default, in every command, until `meshplan plan` has chosen it in a
-lock that holds; `auto` leaves it to the planner, in every command. docs/defaults.md is this table.
+Every command uses the default of a key that the plan leaves out, unless a valid lock of
+`meshplan plan` has a value for it. A key that is `auto` needs the planner in every command.
+docs/defaults.md shows this table.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ _HARDWARE: Final = HardwareSpec(gpus_per_node=1)
 OBJECTIVE: Final = "time"
 TIME_LIMIT_S: Final = 30.0
 KEEP: Final = 3
-"""Defaults of `solve`: the objective, the time limit in seconds, the number of other plans kept."""
+"""Defaults of `solve`: the objective, the time limit in seconds, and how many alternative plans are
+kept beside the best one.
+"""
 
 KEYS: Final[tuple[PlanKey, ...]] = (
     PlanKey("hardware.nodes", _word(_HARDWARE.nodes)),
@@ -84,11 +87,11 @@ KEYS: Final[tuple[PlanKey, ...]] = (
 )
 
 FREEABLE: Final = tuple(key.path for key in KEYS if key.chosen)
-"""Keys that `--free` may give to the planner although the plan states them."""
+"""Paths of the keys that `--free` may leave to the planner even if the plan states them."""
 
 
 def check_free(keys: Sequence[str]) -> None:
-    """Refuse keys that cannot be left to the planner.
+    """Raise an error if `--free` names keys that the planner does not choose.
 
     Raises:
         SpecError: Some of the keys are not chosen by the planner.
@@ -101,5 +104,5 @@ def check_free(keys: Sequence[str]) -> None:
 
 
 def freed(keys: Sequence[str]) -> dict[str, Any]:
-    """Return statements by path that leave keys to the planner; None removes a statement."""
+    """Return the overrides, by path, that leave keys to the planner; None removes the statement."""
     return {key: AUTO if key.startswith("mesh") else None for key in keys}

@@ -8,7 +8,7 @@ r"""Selectors: match names against a pattern, fold names into patterns, and sugg
     {0..18}     these numbers                  layers.{0..3,7}
     /.../       a regular expression for the whole name         /layers\.\d+/
 
-This module handles names only; rules and models are handled in `assign`.
+Names are plain strings here; `assign` matches rules against a model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ _MAX_RANGE: Final = 1_000
 """Maximum number of values of a range, more than any model has blocks or experts."""
 _MAX_LENGTH: Final = 4096
 _SIMPLE: Final = 3
-"""Number of wildcards and braces up to which Python's faster, backtracking engine is used."""
+"""Maximum number of wildcards and braces of a glob that is compiled with `re`. `re` is imported
+anyway, but backtracks; globs with more of them are compiled with RE2.
+"""
 _MAX_MEMORY: Final = 1 << 24
 """Maximum number of bytes that one compiled pattern may use."""
 
@@ -40,7 +42,7 @@ _TOKEN: Final = re.compile(
 
 
 class PatternError(ValueError):
-    """A pattern that cannot be read; `fix` says what to write instead."""
+    """The error of a pattern that is not valid; `fix` is what to write instead, or ""."""
 
     def __init__(self, what: str, fix: str = "") -> None:
         super().__init__(what)
@@ -53,10 +55,10 @@ class Matcher:
 
     selector: Selector
     pattern: Any = None
-    """A compiled pattern of `re` or of RE2; None for types."""
+    """A compiled pattern of `re` or of RE2; None for selectors of module types."""
 
     def matches(self, fqn: str, type: str = "", qualified_type: str = "") -> bool:
-        """Return True if the selector matches this module or, for `param`, this parameter.
+        """Return True if the selector matches this module or, for a `param`, this parameter.
 
         Args:
             fqn: Fully qualified name, "" for the root module.
@@ -69,10 +71,10 @@ class Matcher:
 
 
 def compile_selector(selector: Selector) -> Matcher:
-    """Compile a selector.
+    """Return the matcher of a selector.
 
     Raises:
-        PatternError: The pattern cannot be read.
+        PatternError: The pattern is not valid.
 
     >>> matcher = compile_selector(Selector("glob", "layers.{0..3}.attn.{wq,wk}"))
     >>> matcher.matches("layers.2.attn.wk"), matcher.matches("layers.4.attn.wk")
@@ -155,11 +157,11 @@ def fold(names: Iterable[str]) -> list[str]:
 
 
 def nearest(pattern: str, names: Iterable[str]) -> str | None:
-    """Return the pattern closest to this one that matches some of `names`; None if none is close.
+    """Return a pattern similar to this one that matches some of `names`; None if none is similar.
 
-    First every part that fits is kept as written, and a part that does not fit is replaced by
-    the most similar name at its position. If that fails, the most similar name is returned with `*`
-    for numbers, preferably one with the same last part.
+    First, each part between dots that matches no name is replaced by the most similar name at its
+    position. If this gives no pattern, return the most similar name with `*` for its numbers,
+    preferably a name with the same last part.
 
     >>> nearest("layers.{0..3}.atn.wq", ["layers.0.attn.wq", "layers.0.attn.wk", "norm"])
     'layers.{0..3}.attn.wq'
@@ -198,7 +200,11 @@ def near(word: str, words: Iterable[str]) -> str | None:
 
 
 def _regex(glob: str) -> str:
-    """Return the regular expression that is equivalent to a glob."""
+    """Return the regular expression that is equivalent to a glob.
+
+    Raises:
+        PatternError: The glob is not valid.
+    """
     if glob == "**":
         return ".*"
     missing = "}" if glob.count("{") > glob.count("}") else "{"
@@ -232,7 +238,7 @@ def _regex(glob: str) -> str:
         elif kind == "close":
             open_braces -= 1
             if open_braces < 0:
-                raise PatternError(f"a '}}' stands before its '{{' in '{glob}'")
+                raise PatternError(f"a '}}' comes before its '{{' in '{glob}'")
             out.append(")")
         elif kind == "comma":
             out.append("|" if open_braces else ",")
@@ -254,7 +260,7 @@ def _regex(glob: str) -> str:
 
 
 def _alternatives(text: str) -> str:
-    """Return a regex of the numbers in `0..18`; zeros in front are kept, as a shell does."""
+    """Return a regex of the numbers in a range such as `0..18`; `00..18` keeps leading zeros."""
     low, high = text.split("..")
     first, last = int(low), int(high)
     if first > last:
@@ -296,7 +302,7 @@ def _parts(glob: str) -> list[str]:
 
 
 def _mend(parts: Sequence[str], rows: Sequence[tuple[str, ...]]) -> str | None:
-    """Replace each part that matches nothing by a similar name at its position; None if stuck."""
+    """Return a pattern whose unmatched parts are replaced by similar names; None if impossible."""
     here = {(row, 0) for row in rows}
     kept: list[str] = []
     for part in parts:

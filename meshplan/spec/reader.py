@@ -1,9 +1,9 @@
 """Read plan.yaml into a `Spec`; the only module that imports yaml.
 
-Scalars follow YAML 1.2's core schema, and every value keeps its place: `3e9` is a number, `no` and
-`1:30` are texts, a key given twice is an error. Anchors, aliases and tags are refused: a plan
-states each value where it applies. The reader is built on yaml's events, so that nothing recurses
-and a file cannot expand while it is read. The meaning of the keys is defined in `schema`.
+Scalars follow YAML 1.2's core schema: `3e9` is a number, `no` and `1:30` are strings. A key given
+twice is an error. Anchors, aliases and tags are refused. Every value is read with its line and
+column. The reader processes yaml's events without recursion, so a small file cannot cause deep
+recursion or expand into a large value. The meaning of the keys is defined in `schema`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ from meshplan.spec.values import Findings, PlanValue, quote, show
 
 _BEGIN: Final = "begin with version: 1"
 _MOST_PARSED, _LONG = 128, 1 << 14
-"""Number of texts whose events are cached, and the length in characters from which none is."""
+"""`_MOST_PARSED`: number of texts whose yaml events are cached. `_LONG`: maximum length of a cached
+text in characters.
+"""
 _INT: Final = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT: Final = re.compile(
     r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
@@ -73,7 +75,7 @@ def load_spec(
         plan = from_python(source, name, found)
     elif isinstance(source, (str, os.PathLike)):
         name = str(source)
-        if name in PERSONS_WORDS:  # Otherwise this file would pass for user input.
+        if name in PERSONS_WORDS:  # With such a name, a file would count as input by the user.
             name = os.path.join(os.curdir, name)
         text = read_text(name)
         plan = _YamlComposer(name, found, digest=digest_of(text)).compose(text)
@@ -95,7 +97,7 @@ def load_spec(
 
 
 def read_yaml(path: str | os.PathLike[str], most: int, what: str) -> PlanValue:
-    """Read a YAML file that is not a plan, under the same bounds.
+    """Read a YAML file that is not a plan, with the same limits on depth and number of values.
 
     Args:
         path: The file.
@@ -120,11 +122,11 @@ _KINDS: Final = (
     ("model_type", "a model's config", "refer to it in a plan: model: {{config: {name}}}"),
     ("lock", "a lock", "name the plan file that the lock was made for"),
 )
-"""Kinds of file that are not plans: a key that no plan has, the kind, and what to do with it."""
+"""Kinds of files that are not plans: (a key that only this kind has, its name, the fix)."""
 
 
 def _check_kind(keys: Mapping[str, PlanValue], name: str) -> None:
-    """Refuse a file of another kind as a whole, instead of each of its keys."""
+    """Raise one error for a file of another kind, instead of one for each of its keys."""
     for key, kind, fix in _KINDS:
         if key in keys and "version" not in keys:
             what = f"this is {kind}, not a plan"
@@ -158,10 +160,11 @@ class _Open:
 
 @lru_cache(maxsize=_MOST_PARSED)
 def _parsed(text: str) -> tuple[yaml.Event, ...] | None:
-    """Return the events of a text, cached: a planner reads one file many times with few changes.
+    """Return the yaml events of a text; None if the text is invalid, long or deeply nested.
 
-    Return None if the text is broken, long or deep. What comes before an error is of interest too,
-    and yaml slows down with the number of open brackets.
+    The result is cached, because a planner reads the same text many times. Other texts are parsed
+    event by event by the caller, which reports the values before the error, and which can stop
+    before yaml becomes slow because of many open brackets.
     """
     if len(text) > _LONG:
         return None
@@ -184,10 +187,10 @@ class _YamlComposer:
     Args:
         file: The name for messages.
         found: The findings that problems are added to.
-        base: The path at which the text is placed.
+        base: Dotted path of the text's root value in the plan.
         has_lines: False for a text from the command line.
-        digest: Hash of a plan file's text; every origin carries it to the check of code that may
-            run.
+        digest: Hash of a plan file's text. Every origin stores it, so that `trust.check_code` can
+            check whether the user trusts this content.
     """
 
     def __init__(
@@ -206,7 +209,7 @@ class _YamlComposer:
         self._num_values = 0
 
     def compose(self, text: str) -> PlanValue | None:
-        """Return the value of the text; None if it is empty or a problem stopped the reading."""
+        """Return the root value; None if the text is empty or a problem stopped the reading."""
         try:
             for event in _parsed(text) or yaml.parse(text, yaml.SafeLoader):
                 if not self._take(event, text):
@@ -264,7 +267,7 @@ class _YamlComposer:
         return True
 
     def _value(self, event: Any, text: str) -> PlanValue:
-        """Return the value of an event; a list or mapping is still empty."""
+        """Return the value that begins with an event; a list or mapping is still empty."""
         parent = self._open[-1] if self._open else None
         key = parent.pending[1] if parent and parent.pending else None
         if parent is None:
@@ -332,7 +335,7 @@ class _YamlComposer:
 
 
 def _scalar(text: str) -> Any:
-    """Return the meaning of a plain scalar in YAML 1.2's core schema."""
+    """Return the Python value of an unquoted scalar in YAML 1.2's core schema."""
     if text in _WORDS:
         return _WORDS[text]
     if len(text) <= MAX_DIGITS and _INT.fullmatch(text):
@@ -352,12 +355,12 @@ def _star(text: str, index: int) -> tuple[str, str]:
 
 
 def _syntax(error: yaml.MarkedYAMLError, text: str, bracket: Any) -> tuple[str, str, Any]:
-    """Return (what, fix, mark) for a text that is not valid yaml, in our own words.
+    """Return (what is wrong, fix, mark of the place) for a text that is not valid yaml.
 
     Args:
         error: The error that yaml raised.
         text: The whole text.
-        bracket: The mark of the innermost '[' or '{' that is still open, None without one.
+        bracket: The mark of the innermost '[' or '{' that is still open; None if none is.
     """
     problem, context = error.problem or "", error.context or ""
     mark: Any = error.problem_mark or error.context_mark
@@ -391,7 +394,7 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, bracket: Any) -> tuple[str, 
 
 
 def _origins(plan: PlanValue) -> dict[str, Origin]:
-    """Return the place of each value, by dotted path; a key without a value states nothing."""
+    """Return the place of each value, by dotted path; keys without a value are left out."""
     out: dict[str, Origin] = {}
     todo = [plan]
     while todo:

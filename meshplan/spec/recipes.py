@@ -15,7 +15,7 @@ from meshplan.errors import Origin, Problem, SpecError
 _MOST_HEAD: Final = 1 << 14
 """Bytes of a file in which its first key is looked for."""
 OWN_MODELS: Final = ("meshplan.runtime.demo_model:build", "meshplan.runtime.demo_moe:build")
-"""The models that recipes name, which are code of meshplan itself."""
+"""Models of meshplan itself that recipes name; their code may run without the user's permission."""
 
 
 def recipe_names() -> list[str]:
@@ -24,7 +24,7 @@ def recipe_names() -> list[str]:
 
 
 def recipe_path(name: str) -> Path:
-    """Return the plan file of a recipe.
+    """Return the path of a recipe's plan file, relative to the working directory if inside it.
 
     Raises:
         SpecError: There is no recipe of this name.

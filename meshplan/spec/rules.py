@@ -99,7 +99,7 @@ def boolean_or_auto(value: PlanValue, found: Findings) -> bool | str | None:
 
 @decoder(scalar_words_form([*DTYPE_WORDS, *(f"torch.{word}" for word in DTYPE_WORDS)]))
 def _dtype(value: PlanValue, found: Findings) -> str | None:
-    """Decode a floating-point dtype by any of its names; return torch's name."""
+    """Decode a floating-point dtype, by any of its names, to torch's name."""
     word = value.text.lower().removeprefix("torch.")
     if not isinstance(value.data, (list, dict)) and word in DTYPE_WORDS:
         return DTYPE_WORDS[word]
@@ -161,7 +161,7 @@ _CHECKPOINTING_READS: Final = {
     "save": ("selective",),
     "budget": ("selective", AUTO),
 }
-"""The modes that read a key; in any other mode it would be ignored."""
+"""For each key, the modes that use it; in any other mode the key would have no effect."""
 
 
 _mode = choice(_MODES, "an activation checkpointing mode")
@@ -210,7 +210,7 @@ _OFFLOADED: Final = dict.fromkeys(("params", "optimizer", "activations"), boolea
 
 @decoder(words_form(*_OFFLOAD_WORDS), mapping_form(_OFFLOADED))
 def offload(value: PlanValue, found: Findings) -> Offload | None:
-    """Decode one word, or a mapping of what is offloaded."""
+    """Decode one word, or a mapping with the keys params, optimizer and activations."""
     if not isinstance(value.data, (list, dict)):
         word: Offload | None = choice(_OFFLOAD_WORDS, "an offload setting")(value, found)
         return word
@@ -247,7 +247,7 @@ def _selector(value: PlanValue, found: Findings) -> Selector | None:
     if isinstance(value.data, dict):
         got = section(value, found, _MATCH_KINDS, _MATCH_EXAMPLE) or {}
         if len(got) == 2 or not value.data:
-            what = "a mapping as match needs exactly one of 'type' and 'param'"
+            what = "a 'match' that is a mapping needs exactly one of 'type' and 'param'"
             found.add(value, what, "write one entry for each: [{type: Linear}, {param: bias}]")
         if len(got) != 1:
             return None
@@ -275,7 +275,7 @@ def _match(value: PlanValue, found: Findings) -> tuple[Selector, ...] | None:
 
 
 def _placement(axis: str, value: PlanValue, found: Findings) -> str | None:
-    """Return the canonical word: `S(0)`, `R`, `auto` or a style."""
+    """Decode a placement on one axis to its canonical word: `S(0)`, `R`, `auto` or a style name."""
     word = value.text.strip()
     lower = word.lower()
     dim = parse_placement(word)
@@ -347,7 +347,7 @@ _AXES_FORM: Final[Form] = {
 
 @decoder(words_form(*_DATA_WORDS), _AXES_FORM)
 def _place(value: PlanValue, found: Findings) -> str | dict[str, str] | None:
-    """Decode a word for the data axes, or a placement by axis."""
+    """Decode one word, which is about the data axes, or a mapping of placements by axis."""
     example = "place: shard, or place: {tp: colwise}"
     if not isinstance(value.data, (list, dict)):
         word = value.text
@@ -411,7 +411,7 @@ def rule(index: int, value: PlanValue, found: Findings, homes: Mapping[str, str]
         index: The entry's position in the list.
         value: The value from the file.
         found: The findings that problems are added to.
-        homes: The fix for each key that belongs elsewhere in the plan.
+        homes: The fix for each key that is valid only elsewhere in the plan.
     """
     num_before = len(found.problems)
     got = section(

@@ -235,7 +235,7 @@ def _check_borrow(
     },
 )
 def _accumulate(value: PlanValue, found: Findings) -> Any:
-    """Decode a number of microbatches, `auto`, or a number by the epoch from which it applies."""
+    """Decode a number of microbatches, `auto`, or a mapping of first epoch to number."""
     if not isinstance(value.data, dict):
         return _count(value, found)
     out = dict[int, int]()
@@ -449,13 +449,15 @@ _HOMES: Final = {
     },
     **{axis: f"write mesh: {{{axis}: ...}}" for axis in AXES},
 }  # fmt: skip
-"""Fixes that say where a key belongs that is at the top level by mistake."""
+"""For each key that is valid only elsewhere, the fix to report if it is at the top level."""
 
 
 def read_spec(
     value: PlanValue, found: Findings, origins: Mapping[str, Origin], source: str
 ) -> Spec | None:
-    """Read the `Spec` that a plan's values declare; return None if they are not a mapping.
+    """Return the `Spec` that a plan's values declare; None if the plan is not a mapping.
+
+    Problems are added to `found`; the returned `Spec` is complete only if there are none.
 
     Args:
         value: The whole plan.

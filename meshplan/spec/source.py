@@ -1,7 +1,7 @@
-"""The sources of a plan: the text of a file, Python's own values, `--set` on the command line.
+"""The sources of a plan: the text of a file, a Python mapping, `--set` on the command line.
 
-This module checks what can be wrong before a key is read, and puts one value into a plan. yaml is
-parsed in `reader`; the keys are defined in `schema`.
+This module reads and decodes the file, converts Python values, splits `--set PATH=VALUE`, and puts
+such a value into the plan. yaml is parsed in `reader`; the keys are defined in `schema`.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def read_text(name: str) -> str:
 
 
 def decoded(data: bytes, name: str, what: str) -> str:
-    """Decode the bytes of a file into text.
+    """Return the content of a file as text.
 
     Args:
         data: The content of the file.
         name: The file's name for messages.
-        what: The kind of file, with an article.
+        what: The kind of file, with an article: "a plan".
 
     Raises:
         SpecError: The content is not text that YAML allows.
@@ -90,7 +90,7 @@ def _place(text: str, index: int, origin: Origin) -> Origin:
 
 
 def _sibling(name: str) -> str:
-    """Return the fix for a missing file: an existing file with a similar name."""
+    """Return the fix for a missing file: if possible, an existing file with a similar name."""
     path = Path(name)
     try:
         names = sorted(entry.name for entry in path.parent.iterdir() if entry.is_file())
@@ -101,7 +101,7 @@ def _sibling(name: str) -> str:
 
 
 def child_path(path: str, key: str) -> str:
-    """Return the dotted path of a key, fit for a message whatever the key is."""
+    """Return the dotted path of a key; a long or unprintable key is shortened and escaped."""
     name = key if key.isprintable() and len(key) <= 60 else quote(key)[1:-1]
     return f"{path}.{name}" if path else name
 

@@ -1,7 +1,7 @@
 """plan.yaml as Python values, each with the place where it was stated.
 
-This module defines the vocabulary of the format. The file syntax is read in `reader`, the model is
-taken into account in `assign`, and `auto` is decided in `planner`.
+This module defines the data classes and the words of the format. `reader` reads the file, `assign`
+applies the values to a model, and `planner` chooses the values that are `auto`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshplan.shown import view
 AUTO: Final = "auto"
 """The word that leaves a value to the planner."""
 MOST_MICROBATCHES: Final = 2**16
-"""Maximum number of microbatches of one step; a larger number is a typing error."""
+"""Maximum number of microbatches of one step; a larger number is assumed to be a typing error."""
 
 Auto = Literal["auto"]
 Allocator = Literal["default", "expandable"]
@@ -33,7 +33,7 @@ STRATEGY_WORDS: Mapping[str, str] = MappingProxyType(
         "hybrid_shard_zero2": "hybrid_shard_zero2", "_hybrid_shard_zero2": "hybrid_shard_zero2",
     }
 )  # fmt: skip
-"""The canonical word of a strategy, by each of its spellings in lower case."""
+"""The canonical name of a strategy, by each of its spellings in lower case."""
 
 PRECISION_WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -68,7 +68,7 @@ OPTIMIZER_STATES: Mapping[str, int] = MappingProxyType(
         "rmsprop": 1,
     }
 )
-"""The number of tensors of the parameter's size and dtype that an optimizer keeps, by its name."""
+"""By optimizer name, the number of state tensors of the parameter's shape and dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,11 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareSpec:
-    """The machines. Bandwidths in bytes per second, memory in bytes; host memory is per node."""
+    """The machines. Memory is in bytes, per device; host memory in bytes per node.
+
+    `intra` and `inter` are bandwidths per device, inside a node and between nodes. `headroom` is
+    the fraction of a device's memory that a plan must leave free.
+    """
 
     nodes: int = 1
     gpus_per_node: int
@@ -132,7 +136,7 @@ class Precision:
 
     @property
     def scales_loss(self) -> bool:
-        """True if the loss is scaled, so that small gradients in float16 do not underflow."""
+        """True if the loss must be scaled so that small float16 gradients do not underflow."""
         return self.param == "float16" and self.is_mixed
 
 
@@ -173,22 +177,24 @@ class InputSpec:
 
 
 PRODUCTS: Final = ("mm", "bmm", "conv", "sdpa")
-"""Operations that `selective` saves if it lists none: those that cost most to compute per byte.
+"""Operations whose outputs `selective` saves if the plan lists none, because computing them again
+costs most per saved byte: matrix products, convolutions and attention.
 
-Source: Korthikanti et al. 2022, section 5, turned round: keep the products, redo the rest.
+Source: Korthikanti et al. 2022, section 5; there, operations to recompute are listed instead.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointing:
-    """The activations that are recomputed in backward instead of saved.
+    """Which activations are recomputed in backward instead of saved.
 
     Args:
         mode: none, full, selective or auto.
         every: Apply to every n-th block only.
         save: For selective: names of the ops whose outputs are saved ("mm", "sdpa", ...); () means
             `PRODUCTS`.
-        budget: Bytes, or a fraction of the activations, that the planner may save.
+        budget: How many activations the planner may save: an int in bytes, or a float from 0 to 1
+            as a fraction of all activations.
     """
 
     mode: Literal["none", "full", "selective", "auto"] = "none"
@@ -203,17 +209,16 @@ class ActivationCheckpointing:
 
     @property
     def keeps_sums(self) -> bool:
-        """True if the sum over tp ranks is saved instead of each rank's own product.
+        """True if a rowwise output is saved after its reduction over tp, not before.
 
-        Under `sequence_parallel` each rank has a part of the sum, and no communication is repeated
-        for it.
+        The recompute then repeats no all-reduce or, under `sequence_parallel`, no reduce-scatter.
         """
         return "mm" in self.kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """The tensors that live in host memory; None if not stated."""
+    """Which tensors are in host memory between uses; None if not stated."""
 
     params: bool | Auto | None = None
     optimizer: bool | Auto | None = None
@@ -232,13 +237,13 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """The computation of attention over sequence shards.
+    """How attention is computed over shards of the sequence.
 
     Args:
         attention: all_gather (of keys and values) or all_to_all (of heads).
-        balance: If True, each rank holds a chunk near the head and one near the tail of the
-            sequence, so that causal attention is equal work for all; None lets the kind of
-            attention decide.
+        balance: If True, each rank has one chunk near the start and one near the end of the
+            sequence, so that causal attention is equal work for all ranks. None means True for
+            all_gather and False for all_to_all.
     """
 
     attention: Literal["all_gather", "all_to_all"] = "all_gather"
@@ -250,9 +255,9 @@ class Experts:
     """Settings that apply to all mixtures of experts.
 
     Args:
-        capacity: Maximum number of tokens that an ep rank receives, as a multiple of an even share;
-            memory is estimated for that many. No token is dropped: if more arrive, the step goes on
-            and reports it. None if not stated.
+        capacity: Number of tokens per ep rank for which memory is estimated, as a multiple of an
+            even share. If a rank receives more, the step reports it and continues; no token is
+            dropped. None if not stated.
     """
 
     capacity: float | None = None
@@ -308,13 +313,13 @@ class Spec:
     """A whole plan file.
 
     Args:
-        mesh: Axis sizes, outermost first. None is not stated, "auto" is left to the planner, a
-            tuple of ints is a bare list such as `[2, 4]` whose names the strategy decides.
+        mesh: Axis sizes, outermost first. None if not stated; "auto" if left to the planner; a
+            tuple of ints for a list such as `[2, 4]`, whose axis names follow from the strategy.
         strategy: A canonical strategy word, None when not stated.
         loss: The reduction of the loss function over the samples it is given: their mean, their
             sum, or the mean over the tokens whose target is not -100.
-        loss_chunks: Number of token chunks over which head and loss are computed one by one; 1
-            computes all tokens at once.
+        loss_chunks: Number of chunks of the tokens for which head and loss are computed one after
+            another; 1 computes all tokens at once.
         allocator: "expandable" if the CUDA allocator uses expandable segments
             (`expandable_segments`), so that freed memory is merged again.
         ddp: Keyword arguments for DistributedDataParallel that the format supports.
@@ -353,7 +358,7 @@ class Spec:
 
     @property
     def reads_flow(self) -> bool:
-        """True if deciding it needs a recorded forward pass: derived styles, pipeline stages."""
+        """True if `assign` needs a recorded forward: for derived styles or pipeline stages."""
         axes = self.mesh if isinstance(self.mesh, Mapping) else {}
         return (
             self.tp_plan == AUTO
@@ -363,7 +368,7 @@ class Spec:
 
     @property
     def free_fields(self) -> tuple[str, ...]:
-        """The paths that are left to the planner and that nothing else determines."""
+        """Paths of values that are `auto` and do not follow from other statements."""
         out = []
         if self.mesh == AUTO:
             out.append("mesh")
@@ -387,7 +392,7 @@ class Spec:
 
     @property
     def applied_code(self) -> tuple[tuple[str, Origin], ...]:
-        """The functions that rules call, each with the place where it is named."""
+        """Pairs (function "pkg.mod:function", place where it is named) of `apply` in rules."""
         named = ((rule.apply, self.origin(f"rules[{rule.index}].apply")) for rule in self.rules)
         return tuple((code, origin) for code, origin in named if code is not None)
 

@@ -1,8 +1,8 @@
 """Data-parallel strategies as a table, and the mesh that a plan declares.
 
-A strategy says which of a parameter's three states are sharded over `dp_shard` and which data axes
-it needs. To add a strategy, add an entry and its spelling in `spec.STRATEGY_WORDS`. The layout of
-each tensor is decided in `assign`.
+A strategy determines which data axes it needs, and which of parameter, gradient and optimizer state
+are sharded over `dp_shard`. To add a strategy, add an entry to `STRATEGIES` and its spellings to
+`spec.STRATEGY_WORDS`. `assign` decides the layout of each tensor.
 
 Source: Rajbhandari et al. 2020 (ZeRO), section 5, for the stages; Zhao et al. 2023 (PyTorch
 FSDP), section 3.2.2, for hybrid sharding.
@@ -27,9 +27,9 @@ class Strategy:
     """One data-parallel strategy.
 
     Args:
-        name: Canonical word.
-        axes: The data axes that it needs.
-        cuts: The states that are sharded over `dp_shard`, among optimizer, gradient and parameter.
+        name: Canonical name.
+        axes: The data axes that the strategy needs.
+        cuts: What is sharded over `dp_shard`, among "optimizer", "gradient" and "parameter".
     """
 
     name: str
@@ -43,7 +43,7 @@ _STAGE: Final = (
     frozenset({"optimizer", "gradient"}),
     frozenset({"optimizer", "gradient", "parameter"}),
 )
-"""The sharded states, by ZeRO stage."""
+"""What is sharded, by ZeRO stage (0 to 3)."""
 
 STRATEGIES: Final[Mapping[str, Strategy]] = MappingProxyType(
     {
@@ -119,7 +119,7 @@ def _refuse_auto(spec: Spec) -> None:
 
 
 def _sizes(spec: Spec, world_size: int | None, gpus_per_node: int | None) -> dict[str, int]:
-    """Return axis sizes, with names given to a bare list and the one `auto` filled in."""
+    """Return the mesh's axis sizes by name, without ep, and with the size that `auto` implies."""
     if spec.mesh is None:
         return _sizes_from_strategy(spec, world_size, gpus_per_node)
     if isinstance(spec.mesh, tuple):
@@ -131,7 +131,7 @@ def _sizes(spec: Spec, world_size: int | None, gpus_per_node: int | None) -> dic
     for axis, size in spec.mesh.items():
         origin = spec.origin(f"mesh.{axis}")
         if axis == "ep":
-            continue  # ep borrows its ranks.
+            continue  # ep borrows ranks that already count in another axis.
         if isinstance(size, int):
             sizes[axis] = size
         elif isinstance(size, Borrow):
@@ -184,7 +184,7 @@ def _sizes(spec: Spec, world_size: int | None, gpus_per_node: int | None) -> dic
 def _sizes_from_strategy(
     spec: Spec, world_size: int | None, gpus_per_node: int | None
 ) -> dict[str, int]:
-    """Return axis sizes if no mesh is stated: the strategy spreads over all devices."""
+    """Return axis sizes if no mesh is stated: the strategy's axes cover all devices."""
     origin = spec.origin("strategy")
     strategy = STRATEGIES[spec.strategy or ""]
     if world_size is None:
@@ -221,7 +221,7 @@ def _not_nodes(world_size: int, per_node: int) -> str:
 
 
 def _sizes_from_list(spec: Spec, sizes: tuple[int, ...]) -> dict[str, int]:
-    """Return axis sizes of a bare list, whose entries the strategy names."""
+    """Return axis sizes for a mesh such as `[2, 4]`, whose axis names the strategy implies."""
     axes = STRATEGIES[spec.strategy].axes if spec.strategy else ()
     if len(axes) != len(sizes):
         why = (
@@ -249,7 +249,8 @@ def _strategy(spec: Spec, sizes: Mapping[str, int]) -> Strategy:
         implied = {("dp_shard",): "full_shard", DATA_AXES: "hybrid_shard"}
         return STRATEGIES[implied.get(present, "ddp")]
     strategy = STRATEGIES[spec.strategy]
-    # Ranks along cp hold replicas as dp_replicate does, or shards as dp_shard does.
+    # cp can take the place of an axis: it replicates parameters as dp_replicate does if the
+    # strategy shards nothing, and else shards them as dp_shard does.
     is_free = sizes.get("cp", 1) > 1
     stand_in = ("dp_shard" if strategy.cuts else "dp_replicate") if is_free else ""
     missing = [axis for axis in strategy.axes if axis not in sizes and axis != stand_in]

@@ -27,7 +27,7 @@ from meshplan.spec.recipes import OWN_MODELS
 ALLOW_CODE: Final = "MESHPLAN_ALLOW_CODE"
 """The environment variable that allows the code of every file; child processes inherit it."""
 PERSONS_WORDS: Final = frozenset({"--set", "--model", "<mapping>", "model"})
-"""Origins that mean input by the user, in place of a file's name."""
+"""Values of `Origin.file` that are no file: the user or the user's program stated the value."""
 _RECORD: Final = "the record of trusted plan files"
 _ELSEWHERE: Final = "set XDG_DATA_HOME to a folder that you can write to"
 
@@ -37,11 +37,11 @@ class UntrustedError(SpecError):
 
 
 def check_code(code: str, origin: Origin | None) -> None:
-    """Refuse code that must not run; call this immediately before running it.
+    """Raise an error if the user has not allowed this code; to be called before running it.
 
     Args:
         code: "pkg.mod:function".
-        origin: The place where it is named; None if only a program can have named it.
+        origin: The place where the code is named; None if no file can have named it.
 
     Raises:
         UntrustedError: The code is named by a file that is not trusted.

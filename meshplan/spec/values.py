@@ -19,7 +19,7 @@ from meshplan.spec.match import near
 from meshplan.units import FORMS
 
 _MAX_PROBLEMS: Final = 100
-"""Limit after which reading stops, so that a file of junk does not cost a minute of suggestions."""
+"""Number of problems after which reading stops: searching suggestions for more takes too long."""
 
 _MAX_SHOWN: Final = 60
 """Maximum number of characters of a user's text that a message repeats."""
@@ -32,10 +32,10 @@ class PlanValue:
     Args:
         data: None, bool, int, float or str; or a list or a dict of `PlanValue`s.
         origin: The place of the value.
-        text: A scalar as it was written.
-        key: The place of its key; None in a list.
-        is_quoted: True for a text in quotes, which is never a number.
-        is_broken: True if its problem is already recorded; `data` then means nothing.
+        text: A scalar as it was written; "" for a list or a mapping.
+        key: The place of the value's key; None if the value is an entry of a list.
+        is_quoted: True for a string in quotes, which is never read as a number.
+        is_broken: True if a problem with the value is already recorded; `data` is then not valid.
     """
 
     data: Any
@@ -66,10 +66,10 @@ class Findings:
         self.raise_if(len(self.problems) >= _MAX_PROBLEMS)
 
     def raise_if(self, condition: object) -> None:
-        """Raise everything recorded if the condition holds and there is something.
+        """Raise the recorded problems, if there are any and the condition is true.
 
         Raises:
-            SpecError: The condition holds and problems were recorded.
+            SpecError: The condition is true and problems were recorded.
         """
         if condition and self.problems:
             raise SpecError(self.problems)
@@ -131,7 +131,7 @@ def list_form(entry: Form) -> Form:
 
 
 def plain(value: PlanValue) -> Any:
-    """Convert a value to plain Python data without places; values are never nested deeply."""
+    """Return a value as plain Python data, without places; recursion is safe to `MAX_DEPTH`."""
     if isinstance(value.data, dict):
         return {key: plain(inner) for key, inner in value.data.items()}
     if isinstance(value.data, list):
@@ -140,7 +140,7 @@ def plain(value: PlanValue) -> Any:
 
 
 def show(value: PlanValue) -> str:
-    """Return the value as a message names it."""
+    """Return a short name of the value for a message."""
     if isinstance(value.data, (list, dict)):
         return "a list" if isinstance(value.data, list) else "a mapping"
     if isinstance(value.data, str):
@@ -182,7 +182,7 @@ def section(
         fields: A decoder per key.
         example: A correct mapping, for the fix if the value has another type.
         required: The fix for each required key that is missing.
-        homes: The fix for each key that belongs elsewhere.
+        homes: The fix for each key that is valid only elsewhere in the plan.
 
     Returns:
         The decoded values that could be read, None if the value is not a mapping.
@@ -227,7 +227,7 @@ def is_mapping(value: PlanValue, found: Findings, example: str) -> bool:
 
 
 def items(value: PlanValue, found: Findings, example: str) -> list[PlanValue]:
-    """Return the readable entries of a list that must not be empty."""
+    """Return the entries of a list; record a problem if it is empty, no list, or has empty ones."""
     if not isinstance(value.data, list):
         found.add(value, f"{show(value)} is not a list", f"write {example}")
         return []
@@ -240,7 +240,7 @@ def items(value: PlanValue, found: Findings, example: str) -> list[PlanValue]:
 
 
 def integer(low: int = 1, *words: str, high: int = 10**9) -> Decoder:
-    """Return a decoder for a whole number, or one of a few words."""
+    """Return a decoder for a whole number from `low` to `high`, or for one of `words`."""
     wanted = f"a whole number of at least {low}"
     wanted += f", {'or ' if len(words) == 1 else ''}{join(words)}" if words else ""
 
@@ -298,7 +298,10 @@ def measured(parse: Callable[[str], Any]) -> Decoder:
 
 
 def choice(words: Mapping[str, Any] | Iterable[str], noun: str) -> Decoder:
-    """Return a decoder for one of some words in any case; a mapping gives the meaning of each."""
+    """Return a decoder for one of `words`, in any case.
+
+    If `words` is a mapping, the decoder returns the value of the word, else the word itself.
+    """
     meaning = dict(words) if isinstance(words, Mapping) else {word: word for word in words}
     by_lower = {word.lower(): what for word, what in meaning.items()}
 
@@ -320,7 +323,7 @@ def scalar_words_form(words: Iterable[str]) -> Form:
 
 @decoder({"type": "boolean"})
 def boolean(value: PlanValue, found: Findings) -> bool | None:
-    """Decode `true` or `false`; `yes`, `on` and similar words are texts."""
+    """Decode `true` or `false`; `yes`, `on` and similar words are strings in YAML 1.2."""
     if isinstance(value.data, bool):
         return value.data
     meant = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}

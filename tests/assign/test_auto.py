@@ -199,7 +199,7 @@ def test_a_rule_decides_its_module_and_auto_the_rest():
     assert styles(plan) == {}
     assert list(plan.assignment.styles) == ["blocks.1.up", "blocks.1.down"]
     (note,) = (w for w in plan.assignment.warnings if "auto" in w.what)
-    assert "blocks.*.down (a rule places a part of what would be sharded with it)" in note.what
+    assert "blocks.*.down (a rule places a module that would be sharded with it)" in note.what
 
 
 def test_auto_by_rule_is_for_the_modules_inside():

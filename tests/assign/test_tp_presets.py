@@ -58,14 +58,14 @@ def test_rules_override_module_by_module() -> None:
             {"layers.*.attn": "local_params"},
             "tp_plan: transformers' tp plan has 'local_params' for layers.0.attn, which is not "
             "available yet in this version\n"
-            "    fix: leave it whole by a rule: {match: 'layers.*.attn', place: {tp: R}}",
+            "    fix: replicate it with a rule: {match: 'layers.*.attn', place: {tp: R}}",
         ),
         (
             HF,
             {"layers.*.up.weight": "packed_rowwise"},
             "tp_plan: transformers' tp plan has 'packed_rowwise' for layers.0.up.weight, which is "
             "not available yet in this version\n"
-            "    fix: leave it whole by a rule: {match: 'layers.*.up', place: {tp: R}}",
+            "    fix: replicate it with a rule: {match: 'layers.*.up', place: {tp: R}}",
         ),
         (
             HF | {"mesh": {"dp_shard": 2}},

@@ -102,7 +102,7 @@ def test_a_parameter_pattern_is_a_glob() -> None:
         ("layers.{0..x}", "'layers.{0..x}' has an empty name next to a dot"),
         ("layers.{0..3", "a '}' is missing in 'layers.{0..3'"),
         ("layers.0..3}", "a '{' is missing in 'layers.0..3}'"),
-        ("}layers{", "a '}' stands before its '{' in '}layers{'"),
+        ("}layers{", "a '}' comes before its '{' in '}layers{'"),
         ("layers.{}", "the braces in 'layers.{}' are empty"),
         ("layers.{3..0}", "the range {3..0} counts down"),
         ("layers.{0..5000}", "the range {0..5000} has more than 1,000 numbers"),

@@ -1,8 +1,9 @@
 """`tp_plan: auto`: tensor-parallel styles derived from a recorded forward pass, and proved.
 
-`regions` finds what sharding a class of dims would shard, `proof` follows values and gradients
-through it, `numbers` and `comparison` rehearse it as one rank would run it, `choose` takes what
-holds, and `derive` expresses it as styles.
+`regions` finds the modules that are sharded if one class of dims is sharded. `proof` checks that
+values and gradients are then those of one process, `numbers` and `comparison` that the model's code
+runs the same operations on local shapes. `choose` selects the regions that pass both, and `derive`
+turns them into styles.
 """
 
 from meshplan.assign.auto.apply import apply_derived

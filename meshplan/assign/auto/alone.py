@@ -1,8 +1,8 @@
-"""Projections that are sharded by themselves, if nothing pairs up: each gathers its output.
+"""Projections that are sharded one by one, if no pair can be: each all-gathers its output.
 
-The input and output of such a module are whole, so the rest of the forward is that of one process,
-whatever it does: shapes that depend on values, unknown operations, squares in a residual stream.
-Each costs an all-gather, where a pair would cost one all-reduce for two.
+The input and output of such a module are whole, so no operation of the rest of the forward has to
+be known: shapes may depend on values, and operations may have no sharding rule. But each projection
+costs an all-gather, while a pair of projections costs one all-reduce.
 """
 
 from __future__ import annotations
@@ -12,12 +12,19 @@ from collections.abc import Callable
 from meshplan.assign.auto.regions import FlowUses
 
 _SHARE = 2
-"""Minimum share, as 1 in this many, of the trainable elements that these projections must have for
-tp to be worth its ranks."""
+"""These projections must have at least 1 in this many of the model's trainable elements; with fewer
+tp is not worth its ranks.
+"""
 
 
 def projections(places: FlowUses, size: int, may_cut: Callable[[str], bool]) -> list[str]:
-    """Find projections that can be sharded by output features; [] if they have too few elements."""
+    """Return the fqns of projections to shard along their output; [] if they have too few elements.
+
+    Args:
+        places: The recorded forward.
+        size: Number of ranks of tp.
+        may_cut: Function that returns True if the plan lets `auto` decide about a module.
+    """
     graph = places.graph
     found = [fqn for fqn in graph.modules if _can_be_cut(places, fqn, size) and may_cut(fqn)]
     cut = sum(t.numel for fqn in found for t in graph.owned(fqn) if t.trainable)

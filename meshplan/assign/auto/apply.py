@@ -1,4 +1,4 @@
-"""Write what the data flow decided beyond styles into the tp side of an assignment."""
+"""Add what was derived besides styles to the decisions about tp."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshplan.model.graph import ModelGraph
 
 
 def apply_derived(graph: ModelGraph, derived: Derived, out: TensorParallel) -> None:
-    """Add parameters that plain code uses, projections that add up gradients, and local numbers."""
+    """Add derived layouts, replicated projections with summed gradients, and local attributes."""
     out.problems += derived.problems
     out.warnings += derived.notes
     for fqn, reason in derived.added.items():
@@ -36,7 +36,7 @@ def apply_derived(graph: ModelGraph, derived: Derived, out: TensorParallel) -> N
         for fqn, style in out.styles.items():
             if fqn in written:
                 out.styles[fqn] = replace(style, is_written=True)
-    # The numbers that these modules' code must see were proved, not inferred from their names.
+    # For proved modules, replace attributes found by name with those found by rehearsals.
     proved = {fqn.rpartition(".")[0] for fqn, said in derived.preset.items() if said.word != "R"}
     out.attributes = [a for a in out.attributes if a.module in out.styles or a.module not in proved]
     for (module, name), local in derived.attributes.items():
@@ -46,7 +46,7 @@ def apply_derived(graph: ModelGraph, derived: Derived, out: TensorParallel) -> N
 
 
 def _along_the_sequence(stream: Stream, out: TensorParallel) -> None:
-    """Set the layouts of inputs and outputs of styled modules that are not sequence shards."""
+    """Change the styles of modules whose inputs or outputs are not shards of the sequence."""
     for fqn, use in out.styles.items():
         style = use.style
         if fqn in stream.inside:
@@ -66,6 +66,6 @@ def _whole(flow: tuple[str, str]) -> tuple[str, str]:
 
 
 def _written(flow: Flow) -> set[str]:
-    """Find modules whose output is written into in place."""
+    """Return the fqns of modules whose output another operation writes in place."""
     values = {value for op in flow.ops for value in op.mutates}
     return {call.module for call in flow.calls if any(v in values for _, v in call.outputs)}

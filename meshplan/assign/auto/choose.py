@@ -1,4 +1,4 @@
-"""Choose the dim classes to shard: every one that is proved, the largest first."""
+"""Choose the dim classes to shard: all that can be proved correct, the largest first."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 @dataclass(slots=True)
 class CutChoice:
-    """The classes that are sharded, and why the rest is not.
+    """The dim classes to shard, and why the others are not sharded.
 
     Attributes:
-        regions: Regions that were proved together.
-        gathered: Modules with the style vocab.
-        proof: Further requirements of these.
+        regions: Regions that are proved to be correct together.
+        gathered: Modules with the style vocab: {fqn: "vocab"}.
+        proof: What these regions and modules require of other parameters.
         numbers: Local values of attributes, by (module, name).
-        refused: The reason why a dim class that nothing blocks stays whole, by factor.
-        uncut: The reason why a module cannot take the style vocab, by module.
+        refused: For dim classes that no operation blocks but that are not sharded, the reason.
+        uncut: For embeddings that cannot have the style vocab, the reason, by module fqn.
     """
 
     regions: tuple[Region, ...] = ()
@@ -38,18 +38,18 @@ class CutChoice:
 def choose(
     places: FlowUses, size: int, may_cut: Callable[[str], bool], rehearsals: Rehearsals
 ) -> CutChoice:
-    """Find the regions of a flow and prove them.
+    """Return the regions of a recorded forward that are proved to be correct together.
 
     Args:
-        places: The recorded flow.
-        size: Ranks of tp.
-        may_cut: Returns True if the plan leaves a module to the data flow.
-        rehearsals: Rehearsals of the model.
+        places: The recorded forward.
+        size: Number of ranks of tp.
+        may_cut: Function that returns True if the plan lets `auto` decide about a module.
+        rehearsals: Runs of the model on local shapes.
     """
     out = CutChoice()
     candidates = _candidates(places, size, may_cut, out)
     while True:
-        # A proof that relied on other regions need not hold once one of them is dropped.
+        # Dropping a region can invalidate the proof of another one, so prove the rest again.
         kept: list[Region] = []
         for kind in _kinds(candidates):
             kept += _prove_kind(places, kept, kind, out)
@@ -78,7 +78,7 @@ def _candidates(
             what = f"its {region.size} heads or features do not divide by tp {size}"
             out.refused[factor] = what
         elif not all(may_cut(fqn) for fqn in (*region.words, *_owners(region.parts))):
-            out.refused[factor] = "a rule places a part of what would be sharded with it"
+            out.refused[factor] = "a rule places a module that would be sharded with it"
         else:
             found.append(region)
     return sorted(found, key=lambda r: -r.num_elements)
@@ -89,12 +89,12 @@ def _owners(parameters: Iterable[str]) -> list[str]:
 
 
 def pattern(fqn: str) -> str:
-    """Replace the layer numbers in a name by `*`."""
+    """Return a name with each number in it, such as that of a layer, replaced by `*`."""
     return _NUMBER.sub(".*", fqn)
 
 
 def _kinds(regions: Iterable[Region]) -> list[list[Region]]:
-    """Group regions that differ only in the numbers of their layers."""
+    """Return the regions in groups; regions of a group differ only in layer numbers."""
     found: dict[object, list[Region]] = {}
     for region in regions:
         key = (region.size, frozenset((pattern(m), w) for m, w in region.words.items()))
@@ -105,7 +105,7 @@ def _kinds(regions: Iterable[Region]) -> list[list[Region]]:
 def _prove_kind(
     places: FlowUses, kept: list[Region], kind: list[Region], out: CutChoice
 ) -> list[Region]:
-    """Return the regions of a kind that can be sharded in addition to those that already are."""
+    """Return the regions of one group that can be sharded in addition to those in `kept`."""
     try:
         prove(places, (*kept, *kind), {})
         return kind
@@ -122,7 +122,10 @@ def _prove_kind(
 def _rehearse(
     regions: tuple[Region, ...], rehearsals: Rehearsals, out: CutChoice
 ) -> tuple[tuple[Region, ...], dict[tuple[str, str], int]]:
-    """Rehearse all regions at once; if that fails, kind by kind, each with those that succeeded."""
+    """Return the regions whose rehearsal succeeds, and the local values of attributes.
+
+    All regions are rehearsed together. If that fails, they are added group by group.
+    """
     if not regions:
         return (), {}
     try:
@@ -145,7 +148,11 @@ def _rehearse(
 
 
 def _vocabulary(places: FlowUses, out: CutChoice, may_cut: Callable[[str], bool]) -> dict[str, str]:
-    """Find token embeddings to shard by rows, and the heads that give one number per row."""
+    """Return the modules to shard over the vocabulary: token embeddings and output projections.
+
+    Returns:
+        {fqn: "vocab"}.
+    """
     graph, flow = places.graph, places.flow
     taken = {fqn for r in out.regions for fqn in r.words}
     found: dict[str, str] = {}
@@ -165,7 +172,7 @@ def _vocabulary(places: FlowUses, out: CutChoice, may_cut: Callable[[str], bool]
         elif not is_token or weight.shape[0] <= weight.shape[1]:
             out.uncut[fqn] = "its table has few rows, or is not indexed by tokens"
         elif not all(may_cut(owner) for owner in owners):
-            out.uncut[fqn] = "a rule places a part of what would be sharded with it"
+            out.uncut[fqn] = "a rule places a module that would be sharded with it"
         elif places.used_outside(weight, owners):
             out.uncut[fqn] = f"{weight.fqn} is used outside of its module's forward"
         elif _proves(places, out, {**found, **dict.fromkeys(owners, "vocab")}):
@@ -203,7 +210,7 @@ def _cannot_gather(places: FlowUses, fqn: str, taken: set[str]) -> str:
 
 
 def _is_shared(places: FlowUses, tensor: str, fqn: str) -> bool:
-    """Return True if a tensor of a module is used by another module as well."""
+    """Return True if code outside of the module also uses a tensor of the module."""
     return places.used_outside(places.graph.tensors[tensor], {fqn})
 
 
@@ -216,7 +223,7 @@ def _proves(places: FlowUses, out: CutChoice, gathered: dict[str, str]) -> bool:
 
 
 def _from_input(places: FlowUses, value: int) -> bool:
-    """Return True if a value has the numbers of an input, viewed or reshaped."""
+    """Return True if the elements of a value are those of a model input, perhaps rearranged."""
     flow = places.flow
     for _ in range(64):
         if flow.values[value].origin == "input":
@@ -237,10 +244,10 @@ _SAME_NUMBERS = frozenset(
         "new_zeros", "copy_",
     )
 )  # fmt: skip
-"""Operations whose results are still token numbers: views, or a few numbers replaced."""
+"""Operations that turn token ids into token ids: views, copies, or some ids replaced."""
 
 
 def _reaches_outputs(places: FlowUses, weight: str) -> bool:
-    """Return True if an output of the model has a dim along the rows of a weight."""
+    """Return True if an output of the model has a dim that corresponds to the rows of a weight."""
     rows = places.classes.dims[places.values[weight]][0]
     return any(set(rows) & places.classes.factors_of(value) for _, value in places.flow.outputs)

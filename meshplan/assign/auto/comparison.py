@@ -1,8 +1,8 @@
-"""Compare a rehearsal with one process: the same ops, on shapes divided where classes are sharded.
+"""Compare a rehearsal with the recorded forward: equal operations, on local shapes.
 
-The comparison goes op by op: same name, module, wiring and numbers; every shape is the global
-one with the sharded classes divided. Only numbers that spell a shape may differ, and only by that
-factor.
+Operations are compared one by one. Both must have the same name, be in the same module, and read
+the corresponding values. Every shape must be the recorded shape with the sharded dims divided by
+the number of ranks. Number arguments must be equal, except that sizes of a sharded dim are divided.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ _SPELLS_SHAPE: Final = frozenset(
         "empty_strided", "new_empty_strided", "repeat", "view_copy",
     )
 )  # fmt: skip
-"""Operations whose integers only give the shape of the result, which is compared itself."""
+"""Operations whose integer arguments only determine the result's shape, which is compared too."""
 
 
 _SAME_NUMBERS: Final = frozenset(("clone", "alias", "detach", "contiguous", "lift_fresh"))
-"""Operations that return their input. Strides, and so sizes of 1, decide if they make a copy."""
+"""Operations whose result equals their input. They are skipped, because the strides decide whether
+torch runs them, and strides differ on local shapes.
+"""
 
 _VIEWS: Final = frozenset(("view", "_unsafe_view", "reshape", "_reshape_alias", "expand"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """The place where a rehearsal diverged from the program.
+    """The first difference between a rehearsal and the recorded forward.
 
     Args:
-        call: Id of the module call in the recorded flow.
-        at: Number of operations that ran before.
-        text: The difference.
+        call: Id of the module call in the recorded forward.
+        at: Number of recorded operations before the difference.
+        text: Description of the difference.
     """
 
     call: int
@@ -55,14 +57,14 @@ def compare(
     twin: Flow | Stopped,
     on_parts: frozenset[int] = frozenset(),
 ) -> Divergence | None:
-    """Return the first difference between the recorded flow and a rehearsal of these regions.
+    """Return the first difference between the recorded forward and a rehearsal; None if none.
 
     Args:
-        places: The recorded flow.
-        regions: The sharded regions.
-        size: Ranks of tp.
-        twin: The rehearsal, or where it stopped.
-        on_parts: Numbers of the operations that work on a shard of the sequence, the second dim.
+        places: The recorded forward.
+        regions: The regions that are sharded in the rehearsal.
+        size: Number of ranks of tp.
+        twin: The forward that the rehearsal recorded, or the error that stopped it.
+        on_parts: Indices of the operations that work on a shard of the sequence, which is dim 1.
     """
     return _RehearsalComparison(places, regions, size, on_parts).run(twin)
 
@@ -121,16 +123,16 @@ class _RehearsalComparison:
         return None
 
     def _gives_back(self, op: Op, flow: Flow) -> bool:
-        """Note whose numbers an operation returns; True if it computes nothing."""
+        """Return True if an operation returns its input; also record this for `_source`."""
         if base_name(op) not in _SAME_NUMBERS or len(op.outputs) != 1 or len(op.inputs) != 1:
             return False
         self.sources[id(flow)][op.outputs[0]] = self._source(op.inputs[0], flow)
         return True
 
     def _changes_nothing(self, op: Op, flow: Flow) -> bool:
-        """Return True for a view into the same shape, or for an update that no operation reads."""
+        """Return True if an operation can be skipped: a view into the same shape, or an update."""
         if op.name == UPDATE:
-            return True  # An op that reads its result would be seen to read another tensor.
+            return True  # If an operation reads its result, the comparison of that one differs.
         if base_name(op) not in _VIEWS or len(op.inputs) != 1:
             return False
         if flow.values[op.inputs[0]].shape != flow.values[op.outputs[0]].shape:
@@ -139,7 +141,7 @@ class _RehearsalComparison:
         return True
 
     def _source(self, value: int, flow: Flow) -> int:
-        """The value from which these numbers come."""
+        """Return the value that `value` is a copy of, through all skipped operations."""
         found = self.sources[id(flow)]
         while value in found:
             value = found[value]
@@ -154,7 +156,7 @@ class _RehearsalComparison:
         return Divergence(call=found, at=twin.num_ops, text=twin.text)
 
     def _operation(self, number: int, op: Op, other: Op) -> str:
-        """Describe how an operation differs from its counterpart; "" if it does not."""
+        """Return how an operation differs from its counterpart; "" if it does not."""
         views = {base_name(op), base_name(other)} <= _VIEWS - {"expand"}
         if (op.name != other.name and not views) or len(op.outputs) != len(other.outputs):
             return f"{base_name(other)} runs instead"
@@ -203,7 +205,7 @@ class _RehearsalComparison:
         return ""
 
     def _slice(self, number: int, op: Op, other: Op) -> str:
-        """Check that both ends of a slice of a sharded dim are divided, too."""
+        """Return how the range of a slice differs from the local range; "" if it does not."""
         value = op.inputs[0]
         shape = self.flow.values[value].shape
         dim = positions(argument(op, 1, "dim", 0), len(shape))[0]
@@ -223,7 +225,7 @@ class _RehearsalComparison:
         return ""
 
     def _local(self, value: int) -> tuple[int, ...]:
-        """The shape that one rank sees."""
+        """Return the shape that a recorded value has on one rank."""
         shape = self.flow.values[value].shape
         if value in self.whole:
             return shape

@@ -1,4 +1,4 @@
-"""Derive the tp axis from the data flow: a preset under the rules, with its reasons."""
+"""Derive styles for `tp_plan: auto`, each with its reason, from a recorded forward."""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ _ADDED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Derived:
-    """Styles from the data flow.
+    """The result of `tp_plan: auto`.
 
     Args:
-        preset: Styles by module, for `assign_tp`.
-        uses: Parameters that plain code uses together with sharded values, by fqn.
-        added: Projections left whole whose gradients are added up over the ranks, by module.
-        attributes: Local values of numbers that code builds shapes from, by (module, name).
+        preset: Styles by module fqn, for `assign_tp`.
+        uses: Layouts of parameters that code combines with sharded values, by fqn.
+        added: For each replicated projection whose gradients are summed over tp, the reason, by
+            module fqn.
+        attributes: Local values of attributes from which code computes shapes, by (module, name).
         problems: Reasons why nothing could be derived.
-        notes: Notes on what stays whole, and why.
-        stream: The parts of the model that work on shards of the sequence; None if there are none.
+        notes: Notes on which modules are replicated, and why.
+        stream: Where activations are sharded along the sequence; None without sequence_parallel.
     """
 
     preset: Mapping[str, Preset] = field(default_factory=dict)
@@ -56,14 +57,14 @@ class Derived:
 
     @property
     def crossings(self) -> tuple[SequenceBoundary, ...]:
-        """The boundaries of the sequence sharding."""
+        """The places where activations are sharded along the sequence, or gathered."""
         return () if self.stream is None else tuple(crossings(self.stream))
 
 
 def derive(
     spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh, rehearse: Rehearse | None
 ) -> Derived:
-    """Derive the styles of every module that the plan leaves to `auto`."""
+    """Return the styles of all modules that the plan leaves to `auto`."""
     origin = _asked(spec)
     if origin is not None and "tp" not in mesh.names and spec.tp_plan == AUTO:
         what, fix = (
@@ -82,7 +83,7 @@ def derive(
             return False
         spread = cascade.inherited(module, _EP_FIELD)
         if spread is not None and spread.value != "R":
-            return False  # Its parameters are of one expert each, and ep decides about them.
+            return False  # ep decides about modules with experts.
         return spec.tp_plan == AUTO if stated is None else stated.value == AUTO
 
     size = mesh.size("tp")
@@ -123,10 +124,10 @@ def derive(
 
 
 def _with_stream(spec: Spec, graph: ModelGraph, found: Derived, stream: Stream) -> Derived:
-    """Add to `found` the sharding of the sequence between the regions.
+    """Return `found` with the sharding of the sequence added.
 
     Raises:
-        Refuted: Logits are to stay sharded, and sequence shards end before the head.
+        Refuted: The plan has loss_parallel, but the sequence is gathered before the head.
     """
     heads = [fqn for fqn in stream.whole if graph.modules[fqn].kind == "linear"]
     if spec.loss_parallel and heads:
@@ -136,7 +137,7 @@ def _with_stream(spec: Spec, graph: ModelGraph, found: Derived, stream: Stream) 
 
 
 def cut_inside(spec: Spec, derived: Derived, stages: Stages | None) -> list[Problem]:
-    """Report stages that are split inside a module at which sequence shards begin or end."""
+    """Return a problem if a stage boundary is inside a module of `derived.crossings`."""
     opened = set(stages.opened) if stages is not None else set()
     found = next((c.module for c in derived.crossings if c.module in opened), None)
     if found is None:
@@ -146,7 +147,7 @@ def cut_inside(spec: Spec, derived: Derived, stages: Stages | None) -> list[Prob
 
 
 def _stated_otherwise(spec: Spec) -> str:
-    """Describe what in the plan states styles other than auto; "" if nothing does."""
+    """Return which statement of the plan sets a style other than auto; "" if there is none."""
     if spec.tp_plan != AUTO:
         return f"tp_plan is '{spec.tp_plan}', and only some rules state tp: auto"
     words = (rule.place.get("tp") for rule in spec.rules)
@@ -163,7 +164,7 @@ def _no_stream(spec: Spec, why: str) -> Problem:
 
 
 def _from_known(graph: ModelGraph, found: KnownCuts, size: int, origin: Origin) -> Derived:
-    """Derive what is known of a model without its code."""
+    """Return what is known of a model without a recorded forward as a `Derived`."""
     if found.unknown:
         what = f"auto needs the live model to see {found.unknown}"
         fix = "give the model itself with --model PKG.MOD:FN, or use tp_plan: hf"
@@ -183,7 +184,7 @@ def _from_known(graph: ModelGraph, found: KnownCuts, size: int, origin: Origin) 
 
 
 def _asked(spec: Spec) -> Origin | None:
-    """The place in the plan that asks for `auto`; None if nothing does."""
+    """Return the place in the plan that states `auto` for tp; None if there is none."""
     if spec.tp_plan == AUTO:
         return spec.origin("tp_plan")
     at = next((r.index for r in spec.rules if r.place.get("tp") == AUTO), None)
@@ -212,7 +213,7 @@ def _nothing(whole: Mapping[str, str], size: int, origin: Origin) -> Problem:
 def _by_themselves(
     found: Sequence[str], whole: Mapping[str, str], size: int, origin: Origin
 ) -> Derived:
-    """Shard projections that gather their output, if nothing pairs up."""
+    """Return styles that shard the projections `found` one by one, each gathering its output."""
     nothing = _nothing(whole, size, origin)
     if not found:
         return Derived(problems=(nothing,))
@@ -232,7 +233,7 @@ def _by_themselves(
 
 
 def _pieces(places: FlowUses, region: Region, fqn: str, size: int) -> tuple[Piece, ...]:
-    """The equal pieces of a packed projection's output, each sharded by itself."""
+    """Return the equal pieces of a packed projection's output; () if it is not packed."""
     count = region.pieces.get(fqn)
     if count is None:
         return ()
@@ -261,7 +262,7 @@ def _preset(places: FlowUses, choice: CutChoice, size: int) -> dict[str, Preset]
 
 
 def _why(places: FlowUses, region: Region, fqn: str) -> str:
-    """Give the reason for a style, such as "its 8 heads pair with o_proj"."""
+    """Return the reason for a style, such as "its 8 heads pair with o_proj"."""
     opens = region.words[fqn] != "rowwise"
     partners = [m for m, w in region.words.items() if (w == "rowwise") == opens]
     around = fqn.split(".")
@@ -273,12 +274,13 @@ def _why(places: FlowUses, region: Region, fqn: str) -> str:
 
 
 def _counted(places: FlowUses, region: Region, fqn: str) -> str:
-    """Count what is sharded, such as "8 heads", or "128 features" if there are no heads."""
+    """Return the number of what is sharded: "8 heads", or "128 features" if there are no heads."""
     classes = places.classes
     dims = (d for t in places.graph.owned(fqn) for d in classes.dims[places.values[t.fqn]])
     dim = next(d for d in dims if region.factor in d)
     behind = dim[dim.index(region.factor) :]
-    # Dims that an op looks across are inside a head; values' features are only carried along.
+    # A factor that an operation mixes or sums over is inside a head. If there is none, as for v,
+    # whose features are never mixed, the last factor is taken as the features of a head.
     inside = [i for i, f in enumerate(behind) if f in classes.blocked or f in places.summed]
     first = min((i for i in inside if i), default=max(len(behind) - 1, 1))
     count = classes.sizes_of(behind[:first])
@@ -302,7 +304,7 @@ def _uses(choice: CutChoice) -> dict[str, LocalUse]:
 
 
 def _whole(places: FlowUses, choice: CutChoice, may_cut: object) -> dict[str, str]:
-    """Find the modules with matrices that stay whole, and why."""
+    """Return why modules with matrices are replicated, by module fqn."""
     cut = {fqn for r in choice.regions for fqn in (*r.words, *_holders(r.parts))}
     cut |= {*choice.gathered, *choice.proof.summed_modules, *_holders(choice.proof.summed)}
     out: dict[str, str] = {}
@@ -321,7 +323,10 @@ def _holders(parameters: Iterable[str]) -> list[str]:
 
 
 def _reason(places: FlowUses, choice: CutChoice, tensors: list[str]) -> str:
-    """Give the reason why no class of its dims is sharded, preferably of one that was tried."""
+    """Return why none of the dim classes of these tensors is sharded.
+
+    The reason of a class that was tried is preferred.
+    """
     factors = [
         factor
         for name in tensors
@@ -343,12 +348,12 @@ def _reason(places: FlowUses, choice: CutChoice, tensors: list[str]) -> str:
 
 
 def _folded(whole: Mapping[str, str]) -> list[tuple[str, str]]:
-    """List (pattern of names, reason), each once."""
+    """Return pairs (fqn with `*` for numbers, reason), each once."""
     return list(dict.fromkeys((pattern(fqn), why) for fqn, why in whole.items()))
 
 
 def _notes(whole: Mapping[str, str], origin: Origin) -> Iterable[Problem]:
-    """Yield one note for all that stays whole."""
+    """Yield one note that lists all replicated modules with their reasons, if there are any."""
     folded = _folded(whole)
     if folded:
         shown = "; ".join(f"{where or 'the model'} ({why})" for where, why in folded[:4])

@@ -1,8 +1,8 @@
-"""Derive `auto` for models that are known from a config alone, without a recorded forward.
+"""Derive `tp_plan: auto` for models that are built from a config, without a recorded forward.
 
-Their code cannot be followed, so the styles are written down family by family, and tests compare
-them with what the data flow of the live model gives. The graph has the styles of a family; this
-module decides which of them the sizes and the rules allow.
+For these the styles are written down family by family (`ModelGraph.tp_derived`), and tests compare
+them with the styles that are derived from the recorded forward of the live model. This module
+decides which of them the sizes and the rules of the plan allow.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ SUMMED = Reason(
 
 @dataclass(slots=True)
 class KnownCuts:
-    """Modules of a known model that are sharded, and the reasons why others stay whole.
+    """Modules of a known model that are sharded, and the reasons why others are replicated.
 
     Attributes:
-        preset: Styles by module.
-        uses: Parameters that plain code uses, by fqn.
-        attributes: Local values of numbers, by (module, name).
-        whole: The reason why a module stays whole, by module.
-        unknown: The fact that only a live model could show; "" if there is none.
+        preset: Styles by module fqn.
+        uses: Layouts of parameters that code combines with sharded values, by fqn.
+        attributes: Local values of attributes, by (module, name).
+        whole: The reason why a module is replicated, by module fqn.
+        unknown: What would have to be known of the live model, as part of a message; "" if nothing.
     """
 
     preset: dict[str, Preset] = field(default_factory=dict)
@@ -40,12 +40,12 @@ class KnownCuts:
 
 
 def known(graph: ModelGraph, size: int, may_cut: Callable[[str], bool]) -> KnownCuts:
-    """Find the styles of a model whose graph has what `auto` derives for it.
+    """Return the styles of a model whose graph has `tp_derived`.
 
     Args:
         graph: The model.
-        size: Ranks of tp.
-        may_cut: Returns True if the plan leaves a module to the data flow.
+        size: Number of ranks of tp.
+        may_cut: Function that returns True if the plan lets `auto` decide about a module.
     """
     out = KnownCuts()
     regions: dict[str, dict[str, str]] = {}
@@ -61,7 +61,7 @@ def known(graph: ModelGraph, size: int, may_cut: Callable[[str], bool]) -> Known
 
 
 def _leave_experts(graph: ModelGraph, may_cut: Callable[[str], bool], out: KnownCuts) -> None:
-    """Leave experts whole, and the router that chooses among them."""
+    """Record that experts and their router are replicated, and why."""
     for tensor in graph.parameters:
         if tensor.dims[0] == "expert" and may_cut(tensor.module):
             is_router = len(tensor.shape) == 2
@@ -79,7 +79,7 @@ def _take_region(
     may_cut: Callable[[str], bool],
     out: KnownCuts,
 ) -> None:
-    """Shard the projections that open and close a region and what is between them, or none."""
+    """Add the styles of the projections of one attention or feed-forward; all of them, or none."""
     opening = {m: w for m, w in words.items() if w in ("colwise", "packed_colwise")}
     closing = {m: w for m, w in words.items() if w == "rowwise"}
     counts = {m: _count(graph, graph.modules[m]) for m in opening}
@@ -91,7 +91,7 @@ def _take_region(
         out.whole |= dict.fromkeys((m for m in (*opening, *closing) if may_cut(m)), why)
         return
     if not all(may_cut(fqn) for fqn in words):
-        why = "a rule places a part of what would be sharded with it"
+        why = "a rule places a module that would be sharded with it"
         out.whole |= dict.fromkeys((m for m in (*opening, *closing) if may_cut(m)), why)
         return
     for fqn, word in words.items():
@@ -107,19 +107,19 @@ def _take_region(
         reason = Reason(f"auto: its {fused}{count} {noun} pair with {names}")
         pieces = tuple(Piece(n, size) for n in info.pieces) if word == "packed_colwise" else ()
         out.preset[fqn] = Preset(word, reason, is_proved=True, pieces=pieces)
-        # Code that splits the output of a fused projection counts its features.
+        # GPT-2's code splits the output of its fused projection by the attribute `split_size`.
         if pieces and "split_size" in graph.modules[around].sizes:
             whole = graph.modules[around].sizes["split_size"]
             out.attributes[around, "split_size"] = whole // size
 
 
 def _count(graph: ModelGraph, info: ModuleInfo) -> int:
-    """Number of heads of a projection, or of features if it has no heads."""
+    """Return the number of heads of a projection, or of output features if it has no heads."""
     return (out_width(graph, info) or 1) // info.packed // (info.head_dim or 1)
 
 
 def _take_vocabulary(graph: ModelGraph, may_cut: Callable[[str], bool], out: KnownCuts) -> None:
-    """Shard the table of tokens by its rows, and the head that scores them."""
+    """Add the style vocab to the token embedding and to the output projection."""
     tables = [m for m in graph.modules.values() if m.kind == "embedding"]
     rows: set[int] = set()
     for info in tables:
@@ -133,7 +133,7 @@ def _take_vocabulary(graph: ModelGraph, may_cut: Callable[[str], bool], out: Kno
                 else {}
             )
         elif not all(may_cut(owner) for owner in owners):
-            why = "a rule places a part of what would be sharded with it"
+            why = "a rule places a module that would be sharded with it"
             out.whole |= {info.fqn: why} if may_cut(info.fqn) else {}
         else:
             rows.add(weight.shape[0])
@@ -158,6 +158,6 @@ def _gather(graph: ModelGraph, fqn: str, out: KnownCuts) -> None:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Join names, such as "q_proj, k_proj and v_proj"."""
+    """Return names joined as in "q_proj, k_proj and v_proj"."""
     *first, last = names
     return f"{', '.join(first)} and {last}" if first else last

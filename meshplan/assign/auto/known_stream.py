@@ -1,6 +1,7 @@
-"""Find where the sequence of a known family is sharded, without its code, as `sequence` would.
+"""Find where activations of a known family are sharded along the sequence, without its code.
 
-This is written down family by family, as in `known`; tests compare it with the live models.
+`sequence` derives the same from a recorded forward. Here it is written down family by family, as
+the styles in `known` are; tests compare both on live models.
 """
 
 from __future__ import annotations
@@ -17,21 +18,22 @@ _ARGUMENTS: Final[Mapping[str, Mapping[str, str]]] = {
     "self_attn": {"self_attn": "hidden_states", "mlp": "0"},
     "attn": {"attn": "0", "mlp": "0"},
 }
-"""Modules that work on whole sequences, by the name of a family's attention module; for each, the
-argument that receives its input."""
+"""For each family, which is recognised by the name of its attention module: the modules of a block
+that compute on whole sequences, and the argument (name or position) that is their input.
+"""
 
 _OPENING: Final = ("colwise", "packed_colwise")
 
 
 def known_stream(graph: ModelGraph, preset: Mapping[str, Preset]) -> Stream:
-    """Find what works on shards of the sequence.
+    """Return where activations are sharded along the sequence, and where they are gathered.
 
     Args:
         graph: The model.
-        preset: The known styles, by module.
+        preset: The known styles, by module fqn.
 
     Raises:
-        Refuted: A part of the model does not work on shards, or is not known to.
+        Refuted: A module cannot compute on shards of the sequence, or is not known.
     """
     cut = {fqn: said.word for fqn, said in preset.items() if said.word != "R"}
     blocks = graph.blocks()
@@ -70,7 +72,8 @@ def known_stream(graph: ModelGraph, preset: Mapping[str, Preset]) -> Stream:
         raise Refuted("dropout would draw random numbers for a shard of the sequence only")
     heads = {fqn for fqn in around if fqn in cut and graph.modules[fqn].kind == "linear"}
     tables = {fqn for fqn in around if fqn in cut} - heads
-    # Code that counts the tokens reshapes the output of its last norm by that number.
+    # GPT-2's code reshapes the output of its last norm by the number of tokens, so the sequence is
+    # gathered after the last block.
     ends = counts or not heads
     if not ends:
         norms += [fqn for fqn in around if graph.modules[fqn].kind == "norm"]

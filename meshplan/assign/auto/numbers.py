@@ -1,9 +1,10 @@
-"""Find the numbers that code writes into shapes: `view(b, s, self.num_heads, self.head_dim)`.
+"""Find the attributes from which code computes shapes: `view(b, s, self.num_heads, self.head_dim)`.
 
-One rank must see its own count there. Rehearsals show which attributes these are: where a rehearsal
-diverges, numbers of the surrounding modules that are sizes of the sharded classes are divided,
-fewest first, until the program is the same. A number that was divided wrongly shows in the
-comparison.
+On one rank of tp they must have their local values. Rehearsals show which attributes these are.
+Where a rehearsal diverges from the recorded forward, the candidates are attributes of the
+surrounding modules whose value is a size of a sharded dim class. They are divided by tp, as few of
+them as possible, until the rehearsal runs the recorded operations. If a wrong attribute is divided,
+the rehearsal diverges.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from meshplan.model.graph import is_inside
 from meshplan.model.rehearsal import Rehearsal, Rehearse, Stopped
 
 _LEVELS: Final = 3
-"""Levels outwards from the op that diverged in which its numbers may be found."""
+"""Number of modules around the diverging operation, innermost first, whose attributes are tried."""
 
 _MAX_TRIES: Final = 30
 """Maximum number of rehearsals of one set of regions."""
 
 _MAX_TRIES_OF_ALL: Final = 90
-"""Maximum number of rehearsals of a model: each takes as long as recording it."""
+"""Maximum number of rehearsals of a model; each takes as long as recording its forward."""
 
 _MAX_TOGETHER: Final = 2
 
@@ -34,10 +35,10 @@ Numbers = Mapping[tuple[str, str], int]
 
 
 class NotTheSame(Exception):
-    """A rehearsal that diverges whatever is divided.
+    """The error that a rehearsal diverges, whichever attributes are divided.
 
     Attributes:
-        difference: The first divergence.
+        difference: The divergence to report.
     """
 
     def __init__(self, difference: Divergence) -> None:
@@ -47,15 +48,15 @@ class NotTheSame(Exception):
 
 @dataclass(slots=True)
 class Rehearsals:
-    """Rehearsals of one model, with a limit on their number.
+    """Runs rehearsals of one model, up to a maximum number.
 
     Args:
-        places: The recorded flow.
-        rehearse: Runs one rehearsal.
-        size: Ranks of tp.
-        tries: Rehearsals of the present set of regions.
-        before: Rehearsals before that.
-        clue: The divergence of the last rehearsal that ran to its end; None if none did.
+        places: The recorded forward.
+        rehearse: Function that runs one rehearsal.
+        size: Number of ranks of tp.
+        tries: Number of rehearsals in the current call of `find`.
+        before: Number of rehearsals in earlier calls of `find`.
+        clue: The divergence of the last rehearsal of this call that ran to its end, or None.
     """
 
     places: FlowUses
@@ -66,14 +67,17 @@ class Rehearsals:
     clue: Divergence | None = None
 
     def find(self, regions: Iterable[Region], known: Numbers) -> dict[tuple[str, str], int]:
-        """Find local values of numbers with which one rank runs the program of one process.
+        """Return the attributes' local values with which one rank runs the recorded operations.
 
         Args:
             regions: The regions to shard.
-            known: Numbers that are local already.
+            known: Local values found before, by (module, name).
+
+        Returns:
+            All local values, `known` included, by (module, name).
 
         Raises:
-            NotTheSame: There are none.
+            NotTheSame: No such values were found.
         """
         regions = tuple(regions)
         found = dict(known)
@@ -87,7 +91,7 @@ class Rehearsals:
         return found
 
     def run(self, regions: tuple[Region, ...], numbers: Numbers) -> Divergence | None:
-        """Return the divergence of a rehearsal with these local numbers; None if there is none."""
+        """Return the divergence of a rehearsal with these local values; None if there is none."""
         self.tries += 1
         words = {fqn: word for r in regions for fqn, word in r.words.items()}
         twin = self.rehearse(
@@ -101,13 +105,13 @@ class Rehearsals:
         )
         found = compare(self.places, regions, self.size, twin)
         if not isinstance(twin, Stopped):
-            self.clue = found  # It ran to its end, so it is more informative than one that stopped.
+            self.clue = found  # More informative than the divergence of a rehearsal that stopped.
         return found
 
     def rehearse_stream(
         self, regions: tuple[Region, ...], numbers: Numbers, stream: Stream
     ) -> Divergence | None:
-        """Return the divergence of a rehearsal whose modules also see shards of the sequence."""
+        """Return the divergence of a rehearsal with the sequence sharded too; None if none."""
         words = {fqn: word for r in regions for fqn, word in r.words.items()}
         closing = frozenset(m for m, w in words.items() if w == "rowwise")
         opening = {m for m, w in words.items() if w != "rowwise"} | stream.taking
@@ -128,7 +132,11 @@ class Rehearsals:
     def _repair(
         self, regions: tuple[Region, ...], found: Numbers, difference: Divergence
     ) -> tuple[dict[tuple[str, str], int], Divergence | None] | None:
-        """Divide the fewest numbers around a divergence that let the rehearsal get further."""
+        """Divide the fewest attributes with which the rehearsal diverges later, or not at all.
+
+        Returns:
+            (local values, divergence with them or None); None if no attributes help.
+        """
         suspects = self._suspects(regions, found, difference)
         for count in range(1, _MAX_TOGETHER + 1):
             for chosen in itertools.combinations(suspects, count):
@@ -150,7 +158,7 @@ class Rehearsals:
         sizes = self._sizes(regions)
         graph, flow = self.places.graph, self.places.flow
         around = [c.module for c in itertools.islice(flow.around(difference.call), _LEVELS)]
-        # Modules that are not called themselves, but whose projections are.
+        # Also try modules that are never called, but whose projections are.
         touched = (fqn.rpartition(".")[0] for r in regions for fqn in r.words)
         held = (fqn for fqn in touched if is_inside(fqn, around[0]))
         return [
@@ -161,7 +169,7 @@ class Rehearsals:
         ]
 
     def _sizes(self, regions: Iterable[Region]) -> set[int]:
-        """Collect sizes that code may use for a sharded class: alone, or with adjacent factors."""
+        """Return the sizes of the sharded factors, alone and multiplied by adjacent factors."""
         out: set[int] = set()
         for region in regions:
             for name in self.places.by_factor[region.factor]:
@@ -177,7 +185,7 @@ class Rehearsals:
         return {size for size in out if size % self.size == 0}
 
     def _alike(self, regions: tuple[Region, ...], module: str, name: str) -> list[str]:
-        """Find modules of the same type with the same number, around regions of their own."""
+        """Return the fqns of modules of the same type and value that contain sharded modules."""
         info = self.places.graph.modules[module]
         value = info.numbers[name]
         touched = {fqn for r in regions for fqn in (*r.words, *r.parts)}

@@ -1,12 +1,12 @@
-"""Prove that a set of regions computes what one process computes: values forward, gradients back.
+"""Prove that a set of regions gives the values and gradients of one process.
 
-Forward: with the classes sharded, every operation outside of the styled modules works position by
-position along them, and the input and output of a styled module are sharded as its style says.
+Forward: outside of styled modules, every operation must work position by position along the sharded
+dim classes. The input and output of each styled module must be sharded as its style requires.
 
-Backward: where an operation combines a sharded value with a whole one, each rank's gradient of the
-whole one is a partial sum ("part"). Styled modules add up the gradient of their input, and
-parameters can be set to. Anywhere else a partial gradient would be taken for the full one, so the
-regions are refuted.
+Backward: where an operation combines a sharded value with a whole value, each rank's gradient of
+the whole value is a partial sum ("part"). A styled module sums the gradient of its input over tp,
+and the gradient of a parameter can be summed too. If a partial sum reaches any other place, it
+would be used as the full gradient, so the regions are refuted.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _WHOLE, _PART = 1, 2
 
 
 class Refuted(Exception):
-    """A set of regions that would compute something else, and why."""
+    """The error that a set of regions would not compute what one process computes, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionProof:
-    """Further requirements of a set of regions.
+    """What a set of regions requires of replicated parameters.
 
     Args:
-        summed: Whole parameters whose gradient must be added up over the ranks, by fqn.
-        summed_modules: Projections left whole, the gradients of whose weights and input must be
-            added up.
+        summed: Fqns of replicated parameters whose gradients must be summed over tp.
+        summed_modules: Fqns of replicated projections for which the gradients of both the weights
+            and the input must be summed over tp.
     """
 
     summed: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class RegionProof:
 
 @dataclass(slots=True)
 class _GradientStates:
-    """States of gradients, from a walk backwards: whole, partial or both, for each value."""
+    """By value id, if its gradient is whole (`_WHOLE`), a partial sum (`_PART`), or both."""
 
     gradient: dict[int, int] = field(default_factory=dict)
     summed_modules: dict[str, bool] = field(default_factory=dict)
@@ -54,15 +54,18 @@ class _GradientStates:
 
 
 def prove(places: FlowUses, regions: Iterable[Region], gathered: Mapping[str, str]) -> RegionProof:
-    """Follow values and gradients through the flow.
+    """Prove that sharding these regions gives the values and gradients of one process.
 
     Args:
-        places: The recorded flow.
+        places: The recorded forward.
         regions: The regions to shard.
-        gathered: Modules with a style whose input and output are whole (vocab), by fqn.
+        gathered: Modules whose style has a whole input and output (vocab), by fqn.
+
+    Returns:
+        What this requires of replicated parameters.
 
     Raises:
-        Refuted: The regions would compute something else; the message names the place and reason.
+        Refuted: There is no proof; the message names the place and the reason.
     """
     regions = tuple(regions)
     cut = frozenset(r.factor for r in regions)
@@ -83,16 +86,19 @@ def summed_beside(
     parts: frozenset[int],
     entering: frozenset[int],
 ) -> tuple[str, ...]:
-    """Find parameters whose gradients become partial sums once these values are sequence shards.
+    """Return parameters whose gradients become partial sums if the sequence is sharded as well.
 
     Args:
-        places: The recorded flow.
+        places: The recorded forward.
         regions: The sharded regions.
         gathered: Modules with the style vocab, by fqn.
-        proof: The earlier proof, which must still hold.
-        parts: Values of which every rank has a shard.
-        entering: Whole values that are sliced where they enter a module; the gradients of the
-            slices are gathered.
+        proof: The proof without sequence sharding, whose requirements must still be met.
+        parts: Ids of values of which every rank has a shard of the sequence.
+        entering: Ids of whole values that are sliced where they enter a module; backward gathers
+            the gradients of the slices.
+
+    Returns:
+        The fqns of the parameters that are not yet in `proof.summed`.
 
     Raises:
         Refuted: A gradient would be partly whole and partly a partial sum.
@@ -135,7 +141,7 @@ class _BackwardWalk:
         self.has_gradient = self._with_gradient()
 
     def _with_gradient(self) -> list[bool]:
-        """Return True for floating-point values that depend on a parameter."""
+        """Return, by value id, True for floating-point values that depend on a parameter."""
         out = [v.origin == "parameter" and v.dtype in _FLOATS for v in self.flow.values]
         for op in self.flow.ops:
             if any(out[v] for v in op.inputs):
@@ -165,7 +171,8 @@ class _BackwardWalk:
         if summed:
             raise Refuted(f"{base_name(op)}{where} sums over the dim that would be sharded")
         if any(self.is_cut[v] for v in op.inputs):
-            # An op with a sharded argument must make sharded values, or independent ones.
+            # The results of an operation with a sharded argument must be sharded, too, unless they
+            # do not depend on the argument's elements.
             makes = [v for v in op.outputs if not self.is_cut[v]]
             known = base_name(op) in UNIFORM or op.name == UPDATE
             if makes and not known and any(self.flow.values[v].shape for v in makes):
@@ -184,7 +191,7 @@ class _BackwardWalk:
             self._along_last(call, given, region.factor, outer)
 
     def _along_last(self, call: Call, value: int, factor: Factor, outer: int) -> None:
-        """Check that the value is sharded along its last dim, by this class alone."""
+        """Raise `Refuted` unless the value is sharded along its last dim only, by this factor."""
         *others, last = self.classes.dims[value]
         found = [f for dim in others for f in dim if f in self.cut]
         before = 1
@@ -238,7 +245,7 @@ class _BackwardWalk:
         return self._end(state)
 
     def _can_sum(self, call: Call) -> bool:
-        """Return True for a projection left whole that could add up its gradients."""
+        """Return True for a call of a replicated projection whose gradients could be summed."""
         info = self.places.graph.modules.get(call.module)
         return (
             info is not None
@@ -252,7 +259,11 @@ class _BackwardWalk:
         )
 
     def _leave_styled(self, call: Call, state: _GradientStates) -> None:
-        """Give a styled module's input a whole gradient, if the gradient of its output is whole."""
+        """Record that the input of a styled module has a whole gradient, because it is summed.
+
+        Raises:
+            Refuted: The gradient of the module's output is a partial sum.
+        """
         for _, value in call.outputs:
             if not self.is_cut[value] and state.gradient.get(value, 0) & _PART:
                 raise Refuted(

@@ -1,8 +1,8 @@
-"""Find regions: the modules that sharding one class of dims would shard, and how.
+"""Find regions: the modules that are sharded, and how, if one class of dims is sharded.
 
-A region opens with projections whose output features lie along the class (colwise) and closes
-with those that contract it (rowwise); operations between them must keep its positions apart.
-This module finds what a region consists of; `proof` and `comparison` check that it is right.
+A region begins with projections whose output features belong to the class (colwise) and ends with
+projections that sum over the class (rowwise). Operations between them must not mix positions along
+it. This module finds the modules; `proof` and `comparison` check that the region is correct.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _PLAIN: Final[Mapping[str, frozenset[str]]] = {
         "embedding": "embedding.default detach.default alias.default",
     }.items()
 }
-"""For each kind of module, the operations of one that computes what its kind says and nothing else.
+"""For each kind of module, the operations that the forward of torch's module of this kind runs. A
+module that runs any other operation does more than its kind implies.
 """
 
 NO_PAIR: Final = "no pair of projections shares one of its dims"
@@ -34,15 +35,15 @@ NO_PAIR: Final = "no pair of projections shares one of its dims"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """The result of sharding one class of dims.
+    """The modules and parameters that are sharded if one class of dims is sharded.
 
     Args:
         factor: The class.
-        size: Number of positions along it.
-        words: A style per module.
-        pieces: Number of pieces of the output of each packed module.
-        parts: Parameters that plain code uses, by fqn: the dim that is sharded.
-        num_elements: Elements of all parameters that it shards.
+        size: Size of the class, such as the number of heads.
+        words: Style names by module fqn.
+        pieces: For each module with the style packed_colwise, the number of its pieces.
+        parts: For each parameter that is used by code outside of styled modules, the sharded dim.
+        num_elements: Number of elements of all parameters that have the class in a dim.
     """
 
     factor: Factor
@@ -54,15 +55,17 @@ class Region:
 
 
 class NoRegion(Exception):
-    """A class that cannot be sharded, and why."""
+    """The error that a class of dims cannot be sharded, and why."""
 
 
 class FlowUses:
-    """Uses of modules and parameters in a flow: calls by module, values by parameter.
+    """Where a recorded forward uses the modules and parameters of a model.
 
     Attributes:
-        summed: Factors that products outside of projections sum over.
-        by_factor: Parameters that have a factor among their dims, by factor.
+        calls: Calls of each module, by fqn.
+        values: Value id of each parameter, by fqn.
+        summed: Factors that matrix products outside of projections sum over.
+        by_factor: For each factor, the fqns of the parameters with a dim that contains it.
     """
 
     def __init__(self, graph: ModelGraph, classes: DimClasses) -> None:
@@ -89,7 +92,7 @@ class FlowUses:
                 self.by_factor.setdefault(factor, []).append(name)
 
     def used_outside(self, tensor: TensorInfo, owners: set[str]) -> bool:
-        """Return True if an operation outside of the calls of these modules reads a parameter."""
+        """Return True if an operation outside of the calls of `owners` reads a parameter."""
         value = self.values.get(tensor.fqn)
         return value is not None and any(
             not any(call.module in owners for call in self.flow.around(self.flow.ops[n].call))
@@ -97,12 +100,12 @@ class FlowUses:
         )
 
     def owners(self, tensor: TensorInfo) -> set[str]:
-        """The modules that have a parameter, by first name: those that are called, if any is."""
+        """Return the fqns of the modules that have a parameter; if any are called, only these."""
         found = {self.graph.first_name(name.rpartition(".")[0]) for name in tensor.names}
         return {fqn for fqn in found if fqn in self.calls} or found
 
     def does_more(self, info: ModuleInfo) -> str:
-        """Return an operation of a module beyond what its kind says; "" if there is none."""
+        """Return the name of an operation that is not in `_PLAIN` of its kind; "" if none is."""
         plain = _PLAIN[info.kind]
         for call in self.calls.get(info.fqn, ()):
             for op in self.flow.ops[slice(*call.ops)]:
@@ -112,7 +115,7 @@ class FlowUses:
 
 
 def find_region(places: FlowUses, factor: Factor) -> Region:
-    """Find the region of one class.
+    """Return the region of one class of dims.
 
     Raises:
         NoRegion: The class cannot be sharded; the message says why.
@@ -164,7 +167,10 @@ def _is_plain(places: FlowUses, info: ModuleInfo) -> bool:
 
 
 def _word(info: ModuleInfo, tensor: TensorInfo, dim: int, outer: int) -> str | None:
-    """Return the style that shards this dim of a module's parameter; None if there is none."""
+    """Return the style that shards dim `dim` of a module's parameter; None if there is none.
+
+    `outer` is the number of pieces of the dim, each of which is sharded; 1 if it is sharded whole.
+    """
     names = {n.rpartition(".")[0]: n.rpartition(".")[2] for n in tensor.names}
     leaf = next((names[m] for m in (info.fqn, *info.aliases) if m in names), "")
     if info.kind == "embedding":

@@ -1,11 +1,11 @@
 """`sequence_parallel` with `auto`: find where the residual stream is sharded along the sequence.
 
-Korthikanti et al. 2022, section 4.2: what lies between one row-wise product and the next
-column-wise one works on each position by itself, so each rank of tp may keep its own positions
-only. Code counts positions by its inputs. The sequence is therefore sliced and gathered where
-modules are entered, so that what a module counts inside is either whole or sharded throughout. The
-modules follow from which operations read which values; a rehearsal shows that no code counts
-wrongly.
+The code between a rowwise projection and the next colwise one computes each position independently,
+so each rank of tp can keep only some of the positions (Korthikanti et al. 2022, section 4.2). But
+code reads the number of positions from the shapes of its inputs. The sequence is therefore sliced
+and gathered only where modules are entered, so that inside a module it is either whole or sharded.
+Which modules these are follows from the operations that read each value; a rehearsal checks that no
+code uses a wrong number of positions.
 """
 
 from __future__ import annotations
@@ -35,10 +35,13 @@ _NORMS: Final = frozenset(("native_layer_norm", "_fused_rms_norm"))
 
 
 def find_stream(places: FlowUses, choice: CutChoice, rehearsals: Rehearsals) -> Stream:
-    """Shard the sequence between the chosen regions.
+    """Return where the sequence is sharded and gathered, given the chosen regions.
+
+    If the sequence cannot be sharded up to the end of the model, try to gather it after the last
+    block.
 
     Raises:
-        Refuted: The sequence cannot be sharded; the message says why.
+        Refuted: The sequence cannot be sharded; the message is the reason.
     """
     try:
         return _shown(places, choice, rehearsals, None)
@@ -50,7 +53,11 @@ def find_stream(places: FlowUses, choice: CutChoice, rehearsals: Rehearsals) -> 
 
 
 def _shown(places: FlowUses, choice: CutChoice, rehearsals: Rehearsals, end: Call | None) -> Stream:
-    """Shard the sequence up to the end of a call, or as far as possible if `end` is None."""
+    """Return the sharding of the sequence up to the end of a call; all the way if `end` is None.
+
+    Raises:
+        Refuted: The sequence cannot be sharded so, or a rehearsal of it diverges.
+    """
     walk = _SequenceWalk(places, choice, end)
     walk.run()
     found = walk.stream()
@@ -66,7 +73,10 @@ def _shown(places: FlowUses, choice: CutChoice, rehearsals: Rehearsals, end: Cal
 
 
 def _last_block(places: FlowUses, choice: CutChoice) -> Call | None:
-    """The outermost call around the last row-wise product that is not around all of them."""
+    """Return the outermost call that contains the last rowwise projection, but not all of them.
+
+    This is the call of the last block. None if there is no such call.
+    """
     closing = [c for c, word in _styled_calls(places, choice) if word == "rowwise"]
     if not closing:
         return None
@@ -83,7 +93,7 @@ def _styled_calls(places: FlowUses, choice: CutChoice) -> list[tuple[Call, str]]
 
 
 def _common(places: FlowUses, calls: list[Call]) -> Call:
-    """The innermost call around all of these, and none of them itself."""
+    """Return the innermost call that contains all of these calls and is none of them."""
     chains = [[c.id for c in places.flow.around(call.id)][1:] for call in calls]
     shared = set(chains[0]).intersection(*chains[1:])
     return places.flow.calls[max(shared, default=0)]
@@ -91,7 +101,23 @@ def _common(places: FlowUses, calls: list[Call]) -> Call:
 
 @dataclass(slots=True)
 class _SequenceWalk:
-    """The values that are sequence shards, from the row-wise products on."""
+    """Finds the values that are shards of the sequence, starting at rowwise outputs.
+
+    Attributes:
+        places: The recorded forward.
+        choice: The chosen regions.
+        end: The call whose outputs are gathered; None if nothing is gathered at the end.
+        along: The factors of the sequence dim.
+        ops: Indices of operations on shards.
+        values: Ids of values that are shards.
+        entered: Calls into which a whole value enters and is sliced there, by value id.
+        gathers: By (id of a call, value id) of shards that are gathered on entry, the argument.
+        taken: The styled call that contains an operation, by index of the operation.
+        cut: Factors that the regions shard.
+        waiting: Ids of shards whose readers are still to be visited.
+        missing: (operation, value id, description) of inputs along the sequence that may not be
+            shards yet.
+    """
 
     places: FlowUses
     choice: CutChoice
@@ -107,7 +133,11 @@ class _SequenceWalk:
     missing: list[tuple[int, int, str]] = field(default_factory=list)
 
     def run(self) -> None:
-        """Follow the values to the last one."""
+        """Visit all operations on shards.
+
+        Raises:
+            Refuted: The sequence cannot be sharded.
+        """
         self.cut = frozenset(r.factor for r in self.choice.regions)
         styled = _styled_calls(self.places, self.choice)
         self.taken = {n: call for call, _ in styled for n in range(*call.ops)}
@@ -126,7 +156,7 @@ class _SequenceWalk:
         while self.waiting or self.missing:
             while self.waiting:
                 self._follow(self.waiting.pop(0))
-            # Earlier ones may lead to later ones.
+            # One at a time: slicing an earlier value can turn later ones into shards.
             for number, value, what in sorted(self.missing)[:1]:
                 self.missing.remove((number, value, what))
                 if not self._is_part(value, number):
@@ -145,7 +175,11 @@ class _SequenceWalk:
                 raise Refuted(f"the input of {call.module} is not sharded along the sequence")
 
     def stream(self) -> Stream:
-        """Return the stream that was found."""
+        """Return what `run` found.
+
+        Raises:
+            Refuted: A module where the sequence is sliced or gathered is called more than once.
+        """
         calls = self.places.flow.calls
         styled = _styled_calls(self.places, self.choice)
         whole = set()
@@ -179,7 +213,10 @@ class _SequenceWalk:
         )  # fmt: skip
 
     def _gather_around(self, call: Call) -> None:
-        """Gather the sequence at the entry of surrounding modules, if every reader needs it."""
+        """Move the gather of a styled call's input outwards, to the entry of a module around it.
+
+        This is done as long as all readers of the value inside that module need the whole sequence.
+        """
         flow, value = self.places.flow, call.inputs[0][1]
         for around in list(flow.around(call.id))[1:]:
             if around.parent is None or value not in (v for _, v in around.inputs):
@@ -198,7 +235,7 @@ class _SequenceWalk:
         return paths[0]
 
     def _is_part(self, value: int, op: int) -> bool:
-        """Return True if this operation sees a shard of a value."""
+        """Return True if the operation with index `op` reads a shard of a value."""
         if value in self.values:
             ends = self.end is not None and value in (v for _, v in self.end.outputs)
             return not (ends and self.end is not None and op >= self.end.ops[1])
@@ -218,17 +255,19 @@ class _SequenceWalk:
                 raise Refuted(f"{call.module} reads the sequence other than through its input")
 
     def _work(self, number: int, op: Op) -> None:
-        """Check an op on shards: its other inputs must be shards or independent of the sequence.
+        """Check an operation on a shard, and add its outputs to the shards.
+
+        Its other inputs along the sequence must be shards too; they are added to `missing`.
 
         Raises:
-            Refuted: The op looks across the sequence, or may.
+            Refuted: The operation mixes positions of the sequence, or it may.
         """
         self.ops.add(number)
         module = self.places.flow.calls[op.call].module
         what = base_name(op) + (f" in {module}" if module else "")
         dims, values = self.places.classes.dims, self.places.flow.values
         makers = {self.places.flow.producer(value) for value in op.mutates}
-        if not makers <= self.ops:  # The value leaves a DTensor, or is whole elsewhere.
+        if not makers <= self.ops:  # It is the output of a styled module, or whole for other code.
             raise Refuted(f"{what} writes in place into a tensor that other code made")
         if op.is_random and not _keeps_all(op):
             raise Refuted(f"{what} would draw random numbers for a shard of the sequence only")
@@ -261,14 +300,20 @@ class _SequenceWalk:
         return op.is_pointwise or op.name == UPDATE or name in ALONG or name in _VIEWS
 
     def _lies_along(self, value: int, what: str) -> None:
-        """Check that the sequence is the value's second dim, and no other."""
+        """Raise `Refuted` unless dim 1 of the value is the sequence, and no other dim is."""
         dims = self.places.classes.dims[value]
         others = [f for d, dim in enumerate(dims) if d != _DIM for f in dim]
         if len(dims) <= _DIM or dims[_DIM] != self.along or set(others) & set(self.along):
             raise Refuted(f"{what} takes or returns a sequence that is not dim 1 of its tensor")
 
     def _enter(self, value: int, number: int, what: str) -> None:
-        """Slice a whole sequence that meets shards, where a module around is given it."""
+        """Slice a whole value that an operation combines with shards.
+
+        It is sliced on entry to a module around the operation that receives it as an argument.
+
+        Raises:
+            Refuted: No such module receives the value.
+        """
         flow = self.places.flow
         around = [
             call
@@ -291,5 +336,5 @@ def _holds(call: Call, op: int) -> bool:
 
 
 def _keeps_all(op: Op) -> bool:
-    """Return True for dropout that drops nothing."""
+    """Return True for dropout with probability 0."""
     return base_name(op) == "native_dropout" and op.args[1] == 0

@@ -1,4 +1,4 @@
-"""The parts of a model that work on shards of the sequence, as data."""
+"""Data class for where activations are sharded along the sequence over tp."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ PARTS: Final = Reason(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """The parts of a model that work on shards of the sequence.
+    """Where activations are sharded along the sequence, and which modules are affected.
 
     Args:
-        cuts: (module, path of an argument) where a whole sequence enters and each rank goes on
-            with its shard.
-        gathers: (module, path of an argument) where shards enter and are gathered, since the module
-            works on the whole sequence.
-        ends: Modules whose outputs are shards and are gathered there.
-        inside: Styled modules that read the input of a module in `gathers`.
-        taking: Styled modules that take a whole sequence and leave no features sharded: heads.
-        whole: Styled modules outside of the stream.
-        ops: Operations on shards, by number.
-        summed: Parameters used on shards, of whose gradients each rank has a partial sum.
+        cuts: Pairs (module, path of an argument) of whole arguments that are replaced by the rank's
+            shard of the sequence.
+        gathers: Pairs (module, path of an argument) of shards that are gathered, because the module
+            computes on the whole sequence.
+        ends: Fqns of modules whose outputs are shards and are gathered.
+        inside: Fqns of styled modules whose input was gathered by a module in `gathers`.
+        taking: Fqns of styled modules whose features are not sharded: those with the style vocab,
+            and replicated projections with summed gradients.
+        whole: Fqns of styled modules whose input is never a shard of the sequence.
+        ops: Indices of the operations that compute on shards.
+        summed: Fqns of parameters that are used on shards, so that each rank has a partial sum of
+            their gradients.
     """
 
     cuts: tuple[tuple[str, str], ...] = ()
@@ -41,7 +43,7 @@ class Stream:
 
 
 def crossings(stream: Stream) -> Iterator[SequenceBoundary]:
-    """Yield the boundaries of the sequence sharding."""
+    """Yield each place where an activation is sharded along the sequence, or gathered."""
     for module, path in stream.cuts:
         reason = Reason("auto: from here on, each position is computed independently")
         yield SequenceBoundary(module=module, path=path, change="cut", reason=reason)
@@ -49,5 +51,5 @@ def crossings(stream: Stream) -> Iterator[SequenceBoundary]:
         reason = Reason("auto: it mixes positions of the sequence, or reads its length")
         yield SequenceBoundary(module=module, path=path, change="gather", reason=reason)
     for module in stream.ends:
-        reason = Reason("auto: what follows may need the whole sequence")
+        reason = Reason("auto: code after it may need the whole sequence")
         yield SequenceBoundary(module=module, path=None, change="gather", reason=reason)

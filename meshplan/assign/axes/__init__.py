@@ -1,1 +1,1 @@
-"""The axes that are no layouts of parameters: pipeline stages, context and expert parallelism."""
+"""The axes pp, cp and ep: pipeline stages, context parallelism and expert parallelism."""

@@ -7,9 +7,10 @@ from itertools import accumulate
 
 
 def balance(weights: Sequence[int], allowed: Sequence[bool], parts: int) -> list[int] | None:
-    """Assign each weight to a part, none of them empty; return None if that is impossible.
+    """Return the index of the part of each weight; None if `parts` non-empty parts are impossible.
 
-    Ties are broken by the sum of the squares of the parts' weights.
+    The heaviest part is as light as possible. Among such splits, the one with the smallest sum of
+    squared part weights is chosen.
 
     Args:
         weights: The weights, in order.
@@ -22,7 +23,8 @@ def balance(weights: Sequence[int], allowed: Sequence[bool], parts: int) -> list
     count = len(weights)
     sums = [0, *accumulate(weights)]
     ends = [end for end in range(1, count) if allowed[end - 1]] + [count]
-    # best[end], for the present number of parts: (weight of the heaviest part, sum of squares).
+    # best[end] describes the best split of the weights before `end` into the number of parts that
+    # the loop has reached: (weight of the heaviest part, sum of squares).
     best: dict[int, tuple[int, int]] = {end: (sums[end], sums[end] ** 2) for end in ends}
     choices: list[dict[int, int]] = []
     for _ in range(parts - 1):

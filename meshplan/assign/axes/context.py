@@ -12,8 +12,9 @@ from meshplan.model.graph import ModelGraph
 from meshplan.spec.spec import Context, Spec
 
 _HIDDEN_ATTENTION: Final = "MultiheadAttention"
-"""Class name of torch's own attention module, which computes inside one call, where nothing can be
-exchanged."""
+"""Class name of torch's attention module, which computes attention inside one torch call. cp cannot
+exchange keys and values there.
+"""
 
 _HEADS: Final = (
     ("num_attention_heads", "heads"),
@@ -24,7 +25,7 @@ _HEADS: Final = (
 def assign_context(
     spec: Spec, graph: ModelGraph, mesh: Mesh
 ) -> tuple[ContextParallel | None, list[Problem]]:
-    """Choose the attention of a plan (None without cp), and list the problems with it."""
+    """Return how attention is computed over cp (None without cp), and the problems with that."""
     if mesh.size("cp") == 1:
         return None, list(_no_effect(spec, mesh))
     stated = spec.context or Context()
@@ -54,7 +55,7 @@ def _no_effect(spec: Spec, mesh: Mesh) -> Iterator[Problem]:
 
 
 def _sequence(spec: Spec, mesh: Mesh, context: ContextParallel) -> Iterator[Problem]:
-    """Check that all ranks of cp get chunks of equal length."""
+    """Yield a problem if the sequence does not divide into chunks of equal length."""
     chunks, length = context.num_chunks(mesh.size("cp")), spec.batch.seq_len
     if length is None or not length % chunks:
         return
@@ -72,9 +73,9 @@ def _sequence(spec: Spec, mesh: Mesh, context: ContextParallel) -> Iterator[Prob
 def _heads(
     spec: Spec, graph: ModelGraph, mesh: Mesh, context: ContextParallel
 ) -> Iterator[Problem]:
-    """Check that heads divide: all_to_all gives each rank whole heads.
+    """Yield a problem if all_to_all cannot give each rank of cp the same number of whole heads.
 
-    The heads of a live model are checked on its first forward.
+    Numbers of heads are known only from a config. For a live model the first forward checks them.
     """
     if context.attention != "all_to_all":
         return

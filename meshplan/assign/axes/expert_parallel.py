@@ -1,8 +1,8 @@
-"""The ep axis: find the modules that have experts, and check if these can be spread.
+"""The ep axis: find the modules that have experts, and check if ep can distribute them.
 
-A graph shows if there are parameters of one expert each, in equal shares; that is checked here.
-Only the live module can show that it computes with them as dispatch needs it
-(`runtime.apply.experts.expert_protocol`).
+This module checks shapes: every parameter must have the experts as dim 0, in a number that ep
+divides. Only the live module can show that its forward computes with the experts as the dispatch of
+tokens requires; `runtime.apply.experts.expert_protocol` checks that.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _FIELD = "place.ep"
 
 @dataclass(slots=True)
 class ExpertParallel:
-    """The ep side of an assignment: modules that have experts, and their parameters' layouts."""
+    """Decisions about ep: uses by module fqn, layouts by parameter fqn, and problems found."""
 
     uses: dict[str, ExpertUse] = field(default_factory=dict)
     layouts: dict[str, Layout] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
     def around(self, name: str) -> ExpertUse | None:
-        """Return the experts that a module or tensor belongs to."""
+        """Return the decision for the innermost module with experts around this name, or None."""
         if not self.uses:
             return None
         return next((self.uses[m] for m in around(name) if m in self.uses), None)
@@ -44,7 +44,7 @@ class ExpertParallel:
         return use.reason if use else None
 
     def report(self, problem: Problem) -> None:
-        """Add a problem once per origin: a rule that matches 32 layers reports the first."""
+        """Add a problem, but one per origin: a rule that matches 32 layers is reported once."""
         if not any(known.origin == problem.origin for known in self.problems):
             self.problems.append(problem)
 
@@ -52,7 +52,7 @@ class ExpertParallel:
 def assign_ep(
     spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh, tp: TensorParallel
 ) -> ExpertParallel:
-    """Collect experts from the rules, and check them against their modules."""
+    """Return the modules that rules place on ep, each checked, with their parameters' layouts."""
     out = ExpertParallel()
     stated = dict(cascade.modules_with(_FIELD))
     for tensor in graph.parameters:
@@ -91,7 +91,7 @@ def assign_ep(
 
 
 def _beside(spec: Spec, mesh: Mesh, out: ExpertParallel, cuts_nothing: bool) -> list[Problem]:
-    """List settings in the rest of the plan that conflict with ep."""
+    """Return problems of ep as a whole: it shards nothing, or modules are placed inside others."""
     problems = []
     if cuts_nothing:
         what = (
@@ -110,7 +110,7 @@ def _beside(spec: Spec, mesh: Mesh, out: ExpertParallel, cuts_nothing: bool) -> 
 
 
 def _inside(graph: ModelGraph, modules: Collection[str]) -> dict[str, list[TensorInfo]]:
-    """Collect the tensors in each of these modules, under any of their names."""
+    """Return the tensors inside each of these modules, also those inside by an alias."""
     out: dict[str, list[TensorInfo]] = {fqn: [] for fqn in modules}
     for tensor in graph.tensors.values() if out else ():
         for fqn in {m for name in tensor.names for m in around(name) if m in out}:
@@ -122,7 +122,7 @@ def _problem(
     graph: ModelGraph, mesh: Mesh, tp: TensorParallel, fqn: str, statement: Stated,
     tensors: Sequence[TensorInfo], is_borrowed: bool,
 ) -> tuple[str, str] | None:  # fmt: skip
-    """Return (why the experts of this module cannot be spread, what to do); None if they can."""
+    """Return (why ep cannot distribute the experts of this module, the fix); None if it can."""
     word = str(statement.value)
     if not is_borrowed:
         lacks = no_axis("ep", mesh, None)
@@ -147,7 +147,8 @@ def _problem(
             what = f"{name} has the buffer {tensor.fqn}, which may have one value per expert"
             fix = "move the buffer out of the module, or leave these experts out of ep"
             return f"{what}, but ep does not shard buffers", fix
-        beside = [t for t in tensors if t.module == tensor.module]  # Routers have at most 2 dims.
+        # Stacked experts have weights of 3 dims; a module with at most 2 dims may be a router.
+        beside = [t for t in tensors if t.module == tensor.module]
         if not tensor.shape or len(sizes) > 1 or not any(len(t.shape) > 2 for t in beside):
             shapes = ", ".join(f"{t.fqn.removeprefix(fqn + '.')} {list(t.shape)}" for t in tensors)
             what = (
@@ -177,7 +178,7 @@ def _short(text: str) -> str:
 
 
 def _nearer(graph: ModelGraph, fqn: str, otherwise: str) -> str:
-    """Suggest a module below that stacks experts, if the rule matched too much."""
+    """Return a fix that names a module inside which stacks experts; without one, `otherwise`."""
     for below in graph.modules:
         tensors = [t for t in graph.owned(below) if not t.is_buffer]
         is_stack = any(len(t.shape) > 2 for t in tensors) and all(t.shape for t in tensors)

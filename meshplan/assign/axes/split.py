@@ -1,7 +1,8 @@
-"""Requirements of a schedule that splits the backward (zero bubble) on the rest of a plan.
+"""What a schedule that splits the backward (zero bubble) requires of the rest of a plan.
 
-Weights get their gradients later than inputs do, from a graph that was walked once. The weights
-must therefore be the very tensors that forward used, and nothing may run in between.
+The weight gradients of a microbatch are computed later than its input gradients, from the same
+autograd graph. Until then the weights must stay the tensors that forward used, so FSDP2 must not
+free and gather them in between.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def _splits(stages: Stages | None) -> bool:
 
 
 def gathered_throughout(units: Mapping[str, Unit], stages: Stages | None) -> dict[str, Unit]:
-    """Return the units; with a split backward, they keep gathered parameters for the whole step."""
+    """Return the units by fqn; with a split backward, without resharding after forward."""
     if not _splits(stages):
         return dict(units)
     return {fqn: replace(unit, reshard_after_forward=False) for fqn, unit in units.items()}

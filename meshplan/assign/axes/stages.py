@@ -1,7 +1,8 @@
-"""Pipeline stages: assign each module to a stage, and find the tensors that each stage holds.
+"""Pipeline stages: assign each module to a stage, and find the tensors that each stage needs.
 
-The model is split between units: the repeated blocks and the modules next to them, in the order in
-which they run (with a recorded forward, or an outline of one) or are defined (without either).
+The model is split between units: the repeated blocks and the modules before and after them. If a
+forward was recorded, or an outline of it is known, units are in the order in which they run, else
+in the order in which they are defined.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from meshplan.spec.spec import AUTO, Pipeline, Spec
 
 @dataclass(frozen=True, slots=True)
 class _StageMark:
-    """A stage that the plan gives to a module."""
+    """The stage that the plan states for a module."""
 
     stage: int
     reason: Reason
@@ -38,7 +39,7 @@ def assign_stages(
     mesh: Mesh,
     recompute: Mapping[str, Recompute],
 ) -> tuple[Stages | None, list[Problem]]:
-    """Assign the stages of a mesh with a pp axis; None without one."""
+    """Return the pipeline (None without a pp axis, or if there are problems) and the problems."""
     ranks = mesh.size("pp")
     if ranks == 1:
         return None, list(_without_axis(spec, cascade))
@@ -88,7 +89,10 @@ def assign_stages(
 
 
 def idle_warnings(spec: Spec, graph: ModelGraph, stages: Stages | None) -> list[Problem]:
-    """Warn if a rank has nothing to train: torch's optimizers refuse an empty parameter list."""
+    """Return a warning if a rank has no trainable parameter.
+
+    torch's optimizers raise an error for an empty parameter list.
+    """
     if stages is None:
         return []
     trained = [fqn for fqn in stages.tensors if graph.tensors[fqn].trainable]
@@ -110,7 +114,10 @@ def idle_warnings(spec: Spec, graph: ModelGraph, stages: Stages | None) -> list[
 
 
 def order_warnings(spec: Spec, graph: ModelGraph, stages: Stages | None) -> list[Problem]:
-    """Warn that `parallelize`, which records the forward, may split the model differently."""
+    """Return a warning if stages follow the definition order, because no forward is known.
+
+    `parallelize` records the forward, and so may split the model differently.
+    """
     if stages is None or _flow_of(graph, stages.opened) is not None:
         return []
     return [
@@ -134,7 +141,7 @@ def _without_axis(spec: Spec, cascade: Cascade) -> list[Problem]:
 
 
 def _flow_of(graph: ModelGraph, opened: Iterable[str]) -> Flow | None:
-    """The recorded forward, or the outline of one if it shows the inside of every opened module."""
+    """Return the recorded forward, else the outline if it has the calls inside opened modules."""
     if graph.flow is not None or graph.outline is None:
         return graph.flow
     calls = graph.outline.calls
@@ -144,7 +151,7 @@ def _flow_of(graph: ModelGraph, opened: Iterable[str]) -> Flow | None:
 
 
 _Units = list[tuple[str, Call | None]]
-"""(module, its call) in order; None for the call if nothing was recorded."""
+"""Pairs (fqn of a unit's module, its call) in order; the call is None if no forward is known."""
 
 
 class _StageCutter:
@@ -205,7 +212,10 @@ class _StageCutter:
         return out
 
     def units(self) -> _Units:
-        """List the units to split between, opening the largest until there are enough of them."""
+        """Return the units between which stages can be cut; [] after a problem.
+
+        While there are fewer units than stages, the largest unit is replaced by the modules in it.
+        """
         if self.problems:
             return []
         for fqn in sorted(self.opened & set(self.recompute)):
@@ -218,7 +228,7 @@ class _StageCutter:
             if len(units) >= self.count:
                 return units
             if self.flow is not self.graph.flow:
-                self.flow = None  # An outline does not show the inside of its units.
+                self.flow = None  # An outline has no calls inside its units; use definitions.
                 continue
             closed = [m for m, call in units if m not in self.recompute and self._opens(m, call)]
             if not closed:
@@ -258,7 +268,7 @@ class _StageCutter:
         return out
 
     def _bytes(self, module: str, counted: set[str]) -> int:
-        """Bytes of the parameters below a module that are not in `counted` yet; adds them to it."""
+        """Return the bytes of a module's parameters that `counted` lacks, and add these to it."""
         total = 0
         for tensor in self.graph.parameters:
             below = any(is_inside(name, module) for name in tensor.names)
@@ -268,7 +278,7 @@ class _StageCutter:
         return total
 
     def stages(self, units: _Units) -> list[int] | None:
-        """Return the stage of each unit, or None after a problem."""
+        """Return the stage of each unit, in order; None after a problem."""
         flow = self.flow
         calls = [call for _, call in units if call is not None]
         bonds = tuple(self._cut(flow, calls).bonds()) if flow is not None else ()
@@ -331,7 +341,10 @@ class _StageCutter:
                 )
 
     def tensors(self, units: _Units, stages: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Find the stages that hold each tensor; an unused tensor goes with the one before it."""
+        """Return, by fqn of a tensor, the stages that need it, in ascending order.
+
+        A tensor that no stage uses is in the stage of the tensor defined before it.
+        """
         holders: dict[str, set[int]] = {fqn: set() for fqn in self.graph.tensors}
         first = {name: t.fqn for t in self.graph.tensors.values() for name in t.names}
         held: dict[str, list[int]] = {}
@@ -359,7 +372,7 @@ class _StageCutter:
         return {fqn: tuple(sorted(found)) for fqn, found in holders.items()}
 
     def _cut(self, flow: Flow, calls: Sequence[Call]) -> UnitFlow:
-        """Return the `UnitFlow` of these calls; the last one is cached."""
+        """Return the `UnitFlow` of these calls; the latest result is cached."""
         if self._known is None or self._known[:2] != (flow, tuple(calls)):
             self._known = flow, tuple(calls), UnitFlow(flow, calls)
         return self._known[2]

@@ -1,1 +1,1 @@
-"""What all decisions share: values, how rules override one another, dims that can be cut."""
+"""Shared by all decisions: their data classes, the precedence of rules, how a dim is sharded."""

@@ -1,8 +1,8 @@
 """The cascade: find the rule that decides each field of each module.
 
-Precedence: a rule on a deeper module beats one on a module around it; among rules that match
-the same module the later one wins, field by field; a rule on a parameter beats every rule on
-modules. Only selectors and their order matter here; `assign` interprets the fields.
+Precedence: a rule that matches a module beats a rule that matches a module around it; among rules
+that match the same module, the later rule wins, field by field; a rule that matches a parameter
+beats all rules on modules. Other modules of `assign` interpret the values.
 """
 
 from __future__ import annotations
@@ -21,17 +21,23 @@ _FIELDS = (
     "stage", "unit", "apply",
 )  # fmt: skip
 _MOST_GUESSED = 100
-"""Unmatched rules for which a suggestion is searched: each search takes milliseconds."""
+"""Maximum number of problems up to which a suggestion is searched for an unmatched rule, because
+each search takes milliseconds.
+"""
 _PARTS = {"offload": ("params", "optimizer", "activations")}
-"""Fields that consist of parts; a later rule may override each part by itself."""
+"""Fields that consist of parts, each of which a later rule can override separately."""
 
 _DATA_WORDS = {"replicate": "R", "shard": "S(0)", "hybrid_shard": "S(0)"}
-"""Short forms: `place: WORD` is a placement on dp_shard."""
+"""The placement on dp_shard that `place: WORD` means, by word."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stated:
-    """A value, the rule that states it, its path ("rules[0].place.tp") and its text in the plan."""
+    """A value that a rule states for a field.
+
+    `path` is its place in the plan ("rules[0].place.tp"), `text` how messages show it
+    ("tp: colwise").
+    """
 
     value: Any
     rule: Rule
@@ -40,7 +46,7 @@ class Stated:
 
 
 def fields_of(rule: Rule) -> dict[str, Stated]:
-    """Collect what a rule states, by field; `place` is one field per axis ("place.tp")."""
+    """Return what a rule states, by field; `place` is one field per axis, such as "place.tp"."""
     at = f"rules[{rule.index}]"
     out = {
         name: Stated(value, rule, f"{at}.{name}", f"{name}: {value}")
@@ -66,8 +72,8 @@ class Cascade:
     """The rules of a spec, matched against a model once.
 
     Attributes:
-        problems: Problems of rules that match nothing.
-        hits: The fqns that each rule matches, by index of the rule.
+        problems: Problems of rules, such as rules that match nothing.
+        hits: The fqns of modules and parameters that each rule matches, by index of the rule.
     """
 
     def __init__(self, spec: Spec, graph: ModelGraph) -> None:
@@ -108,7 +114,7 @@ class Cascade:
         self.hits[rule.index] = tuple(dict.fromkeys(hits))
 
     def _only_places(self, stated: dict[str, Stated]) -> None:
-        """Report fields other than placements: a rule on a parameter can only place it."""
+        """Report all fields but placements, which alone can be stated for a parameter."""
         for field, statement in stated.items():
             if not field.startswith("place."):
                 self.problems.append(
@@ -136,7 +142,7 @@ class Cascade:
         )
 
     def _ancestors(self, fqn: str) -> Iterator[str]:
-        """Yield the module itself, then outwards to the root, by first names of shared modules."""
+        """Yield the module, then its enclosing modules outwards to the root, by first name."""
         while True:
             fqn = self._graph.first_name(fqn)
             yield fqn
@@ -145,11 +151,17 @@ class Cascade:
             fqn = fqn.rpartition(".")[0]
 
     def own(self, module: str, field: str) -> Stated | None:
-        """Return the statement of a rule that matches exactly this module."""
+        """Return what the last rule that matches the module itself states for a field.
+
+        None if no such rule states it. Rules on modules around it do not count.
+        """
         return self._take(self._modules.get(module, {}).get(field))
 
     def inherited(self, module: str, field: str) -> Stated | None:
-        """Return the statement for this module or the closest module around it."""
+        """Return what rules state for a field of this module, or else of the closest module around.
+
+        None if no rule states it.
+        """
         if field not in self._fields:
             return None
         for fqn in self._ancestors(module):
@@ -159,11 +171,11 @@ class Cascade:
         return None
 
     def param(self, tensor: TensorInfo, field: str) -> Stated | None:
-        """Return the statement of a rule that selects this very parameter."""
+        """Return what the last rule that matches the parameter states for a field, or None."""
         return self._take(self._params.get(tensor.fqn, {}).get(field))
 
     def modules_with(self, field: str) -> Iterator[tuple[str, Stated]]:
-        """Yield every module for which a rule states this field directly."""
+        """Yield (fqn, statement) of every module that a rule with this field matches itself."""
         for fqn, stated in self._modules.items():
             found = self._take(stated.get(field))
             if found:
@@ -175,9 +187,10 @@ class Cascade:
         return stated
 
     def shadowed(self) -> list[Problem]:
-        """List warnings for rules none of whose statements decided anything.
+        """Return a warning for each rule whose statements are all overridden.
 
-        Assumes: called after every field was asked for.
+        To be called last: a rule counts as overridden if no call of the methods above returned one
+        of its statements.
         """
         out = []
         for rule in self._spec.rules:

@@ -1,4 +1,4 @@
-"""Models of several dtypes: find the modules, and the parameters of a unit, that differ."""
+"""Models with parameters of several dtypes: find modules and parameters of another dtype."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from meshplan.model.graph import ModelGraph, TensorInfo
 from meshplan.spec.spec import Precision
 
 FLOATS: Final = frozenset(("float32", "bfloat16", "float16", "float64"))
-"""The dtypes that a precision of the plan replaces."""
+"""The dtypes of parameters to which the `precision` of a plan applies."""
 UNIFIED: Final = frozenset(("float32", "bfloat16", "float16"))
-"""The dtypes that a precision with a master dtype replaces by one."""
+"""The dtypes of parameters that a `precision` with a master dtype stores in that one dtype."""
 
 
 class Dtypes:
-    """The dtypes of a model's trainable parameters."""
+    """The dtypes of a model's trainable parameters, by module."""
 
     def __init__(self, graph: ModelGraph) -> None:
         self._graph = graph
@@ -27,9 +27,10 @@ class Dtypes:
         self._main = main if main in FLOATS else ""
 
     def other(self, fqn: str) -> str:
-        """Return the one dtype inside a module if no precision applies to it, else "".
+        """Return the dtype of a module's parameters if they have one dtype, and a special one.
 
-        That dtype is complex, or another one than the model's main dtype.
+        Special is a dtype other than that of most elements of the model, or, if most are complex,
+        any dtype. Else return "".
         """
         found = self._of(fqn) if self.is_mixed or self._is_complex else {}
         return next(iter(found)) if len(found) == 1 and self._main not in found else ""
@@ -41,12 +42,12 @@ class Dtypes:
 
 
 def stored_dtype(tensor: TensorInfo, precision: Precision) -> str:
-    """The dtype of a parameter at rest."""
+    """Return the dtype in which a parameter is stored: the master dtype, else the model's."""
     return (precision.master if tensor.dtype in FLOATS else None) or tensor.dtype
 
 
 def main_dtype(tensors: Iterable[TensorInfo], precision: Precision) -> str:
-    """The dtype at rest of most elements among the trainable parameters of a unit."""
+    """Return the stored dtype of most elements of a unit's trainable parameters; "" without any."""
     found: Counter[str] = Counter()
     for tensor in _trainable(tensors):
         found[stored_dtype(tensor, precision)] += tensor.numel

@@ -1,4 +1,4 @@
-"""Find rules that place on an axis that the mesh does not have: wrong for any model."""
+"""Find rules with a placement on an axis that the mesh lacks, an error for every model."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ _ADD: Final = {
 
 
 def no_axis(axis: str, mesh: Mesh, origin: Origin | None) -> Problem:
-    """Build the problem of a placement along an axis that the mesh lacks."""
+    """Return the problem of a placement on an axis that the mesh lacks."""
     fix = f"add {axis} to the mesh, such as {_ADD[axis]}, or remove the placement"
     return Problem(f"the mesh has no axis {axis} (it has {mesh})", origin, fix)
 
 
 def rules_without_axis(spec: Spec, mesh: Mesh) -> Iterator[Problem]:
-    """Yield the problems of such rules if there is no model to match them against.
+    """Yield a problem for each placement of a rule on an axis that the mesh lacks.
 
-    An optional rule may match nothing, and `R` shards nothing.
+    Rules are not matched against a model. Optional rules are skipped, because they may match
+    nothing, and so is `R`, which needs no axis.
     """
     there = {*mesh.names, *(loan.name for loan in mesh.loans)}
-    if mesh.present(SHARD_AXES):  # Ranks of cp share shards with those of dp_shard.
+    if mesh.present(SHARD_AXES):  # Parameters placed on dp_shard are sharded over cp, too.
         there.add("dp_shard")
     for rule in spec.rules:
         for axis, word in rule.place.items():

@@ -1,4 +1,4 @@
-"""Refuse settings that the format has and this version lacks, instead of ignoring them."""
+"""Refuse settings that are in the format of plan.yaml but not supported by this version."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshplan.spec.spec import AUTO, ActivationCheckpointing, Spec
 
 
 def not_yet(spec: Spec) -> list[Problem]:
-    """List one problem per setting that this version would have to ignore."""
+    """Return a problem for each setting that this version, or a plan with `auto`, cannot use."""
     asked: list[tuple[str, str, str]] = []
     open_: list[tuple[str, str, str]] = []
 

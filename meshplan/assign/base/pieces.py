@@ -1,8 +1,8 @@
-"""Divide one dim of a module over tp: plainly, piece by piece, or kv heads shared by neighbours.
+"""Divide one dim of a module over tp: as a whole, piece by piece, or with shared kv heads.
 
-A sharding that the surrounding code sees must keep heads whole. Projections fused in one weight are
-sharded one by one. If there are fewer kv heads than ranks, every rank whose queries need a kv head
-computes it.
+If code outside the module sees the shards, no head may be divided. Projections fused in one weight
+are sharded one by one. If there are fewer kv heads than ranks, neighbouring ranks compute the same
+kv head.
 """
 
 from __future__ import annotations
@@ -19,9 +19,18 @@ from meshplan.model.graph import ModelGraph, ModuleInfo, TensorInfo
 def share_out(
     graph: ModelGraph, info: ModuleInfo, style: Style, said: Preset, size: int, tp: int
 ) -> tuple[Piece, ...] | Problem:
-    """Return the pieces of the dim of this size that `style` shards; () for a plain sharding.
+    """Return how tp divides a dim of this size: its pieces, or () to shard the dim as a whole.
 
-    A gathered output may be uneven and may split heads: no code sees its shards.
+    If the style gathers the output in the module, every division is possible, because no code sees
+    the shards. If the division is impossible, return the problem.
+
+    Args:
+        graph: The model.
+        info: The module.
+        style: The style, which determines the dim.
+        said: The style's name as stated, and the reason.
+        size: Size of the dim.
+        tp: Number of ranks of tp.
     """
     if "S(-1)" not in (style.input[0], style.output[1]):
         return ()
@@ -38,7 +47,7 @@ def share_out(
     if heads and size % heads == 0 and tp % heads == 0 and heads < tp and style.cut_dim == "out":
         shared = any(n % tp == 0 for n in _heads_beside(graph, info))
         alike = sum(n == heads for n in _heads_beside(graph, info))
-        if shared and alike == 1:  # One key and one value projection.
+        if shared and alike == 1:  # `info` and one other, the key and the value projection.
             return (Piece(size, heads),)
     if heads and heads % tp:
         return Problem(
@@ -65,13 +74,13 @@ def _heads_beside(graph: ModelGraph, info: ModuleInfo) -> Iterator[int]:
 
 
 def out_width(graph: ModelGraph, info: ModuleInfo) -> int | None:
-    """Size of the output dim of a projection; None for other modules."""
+    """Return the size of the output dim of a projection; None for other modules."""
     weight = next((t for t in graph.owned(info.fqn) if "out" in t.dims), None)
     return weight.shape[weight.dims.index("out")] if weight is not None else None
 
 
 def _packed(info: ModuleInfo, said: Preset, size: int, tp: int) -> tuple[Piece, ...] | Problem:
-    """Return the pieces of a fused weight, each sharded by itself."""
+    """Return the pieces of a fused weight, each of which is sharded separately, or the problem."""
     origin = said.reason.origin
     _, stated = parse_packed(said.word)
     sizes = stated or info.pieces
@@ -110,21 +119,21 @@ def _packed(info: ModuleInfo, said: Preset, size: int, tp: int) -> tuple[Piece, 
 
 
 def are_equal(pieces: tuple[Piece, ...], tp: int) -> bool:
-    """Return True if one placement can express the sharding.
+    """Return True if one packed `Layout` can express the division.
 
-    That needs equal pieces, and no two ranks may share a part of them.
+    This requires two or more equal pieces, with a different part of them for each rank.
     """
     return len(set(pieces)) == 1 and pieces[0].parts == tp and len(pieces) > 1
 
 
 def divisor_fix(size: int, tp: int, whole: str) -> str:
-    """Suggest a smaller tp that divides, or none at all."""
+    """Return a fix: the largest smaller tp that divides `size`, or to leave `whole` out of tp."""
     divisor = max((d for d in range(1, tp) if size % d == 0), default=1)
     return f"use tp: {divisor}" if divisor > 1 else f"leave {whole} out of tp together"
 
 
 def pieces_cut_twice(tensor: TensorInfo, dim: int, origin: Origin | None) -> Problem:
-    """Build the problem of data axes that would shard the dim whose pieces tp shards."""
+    """Return the problem of a plan in which dp_shard shards a dim whose pieces tp shards."""
     return Problem(
         f"{tensor.fqn}: tp shards each piece of dim {dim}, so dp_shard must shard another dim",
         origin,

@@ -1,4 +1,4 @@
-"""Warn about rounding that a plan adds to a model, compared with one process."""
+"""Warn about rounding that happens under a plan, but not in one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from meshplan.spec.spec import Spec
 
 
 def rounding_warnings(spec: Spec, graph: ModelGraph, mesh: Mesh) -> Iterator[Problem]:
-    """Warn if only a part of a model is in half precision: sums over ranks are rounded to it."""
+    """Yield a warning if a float32 model has some parameters in half precision.
+
+    Sums of their gradients over ranks and microbatches are rounded to half precision.
+    """
     half = {"bfloat16": "0.4%", "float16": "0.05%"}
     trained = [t for t in graph.parameters if t.trainable]
     found = next((t for t in trained if t.dtype in half), None)

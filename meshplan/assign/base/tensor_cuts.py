@@ -1,4 +1,4 @@
-"""Results that the modules for the tp axis fill in together: styles, cuts, attributes, problems."""
+"""Decisions about tp, which several modules fill in together: styles, layouts, attributes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from meshplan.layout.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class TensorCut:
-    """The layout that tp gives to one parameter, and the reason."""
+    """The layout of one parameter on tp.
+
+    Args:
+        layout: The layout, without the data axes.
+        gathered: If True, the parameter is all-gathered each time its module runs; if False, the
+            module computes with the shard.
+        reason: The reason for the layout.
+        is_local: See `Placed.is_local`.
+    """
 
     layout: Layout
     gathered: bool
@@ -21,7 +29,7 @@ class TensorCut:
 
 @dataclass(slots=True)
 class TensorParallel:
-    """The tp side of an assignment: styles by module, cuts by parameter."""
+    """Decisions about tp: styles by module fqn, cuts by parameter fqn, attributes, problems."""
 
     styles: dict[str, StyleUse] = field(default_factory=dict)
     cuts: dict[str, TensorCut] = field(default_factory=dict)
@@ -31,6 +39,6 @@ class TensorParallel:
 
 
 def report(out: TensorParallel, problem: Problem) -> None:
-    """Add a problem once per origin: a rule that matches 32 layers reports the first."""
+    """Add a problem, but one per origin: a rule that matches 32 layers is reported once."""
     if not any(p.origin == problem.origin for p in out.problems):
         out.problems.append(problem)

@@ -18,7 +18,7 @@ from meshplan.spec.strategies import Strategy
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """The reason for a decision: the text that decided, and its place in the plan."""
+    """The reason for a decision: a short text for the user, and the place in the plan, if any."""
 
     text: str
     origin: Origin | None = None
@@ -29,15 +29,15 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A style or placement of one module on the tp axis, from `tp_plan`; rules override it.
+    """A style or placement of one module on the tp axis, from `tp_plan` or from a rule.
 
     Args:
         word: A style name or a placement, as a rule would state it.
-        reason: Reason shown for every tensor that it places.
-        is_proved: If True, the data flow shows that it is right, whatever names and neighbours
-            suggest.
-        pieces: If proved, the pieces of the output dim that each rank computes a part of; () for a
-            plain sharding.
+        reason: Reason shown for every tensor of the module.
+        is_proved: If True, the data flow proves that the style is correct, so that heuristic checks
+            by names and neighbouring modules are skipped.
+        pieces: If proved, the pieces of the output dim, of each of which a rank computes a part; ()
+            if the dim is sharded as a whole.
     """
 
     word: str
@@ -48,10 +48,10 @@ class Preset:
 
 @dataclass(frozen=True, slots=True)
 class LocalUse:
-    """A parameter that plain code uses together with sharded values, as each rank holds it.
+    """The layout of a parameter that code outside of styled modules combines with sharded values.
 
     Args:
-        dim: The dim that is sharded; None if the parameter is whole and each rank has a partial
+        dim: The dim that tp shards; None if the parameter is replicated and each rank has a partial
             gradient.
         reason: The reason for this layout.
     """
@@ -62,19 +62,20 @@ class LocalUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Parameters of modules that are gathered, freed and reduced together.
+    """The parameters that FSDP2 gathers, frees and reduces together.
 
     Args:
-        fqn: The module that is the unit; it owns every parameter below it that no deeper unit owns.
-        shard_axes: Data axes that shard its parameters; () for replicas.
-        replicate_axes: Data axes along which it is replicated, its gradients all-reduced.
+        fqn: The module to which FSDP2 is applied. The unit has every parameter inside the module
+            that is in no unit further inside.
+        shard_axes: Data axes that shard the parameters; () if they are replicated.
+        replicate_axes: Data axes along which parameters are replicated and gradients all-reduced.
         reshard_after_forward: True frees the gathered parameters after forward, False keeps them
             until backward is done, an int reshards to that many ranks.
-        precision: Dtypes by role; None in a role leaves the model's own.
-        reason: The reason why it is a unit.
-        casts_inputs: If True, the inputs of its module are cast to `precision.param`.
-        on_host: If True, its parameters, their gradients and the optimizer states are in host
-            memory, and parameters are copied to the device for each gather.
+        precision: Dtypes by role; None in a role means the model's dtype.
+        reason: The reason why the module is a unit.
+        casts_inputs: If True, the inputs of the module are cast to `precision.param`.
+        on_host: If True, parameters, gradients and optimizer states are in host memory, and
+            parameters are copied to the device for each all-gather.
     """
 
     fqn: str
@@ -97,21 +98,23 @@ class Placed:
 
     Args:
         info: The tensor.
-        unit: The fqn of the unit that owns it; None if no data axis concerns it, or if its gradient
-            is reduced by itself (`reduced_alone`).
-        stored: Layout at rest, and of the optimizer state.
+        unit: The fqn of the tensor's unit; None for a buffer, without FSDP2 and DDP, or if the
+            gradient is reduced alone (`reduced_alone`).
+        stored: Layout of the parameter between steps, and of the optimizer state.
         computed: Layout during forward and backward.
         gradient: Layout of the gradient between backward and the optimizer step.
         dtype: Dtype of the stored tensor.
         compute_dtype: Dtype of the tensor during forward and backward.
-        gathered_axes: Axes that shard it at rest and are gathered each time its module runs.
-        reduced_alone: If True, its gradient is averaged over the data axes by itself, since it is
-            too small or too special for its unit.
-        data_reason: The reason for its layout on the data axes.
-        tp_reason: The reason for its layout on tp; None if tp does not concern it.
-        is_local: If True, its module's code computes with the rank's own shard of it, or with all
-            of it and a partial gradient.
-        ep_reason: The reason for its layout on ep; None if ep does not concern it.
+        gathered_axes: Axes of `stored` over which the tensor is all-gathered each time its module
+            runs, besides those of its unit.
+        reduced_alone: If True, the gradient is averaged over the data axes separately, because the
+            tensor cannot be reduced with its unit: it is a scalar, is replicated, or has another
+            dtype.
+        data_reason: The reason for the layout on the data axes.
+        tp_reason: The reason for the layout on tp; None if the plan states nothing about it.
+        is_local: If True, the module's code computes with the local shard as a plain tensor, or
+            with the whole tensor, of whose gradient each rank then has a partial sum.
+        ep_reason: The reason for the layout on ep; None if ep does not shard the tensor.
     """
 
     info: TensorInfo
@@ -129,7 +132,7 @@ class Placed:
     ep_reason: Reason | None = None
 
     def local_shape(self, mesh: Mesh, rank: int = 0) -> tuple[int, ...]:
-        """Shape of the tensor that `rank` holds at rest."""
+        """Return the shape of the shard that `rank` stores."""
         return self.stored.local_shape(self.info.shape, mesh, rank)
 
 
@@ -142,11 +145,11 @@ class StyleUse:
         axis: The mesh axis.
         reason: The reason for the style.
         pieces: Pieces of the output dim, of each of which a rank computes a part; the module then
-            computes on local tensors. () for a plain sharding.
-        is_written: If True, the surrounding code writes into the module's output, which must be a
-            copy.
-        is_proved: If True, the data flow shows that it is right, and the first forward need not
-            check it.
+            computes on local tensors. () if the dim is sharded as a whole.
+        is_written: If True, the surrounding code writes in place into the module's output, which
+            must therefore be a copy.
+        is_proved: If True, the data flow proves that the style is correct, so that the first
+            forward does not check it.
     """
 
     style: Style
@@ -159,13 +162,13 @@ class StyleUse:
 
 @dataclass(frozen=True, slots=True)
 class LocalAttribute:
-    """An attribute that counts what tp shards; the module's code must see this rank's number.
+    """An attribute, such as `num_heads`, that must be set to the number on one rank of tp.
 
     Args:
-        module: The fqn of the module that has it.
+        module: The fqn of the module that has the attribute.
         name: Name of the attribute.
-        whole: The value on one process.
-        local: The value on each rank.
+        whole: The value in one process.
+        local: The value to set on each rank.
     """
 
     module: str
@@ -176,12 +179,12 @@ class LocalAttribute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceBoundary:
-    """A place where activations are sharded along the sequence over tp, or gathered again.
+    """A place where an activation is sharded along the sequence over tp, or gathered again.
 
     Args:
-        module: The fqn of the module that is entered or left.
-        path: The argument that is changed, by position ("0") or name; None for the module's output.
-        change: "cut" or "gather".
+        module: The fqn of the module whose argument or output is changed.
+        path: The argument, by position ("0") or name; None for the module's output.
+        change: "cut" to shard it, or "gather".
         reason: The reason for a boundary here.
     """
 
@@ -193,13 +196,13 @@ class SequenceBoundary:
 
 @dataclass(frozen=True, slots=True)
 class ExpertUse:
-    """A module whose experts are spread over ep, and to which tokens are sent.
+    """A module whose experts are distributed over ep.
 
     Args:
-        num_experts: Experts on all ranks together; each rank of ep has an equal share, in order.
-        reason: The reason why they are spread.
-        capacity: The most slots that a rank is expected to be sent, as a multiple of an even share;
-            None if the plan does not say.
+        num_experts: Number of experts on all ranks; each rank of ep has an equal share, in order.
+        reason: The reason why they are distributed.
+        capacity: `experts.capacity` of the plan: tokens per rank for which memory is estimated, as
+            a multiple of an even share. None if not stated.
     """
 
     num_experts: int
@@ -217,10 +220,10 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True)
 class ChunkedLoss:
-    """A loss computed together with the head, one chunk of the tokens after the other.
+    """Head and loss, computed together for one chunk of the tokens after another.
 
     Args:
-        head: The fqn of the module that gives the logits.
+        head: The fqn of the module that computes the logits.
         chunks: Number of chunks.
         reason: The reason for chunking.
     """
@@ -245,14 +248,14 @@ class ContextParallel:
     reason: Reason
 
     def chunks(self, size: int, rank: int) -> tuple[int, ...]:
-        """The chunks of the sequence that `rank` of `size` ranks holds, in order.
+        """Return the indices of the chunks of the sequence on `rank` of `size` ranks, in order.
 
         Source: Llama 3 (Dubey et al. 2024), section 3.3.2: each rank gets chunks i and 2n-1-i.
         """
         return (rank, 2 * size - 1 - rank) if self.balance else (rank,)
 
     def num_chunks(self, size: int) -> int:
-        """Number of chunks into which the sequence is split for `size` ranks."""
+        """Return the number of chunks into which the sequence is divided for `size` ranks."""
         return 2 * size if self.balance else size
 
 
@@ -265,14 +268,14 @@ class Stages:
         num_ranks: Ranks along pp.
         virtual: Stages per rank.
         microbatches: Number of microbatches into which a rank's batch is split.
-        opened: Modules that are split inside: they run in every stage, except for what is below
-            them.
-        free: Modules without weights that every stage runs for itself: their outputs follow from
-            the model's inputs and need not be sent.
-        units: (module, stage) for each module that runs as a whole, in execution order; a module
-            that runs twice is listed twice.
-        tensors: The stages that hold each tensor, by fqn; more than one for a tensor that several
-            use, whose gradients are added.
+        opened: Fqns of modules whose forward runs in every stage, while each of the modules inside
+            runs in one stage.
+        free: Fqns of modules without weights that every stage runs for itself, because their
+            outputs depend only on the model's inputs.
+        units: (module, stage) for each module that runs as a whole in one stage, in execution
+            order; a module that runs twice is listed twice.
+        tensors: The stages that use each tensor, by fqn. If several stages use one, each has a copy
+            and the gradients are added.
         reason: The reason for this split.
     """
 
@@ -292,45 +295,48 @@ class Stages:
         return self.num_ranks * self.virtual
 
     def rank_of(self, stage: int) -> int:
-        """The index along pp of the rank that holds a stage."""
+        """Return the index along pp of the rank that runs a stage."""
         return SCHEDULES[self.schedule].rank_of(stage, self.num_ranks)
 
     def of_rank(self, place: int) -> tuple[int, ...]:
-        """The stages of the rank at this index along pp."""
+        """Return the stages of the rank at this index along pp."""
         return tuple(stage for stage in range(self.num) if self.rank_of(stage) == place)
 
     def holds(self, fqn: str, place: int) -> bool:
-        """Return True if the rank at this index along pp holds a tensor."""
+        """Return True if the rank at this index along pp has a copy of a tensor."""
         return any(self.rank_of(stage) == place for stage in self.tensors[fqn])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """Every decision, by name.
+    """All decisions for a model under a plan.
 
     Args:
-        mesh: The concrete mesh.
-        strategy: The base strategy.
+        mesh: The mesh, with all sizes known.
+        strategy: The data-parallel strategy of parameters for which no rule states another.
         wrapper: The implementation of the data axes: "none" (no data axis), "ddp"
             (DistributedDataParallel around the whole model) or "units" (FSDP2, unit by unit).
         tensors: Layouts of the tensors, by fqn.
-        units: Units by fqn, inner ones before the ones around them.
+        units: FSDP2 units by fqn, each before the units around it.
         styles: Tensor-parallel styles, by module fqn.
-        experts: Modules whose experts are spread over ep, by fqn.
-        recompute: Modules that are recomputed, by fqn.
-        attributes: Numbers of heads and the like that modules must see as this rank has them.
-        host_activations: Modules whose tensors saved for backward wait in host memory, by fqn.
-        apply: (module fqn, "pkg.mod:function", reason): code that the plan names.
+        experts: Modules whose experts are distributed over ep, by fqn.
+        recompute: Modules that are recomputed in backward, by fqn.
+        attributes: Attributes that must be set to local values, such as numbers of heads.
+        host_activations: For each module whose saved activations are offloaded to host memory, the
+            reason, by fqn.
+        apply: (module fqn, "pkg.mod:function", reason): functions of the user that are called with
+            the module.
         compiled: Fqns of the modules that `torch.compile` compiles, one by one.
         synchronized: Fqns of the BatchNorms whose statistics are over all data ranks.
         sequence_parallel: If True, activations between styled modules are sharded along the
             sequence.
-        crossings: Boundaries of that sharding other than the styled modules themselves.
+        crossings: Further places where these activations are sharded or gathered, other than inputs
+            and outputs of styled modules.
         loss_parallel: If True, logits stay sharded over the vocabulary while the loss is computed.
         chunked_loss: Head and loss computed in chunks; None if they are computed at once.
         context: The kind of attention over sequence shards; None without cp.
         stages: The pipeline; None without a pp axis.
-        warnings: Settings that work but are probably not meant.
+        warnings: Settings that work but are probably not intended.
     """
 
     mesh: Mesh
@@ -356,7 +362,7 @@ class Assignment:
 
     @property
     def shared(self) -> dict[str, tuple[int, ...]]:
-        """The stages of each trained parameter that several hold and whose gradients are added."""
+        """For each trainable parameter that several stages use, its stages, by fqn."""
         return {
             fqn: holders
             for fqn, holders in (self.stages.tensors.items() if self.stages is not None else ())
@@ -367,10 +373,10 @@ class Assignment:
 
     @property
     def compute_dtypes(self) -> set[str]:
-        """The dtypes in which parameters are computed with."""
+        """The compute dtypes of all parameters."""
         return {p.compute_dtype for p in self.tensors.values() if not p.info.is_buffer}
 
     def is_on_host(self, placed: Placed) -> bool:
-        """Return True if a tensor is in host memory."""
+        """Return True if a tensor is stored in host memory, because its unit is offloaded."""
         unit = None if placed.unit is None else self.units.get(placed.unit)
         return unit is not None and unit.on_host

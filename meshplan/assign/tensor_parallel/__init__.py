@@ -1,1 +1,1 @@
-"""Styles on modules: which projections, heads and losses an axis shards."""
+"""Decisions about tp: which projections, attention heads and losses are sharded, and how."""

@@ -1,4 +1,4 @@
-"""Loss in chunks: find the module that gives the logits, and check if its loss can be chunked."""
+"""Loss in chunks: find the module that computes the logits, and check that it can be chunked."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ def assign_chunked_loss(
     units: Mapping[str, Unit],
     tensors: Mapping[str, Placed],
 ) -> tuple[ChunkedLoss | None, list[Problem]]:
-    """Find the head and its chunks, and the problems with that.
+    """Return the head and its number of chunks (None without chunks), and the problems with that.
 
     Args:
-        styles: Tensor-parallel styles by module.
-        packed: Modules that are recomputed, or whose activations wait on the host.
-        units: Sharding units by fqn.
-        tensors: Layouts by fqn.
+        spec: The plan.
+        graph: The model.
+        styles: Tensor-parallel styles by module fqn.
+        packed: Fqns of modules that are recomputed, or whose activations are offloaded.
+        units: FSDP2 units by fqn.
+        tensors: Layouts of the tensors by fqn.
     """
     chunks = spec.loss_chunks
     if not isinstance(chunks, int) or chunks == 1:
@@ -55,7 +57,11 @@ def assign_chunked_loss(
 
 
 def heads_of(graph: ModelGraph) -> list[str]:
-    """List linear modules outside the repeated blocks with as many rows as an embedding has."""
+    """Return the fqns of modules that may compute the logits.
+
+    These are the linear modules outside of the repeated blocks with as many output features as an
+    embedding has rows.
+    """
     blocks = graph.blocks()
     rows = {
         tensor.shape[0]
@@ -71,7 +77,7 @@ def heads_of(graph: ModelGraph) -> list[str]:
         and any(len(t.shape) == 2 and t.shape[0] in rows for t in graph.owned(fqn))
         and not any(is_inside(fqn, block) for block in blocks)
     ]
-    # Prefer one that shares an embedding's weight: others have this width by chance.
+    # If one shares its weight with an embedding, the others have this width by chance.
     tied = [fqn for fqn in found if any(len(t.names) > 1 for t in graph.owned(fqn))]
     return tied or found
 
@@ -89,7 +95,7 @@ def _trouble(
     units: Mapping[str, Unit],
     tensors: Mapping[str, Placed],
 ) -> tuple[str, str]:
-    """Return (why the head cannot be computed with its loss, what to do); empty texts if it can."""
+    """Return (why the head cannot be called inside the loss, the fix); ("", "") if it can."""
     own = [tensors[tensor.fqn] for tensor in graph.owned(head)]
     around = next((fqn for fqn in packed if is_inside(head, fqn)), None)
     if head in styles or any("tp" in placed.stored.axes for placed in own):

@@ -1,8 +1,8 @@
-"""Attributes that count heads: find those that an attention module's code must see per rank.
+"""Find the attributes of attention modules, such as `num_heads`, that need their local values.
 
-`view(b, s, self.num_heads, self.head_dim)` runs on this rank's heads once its projections are
-sharded, so `num_heads` must be this rank's number. An attribute is changed if its name has a role
-in `heads.ROLES` and its value agrees with the sharded projections; every other one stays.
+Once the projections are sharded, `view(b, s, self.num_heads, self.head_dim)` runs on the heads of
+one rank, so `num_heads` must be the number of these. An attribute is changed only if its name has a
+role in `heads.ROLES` and its value is what this role has in the sharded projections.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshplan.model.heads import ROLES, role
 
 
 def local_attributes(graph: ModelGraph, mesh: Mesh, out: TensorParallel) -> None:
-    """Add to `out` the attributes of each module some of whose projections are split by heads."""
+    """Add to `out` the local attributes of modules with projections that are sharded by heads."""
     tp = mesh.size("tp")
     by_parent: dict[str, list[tuple[int, int]]] = {}
     for fqn, use in out.styles.items():
@@ -39,10 +39,10 @@ def local_attributes(graph: ModelGraph, mesh: Mesh, out: TensorParallel) -> None
 
 
 def _heads(info: ModuleInfo, use: StyleUse, width: int, tp: int) -> Iterator[tuple[int, int]]:
-    """Yield (heads, heads on this rank) of every projection in a weight."""
+    """Yield (number of heads, number of heads on one rank) of each projection in a weight."""
     assert info.head_dim is not None
     for piece in use.pieces or (Piece(width, tp),):
-        # Besides heads, a module may fuse other features, whose parts are no heads.
+        # A fused weight may have pieces that are no heads, such as a gate; skip these.
         if piece.part % info.head_dim == 0 and piece.size % piece.parts == 0:
             yield piece.size // info.head_dim, piece.part // info.head_dim
 

@@ -1,4 +1,4 @@
-"""Loss parallel: find the heads that leave their logits sharded over the vocabulary."""
+"""Loss parallel: find the output projections whose logits stay sharded over the vocabulary."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from meshplan.model.graph import ModelGraph, is_inside
 from meshplan.spec.spec import Spec
 
 _HEADS: Final = ("vocab", "colwise_gather_output")
-"""Styles of a linear module that gather its output, which are the logits if it is a head."""
+"""Styles of a linear module that all-gather its output, as is needed for logits by default."""
 
 
 def assign_loss(spec: Spec, graph: ModelGraph, mesh: Mesh, tp: TensorParallel) -> list[Problem]:
-    """Give the heads among the styled modules the style that leaves logits sharded.
+    """Change the style of output projections so that logits stay sharded; return the problems.
 
     Args:
-        tp: The tp side of the assignment; changed in place.
+        spec: The plan.
+        graph: The model.
+        mesh: The mesh.
+        tp: The decisions about tp; changed in place.
     """
     if not spec.loss_parallel:
         return []

@@ -1,9 +1,9 @@
 """nn.MultiheadAttention sharded by heads, as one module.
 
-It reads the weights of its projections itself, `out_proj` included, and calls none of them, so that
-a style on them would do nothing. One style therefore covers the whole module: q, k and v are
-sharded along the output dim, each by itself if one weight contains all three, and `out_proj` along
-its input dim.
+Its forward reads the weights of its projections, `out_proj` included, without calling these
+modules, so a style on them would have no effect. One style therefore covers the whole module: q, k
+and v are sharded along the output dim, separately if they are fused in one weight, and `out_proj`
+along its input dim.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshplan.model.heads import role
 def multihead_pieces(
     graph: ModelGraph, info: ModuleInfo, said: Preset, tp: int, *, sequence_parallel: bool
 ) -> tuple[Piece, ...] | Problem:
-    """Return the pieces of queries, keys and values, each of all heads."""
+    """Return the three pieces q, k and v, each with all heads, or why tp cannot divide them."""
     origin = said.reason.origin
     heads, head_dim = role(info.sizes, "heads") or 0, role(info.sizes, "head_dim") or 0
     if any(t.fqn.endswith(".bias_k") or t.fqn == "bias_k" for t in graph.owned(info.fqn)):
@@ -42,9 +42,10 @@ def multihead_pieces(
 def multihead_cuts(
     graph: ModelGraph, info: ModuleInfo, dp_shard: int
 ) -> Iterator[tuple[TensorInfo, Layout]]:
-    """Yield the layout of each parameter.
+    """Yield (parameter, layout on tp) for each parameter of the module.
 
-    Biases stay whole, and so does a fused weight whose other dim dp_shard could not shard.
+    Biases are replicated, and so is a fused weight whose dim 1 does not divide by dp_shard: tp
+    shards dim 0 in pieces, so dp_shard would have to shard dim 1.
     """
     for tensor in graph.owned(info.fqn):
         layout = Layout.whole(len(tensor.shape))

@@ -1,4 +1,4 @@
-"""Check that styles which belong together occur together: pairs of projections, tied weights."""
+"""Check that styles that need each other are both stated: pairs of projections, tied weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshplan.model.graph import ModelGraph, TensorInfo, is_inside
 
 @dataclass(frozen=True, slots=True)
 class _Partner:
-    """The styles of which one must be near another style, and the message if none is."""
+    """Styles one of which a style needs near it, and what to report if none is there."""
 
     styles: tuple[str, ...]
     what: str
@@ -39,7 +39,7 @@ _PARTNERS: Final[Mapping[str, _Partner]] = {
         "expects a sharded input, but no colwise module near it produces one",
         "make the projections that feed it colwise, or use rowwise_split_input",
     ),
-    # Without sharded values the sum would count every gradient once per rank, silently.
+    # Without sharded values, each rank has the full gradient, and the sum would be tp times it.
     "replicated_with_grad_allreduce": _Partner(
         _LEAVE_CUT,
         "sums partial gradients over tp, but no colwise module near it has a sharded output",
@@ -52,7 +52,10 @@ _PARTNERS: Final[Mapping[str, _Partner]] = {
 def check_tied(
     graph: ModelGraph, mesh: Mesh, out: TensorParallel, proved: Collection[str] = ()
 ) -> None:
-    """Check tied weights: if one module computes on shards of it, the other must be styled too."""
+    """Report a sharded tied weight if one of the modules that share it has no style.
+
+    `proved` has the fqns of modules that the data flow has proved correct; they are not checked.
+    """
     for fqn, cut in out.cuts.items():
         tensor = graph.tensors[fqn]
         if cut.gathered or not cut.layout.axes or mesh.size("tp") == 1 or not tensor.aliases:
@@ -76,7 +79,10 @@ def _styled(tensor: TensorInfo, out: TensorParallel) -> str:
 
 
 def check_pairs(mesh: Mesh, out: TensorParallel, proved: Collection[str] = ()) -> None:
-    """Check pairs: a sharded output must be used by a module near it, and the converse."""
+    """Report or warn if no module near a style with a sharded output or input is its counterpart.
+
+    `proved` has the fqns of modules that the data flow has proved correct; they are not checked.
+    """
     if mesh.size("tp") == 1:
         return
     inside = _styles_inside(out)
@@ -96,7 +102,7 @@ def check_pairs(mesh: Mesh, out: TensorParallel, proved: Collection[str] = ()) -
         partner = _PARTNERS.get(name) if fqn not in proved else None
         if partner is None or use.style.kind in ("embedding", "mha") or use.reason in seen:
             continue
-        # Attention blocks such as BERT's have q, k, v one level below their output projection.
+        # In attention such as BERT's, q, k and v are one level deeper than the output projection.
         around = fqn.rpartition(".")[0]
         levels = (around, around.rpartition(".")[0])
         if any(inside.get(level, set()).intersection(partner.styles) for level in levels):
@@ -110,20 +116,21 @@ def check_pairs(mesh: Mesh, out: TensorParallel, proved: Collection[str] = ()) -
 
 
 def leaves_cut(use: StyleUse) -> bool:
-    """Return True if code after the module sees a shard of its output features, taken for all."""
+    """Return True if the module returns a local shard of its features to the code after it."""
     return use.style.output[1] == "S(-1)" and use.style is not LOGITS
 
 
 def around_pair(fqn: str, styles: Mapping[str, StyleUse]) -> str | None:
-    """Find the smallest module around this projection and one that takes its sharded output.
+    """Return the smallest module that contains a projection and a module with a sharded input.
 
     Args:
-        fqn: The projection.
-        styles: Uses of styles by module, in the order of definition.
+        fqn: The fqn of the projection, whose output is sharded.
+        styles: Uses of styles by module fqn, in definition order.
 
     Returns:
-        The fqn; None if no module takes the output. All blocks are inside the root: there, a module
-        that takes the output must be a child of the root or be defined later.
+        The fqn of that module; None if no module can take the output. It is the root, "", only if a
+        module with a sharded input is a child of the root or is defined after the projection,
+        because the root contains all modules.
     """
     takers = [other for other, use in styles.items() if use.style.input[0] == "S(-1)"]
     around = fqn
@@ -138,7 +145,10 @@ def around_pair(fqn: str, styles: Mapping[str, StyleUse]) -> str | None:
 def check_shared(
     graph: ModelGraph, mesh: Mesh, out: TensorParallel, proved: Collection[str] = ()
 ) -> None:
-    """Check shared kv heads: the queries next to them must be sharded."""
+    """Report key or value projections with heads shared by ranks beside unsharded queries.
+
+    `proved` has the fqns of modules that the data flow has proved correct; they are not checked.
+    """
     tp = mesh.size("tp")
     for fqn, use in out.styles.items():
         if len(use.pieces) != 1 or use.pieces[0].parts == tp or fqn in proved:
@@ -159,7 +169,7 @@ def check_shared(
 
 
 def _styles_inside(out: TensorParallel) -> dict[str, set[str]]:
-    """Collect by module the styles of everything below it; for the root, of its children only."""
+    """Return, by module fqn, the style names inside it; for the root, only of its children."""
     inside: dict[str, set[str]] = {}
     for fqn, use in out.styles.items():
         parent = fqn.rpartition(".")[0]

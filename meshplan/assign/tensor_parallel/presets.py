@@ -1,7 +1,7 @@
-"""`tp_plan`: styles under the rules of tp, module by module.
+"""`tp_plan: hf`: styles from the tp plan that transformers ships for a model; rules override them.
 
-This module maps the words of transformers' tp plans to the styles that do exactly the same. A word
-that is not supported is refused, unless a rule states something else for that module.
+This module maps transformers' style names to equivalent styles. A name without an equivalent is
+refused, unless a rule states a style for that module.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HF_WORDS: Final[Mapping[str, str]] = MappingProxyType(
         "replicate": "R",
     }
 )
-"""transformers' words for a module, and meshplan's.
+"""meshplan's style or placement, by transformers' style name.
 
 Source: transformers 5.23, `distributed/tensor_parallel.py`, ALL_PARALLEL_STYLES."""
 
@@ -43,14 +43,14 @@ _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 @dataclass(slots=True)
 class Presets:
-    """Styles from `tp_plan` by module fqn, and the problems with it."""
+    """Styles from transformers' tp plan by module fqn, and the problems with it."""
 
     by_module: dict[str, Preset] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
 
 def presets_of(spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh) -> Presets:
-    """Return the preset that `tp_plan` asks for."""
+    """Return the styles of `tp_plan: hf`; empty for any other `tp_plan`."""
     out = Presets()
     if spec.tp_plan != "hf":
         return out
@@ -78,7 +78,7 @@ def presets_of(spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh) -> P
                 f"transformers' tp plan has '{theirs}' for {fqn}, which is not available yet in "
                 "this version",
                 origin,
-                "leave it whole by a rule: "
+                "replicate it with a rule: "
                 f"{{match: '{_NUMBER.sub('.*', module)}', place: {{tp: R}}}}",
             )
     out.problems += [problem] if problem else []
@@ -86,7 +86,7 @@ def presets_of(spec: Spec, graph: ModelGraph, cascade: Cascade, mesh: Mesh) -> P
 
 
 def _applied(graph: ModelGraph) -> Iterator[tuple[str, str]]:
-    """Yield (module or parameter, word of the plan); the plan writes `*` for layer numbers."""
+    """Yield (fqn of a module or parameter, its style name in transformers' tp plan)."""
     for fqn in (*graph.modules, *(t.fqn for t in graph.parameters)):
         word = graph.tp_preset.get(_NUMBER.sub(".*", fqn))
         if word is not None:

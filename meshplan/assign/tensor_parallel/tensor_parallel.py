@@ -1,4 +1,4 @@
-"""The tp axis: choose the style of each module, and check if the module can take it."""
+"""The tp axis: collect the style of each module, and check that it can be applied there."""
 
 from __future__ import annotations
 
@@ -38,11 +38,15 @@ def assign_tp(
     mesh: Mesh,
     preset: Mapping[str, Preset] = MappingProxyType({}),
 ) -> TensorParallel:
-    """Collect styles from the rules and the preset, and check them against their modules.
+    """Return the styles from rules and `preset`, each checked, with the layouts that they imply.
 
     Args:
-        preset: Styles from `tp_plan`, by module fqn. A rule on the same module overrides them, and
-            so does an `R` on a module around it.
+        spec: The plan.
+        graph: The model.
+        cascade: The rules of the plan, matched against the model.
+        mesh: The mesh.
+        preset: Styles from `tp_plan`, by module fqn. They are overridden by a rule that matches the
+            module, and by a rule that states `R` for a module around it.
     """
     out = TensorParallel()
     by_rules = dict(cascade.modules_with(_FIELD))
@@ -89,7 +93,7 @@ def assign_tp(
 
 
 def _said(spec: Spec, statement: Stated) -> Preset:
-    """Convert the statement of a rule to a preset."""
+    """Return the statement of a rule as a `Preset`."""
     return Preset(str(statement.value), Reason(statement.text, spec.origin(statement.path)))
 
 
@@ -134,7 +138,10 @@ def _assign_module(
 
 
 def _dims(tensor: TensorInfo, owner: ModuleInfo) -> tuple[str, ...]:
-    """The dims of a tensor as this owner names them; a tied tensor has a name per owner."""
+    """Return the names of a tensor's dims in the module `owner`.
+
+    A tied tensor belongs to several modules, and its dims may have another name in each.
+    """
     names = {n.rpartition(".")[0]: n.rpartition(".")[2] for n in tensor.names}
     leaf = next(names[m] for m in (owner.fqn, *owner.aliases) if m in names)
     return dims_of(owner.kind, leaf, len(tensor.shape))
@@ -178,7 +185,7 @@ def _share_out(
     said: Preset,
     sequence_parallel: bool,
 ) -> tuple[Piece, ...] | Problem:
-    """The pieces of the dim that the style shards; () for a plain sharding."""
+    """Return how tp divides the dim that the style shards; see `pieces.share_out`."""
     if info.kind == "mha":
         tp = mesh.size("tp")
         return multihead_pieces(graph, info, said, tp, sequence_parallel=sequence_parallel)
@@ -198,11 +205,11 @@ def _share_out(
 def _cut(
     graph: ModelGraph, mesh: Mesh, info: ModuleInfo, use: StyleUse, out: TensorParallel
 ) -> None:
-    """Lay out the parameters of a module under its style.
+    """Set the layouts of a module's parameters on tp under its style.
 
-    A weight in equal pieces is sharded in each of them, which one placement can express as long as
-    the data axes shard another dim. Every other weight in pieces stays whole, and so do biases:
-    each rank computes with its own rows, and gradients are added up.
+    A weight of equal pieces gets a packed layout, if dp_shard can shard its other dim. Any other
+    weight in pieces is replicated, and so are biases of modules with pieces: each rank computes
+    with its own rows, and the gradients are summed over tp.
     """
     tp, dim, reason = mesh.size("tp"), use.style.cut_dim, use.reason
     for tensor in graph.owned(info.fqn):
@@ -242,7 +249,7 @@ def _assign_param(graph: ModelGraph, tensor: TensorInfo, said: Preset, out: Tens
 def _cut_param(
     graph: ModelGraph, tensor: TensorInfo, dim: int, reason: Reason, out: TensorParallel
 ) -> None:
-    """Apply S(d) to a parameter: stored sharded, gathered each time its module runs."""
+    """Set the layout S(d) of a parameter, which is all-gathered each time its module runs."""
     owner = graph.modules[graph.first_name(tensor.module)]
     if not owner.has_forward:
         report(out, Problem(
@@ -260,7 +267,7 @@ def _cut_param(
 
 
 def no_dim(tensor: TensorInfo, dim: int, origin: Origin | None) -> Problem:
-    """Build the problem of a parameter that is to be sharded along a dim that it does not have."""
+    """Return the problem of a placement S(dim) on a parameter that has no such dim."""
     ndim = len(tensor.shape)
     fix = "use S(0)" if ndim == 1 else f"use S(0) to S({ndim - 1})"
     return Problem(
@@ -271,7 +278,7 @@ def no_dim(tensor: TensorInfo, dim: int, origin: Origin | None) -> Problem:
 
 
 def _record(out: TensorParallel, tensor: TensorInfo, cut: TensorCut) -> None:
-    """Record a sharding; a tied tensor with two of them must have equal ones."""
+    """Set the layout of a parameter; report a tied one that another module lays out differently."""
     before = out.cuts.get(tensor.fqn)
     if before is not None and before.layout != cut.layout:
         report(out, Problem(
@@ -285,7 +292,7 @@ def _record(out: TensorParallel, tensor: TensorInfo, cut: TensorCut) -> None:
 
 
 def sequence_problems(spec: Spec, mesh: Mesh) -> Iterator[Problem]:
-    """Yield the reasons why the sequence cannot be sharded over this mesh."""
+    """Yield the problems of `sequence_parallel` that follow from the mesh and the batch."""
     if not spec.sequence_parallel:
         return
     parts = mesh.size("cp", "tp")

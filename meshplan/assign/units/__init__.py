@@ -1,1 +1,1 @@
-"""FSDP2 units, what is offloaded or recomputed, and statistics of BatchNorm."""
+"""Decisions about FSDP2 units, offload, recomputation, and statistics of BatchNorm."""

@@ -1,4 +1,4 @@
-"""Decide over which samples norms take statistics: BatchNorm is the layer that mixes samples."""
+"""Decide over which samples BatchNorm takes statistics: those of one rank or of all data ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from meshplan.spec.spec import Spec
 
 @dataclass(slots=True)
 class BatchNorm:
-    """The BatchNorm side of an assignment: modules whose statistics are over all data ranks."""
+    """Decisions about BatchNorm.
+
+    `synchronized` has the fqns of the modules whose statistics are over all data ranks.
+    """
 
     synchronized: tuple[str, ...] = ()
     problems: list[Problem] = field(default_factory=list)
@@ -21,7 +24,7 @@ class BatchNorm:
 
 
 def assign_batchnorm(spec: Spec, graph: ModelGraph, mesh: Mesh, stages: Stages | None) -> BatchNorm:
-    """Synchronize statistics if the plan says so; warn about differences from one process."""
+    """Return which BatchNorms to synchronize, with warnings about differences from one process."""
     out = BatchNorm()
     found = [info for info in graph.modules.values() if _is_batchnorm(info)]
     splits_samples = mesh.size(*GRADIENT_AXES) > 1
@@ -61,7 +64,7 @@ def assign_batchnorm(spec: Spec, graph: ModelGraph, mesh: Mesh, stages: Stages |
 
 
 def _listed(found: list[ModuleInfo]) -> str:
-    """Name the first module and count the others."""
+    """Return the fqn of the first module and the number of the others, for a message."""
     others = len(found) - 1
     return f"{found[0].fqn} and {others} more" if others else found[0].fqn
 

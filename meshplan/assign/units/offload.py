@@ -1,4 +1,4 @@
-"""CPU offload: choose the units in host memory, and the modules whose activations wait there."""
+"""CPU offload: choose the units and the saved activations that are kept in host memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ACTIVATIONS = "offload.activations"
 
 
 def _stated(spec: Spec, cascade: Cascade, fqn: str, part: str) -> tuple[bool | None, str]:
-    """Return (the setting of one part of `offload` for a module, its path in the plan)."""
+    """Return (one setting of `offload` for a module, None if not stated; its path in the plan)."""
     found = cascade.inherited(fqn, f"{_FIELD}.{part}")
     if found is not None:
         return bool(found.value), found.path
@@ -30,10 +30,11 @@ def _place(path: str) -> str:
 def params_on_host(
     spec: Spec, cascade: Cascade, fqn: str, *, is_sharded: bool
 ) -> tuple[bool, Problem | None]:
-    """Return (True if a module's parameters are on the host, the problem with that or None).
+    """Return (True if a module's parameters are to be in host memory, a problem with that or None).
 
-    FSDP2's policy offloads parameters, gradients and the optimizer states together: the optimizer
-    keeps its states where the parameters are, and torch cannot move them for a step.
+    FSDP2's `CPUOffloadPolicy` offloads parameters, gradients and optimizer states together: the
+    optimizer creates its states on the device of the parameters, and torch cannot move them for
+    the optimizer step.
     """
     params, where = _stated(spec, cascade, fqn, "params")
     optimizer, of_optimizer = _stated(spec, cascade, fqn, "optimizer")
@@ -68,7 +69,7 @@ def shared_on_host(
     units: Mapping[str, Unit],
     blocks: Sequence[str],
 ) -> Iterator[Problem]:
-    """Report weights that several stages share and that would be on the host."""
+    """Yield a problem for each offloaded parameter that several pipeline stages share."""
     for fqn, holders in stages.tensors.items() if stages is not None else ():
         placed = tensors[fqn]
         unit = units.get(placed.unit) if placed.unit is not None else None
@@ -90,10 +91,13 @@ def _beside(blocks: Sequence[str]) -> str:
 def assign_host_activations(
     spec: Spec, graph: ModelGraph, cascade: Cascade, units: Mapping[str, Unit]
 ) -> tuple[dict[str, Reason], list[Problem]]:
-    """Find the modules whose saved activations wait on the host, by fqn.
+    """Return the modules whose saved activations are offloaded, with the reason of each, by fqn.
 
-    As for recomputation, the setting applies to the repeated blocks below the module where it is
-    stated. On a module inside a block, or around no block at all, it applies to that module itself.
+    A setting that is stated for a module which contains repeated blocks applies to these blocks.
+    For any other module it applies to the module itself.
+
+    Returns:
+        (reasons by module fqn, problems found).
     """
     out: dict[str, Reason] = {}
     problems: list[Problem] = []

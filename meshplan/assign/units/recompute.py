@@ -1,4 +1,4 @@
-"""Activation checkpointing: choose the modules that recompute, and their policies."""
+"""Activation checkpointing: choose the modules that are recomputed, and what each saves."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ _FIELD = "activation_checkpointing"
 def assign_recompute(
     spec: Spec, graph: ModelGraph, cascade: Cascade
 ) -> tuple[dict[str, Recompute], list[Problem]]:
-    """Find the policy of every module that recomputes, by fqn.
+    """Return the policy of every module that is recomputed.
 
-    A policy applies to the repeated blocks below the module where it is stated, or to the largest
-    modules of a model without blocks. Stated on a module inside a block, or around no block at all,
-    it applies to that module itself.
+    A policy that is stated for a module which contains repeated blocks applies to these blocks. For
+    any other module it applies to the module itself. If the model has no repeated blocks, the
+    policy of the whole plan applies to its largest modules (`largest_modules`).
+
+    Returns:
+        (policies by module fqn, problems found).
     """
     out: dict[str, Recompute] = {}
     problems: list[Problem] = []
@@ -82,12 +85,12 @@ def assign_recompute(
 
 
 def largest_modules(graph: ModelGraph) -> tuple[str, ...]:
-    """Find the modules that a model without repeated blocks recomputes, in definition order.
+    """Return the fqns of the modules to recompute in a model without blocks, in definition order.
 
-    These are the outermost ones that are called and have between a twentieth and a half of the
-    parameters: recomputing a larger one would keep nearly everything at once after all.
-    Single layers are included only if there is nothing else, since recomputing them saves
-    their inputs and so hardly less.
+    These are the outermost called modules that have between a twentieth and a half of the
+    parameters. A larger one would have nearly all activations of the model in memory while it is
+    recomputed. Single layers are included only if nothing else qualifies: for a single layer the
+    saved input is hardly smaller than its activations.
     """
     total = sum(t.numel for t in graph.parameters)
     with_params = graph.with_params()
@@ -100,7 +103,7 @@ def largest_modules(graph: ModelGraph) -> tuple[str, ...]:
         for child in graph.children(fqn):
             if child.fqn not in with_params:
                 continue
-            # The only child of a list is a block, however large it is.
+            # The only child of a ModuleList is taken as a block, however large it is.
             is_large = 2 * size(child.fqn) > total and graph.modules[fqn].has_forward
             if not child.has_forward or (is_large and _is_divided(graph, child.fqn)):
                 visit(child.fqn)
@@ -113,7 +116,7 @@ def largest_modules(graph: ModelGraph) -> tuple[str, ...]:
 
 
 def _is_divided(graph: ModelGraph, fqn: str) -> bool:
-    """Return True if a module contains others that have parameters and are called."""
+    """Return True if a module contains called modules with parameters: it is no single layer."""
     with_params = graph.with_params()
     inside = [m for f, m in graph.modules.items() if f != fqn and is_inside(f, fqn)]
     return any(m.has_forward and m.fqn in with_params for m in inside)

@@ -1,8 +1,8 @@
-"""The data axes: choose the modules that are sharding units, and the layout of each unit.
+"""The data axes: choose the modules that are FSDP2 units, and the sharding of each unit.
 
-A unit is a module whose parameters are gathered, freed and reduced together. The repeated
-blocks are units, the root takes the rest, and a rule whose placement, precision or resharding
-differs from that of the surrounding module makes a unit of its own.
+A unit is a module whose parameters are gathered, freed and reduced together. The repeated blocks
+are units, and the root is a unit with all other parameters. A module also becomes a unit if a rule
+gives it another placement, precision or resharding than the unit around it has.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ PLACE = "place.dp_shard"
 _RESHARD = "reshard_after_forward"
 _DEFAULT_BLOCK = "repeated block"
 _STATED = (PLACE, _RESHARD, "precision", "offload.params", "offload.optimizer")
-"""Fields that decide the layout of a module's parameters."""
+"""Fields of rules on which the settings of a unit depend."""
 
 
 @dataclass(slots=True)
 class UnitDecision:
-    """The units by fqn, inner ones first, and the problems that were found.
+    """The units by fqn, each before the units around it, and the problems that were found.
 
-    `dtypes` has the dtype of most elements of each unit at rest, for units of several dtypes.
+    `dtypes` has, by unit, the stored dtype of most elements. It is empty if all trainable
+    parameters of the model have one dtype.
     """
 
     by_fqn: dict[str, Unit] = field(default_factory=dict)
@@ -41,12 +42,12 @@ class UnitDecision:
     notes: list[Problem] = field(default_factory=list)
 
     def report(self, problem: Problem) -> None:
-        """Add a problem once per origin: a rule that matches 32 layers reports the first."""
+        """Add a problem, but one per origin: a rule that matches 32 layers is reported once."""
         if not any(known.origin == problem.origin for known in self.problems):
             self.problems.append(problem)
 
     def of(self, name: str, graph: ModelGraph) -> str:
-        """The unit that owns the tensor of this name: the innermost one around it."""
+        """Return the unit of the tensor of this name: the innermost unit that contains it."""
         module = name.rpartition(".")[0]
         while module:
             unit = graph.first_name(module)
@@ -64,7 +65,7 @@ def assign_units(
     strategy: Strategy,
     experts: ExpertParallel,
 ) -> UnitDecision:
-    """Choose every unit of a model, each with its axes, resharding and precision."""
+    """Return all units of a model, each with its axes, resharding and precision."""
     out = UnitDecision()
     builder = _UnitBuilder(spec, graph, cascade, mesh, strategy, experts, out)
     builder.visit("", None)
@@ -89,14 +90,17 @@ def assign_units(
 
 
 def _depth(graph: ModelGraph, fqn: str) -> int:
-    """Depth of the deepest name: a shared module is inside every module in which it has a name."""
+    """Return the largest depth among the names of a module.
+
+    A shared module has several names, and so is inside several modules.
+    """
     names = (fqn, *graph.modules[fqn].aliases)
     return max(name.count(".") + 1 if name else 0 for name in names)
 
 
 @dataclass(frozen=True, slots=True)
 class _Mode:
-    """Settings that decide if a module can be part of the unit around it."""
+    """The settings of a module's parameters; a module can only be in a unit with equal settings."""
 
     is_sharded: bool
     axes: tuple[str, ...]
@@ -168,7 +172,7 @@ class _UnitBuilder:
         return stated.rule.index if stated else 0
 
     def _wants_unit(self, fqn: str) -> Reason | bool | None:
-        """Return a reason if it is to be a unit, False if a rule forbids it, None otherwise."""
+        """Return why a module is to be a unit, False if a rule forbids it, None if undecided."""
         stated = self.cascade.own(fqn, "unit")
         if stated is not None:
             origin = self.spec.origin(stated.path)
@@ -186,20 +190,22 @@ class _UnitBuilder:
         return Reason(_DEFAULT_BLOCK) if fqn in self.blocks else None
 
     def _mode(self, fqn: str) -> tuple[_Mode, Reason]:
-        """Return the mode of a module, cached by what is stated for it and if it has experts."""
+        """Return the settings of a module and the reason; cached by what they depend on."""
         holds_experts = self.experts.around(fqn) is not None
         stated = (id(self.cascade.inherited(fqn, field)) for field in _STATED)
         computes_as_stored, dtype = self.graph.tracks_statistics(fqn), self.dtypes.other(fqn)
         key = (holds_experts, computes_as_stored, hash(dtype), *stated)
         if key not in self._modes:
             mode, reason = self._find_mode(fqn, holds_experts)
-            # FSDP2 reduces the gradients of a unit as one tensor. A model that sets float64 or
-            # complex on a module means it, whatever the precision of the others is.
+            # FSDP2 reduces the gradients of a unit as one tensor, so a module of another dtype must
+            # be another unit. The plan's precision does not apply to it: a model that makes a
+            # module float64 or complex needs that dtype.
             if dtype and not (mode.precision.master and dtype in UNIFIED):
                 reason = replace(reason, text=f"{reason.text}, {dtype} by itself")
                 mode = replace(mode, precision=Precision(), dtype=dtype)
-            # Kernels of such norms need parameters and statistics in one dtype, and statistics in
-            # half precision would stop moving. FSDP1 left these modules out, too.
+            # Kernels of norms with running statistics need parameters and statistics in one dtype,
+            # and in half precision the small updates of statistics would be rounded away. FSDP1
+            # excludes BatchNorm from mixed precision, too.
             if computes_as_stored and mode.precision.is_mixed:
                 reason = replace(reason, text=f"{reason.text}, norm with running statistics")
                 mode = replace(mode, precision=replace(mode.precision, param=None, output=None))
@@ -220,7 +226,7 @@ class _UnitBuilder:
             where = "strategy" if stated else "mesh"
             text = f"strategy: {self.strategy.name}" if stated else f"mesh ({self.strategy.name})"
             reason = Reason(text, self.spec.origin(where))
-        # Experts differ along ep, so only the rest of the axis can shard them.
+        # Ranks along ep have different experts, so only efsdp shards them: dp_shard = efsdp x ep.
         axes = (EXPERT_SHARD,) if holds_experts else self.mesh.present(SHARD_AXES)
         if reshard is not None:
             self._check_reshard(reshard, is_sharded, axes)
@@ -289,12 +295,13 @@ class _UnitBuilder:
         if mode.reshard is not None:
             reshard = mode.reshard
         else:
-            # Backward begins with the root's parameters, so freeing them would gain nothing.
+            # Backward needs the root's parameters first, right after forward: do not free them.
             reshard = bool(fqn) and "parameter" in self.strategy.cuts
         precision = mode.precision
         same = around is not None and precision == around.precision
         if same:
-            precision = replace(precision, output=None)  # This is about the model's output.
+            # `output` is the dtype of the model's output, which only the outer unit returns.
+            precision = replace(precision, output=None)
         elif around is not None and precision.output is None:
             # The code after the module expects the dtype of the unit around it.
             precision = replace(precision, output=around.precision.param)
@@ -305,7 +312,8 @@ class _UnitBuilder:
             reshard_after_forward=reshard if shard_axes else False,
             precision=precision,
             reason=reason,
-            # If ep alone makes a unit, routing weights keep the dtype they come in.
+            # A module that is a unit only because of ep gets routing weights as an input, which
+            # must keep their dtype.
             casts_inputs=not (same and mode.holds_experts),
             on_host=mode.on_host,
         )
@@ -314,9 +322,9 @@ class _UnitBuilder:
 def check_reshards(
     spec: Spec, cascade: Cascade, mesh: Mesh, units: UnitDecision, tensors: Mapping[str, Placed]
 ) -> None:
-    """Report reshards to fewer ranks where another axis shards a parameter.
+    """Report `reshard_after_forward: N` on units with parameters that another axis shards, too.
 
-    FSDP2 does not support this and would raise in forward.
+    FSDP2 does not support this combination and would raise an error in forward.
     """
     for fqn, placed in tensors.items():
         unit = units.by_fqn.get(placed.unit) if placed.unit is not None else None
@@ -336,7 +344,10 @@ def check_reshards(
 
 
 def _merge_tied(spec: Spec, graph: ModelGraph, out: UnitDecision) -> None:
-    """Drop the default block units that would split tied tensors: these must be in one unit."""
+    """Remove the units of blocks that share a tied tensor with other units.
+
+    FSDP2 needs all names of a tensor in one unit. If a rule made the unit, report a problem.
+    """
     for tensor in _split(graph, out):
         owners = {out.of(name, graph) for name in tensor.names}
         common = _common(owners)
@@ -372,7 +383,7 @@ def _split(graph: ModelGraph, out: UnitDecision) -> Iterator[TensorInfo]:
 
 
 def _common(fqns: set[str]) -> str:
-    """Name of the innermost module around all of these."""
+    """Return the fqn of the innermost module that contains all of these."""
     parts = [fqn.split(".") if fqn else [] for fqn in fqns]
     common: list[str] = []
     for names in zip(*parts, strict=False):

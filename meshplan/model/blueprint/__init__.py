@@ -1,10 +1,10 @@
 """Build a model's graph from its config.json, or from a parameter count: no torch, no weights.
 
-This package has the names, order and shapes of the modules of eleven decoder families as in
-transformers 5, fused three-dimensional expert weights included, and the defaults of keys that a
-config leaves out. It does not guess: an unknown family, another head than the causal language
-model, or sizes that do not fit together are errors. Dtypes are torch's default, float32; the
-dtype for training is up to the plan.
+This package knows the names, order and shapes of the modules of eleven decoder families as in
+transformers 5, fused three-dimensional expert weights included, and the default of each key that a
+config may leave out. An unknown family, another head than that of the causal language model, and
+sizes that do not fit together are errors. All dtypes are torch's default, float32; the plan decides
+the dtypes of training.
 
 Source: transformers 5.23, `models/<family>/configuration_*.py` and `modeling_*.py`.
 """
@@ -29,11 +29,11 @@ from meshplan.model.graph import ModelGraph, ModuleInfo, TensorInfo
 
 
 class OtherModelError(SpecError):
-    """A config of a model that cannot be built from the config alone."""
+    """The config of a model that this package cannot build: another family, or another head."""
 
 
 def from_params(num_params: int) -> ModelGraph:
-    """Return a graph of which only the number of parameters is known: one tensor without dims.
+    """Return a graph with one tensor of this many elements, for a model of which nothing is known.
 
     >>> from_params(3_000_000_000).num_params
     3000000000
@@ -56,12 +56,12 @@ def from_config(
 
     Args:
         path: The file, its directory, or the name of a model in the Hugging Face Hub's local cache.
-        origin: The place where the user named the path, for problems with the file itself.
-        blocks: A number of blocks to build instead of the config's own, or the indices of those of
-            its blocks to build; None builds all.
+        origin: The place where the user named the path, for messages about the file itself.
+        blocks: A number of blocks to build instead of the number in the config, or the indices of
+            the config's blocks that are built; None builds all.
 
     Raises:
-        SpecError: The file cannot be read, or describes nothing that can be built.
+        SpecError: The file cannot be read, or the model in it cannot be built.
     """
     file = config_file(path)
     content = read_json(file, origin)
@@ -73,7 +73,14 @@ def from_config(
 def with_blocks(
     content: Mapping[str, Any], blocks: int | Sequence[int], file: str
 ) -> Mapping[str, Any]:
-    """Return a config with another number of blocks, or with some of its blocks in their order."""
+    """Return a copy of a config that describes a model with fewer or other blocks.
+
+    Args:
+        content: The content of the config.json.
+        blocks: The number of blocks, or the indices of the blocks to keep. The copy keeps which of
+            these are dense and which have experts.
+        file: The file's name for messages.
+    """
     model_type = str(content.get("model_type"))
     if model_type not in FAMILIES:
         count = blocks if isinstance(blocks, int) else len(blocks)
@@ -95,7 +102,7 @@ def from_mapping(config: Mapping[str, Any], file: str = "<config>") -> ModelGrap
     """Return the graph of the model that a config's content describes.
 
     Raises:
-        OtherModelError: The model is of a family, or has a head, that only transformers builds.
+        OtherModelError: The model has a family or a head that this package cannot build.
         SpecError: The config is wrong; the error carries every problem found.
     """
     supported = sorted([*FAMILIES, "gpt2"])
@@ -130,11 +137,13 @@ def from_mapping(config: Mapping[str, Any], file: str = "<config>") -> ModelGrap
 
 
 _KEEPING = ("output_hidden_states", "output_attentions", "output_router_logits")
-"""Switches that make a forward keep, and return, more than passes from block to block."""
+"""Config keys that make a forward return more than the last block's output, such as the hidden
+states of all blocks.
+"""
 
 
 def _outline(graph: ModelGraph, config: Mapping[str, Any]) -> Flow | None:
-    """Return the order in which modules run, unless the config changes what passes between them."""
+    """Return the outline of the model's forward; None if a key of `_KEEPING` is set."""
     if any(config.get(key) for key in _KEEPING):
         return None
     if "transformer" in graph.modules:

@@ -1,4 +1,4 @@
-"""Builder of a model graph: modules and tensors in definition order.
+"""Build a model graph module by module, in definition order.
 
 Source: transformers 5.23, `models/<family>/modeling_*.py`.
 """
@@ -36,7 +36,7 @@ _TORCH: Final[Mapping[str, str]] = MappingProxyType(
 
 
 class GraphBuilder:
-    """A collector of modules and tensors in definition order."""
+    """A model graph under construction: modules and tensors are added in definition order."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -97,7 +97,10 @@ class GraphBuilder:
         kind: str = "linear",
         **facts: Any,
     ) -> None:
-        """Add a Linear, or transformers' Conv1D, whose weight is transposed."""
+        """Add a Linear (kind "linear") or transformers' Conv1D (kind "conv1d") and its parameters.
+
+        The weight of a Conv1D is transposed: (into, out).
+        """
         shape = (out, into) if kind == "linear" else (into, out)
         self.module(fqn, "Linear" if kind == "linear" else "Conv1D", kind, **facts)
         self.parameter(f"{fqn}.weight", shape, dims_of(kind, "weight", 2))

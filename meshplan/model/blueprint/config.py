@@ -1,4 +1,4 @@
-"""Read a config.json: the file, then each value with its default; report all problems at once."""
+"""Read a config.json: the file, then each value or its default, collecting all problems."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshplan.spec.values import quote
 
 _MAX_FILE_BYTES: Final = 16 * 10**6
 _MOST_NOTED: Final = 8
-"""Maximum number of unknown keys that a note names."""
+"""Maximum number of unknown keys that a note lists."""
 
 _ALIASES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -29,11 +29,14 @@ _ALIASES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "max_position_embeddings": ("n_positions",),
     }
 )
-"""Other names under which configs state a size."""
+"""Other keys under which configs state the size of a key."""
 
 
 class Facts:
-    """A reader of a config's values that collects the problems with them."""
+    """A reader of a config's values.
+
+    It collects the sizes that it has read in `sizes`, and the mistakes in the config in `problems`.
+    """
 
     def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, int], file: str) -> None:
         self.config, self.defaults, self.file = config, defaults, file
@@ -46,7 +49,12 @@ class Facts:
     def size(
         self, key: str, default: int | None = None, *, most: int = MAX_SIZE, least: int = 1
     ) -> int:
-        """Return an int; null and absence mean the default. The first result for a key is kept."""
+        """Return an int of the config, also under another name of the key (`_ALIASES`).
+
+        If the key is missing or null, return the family's default, or else `default`. The result is
+        stored in `sizes`, and later calls for the key return it. An invalid value is recorded as a
+        problem and read as 1.
+        """
         if key in self.sizes:
             return self.sizes[key]
         key_stated, value = key, None
@@ -64,11 +72,11 @@ class Facts:
         return value
 
     def size_or_none(self, key: str) -> int | None:
-        """Return a positive int, or None if the config says null; absence means the default."""
+        """Return a positive int, None if the config has null, the default if the key is missing."""
         return None if self.config.get(key, key) is None else self.size(key)
 
     def flag(self, key: bool | str, default: bool = False) -> bool:
-        """Return a bool of the config, or the family's fixed answer."""
+        """Return the bool at a key of the config; if `key` is a bool, return it unchanged."""
         if isinstance(key, bool):
             return key
         value = self.config.get(key)
@@ -79,7 +87,7 @@ class Facts:
         return bool(value)
 
     def layers(self, key: str) -> frozenset[int]:
-        """Read a list of layer indices; null and absence mean none."""
+        """Return a list of layer indices of the config; empty if the key is missing or null."""
         value = self.config.get(key) or []
         if not isinstance(value, list) or any(type(i) is not int for i in value):
             self.problem(
@@ -89,11 +97,11 @@ class Facts:
         return frozenset(value)
 
     def window(self, key: bool | str) -> None:
-        """Record the attention window, if attention does not see the whole sequence.
+        """Add `sliding_window` to `sizes`, in tokens, if attention uses a window.
 
         Args:
-            key: True or False if the family fixes whether a window is used; else the config's
-                switch, or "sliding_window" if the size itself is the switch.
+            key: True or False if the family decides whether a window is used; else the config's key
+                that decides it, which is "sliding_window" if stating a size is enough.
         """
         stated = self.config.get("sliding_window")
         if key == "sliding_window":
@@ -104,7 +112,10 @@ class Facts:
             self.size("sliding_window", 4096)
 
     def experts(self, *, scales_weights: bool) -> None:
-        """Read how a router chooses experts, and the switches that change what it saves."""
+        """Read the number of experts per token, and the keys that change what a router saves.
+
+        A key of the second kind is added to `sizes`, with the value 1, only if it is on.
+        """
         chosen, count = self.size("num_experts_per_tok"), self.size("num_experts")
         if chosen > count and self.config.get("num_experts_per_tok") is not None:
             what = f"a token cannot use {chosen} of {count} experts"
@@ -118,7 +129,7 @@ class Facts:
                 self.sizes[key] = 1
 
     def dropout(self, key: str, default: float) -> None:
-        """Record 1 if something is dropped, else 0, under the key's own name."""
+        """Add to `sizes`, under this key, 1 if its dropout probability is above 0, else 0."""
         value = self.config.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
@@ -127,7 +138,7 @@ class Facts:
         self.sizes[key] = int(value > 0)
 
     def notes(self) -> tuple[str, ...]:
-        """Return a note on the unknown keys, each with the known key that may be meant."""
+        """Return a note that lists the unknown keys, with similar known keys; () without any."""
         keys = unknown(self.config)
         words = []
         for key in keys[:_MOST_NOTED]:
@@ -139,7 +150,11 @@ class Facts:
         return (f"{self.file}: ignored keys: {', '.join(words)}",) if words else ()
 
     def finish(self) -> None:
-        """Raise the problems found, before anything is built from the config."""
+        """Check the remaining keys, and raise all problems found.
+
+        Raises:
+            SpecError: The config has problems.
+        """
         told = {problem.origin.path for problem in self.problems if problem.origin}
         for key, kind in misfits(self.config):
             if key not in told:
@@ -149,11 +164,11 @@ class Facts:
 
 
 def attention_sizes(facts: Facts) -> tuple[int, int, int]:
-    """Return (heads, kv heads, elements of one head)."""
+    """Return (query heads, kv heads, features of one head)."""
     hidden, heads = facts.size("hidden_size"), facts.size("num_attention_heads")
     kv_heads = facts.size("num_key_value_heads", heads)
     head_dim = facts.size("head_dim", max(1, hidden // heads))
-    if facts.problems:  # further checks would only repeat them
+    if facts.problems:  # The checks below would report the consequences of these problems.
         return heads, kv_heads, head_dim
     is_stated = facts.config.get("head_dim") is not None or "head_dim" in facts.defaults
     if not is_stated and hidden % heads:
@@ -248,7 +263,7 @@ def read_json(file: Path, origin: Origin | None) -> Mapping[str, Any]:
 
 
 def _shown(value: object) -> str:
-    """Return a value as a message names it: on one line and not too long."""
+    """Return a value for a message: on one line, shortened if long."""
     return quote(value) if isinstance(value, str) else quote(repr(value))[1:-1]
 
 
@@ -267,10 +282,10 @@ _FETCHES: Final = ("pretrained", "use_pretrained_backbone")
 
 
 def foreign_problem(config: Mapping[str, Any], file: str) -> Problem | None:
-    """Return why transformers must not be asked to build a config, or None.
+    """Return why it is unsafe to let transformers build this config; None if it is safe.
 
-    transformers treats a kernel name such as "org/kernel" as code to fetch and run, fetches weights
-    of backbones, and makes as many modules as a count says.
+    transformers treats a kernel name such as "org/kernel" as code to download and run, downloads
+    weights of backbones, and creates any number of modules that a config states.
     """
     todo: list[tuple[str, Any]] = [("", config)]
     while todo:

@@ -1,6 +1,6 @@
-"""Model families as data: the differences of each from Llama's shape, and its defaults.
+"""Model families as data: how the modules of each differ from Llama's, and its default sizes.
 
-To add a family of this shape, add an entry to `FAMILIES`.
+To add a family with Llama's module tree, add an entry to `FAMILIES`.
 
 Source: transformers 5.23, `models/<family>/configuration_*.py`.
 """
@@ -17,29 +17,29 @@ from meshplan.model.blueprint.config import Facts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """The differences of one decoder family from Llama's shape.
+    """How the modules of one decoder family differ from Llama's.
+
+    An argument of type `bool | str` is either the family's fixed answer, or the key at which its
+    configs state it.
 
     Args:
         prefix: Prefix of its class names.
-        defaults: transformers' value of each size that a config may leave out.
-        qkv_bias, o_bias, mlp_bias: If True, the projections have a bias; a key names the
-            config's own switch.
-        attention: A word of `parts` for the kind of attention: "by_head" or "latent".
+        defaults: transformers' default of each size that a config may leave out.
+        qkv_bias, o_bias, mlp_bias: If True, the projections have a bias.
+        attention: The kind of attention: "by_head", or "latent" (multi-head latent attention).
         qk_norm: If True, queries and keys are normalised per head.
         norms: The norms of one layer, in order.
-        moe: Children of a sparse block in definition order, () for a dense model.
+        moe: Names of the children of a sparse block in definition order, () for a dense model.
         sparse_block, router: Class names, without the prefix.
-        has_groups: If True, a token's experts come from few groups, chosen by scores that a buffer
-            corrects.
-        mixes_dense: The key that says which layers are dense, in families whose experts have a
-            width of their own; "" if no layer is dense.
-        scales_weights: If True, the weights of a token's experts are normalised to sum to 1; a key
-            names the config's own switch.
-        on_by_default: Keys of switches that are on if the config does not state them.
-        activation: Key of the activation's name.
+        has_groups: If True, a token's experts come from few groups of experts, and a buffer of
+            corrections is added to the scores by which they are chosen.
+        mixes_dense: The config key that determines which layers are dense; "" if none is. Families
+            with such a key state the width of an expert as moe_intermediate_size.
+        scales_weights: If True, the weights of a token's experts are normalised to sum to 1.
+        on_by_default: Boolean config keys whose default is true.
+        activation: The config key of the activation's name.
         embedding: Class of the token embedding.
-        window: If True, attention sees the last `sliding_window` tokens only; a key names the
-            config's own switch.
+        window: If True, attention sees only the last `sliding_window` tokens.
         scales: If True, embeddings, residual branches and logits are multiplied by constants.
         ties: If True, input and output embeddings are one tensor unless the config states
             otherwise.
@@ -67,25 +67,25 @@ class Family:
     ties: bool = False
 
     def flag(self, key: bool | str, facts: Facts) -> bool:
-        """Return the value of a switch, be it fixed or the config's own."""
+        """Return the value of a `bool | str` argument: fixed, or read from the config."""
         return facts.flag(key, key in self.on_by_default)
 
     @property
     def is_plain(self) -> bool:
-        """True if its code computes what Llama's does, so that the styles `auto` derives are known.
+        """True if the styles that `tp_plan: auto` derives are known without a recorded forward.
 
-        Experts are not sharded by them.
+        This is so if a layer computes what Llama's layer does. These styles do not shard experts.
         """
         return len(self.norms) == 2
 
     @property
     def shared(self) -> str:
-        """The child of a sparse block that all tokens pass through, "" if there is none."""
+        """Name of the expert in a sparse block that all tokens use; "" if there is none."""
         return next((name for name in self.moe if name in ("shared_expert", "shared_experts")), "")
 
     @property
     def has_dense(self) -> bool:
-        """True if some layer may have a dense feed-forward."""
+        """True if a layer may have a dense feed-forward instead of experts."""
         return not self.moe or bool(self.mixes_dense)
 
 
@@ -214,7 +214,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
         ),
     }
 )  # fmt: skip
-"""The families of Llama's shape by `model_type`; GPT-2 has a shape of its own."""
+"""The families with Llama's module tree by `model_type`; GPT-2 has another one."""
 
 GPT2_DEFAULTS: Final = MappingProxyType(
     {
@@ -225,4 +225,4 @@ GPT2_DEFAULTS: Final = MappingProxyType(
         "max_position_embeddings": 1024,
     }
 )
-"""GPT-2's default sizes under the names that the other families use."""
+"""GPT-2's default sizes, by the keys that the other families use."""

@@ -1,7 +1,7 @@
-"""Keys of a config.json and the values that each may have, even if no figure depends on it.
+"""The known keys of a config.json, and the kind of value that each may have.
 
-A config comes from anywhere. The settings of the model have to make sense even if no figure
-depends on them, and an unknown key may be a known one with a typing error.
+All known keys are checked, also those that no estimate depends on, because a config may come from
+anywhere. Unknown keys are reported, because they may be misspelled.
 
 Source: transformers 5.23, `configuration_utils.py` and `models/<family>/configuration_*.py`.
 """
@@ -20,10 +20,10 @@ _HUGE: Final = 1e300  # excludes nan, and ints too large for a float
 
 @dataclass(frozen=True, slots=True)
 class ValueKind:
-    """A kind of value that a key may have; null is always allowed, and means the default.
+    """A kind of value that a key may have; null is always allowed and means the default.
 
     Args:
-        what: Name of the kind, as it follows "is not" in a message.
+        what: Name of the kind, which follows "is not" in a message.
         fix: Advice on what to write.
         fits: Function that returns True for a value of this kind.
     """
@@ -108,7 +108,7 @@ KEYS: Final[Mapping[str, ValueKind]] = MappingProxyType(
 
 
 def misfits(config: Mapping[str, Any]) -> Iterator[tuple[str, ValueKind]]:
-    """Yield the known keys whose values are not of the key's kind, with that kind."""
+    """Yield (key, expected kind) for each known key whose value is not of that kind."""
     for key, kind in KEYS.items():
         value = config.get(key)
         if value is not None and not kind.fits(value):
@@ -116,5 +116,5 @@ def misfits(config: Mapping[str, Any]) -> Iterator[tuple[str, ValueKind]]:
 
 
 def unknown(config: Mapping[str, Any]) -> list[str]:
-    """Return the keys that no supported family has, in order, without those that begin with _."""
+    """Return the keys of a config that are not in `KEYS` and do not begin with _, in order."""
     return [key for key in config if key not in KEYS and not key.startswith("_")]

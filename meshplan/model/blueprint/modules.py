@@ -1,4 +1,4 @@
-"""The two decoder shapes, module by module.
+"""Build the modules of a decoder: one function for Llama-like families, one for GPT-2.
 
 Source: transformers 5.23, `models/<family>/modeling_*.py`.
 """
@@ -17,7 +17,7 @@ _MAX_LAYERS: Final = 10_000
 
 
 def build_decoder(family: Family, facts: Facts, build: GraphBuilder) -> None:
-    """Build a decoder of Llama's shape."""
+    """Add the modules and tensors of a Llama-like decoder."""
     vocab, hidden = facts.size("vocab_size"), facts.size("hidden_size")
     num_layers = facts.size("num_hidden_layers", most=_MAX_LAYERS)
     attention, turned = attention_of(family, facts, build)
@@ -57,14 +57,17 @@ def build_decoder(family: Family, facts: Facts, build: GraphBuilder) -> None:
 
 
 def _of_all(family: Family) -> dict[str, str]:
-    """Return the styles of the shared expert, whether or not transformers shards it."""
+    """Return the styles of the shared expert's projections by name; {} without a shared expert.
+
+    They apply even if the tp plan of transformers leaves the shared expert out.
+    """
     at, words = f"model.layers.*.mlp.{family.shared}", ("colwise", "colwise", "rowwise")
     names = ("gate_proj", "up_proj", "down_proj") if family.shared else ()
     return {f"{at}.{name}": word for name, word in zip(names, words, strict=False)}
 
 
 def _preset(family: Family) -> dict[str, str]:
-    """Return the tp plan that transformers ships with the family."""
+    """Return the tp plan that transformers ships with the family, as in `ModelGraph.tp_preset`."""
     attention = {}
     if family.attention == "by_head":
         attention = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise")
@@ -90,7 +93,7 @@ def _preset(family: Family) -> dict[str, str]:
 
 
 def build_gpt2(facts: Facts, build: GraphBuilder) -> None:
-    """Build GPT-2: learned positions, LayerNorm with bias, transposed and packed projections."""
+    """Add GPT-2's modules: learned positions, LayerNorm with bias, transposed fused weights."""
     vocab, hidden = facts.size("vocab_size"), facts.size("hidden_size")
     positions = facts.size("max_position_embeddings")
     num_layers = facts.size("num_hidden_layers", most=_MAX_LAYERS)
@@ -141,7 +144,7 @@ def build_gpt2(facts: Facts, build: GraphBuilder) -> None:
 
 
 def _lm_head(build: GraphBuilder, vocab: int, hidden: int, tied: bool) -> None:
-    """Add the output projection; if tied, its weight is the embedding's, which exists already."""
+    """Add the output projection; if `tied`, without a weight, which is the embedding's."""
     build.linear("lm_head", vocab, hidden)
     if tied:
         del build.parameters["lm_head.weight"]

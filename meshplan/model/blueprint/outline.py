@@ -1,8 +1,8 @@
 """Outlines: the forward of a model that has not been built, detailed enough to cut it into stages.
 
-One operation stands for each module that runs as a whole: the tensors it reads and its inputs.
-The inside of a module, which derived styles need, is known only from a recorded forward
-(`runtime.trace.ops`). An outline is not a recording, and is kept apart from one.
+In an outline, a whole block is one operation that reads the block's inputs and parameters. What
+happens inside a block, which derived styles need, is known only from a recorded forward
+(`runtime.trace.ops`); `ModelGraph` therefore keeps both in separate fields.
 
 Source: transformers 5.23, `models/<family>/modeling_*.py`.
 """
@@ -19,7 +19,7 @@ from meshplan.model.graph import ModuleInfo, TensorInfo
 
 @dataclass(slots=True)
 class FlowBuilder:
-    """A forward under construction.
+    """An outline under construction: calls and operations are added in execution order.
 
     Args:
         tensors: All tensors of the model, by fqn.
@@ -40,11 +40,11 @@ class FlowBuilder:
                 self._inside.setdefault(module, []).append(fqn)
 
     def enter(self, module: str, parent: int | None) -> int:
-        """Begin the call of a module that calls others, and return its id; `leave` ends it."""
+        """Begin the call of a module that calls others, and return the call's id; see `leave`."""
         return self._call(module, parent, (), ())
 
     def leave(self, call: int, value: int) -> None:
-        """End a call that returns this value."""
+        """End the call with this id; it returns the value with id `value`."""
         begun = self._calls[call]
         self._calls[call] = Call(
             id=call,
@@ -68,14 +68,14 @@ class FlowBuilder:
         is_random: bool = False,
         leaves_out: tuple[str, ...] = (),
     ) -> int:
-        """Add the call of a module that runs as a whole, and return the value id of its output.
+        """Add the call of a module as one operation, and return the value id of its output.
 
         Args:
             module: The fqn of the module.
-            parent: The enclosing call.
-            reads: Value ids of its inputs.
-            is_random: True if it draws random numbers.
-            leaves_out: Names of its tensors that forward does not read.
+            parent: Id of the enclosing call.
+            reads: Value ids of the module's inputs.
+            is_random: True if the module draws random numbers.
+            leaves_out: Names of parameters and buffers of the module that its forward does not use.
         """
         inputs = tuple(reads)
         own = [
@@ -97,12 +97,12 @@ class FlowBuilder:
         return out
 
     def hand_on(self, module: str, parent: int, value: int) -> int:
-        """Add the call of a module that returns its input."""
+        """Add the call of a module that returns its input, and return that value's id."""
         self._call(module, parent, (value,), (value,))
         return value
 
     def compute(self, call: int, reads: Iterable[int], *, is_random: bool = False) -> int:
-        """Add an operation of a module's own code, and return the value id of its result."""
+        """Add an operation that the code of call `call` runs, and return its result's value id."""
         out = self._value("op")
         args = tuple(map(Ref, reads))
         self._ops.append(
@@ -149,7 +149,7 @@ class FlowBuilder:
 
 
 def _around(name: str) -> Iterator[str]:
-    """Yield the modules that contain a tensor."""
+    """Yield the fqns of the modules that contain a tensor, innermost first, without the root."""
     module = name.rpartition(".")[0]
     while module:
         yield module
@@ -159,12 +159,12 @@ def _around(name: str) -> Iterator[str]:
 def decoder_outline(
     modules: Mapping[str, ModuleInfo], tensors: Mapping[str, TensorInfo], *, scales: bool = False
 ) -> Flow:
-    """Outline a decoder of Llama's shape: token embedding, rotary angles, blocks, norm, head.
+    """Return the outline of a Llama-like decoder: embedding, rotary angles, blocks, norm, head.
 
     Args:
         modules: Modules by fqn.
         tensors: Tensors by fqn.
-        scales: If True, embeddings and logits are multiplied by constants.
+        scales: If True, code between modules multiplies embeddings and logits by constants.
     """
     out = FlowBuilder(tensors)
     root = out.enter("", None)
@@ -188,12 +188,13 @@ def decoder_outline(
 def gpt2_outline(
     modules: Mapping[str, ModuleInfo], tensors: Mapping[str, TensorInfo], *, drops: bool
 ) -> Flow:
-    """Outline GPT-2, which adds token and position embeddings between modules.
+    """Return the outline of GPT-2, which adds token and position embeddings between modules.
 
     Args:
         modules: Modules by fqn.
         tensors: Tensors by fqn.
-        drops: If True, the dropout after them draws random numbers instead of returning its input.
+        drops: If True, the dropout after the embeddings has a probability above 0 and so draws
+            random numbers; if False, it returns its input.
     """
     out = FlowBuilder(tensors)
     root = out.enter("", None)

@@ -1,6 +1,8 @@
-"""The parts of a decoder layer, each built in two steps: read the sizes, then add the modules.
+"""The parts of a decoder layer: attention, dense and sparse feed-forward.
 
-Sizes of all parts are read first, so that everything wrong with a config is reported at once.
+Each function here reads the sizes of one part and returns a function that adds the part's modules.
+So the sizes of all parts are read before any module is added, and all problems of a config are
+reported together.
 
 Source: transformers 5.23, `models/<family>/modeling_*.py`.
 """
@@ -16,19 +18,22 @@ from meshplan.model.blueprint.config import Facts, attention_sizes
 from meshplan.model.blueprint.families import Family
 
 Put = Callable[[str], None]
-"""Add one part at an fqn."""
+"""Function that adds the modules and tensors of one part under an fqn."""
 
 _EACH_GROUP: Final = 2
-"""Experts of a group whose scores are added up to the score of the group."""
+"""Number of a group's best experts whose scores are added to give the group's score."""
 
 
 def attention_of(family: Family, facts: Facts, build: GraphBuilder) -> tuple[Put, int]:
-    """Return (a function that adds an attention, the features of a head under rotary positions)."""
+    """Return a function that adds an attention, and how many features of a head are rotated.
+
+    Rotary embeddings rotate these features.
+    """
     return _ATTENTIONS[family.attention](family, facts, build)
 
 
 def _by_head(family: Family, facts: Facts, build: GraphBuilder) -> tuple[Put, int]:
-    """Project queries, keys and values each from the layer's input."""
+    """Return `attention_of` for attention with one projection each for queries, keys and values."""
     hidden, (heads, kv_heads, head_dim) = facts.size("hidden_size"), attention_sizes(facts)
     qkv_bias, o_bias = family.flag(family.qkv_bias, facts), family.flag(family.o_bias, facts)
     sizes = MappingProxyType({"head_dim": head_dim, "num_key_value_groups": heads // kv_heads})
@@ -46,7 +51,9 @@ def _by_head(family: Family, facts: Facts, build: GraphBuilder) -> tuple[Put, in
 
 
 def _latent(family: Family, facts: Facts, build: GraphBuilder) -> tuple[Put, int]:
-    """Make queries, and keys and values of all heads, each from one narrow vector per token.
+    """Return `attention_of` for multi-head latent attention.
+
+    Queries, and keys and values of all heads, are each projected from one narrow vector per token.
 
     Source: DeepSeek-V2 report, section 2.1 (multi-head latent attention).
     """
@@ -90,14 +97,14 @@ _ATTENTIONS: Final[Mapping[str, Callable[[Family, Facts, GraphBuilder], tuple[Pu
 
 
 def gated_mlp(family: Family, facts: Facts, build: GraphBuilder, width: int, act: object) -> Put:
-    """Return a function that adds a feed-forward of three projections.
+    """Return a function that adds a feed-forward of gate, up and down projections.
 
     Args:
         family: The model family.
         facts: The config's values.
         build: The graph under construction.
-        width: Number of hidden features.
-        act: Name of the activation, as in configs.
+        width: Number of features between the projections.
+        act: Name of the activation, as in a config.json.
     """
     hidden, bias = facts.size("hidden_size"), family.flag(family.mlp_bias, facts)
 
@@ -112,7 +119,7 @@ def gated_mlp(family: Family, facts: Facts, build: GraphBuilder, width: int, act
 
 
 def sparse_mlp(family: Family, facts: Facts, build: GraphBuilder, act: object) -> Put:
-    """Return a function that adds a router and the experts that it chooses from."""
+    """Return a function that adds a router, its experts and, if the family has it, a shared one."""
     hidden, count = facts.size("hidden_size"), facts.size("num_experts")
     facts.experts(scales_weights=family.flag(family.scales_weights, facts))
     width = facts.size("moe_intermediate_size" if family.mixes_dense else "intermediate_size")
@@ -158,7 +165,7 @@ def sparse_mlp(family: Family, facts: Facts, build: GraphBuilder, act: object) -
 
 
 def _groups(facts: Facts, count: int) -> None:
-    """Check the groups of experts: a token's experts come from the groups with the best scores."""
+    """Record a problem if the number of expert groups, or of groups per token, is impossible."""
     groups, chosen = facts.size("n_group"), facts.size("topk_group")
     if count % groups or count // groups < _EACH_GROUP:
         what = f"{count} experts do not divide into {groups} equal groups of {_EACH_GROUP} or more"
@@ -169,7 +176,7 @@ def _groups(facts: Facts, count: int) -> None:
 
 
 def dense_layers(family: Family, facts: Facts, num_layers: int) -> frozenset[int]:
-    """Return the indices of layers in a mixture of experts that have a dense feed-forward."""
+    """Return which of the first `num_layers` layers of a mixture of experts are dense."""
     if family.mixes_dense == "first_k_dense_replace":
         return frozenset(range(min(num_layers, facts.size(family.mixes_dense, least=0))))
     if family.mixes_dense == "decoder_sparse_step":

@@ -15,14 +15,17 @@ from meshplan.model.flow import Flow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DimClasses:
-    """Every dim of every value, as factors that are equal where dims are iterated over together.
+    """The dims of all values of a flow as products of factors.
+
+    Dims that an operation iterates over together have equal factors.
 
     Args:
         flow: The forward that was analysed.
-        dims: Factors of each dim, outermost first, by value id; () for a dim of size 1.
+        dims: For each value id, its dims in order; a dim is the tuple of its factors, outermost
+            first, () for a dim of size 1.
         sizes: Size of each factor.
-        blocked: Reason why a factor cannot be sharded, for those that cannot.
-        summed: Factors that a matrix product sums over, by index of the operation.
+        blocked: For each factor that cannot be sharded, the reason.
+        summed: For each matrix product, by index of the operation, the factors that it sums over.
     """
 
     flow: Flow
@@ -32,16 +35,16 @@ class DimClasses:
     summed: Mapping[int, Dim]
 
     def sizes_of(self, dim: Dim) -> int:
-        """Return the size of a dim, or of a part of one."""
+        """Return the product of the sizes of these factors, such as those of a dim."""
         return math.prod(self.sizes[factor] for factor in dim)
 
     def factors_of(self, value: int) -> frozenset[Factor]:
-        """Return all factors of a value."""
+        """Return the factors of all dims of a value."""
         return frozenset(factor for dim in self.dims[value] for factor in dim)
 
 
 def classify(flow: Flow) -> DimClasses:
-    """Apply the effect of every operation of a flow on dims, and return the classes."""
+    """Return the classes of dims that follow from the operations of a flow."""
     linker = Linker(flow)
     for number, op in enumerate(flow.ops):
         link(linker, number, op)

@@ -1,8 +1,8 @@
-"""Dims as products of factors, and the factors that are the same.
+"""Dims as products of factors, and a union-find of the factors that are equal.
 
-A dim of 64 that code views as (8, 8) is the product of two factors, outermost first. Two
-dims that an operation iterates over together consist of the same factors: these are the classes of
-a union-find. Operations are defined elsewhere.
+A dim of 64 that code views as (8, 8) is the product of two factors, outermost first. Two dims that
+an operation iterates over together consist of equal factors. Which operations do so is defined in
+`operations` and `shaping`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Dim = tuple[Factor, ...]
 
 
 class Factors:
-    """Every factor of every dim of a flow."""
+    """The factors of all dims of a flow: which are equal, divided further, or not to be sharded."""
 
     def __init__(self) -> None:
         self._parent: list[int] = []
@@ -25,7 +25,10 @@ class Factors:
         self._blocked: list[str] = []
 
     def new(self, size: int, blocked: str = "") -> Dim:
-        """Return a dim with a factor of its own."""
+        """Return a dim of this size that is one new factor, equal to no other yet; () for size 1.
+
+        `blocked` says why the factor cannot be sharded; "" if it can.
+        """
         if size == 1:
             return ()
         self._parent.append(len(self._parent))
@@ -38,11 +41,11 @@ class Factors:
         return math.prod(self._size[f] for f in dim)
 
     def blocked(self, factor: Factor) -> str:
-        """Return why this factor cannot be sharded; "" if nothing prevents it."""
+        """Return why this factor cannot be sharded; "" if it can."""
         return self._blocked[self._find(factor)]
 
     def leaves(self, dim: Iterable[Factor]) -> Dim:
-        """Return the dim as factors that are not divided further, each as the root of its class."""
+        """Return a dim's undivided factors, in order, each by the representative of its class."""
         out: list[int] = []
         for factor in dim:
             root = self._find(factor)
@@ -54,16 +57,18 @@ class Factors:
         return tuple(out)
 
     def block(self, dim: Iterable[Factor], reason: str) -> None:
-        """Forbid sharding these factors; the first reason is kept."""
+        """Record why these factors cannot be sharded; an earlier reason is kept."""
         for leaf in self.leaves(dim):
             self._blocked[leaf] = self._blocked[leaf] or reason
 
     def unify(self, left: Dim, right: Dim, reason: str) -> None:
-        """Record that two dims are iterated over together, index by index.
+        """Make the factors of two dims equal: an operation iterates over both, index by index.
+
+        Factors of different sizes are divided until their sizes agree.
 
         Args:
             left, right: The dims.
-            reason: Message for why neither can be sharded if they have no common factors.
+            reason: Reason recorded for the remaining factors, if they cannot be made equal.
         """
         while True:
             a, b = self.leaves(left), self.leaves(right)
@@ -85,7 +90,13 @@ class Factors:
             self._split(large, self._size[small])
 
     def regroup(self, dims: Sequence[Dim], sizes: Sequence[int], reason: str) -> list[Dim]:
-        """Return the same elements in the same order as dims of other sizes, as a view does."""
+        """Return the dims of sizes `sizes` that result from a view of `dims`.
+
+        Args:
+            dims: The dims before the view.
+            sizes: The sizes after the view; their product is the same.
+            reason: Reason recorded for factors that the view divides unevenly.
+        """
         if 0 in sizes or any(self.size(d) == 0 for d in dims):
             for dim in dims:
                 self.block(dim, reason)
@@ -99,7 +110,8 @@ class Factors:
                 out.append(taken)
                 wanted.pop(0)
                 continue
-            # No factors make up this dim: continue after the next boundary that both shapes have.
+            # No product of leading factors is this size: give up on all dims up to the next place
+            # at which the old and the new shape have a common boundary.
             crossed: list[Factor] = []
             have = want = 1
             while not crossed or have != want:
@@ -113,7 +125,10 @@ class Factors:
         return out
 
     def _take(self, rest: list[Factor], size: int) -> Dim | None:
-        """Take factors of this size off the front; without any, take nothing and return None."""
+        """Remove the leading factors whose product is `size` from `rest`, and return them.
+
+        Divides the last of them if necessary. If that is not possible, return None.
+        """
         product, count = 1, 0
         while product < size and count < len(rest):
             product *= self._size[rest[count]]

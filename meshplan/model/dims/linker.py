@@ -1,4 +1,4 @@
-"""Operations' common parts: the dims of their arguments, and how these are linked."""
+"""Helpers for the handlers of operations: look up the dims of arguments, link and set dims."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Dims = tuple[Dim, ...]
 
 
 class Linker:
-    """The dims of every value of a flow, linked by one operation after another.
+    """The dims of the values of a flow, while its operations are processed in order.
 
     Attributes:
         dims: Dims of each value, by value id.
-        summed: Dims that a product sums over, by index of the operation.
+        summed: The dim that a matrix product sums over, by index of the operation.
     """
 
     def __init__(self, flow: Flow) -> None:
@@ -37,7 +37,7 @@ class Linker:
         return self.dims[self.value(item).id]
 
     def fresh(self, value: int, blocked: str = "") -> Dims:
-        """Give a value dims of its own, and return them."""
+        """Give a value new dims, linked to no other yet, and return them; see `Factors.new`."""
         shape = self.flow.values[value].shape
         self.dims[value] = tuple(self.factors.new(size, blocked) for size in shape)
         return self.dims[value]
@@ -53,18 +53,18 @@ class Linker:
             self.factors.block(dim, reason)
 
     def block_all(self, op: Op, reason: str) -> None:
-        """Block all inputs and outputs of an operation of which nothing is known."""
+        """Block all dims of the inputs and outputs of an operation that has no sharding rule."""
         for value in op.inputs:
             self.block(self.dims[value], reason)
         for value in op.outputs:
             self.fresh(value, reason)
 
     def broadcast(self, tensors: Sequence[tuple[Dims, tuple[int, ...]]], reason: str) -> Dims:
-        """Return the dims of tensors that are broadcast together, aligned at the last dim.
+        """Link the dims of tensors that are broadcast together, and return the result's dims.
 
         Args:
             tensors: (dims, shape) of each tensor.
-            reason: Message for why dims that have no common factors cannot be sharded.
+            reason: Reason recorded for dims whose factors cannot be made equal.
         """
         ndim = max(len(shape) for _, shape in tensors)
         out: list[Dim] = [()] * ndim
@@ -91,7 +91,7 @@ class Linker:
 
 
 def argument(op: Op, place: int, name: str, default: Any = None) -> Any:
-    """Return an argument passed by position or by name."""
+    """Return an argument that was passed at position `place` or as keyword `name`."""
     return op.args[place] if place < len(op.args) else op.kwargs.get(name, default)
 
 
@@ -101,7 +101,7 @@ def base_name(op: Op) -> str:
 
 
 def positions(item: Any, ndim: int) -> tuple[int, ...]:
-    """Return the dims named by an int, by several or by none (all), counted from the front."""
+    """Return the indices from 0 of the dims that an int, a list of ints or None (all) names."""
     if item is None or item == () or item == []:
         return tuple(range(ndim))
     items = item if isinstance(item, tuple | list) else (item,)

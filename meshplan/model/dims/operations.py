@@ -1,7 +1,7 @@
-"""The effect of each operation on dims: those it iterates over together, and those it mixes.
+"""The effect of each operation on dims: which it iterates over together, and which it mixes.
 
-An operation is safe along a factor if the result at one index depends on its arguments
-at that same index only. Anything that is not known to be safe is blocked, never guessed.
+An operation can be sharded along a factor if its result at one index of the factor depends on its
+arguments at the same index only. A factor for which this is not known is blocked.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ UNIFORM: Final = frozenset(
         "scalar_tensor", "empty_strided", "new_empty_strided",
     )
 )  # fmt: skip
-"""Operations that make a tensor whose elements are all equal, or undefined."""
+"""Operations that create a tensor whose elements are all equal, or uninitialized."""
 
 REDUCED: Final[Mapping[str, int]] = MappingProxyType(
     dict.fromkeys(
@@ -44,7 +44,7 @@ REDUCED: Final[Mapping[str, int]] = MappingProxyType(
     )
     | {"linalg_vector_norm": 2, "norm": 2}
 )  # fmt: skip
-"""Operations that reduce dims, and the index of the argument that names the dims."""
+"""Operations that reduce over dims, and the index of the argument that names these dims."""
 
 LOOKS_ALONG: Final[Mapping[str, int]] = MappingProxyType(
     {
@@ -53,13 +53,15 @@ LOOKS_ALONG: Final[Mapping[str, int]] = MappingProxyType(
         "argsort": 1, "topk": 2, "flip": 1, "roll": 2, "_weight_norm_interface": 2, "glu": 1,
     }
 )  # fmt: skip
-"""Operations that mix elements along dims and keep the dims; the index of the argument of dims."""
+"""Operations that mix elements along dims and keep these dims, and the index of the argument that
+names them.
+"""
 
 _NO_DEFAULT_DIM: Final = {"topk": -1, "sort": -1, "argsort": -1, "glu": -1}
 
 
 def link(linker: Linker, number: int, op: Op) -> None:
-    """Give dims to the results of an operation and link them with those of its arguments."""
+    """Set the dims of an operation's results, and link them with the dims of its arguments."""
     name = base_name(op)
     if op.name == UPDATE:
         _update(linker, op)
@@ -97,12 +99,12 @@ def _along(linker: Linker, op: Op, name: str) -> None:
 
 
 def _update(linker: Linker, op: Op) -> None:
-    """Handle memory written through another view; the op that made the view linked the two."""
+    """Keep the dims of a tensor that was written through another view of its memory."""
     linker.give(op.outputs[0], linker.of(op.args[0]))
 
 
 def _matrix_product(linker: Linker, number: int, op: Op) -> None:
-    """(..., m, k) x (..., k, n), with an optional addend."""
+    """Link the dims of (..., m, k) x (..., k, n), with an optional addend."""
     name = base_name(op)
     first = 1 if name in ("addmm", "baddbmm", "addbmm") else 0
     left, right = linker.of(op.args[first]), linker.of(op.args[first + 1])
@@ -120,7 +122,7 @@ def _matrix_product(linker: Linker, number: int, op: Op) -> None:
 
 
 def _vector_product(linker: Linker, number: int, op: Op) -> None:
-    """(m, k) x (k,), or (k,) x (k,)."""
+    """Link the dims of (m, k) x (k,), or of (k,) x (k,)."""
     left, right = linker.of(op.args[0]), linker.of(op.args[1])
     linker.factors.unify(
         left[-1], right[0], f"{base_name(op)} combines dims that are split into different factors"
@@ -136,7 +138,7 @@ def _embedding(linker: Linker, number: int, op: Op) -> None:
 
 
 def _attention(linker: Linker, number: int, op: Op) -> None:
-    """softmax(q k^T) v by head: sequences and head dims are mixed, heads are not."""
+    """Link the heads of q, k and v; block the sequence and the head dim, which attention mixes."""
     q, k, v = (linker.of(op.args[i]) for i in range(3))
     if len(q) != 4:
         linker.block_all(
@@ -210,7 +212,10 @@ def _looks_along(linker: Linker, op: Op, name: str) -> None:
 
 
 def _layer_norm(linker: Linker, number: int, op: Op) -> None:
-    """native_layer_norm and _fused_rms_norm: (x, normalized shape, weight, bias, ...)."""
+    """Block the dims that layer norm and RMSNorm reduce, and link the others.
+
+    The arguments are (x, normalized shape, weight, bias, ...).
+    """
     dims = linker.of(op.args[0])
     last = len(tuple(op.args[1]))
     reason = "a norm reduces over one of its dims"
@@ -228,7 +233,7 @@ def _layer_norm(linker: Linker, number: int, op: Op) -> None:
 
 
 def _samples_only(linker: Linker, number: int, op: Op) -> None:
-    """Keep only the samples (dim 0) apart: convolutions and group norms."""
+    """Block all dims except the samples (dim 0): for convolutions and group norms."""
     dims = linker.of(op.args[0])
     reason = f"{base_name(op)} can be sharded along the batch only"
     linker.block(dims[1:], reason)

@@ -1,4 +1,4 @@
-"""Operations that move elements and compute nothing: views, transposes, slices, joins, look-ups."""
+"""Dims of operations that only move elements: views, transposes, slices, joins, look-ups."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _squeeze(linker: Linker, op: Op) -> None:
 
 
 def _expand(linker: Linker, op: Op) -> None:
-    """Repeat along new factors."""
+    """Give each expanded dim a new factor, because its elements are repetitions."""
     dims = linker.of(op.args[0])
     shape = linker.flow.values[op.outputs[0]].shape
     old: Dims = ((),) * (len(shape) - len(dims)) + dims
@@ -55,7 +55,7 @@ def _expand(linker: Linker, op: Op) -> None:
 
 
 def _repeat(linker: Linker, op: Op) -> None:
-    """Tile: the repeats are the outer factor of each dim."""
+    """Add a new outer factor, the number of repetitions, to each dim."""
     dims, repeats = linker.of(op.args[0]), tuple(op.args[1])
     old: Dims = ((),) * (len(repeats) - len(dims)) + dims
     new = ((*linker.factors.new(n), *dim) for dim, n in zip(old, repeats, strict=True))
@@ -71,7 +71,17 @@ def _select(linker: Linker, op: Op) -> None:
 
 
 def _pieces(linker: Linker, op: Op, dim: int, cuts: list[tuple[int, int]]) -> None:
-    """Slice one dim into ranges (first, end); equal ones become indices of an outer factor."""
+    """Set the dims of outputs that are slices of one dim of an input.
+
+    If the slices are equal parts of the dim, it is the product of a blocked outer factor, which
+    selects the part, and an inner factor, which each output has. Otherwise the dim is blocked.
+
+    Args:
+        linker: The dims so far.
+        op: The operation.
+        dim: The dim that is sliced.
+        cuts: Range (start, stop) of each output.
+    """
     dims = list(linker.of(op.args[0]))
     size = linker.factors.size(dims[dim])
     lengths = {stop - start for start, stop in cuts}
@@ -128,7 +138,7 @@ def _split(linker: Linker, op: Op) -> None:
 
 
 def _join(linker: Linker, op: Op) -> None:
-    """cat: equal parts are indices of a new outer factor; unequal ones cannot be sharded."""
+    """Set the dims of a cat: equal inputs share an inner factor, unequal ones are blocked."""
     parts = [linker.of_shape(item) for item in op.args[0]]
     shape = linker.flow.values[op.outputs[0]].shape
     filled = [(dims, sizes) for dims, sizes in parts if len(sizes) == len(shape)]
@@ -165,7 +175,7 @@ def _stack(linker: Linker, op: Op) -> None:
 
 
 def _index(linker: Linker, op: Op) -> None:
-    """x[..., indices, ...]: elements are picked by index, the other dims stay."""
+    """Set the dims of x[..., indices, ...]: indexed dims are blocked, the other dims are kept."""
     dims = linker.of(op.args[0])
     indices = tuple(op.args[1])
     picked = [place for place, item in enumerate(indices) if item is not None]
@@ -192,7 +202,7 @@ def _index_select(linker: Linker, op: Op) -> None:
 
 
 def _gather(linker: Linker, op: Op) -> None:
-    """Pick along one dim; the other dims are iterated over together if they have equal sizes."""
+    """Block the dim along which gather picks; link the other dims where their sizes are equal."""
     dims, shape = linker.of_shape(op.args[0])
     index, wanted = linker.of_shape(op.args[2])
     at = positions(op.args[1], len(shape))[0]
