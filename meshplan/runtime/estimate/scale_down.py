@@ -23,6 +23,7 @@ from meshplan.layout.mesh import Mesh
 from meshplan.model.blueprint.config import config_file, foreign_problem, read_json
 from meshplan.model.graph import ModelGraph
 from meshplan.runtime.estimate.tiny_config import shrink_layers, shrink_sizes
+from meshplan.runtime.torch_private.modes import built_on
 from meshplan.runtime.trace.entry import model_of_entry
 from meshplan.runtime.trace.sample import TOKENS, call, check_size, sample_inputs
 from meshplan.runtime.trace.structure import graph_of
@@ -244,7 +245,7 @@ def model_of_source(source: ModelSource, *, on_meta: bool = False) -> nn.Module:
     else:
         cls = _model_class(source.architecture)
         device = torch.device("meta" if on_meta else "cpu")
-        with device, _offline():
+        with built_on(device), _offline():
             model = cls(source.config)
     if source.blocks is not None:
         model = copy.deepcopy(model)  # The entry may be a model instead of a function.

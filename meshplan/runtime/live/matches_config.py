@@ -23,6 +23,7 @@ from meshplan.model.graph import ModelGraph
 from meshplan.plan.plan import make_plan
 from meshplan.planner.space.trials import with_axes
 from meshplan.runtime.fake_step.equal_blocks import is_alike
+from meshplan.runtime.torch_private.modes import built_on
 from meshplan.runtime.trace.sample import is_tokens
 from meshplan.spec.spec import Spec
 
@@ -90,7 +91,7 @@ def _runs_otherwise(config: Any) -> str:
 
 def _is_other(model: nn.Module, graph: ModelGraph, told: ModelGraph) -> str:
     """Return how the model differs from its config; "" if it does not."""
-    with torch.device("meta"):
+    with built_on(torch.device("meta")):
         try:
             again = type(model)(model.config)
         except Exception as error:  # A class of the user may take any arguments.

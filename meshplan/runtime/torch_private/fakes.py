@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 
 def fake_mode(*, leaves_open: bool = False) -> AbstractContextManager[object]:
@@ -95,7 +96,6 @@ def group_of_fakes(rank: int, world_size: int) -> Iterator[None]:
     DTensor's propagation cache refers to the first mesh it saw, and an equal mesh of the next rank
     would get that mesh's groups. So the cache is cleared at the end.
     """
-    from torch.distributed.tensor import debug
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
@@ -103,8 +103,11 @@ def group_of_fakes(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        clear: Any = debug
-        clear._clear_sharding_prop_cache()
+        # As torch.distributed.tensor.debug does, whose import takes torch.compile's two seconds.
+        dispatcher: Any = DTensor._op_dispatcher
+        dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        core: Any = torch._C
+        core._clear_DTensor_sharding_propagator_cache()
 
 
 @contextmanager

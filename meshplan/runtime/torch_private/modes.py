@@ -5,6 +5,8 @@ Like `private`, for code that watches every operator.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -25,6 +27,26 @@ class Watching(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+class _UndrawnOnMeta(Watching):
+    """Skips drawing normal numbers into meta tensors, which have no values.
+
+    torch computes the shapes of `normal_` in Python, and imports torch.compile for it first.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.normal_.default and args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def built_on(device: torch.device) -> Iterator[None]:
+    """Make the device the default of all tensors that are created inside the `with` block."""
+    undrawn = _UndrawnOnMeta() if device.type == "meta" else nullcontext()
+    with device, undrawn:
+        yield
 
 
 def device_told(func: Any, args: Any) -> torch.device | None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.model.graph import ModelGraph
+from meshplan.runtime.torch_private.modes import built_on
 from meshplan.runtime.trace.structure import graph_of
 from meshplan.spec.recipes import OWN_MODELS
 from meshplan.spec.trust import check_code
@@ -70,7 +71,7 @@ def model_of_entry(entry: str, origin: Origin, *, on_meta: bool = True) -> nn.Mo
                 what = f"'{entry}' is {type(found).__name__}, which cannot be called"
                 raise SpecError(Problem(what, origin, "name a function that returns the model"))
             device = torch.device("meta" if on_meta else "cpu")
-            with device, _told(f"calling '{entry}'", origin, _ON_META if on_meta else ""):
+            with built_on(device), _told(f"calling '{entry}'", origin, _ON_META if on_meta else ""):
                 found = found()
     if not isinstance(found, nn.Module):
         what = f"'{entry}' returned {type(found).__name__}, not an nn.Module"
