@@ -146,7 +146,7 @@ def test_classes_that_run_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model: Any = built(num_hidden_layers=3)
     monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", lambda self, x: x)
-    assert found_of(model) == "the forward of LlamaMLP was replaced by code of another module"
+    assert found_of(model) == "the forward of LlamaMLP was replaced by code of another file"
 
 
 def test_what_plans_say_that_is_not_told() -> None:

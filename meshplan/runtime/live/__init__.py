@@ -1,1 +1,1 @@
-"""Planning a live model: the planner's request, and the plan that all ranks agree on."""
+"""Planning of a live model: the planner's request, and the plan that all ranks then use."""

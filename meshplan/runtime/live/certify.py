@@ -1,4 +1,4 @@
-"""Trace a live model under the plan that was chosen for it from its config."""
+"""Trace a live model under a plan that was chosen for the model from its config."""
 
 from __future__ import annotations
 
@@ -31,19 +31,22 @@ _CERTIFIED = (
 )
 
 _MOST_BLOCKS = 128
-"""The most runs of a block in a trace; each takes 30 to 60 ms, forward and backward and twice."""
+"""Most executions of blocks (blocks times microbatches) in the trace of a pipeline.
+
+Each takes 30 to 60 ms: forward and backward, both run twice.
+"""
 
 
 class Certifier:
-    """Traces a live model under a plan.
+    """Estimates the memory of plans by traces of one live model.
 
     Args:
-        model: The unsharded model of one process, on any device; it is copied, and only shapes
-            count.
-        device: Name of the device, as in `hardware`.
-        limit_bytes: Bytes that a device may reserve.
-        origin: Place where the user named the model; None if there is none.
-        told: Progress callback.
+        model: The unsharded model of one process, on any device. It is copied, and its values are
+            not read.
+        device: Name of the device, as in the plan's `hardware`.
+        limit_bytes: Bytes that one device may reserve.
+        origin: Place where the user named the model; None if the user passed the model itself.
+        report: Called with lines on the progress.
     """
 
     def __init__(
@@ -59,10 +62,10 @@ class Certifier:
         self._origin, self._report = origin, report
 
     def of(self, spec: Spec) -> MemoryEstimate | str:
-        """Estimate every rank's memory by a trace; or return why no trace is made.
+        """Estimate every rank's memory by a trace; return the reason if no trace can be made.
 
         Args:
-            spec: The plan file with all that was chosen, and nothing left open.
+            spec: The plan file with the planner's choices, so that no field is left open.
         """
         if dist.is_initialized():
             return "torch.distributed is already initialized in this process, so no trace can run"
@@ -114,7 +117,10 @@ class Certifier:
 
 
 def _why_not(plan: Plan) -> str:
-    """Return why a trace takes too long, "" if not: a pipeline runs all microbatches at once."""
+    """Return why a trace would take too long; "" if it would not.
+
+    Only pipelines can take too long: their trace runs every microbatch of the step, not just one.
+    """
     stages = plan.assignment.stages
     if stages is None:
         return ""
@@ -125,4 +131,4 @@ def _why_not(plan: Plan) -> str:
     if run * stages.microbatches <= _MOST_BLOCKS:
         return ""
     much = f"{run} blocks with {stages.microbatches} microbatches each"
-    return f"a trace would run {much}; meshplan estimate traces that, and takes longer"
+    return f"a trace would run {much}; meshplan estimate does so, but takes longer"

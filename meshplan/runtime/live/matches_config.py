@@ -1,9 +1,9 @@
 """Check that a live model is what its config describes, so that it can be planned from the config.
 
-Planned from its config, a model can also use tp and pp. The equality is proved, not assumed: built
-again from its config alone, the model has the same modules with the same attributes and no hooks;
-its classes run the code that they were published with; and its graph, tensor by tensor, is the one
-that the blueprint makes from the config.
+The planner searches tp and pp only for models that it knows from a config. Three checks prove that
+the live model equals its config: a second model, built from the config alone, has the same modules
+with the same attributes and hooks; every class runs the `forward` of its own Python module; and the
+live model's graph, tensor by tensor, is the graph that `model.blueprint` makes from the config.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ from meshplan.spec.spec import Spec
 
 _ATTENTION: Final = "sdpa"
 _EXPERTS: Final = "grouped_mm"
-"""Implementations that an analytic estimate assumes, as transformers names them."""
+"""Implementations of attention and experts that analytic estimates assume, by the names that
+transformers gives them."""
 _OF_NO_STEP: Final = frozenset({"_is_hf_initialized", "generation_config", "name_or_path"})
-"""Attributes that say where a transformers model comes from; no training step reads them."""
+"""Attributes that record the origin of a transformers model; no training step reads them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A model as its config describes it.
+    """A live model that equals its config, as the planner needs it.
 
     Attributes:
-        graph: The graph that the blueprint makes from the config.
-        shorter: Makes the graph with a given number of blocks, or with the blocks of these numbers.
+        graph: The graph that `model.blueprint` makes from the config.
+        shorter: Makes the graph with fewer blocks: the first n for an int, or the blocks with these
+            indices for a tuple.
     """
 
     graph: ModelGraph
@@ -48,12 +50,16 @@ class Described:
 
 
 def described(model: nn.Module, graph: ModelGraph, spec: Spec) -> Described | str:
-    """Return the model as its config describes it; or why to trace it, "" if it has no config.
+    """Return the graph that the model's config describes, if the model equals its config.
 
     Args:
         model: The live model.
         graph: The graph of the live model.
-        spec: The plan file, with whatever it leaves open.
+        spec: The plan file, which may leave fields open.
+
+    Returns:
+        The graph; or the reason, in words, why the model must be traced instead; or "" if it has no
+        config of transformers.
     """
     config = getattr(model, "config", None)
     if not isinstance(config, _config_class()):
@@ -68,39 +74,39 @@ def described(model: nn.Module, graph: ModelGraph, spec: Spec) -> Described | st
 
 
 def _config_class() -> Any:
-    """Return transformers' config class; () if transformers is not loaded."""
+    """Return (transformers' base class of configs,) for `isinstance`; () if it is not imported."""
     module: Any = sys.modules.get("transformers.configuration_utils")
     return () if module is None else (module.PreTrainedConfig,)
 
 
 def _runs_otherwise(config: Any) -> str:
-    """Return what the config asks for that an analytic estimate does not cover; "" if nothing."""
+    """Return the first setting of the config that analytic estimates do not cover; "" if none."""
     if config.use_cache:
         return "its config has use_cache: true, and the cache takes memory: set use_cache=False"
     attention = config._attn_implementation
     if attention != _ATTENTION:
-        return f"its attention is '{attention}', and a config is estimated with '{_ATTENTION}' only"
+        return f"its attention is '{attention}', but estimates from a config need '{_ATTENTION}'"
     experts = getattr(config, "_experts_implementation", None)
     has_experts = any("expert" in name for name in config.to_dict())
     if has_experts and experts != _EXPERTS:
-        return f"its experts run as '{experts}', and a config is estimated with '{_EXPERTS}' only"
+        return f"its experts run as '{experts}', but estimates from a config need '{_EXPERTS}'"
     if getattr(config, "attention_dropout", 0):
-        return "attention_dropout is on, which an estimate from a config does not cover"
+        return "its attention_dropout is not 0, which estimates from a config do not cover"
     return ""
 
 
 def _is_other(model: nn.Module, graph: ModelGraph, told: ModelGraph) -> str:
-    """Return how the model differs from its config; "" if it does not."""
+    """Return the first difference between the model and its config; "" if they are equal."""
     with built_on(torch.device("meta")):
         try:
             again = type(model)(model.config)
         except Exception as error:  # A class of the user may take any arguments.
             return f"it cannot be built from its config alone: {type(error).__name__}"
     if not is_alike(model, again, but=_OF_NO_STEP):
-        return "it was changed after it was built from its config, or a part is in eval mode"
+        return "it was changed after it was built from its config, or a module is in eval mode"
     for module in model.modules():
         if not _runs_its_own(type(module)):
-            return f"the forward of {type(module).__name__} was replaced by code of another module"
+            return f"the forward of {type(module).__name__} was replaced by code of another file"
     if graph.modules != told.modules:
         return "its modules differ from those that its config describes"
     if graph.tensors != told.tensors:
@@ -113,14 +119,14 @@ def _is_other(model: nn.Module, graph: ModelGraph, told: ModelGraph) -> str:
 
 
 def _runs_its_own(cls: type) -> bool:
-    """Return True if a class's forward was defined in the module of the class."""
+    """Return True if a class and its `forward` were defined in the same Python module."""
     owner: Any = next((each for each in cls.__mro__ if "forward" in vars(each)), cls)
     forward = owner.forward
     return bool(getattr(forward, "__module__", None) == owner.__module__)
 
 
 def _untold(spec: Spec, told: ModelGraph) -> str:
-    """Return what the plan states that analytic estimates have no rules for; "" if nothing."""
+    """Return why analytic estimates cannot handle what the plan states; "" if they can."""
     if spec.batch.seq_len is None:
         return "the plan states no sequence length: add batch: {seq_len: 2048}"
     given = spec.input

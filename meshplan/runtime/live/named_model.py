@@ -1,4 +1,4 @@
-"""The graph and data flow of a model named on the command line."""
+"""The graph and recorded forward of a model that is named on the command line."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from meshplan.spec.spec import Spec
 
 
 def live_graph(entry: str, origin: Origin, spec: Spec) -> tuple[ModelGraph, Rehearse | None]:
-    """Return the graph of the model that "pkg.mod:function" makes, and a rehearser if flow is read.
+    """Build the model that "pkg.mod:function" names, and return (graph, rehearse).
+
+    If the plan needs a recorded forward (`Spec.reads_flow`), the graph has it as `flow`, and
+    `rehearse` runs the model on the shapes of one tp rank, to check a derived tp plan. Otherwise
+    `flow` and `rehearse` are None.
 
     Args:
-        entry: "pkg.mod:function".
-        origin: Place where the user named it.
-        spec: The plan, which decides if the data flow is read.
-
-    Returns:
-        The graph, with the data flow if the plan reads it, and else None as the second item.
+        entry: The function that builds the model, as "pkg.mod:function".
+        origin: Place where the user named the function.
+        spec: The plan.
 
     Raises:
-        SpecError: The model cannot be made.
-        PlanError: Nothing states what the model takes as input, or it cannot run on that.
+        SpecError: The model cannot be built.
+        PlanError: No input of the model is stated, or its forward fails on the stated input.
     """
     model = model_of_entry(entry, origin)
     if not spec.reads_flow:

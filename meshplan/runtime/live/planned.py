@@ -1,4 +1,4 @@
-"""Plan a live model: build the planner's request, and give all ranks the same answer."""
+"""Plan a live model: build the planner's request, and send its answer to all ranks."""
 
 from __future__ import annotations
 
@@ -44,21 +44,23 @@ def question_of_model(
     source: ModelSource | None = None,
     report: Callable[[str], None] = lambda text: None,
 ) -> PlanRequest:
-    """Build the planner's request of a plan file about a live model.
+    """Build the request that asks the planner to complete a plan file for a live model.
 
     Args:
         model: The unsharded model of one process, on any device.
-        load: Reads the plan file with more statements on top.
-        gpu: Name of the device whose memory is the limit; None for the one of the plan.
-        memory: The memory limit itself; None for that of the device.
-        profile: Path of a file that `meshplan calibrate` wrote; None for known figures.
+        load: Reads the plan file, with the statements it is given on top.
+        gpu: Name of the device whose memory is the limit; None takes the plan's device.
+        memory: The memory limit, such as "80GB" or bytes; None takes the device's memory.
+        profile: Path of a file that `meshplan calibrate` wrote; None takes the known speeds of the
+            device.
         example_inputs: Inputs of the model, used if the plan states none.
-        source: Source from which a process builds the model; None if only the caller has it.
-        report: Progress callback.
+        source: Source from which another process can build the model; None if the model exists in
+            this process only.
+        report: Called with lines on the progress.
 
     Raises:
-        SpecError: The device cannot be found, or is stated twice and differs.
-        PlanError: The plan says too little.
+        SpecError: The device cannot be found, or two different devices are stated.
+        PlanError: The plan states too little to be planned.
     """
     graph = graph_of(model)
     origin = source.origin if source is not None else None
@@ -66,7 +68,7 @@ def question_of_model(
     spec = with_dtype(model, _with_input(load(()), example_inputs))
     found = described(model, graph, spec)
     if not isinstance(found, str):
-        report(f"{type(model).__name__} matches its config, and is planned from the config")
+        report(f"{type(model).__name__} matches its config, so it is planned from the config")
         certifier = Certifier(
             model,
             device=question.device,
@@ -77,7 +79,7 @@ def question_of_model(
         question = replace(question, graph=found.graph, certify=certifier.of)
         return with_made(question, found.shorter)
     if found:
-        report(f"{type(model).__name__} is traced, and not planned from its config: {found}")
+        report(f"{type(model).__name__} is traced instead of planned from its config: {found}")
     traced = TracedModel(
         model,
         graph,
@@ -102,21 +104,22 @@ def question_of_entry(
     profile: Path | None = None,
     report: Callable[[str], None] = lambda text: None,
 ) -> PlanRequest:
-    """Build the planner's request about the model that a flag, or else the plan, names.
+    """Build the planner's request for the model that `--model`, `--config` or the plan names.
 
     Args:
         source: Path of the plan file, or its content as a mapping.
         more: Statements on top of the plan file.
-        model: "pkg.mod:function" of the flag `--model`; None if it was not given.
-        config: Path of the flag `--config`; None if it was not given.
-        gpu: Name of the device whose memory is the limit; None for the one of the plan.
-        memory: The memory limit itself; None for that of the device.
-        profile: Path of a file that `meshplan calibrate` wrote; None for known figures.
-        report: Progress callback.
+        model: Value of the flag `--model`, "pkg.mod:function"; None if it was not given.
+        config: Value of the flag `--config`, a path; None if it was not given.
+        gpu: Name of the device whose memory is the limit; None takes the plan's device.
+        memory: The memory limit, such as "80GB" or bytes; None takes the device's memory.
+        profile: Path of a file that `meshplan calibrate` wrote; None takes the known speeds of the
+            device.
+        report: Called with lines on the progress.
 
     Raises:
         SpecError: The model cannot be built, or the device cannot be found.
-        PlanError: The plan says too little.
+        PlanError: The plan states too little to be planned.
     """
 
     def load(stated: Sequence[str]) -> Spec:
@@ -130,7 +133,10 @@ def question_of_entry(
 
 
 def _with_input(spec: Spec, given: Any) -> Spec:
-    """Return the spec with the caller's input, if it states none and the input is one tensor."""
+    """Return the spec with the shape and dtype of the caller's input as its `input`.
+
+    Return the spec unchanged if it states an input, or if the caller's input is not one tensor.
+    """
     if isinstance(given, tuple) and len(given) == 1:
         (given,) = given
     if spec.input is not None or not isinstance(given, torch.Tensor):
@@ -140,19 +146,22 @@ def _with_input(spec: Spec, given: Any) -> Spec:
 
 
 def closed_together(model: nn.Module, plan: Any, example_inputs: Any) -> Any:
-    """Return the plan with nothing left open, from rank 0's lock or planner, on every rank.
+    """Return the plan without open fields, the same on every rank.
+
+    Rank 0 alone decides: its lock completes the plan, or else its planner does. A collective: all
+    ranks must call it, and they exchange the same number of messages even if one fails.
 
     Args:
         model: The unsharded model of one process.
-        plan: The plan as `parallelize` takes it; returned unchanged if it leaves nothing open and
-            has no lock.
+        plan: The plan as `parallelize` takes it.
         example_inputs: Inputs of the model, used if the plan states none.
 
-    Raises:
-        MeshplanError: The plan cannot be read or planned, on any rank.
-        ApplyError: The ranks disagree on what is left open.
+    Returns:
+        The completed spec; or `plan` itself if it leaves no field open and has no lock.
 
-    All ranks exchange the same messages, whatever any of them found.
+    Raises:
+        MeshplanError: A rank cannot read the plan, or rank 0 cannot plan it.
+        ApplyError: The plan leaves fields open, and the ranks read different plans.
     """
     error: MeshplanError | None = None
     outcome = "closed", ""
@@ -176,14 +185,14 @@ def closed_together(model: nn.Module, plan: Any, example_inputs: Any) -> Any:
             "the same on all ranks"
         )
         raise ApplyError(Problem(what, fix="give every rank the same plan file"))
-    if kind == "closed":  # Only rank 0's lock counts.
+    if kind == "closed":  # `kind` is rank 0's: locks that other ranks see do not count.
         return plan
     stated, source = _stated(model, plan, example_inputs)
     return chosen_spec(lambda more: load_spec(plan, more), stated, source)
 
 
 def _stated(model: nn.Module, plan: Any, example_inputs: Any) -> tuple[Mapping[str, Any], str]:
-    """Return rank 0's choices and their source on every rank."""
+    """Return rank 0's statements for the open fields, by path, and who made them, on every rank."""
     outcome = "", ""
     error: Exception | None = None
     if dist.get_rank() == 0:

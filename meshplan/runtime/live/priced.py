@@ -1,8 +1,9 @@
-"""Price a live model under a plan that the search cannot compose: its memory and block costs.
+"""Price one given plan of a live model: the memory of every rank, and the costs of the blocks.
 
-The search composes microbatches that were traced without tp, cp and pp. A plan with any of these is
-priced here as it stands: `estimate_by_trace` traces the step of every rank that differs, and one
-rank's microbatch is counted, with the communication of tp and with recomputation.
+The search needs microbatches that were traced without tp, cp and pp, so it cannot vary a plan that
+states one of these. Such a plan is priced here without a search. `estimate_by_trace` traces a step
+of each distinct rank for the memory. For the costs, the operations of one rank's microbatch are
+counted, including the communication of tp and the recomputed forward.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ from meshplan.runtime.trace.trace_errors import refused
 from meshplan.spec.spec import Spec
 
 _FEW: Final = 2
-"""Samples that FLOPs are counted with; some norms cannot run with a single one."""
+"""Samples of the microbatch whose FLOPs are counted; some norms cannot run on a single sample."""
 
 
 def priced(question: EstimateRequest, report: Callable[[str], None]) -> Priced:
-    """Price a plan as it is stated.
+    """Return the memory and the costs of a plan as it is stated.
 
     Args:
-        question: The request, whose spec leaves nothing open.
-        report: Progress callback.
+        question: The request. Its spec leaves no field open.
+        report: Called with lines on the progress.
 
     Raises:
         SpecError: The model cannot be built.
@@ -64,20 +65,20 @@ def priced(question: EstimateRequest, report: Callable[[str], None]) -> Priced:
 
 
 def _micro(plan: Plan) -> int:
-    """Return the samples of the microbatches that a rank runs one after the other."""
+    """Return the number of samples in one microbatch: of the pipeline if there is one."""
     stages = plan.assignment.stages
     assert plan.micro is not None
     return plan.micro // (stages.microbatches if stages is not None else 1)
 
 
 class _Ran(NamedTuple):
-    """The findings of the subprocess that counted.
+    """The counted operations of a model, as the subprocess of `_ran` returns them.
 
     Attributes:
-        chain: Costs of the blocks.
-        flops: FLOPs of one sample, in a process that has the whole model and recomputes nothing.
-        convolved: Share of the counted FLOPs that are convolutions.
-        unknown: Names of operators whose FLOPs are not known.
+        chain: Costs of the blocks under the plan, on one rank of tp.
+        flops: FLOPs of one sample, forward and backward, without tp and without recomputation.
+        convolved: Share of the FLOPs under the plan that are convolutions, from 0 to 1.
+        unknown: Names of operators under the plan whose FLOPs are not known.
     """
 
     chain: Chain
@@ -87,7 +88,7 @@ class _Ran(NamedTuple):
 
 
 def _ran(question: EstimateRequest, micro: int) -> _Ran:
-    """Count in a subprocess."""
+    """Count the operations of a microbatch of `micro` samples; runs in a subprocess."""
     model, plan = decided(question.spec, question.source)
     origin = question.source.origin
     try:
@@ -104,10 +105,16 @@ def _ran(question: EstimateRequest, micro: int) -> _Ran:
 
 
 def _unparted(spec: Spec, tp: int, micro: int) -> Spec:
-    """Return the spec without pp, cp and ep: all ranks of tp run the whole model on one microbatch.
+    """Return the spec without pp, cp and ep: every rank of tp runs all blocks on one microbatch.
 
-    Which stage runs a block, and what cp gathers, is up to the cost model. Hook points of units are
-    recorded as for the search: units cast, and show which parameters are gathered together.
+    The cost model adds the stages of pp and the communication of cp afterwards. The spec keeps two
+    ranks of data parallelism, so that FSDP2 units exist: their casts are counted, and they show
+    which parameters are gathered together.
+
+    Args:
+        spec: The plan.
+        tp: Size of the tp axis; 1 leaves the axis out.
+        micro: Samples of the microbatch.
     """
     sizes = {"dp_replicate" if spec.strategy == "ddp" else "dp_shard": 2, "tp": tp}
     if tp == 1:
@@ -126,13 +133,13 @@ def _unparted(spec: Spec, tp: int, micro: int) -> Spec:
 
 
 def count(model: nn.Module, plan: Plan, device: str) -> Counted:
-    """Count the work of rank 0 in one microbatch, from the second one on.
+    """Count the operations of rank 0 in one microbatch, as from the second microbatch on.
 
     Args:
-        model: The unsharded model of one process, on any device; it is copied, and only shapes
-            count.
+        model: The unsharded model of one process, on any device. It is copied, and its values are
+            not read.
         plan: A plan without pp and cp.
-        device: The device whose kernels are emulated, as for `fake_step`.
+        device: Name of the device whose kernels are emulated.
     """
     blocks = plan.graph.blocks()
     shown = shown_of(blocks, runs_of(model, plan))
@@ -155,7 +162,7 @@ def count(model: nn.Module, plan: Plan, device: str) -> Counted:
         loop = loop_of(model, plan)
         inputs, targets = mapped((loop.inputs, loop.targets), lambda tensor: tensor.clone())
         work = trace_work(model, plan, inputs, targets, loop.loss_fn, 0, device, ledger)
-    found = ledgers[-1]  # If blocks turn out to differ, a second run has all of them.
+    found = ledgers[-1]  # If the blocks that were left out differ, `trace_work` runs again.
     return Counted(
         done=MappingProxyType(dict(found.done)),
         shown={block: block for block in blocks} if is_whole else shown,
@@ -167,7 +174,7 @@ def count(model: nn.Module, plan: Plan, device: str) -> Counted:
 
 
 def _note_handed(module: nn.Module, fqn: str, handed: dict[str, int]) -> None:
-    """Record the bytes of a module's inputs that have a gradient, each time that it runs."""
+    """Record the bytes of a module's inputs that require grad in `handed`, at each call."""
 
     def note(_: nn.Module, args: Any, kwargs: Any) -> None:
         given = [tensor for _, tensor in tensors_in((args, kwargs)) if tensor.requires_grad]

@@ -1,9 +1,9 @@
-"""A live model as the planner sees it: run on fake tensors, with costs and memory from the traces.
+"""Costs and memory of a live model for the planner, from traces on fake tensors.
 
-A few microbatches are enough: with two numbers of samples, each without recomputation and with
-every block recomputed. Block costs follow from the recorded work. The memory of a plan is composed
-from the recorded storages (`memory.repeat.compose`) and replayed with the plan's wrappers. The plan
-that is chosen is traced once more under its own choices.
+Four microbatches are enough: with one and with two samples, each once without recomputation and
+once with every block recomputed. Block costs follow from the recorded operations. The memory of a
+plan is composed from the recorded storages (`memory.repeat.compose`), and the actions of the plan's
+wrappers are added. The plan that the search chooses is then traced itself.
 """
 
 from __future__ import annotations
@@ -46,24 +46,25 @@ from meshplan.runtime.trace.trace_errors import problem_of
 from meshplan.spec.spec import Spec
 
 _MOST: Final = 3
-"""Samples of the largest microbatch that is always run. Two and three samples are used to
-extrapolate if one sample runs differently from two."""
+"""Most samples of the microbatches from which all others are extrapolated: one and two samples, or
+two and three if the model runs other operators on one sample than on two."""
 _AS_STATED: Final = "of a live model is priced as the plan states it, and not searched"
 
 
 class TracedModel:
-    """A live model as the planner sees it.
+    """Costs and memory of a live model; implements `planner.problem.live_model.Traced`.
 
     Args:
-        model: The unsharded model of one process, on any device; it is copied, and only shapes
-            count.
+        model: The unsharded model of one process, on any device. It is copied, and its values are
+            not read.
         graph: The graph of the model.
-        spec: The plan file, with whatever it leaves open.
-        device: Name of the device, as in `hardware`.
-        limit_bytes: Bytes that a device may reserve.
-        source: Source from which a process builds the model; None if only the caller has it.
-        origin: Place where the user named the model; None if there is none.
-        told: Progress callback.
+        spec: The plan file, which may leave fields open.
+        device: Name of the device, as in the plan's `hardware`.
+        limit_bytes: Bytes that one device may reserve.
+        source: Source from which another process can build the model; None if the model exists in
+            this process only.
+        origin: Place where the user named the model; None if the user passed the model itself.
+        report: Called with lines on the progress.
     """
 
     def __init__(
@@ -87,22 +88,25 @@ class TracedModel:
         self._composers: dict[int, Composer] = {}
         self._is_steady = False
         self._doubted: set[int] = set()
-        """Numbers of samples for which a composed trace turned out to be too small."""
+        """Numbers of samples for which the memory of a composed trace turned out to be too low."""
 
     # Interface of the planner
 
     def refuses(self, spec: Spec) -> str:
-        """Return why a spec has no costs or cannot be searched; "" if it can."""
+        """Return why the planner cannot search plans like this spec; "" if it can.
+
+        The plan file, with any mesh, must pass the same checks.
+        """
         stated = replace(self._spec, mesh=None)
         whys = ((*_unsearched(each), *_without_figures(each)) for each in (spec, stated))
         return next((why for each in whys for why in each), "")
 
     def is_priced(self, spec: Spec) -> bool:
-        """Return True if a spec with nothing left open can be priced, searched or not."""
+        """Return True if `priced` can handle a spec without open fields, searchable or not."""
         return self._source is not None and not any(_without_figures(spec))
 
     def priced(self, spec: Spec) -> Priced:
-        """Price a plan with nothing left open, as it is stated."""
+        """Return the memory and the costs of a plan that leaves no field open, without a search."""
         return priced(self._asked(spec), self._report)
 
     def _asked(self, spec: Spec) -> EstimateRequest:
@@ -112,32 +116,37 @@ class TracedModel:
         )
 
     def chain(self) -> Chain:
-        """Return the costs of the blocks, and of what lies before and after them."""
+        """Return the costs of the blocks, and of the modules before and after them."""
         return self._chain
 
     def memory(self, plan: Plan, stop_above_bytes: float = float("inf")) -> MemoryEstimate:
-        """Estimate every rank's memory, never too low.
+        """Estimate every rank's memory, never below what the plan needs.
+
+        Args:
+            plan: A plan of this model.
+            stop_above_bytes: Bytes per rank above which the estimate stops with an OverError.
 
         Raises:
             OverError: A rank needs more than `stop_above_bytes`.
-            PlanError: The plan cannot be composed from what was traced.
+            PlanError: The traces are not valid for the plan, or the model cannot be traced.
         """
         least, most = self._works(plan)
-        # Composed bounds are enough if the upper one fits, or the lower one does not.
+        # No trace of this plan is needed if the composed upper bound fits into
+        # `stop_above_bytes`, or if even the composed lower bound does not.
         try:
             return self._estimate(plan, most, stop_above_bytes)
         except OverError:
             if least is most:
                 raise
-        self._estimate(plan, least, stop_above_bytes)  # Raises if even the lower bound is over.
+        self._estimate(plan, least, stop_above_bytes)  # May raise OverError.
         self._trace_as_is(plan)
         return self._estimate(plan, self._exact[_key(plan)], stop_above_bytes)
 
     def certify(self, plan: Plan, stop_above_bytes: float = float("inf")) -> MemoryEstimate:
         """Estimate every rank's memory from a microbatch traced under the plan itself.
 
-        If a process can build the model, `estimate_by_trace` does it, so that planner and
-        `estimate` report the same bytes, whichever tier answers.
+        If a subprocess can build the model, `estimate_by_trace` makes the estimate, so that the
+        planner and `meshplan estimate` report the same bytes.
         """
         self._trace_as_is(plan)
         if self._source is not None:
@@ -145,19 +154,23 @@ class TracedModel:
         return self._estimate(plan, self._exact[_key(plan)], stop_above_bytes)
 
     def _trace_as_is(self, plan: Plan) -> None:
-        """Trace a microbatch under a plan; `memory` uses it from now on."""
+        """Trace a microbatch under a plan once; `memory` uses the trace from now on."""
         key = _key(plan)
         if key not in self._exact:
             composed = self._known.get(key)
             self._exact[key] = Prepared(self._traced_already(key) or self._traced(plan, key))
-            # The composed upper bound was too low: trace all plans with so many samples.
+            # The composed upper bound was too low. No longer compose for this number of samples.
             if composed is not None and _peak(composed[1]) < _peak(self._exact[key]):
                 self._doubted.add(key[0])
 
     # Traces
 
     def _traced_already(self, key: tuple[int, frozenset[str]]) -> MicrobatchTrace | None:
-        """Return the trace made for the search if the plan does just the same; None otherwise."""
+        """Return the search's own trace of a key; None if there is none.
+
+        Args:
+            key: Number of samples, and the recomputed blocks. The search traced none and all.
+        """
         samples, again = key
         found = self._traces[0].get(samples)
         if found is None or again not in (frozenset(), frozenset(self._blocks)):
@@ -170,7 +183,7 @@ class TracedModel:
 
     @cached_property
     def _plan(self) -> Plan:
-        """A plan whose units are recorded, with the largest microbatch that is always run."""
+        """The data-parallel plan whose traces the search uses, with `_MOST` samples at once."""
         axis = "dp_replicate" if self._spec.strategy == "ddp" else "dp_shard"
         trial = with_axes(self._spec, {axis: 2})
         trial = replace(trial, batch=replace(trial.batch, micro=_MOST))
@@ -181,7 +194,7 @@ class TracedModel:
         return self._in_words(lambda: loop_of(self._model, self._plan))
 
     def _loop(self, plan: Plan) -> DefaultLoop:
-        """Return the loop of one microbatch of a plan."""
+        """Return the inputs, targets and loss of one microbatch of a plan."""
         if plan.micro is not None and plan.micro <= _MOST:
             return self._few
         one = replace(plan, accumulate=1)
@@ -198,7 +211,7 @@ class TracedModel:
         )  # fmt: skip
 
     def _in_words(self, run: Callable[[], Any]) -> Any:
-        """Run something, and turn whatever the model's own code raises into a problem."""
+        """Return `run()`, with every exception of the model's own code raised as a PlanError."""
         try:
             return run()
         except MeshplanError as error:
@@ -208,10 +221,10 @@ class TracedModel:
 
     @cached_property
     def _traces(self) -> tuple[dict[int, Traces], int]:
-        """Traces by number of samples, and the first of two numbers that others scale from."""
+        """(traces by number of samples, base): other numbers scale from `base` and `base + 1`."""
         blocks = frozenset(self._graph.blocks())
         found = self._seen((1, 2), blocks)
-        # One sample may run differently from two; then two and three are the basis.
+        # A model may run other operators on one sample than on two. Then the base is 2.
         try:
             scaled(found[1].plain.work, found[2].plain.work, 1)
             scaled(found[1].again.work, found[2].again.work, 1)
@@ -260,7 +273,10 @@ class TracedModel:
     # Memory
 
     def _works(self, plan: Plan) -> tuple[Prepared, Prepared]:
-        """Return the least and the most that a microbatch of a plan allocates."""
+        """Return (lower, upper): two logs of a plan's microbatch that bound what it allocates.
+
+        They are the same object if the log is exact.
+        """
         if problems := list(self._clashes(plan)):
             raise PlanError(problems)
         key = _key(plan)
@@ -294,15 +310,15 @@ class TracedModel:
         return self._composers[samples]
 
     def _clashes(self, plan: Plan) -> Iterator[Problem]:
-        """Yield why what was traced is not what a plan computes."""
+        """Yield reasons why the traces of the search are not valid for a plan."""
         asked, traced = _computed(plan), _computed(self._plan)
         # Casts to the dtype that a tensor already has change nothing.
         is_cast = any(each.plain.has_cast for each in self._traces[0].values())
         if asked.dtypes != traced.dtypes or (is_cast and asked.casts != traced.casts):
-            what = "under this strategy parameters are computed in other dtypes than in the trace"
+            what = "this strategy computes with parameters in other dtypes than were traced"
             yield Problem(what, self._spec.origin("precision"), "state the strategy in the plan")
         if plan.assignment.stages is not None or plan.mesh.size("tp", "cp", "ep") > 1:
-            yield Problem("a live model is planned for data-parallel axes only", None, "")
+            yield Problem("a live model is planned on data-parallel axes only", None, "")
 
     def _estimate(self, plan: Plan, work: Prepared, stop_above_bytes: float) -> MemoryEstimate:
         groups = equal_ranks(plan.assignment)
@@ -317,7 +333,7 @@ class TracedModel:
             if held[number].reserve.reserved_bytes > stop_above_bytes:
                 raise OverError(ranks[0], held[number].reserve.reserved_bytes)
         is_exact = any(work is each for each in self._exact.values())
-        how = "under the plan" if is_exact else "in pieces that were put together"
+        how = "under the plan" if is_exact else "block by block, not under the plan itself"
         return assemble(
             plan,
             groups,
@@ -332,7 +348,7 @@ class TracedModel:
         )
 
     def _assumed(self, plan: Plan) -> tuple[tuple[str, str], ...]:
-        """Return the assumptions of the loop, with the samples of the plan."""
+        """Return the loop's assumptions, with the input shapes for one step of the plan."""
         samples = (plan.micro or 1) * plan.accumulate
         parts = [
             f"{[samples, *t.shape[1:]]} {str(t.dtype)[6:]}" for _, t in tensors_in(self._few.inputs)
@@ -343,7 +359,12 @@ class TracedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """The dtypes that a microbatch's trace depends on, in addition to samples and recomputation."""
+    """The dtypes that a trace depends on, in addition to its samples and its recomputed blocks.
+
+    Attributes:
+        dtypes: (fqn of a tensor, dtype that it is computed with).
+        casts: (fqn of a unit, its dtypes of parameters and output, True if it casts its inputs).
+    """
 
     dtypes: tuple[tuple[str, str], ...]
     casts: tuple[tuple[str, str, bool], ...]
@@ -373,7 +394,7 @@ def _peak(work: Prepared) -> int:
 
 
 def _unsearched(spec: Spec) -> Iterator[str]:
-    """Yield reasons why a spec is priced as it stands, and not searched."""
+    """Yield reasons why a spec can only be priced as it is, not searched."""
     axes = {"pp": "pipeline parallelism", "tp": "tensor parallelism", "cp": "context parallelism"}
     yield from (f"{word} {_AS_STATED}" for axis, word in axes.items() if _spreads(spec, axis))
     again = {spec.activation_checkpointing.mode} | {
@@ -392,7 +413,7 @@ def _spreads(spec: Spec, axis: str) -> bool:
 
 
 def _without_figures(spec: Spec) -> Iterator[str]:
-    """Yield reasons why a live model's step time or memory is not known under a spec."""
+    """Yield reasons why neither step time nor memory of a live model is known under a spec."""
     ddp = spec.ddp.get("find_unused_parameters") or spec.ddp.get("static_graph")
     for is_there, why in (
         (_spreads(spec, "ep"), "expert parallelism of a live model is not planned yet"),
@@ -401,7 +422,7 @@ def _without_figures(spec: Spec) -> Iterator[str]:
         (bool(ddp), "ddp's find_unused_parameters and static_graph are not planned yet"),
         (
             any(rule.apply for rule in spec.rules),
-            "the planner cannot tell what the code of 'apply' does to a model",
+            "the planner cannot know what the code of 'apply' does to a model",
         ),
     ):
         if is_there:

@@ -1,1 +1,1 @@
-"""Every private name of torch, wrapped in a function or class that gives the reason for its use."""
+"""Every use of a private name of torch, each in a function or class that gives the reason."""

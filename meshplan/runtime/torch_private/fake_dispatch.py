@@ -1,9 +1,9 @@
-"""A shortcut through FakeTensor dispatch; private names of torch, as in `private`.
+"""A shortcut through the dispatch of FakeTensor, which needs private names of torch.
 
 Before torch runs an operator on fake tensors, it checks a dozen special cases. In the end most
-operators run their kernel for meta tensors, or a decomposition into other operators. Which of
-these it is depends on the operator alone. So it is determined once per operator, and afterwards
-torch's own last step is run directly.
+operators run their kernel for meta tensors, or a decomposition into other operators. The choice
+depends on the operator alone. We therefore determine it once per operator, and from then on call
+the kernel or the decomposition directly, without the checks.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ class _Leg(Enum):
     """The last step of torch's dispatch of an operator on fake tensors."""
 
     KERNEL = auto()
-    """The kernel for meta tensors; results are on the device of the arguments."""
+    """The operator's kernel for meta tensors; we wrap its results as fake tensors on the CPU."""
     APART = auto()
-    """A decomposition in torch's table: a Python function that calls other operators."""
+    """A Python function in torch's `decomposition_table`, which calls other operators."""
     COMPOSITE = auto()
-    """A composite operator, which always decomposes into other operators."""
+    """`OpOverload.decompose`: the operator is composite, defined by other operators."""
     PRIM = auto()
-    """A prim, the building block of refs; a Python function gives its result on meta tensors."""
+    """`prim_meta_impl`, the Python function that computes a `prims` operator on meta tensors."""
     RULED = auto()
-    """A function for fake tensors only, registered in `fake_impls`."""
+    """A function for fake tensors only, registered in `torch._subclasses.fake_impls`."""
     LONG = auto()
-    """Anything else: torch's full dispatch."""
+    """torch's full dispatch, for every operator that none of the above fits."""
 
 
 _LEGS: Final[dict[Any, _Leg]] = {}
 
 
 class Legs:
-    """Runs operators on the fake tensors of one mode, with the same results as torch.
+    """Runs operators on the fake tensors of one mode, with the same results as torch but faster.
 
     Args:
-        mode: The FakeTensorMode of `fakes.fake_mode`; it is active.
-        inner: Runs the operators that another operator decomposes into.
+        mode: The active FakeTensorMode, from `fakes.fake_mode`.
+        inner: Runs (operator, args, kwargs); called for each operator of a decomposition.
         faked: Makes a fake tensor from a meta tensor and a device.
 
-    Assumes: the operator is one of torch's own that writes nothing. Its tensors all belong to this
-    mode, are on the CPU and hold no constant.
+    Assumes: the operator belongs to torch and writes to none of its arguments. All of its tensor
+    arguments are fake tensors of this mode, on the CPU, without known values (`constant`).
     """
 
     def __init__(self, mode: Any, inner: Run, faked: Callable[[torch.Tensor, Any], Any]) -> None:
@@ -59,7 +59,7 @@ class Legs:
         self._fake, self._faked_as = fake_tensor.FakeTensor, faked
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator and return its result."""
+        """Run an operator, and return its result as fake tensors."""
         leg = _LEGS.get(func)
         if leg is None:
             leg = _LEGS[func] = _leg_of(func, self._mode)
@@ -83,7 +83,7 @@ class Legs:
             plain_args, plain_kwargs = self._plain(args, given), self._plain(kwargs, given)
             try:
                 out = func(*plain_args, **plain_kwargs)
-            except NotImplementedError:  # The full dispatch tries further possibilities.
+            except NotImplementedError:  # Not on meta tensors; the full dispatch may.
                 out = NotImplemented
         if isinstance(out, torch.Tensor):
             return self._faked(out, given)
@@ -92,7 +92,10 @@ class Legs:
         return self._long(func, args, kwargs)
 
     def _plain(self, value: Any, given: list[tuple[Any, torch.Tensor]]) -> Any:
-        """Replace fakes by meta tensors, since torch asks a fake for its device at every step."""
+        """Return an argument with meta tensors in place of fakes; add each (fake, meta) to `given`.
+
+        A kernel that runs on fakes asks Python for their device at every step, which is slow.
+        """
         kind = type(value)
         if kind is self._fake:
             meta = torch.empty(0, dtype=value.dtype, device="meta")
@@ -114,7 +117,7 @@ class Legs:
         return self._faked_as(made, _CPU)
 
     def _long(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run torch's full dispatch without its cache, because the caller caches results itself."""
+        """Run torch's full dispatch without its cache, since `fake_results` caches the result."""
         before, self._mode.cache_enabled = self._mode.cache_enabled, False
         try:
             return func(*args, **kwargs)
@@ -123,7 +126,7 @@ class Legs:
 
 
 class _Inner(Watching):
-    """A mode that is active while an operator is decomposed; it runs each operator called."""
+    """A mode, active during a decomposition, that passes each of its operators to `run`."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -136,14 +139,14 @@ class _Inner(Watching):
 
 
 def _tables() -> tuple[Any, Any]:
-    """Return torch's tables of Python kernels for meta tensors and of decompositions."""
+    """Return two tables of torch by operator: Python kernels for meta tensors, decompositions."""
     from torch._decomp import decomposition_table, meta_table
 
     return meta_table, decomposition_table
 
 
 def _leg_of(func: Any, mode: Any) -> _Leg:
-    """Determine the last step of an operator, case by case as `FakeTensorMode._dispatch_impl`."""
+    """Return how torch runs an operator in the end, by the checks of `_dispatch_impl`, in order."""
     from torch._library.simple_registry import singleton
     from torch._subclasses import fake_impls, fake_tensor
 
@@ -163,7 +166,7 @@ def _leg_of(func: Any, mode: Any) -> _Leg:
 
 
 def _rule_of(func: Any) -> Any:
-    """Return the function for fake tensors that torch would run first, or None."""
+    """Return the first function of `fake_impls` that applies to an operator, or None."""
     from torch._subclasses import fake_impls
 
     checks = fake_impls.op_implementations_checks

@@ -1,8 +1,8 @@
-"""A cache of operators' results on fake tensors; private names of torch, as in `private`.
+"""A cache of operators' results on fake tensors, which needs private names of torch.
 
 torch has such a cache, but computing its key takes longer than most operators on fake tensors. The
-key here is smaller: a result is cached only if it depends on nothing but the shapes, strides and
-dtypes of the arguments, and if the operator is one of torch's own.
+key here is smaller, because we cache fewer results: only those of torch's own operators that depend
+on nothing but the shapes, strides and dtypes of the tensors and the values of other arguments.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ _TELLING: Final = frozenset(
     {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout,
      torch.memory_format}
 )  # fmt: skip
-"""Types of arguments that become part of the key by their value."""
+"""Types of arguments whose value becomes part of the cache key."""
 _NUMBERS_TELL: Final = frozenset(
     {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 )
 _LIFTS: Final = frozenset({_ops.lift_fresh.default, _ops.lift_fresh_copy.default})
 _DETACH: Final = _ops.detach.default
 _SHARES: Final = _ops._unsafe_view.default
-"""Shares its argument's storage, though torch does not declare it a view."""
+"""An operator whose result shares its argument's storage, though torch declares it no view."""
 _MOST: Final = 1 << 16
 _CPU: Final = torch.device("cpu")
 
 
 class _Made(NamedTuple):
-    """The description of one result, from which an equal fake tensor is made.
+    """The description of one result of an operator, from which an equal fake tensor can be made.
 
     Attributes:
-        of: Index of the argument that the result is a view of; None if it has its own storage.
-        offset: Storage offset in elements.
+        of: Index of the argument that the result is a view of; None if it has a new storage.
+        shape: Sizes of the dims.
+        stride: Strides of the dims, in elements.
+        offset: Storage offset, in elements.
     """
 
     of: int | None
@@ -50,25 +52,30 @@ class _Made(NamedTuple):
 
 
 class _Recipe(NamedTuple):
-    """Descriptions of the results; `form` is the type of their sequence, None for one result."""
+    """The description of all results of one call of an operator.
+
+    Attributes:
+        form: Type of the sequence that the operator returns; None if it returns a single result.
+        made: Descriptions of the results; None in place of a result that is None.
+    """
 
     form: type | None
     made: tuple[_Made | None, ...]
 
 
 _KNOWN: Final[dict[tuple[Any, ...], _Recipe | None]] = {}
-"""Recipes by key; None if the operator must run each time. Entries fit every model and mode."""
+"""Recipes by cache key; None if the operator must run each time. All models and modes share it."""
 
 
 class _Asks(Enum):
-    """The information about its arguments that determines an operator's result."""
+    """The properties of its arguments that determine an operator's result."""
 
     FORMS = auto()
-    """Shapes, strides and dtypes of the arguments determine the result."""
+    """Shapes, strides, dtypes and plain values such as `dim`; results are cached."""
     FORMS_EACH_TIME = auto()
-    """Shapes, strides and dtypes determine the result, but it is not cached."""
+    """The same properties, but results are not cached: one may be the argument itself."""
     ALL = auto()
-    """Anything else, so torch runs the operator."""
+    """More than these, such as the values of a tensor, so torch runs the operator each time."""
 
 
 _ASKS: Final[dict[Any, _Asks]] = {}
@@ -78,7 +85,7 @@ class Results:
     """Runs operators on the fake tensors of one mode, with a cache of their results.
 
     Args:
-        mode: The FakeTensorMode of `fakes.fake_mode`; it is active.
+        mode: The active FakeTensorMode, from `fakes.fake_mode`.
     """
 
     def __init__(self, mode: Any) -> None:
@@ -96,7 +103,7 @@ class Results:
         )
 
     def of(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator, or reproduce its result from the cache."""
+        """Return an operator's result, as new fake tensors like the cached ones if it is cached."""
         if func is _DETACH and type(args[0]) is self._fake and self._is_plain(args[0]):
             return self._beside(args[0])  # The most frequent operator: autograd detaches often.
         asks = _ASKS.get(func)
@@ -116,7 +123,7 @@ class Results:
         return self._again(recipe, args)
 
     def _first(self, key: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator for the first time with this key, and cache a recipe of its result."""
+        """Run an operator whose key is not in the cache, and add a recipe of its result."""
         out = self._legs.run(func, args, kwargs)
         if len(_KNOWN) >= _MOST:
             _KNOWN.clear()
@@ -136,11 +143,16 @@ class Results:
             if more is None:
                 return None
             fakes += more
-        # Without a fake tensor among its arguments, the operator may belong to another mode.
+        # Without a fake tensor as argument, we cannot know that the call belongs to this mode.
         return tuple(told) if fakes else None
 
     def _tell(self, values: Any, told: list[Any]) -> int | None:
-        """Append arguments to the key; return the number of fakes, None if there is no key."""
+        """Append a description of arguments to `told`, which becomes the key.
+
+        Returns:
+            The number of fake tensors among the arguments; None if an argument cannot be part of
+            a key, so that the operator must run.
+        """
         told.append(len(values))
         fakes = 0
         for value in values:
@@ -205,7 +217,7 @@ class Results:
                 return None
         elif own._cdata in given or offset or own.nbytes() != _spanned(result):
             return None
-        given.add(own._cdata)  # A second result in the same storage cannot be described, so refuse.
+        given.add(own._cdata)  # Refuse a second result in this storage: no recipe describes it.
         found = _Made(of, shape, stride, offset, result.dtype, result.fake_device)
         keys: Any = torch._C._dispatch_key_set
         return found if keys(self._fill(found, args)) == keys(result) else None
@@ -227,7 +239,7 @@ class Results:
         return self._faked(meta, made.device)
 
     def _beside(self, fake: Any) -> Any:
-        """Make another fake tensor with the storage, shape and strides of this one."""
+        """Return a new fake tensor with the storage, offset, shape and strides of `fake`."""
         with torch._C._DisableTorchDispatch():
             meta = torch.empty(0, dtype=fake.dtype, device="meta")
             storage = fake.untyped_storage()
@@ -235,11 +247,11 @@ class Results:
         return self._faked(meta, fake.fake_device)
 
     def _faked(self, meta: torch.Tensor, device: torch.device) -> Any:
-        """Make `FakeTensor(mode, meta, device)`, but faster.
+        """Return `FakeTensor(mode, meta, device)`, made without the slow constructor.
 
-        All fake tensors of a mode and device have equal attributes, so those of the first one are
-        copied: the constructor spends more time on checks of its arguments than on the tensor. The
-        rest of the constructor is repeated here.
+        The constructor spends most of its time on checks of its arguments. All fake tensors of a
+        mode and device have equal attributes, so we construct the first one and copy its attributes
+        to all others. The other steps of the constructor are repeated here.
         """
         known = self._attributes.get(device)
         if known is None:
@@ -255,7 +267,7 @@ class Results:
 
 
 def _asked_of(func: Any) -> _Asks:
-    """Return what determines the result of an operator; operators that write always run."""
+    """Return what determines the result of an operator: `ALL` if it writes to an argument."""
     if func.namespace not in ("aten", "prims") or func._schema.is_mutable or func in _LIFTS:
         return _Asks.ALL
     if not _NUMBERS_TELL.isdisjoint(func.tags):
@@ -263,12 +275,12 @@ def _asked_of(func: Any) -> _Asks:
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     has: Any = torch._C._dispatch_has_kernel_for_dispatch_key
     if func.is_view and has(func.name(), composite):
-        return _Asks.FORMS_EACH_TIME  # Its result may be its argument itself.
+        return _Asks.FORMS_EACH_TIME  # `reshape`, for one, may return its argument itself.
     return _Asks.FORMS
 
 
 def _spanned(tensor: torch.Tensor) -> int:
-    """Return the bytes from the first to the last element."""
+    """Return the bytes of storage from a tensor's first element to its last, both included."""
     if not tensor.numel():
         return 0
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))

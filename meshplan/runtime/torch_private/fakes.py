@@ -1,6 +1,6 @@
-"""Private names of torch for fake tensors and fake process groups, each wrapped in a function.
+"""Functions that use private names of torch for fake tensors and fake process groups.
 
-Like `private`, for code that traces a model without values, memory or other ranks.
+They serve code that traces a model without values, without memory and without other ranks.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from torch.distributed.tensor import DTensor
 
 
 def fake_mode(*, leaves_open: bool = False) -> AbstractContextManager[object]:
-    """Return a mode under which new tensors have shapes and dtypes, but neither values nor memory.
+    """Return a FakeTensorMode: new tensors have shapes and dtypes, but neither values nor memory.
 
-    Private, although `torch.export` and `torch.compile` build on it; there is no public name.
+    Private, because torch has no public name for the mode, although `torch.export` and
+    `torch.compile` build on it.
 
     Args:
         leaves_open: If True, sizes that depend on values, such as those of `nonzero`, become
-            symbolic; if False, an operator with such a size raises.
+            symbolic; if False, an operator whose result has such a size raises.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -35,10 +36,14 @@ def fake_mode(*, leaves_open: bool = False) -> AbstractContextManager[object]:
 
 
 def fake_like(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a fake tensor of the same shape, strides and dtype; a parameter for a parameter.
+    """Return a fake tensor of the same shape, strides and dtype, on the CPU.
 
-    The result equals that of an operator under the mode, which takes several times as long: a model
-    has thousands of tensors.
+    The result counts as an `nn.Parameter` if `tensor` is one. `torch.empty_strided` under the mode
+    gives an equal tensor, but takes several times as long, and a model has thousands of tensors.
+
+    Args:
+        mode: The FakeTensorMode that the result belongs to.
+        tensor: The tensor to imitate.
     """
     shape, stride = tuple(tensor.shape), tensor.stride()
     with torch._C._DisableTorchDispatch():
@@ -52,7 +57,7 @@ def fake_like(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """Silence the traceback that fake tensors log before they raise, for expected errors."""
+    """Silence the traceback that FakeTensorMode logs before it raises, for expected errors."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -63,15 +68,15 @@ def quiet_fakes() -> Iterator[None]:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor was made under `fake_mode`, which no public name reveals."""
+    """Return True if a tensor is a FakeTensor, whose class has no public name."""
     return isinstance(tensor, FakeTensor)
 
 
 @contextmanager
 def meshes_outside_fakes() -> Iterator[None]:
-    """Let a DeviceMesh be created while tensors are fake, though it reads the values of its ranks.
+    """Let a DeviceMesh be created inside a fake mode, although it reads values of its rank tensor.
 
-    FSDP2 creates one of the data axes and tp inside `fully_shard`.
+    `fully_shard` creates such a mesh, of the data axes and tp, when it wraps DTensor parameters.
     """
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -90,11 +95,16 @@ def meshes_outside_fakes() -> Iterator[None]:
 
 @contextmanager
 def group_of_fakes(rank: int, world_size: int) -> Iterator[None]:
-    """Open a fake process group in which this process is one rank of many and sends nothing.
+    """Open a process group of the "fake" backend, as one rank of `world_size`; it sends nothing.
 
-    Private: torch keeps this backend, which its own tests rely on, out of the public names.
-    DTensor's propagation cache refers to the first mesh it saw, and an equal mesh of the next rank
-    would get that mesh's groups. So the cache is cleared at the end.
+    At the end, DTensor's cache of sharding propagation is cleared. The cache refers to the first
+    mesh it saw, so the next simulated rank, with an equal mesh, would get the groups of this rank.
+
+    Private, because torch means the backend for its own tests.
+
+    Args:
+        rank: The rank that this process plays.
+        world_size: Number of ranks.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -112,10 +122,10 @@ def group_of_fakes(rank: int, world_size: int) -> Iterator[None]:
 
 @contextmanager
 def fakes_unnoticed() -> Iterator[None]:
-    """Keep transformers from treating fake tensors as a sign of compilation.
+    """Make transformers run on fake tensors as on real ones, not as under a compiler.
 
-    While a compiler traces, transformers builds masks that could be needed. It detects this with
-    a function of its own, which is replaced inside the `with` block.
+    transformers takes fake tensors as a sign that a compiler traces, and then also builds attention
+    masks that a real run skips. Inside the `with` block its check, `is_fake_tensor`, returns False.
     """
     utils: Any = sys.modules.get("transformers.utils.import_utils")
     if utils is None:
@@ -130,11 +140,13 @@ def fakes_unnoticed() -> Iterator[None]:
 
 
 def untraceable(error: BaseException) -> tuple[str, str] | None:
-    """Return (operator, reason) for an error of fake tensors that cannot run it, else None.
+    """Return (operator, reason) if an error means that fake tensors cannot run an operator.
 
-    The reason is "number" (the result depends on values), "shape" (its shape does) or "rule" (the
-    operator has no rule for fake tensors). These errors have private types, and messages that only
-    their authors understand.
+    The reason is "number" (the result depends on the values of a tensor), "shape" (the shape of the
+    result does) or "rule" (torch has no fake implementation of the operator). For any other error,
+    return None.
+
+    Private, because the errors have private types, and their messages are not for users.
     """
     from torch._subclasses import fake_tensor
 

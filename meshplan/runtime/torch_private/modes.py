@@ -1,7 +1,4 @@
-"""Private names of torch for dispatch modes, each wrapped with the reason for its use.
-
-Like `private`, for code that watches every operator.
-"""
+"""Private names of torch for dispatch modes that watch every operator."""
 
 from __future__ import annotations
 
@@ -17,11 +14,11 @@ _DEVICE: Final = torch.ops.prim.device.default
 
 
 class Watching(TorchDispatchMode):
-    """A dispatch mode that torch calls without a check for its compiler.
+    """A dispatch mode whose `__torch_dispatch__` torch does not wrap in `torch._disable_dynamo`.
 
-    torch wraps the code of a mode in such a check, which costs as much as an operator on fake
-    tensors itself, and no compiler runs here. Private, because torch plans to settle this for all
-    modes one day.
+    The wrapper keeps torch.compile from tracing into the mode. It costs as much as an operator on
+    fake tensors, and nothing is compiled while our modes are active. Private, because the flag is
+    a temporary one of torch.
     """
 
     @classmethod
@@ -50,10 +47,15 @@ def built_on(device: torch.device) -> Iterator[None]:
 
 
 def device_told(func: Any, args: Any) -> torch.device | None:
-    """Return the device of a fake tensor if an operator asks for just that; None otherwise.
+    """Return the device of a fake tensor if `func` is `prim.device`; None for other operators.
 
-    Autograd asks several times per gradient, and torch answers through every active mode. The
-    device is a private attribute of the fake tensor.
+    A mode calls this first, because autograd asks for the device several times per gradient, and
+    torch passes the question through every active mode. Private, because the device that a fake
+    tensor stands for is a private attribute (meta while torch runs the tensor's meta kernel).
+
+    Args:
+        func: The operator that a mode was called with.
+        args: The operator's positional arguments.
     """
     if func is not _DEVICE or not isinstance(args[0], FakeTensor):
         return None

@@ -1,4 +1,4 @@
-"""Private names of torch for FSDP2's offloading, each wrapped with the reason for its use."""
+"""Private names of torch for FSDP2's CPU offload, with the reason for their use."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from meshplan.runtime.base.host_copies import MemorySide, crossing_to
 def units_cross() -> Iterator[None]:
     """Make FSDP2 copy offloaded shards and gradients even if host and device are the same memory.
 
-    In that case torch's `.to` returns its argument. Private, because the two places where FSDP2
-    calls it are: the inputs of an all-gather, and the creation of a DTensor from a reduced
-    gradient, which directly follows the copy.
+    Without an accelerator, FSDP2's `.to(device)` returns its argument, and a trace on the CPU would
+    miss the copies that a GPU needs. Inside the `with` block they are made, and marked with the
+    side they are on (`crossing_to`): a shard before its all-gather, a gradient after its reduction.
+
+    Private, because `FSDPParam.all_gather_inputs` and `FSDPParam.to_sharded_dtensor`, where FSDP2
+    makes these copies, are private names.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam

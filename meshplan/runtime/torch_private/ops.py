@@ -1,7 +1,4 @@
-"""Private names of torch for operators and optimizers, each wrapped with the reason for its use.
-
-Like `private`, for code that replaces operators.
-"""
+"""Private names of torch for operators, optimizers and DTensor, with the reason for their use."""
 
 from __future__ import annotations
 
@@ -16,9 +13,9 @@ from torch.distributed.tensor import DTensor, Placement
 
 
 def below_autograd() -> AbstractContextManager[Any]:
-    """Run operators below autograd: autograd does not record them, DTensor and fake modes still do.
+    """Return a context in which autograd records nothing, while DTensor and fake modes still apply.
 
-    Private, because torch means it for its own kernels.
+    Private, because torch means this guard for its own kernels.
     """
     guard: AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
     return guard
@@ -26,12 +23,13 @@ def below_autograd() -> AbstractContextManager[Any]:
 
 @contextmanager
 def operators_replaced(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Replace aten operators of CPU tensors, together with their autograd, by other functions.
+    """Replace aten operators on CPU tensors, forward and autograd, inside the `with` block.
 
     Args:
-        kernels: The functions, by name and overload of the operator ("name.overload").
+        kernels: The functions to run instead, by name and overload of the operator, for example
+            "add.Tensor".
 
-    `torch.library.Library` is public, but removing what it has registered is not.
+    `torch.library.Library` is public, but the method that removes its registrations is private.
     """
     library = torch.library.Library("aten", "IMPL")
     try:
@@ -43,9 +41,13 @@ def operators_replaced(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[No
 
 
 def set_allocator_settings(settings: str) -> None:
-    """Apply settings to CUDA's caching allocator that the environment would give before it starts.
+    """Set options of CUDA's caching allocator in a running process.
 
-    Private: torch 2.13 plans to move the function, and deprecates the name of older versions.
+    Args:
+        settings: The options, in the format of the environment variable `PYTORCH_ALLOC_CONF`.
+
+    Private, because torch has no public function for this. torch 2.13 deprecates the private name
+    that older versions have.
     """
     setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     (setter or torch.cuda.memory._set_allocator_settings)(settings)
@@ -53,10 +55,12 @@ def set_allocator_settings(settings: str) -> None:
 
 @contextmanager
 def optimizers_at_once() -> Iterator[None]:
-    """Make optimizers use their foreach implementation on the CPU by default, as they do on CUDA.
+    """Make optimizers choose their foreach implementation on the CPU by default, as on CUDA.
 
-    Private: torch decides by lists of devices and of tensor types, each imported into two modules.
-    A fake parameter is of neither type that it stands for, so FakeTensor is added to the types.
+    Private, because torch chooses by lists of devices and of tensor types, of which both
+    `torch.optim.optimizer` and `torch.utils._foreach_utils` have one. Inside the `with` block "cpu"
+    is among the devices. FakeTensor is among the types, because a fake parameter's exact type is
+    FakeTensor, not Parameter.
     """
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.optim import optimizer
@@ -79,10 +83,16 @@ def optimizers_at_once() -> Iterator[None]:
 def as_dtensor(
     local: torch.Tensor, mesh: DeviceMesh, lies: Placement, gradient: Placement
 ) -> DTensor:
-    """Make a DTensor of each rank's local tensor, with a given placement of its gradient.
+    """Return a DTensor made of the ranks' local tensors, with a given placement of its gradient.
 
-    torch 2.12 added the argument for this to `DTensor.from_local`. Before that, only the backward
-    is written out here, because what 2.11 does itself sums the ranks' gradients.
+    torch 2.12 added the argument `grad_placements` to `DTensor.from_local`. For 2.11, whose own
+    backward would sum the ranks' gradients, the backward is written out here (`_FromLocal`).
+
+    Args:
+        local: This rank's local tensor.
+        mesh: A mesh of one dim.
+        lies: The placement of the DTensor.
+        gradient: The placement that its gradient is redistributed to.
     """
     if "grad_placements" in signature(DTensor.from_local).parameters:
         return DTensor.from_local(local, mesh, [lies], run_check=False, grad_placements=[gradient])
@@ -91,7 +101,7 @@ def as_dtensor(
 
 
 class _FromLocal(torch.autograd.Function):
-    """`DTensor.from_local` with a given placement of the gradient."""
+    """`DTensor.from_local` whose backward redistributes the gradient to a given placement."""
 
     @staticmethod
     def forward(
@@ -108,11 +118,11 @@ class _FromLocal(torch.autograd.Function):
 
 @contextmanager
 def around_propagation(context: AbstractContextManager[Any]) -> Iterator[None]:
-    """Make DTensor enter a context while it computes the shape of a result on global tensors.
+    """Make DTensor enter `context` whenever it computes the global shape of an operator's result.
 
-    DTensor does so once per operator, on tensors without memory that have the size of all ranks'
-    shards together. Private, because no public name lies between an operator of DTensors and the
-    operators it runs on their shards.
+    DTensor does so once per operator and shapes, on fake tensors of the global size. Without a
+    context that mutes them, trackers of a step would count those tensors. Private, because torch
+    has no public hook between an operator on DTensors and the operators on their shards.
     """
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 

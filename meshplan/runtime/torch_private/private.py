@@ -1,6 +1,7 @@
 """Private names of torch, each wrapped in a function that gives the reason for its use.
 
-If torch changes one of them, this file needs the fix; those of DeviceMesh are in `base.mesh`.
+If torch changes one of them, only this file needs a fix. Private names of DeviceMesh are in
+`base.mesh`.
 """
 
 from __future__ import annotations
@@ -26,11 +27,17 @@ def replicate_unit(
     policy: MixedPrecisionPolicy,
     ignored: set[nn.Parameter],
 ) -> None:
-    """Apply FSDP2's `replicate`, which shards nothing: DDP that works with TP and mixed precision.
+    """Apply FSDP2's `replicate`: data parallelism without sharding, for TP and mixed precision.
 
-    Private, because `torch.distributed._composable.replicate` of the public docs is classic
-    DDP, which drops DTensor parameters from the state dict. A `fully_shard` that only keeps
-    its parameters gathered would still shard the optimizer.
+    Private, because the `torch.distributed._composable.replicate` of the public docs is classic
+    DDP, which drops DTensor parameters from the state dict. `fully_shard` with
+    `reshard_after_forward=False` is no alternative: it would still shard the optimizer state.
+
+    Args:
+        module: The module that becomes a unit.
+        mesh: The mesh of the axis that replicates.
+        policy: Dtypes of the unit's parameters, gradients and outputs.
+        ignored: Parameters that the unit leaves alone.
     """
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
@@ -38,10 +45,11 @@ def replicate_unit(
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes | None:
-    """Return the values of a plain tensor as bytes; None if it is on meta, fake or empty.
+    """Return the values of a tensor as bytes; None if the tensor is on meta, fake or empty.
 
-    Under a fake mode every operation returns a fake tensor. Only private names identify a fake
-    tensor and disable the modes.
+    Private, because the values must be readable under a fake mode too, where every operation
+    returns a fake tensor, and torch has no public name to recognise a fake tensor or to disable
+    modes.
     """
     if tensor.is_meta or is_fake(tensor) or not tensor.numel():
         return None
@@ -51,10 +59,10 @@ def bytes_of(tensor: torch.Tensor) -> bytes | None:
 
 
 def forget_units(modules: Iterable[nn.Module]) -> None:
-    """Make modules wrappable again after wrapping has failed.
+    """Make modules wrappable again after `fully_shard` or `replicate` has failed on them.
 
-    torch keeps the state of `fully_shard` and `replicate` in a private table and rejects a module
-    that is already in it.
+    Private, because torch keeps the state of both in a private table, and rejects a module that is
+    already in the table.
     """
     from torch.distributed._composable_state import _module_state_mapping
 
@@ -80,20 +88,24 @@ def on_reduction(
     begin: Callable[[], None],
     finish: Callable[[], None],
 ) -> bool:
-    """Call back with a unit's gradients right before the unit reduces them.
+    """Register callbacks that run right before an FSDP2 unit reduces its gradients.
 
     Args:
-        fill: Called with each sharded parameter of the unit, and True if it has a gradient waiting
-            to be reduced. If it returns True, the gradient is set to zeros.
-        begin: Called after that, before the unit reduces.
-        finish: Called once after each backward (when accumulating, after the last) in which this
-            unit, or another one with the same `finish`, took part. All gradients exist by then.
+        module: The unit.
+        fill: Called with each sharded parameter of the unit that was gathered, and True if a
+            gradient of it waits for the reduction. If `fill` returns True, the gradient is set to
+            zeros.
+        begin: Called after `fill` has been called for all parameters, before the reduction.
+        finish: Called at the end of a backward in which the unit took part, when all gradients
+            exist. With gradient accumulation only the last backward counts. If several units
+            register the same `finish`, it is called once for all of them.
 
     Returns:
         True if the unit has parameters of its own.
 
     Private, because no public hook runs between the backward of a unit and its reduction.
-    torch's own `set_reduce_scatter_unused_params` (2.13) does not report which were unused.
+    torch's own `set_reduce_scatter_unused_params` (2.13) does not report which parameters were
+    unused.
     """
     from torch.distributed._composable_state import _get_module_state
 
@@ -108,7 +120,7 @@ def on_reduction(
         if state._state_ctx.is_last_backward:
             finish()
 
-    # Whichever unit's backward begins first queues its callback, and only that one is run.
+    # FSDP2 runs the final callback of one unit only: of the unit whose backward begins first.
     state._root_post_backward_final_callback = end_and_finish
     return bool(groups)
 
@@ -136,9 +148,9 @@ def _look_before_reduction(
 
 
 def gathered_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the gathered parameters that a unit computes with in place of its sharded ones.
+    """Yield the unsharded parameters of an FSDP2 unit, which replace its shards in forward.
 
-    Private, because FSDP2 exposes its gathered copies only while a forward runs.
+    Private, because FSDP2 exposes these tensors only while a forward runs.
     """
     for group in _param_groups(module):
         for param in group.fsdp_params:
@@ -149,8 +161,9 @@ def gathered_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 def renew_reducer(model: DistributedDataParallel) -> None:
     """Rebuild the buckets of DistributedDataParallel for the parameters that are trainable now.
 
-    Private, because torch builds them once and documents that a model must not change afterwards
-    (pytorch/pytorch#42850 asks for more). The hooks of the old reducer are removed with it.
+    Private, because torch builds the buckets once, and documents that `requires_grad` must not
+    change afterwards (pytorch/pytorch#42850 asks for a way). The new reducer replaces the old one,
+    and the old one's hooks go with it.
     """
     params, are_sparse = model._build_params_for_reducer()
     names = model._build_debug_param_to_name_mapping(params)
@@ -159,19 +172,24 @@ def renew_reducer(model: DistributedDataParallel) -> None:
 
 
 def renew_reduction_dtypes(module: nn.Module) -> None:
-    """Make a unit of FSDP2 determine anew in which dtypes it reduces its trainable parameters.
+    """Make an FSDP2 unit determine its reduction dtypes from the parameters that are trainable now.
 
-    Private, because FSDP2 determines them once, before the first forward, and finds none if all
-    parameters are frozen.
+    Private, because FSDP2 determines the dtypes once, before the first forward, and finds none if
+    all parameters are frozen at that time.
     """
     for group in _param_groups(module):
         group._init_mp_dtypes()
 
 
 def store_gathered(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Copy a gathered parameter of a unit into this rank's shard of it.
+    """Copy the values of an unsharded parameter of an FSDP2 unit into this rank's shard.
 
-    Private, because FSDP2 frees its gathered copies after a forward and drops what was written.
+    Private, because FSDP2 frees the unsharded parameter after a forward, and has no public function
+    that keeps values written to it.
+
+    Args:
+        module: The unit.
+        parameter: The unsharded parameter, one of `gathered_parameters`.
     """
     for param in (param for group in _param_groups(module) for param in group.fsdp_params):
         if getattr(param, "_unsharded_param", None) is parameter:
@@ -184,16 +202,17 @@ def store_gathered(module: nn.Module, parameter: nn.Parameter) -> None:
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Set a tensor's version counter, so that autograd takes it for unchanged since that version.
+    """Set a tensor's version counter (`Tensor._version`).
 
-    The caller must have restored the values of that version. Private, because torch means it for
-    tensors that are freed and filled again, as gathered parameters are.
+    Autograd then takes the tensor for unchanged since that version, so the caller must have
+    restored the values it had. Private, because torch means the function for tensors that are
+    freed and filled again, such as FSDP2's unsharded parameters.
     """
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def group_store() -> dist.Store:
-    """Return the store through which the ranks met, with the connection that torch itself uses.
+    """Return the store of the default process group, which shares the connection torch uses.
 
     `ProcessGroup.get_group_store` is public but undocumented.
     """
@@ -203,9 +222,10 @@ def group_store() -> dist.Store:
 
 
 def store_port(store: dist.Store) -> int | None:
-    """Return the port at which a store is served, or None if it is not a TCP store.
+    """Return the TCP port of a store's server, or None if the store is no TCPStore.
 
-    The names are public but undocumented. Stores of process groups are wrapped in prefixes.
+    Stores of process groups are wrapped in `PrefixStore`, whose `underlying_store` is public but
+    undocumented, as is `TCPStore.port`.
     """
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -213,14 +233,15 @@ def store_port(store: dist.Store) -> int | None:
 
 
 def num_groups() -> int:
-    """Return the number of this rank's process groups, which are in a private table of torch."""
+    """Return the number of this rank's process groups, from a private table of torch."""
     return len(dist.distributed_c10d._world.pg_map)
 
 
 def group_sequences() -> dict[str, int] | None:
-    """Return the collectives begun so far, by group name; None if a backend does not count them.
+    """Return how many collectives this rank has begun in each group, by group name.
 
-    Private, because torch means the numbers for its own reports of desynchronised ranks.
+    Return None if the backend of a group does not count. Private, because torch means the counts
+    for its own reports of desynchronised ranks.
     """
     out = {}
     for group in list(dist.distributed_c10d._world.pg_map):
@@ -232,9 +253,10 @@ def group_sequences() -> dict[str, int] | None:
 
 
 def group_facts() -> list[tuple[tuple[int, ...], int, str]]:
-    """Return (ranks, collectives begun, backend) of each process group of this rank.
+    """Return (ranks, number of collectives begun, name of the backend) of each group of this rank.
 
-    The table of groups and the counts are private, as in `num_groups` and `group_sequences`.
+    The number is 0 if `group_sequences` returns None. Private for the same reasons as `num_groups`
+    and `group_sequences`.
     """
     counts = group_sequences() or {}
     return [
@@ -248,9 +270,10 @@ def group_facts() -> list[tuple[tuple[int, ...], int, str]]:
 
 
 def has_groups_of_program() -> bool:
-    """Return True if the program made a process group besides the default one and those of meshes.
+    """Return True if the user's program made a process group itself.
 
-    The table of groups is private, as in `num_groups`; a group's description is public.
+    The default group and the groups of a DeviceMesh do not count; their descriptions tell. Private,
+    because the table of groups is.
     """
     made_by_torch = ("default_pg", "mesh_")
     return any(
@@ -260,37 +283,44 @@ def has_groups_of_program() -> bool:
 
 
 def abort_groups() -> None:
-    """Abort every collective of this rank, on backends that support it (NCCL).
+    """Abort the collectives of all groups of this rank, on backends that support it (NCCL).
 
-    `ProcessGroup.abort` is public; the table of all groups is not.
+    `ProcessGroup.abort` is public, but the table of all groups is private.
     """
     for group in list(dist.distributed_c10d._world.pg_map):
         group.abort()
 
 
 def group_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dist.ProcessGroup:
-    """Return the process group among the arguments of a collective op: boxed, or by its name.
+    """Return the process group that a collective op was called with.
 
-    Private, because torch has no public function from an op's arguments to the group.
+    Ops of `c10d` take the group as a ScriptObject, functional ones take its name. Private, because
+    torch has no public function that returns the group of either.
+
+    Args:
+        args: Positional arguments of the op.
+        kwargs: Keyword arguments of the op.
     """
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.ScriptObject):
             try:
                 return dist.ProcessGroup.unbox(value)
             except (TypeError, RuntimeError):
-                continue  # A reduce op.
+                continue  # A `ReduceOp`, which is a ScriptObject too.
         if isinstance(value, str) and value in dist.distributed_c10d._world.pg_names.values():
             return dist.distributed_c10d._resolve_process_group(value)
     raise AssertionError("a collective without a group")
 
 
 def intercept_calls(module: nn.Module, around: Callable[..., Any]) -> None:
-    """Make every call of this module run `around(call, *args, **kwargs)`, outside its hooks.
+    """Make every call of this module run `around(call, *args, **kwargs)`.
 
-    Private, because `__call__` looks for `_compiled_call_impl` first, which `nn.Module.compile`
-    sets. A wrapped `forward` would run too late, inside all hooks of the wrappers.
+    `call` runs the module with its hooks, so `around` encloses the hooks of FSDP2 and DDP as well;
+    a wrapped `forward` would run inside of them. Private, because the only attribute that
+    `__call__` looks up before the hooks is `_compiled_call_impl`, which `nn.Module.compile` sets.
     """
-    # No closure over the module's own previous value: copies of the module must not share it.
+    # A partial, because deepcopy rebinds its `call` to the copied module; it would not copy a
+    # closure, and the copy would call the original module.
     call = module._compiled_call_impl or module._call_impl
     module._compiled_call_impl = partial(around, call)
 
@@ -301,9 +331,19 @@ def backward_of_inputs(
     inputs: list[torch.Tensor],
     weights: Iterable[nn.Parameter],
 ) -> list[dict[str, Any]]:
-    """Compute the gradients of `inputs` only; return what `backward_of_weights` needs for the rest.
+    """Compute the gradients of a stage's inputs, and leave those of its weights for later.
 
-    Private until torch has a public name: one half of the backward in its zero-bubble schedules.
+    This is the first half (I) of a backward that zero-bubble schedules split in two. Private,
+    because torch has no public name for either half.
+
+    Args:
+        outputs: Outputs of the stage.
+        gradients: Gradients of the outputs; None for a loss.
+        inputs: Inputs of the stage; their `grad` is set.
+        weights: Parameters of the stage.
+
+    Returns:
+        The parameter groups that `backward_of_weights` takes.
     """
     from torch.distributed.pipelining._backward import stage_backward_input
 
@@ -311,17 +351,23 @@ def backward_of_inputs(
 
 
 def backward_of_weights(weights: Iterable[nn.Parameter], groups: list[dict[str, Any]]) -> None:
-    """Compute the gradients of the weights, after `backward_of_inputs` computed those of inputs."""
+    """Compute the gradients of a stage's weights: the second half (W) of a split backward.
+
+    Args:
+        weights: Parameters of the stage.
+        groups: The return value of `backward_of_inputs`.
+    """
     from torch.distributed.pipelining._backward import stage_backward_weight
 
     stage_backward_weight(iter(list(weights)), groups)
 
 
 def reduce_units(module: nn.Module) -> None:
-    """Reduce the gradients that have accumulated in FSDP2's units, outside any backward.
+    """Reduce the gradients that have accumulated in the FSDP2 units of a module.
 
-    Private: torch's own pipeline schedules do the same (`PipelineStage.perform_reduce_grad`),
-    because a backward that is split in two triggers no hook at its end.
+    Called outside any backward: a backward that is split in two does not trigger the hooks by which
+    FSDP2 reduces. Private, because torch's own pipeline schedules call the same private names
+    (`perform_reduce_grad` of a stage).
     """
     from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
     from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -345,9 +391,10 @@ def reduce_units(module: nn.Module) -> None:
 
 @contextmanager
 def on_resize(report: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Report every storage that is resized in place, as FSDP2 does to free gathered parameters.
+    """Call `report` with every storage that is resized in place inside the `with` block.
 
-    Private only in that a method of a torch class is replaced: resizing dispatches no operator.
+    FSDP2 resizes storages to free gathered parameters. A resize dispatches no operator, so no mode
+    sees it. `UntypedStorage.resize_` is public, but replacing a method of a torch class is not.
     """
     resize = torch.UntypedStorage.resize_
 
@@ -364,27 +411,27 @@ def on_resize(report: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
 
 
 def without_modes() -> AbstractContextManager[Any]:
-    """Run operators as if no dispatch mode were active, including fake modes and trackers."""
+    """Return a context in which no dispatch mode is active, neither fake modes nor trackers."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
 
 
 def autograd_sequence() -> int:
-    """Return the sequence number of the next autograd node, which no public name exposes."""
+    """Return the sequence number of the next autograd node. No public name exposes it."""
     number: int = torch._C._autograd._get_sequence_nr()
     return number
 
 
 def running_node() -> int | None:
-    """Return the sequence number of the node whose backward is running; None in forward."""
+    """Return the sequence number of the autograd node that is running; None outside a backward."""
     node: Any = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Run a callback when the running backward has finished everything else.
+    """Queue a callback that runs at the end of the running backward, when all else has finished.
 
-    Private: FSDP2 ends its own backward in the same manner, and no public hook runs as late.
+    Private, because no public hook runs as late. FSDP2 ends its own backward in the same manner.
     """
     torch.autograd.Variable._execution_engine.queue_callback(call)

@@ -1,6 +1,6 @@
-"""Private names of torch for module inputs and outputs, each wrapped with the reason for its use.
+"""Private names of torch for the tensors in nested inputs and outputs of modules.
 
-Like `private`, for the tensors in the nested values that FSDP2's hooks inspect.
+Most are functions by which FSDP2's hooks find and cast these tensors.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 def tensors_with_gradient(value: Any) -> tuple[torch.Tensor, ...]:
-    """Return the tensors in a module's inputs or outputs to which FSDP2 attaches its hooks.
+    """Return the tensors that require grad in a module's inputs or outputs, as FSDP2 finds them.
 
-    Private, because FSDP2 alone decides which containers it searches. torch 2.11 searches
-    registered pytrees, later versions dataclasses too.
+    FSDP2 attaches its backward hooks to these tensors. Private, because FSDP2 alone decides which
+    containers it searches: registered pytrees in torch 2.11; dicts, lists, tuples and dataclasses
+    in later versions.
     """
     collect = getattr(_common_utils, "collect_grad_tensors", None)
     if collect is not None:
@@ -28,7 +29,7 @@ def tensors_with_gradient(value: Any) -> tuple[torch.Tensor, ...]:
 
 
 def with_tensors_replaced(value: Any, others: Iterable[torch.Tensor]) -> Any:
-    """Return `value` with `others` in place of `tensors_with_gradient(value)`."""
+    """Return `value` with `others`, in order, in place of `tensors_with_gradient(value)`."""
     replace, rest = getattr(_common_utils, "replace_grad_tensors", None), iter(others)
     if replace is not None:
         return replace(value, rest)
@@ -41,7 +42,7 @@ def _has_gradient(leaf: Any) -> bool:
 
 
 def with_floats_as(value: Any, dtype: torch.dtype) -> Any:
-    """Return `value` with its floating-point tensors cast, as FSDP2 casts inputs and outputs."""
+    """Return `value` with its floating-point tensors cast by FSDP2's own, private, function."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
     from torch.distributed.utils import _apply_to_tensors
 
@@ -49,8 +50,9 @@ def with_floats_as(value: Any, dtype: torch.dtype) -> Any:
 
 
 def versions_kept(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
-    """Keep the version counters of tensors while the `with` block writes to them.
+    """Return a context in which writes to these tensors leave their version counters unchanged.
 
-    The caller restores the values afterwards. Private, because torch cannot check that.
+    The caller must restore the values before autograd uses the tensors. Private, because torch
+    cannot check that the values are restored.
     """
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))

@@ -1,1 +1,1 @@
-"""Structure and behaviour of a live model, recorded from a run without memory or values."""
+"""The structure of a live model, and its forward, recorded on tensors without values or memory."""

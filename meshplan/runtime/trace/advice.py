@@ -1,4 +1,7 @@
-"""Replacements for a line of the user's code that relies on the width in one process."""
+"""Suggested replacements for a line of a model that fails because a tensor is sharded.
+
+Such a line states the size that a dim has in one process, where a rank has a shard.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,15 @@ _VIEWS = ("view", "reshape", "unflatten")
 
 
 def advice_at(frame: FrameType, line: int, size: int) -> str:
-    """Suggest a replacement for a line that raised, where a tensor is sharded.
+    """Return a suggested replacement for a line that raised on a sharded tensor.
 
     Args:
         frame: Frame of the code that raised.
         line: Line number in the frame's file.
-        size: Number of shards.
+        size: Number of shards of the tensor.
 
     Returns:
-        The suggestion; "" if the line has no known pattern.
+        The suggestion as part of a sentence; "" if the line has no known pattern.
     """
     for call in _calls(_statement(frame.f_code.co_filename, line)):
         assert isinstance(call[1].func, ast.Attribute)
@@ -49,7 +52,7 @@ def _statement(file: str, line: int) -> ast.stmt | None:
 
 
 def _calls(statement: ast.stmt | None) -> Iterator[tuple[ast.stmt, ast.Call]]:
-    """Yield the method calls of a statement, unless it is a block."""
+    """Yield (statement, call) for each method call; nothing for a statement with a body."""
     if statement is None or hasattr(statement, "body"):
         return
     for node in ast.walk(statement):
@@ -58,7 +61,7 @@ def _calls(statement: ast.stmt | None) -> Iterator[tuple[ast.stmt, ast.Call]]:
 
 
 def _in_place_of_split(statement: ast.stmt, call: ast.Call) -> str:
-    """Suggest `x.chunk(3, dim=2)` for `x.split(C, dim=2)` that is assigned to three names."""
+    """Suggest `x.chunk(3, dim=2)` for `a, b, c = x.split(C, dim=2)`; "" if it does not fit."""
     assert isinstance(call.func, ast.Attribute)
     is_function = ast.unparse(call.func.value) == "torch"
     given = call.args[1:] if is_function else call.args
@@ -75,12 +78,13 @@ def _in_place_of_split(statement: ast.stmt, call: ast.Call) -> str:
 
 
 def _in_place_of_view(call: ast.Call, frame: FrameType, size: int) -> str:
-    """Suggest -1 for one size of a view: that of the sharded heads or features."""
+    """Suggest -1 for one size of a view, the number of sharded heads or features; "" if none."""
     sizes = [each for arg in call.args for each in _elements(arg)]
     values = [_value(each, frame) for each in sizes]
     if any(value == -1 for value in values):
         return ""
-    # Batch and sequence dims come first, and code usually reads their sizes from the tensor.
+    # The sharded size divides by the number of shards. Sizes of batch and sequence stand before it,
+    # but most code reads those from the tensor, so that they are no attributes or constants.
     counts = [
         ast.unparse(each)
         for each, value in zip(sizes, values, strict=True)

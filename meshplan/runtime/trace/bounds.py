@@ -1,11 +1,12 @@
-"""Upper bounds for operators whose result shapes depend on values, or on a library.
+"""Upper bounds for results and buffers whose size is unknown before the step runs.
 
-A mask selects at most all elements it covers, and `unique` keeps at most all of its input. A trace
-with these sizes needs at least as much memory as the step, provided that selecting fewer elements
-makes nothing larger. To check that, the same step is traced with half as many (`check_grows`).
+The shape of some results depends on values: a mask selects at most all elements it covers, and
+`unique` keeps at most all of its input. A trace with these largest sizes needs at least as much
+memory as the step, provided that selecting fewer elements makes no tensor larger. To check that,
+the step is traced once more with half of the elements selected (`check_grows`).
 
-Buffers of which only a library knows the size are counted in full in the first trace, and not at
-all in the second.
+The size of some buffers is known to a library only, such as cuDNN. The first trace counts the most
+that such a buffer may have, the second one element.
 """
 
 from __future__ import annotations
@@ -28,26 +29,26 @@ _PICKING: ContextVar[Picks | None] = ContextVar("_PICKING", default=None)
 
 
 class UnknownShapeError(PlanError):
-    """A tensor's size is not known before the step runs. An upper bound may still be known."""
+    """Raised if a tensor's size is not known before the step runs, though it may have a bound."""
 
 
 class NoBoundError(Exception):
-    """There is no proof that the traced memory is an upper bound."""
+    """Raised if it is not proved that the traced memory is an upper bound."""
 
 
 class UnknownBufferError(UnknownShapeError):
-    """A library makes a buffer of a size that only it knows."""
+    """Raised if a library, such as cuDNN, makes a buffer whose size only the library knows."""
 
 
 class Picks:
-    """The sizes of a trace inside `picking`.
+    """The sizes that a trace inside `picking` uses where the real ones are unknown.
 
     Args:
-        share: Returns how many of so many selectable elements are selected.
-        has_buffers: If True, buffers of libraries are counted in full, else not at all.
+        share: Maps the number of selectable elements to the number selected.
+        has_buffers: If True, buffers of libraries have their largest size; if False, one element.
 
     Attributes:
-        are_used: True once an operator had a shape that depends on values.
+        are_used: True once an operator whose result shape depends on values has run.
     """
 
     def __init__(self, share: Share, *, has_buffers: bool) -> None:
@@ -55,22 +56,25 @@ class Picks:
 
 
 def everything(count: int) -> int:
-    """Select every element that could be selected."""
+    """Return the number of selected elements if all `count` of them are selected."""
     return count
 
 
 def half(count: int) -> int:
-    """Select half of the elements that could be selected, rounded up."""
+    """Return the number of selected elements if half of `count` are selected, rounded up."""
     return (count + 1) // 2
 
 
 @contextmanager
 def picking(share: Share, *, has_buffers: bool = True) -> Iterator[Picks]:
-    """Let operators on fake tensors select `share(count)` of `count` selectable elements.
+    """Make operators on fake tensors select `share(count)` of `count` elements inside the block.
 
     Args:
-        share: Returns how many of so many elements are selected.
-        has_buffers: If True, buffers of libraries are counted in full, else not at all.
+        share: Maps the number of selectable elements to the number selected.
+        has_buffers: If True, buffers of libraries have their largest size; if False, one element.
+
+    Yields:
+        The sizes in use, which record if an operator needed them.
     """
     picks = Picks(share, has_buffers=has_buffers)
     token = _PICKING.set(picks)
@@ -81,7 +85,11 @@ def picking(share: Share, *, has_buffers: bool = True) -> Iterator[Picks]:
 
 
 def picked(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return an operator's results, sized by `picking`; `NotImplemented` for other operators."""
+    """Return an operator's results, with the sizes that `picking` states.
+
+    Return NotImplemented outside of `picking`, and for operators whose shapes do not depend on
+    values.
+    """
     picks = _PICKING.get()
     rule = _RULES.get(func)
     if picks is None or rule is None:
@@ -92,28 +100,28 @@ def picked(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def buffer_elements(count: int, problem: Problem) -> int:
-    """Return how many elements of a library's buffer are counted, inside `picking`.
+    """Return the number of elements that a library's buffer has inside `picking`.
 
     Args:
         count: The most elements that the buffer may have.
-        problem: What the buffer is, for the error.
+        problem: Describes the buffer, for the error.
 
     Raises:
-        UnknownBufferError: It is asked outside of `picking`, where sizes are exact.
+        UnknownBufferError: The call is outside of `picking`, where all sizes must be exact.
     """
     picks = _PICKING.get()
     if picks is None:
         raise UnknownBufferError(problem)
-    return count if picks.has_buffers else min(count, 1)  # An empty tensor would be no event.
+    return count if picks.has_buffers else min(count, 1)  # 0 would make no event.
 
 
 def taken_to_pick(args: Any) -> tuple[int, ...]:
-    """Return the bytes of the index tensors that indexing with masks makes, inside `picking`.
+    """Return the bytes of each temporary index tensor that `x[mask]` makes; () outside `picking`.
 
     Args:
         args: Arguments of `aten.index.Tensor`: a tensor and its indices.
 
-    Source: TensorIndexing, `expandTensors`: a mask becomes the result of `nonzero`.
+    Source: torch's `expandTensors` (TensorIndexing), which replaces a mask by its `nonzero`.
     """
     picks = _PICKING.get()
     if picks is None:
@@ -122,14 +130,14 @@ def taken_to_pick(args: Any) -> tuple[int, ...]:
 
 
 def check_grows(most: EventLog, less: EventLog) -> None:
-    """Reject a step in which selecting fewer makes a tensor larger, or changes the operators.
+    """Check that the memory with all elements selected is an upper bound for fewer.
 
     Args:
-        most: The log with every element selected.
-        less: The log with half of them selected.
+        most: The log of the step with all elements selected.
+        less: The log of the same step with half of the elements selected.
 
     Raises:
-        NoBoundError: There is such a tensor or operator.
+        NoBoundError: `less` has a larger tensor than `most`, or other operators.
     """
     for one, other in zip_longest(most.events, less.events):
         if one is None or other is None:
@@ -168,7 +176,7 @@ def _index(share: Share, x: torch.Tensor, indices: Any) -> Any:
 
 
 def _unique(share: Share, x: torch.Tensor, *flags: Any, **more: Any) -> tuple[torch.Tensor, ...]:
-    # Upper bound: inverse and counts are made whether or not the caller asked for them.
+    # An upper bound: inverse and counts are returned even if the caller did not ask for them.
     count = share(x.numel())
     whole = x.new_empty(x.shape, dtype=torch.int64)
     return x.new_empty((count,)), whole, x.new_empty((count,), dtype=torch.int64)

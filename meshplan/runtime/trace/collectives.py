@@ -1,4 +1,4 @@
-"""Counts of the collectives that ranks really run, as torch issues them."""
+"""Counts of the collectives that torch really issues on this rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ _KINDS: Final = {
     "scatter": "scatter",
     "reduce": "reduce",
 }
-"""Beginnings of torch's op names, without underscores, and our words; the first match counts."""
+"""`Route.kind` by the beginning of a torch op's name, underscores around it stripped.
+
+The order matters: the first match counts.
+"""
 
 
 class _Count(TorchDispatchMode):
@@ -52,19 +55,27 @@ def counting(mesh: Mesh) -> Iterator[Counter[Route]]:
     """Count the collectives of this rank inside the `with` block.
 
     Args:
-        mesh: The mesh whose axes name the groups.
+        mesh: The mesh, by whose axes the groups are named.
 
     Yields:
-        The number of uses of each route; complete when the block has ended.
+        The number of collectives on each route, complete when the block has ended.
 
-    Assumes: backward runs in this thread, as it does on the CPU.
+    Assumes: backward runs in this thread, as on the CPU, since the mode is active here only.
     """
     with _Count(mesh) as mode:
         yield mode.counted
 
 
 def sent_by(func: Any, args: Any, kwargs: Any, out: Any, mesh: Mesh) -> Route | None:
-    """Return the route of a call of an operator, or None if it sends nothing."""
+    """Return the route of an operator's call, or None if the call sends nothing.
+
+    Args:
+        func: The operator.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        out: Results of the call.
+        mesh: The mesh, by whose axes the group is named.
+    """
     kind = _kind(func)
     if not kind:
         return None
@@ -74,7 +85,7 @@ def sent_by(func: Any, args: Any, kwargs: Any, out: Any, mesh: Mesh) -> Route | 
 
 
 def _kind(op: Any) -> str:
-    """Return our word for a collective op of torch; "" for every other op."""
+    """Return the `Route.kind` of a collective op of torch; "" for every other op."""
     if op.namespace not in ("c10d", "_c10d_functional"):
         return ""
     plain = op.overloadpacket.__name__.strip("_")
@@ -82,19 +93,20 @@ def _kind(op: Any) -> str:
 
 
 def _axes(ranks: list[int], mesh: Mesh) -> tuple[str, ...]:
-    """Return the mesh axes along which these ranks differ."""
+    """Return the mesh axes along which the coordinates of these ranks differ."""
     places = [mesh.coordinates(rank) for rank in ranks]
     differ = {name for name in places[0] if len({place[name] for place in places}) > 1}
     lent = {part for loan in mesh.loans for part in (loan.rest, loan.name)}
-    # A lender differs wherever one of its parts does; the parts are more specific.
+    # If ep borrows its ranks from dp_shard, ranks that differ along ep, or along the other factor
+    # of dp_shard, differ along dp_shard too. Name the factor, which is more specific.
     lenders = {loan.within for loan in mesh.loans if {loan.rest, loan.name} & differ}
     return mesh.spread(differ - lenders if differ & lent else differ)
 
 
 def _bytes(kind: str, args: tuple[Any, ...], out: Any) -> int:
-    """Return the bytes of the full tensor gathered, reduced or scattered; sent in an all_to_all."""
+    """Return `Route.num_bytes`: of the whole tensor, or those sent in an all_to_all."""
     if kind == "all_to_all":
-        # torch's c10d ops take (received, sent); its functional ones return what is received.
+        # The sent tensors come last: c10d ops take (output, input), functional ops only the input.
         return [_size(arg) for arg in args if _holds_tensors(arg)][-1]
     return max(_size(arg) for arg in (*args, out))
 

@@ -1,12 +1,11 @@
-"""Known values for fake tensors that follow from sizes: positions, masks, tables.
+"""Known values of fake tensors that depend on sizes only: positions, masks, tables.
 
-Models read the values of such tensors before they choose a branch: whether all tokens may be seen,
-whether several sequences are packed into one. Fake tensors would raise, or lead to another branch.
-So small tensors computed from sizes, constants and inputs with known values are computed for real
-as well.
+Models read such values to choose a branch: does the mask hide any token, are several sequences
+packed into one? A fake tensor would raise, or lead to another branch. Small tensors are therefore
+also computed for real, if they depend only on sizes, constants and inputs with known values.
 
-In the optimizer step, code may read any value, such as a norm or a step count: an optimizer only
-scales its update by it, so the answer is 1.
+In the optimizer step any other value that code reads, such as a norm or a step count, is 1:
+optimizers only scale their updates by these values, so memory does not depend on them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from meshplan.runtime.torch_private.private import without_modes
 from meshplan.runtime.trace.bounds import picked
 
 MOST_NUMBERS: Final = 1 << 20
-"""Elements of the largest tensor whose values are kept."""
+"""Most elements of a tensor whose values are kept."""
 
 _ANSWERS: Final = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 _GROUPED: Final = torch.ops.aten._grouped_mm.default
@@ -34,14 +33,14 @@ _NAMES: Final = (
     "arange", "ones", "zeros", "full", "scalar_tensor", "lift_fresh", "eye", "linspace",
 )  # fmt: skip
 _MAKERS: Final = tuple(getattr(torch.ops.aten, name) for name in _NAMES)
-"""Operators whose results depend on nothing but their arguments, which need not be tensors."""
+"""Operators whose results are known even if no argument is a tensor."""
 
 
 class ConstantPropagation(Watching):
-    """A dispatch mode that tracks known values; enter it inside a fake mode.
+    """A dispatch mode that tracks the known values of fake tensors; enter it inside a fake mode.
 
     Args:
-        mode: The fake mode, to cache the results of operators in it; None to run every operator.
+        mode: The fake mode, whose results of operators are then cached; None for no cache.
     """
 
     def __init__(self, mode: Any = None) -> None:
@@ -49,15 +48,15 @@ class ConstantPropagation(Watching):
         self._results = None if mode is None else Results(mode)
         self._real = WeakTensorKeyDictionary()
         self._ids: set[int] = set()
-        """Ids of all tensors ever in `_real`, to skip the slower lookup for all others."""
+        """Ids of all tensors that were ever in `_real`: a fast test before the slow lookup."""
         self._phase = ""
 
     def hear(self, phase: str) -> None:
-        """Set the phase of the training step that begins."""
+        """Note that a phase of the training step begins, such as "forward" or "step"."""
         self._phase = phase
 
     def know(self, fake: torch.Tensor, real: torch.Tensor) -> None:
-        """Attach known values to a fake tensor, unless they are on meta or too many to keep."""
+        """Attach the values of `real` to `fake`, unless `real` is on meta or too large to keep."""
         if real.numel() <= MOST_NUMBERS and not real.is_meta:
             with without_modes():
                 self._keep(fake, real.detach().clone())
@@ -121,7 +120,10 @@ class ConstantPropagation(Watching):
 
 
 def _grouped(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """Run a grouped matmul in bfloat16, the only dtype that torch's rule for fakes accepts."""
+    """Return the result of a grouped matmul on fakes of any dtype.
+
+    torch's fake implementation accepts only bfloat16, so the operator runs on casts.
+    """
 
     def narrow(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor

@@ -1,4 +1,4 @@
-"""A model named as "pkg.mod:function", built on meta for its structure alone.
+"""Build a model that the user names as "pkg.mod:function", by default on meta.
 
 The user's code runs here and may do anything. Any error becomes a single problem with its location,
 and output goes to stderr, so that `--json` stays JSON.
@@ -41,15 +41,15 @@ def model_of_entry(entry: str, origin: Origin, *, on_meta: bool = True) -> nn.Mo
     """Build the model that "pkg.mod:function" makes.
 
     Args:
-        entry: A function or class without arguments that returns an `nn.Module`, or such a
-            module itself. Modules are searched among the installed ones first, then in the working
-            directory.
-        origin: The place where the user named it.
-        on_meta: If True, the model is built on meta, without memory; else on the CPU.
+        entry: Name of a function or class that is called without arguments and returns an
+            `nn.Module`, or of an `nn.Module` itself. Python modules are searched among the
+            installed ones first, then in the working directory.
+        origin: The place where the user named the entry.
+        on_meta: If True, the model is built on meta, without memory; if False, on the CPU.
 
     Raises:
         UntrustedError: The entry is named in a file that is not trusted.
-        SpecError: The entry cannot be imported or called, or does not give an `nn.Module`.
+        SpecError: The entry cannot be imported or called, or does not return an `nn.Module`.
     """
     check_code(entry, origin)
     module_name, colon, name = entry.partition(":")
@@ -81,7 +81,13 @@ def model_of_entry(entry: str, origin: Origin, *, on_meta: bool = True) -> nn.Mo
 
 @contextlib.contextmanager
 def _told(doing: str, origin: Origin, fix: str) -> Iterator[None]:
-    """Turn any exception of the user's code into a problem."""
+    """Raise any exception of the user's code in the `with` block as a SpecError.
+
+    Args:
+        doing: The current action, for the message.
+        origin: The place where the user named the model.
+        fix: Advice for the message.
+    """
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -92,7 +98,7 @@ def _told(doing: str, origin: Origin, fix: str) -> Iterator[None]:
 
 
 def _place(error: BaseException) -> str:
-    """Return the last line of the user's own code that the error passed through; "" if none."""
+    """Return " (file:line)" of the user's innermost line in the traceback; "" if none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}:{error.lineno})"
     foreign = (os.path.dirname(torch.__file__), os.path.dirname(os.__file__), "<frozen")

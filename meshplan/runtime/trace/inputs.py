@@ -1,4 +1,4 @@
-"""Inputs to record a model with: the caller's, or those that the plan and the model describe."""
+"""Inputs for the recorded forward: the caller's, or inputs made for the plan and the model."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from meshplan.runtime.trace.sample import sample_inputs
 from meshplan.spec.spec import AUTO, Spec
 
 _SAMPLES: Final = 2
-"""Samples of generated inputs: few, but not 1, which would broadcast."""
+"""Number of samples in generated inputs: few, but not 1, since a dim of size 1 broadcasts."""
 
 
 def find_example(model: nn.Module, spec: Spec, given: Any = None) -> Any:
-    """Return a tensor, a tuple of arguments or a mapping of keyword arguments for the forward.
+    """Return inputs for a forward: a tensor, a tuple of arguments, or a mapping by keyword.
 
     Args:
         model: The model that takes the inputs.
         spec: The plan's spec.
-        given: The caller's inputs, returned as they are. If None, inputs are generated; a tensor of
-            more than `MOST_NUMBERS` elements then has no values.
+        given: The caller's inputs, returned unchanged. If None, inputs are generated; those with
+            more than `MOST_NUMBERS` elements are on meta, without values.
 
     Raises:
-        PlanError: Neither the caller, the plan nor the model says what the model takes.
+        PlanError: Neither caller nor plan states an input, and none can be derived from the model.
     """
     if given is not None:
         return given

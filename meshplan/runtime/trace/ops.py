@@ -1,8 +1,8 @@
 """Record one forward pass of a live model, on meta or real, as a `Flow`.
 
-The model runs as a copy whose tensors are fake, with shapes and dtypes but no values or memory. So
-a model of any size can be recorded on a laptop, and the caller's model does not change. This module
-handles torch's operator schemas, and does not depend on what the record is used for.
+A copy of the model runs, whose tensors are fake: they have shapes and dtypes but no values or
+memory. A model of any size can therefore be recorded on a laptop, and the caller's model does not
+change. This module knows torch's operator schemas, and nothing of the use of the record.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from meshplan.runtime.trace.side_effects import Trace, nothing_left
 from meshplan.runtime.trace.trace_errors import place_of
 
 _REAL_BYTES_LIMIT = 4 * 2**30
-"""Largest model, in bytes, that is copied to run with real values."""
+"""Most bytes of model and inputs that are copied to run with real values."""
 
 
 def record(model: nn.Module, inputs: Any, forms: dict[int, Any] | None = None) -> Flow:
@@ -39,20 +39,21 @@ def record(model: nn.Module, inputs: Any, forms: dict[int, Any] | None = None) -
 
     Args:
         model: The model, on meta or real.
-        inputs: A tensor, a tuple of arguments or a mapping of keyword arguments; only shapes
-            and dtypes count unless the model's control flow reads values.
-        forms: If given, is filled with the structure (`pytree.shape_of`) of every call's result, by
-            `Call.id`.
+        inputs: A tensor, a tuple of arguments or a mapping of keyword arguments. Only shapes
+            and dtypes matter, unless the model's control flow reads values.
+        forms: A dict to fill with the structure (`pytree.shape_of`) of every module call's result,
+            by `Call.id`; None if it is not needed.
 
     Returns:
-        The flow of all operations below autograd, with composite operators decomposed.
+        All operations as torch dispatches them below autograd, where composite operators are
+        decomposed, and all module calls.
 
     Raises:
         ApplyError: The model cannot be copied, or its forward fails on these inputs.
 
-    A model whose control flow reads values cannot run on fake tensors. If it has values and is
-    small, a real copy of it runs instead. Otherwise, if only shapes depend on values, it runs on
-    fake tensors with symbolic sizes, which are 0 in the record.
+    A model whose control flow reads values cannot run on fake tensors. If the model is small and
+    not on meta, a real copy runs instead. Otherwise, if only shapes depend on values, the copy runs
+    on fake tensors with symbolic sizes, which are recorded as 0.
     """
     try:
         return _record(model, inputs, forms, is_fake=True)
@@ -73,7 +74,14 @@ def record(model: nn.Module, inputs: Any, forms: dict[int, Any] | None = None) -
 def _record_open(
     model: nn.Module, inputs: Any, forms: dict[int, Any] | None, error: Exception
 ) -> Flow:
-    """Record one forward pass on fake tensors, with symbolic sizes where they depend on values."""
+    """Record one forward pass on fake tensors, with symbolic sizes where sizes depend on values.
+
+    Args:
+        model: The model.
+        inputs: Inputs of the forward.
+        forms: As for `record`.
+        error: The error of the run without symbolic sizes, raised if this run fails too.
+    """
     if (untraceable(error) or ("", ""))[1] == "shape":
         with contextlib.suppress(Exception):  # The first error makes the better message.
             return _record(model, inputs, forms, is_fake=True, leaves_open=True)
@@ -140,13 +148,13 @@ def _run_copy(
 def copy_to_run(
     model: nn.Module, inputs: Any, mode: AbstractContextManager[object], *, is_fake: bool = True
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Copy the model, and its inputs as arguments, for a run after which they are thrown away.
+    """Copy a model and its inputs for a single run, so that the caller's do not change.
 
     Args:
         model: The model to copy.
         inputs: A tensor, a tuple of arguments or a mapping of keyword arguments.
-        mode: The mode whose fake tensors replace the model's, if `is_fake`.
-        is_fake: If False, the copy has real tensors.
+        mode: The fake mode that the copies belong to, if `is_fake`.
+        is_fake: If True, the copies of parameters, buffers and inputs are fake; if False, real.
 
     Returns:
         The copy, its positional arguments and its keyword arguments.
@@ -157,7 +165,7 @@ def copy_to_run(
             for tensor in (*model.parameters(), *model.buffers()):
                 memo[id(tensor)] = fake_like(mode, tensor)
         args, kwargs = _arguments(inputs, is_fake=is_fake)
-    # Outside the mode, so that copies of tensors in plain attributes stay real.
+    # Outside the mode, so that copies of tensors in plain attributes are real.
     return copy.deepcopy(model, memo), args, kwargs
 
 
@@ -165,7 +173,10 @@ _GROUPED_MM = torch.ops.aten._grouped_mm.default
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Run a grouped matmul; for fakes only its shape, as torch's rule rejects some valid dtypes."""
+    """Return the result of a grouped matmul; on fakes, a new tensor of the right shape.
+
+    torch's fake implementation rejects some dtypes that the real operator accepts.
+    """
     is_fake = type(a).__name__ == "FakeTensor"
     offsets = kwargs.get("offs", args[0] if args else None)
     if not is_fake or a.dtype != b.dtype or offsets is None:
@@ -176,9 +187,9 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> 
 
 
 def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor of the same shape, strides and dtype; a parameter for a parameter.
+    """Return an uninitialised CPU tensor of the same shape, strides and dtype.
 
-    Under a fake mode the result is fake.
+    The result is an `nn.Parameter` if `tensor` is one. Under a fake mode the result is fake.
     """
     fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     if isinstance(tensor, nn.Parameter):
@@ -195,7 +206,12 @@ def _arguments(inputs: Any, *, is_fake: bool) -> tuple[tuple[Any, ...], dict[str
 
 
 class OpRecorder(TorchDispatchMode):
-    """A mode that records operations as they are dispatched, and module calls through hooks."""
+    """A dispatch mode that records the operations of a model, and its module calls through hooks.
+
+    Args:
+        model: The copy of the model that will run.
+        trace: Watches the copy and all tensors that it makes, which must be gone after the run.
+    """
 
     def __init__(self, model: nn.Module, trace: Trace) -> None:
         super().__init__()
@@ -206,7 +222,8 @@ class OpRecorder(TorchDispatchMode):
         self._calls: list[Call] = []
         self._open: list[int] = []
         self.forms: dict[int, Any] = {}
-        # Tensors by id, kept alive so that no id is reused.
+        # (tensor, id of its current value) by id of the tensor, which is kept alive so that Python
+        # does not reuse its id.
         self._known: dict[int, tuple[torch.Tensor, int]] = {}
         self._is_paused = False
         self._sharing: dict[int, dict[int, torch.Tensor]] = {}
@@ -220,16 +237,16 @@ class OpRecorder(TorchDispatchMode):
         self._model, self._remembered = weakref.ref(model), module_state_of(model)
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record the model's inputs."""
+        """Record the tensors in the arguments of the model's forward as inputs."""
         for path, tensor in (*tensors_in(args), *tensors_in(kwargs)):
             self._new(tensor, "input", path)
 
     def progress(self) -> tuple[str, int]:
-        """Return the innermost running module, and the number of operations so far."""
+        """Return (fqn of the innermost running module, number of operations recorded so far)."""
         return (self._calls[self._open[-1]].module if self._open else "", len(self._ops))
 
     def stand_in(self, tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Return a tensor of another shape that counts as the same value from now on."""
+        """Return a new tensor of this shape that is recorded as the same value as `tensor`."""
         self._is_paused = True
         new = tensor.new_empty(shape)
         self._is_paused = False
@@ -237,7 +254,7 @@ class OpRecorder(TorchDispatchMode):
         return new
 
     def flow(self) -> Flow:
-        """Return what was recorded."""
+        """Return the record of everything so far."""
         model = self._model()
         assert model is not None
         changed = tuple(changes(self._remembered, module_state_of(model), self._value))
@@ -279,7 +296,7 @@ class OpRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim" or self._is_paused:  # A prim is a query, as for the device.
+        if func.namespace == "prim" or self._is_paused:  # `prim.device` and the like only query.
             return func(*args, **kwargs)
         spelled, spelled_kwargs = self._spell(args), self._spell(kwargs)
         result = _grouped_mm(*args, **kwargs) if func is _GROUPED_MM else func(*args, **kwargs)
@@ -287,7 +304,7 @@ class OpRecorder(TorchDispatchMode):
         before = tuple(self._value(t) for t in written)
         outputs = [t for _, t in tensors_in(result)] or written
         ids = tuple(self._new(tensor, "op") for tensor in outputs)
-        # Tensors that the operation writes (`out=`, hidden arguments) but does not return.
+        # Written tensors that are not returned (running statistics, for one) are outputs too.
         unreturned = [t for t in written if not any(t is out for out in outputs)]
         ids += tuple(self._new(tensor, "op") for tensor in unreturned)
         self._ops.append(
@@ -308,7 +325,7 @@ class OpRecorder(TorchDispatchMode):
         return result
 
     def _update_views(self, written: torch.Tensor) -> None:
-        """Give every other tensor on the same storage a new value."""
+        """Record a new value for every other tensor on the storage of a tensor that was written."""
         new = self._value(written)
         for other in tuple(self._sharing.get(_storage(written), {}).values()):
             if other is written:
@@ -337,7 +354,7 @@ class OpRecorder(TorchDispatchMode):
         return item
 
     def _value(self, tensor: torch.Tensor) -> int:
-        """Return the id of a tensor's current value."""
+        """Return the id of a tensor's current value; a tensor not seen before is a constant."""
         found = self._known.get(id(tensor))
         return found[1] if found else self._new(tensor, "constant")
 
@@ -377,12 +394,12 @@ _WRITE_STATISTICS: Final = frozenset(
         "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts",
     )
 )  # fmt: skip
-"""Operators that write into the running statistics in training, which their schemas do not declare
+"""Operators that write the running statistics in training, though their schemas do not declare it
 (torch 2.13)."""
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Any]:
-    """Yield the arguments that an operator writes."""
+    """Yield the arguments that an operator writes to; None for an optional one that is absent."""
     schema = func._schema
     given = {
         argument.name: args[number] if number < len(args) else kwargs.get(argument.name)

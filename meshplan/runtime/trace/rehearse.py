@@ -1,7 +1,7 @@
-"""Run a model on shapes alone, as one rank of tp would, to check candidates of `tp_plan: auto`.
+"""Run a model on fake tensors, as one rank of tp would, to check candidates of `tp_plan: auto`.
 
-Inside a styled module shapes are unsharded, as in a DTensor. Its inputs or outputs are shards, and
-the code around it sees these. There is no process group, and tensors have no values or memory.
+Inside a styled module shapes are unsharded, as the global shapes of DTensors are. Code around the
+module sees the shapes of shards in its inputs or outputs. No process group is needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshplan.runtime.trace.sp_boundary import with_argument
 
 
 def rehearser(model: nn.Module, inputs: Any) -> Rehearse:
-    """Return a function that rehearses this model on these inputs."""
+    """Return a function that runs this model on these inputs as a `Rehearsal` describes."""
 
     def rehearse(what: Rehearsal) -> Flow | Stopped:
         return _rehearse(model, inputs, what)
@@ -57,7 +57,7 @@ def _run_copy(model: nn.Module, inputs: Any, what: Rehearsal, trace: Trace) -> F
 
 
 def _at_the_border(recorder: OpRecorder, module: nn.Module, fqn: str, what: Rehearsal) -> None:
-    """Make a module see unsharded shapes inside, while the code around it sees shards."""
+    """Make code inside a module see unsharded features, and code around the module see shards."""
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def whole(x: torch.Tensor) -> torch.Tensor:
@@ -78,11 +78,14 @@ def _at_the_border(recorder: OpRecorder, module: nn.Module, fqn: str, what: Rehe
 
 
 def _along_the_sequence(recorder: OpRecorder, module: nn.Module, fqn: str, what: Rehearsal) -> None:
-    """Replace the sequence by a rank's part of it, or a part by the whole sequence."""
+    """Replace the whole sequence by a rank's shard of it, or the shard by the whole sequence.
+
+    `what.cut` and `what.gathered` state for which arguments or outputs of the module.
+    """
 
     def turned(x: torch.Tensor, is_cut: bool) -> torch.Tensor:
         if is_cut and x.shape[1] % what.size:
-            raise ValueError(f"a sequence of {x.shape[1]} does not divide by {what.size}")
+            raise ValueError(f"a sequence of {x.shape[1]} is not divisible by {what.size}")
         length = x.shape[1] // what.size if is_cut else x.shape[1] * what.size
         return recorder.stand_in(x, (x.shape[0], length, *x.shape[2:]))
 
@@ -100,7 +103,15 @@ def _along_the_sequence(recorder: OpRecorder, module: nn.Module, fqn: str, what:
 
 
 def _part_inside(recorder: OpRecorder, twin: nn.Module, fqn: str, dim: int, size: int) -> None:
-    """Replace a parameter by the rank's shard of it while its module runs."""
+    """Replace a parameter by a tensor of the shape of the rank's shard while its module runs.
+
+    Args:
+        recorder: Records the shard as the same value as the parameter.
+        twin: The copy of the model that runs.
+        fqn: Name of the parameter.
+        dim: The sharded dim.
+        size: Number of shards.
+    """
     owner_name, _, leaf = fqn.rpartition(".")
     owner = twin.get_submodule(owner_name)
     parameter = owner.get_parameter(leaf)

@@ -18,31 +18,31 @@ from meshplan.runtime.base.pytree import tensors_in
 from meshplan.spec.spec import InputSpec, Spec
 
 _MOST_ELEMENTS: Final = 1 << 20
-"""Elements of the largest sample that a real training accepts, to check whether a plan is right."""
+"""Most elements of one sample for checks that really train the model for some steps."""
 _EDGES: Final = {1: 1024, 2: 224, 3: 64}
 """Edge of a guessed input, by the number of dims that a convolution moves along."""
 TOKENS: Final = 16
-"""Length of a sequence if the plan does not state one."""
+"""Length of a sequence of tokens if the plan does not state one."""
 
 
 def sample_inputs(
     model: nn.Module, spec: Spec, samples: int, step: int, most: int | None = None
 ) -> Any:
-    """Draw a batch of random samples, equal for equal `step`.
+    """Return a batch of random inputs, the same ones for the same `step`.
 
     Args:
         model: The model that takes the inputs.
-        spec: The plan's spec, whose `input` and `batch` count.
+        spec: The plan's spec, of which `input` and `batch` are read.
         samples: Number of samples.
         step: Number of the step, which seeds the random numbers.
-        most: Elements up to which a tensor gets values; a larger one is on "meta". None: no limit.
+        most: Most elements of a tensor with values; larger tensors are on meta. None for no limit.
 
     Returns:
-        A tensor or keyword arguments, as determined by the plan's `input`, by transformers'
-        `main_input_name`, or by an embedding at the beginning of the model.
+        A tensor or keyword arguments. The plan's `input` determines them, or else transformers'
+        `main_input_name`, or else an embedding that is the model's first layer.
 
     Raises:
-        SpecError: None of these determines what the model takes.
+        SpecError: None of the three determines the inputs.
     """
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = spec.batch.seq_len or TOKENS
@@ -72,13 +72,13 @@ def sample_inputs(
         return out
     if _reads_tokens(model):
         return drawn((samples, tokens))
-    what = f"the plan states no input for {type(model).__name__}, and the model implies none"
+    what = f"the plan states no input for {type(model).__name__}, and none follows from the model"
     fix = "add to the plan, with the samples along dim 0: input: {shape: [2, 16], dtype: fp32}"
     raise SpecError(Problem(what, spec.origin("input"), fix))
 
 
 def with_dtype(model: nn.Module, spec: Spec) -> Spec:
-    """Return the spec with a dtype for its stated input; by default what the first layer reads."""
+    """Return the spec. An `input` without a dtype gets the one that the first layer reads."""
     if spec.input is None or spec.input.dtype is not None:
         return spec
     dtype = "int64" if isinstance(_first_layer(model), nn.Embedding) else "float32"
@@ -86,12 +86,12 @@ def with_dtype(model: nn.Module, spec: Spec) -> Spec:
 
 
 def is_tokens(stated: InputSpec) -> bool:
-    """Return True if an input with a known dtype is a sequence of tokens."""
+    """Return True if an input, whose dtype must be known, is token ids: two dims of integers."""
     return len(stated.shape) == 2 and str(stated.dtype).startswith("int")
 
 
 def _first_layer(model: nn.Module) -> nn.Module | None:
-    """Return the first module that has parameters and no submodules, or None if there is none."""
+    """Return the first module with parameters and without submodules, or None if there is none."""
     layers = (m for m in model.modules() if not any(True for _ in m.children()))
     return next((m for m in layers if any(True for _ in m.parameters())), None)
 
@@ -116,20 +116,20 @@ def likely_shape(model: nn.Module) -> tuple[int, ...] | str | None:
 
 
 def check_size(spec: Spec) -> None:
-    """Reject an input that is too large to train on several samples of it.
+    """Check that samples of the stated input are small enough to train on several of them.
 
     Raises:
-        SpecError: The input has more elements than fit in a minute.
+        SpecError: A sample has so many elements that the check would take more than a minute.
     """
     size = math.prod(spec.input.shape[1:]) if spec.input is not None else 0
     if size > _MOST_ELEMENTS:
-        what = f"one sample of the input has {size:,} elements, too many for a batch of samples"
+        what = f"one sample of the input has {size:,} elements, too many to train on several"
         fix = f"use at most {_MOST_ELEMENTS:,} elements, for example --set 'input.shape=[2, 64]'"
         raise SpecError(Problem(what, spec.origin("input.shape"), fix))
 
 
 def _reads_tokens(model: nn.Module) -> bool:
-    """Return True if the model takes one argument, which its first layer looks up in a table."""
+    """Return True if the forward needs one argument only, and the first layer is an Embedding."""
     needed = [
         p for p in inspect.signature(model.forward).parameters.values()
         if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
@@ -138,27 +138,30 @@ def _reads_tokens(model: nn.Module) -> bool:
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """Call the model on inputs in any of their forms, and return its output."""
+    """Return the model's output on a tensor, a tuple of arguments or a mapping of keyword ones."""
     args, kwargs = as_arguments(inputs)
     return model(*args, **kwargs)
 
 
 def results(output: Any) -> list[torch.Tensor]:
-    """Return the tensors in an output from which a loss can be made."""
+    """Return the tensors in an output that a loss can use: floating-point, and no scalars."""
     return [t for _, t in tensors_in(output) if t.ndim and t.is_floating_point()]
 
 
 def sample_targets(
     shapes: Sequence[Sequence[int]], samples: int, step: int, *, are_classes: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Draw targets for `results` of these shapes, equal for equal `step`.
+    """Return random targets for the `results` of a model, the same ones for the same `step`.
 
     Args:
         shapes: Shapes of the results, with the samples along dim 0.
-        samples: Number of samples, in place of that dim's size.
+        samples: Number of samples in the targets, in place of the size of dim 0.
         step: Number of the step, which seeds the random numbers.
-        are_classes: If True, targets are indices along the last dim; else random numbers of each
-            shape.
+        are_classes: If True, targets are class indices: int64, without the last dim of the result,
+            which counts the classes. If False, floats of the shape of the result.
+
+    Returns:
+        One target for each result.
     """
     generator = torch.Generator().manual_seed(2000 + step)
     if are_classes:
@@ -170,9 +173,10 @@ def sample_targets(
 
 
 def sample_loss(output: Any, targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Return the mean squared error, or the cross-entropy for classes, summed over the results.
+    """Return the sum, over the results, of cross-entropy (int targets) or mean squared error.
 
-    The mean over equal parts of a batch equals the mean over the whole batch.
+    Both are means over the samples, so the mean of the losses of equal microbatches is the loss of
+    the whole batch.
     """
     pairs = zip(results(output), targets, strict=True)
     return torch.stack([_distance(o.float(), target) for o, target in pairs]).sum()

@@ -1,9 +1,10 @@
-"""Removal of the side effects of a forward on a copy: no tensor of it stays in a cache.
+"""Undo the side effects of running a copy of a model: no tensor of the run stays in a cache.
 
-A copy of the model does not copy what is outside the model: `functools.lru_cache` on a function,
-tables in globals and classes, closures of hooks. The first real forward would find a fake tensor
-that was left there. So additions are removed again, and a run is rejected if that is impossible.
-Nor may a recording see what an earlier forward left, because only some ranks may have run one.
+The copy shares with the model all that is outside of it: `functools.lru_cache` on a function,
+tables in globals and classes, closures of hooks. A forward of the copy may leave a fake tensor
+there, which the first real forward would find. What the run adds is therefore removed, and the run
+is rejected if that is impossible. Caches of tensors are also emptied before the run, because on
+some ranks an earlier forward may have filled them, and all ranks must record the same.
 """
 
 from __future__ import annotations
@@ -27,24 +28,25 @@ from meshplan.errors import ApplyError, Problem
 
 _LruCache: Final = type(functools.lru_cache(lambda: None))
 _DEPTH: Final = 4
-"""Most containers around a tensor: `cache[device][size] = (cos, sin)`."""
+"""Levels of containers that are searched for a tensor: `cache[device][size] = (cos, sin)`."""
 _REACH: Final = 7
-"""Most steps from a module's names: class, method, variable of its decorator, table, `[a][b]`."""
+"""Most references followed from a name in a Python module: class, method, variable of its
+decorator, table, `[a][b]`."""
 _CONTAINERS: Final = (dict, OrderedDict, defaultdict, list, deque, set)
 _NAMESPACES: Final = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType)
-"""Types at which the search stops, since they lead to everything."""
+"""Types whose references are not followed, since they lead to all other objects."""
 _KNOWN: Final = sys.stdlib_module_names | {"torch"}
 
 
 @dataclass(slots=True)
 class Trace:
-    """Weak references to what a run made, and the state outside the model before it.
+    """The objects made by a run, and the state outside the model before the run.
 
     Attributes:
-        made: Weak references to the things watched.
-        before: Containers and cells outside the model, each with a copy of its contents.
-        caches: Functions with an `lru_cache` that the model's code reaches by name; after
-            `gc.freeze` the garbage collector does not list them any more.
+        made: Weak references to the watched objects.
+        before: (container or closure cell outside the model, copy of its contents).
+        caches: Functions with an `lru_cache` that the model's code can reach. They are listed here
+            because `gc.get_objects` does not list them after `gc.freeze`.
     """
 
     made: list[weakref.ref[Any]] = field(default_factory=list)
@@ -52,7 +54,7 @@ class Trace:
     caches: list[Any] = field(default_factory=list)
 
     def watch(self, item: Any) -> None:
-        """Watch an object that must be gone after the run."""
+        """Add an object that must be gone after the run."""
         self.made.append(weakref.ref(item))
 
     def alive(self) -> list[Any]:
@@ -62,12 +64,15 @@ class Trace:
 
 @contextmanager
 def nothing_left(model: nn.Module) -> Iterator[Trace]:
-    """Run a copy of `model` in the `with` block; remove what is watched from all caches afterwards.
+    """Remove the objects that are watched in the `with` block from all caches when it ends.
 
-    Assumes: the code that made the watched objects has returned, or raised, when the block ends.
+    The block runs a copy of `model`, and passes what the run makes to `Trace.watch`.
+
+    Assumes: all functions of the run have returned or raised when the block ends, because a frame
+    keeps its local variables alive.
 
     Raises:
-        ApplyError: A watched object is kept where it cannot be removed.
+        ApplyError: A watched object is kept alive where it cannot be removed.
     """
     outside = list(_outside(model))
     caches = [item for item in outside if type(item) is _LruCache]
@@ -79,12 +84,12 @@ def nothing_left(model: nn.Module) -> Iterator[Trace]:
     try:
         yield trace
     except BaseException:
-        # The traceback keeps everything alive, so what else keeps it cannot be determined.
+        # The traceback keeps all objects alive, so we cannot check that nothing else does.
         _take_out(trace)
         raise
     if not trace.alive():
         return
-    gc.collect()  # Modules may reference each other.
+    gc.collect()  # Modules may be in reference cycles.
     if not trace.alive():
         return
     _take_out(trace)
@@ -106,14 +111,14 @@ def _take_out(trace: Trace) -> None:
 
 
 def _holds(item: Any, ids: set[int]) -> bool:
-    """Return True if one of these objects is in the item, at any nesting that is searched."""
+    """Return True if an object with one of these ids is in the item, up to `_DEPTH` levels deep."""
     return any(id(part) in ids for part in _inside(item))
 
 
 def _holds_tables(cache: Any) -> bool:
-    """Return True if a function caches tensors that it can compute again.
+    """Return True if an `lru_cache` has tensors that its function can compute again.
 
-    If it caches modules, they may have been trained, so the answer is False.
+    If the cache has modules, the answer is False, because the modules may have been trained.
     """
     kinds = [type(part) for part in _inside(cache, beside=cache.__wrapped__)]
     has_modules = any(issubclass(kind, nn.Module) for kind in kinds)
@@ -121,7 +126,7 @@ def _holds_tables(cache: Any) -> bool:
 
 
 def _inside(item: Any, beside: Any = None) -> Iterator[Any]:
-    """Yield the item and what it refers to, down to `_DEPTH`, but nothing through `beside`."""
+    """Yield the item and the objects it references, up to `_DEPTH` levels; `beside` is skipped."""
     edge, seen = [item], {id(item), id(beside)}
     yield item
     for _ in range(_DEPTH):
@@ -135,7 +140,13 @@ def _inside(item: Any, beside: Any = None) -> Iterator[Any]:
 
 
 def _put_back(at: Any, old: Any, ids: set[int]) -> None:
-    """Undo the changes that brought one of these objects into a container, and only those."""
+    """Undo the changes that brought an object with one of these ids into a container.
+
+    Args:
+        at: A container, class or closure cell.
+        old: Its contents before the run, as `_copied` returned them.
+        ids: Ids of the objects to remove. Other changes of the container stay.
+    """
     if isinstance(at, types.CellType):
         now = _copied(at)
         if now is not None and (old is None or now[0] is not old[0]) and _holds(now[0], ids):
@@ -162,10 +173,10 @@ def _put_back(at: Any, old: Any, ids: set[int]) -> None:
 
 
 def _outside(model: nn.Module) -> list[Any]:
-    """Return what the model's code can reach and a copy of the model would share, each once.
+    """Return the objects that the model and a copy of it share, and that its code may change.
 
-    These are the names in the modules and classes of its code, the closures of its hooks and
-    functions, the plain containers in all of these, and functions with an `lru_cache`.
+    These are its classes and the globals of their Python modules, closure cells of its functions
+    and hooks, plain containers reached from there, and functions with an `lru_cache`; each once.
     """
     found: dict[int, Any] = {}
     seen = {id(vars(builtins))}
@@ -210,12 +221,15 @@ def _parts(item: Any) -> Iterable[Any]:
 
 
 def _is_foreign(module: str) -> bool:
-    """Return True for modules other than Python's and torch's, which keep no tensors of a model."""
+    """Return True if a Python module is neither of the standard library nor of torch.
+
+    Those two keep no tensors of a model.
+    """
     return module.partition(".")[0] not in _KNOWN
 
 
 def _copied(item: Any) -> Any:
-    """Copy a container, or a cell as a tuple of its contents; None for an empty cell."""
+    """Return a copy of a container, (contents,) of a closure cell, or None for an empty cell."""
     if isinstance(item, type):
         return dict(vars(item))
     if isinstance(item, types.CellType):
@@ -234,6 +248,6 @@ def _problem(model: nn.Module, item: Any) -> Problem:
     )  # fmt: skip
     return Problem(
         f"the forward of {type(model).__name__} keeps a {type(item).__name__}{shape} outside "
-        f"the model{kept}, where a trial run on a copy of the model would leave another",
+        f"the model{kept}, from where that of a trial run on a copy cannot be removed",
         fix="keep it in a buffer or an attribute of a module, or compute it in every forward",
     )

@@ -1,6 +1,6 @@
 """Boundaries of sequence parallel regions, where the sequence is split over tp or gathered again.
 
-Inside such a region every rank works on its own positions. Applied together with the styles.
+Inside such a region every rank of tp works on its shard of the positions.
 """
 
 from __future__ import annotations
@@ -21,8 +21,13 @@ from meshplan.errors import ApplyError, Problem
 def cross(module: nn.Module, crossing: SequenceBoundary, tp: DeviceMesh) -> None:
     """Register hooks that split or gather one argument of a module, or gather its output.
 
-    They are hooks rather than part of the forward, so that a recomputed forward starts from their
-    results.
+    If the module is recomputed, its recomputed forward starts from the results of the hooks, because
+    hooks are no part of `forward`.
+
+    Args:
+        module: The module.
+        crossing: The argument, and the change; without a path, the output is gathered.
+        tp: The tp axis of the mesh.
     """
     if crossing.path is None:
         turn = partial(_gathered, tp=tp, gradient=Replicate())
@@ -44,12 +49,12 @@ def with_argument(
     path: str,
     change: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call with one of them changed.
+    """Return (args, kwargs) of a call, one argument of which is replaced.
 
     Args:
         args: Positional arguments.
         kwargs: Keyword arguments.
-        path: Index or name of the argument to change; "" for the first one.
+        path: Index or name of the argument to replace; "" for the first one.
         change: Maps the argument to its replacement.
     """
     if path == "":
@@ -61,7 +66,7 @@ def with_argument(
 
 
 def _part(x: torch.Tensor, tp: DeviceMesh) -> torch.Tensor:
-    """Return this rank's positions of a sequence; backward gathers their gradients."""
+    """Return this rank's shard of a sequence, along dim 1; backward gathers the gradient shards."""
     if x.shape[1] % tp.size():
         raise ApplyError(
             Problem(
@@ -75,12 +80,13 @@ def _part(x: torch.Tensor, tp: DeviceMesh) -> torch.Tensor:
 
 
 def _gathered(x: torch.Tensor, tp: DeviceMesh, gradient: Replicate | Partial) -> torch.Tensor:
-    """Return all positions of a sequence.
+    """Return the whole sequence, gathered over tp along dim 1.
 
     Args:
-        x: This rank's positions, along dim 1.
+        x: This rank's shard of the sequence.
         tp: The tp axis of the mesh.
-        gradient: `Replicate` if each rank gets the full gradient, `Partial` if it gets an addend.
+        gradient: Placement of the result's gradient: `Replicate` if every rank computes all of it,
+            `Partial` if the gradient is the sum over the ranks.
     """
     part = DTensor.from_local(x, tp, [Shard(1)], run_check=False)
     whole = part.redistribute(placements=[Replicate()])

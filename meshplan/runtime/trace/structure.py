@@ -1,7 +1,7 @@
 """Convert a live `nn.Module`, on meta or real, to a `ModelGraph`.
 
-This module handles torch's modules; the attribute names of sizes in attention modules are in
-`model.heads`. It only reads structure: nothing is run and nothing is changed.
+Only attributes are read: no forward runs, and the model does not change. The attribute names by
+which attention modules state their sizes are in `model.heads`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from meshplan.model.heads import FUSED, HEAD_BY_HEAD, ROLES, pieces_of, role
 
 
 def graph_of(model: nn.Module, flow: Flow | None = None) -> ModelGraph:
-    """Return the module tree and tensors of a live model.
+    """Return the graph of a live model: its module tree and its tensors.
 
     Args:
         model: The model, on meta or real.
         flow: The model's recorded forward pass (`runtime.trace.ops`); None if there is none.
 
     Returns:
-        A graph that contains each shared module and each tied tensor once, under its first name
-        and with the other names as aliases, in `named_modules` and `named_parameters` order.
+        The graph, in the order of `named_modules` and `named_parameters`. A shared module or tied
+        tensor is in it once, under its first name, with its other names as aliases.
     """
     modules = _modules(model)
     return ModelGraph(
@@ -41,7 +41,10 @@ def graph_of(model: nn.Module, flow: Flow | None = None) -> ModelGraph:
 
 
 def _tp_preset(model: nn.Module) -> dict[str, str]:
-    """Return the tp plan in transformers' models; the outermost plan includes those inside it."""
+    """Return the tp plan of a transformers model (`_tp_plan`): style by pattern of module names.
+
+    A plan of a submodule is skipped if a module around it has one, which already includes it.
+    """
     out: dict[str, str] = {}
     done: list[str] = []
     for fqn, module in model.named_modules():
@@ -114,9 +117,9 @@ def _tensors(model: nn.Module, modules: dict[str, ModuleInfo]) -> dict[str, Tens
 
 
 def _kind(module: nn.Module) -> str:
-    """Return the kind of a module, which decides what styles can shard it (`ModuleInfo.kind`)."""
+    """Return `ModuleInfo.kind` of a module, which decides by which styles it can be sharded."""
     name = type(module).__name__
-    weight = module._parameters.get("weight")  # Not getattr: an attribute may be computed.
+    weight = module._parameters.get("weight")  # Not getattr, which may run a property.
     if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
         return "container"
     if isinstance(module, nn.Linear) and not _is_bypassed(module):
@@ -138,10 +141,11 @@ def _kind(module: nn.Module) -> str:
 
 
 def _expert_dims(owner: nn.Module, tensor: torch.Tensor) -> tuple[str, ...]:
-    """Return the named dims of a parameter with one entry per expert; () for any other parameter.
+    """Return the names of the dims of a parameter with one entry per expert; () for any other.
 
-    The module must have an attribute that counts experts, and all of its own parameters must have
-    that size in dim 0: stacked experts, or the router that chooses among them.
+    Such a parameter belongs to stacked experts, or to the router that chooses among them. To be
+    recognised, the module must have an attribute that counts experts, and all of its direct
+    parameters must have that size in dim 0.
     """
     own = [p for p in owner._parameters.values() if p is not None]
     counts = {
@@ -151,7 +155,7 @@ def _expert_dims(owner: nn.Module, tensor: torch.Tensor) -> tuple[str, ...]:
     }
     if not any(tensor is p for p in own) or not all(p.ndim and p.shape[0] in counts for p in own):
         return ()
-    is_transposed = vars(owner).get("is_transposed")  # transformers' word for (in, out).
+    is_transposed = vars(owner).get("is_transposed")  # A flag of transformers.
     if tensor.ndim == 3 and is_transposed is not None:
         return ("expert", "in", "out") if is_transposed else ("expert", "out", "in")
     is_router = tensor.ndim == 2 and len(own) == 1 and type(owner).__name__.endswith("Router")
@@ -159,7 +163,7 @@ def _expert_dims(owner: nn.Module, tensor: torch.Tensor) -> tuple[str, ...]:
 
 
 def _is_bypassed(module: nn.Module) -> bool:
-    """Return True for nn.MultiheadAttention's out_proj: its weight is used, its forward is not."""
+    """Return True for `out_proj` of nn.MultiheadAttention, whose forward is never called."""
     return type(module).__name__ == "NonDynamicallyQuantizableLinear"
 
 
@@ -170,7 +174,10 @@ def _width(projection: nn.Module) -> int:
 
 
 def _sizes(module: nn.Module) -> dict[str, int]:
-    """Return the instance's attributes that count heads; properties are skipped as user code."""
+    """Return a module's attributes that state sizes of attention (`model.heads.ROLES`), by name.
+
+    Properties are not read, because they would run the user's code.
+    """
     return {
         name: value
         for name, value in vars(module).items()

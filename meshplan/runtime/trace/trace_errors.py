@@ -1,4 +1,4 @@
-"""Explanations of why a fake step failed: the operator, the module, and how to fix it."""
+"""Explain why a forward or a step on fake tensors failed: operator, module, line, and a fix."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ _WHY: Final = MappingProxyType(
 
 
 def refused(error: Exception, model: nn.Module, origin: Origin | None) -> PlanError:
-    """Return `problem_of` as an error whose type shows whether an upper bound may be known."""
+    """Return `problem_of` as an error to raise.
+
+    It is an UnknownShapeError if only a shape depends on values, so that a bound may be known.
+    """
     found, problem = untraceable(error), problem_of(error, model, origin)
     is_shape = found is not None and found[1] == "shape"
     return UnknownShapeError(problem) if is_shape else PlanError(problem)
@@ -53,7 +56,7 @@ def problem_of(error: Exception, model: nn.Module, origin: Origin | None) -> Pro
 
     Args:
         error: The error.
-        model: The model as one process has it, for the names of modules.
+        model: The unsharded model, for the names of modules.
         origin: The place where the user named the model; None if unknown.
     """
     module, line = _where(error, model)
@@ -77,18 +80,18 @@ def problem_of(error: Exception, model: nn.Module, origin: Origin | None) -> Pro
 
 @dataclass(frozen=True, slots=True)
 class StyledWidths:
-    """Sizes of the last dim of the outputs of styled modules.
+    """The size of the last dim of each styled module's output.
 
     Args:
-        local: Sizes on one rank, by fqn; the module that ran last is the last entry.
-        whole: Sizes in one process, by fqn; the module that ran last is the last entry.
+        local: Sizes on one rank, by fqn of the module, in the order in which the modules ran.
+        whole: Sizes in one process, by fqn of the module, in the same order.
     """
 
     local: Mapping[str, int]
     whole: Mapping[str, int]
 
     def cut_in(self, module: str) -> str | None:
-        """Return the last module to run inside `module` whose output is sharded, or None."""
+        """Return the module with a sharded output that ran last inside `module`; None if none did."""
         found = [
             fqn
             for fqn, width in self.local.items()
@@ -100,11 +103,11 @@ class StyledWidths:
 def alone_problem(
     error: Exception, model: nn.Module, origin: Origin | None, inputs: Any
 ) -> Problem:
-    """Explain a forward that fails in one process too.
+    """Explain the error of a forward that fails in one process, without any sharding.
 
     Args:
         error: The error that the forward raised.
-        model: The model as one process has it.
+        model: The unsharded model.
         origin: The place where the user named the model; None if unknown.
         inputs: Inputs of the forward, whose shapes and dtypes the message states.
     """
@@ -122,11 +125,11 @@ def alone_problem(
 def sharded_problem(
     error: Exception, model: nn.Module, plan: Plan, widths: StyledWidths, origin: Origin | None
 ) -> Problem:
-    """Explain a forward that works in one process, but not on a rank of the plan.
+    """Explain the error of a forward that works in one process, but fails on a rank of the plan.
 
     Args:
         error: The error that the forward raised.
-        model: The model as one process has it.
+        model: The unsharded model.
         plan: The plan applied to the model.
         widths: Output widths of styled modules, on the rank and in one process.
         origin: The place where the user named the model; None if unknown.
@@ -137,7 +140,7 @@ def sharded_problem(
     if fqn is None:
         what = f"{module or type(model).__name__} fails under this plan at {place}, but not in one "
         what += f"process: {_said(error)}"
-        fix = "use the shapes and dtypes of the tensors there, or replicate the module: "
+        fix = "let the code there read sizes and dtypes from its tensors, or replicate the module: "
         return Problem(what, origin, fix + f'rules: [{{match: "{module}", place: replicate}}]')
     use = plan.assignment.styles[fqn]
     local, whole, size = widths.local[fqn], widths.whole[fqn], plan.mesh.size(use.axis)
@@ -158,7 +161,7 @@ def _said(error: Exception) -> str:
 
 
 def _untrained(error: Exception, model: nn.Module) -> str | None:
-    """Explain why there are no gradients, or return None if the error has another cause."""
+    """Return why the step had no gradients, or None if the error has another cause."""
     name = type(model).__name__
     if not any(each.requires_grad for each in model.parameters()):
         return f"{name} has no parameters to train"
@@ -182,7 +185,10 @@ def _own_frame(error: BaseException) -> tuple[FrameType, int] | None:
 
 
 def _where(error: BaseException, model: nn.Module) -> tuple[str, str]:
-    """Return the fqn of the innermost module whose forward raised, and the user's line."""
+    """Return (fqn, "file:line") of the innermost module and the innermost user line of an error.
+
+    Each is "" if the traceback has none.
+    """
     names = {type(m): fqn for fqn, m in model.named_modules()}
     outer: nn.Module | None = None
     found, line = "", ""
@@ -199,7 +205,7 @@ def _where(error: BaseException, model: nn.Module) -> tuple[str, str]:
 
 
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    """Yield the frames of an error from the outermost to the innermost, following its causes."""
+    """Yield (frame, line number) of an error's root cause, from the outermost to the innermost."""
     if error.__cause__ is not None:
         yield from _frames(error.__cause__)
     else:
