@@ -21,8 +21,8 @@ from meshplan.errors import ApplyError, Problem
 def cross(module: nn.Module, crossing: SequenceBoundary, tp: DeviceMesh) -> None:
     """Register hooks that split or gather one argument of a module, or gather its output.
 
-    If the module is recomputed, its recomputed forward starts from the results of the hooks, because
-    hooks are no part of `forward`.
+    If the module is recomputed, its recomputed forward starts from the results of the hooks,
+    because hooks are no part of `forward`.
 
     Args:
         module: The module.

@@ -91,7 +91,7 @@ class StyledWidths:
     whole: Mapping[str, int]
 
     def cut_in(self, module: str) -> str | None:
-        """Return the module with a sharded output that ran last inside `module`; None if none did."""
+        """Return the last module inside `module` that returned a sharded output, or None."""
         found = [
             fqn
             for fqn, width in self.local.items()
