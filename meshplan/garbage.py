@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,13 +46,3 @@ def no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def leave_at_once() -> None:
-    """Let the process exit without searching its objects for cycles.
-
-    With torch loaded, the interpreter would search half a million objects several times at exit.
-    `gc.freeze` exempts them.
-    """
-    atexit.unregister(gc.freeze)
-    atexit.register(gc.freeze)

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "meshplan"
 LEVELS = [
     line.split()
     for line in """
-        version errors units garbage two_cores shown kernels
+        version errors units garbage own_process two_cores shown kernels
         files layout
         spec
         model

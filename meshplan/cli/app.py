@@ -32,7 +32,7 @@ from meshplan.cli.common import (
     source_of,
 )
 from meshplan.errors import MeshplanError, Origin, Problem, SpecError
-from meshplan.garbage import leave_at_once
+from meshplan.own_process import IS_OWN, leave_at_once
 from meshplan.render.base.text import PlainStream, envelope
 from meshplan.render.memory.estimate import estimate_to_json, estimate_to_text
 from meshplan.spec.recipes import as_code_name, find_plan
@@ -382,8 +382,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the program's name; None takes those of the process.
     """
     leave_at_once()
-    with _streams():
-        return _main(argv)
+    token = IS_OWN.set(True)
+    try:
+        with _streams():
+            return _main(argv)
+    finally:
+        IS_OWN.reset(token)
 
 
 def _main(argv: Sequence[str] | None) -> int:

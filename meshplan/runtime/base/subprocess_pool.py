@@ -1,5 +1,7 @@
 """Run tasks in subprocesses that are in no torch.distributed process group, a few at a time.
 
+A single task of the command line runs in its own process.
+
 An error that a task raises is raised again in this process. All subprocesses are killed when a
 task raises, when a subprocess dies, on Ctrl-C, and when this process dies.
 """
@@ -18,8 +20,10 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 
 from meshplan.errors import ApplyError, MeshplanError, Problem
+from meshplan.own_process import IS_OWN
 from meshplan.runtime.base.local_ranks import begin_child, prepare
 
 MOST: Final = 4
@@ -41,6 +45,8 @@ def run_in_subprocesses(
         MeshplanError: The same error as a task raised, if that was a MeshplanError.
         ApplyError: A task raised any other error, or a subprocess died.
     """
+    if len(tasks) == 1 and IS_OWN.get() and not dist.is_initialized():
+        return [_run_here(function, tasks[0])]
     prepare()
     context = multiprocessing.get_context("forkserver")
     most = max(1, min(most, os.cpu_count() or 1))
@@ -68,6 +74,17 @@ def run_in_subprocesses(
         for connection, (_, left) in running.items():
             _end(connection, left)
     return [results[number] for number in range(len(tasks))]
+
+
+def _run_here(function: Callable[..., Any], task: tuple[Any, ...]) -> Any:
+    """Run one task in this process, with the errors of a subprocess."""
+    try:
+        return function(*task)
+    except MeshplanError:
+        raise
+    except (Exception, SystemExit) as error:  # The model's own code may raise anything.
+        text = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ApplyError(Problem(text)) from None
 
 
 def _end(connection: Connection, process: BaseProcess) -> None:

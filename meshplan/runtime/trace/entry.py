@@ -18,6 +18,7 @@ from torch import nn
 
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.model.graph import ModelGraph
+from meshplan.runtime.torch_private import modes
 from meshplan.runtime.torch_private.modes import built_on
 from meshplan.runtime.trace.structure import graph_of
 from meshplan.spec.recipes import OWN_MODELS
@@ -103,7 +104,7 @@ def _place(error: BaseException) -> str:
         return f" ({error.filename}:{error.lineno})"
     foreign = (os.path.dirname(torch.__file__), os.path.dirname(os.__file__), "<frozen")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if frame.filename != __file__ and (
+        if frame.filename not in (__file__, modes.__file__) and (
             "site-packages" not in frame.filename and not frame.filename.startswith(foreign)
         ):
             return f" ({frame.filename}:{frame.lineno})"

@@ -168,7 +168,7 @@ def test_what_a_search_made_is_not_looked_through_at_its_end(frozen: bool) -> No
 def test_a_process_that_ends_looks_for_no_cycles() -> None:
     code = (
         "import atexit, gc\n"
-        "from meshplan.garbage import leave_at_once\n"
+        "from meshplan.own_process import leave_at_once\n"
         "atexit.register(lambda: print(gc.get_freeze_count() > 0))\n"
         "leave_at_once()\n"
         "assert not gc.get_freeze_count()\n"
