@@ -152,7 +152,35 @@ def _estimate_peaks(args: argparse.Namespace) -> int:
     return NO if estimate.fits is False else YES
 
 
+def _check_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plans", nargs="*", metavar="PLAN", help="plan files; same as -f")
+    model_flags(parser)
+
+
 def _check(args: argparse.Namespace) -> int:
+    """Check the plan of -f, or each of several plans; the worst answer is the exit code."""
+    if not args.plans:
+        return _check_one(args)
+    if args.file is not None:
+        what = "-f and the words after check both name plans"
+        raise SpecError(Problem(what, None, "leave one of them out"))
+    if args.json and len(args.plans) > 1:
+        what = "--json describes one plan, and several are named"
+        raise SpecError(Problem(what, Origin("--json"), "name one plan"))
+    codes = []
+    for path in args.plans:
+        args.file = path
+        try:
+            codes.append(_check_one(args))
+        except MeshplanError as error:
+            if len(args.plans) == 1:
+                raise
+            print(error, file=sys.stderr)
+            codes.append(COULD_NOT)
+    return max(codes)
+
+
+def _check_one(args: argparse.Namespace) -> int:
     from meshplan.render.base.findings import findings_to_json, findings_to_text
 
     try:
@@ -249,7 +277,7 @@ VERBS: tuple[Verb, ...] = (
         _estimate_flags,
         _estimate,
     ),
-    Verb("check", "find the mistakes of a plan before a process starts", model_flags, _check),
+    Verb("check", "find the mistakes of a plan before a process starts", _check_flags, _check),
     *planning.VERBS,
     diff.VERB,
     *draw.VERBS,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -252,3 +253,26 @@ def test_it_starts_without_torch():
     subprocess.run(
         [sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL, timeout=60
     )
+
+
+def test_several_plans_are_checked_as_pre_commit_names_them(capsys):
+    (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
+    plans = [str(path) for path in sorted((ROOT / "plans").glob("*.yaml"))]
+    assert all(re.search(hook["files"], path) for path in plans)
+    assert re.search(hook["exclude"], "plans/auto.lock.yaml")
+    program, *words = hook["entry"].split()
+    assert program == "meshplan"
+    assert main([*words, *plans]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(plans)
+
+
+def test_the_worst_of_several_plans_counts(here, capsys):
+    (here / "good.yaml").write_text("version: 1\nmesh: {dp_shard: 2}\n")
+    (here / "bad.yaml").write_text("version: 1\nmesh: {dp_shard: two}\n")
+    assert main(["check", "-q", "bad.yaml", "good.yaml", "none.yaml"]) == 2
+    out, err = capsys.readouterr()
+    assert "good.yaml: ok" in out
+    assert "bad.yaml:2:18" in err
+    assert "none.yaml: there is no such file" in err
+    assert main(["check", "good.yaml", "-f", "bad.yaml"]) == 2
+    assert main(["check", "good.yaml", "bad.yaml", "--json"]) == 2
