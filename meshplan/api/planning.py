@@ -44,6 +44,7 @@ def search_plan(
     *,
     report: Callable[[str], None] = lambda text: None,
     is_stopped: Callable[[], bool] = lambda: False,
+    other_layouts: bool = False,
     **given: Unpack[SourceArguments],
 ) -> Decision:
     """Search everything that a plan file leaves open for the fastest plan that fits.
@@ -56,6 +57,9 @@ def search_plan(
         overrides: `KEY=VALUE` statements that change the plan.
         report: Called with a line for each better plan.
         is_stopped: Asked regularly; if it returns True, the search ends with the best plan so far.
+        other_layouts: If True, also search the fastest plan with tp, with pp, with two data axes,
+            and with one data axis alone, as far as the chosen plan is not of that kind:
+            `Decision.other_layouts`. Not with `solve.objective: memory`.
         given: The model and the machine, by the names of `Source`: `model`, `config`, `gpu`,
             `memory` and `profile`.
 
@@ -68,7 +72,8 @@ def search_plan(
         PlanError: The plan contradicts itself, or lacks a value that the search needs.
     """
     question = _question(source_of(plan, overrides, **given), report)
-    return answer(replace(question, is_stopped=is_stopped), report)
+    question = replace(question, is_stopped=is_stopped, other_layouts=other_layouts)
+    return answer(question, report)
 
 
 def find_frontier(

@@ -48,6 +48,11 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="write no lock")
     parser.add_argument(
+        "--why-not-searched",
+        action="store_true",
+        help="also list the settings that were not searched, with the reasons",
+    )
+    parser.add_argument(
         "--retarget", metavar="HW", help="plan for other hardware: nodes=4,gpu=h200"
     )
     parser.add_argument(
@@ -89,7 +94,7 @@ def _plan(args: argparse.Namespace) -> int:
     with until_interrupted() as is_stopped:
         try:
             decision = planning.search_plan(
-                asked.source, report=asked.report, is_stopped=is_stopped
+                asked.source, report=asked.report, is_stopped=is_stopped, other_layouts=True
             )
         except EmptySpaceError as error:
             return _print_trouble(asked, error, is_stopped)
@@ -250,7 +255,10 @@ def _print_plan(
     else:
         colour = colours(args)
         costs = cost_to_text(decision, asked.price)
-        answer(args, *decision_to_text(decision, asked.path, costs, colour=colour), *lines)
+        text = decision_to_text(
+            decision, asked.path, costs, colour=colour, why_not_searched=args.why_not_searched
+        )
+        answer(args, *text, *lines)
     assert decision.chosen is not None
     if written is not None:
         print_notes(args, [written_to_text(written)])

@@ -15,6 +15,7 @@ import numpy as np
 from meshplan.cost.profile import without
 from meshplan.garbage import collecting_rarely
 from meshplan.layout.mesh import AXES
+from meshplan.planner.objectives.layouts import with_other_layouts
 from meshplan.planner.objectives.offload_variants import searched
 from meshplan.planner.objectives.refine import refine
 from meshplan.planner.objectives.simplify import SLACK, Simplifier
@@ -87,7 +88,7 @@ def decide_job(job: PlanningProblem, report: Callable[[str], None] = lambda text
     samples = job.samples(best.row) if best else 0
     ladder = _ladder(job, numbers, best) if best else None
     is_stopped = job.question.is_stopped()
-    return Decision(
+    decision = Decision(
         spec=job.spec,
         chosen=chosen,
         best_s=best.seconds if best else float("inf"),
@@ -112,6 +113,7 @@ def decide_job(job: PlanningProblem, report: Callable[[str], None] = lambda text
         measured=tuple(job.measured),
         unoffloaded_s=found.unoffloaded_s,
     )
+    return with_other_layouts(job, decision) if job.question.other_layouts else decision
 
 
 def size_in_words(job: PlanningProblem) -> str:

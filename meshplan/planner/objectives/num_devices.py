@@ -13,6 +13,7 @@ import numpy as np
 
 from meshplan.errors import Origin, PlanError, Problem, SpecError
 from meshplan.planner.objectives.fastest import decide_job
+from meshplan.planner.objectives.layouts import with_other_layouts
 from meshplan.planner.problem.decision import Decision, PlanRequest
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import cluster_of
@@ -294,14 +295,16 @@ def cheapest(question: PlanRequest, report: Callable[[str], None] = lambda text:
     Raises:
         PlanError: The plan allows no configuration on any number of nodes.
     """
-    found: list[tuple[float, int, Decision]] = []
+    found: list[tuple[float, int, Decision, PlanningProblem]] = []
+    wants_layouts, question = question.other_layouts, replace(question, other_layouts=False)
     empty: PlanError | None = None
     nodes = question.cluster.nodes
     sizes = sorted({max(1, nodes >> shift) for shift in range(nodes.bit_length())}, reverse=True)
     first: Decision | None = None
     for size in sizes:
         try:
-            decision = decide_job(PlanningProblem(with_nodes(question, size)))
+            job = PlanningProblem(with_nodes(question, size))
+            decision = decide_job(job)
         except PlanError as error:
             empty = empty or error
             continue
@@ -312,13 +315,15 @@ def cheapest(question: PlanRequest, report: Callable[[str], None] = lambda text:
             continue
         hours = decision.chosen.seconds * gpus / 3600
         report(f"{gpus:,} GPUs: {hours:.4f} GPU-hours a step")
-        found.append((hours, gpus, decision))
+        found.append((hours, gpus, decision, job))
     if not found:
         if first is not None:
             return replace(first, objective="cost")
         assert empty is not None
         raise empty
-    _, gpus, best = min(found, key=lambda each: each[:2])
+    _, gpus, best, job = min(found, key=lambda each: each[:2])
+    if wants_layouts:
+        best = with_other_layouts(job, best)
     assert best.chosen is not None
     size = gpus // question.cluster.gpus_per_node
     stated = dict(best.chosen.stated)

@@ -94,6 +94,78 @@ def fastest_that_fits(job: PlanningProblem, deadline: float | None = None) -> Se
     return found
 
 
+class FastestAmong:
+    """The fastest plan that fits among some configurations of a problem that was searched before.
+
+    The cost table and the memory estimates of the first search are used again. After `search` and
+    `search_offload`, `found` is what `fastest_that_fits` returns for a problem that has only these
+    configurations, without `SearchResult.near`.
+
+    Args:
+        job: The problem. Variants with offload are added to its grid.
+        is_among: Maps a grid to the [configs] mask of the configurations to search. It depends on
+            the mesh alone, and so is equal for all variants of a configuration.
+        deadline: Value of `time.monotonic()` at which to stop with the best plan found so far; None
+            for no limit.
+        is_stopped: Returns True once the search has to stop with the best plan found so far.
+
+    Attributes:
+        found: The result so far.
+    """
+
+    def __init__(
+        self,
+        job: PlanningProblem,
+        is_among: Callable[[NDArray[np.void]], NDArray[np.bool_]],
+        *,
+        deadline: float | None = None,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._job, self._is_among = job, is_among
+        self._deadline, self._is_stopped = deadline, is_stopped
+        self.found = SearchResult()
+
+    @property
+    def has_offload(self) -> bool:
+        """True if the plan leaves offload open, so that `search_offload` may find a plan."""
+        return 0 in self._job.free.offload and len(self._job.free.offload) > 1
+
+    def search(self) -> None:
+        """Search the configurations that the grid has."""
+        self.found = self._run(self._is_among(self._job.grid))
+
+    def search_offload(self) -> None:
+        """Search the variants with offload that may be faster than the plan found, if any."""
+        job, found = self._job, self.found
+        seconds = found.best.seconds if found.best is not None else float("inf")
+        add_offload_variants(job, seconds, self._is_among(job.grid))
+        # Some may have been added before, for a search among other configurations.
+        among = self._is_among(job.grid) & (job.grid["offload"] != 0)
+        if not self.has_offload or not among.any():
+            return
+        if found.best is not None:
+            among[found.best.row] = True
+        self.found = _together(found, self._run(among))
+
+    def _run(self, among: NDArray[np.bool_]) -> SearchResult:
+        job, numbers = self._job, self._job.usual
+        is_alone = numbers.grid["pp"] == 1
+        return search(
+            numbers,
+            job.capacity,
+            partial(job.measure, numbers),
+            # A guess for a pipeline takes as long as the estimate itself.
+            guess=lambda candidate: (
+                job.guess(numbers, candidate) if is_alone[candidate.row] else None
+            ),
+            is_over=partial(job.is_over, numbers),
+            taken=job.taken,
+            among=among,
+            deadline=self._deadline,
+            is_stopped=self._is_stopped,
+        )
+
+
 def _only(numbers: CostTable, some: NDArray[np.bool_], found: SearchResult) -> CostTable:
     """Return the cost table restricted to some configurations and to that of the best plan.
 
@@ -127,28 +199,38 @@ def _together(one: SearchResult, two: SearchResult) -> SearchResult:
     )  # fmt: skip
 
 
-def add_offload_variants(job: PlanningProblem, seconds: float = float("inf")) -> bool:
+def add_offload_variants(
+    job: PlanningProblem, seconds: float = float("inf"), among: NDArray[np.bool_] | None = None
+) -> bool:
     """Add the configurations with offload that may be faster than the best plan so far.
 
-    Afterwards `job.num_configs` counts all variants, excluded or not. Only the first call for a
-    problem adds configurations.
+    Afterwards `job.num_configs` counts all variants, excluded or not. Without `among`, only the
+    first call for a problem adds configurations.
 
     Args:
         job: The problem. Its grid grows.
         seconds: Step seconds of the best plan so far; infinite if there is none.
+        among: [configs] mask of the configurations whose variants are added, as far as the grid
+            does not have them yet; None for all configurations.
 
     Returns:
         True if configurations were added.
     """
     free = job.free
-    if 0 not in free.offload or len(free.offload) == 1 or job.is_widened:
+    if 0 not in free.offload or len(free.offload) == 1 or (among is None and job.is_widened):
         return False
     numbers = job.usual
     limit = seconds * (1 - TOLERANCE)
-    added, count, num_base = [], 0, len(numbers.grid)
+    added, count, num_base = [], 0, job.num_configs
+    base = np.flatnonzero((numbers.grid["offload"] == 0) & (True if among is None else among))
     for what in free.offload[1:]:
-        at, rows = _offload_variants(numbers.grid, what, job)
-        count += len(rows)
+        at, rows = _offload_variants(numbers.grid[base], what, job)
+        at = base[at]
+        if job.is_widened:  # `num_configs` counts all variants already.
+            is_new = _is_new(rows, numbers.grid)
+            at, rows = at[is_new], rows[is_new]
+        else:
+            count += len(rows)
         if not len(rows):
             continue
         hopeful = _bounds(job, numbers, at, what) < limit
@@ -158,12 +240,18 @@ def add_offload_variants(job: PlanningProblem, seconds: float = float("inf")) ->
         hopeful &= is_held
         if hopeful.any() and (why := _refused(job, what)):
             job.reject(why)
-            count -= len(rows)
+            count -= 0 if job.is_widened else len(rows)
         elif hopeful.any():
             added.append(_allowed(job, rows[hopeful], what))
     rows = np.concatenate(added) if added else numbers.grid[:0]
     job.extend(rows, num_base + count)
     return bool(len(rows))
+
+
+def _is_new(rows: NDArray[np.void], grid: NDArray[np.void]) -> NDArray[np.bool_]:
+    """Return a mask of the configurations that a grid does not have."""
+    known = {row.tobytes() for row in grid}
+    return np.array([row.tobytes() not in known for row in rows], dtype=np.bool_)
 
 
 def _offload_variants(

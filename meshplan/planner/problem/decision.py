@@ -32,6 +32,8 @@ class PlanRequest:
             given indices; None if that is not possible.
         objective: The measure by which plans are compared: "time", "memory", "balanced" or "cost".
         is_stopped: Returns True once the user wants the best plan found so far.
+        other_layouts: If True, the fastest plan of each other kind of layout is searched too, as
+            `Decision.other_layouts`.
         profile: Measured speeds of the machine; None to use the tables of known devices.
         profile_path: The file that `profile` was read from; None if it was read from none.
         device: A device name of `layout.hardware`, or "cuda".
@@ -58,6 +60,7 @@ class PlanRequest:
     certify: Callable[[Spec], MemoryEstimate | str] | None = None
     objective: str = "time"
     is_stopped: Callable[[], bool] = lambda: False
+    other_layouts: bool = False
     profile: Profile | None = None
     profile_path: Path | None = None
     chains: dict[tuple[int, str, int], Chain] = field(default_factory=dict, compare=False)
@@ -81,6 +84,26 @@ class Evaluated:
     plan: Plan
     memory: MemoryEstimate
     candidate: Candidate | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherLayout:
+    """The fastest plan that fits of one kind of layout, which the chosen plan is not of.
+
+    Args:
+        kind: The kind, a key of `planner.objectives.layouts.KINDS`, such as "tp".
+        evaluated: The plan; None if there is none.
+        why: The reason why there is no plan; "" if there is one.
+        is_whole: If True, `evaluated` is proved to be the fastest of its kind, or `why` is proved.
+            If False, the search was stopped before.
+        is_in_space: If False, the search space has no configuration of this kind.
+    """
+
+    kind: str
+    evaluated: Evaluated | None = None
+    why: str = ""
+    is_whole: bool = True
+    is_in_space: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +167,8 @@ class Decision:
         measured: Plans with complete memory estimates, whether they fit or not.
         unoffloaded_s: Seconds of a step of the fastest plan that fits and offloads no more than the
             plan file states; infinite if there is no such plan; None if no search ran.
+        other_layouts: The fastest plan of each kind of layout that the chosen plan is not of; () if
+            the request did not ask for them, or if they are not searched for its objective.
     """
 
     spec: Spec
@@ -169,6 +194,7 @@ class Decision:
     bounds: tuple[Bound, ...] = ()
     measured: tuple[Evaluated, ...] = ()
     unoffloaded_s: float | None = None
+    other_layouts: tuple[OtherLayout, ...] = ()
 
     @property
     def evaluated_plans(self) -> tuple[Evaluated, ...]:

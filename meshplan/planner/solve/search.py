@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshplan.planner.solve.config import Candidate, ConfigSolver, config_bound, solve_config
 from meshplan.planner.solve.result import Guess, NodeState, ReplayedMemory, RuledOut, SearchResult
@@ -56,6 +57,7 @@ def search(
     guess: Callable[[Candidate], Guess | None] = lambda candidate: None,
     is_over: Callable[[Candidate], bool] | None = None,
     taken: Callable[[int], float] = lambda row: 0.0,
+    among: NDArray[np.bool_] | None = None,
     slack: float = 0.0,
     tolerance: float = TOLERANCE,
     deadline: float | None = None,
@@ -74,6 +76,7 @@ def search(
             None to use `Guess.is_over`.
         taken: Maps the index of a configuration to the bytes that a rank needs above its linear
             bytes, whatever the options of its blocks.
+        among: [configs] mask of the configurations to search; None for all of them.
         slack: Share by which candidates may be slower than the best to be listed in
             `SearchResult.near`; 0 lists none.
         tolerance: Share by which some plan may be faster than the answer when the search ends.
@@ -85,7 +88,7 @@ def search(
     Returns:
         The result, with the lower bound on the seconds of a step that was proved.
     """
-    found = _Search(numbers, capacity, measure, slack, tolerance, deadline, report)
+    found = _Search(numbers, capacity, measure, slack, tolerance, deadline, report, among)
     found.is_stopped, found.guess, found.taken = is_stopped, guess, taken
     found.is_over = is_over or found.is_over
     return found.run()
@@ -103,6 +106,7 @@ class _Search:
         tolerance: float,
         deadline: float | None,
         report: Callable[[SearchResult], None],
+        among: NDArray[np.bool_] | None = None,
     ) -> None:
         self._numbers, self._capacity, self._measure = numbers, capacity, measure
         self._slack, self._tolerance = slack, tolerance
@@ -125,6 +129,8 @@ class _Search:
         """Lower bound on the seconds of the plans that were dropped without a proof; infinite if
         there are none."""
         self._times, self._bytes = time_bounds(numbers), memory_bounds(numbers)
+        if among is not None:
+            self._times = np.where(among, self._times, np.inf)
         self._out = RuledOut(numbers.grid)
         self._seeds = WarmStart(
             numbers, capacity, self._times, self._bytes,

@@ -1,17 +1,21 @@
-"""Output of `meshplan plan`: the chosen plan, its distance to the limits, and the alternatives."""
+"""Output of `meshplan plan`: the chosen plan, its memory, its speed, its limits, alternatives."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from meshplan.memory.answer.estimate import left_in_words
 from meshplan.planner.answers.written import Written
+from meshplan.planner.objectives.simplify import SLACK
 from meshplan.planner.problem.decision import Decision, Evaluated
+from meshplan.planner.solve.search import TOLERANCE
 from meshplan.planner.space.space import EmptySpaceError, Rejected
 from meshplan.render.base.statements import flow, settings_in_words, way_lines
 from meshplan.render.base.text import columns, packed, paint, wrapped
 from meshplan.render.memory.memory import ranks_in_words
+from meshplan.render.plans.layouts import layouts_to_text, other_layouts_to_json, other_lines
 from meshplan.units import format_gib, format_step
 
 _MOST_REJECTED = 12
@@ -42,6 +46,7 @@ def decision_to_json(decision: Decision) -> dict[str, Any]:
         },
         "chosen": dict(chosen.stated) if chosen else None,
         "alternatives": [way_to_json(decision, evaluated) for evaluated in decision.alternatives],
+        "other_layouts": other_layouts_to_json(decision, partial(way_to_json, decision)),
         "rejected": [{"what": each.what, "why": each.why} for each in decision.rejected],
         "profile": {
             "device": decision.profile.device,
@@ -119,6 +124,7 @@ def no_space_to_json(error: EmptySpaceError) -> dict[str, Any]:
         "ladder": None,
         "chosen": None,
         "alternatives": [],
+        "other_layouts": [],
         "rejected": [
             {"what": "everything", "why": error.problems[0].what},
             *({"what": each.what, "why": each.why} for each in error.rejected),
@@ -140,15 +146,25 @@ def no_space_to_text(error: EmptySpaceError, title: str) -> list[str]:
 
 
 def decision_to_text(
-    decision: Decision, title: str, costs: Sequence[str] = (), *, colour: bool = False
+    decision: Decision,
+    title: str,
+    costs: Sequence[str] = (),
+    *,
+    colour: bool = False,
+    why_not_searched: bool = False,
 ) -> list[str]:
     """Return the lines of the answer, without the notes.
+
+    The order is that of a user's questions: the plan, whether it fits, how fast it is, what limits
+    it, and what else there is.
 
     Args:
         decision: The planner's decision.
         title: Name of the plan.
         costs: Lines on the cost; empty if the user did not ask for it.
         colour: If True, the lines are coloured.
+        why_not_searched: If True, list the settings that were not searched with the reasons; if
+            False, only say how many they are. Without a plan they are always listed.
     """
     chosen = decision.chosen
     if chosen is None:
@@ -158,23 +174,40 @@ def decision_to_text(
             end = "interrupted" if decision.is_interrupted else "time limit reached"
             line = f"{title}: {end} before a plan was found that fits into {limit}"
         return [paint(line, "bold", colour), *_section(_rejected(decision.rejected))]
-    lines = [
-        paint(f"{title}: {format_step(chosen.seconds)} a step", "bold", colour)
-        + f", {_rate(decision, chosen)} per GPU"
-        + f", MFU {decision.mfu(chosen):.1%}"
-        + _offload(decision, chosen),
+    return [
+        paint(f"{title}: {_what(decision, chosen)}", "bold", colour),
         "",
         *(part for line in way_lines(chosen) for part in wrapped(f"  {line}", 4)),
         "",
-        *_memory(decision, chosen),
+        *_memory(chosen),
         *_least(decision),
+        "",
+        *_speed(decision, chosen),
         *_section(_ladder(decision)),
         *_unproved(decision),
         *_section(costs),
-        *_section(_alternatives(decision)),
-        *_section(_rejected(decision.rejected)),
+        *_section(layouts_to_text(decision)),
+        *_section(_faster(decision, chosen)),
+        *_section(
+            _rejected(decision.rejected) if why_not_searched else _not_searched(decision.rejected)
+        ),
     ]
-    return lines
+
+
+def _what(decision: Decision, chosen: Evaluated) -> str:
+    """Return what the chosen plan is among all plans."""
+    if decision.num_configs == 1 and not chosen.stated:
+        return "the plan as it is stated"
+    if not decision.is_whole:
+        return "the best plan found so far"
+    if decision.objective == "memory":
+        return "the plan with the least memory"
+    if decision.objective == "balanced":
+        return "the plan with the smallest product of seconds and bytes"
+    price = ", and of the fewest GPU-hours" if decision.objective == "cost" else ""
+    if chosen.seconds <= decision.best_s * (1 + TOLERANCE):
+        return f"the fastest plan that fits{price}"
+    return f"the simplest plan within {SLACK:.0%} of the fastest that fits{price}"
 
 
 def _section(lines: Sequence[str]) -> list[str]:
@@ -182,11 +215,17 @@ def _section(lines: Sequence[str]) -> list[str]:
     return ["", *lines] if lines else []
 
 
+def _speed(decision: Decision, chosen: Evaluated) -> list[str]:
+    """Return lines on the seconds and the rate of a step."""
+    line = f"speed   {format_step(chosen.seconds)} a step, {_rate(decision, chosen)} per GPU"
+    return wrapped(f"{line}, MFU {decision.mfu(chosen):.1%}{_offload(decision, chosen)}", 8)
+
+
 def _offload(decision: Decision, chosen: Evaluated) -> str:
     """Return text on the offload that the planner chose, and the step time without it; else "".
 
-    The title line includes this text, because the plan file did not ask for offload, and offload
-    makes a step longer.
+    The step time is given with this text, because the plan file did not ask for offload, and
+    offload makes a step longer.
     """
     host = chosen.memory.host
     if chosen.stated.get("offload", "none") == "none" or host is None:
@@ -210,11 +249,11 @@ def _rate(decision: Decision, evaluated: Evaluated) -> str:
     return f"{decision.samples_per_s(evaluated):,.1f} samples/s"
 
 
-def _memory(decision: Decision, evaluated: Evaluated) -> list[str]:
+def _memory(evaluated: Evaluated) -> list[str]:
     worst = evaluated.memory.worst
     left = left_in_words(worst.band[1], evaluated.memory.limit_bytes)
     return [
-        f"memory  {evaluated.memory.size}: {left}",
+        f"memory  {'fits: ' if evaluated.memory.fits else ''}{evaluated.memory.size}: {left}",
         f"        on {ranks_in_words(worst.ranks)}, in {worst.at.phase}"
         + (f" of {worst.at.module}" if worst.at.module else ""),
         *(
@@ -266,8 +305,13 @@ def _ladder(decision: Decision) -> list[str]:
         f"        {format_step(ladder.no_memory_limit_s)} if memory were unlimited: the limit "
         f"costs {ladder.plan_s / ladder.no_memory_limit_s - 1:.1%}",
         f"        {format_step(ladder.plan_s)} for the fastest of {decision.num_configs:,} "
-        f"configurations, each with {decision.num_options} options per block "
-        + (f"(gap {decision.gap:.2%})" if decision.is_whole else "so far"),
+        f"configurations, each with {decision.num_options} options per block"
+        + ("" if decision.is_whole else " so far"),
+        *(
+            [f"        proved: no plan is more than {decision.gap:.2%} faster than that"]
+            if decision.is_whole
+            else []
+        ),
     ]
 
 
@@ -280,42 +324,43 @@ def _unproved(decision: Decision) -> list[str]:
     return [f"search incomplete: {end}; no configuration is more than {decision.gap:.1%} faster"]
 
 
-def _alternatives(decision: Decision) -> list[str]:
-    if not decision.alternatives:
+def _faster(decision: Decision, chosen: Evaluated) -> list[str]:
+    """Return lines on the alternatives that are faster than the chosen plan, and less simple."""
+    listed = {str(o.evaluated.stated) for o in decision.other_layouts if o.evaluated is not None}
+    faster = [
+        evaluated
+        for evaluated in decision.alternatives
+        if evaluated.seconds < chosen.seconds and str(evaluated.stated) not in listed
+    ]
+    if not faster:
         return []
-    chosen = decision.chosen
-    assert chosen is not None
     heads = columns(
         [
             (
                 f"{evaluated.seconds / chosen.seconds - 1:+.1%}",
+                format_step(evaluated.seconds),
                 format_gib(evaluated.memory.worst.band[1]),
             )
-            for evaluated in decision.alternatives
+            for evaluated in faster
         ],
-        ">>",
+        ">>>",
     )
     lines = [
         part
-        for head, evaluated in zip(heads, decision.alternatives, strict=True)
-        for part in packed(f"  {head}  ", _other_lines(evaluated, chosen))
+        for head, evaluated in zip(heads, faster, strict=True)
+        for part in packed(f"  {head}  ", other_lines(evaluated, chosen))
     ]
-    return ["alternatives that fit", *lines]
+    is_simpler = decision.objective in ("time", "cost")
+    return ["faster, but less simple" if is_simpler else "faster, with more memory", *lines]
 
 
-def _other_lines(evaluated: Evaluated, chosen: Evaluated) -> Iterator[str]:
-    """Yield the statements that turn the chosen plan into this alternative."""
-    there = set(way_lines(chosen))
-    yield from (line for line in way_lines(evaluated) if line not in there)
-    for path in chosen.stated:
-        if path not in evaluated.stated and path.startswith("rules["):
-            yield f"without {path}"
-        elif (
-            path == "pipeline.virtual"
-            and path not in evaluated.stated
-            and evaluated.plan.assignment.stages
-        ):
-            yield f"{path}: 1"
+def _not_searched(rejected: Sequence[Rejected]) -> list[str]:
+    """Return a line on the number of settings that were not searched; [] for none."""
+    count = sum(len(each.what.partition("=")[2].split(", ")) for each in rejected)
+    if not count:
+        return []
+    were = "setting was" if count == 1 else "settings were"
+    return [f"{count} {were} not searched: --why-not-searched lists the reasons"]
 
 
 def _rejected(rejected: Iterable[Rejected]) -> list[str]:

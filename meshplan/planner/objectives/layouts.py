@@ -1,0 +1,153 @@
+"""Find the fastest plan of each kind of layout that the chosen plan is not of.
+
+Plans close to the chosen one differ in a setting or two. What a user asks next is about the shape
+of the mesh: what would tensor parallelism cost, what a pipeline? Each kind is a subset of the
+configurations that were searched, and its fastest plan is found by the same search among them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshplan.layout.mesh import AXES
+from meshplan.plan.plan import Plan
+from meshplan.planner.objectives.offload_variants import FastestAmong
+from meshplan.planner.problem.decision import Decision, Evaluated, OtherLayout
+from meshplan.planner.problem.problem import PlanningProblem
+from meshplan.two_cores import each
+
+_SHARE: Final = 0.3
+"""Share of the processor time of the plan's own search that these searches may take together."""
+_LEAST_S: Final = 2.0
+"""Processor seconds that these searches may take in any case: of a small plan, they are all
+proved."""
+
+_STOPPED: Final = "the search was stopped before a plan that fits was found"
+
+Sizes = Mapping[str, NDArray[Any]] | NDArray[np.void]
+"""Sizes of the mesh axes by their names: a grid, or arrays of equal shape."""
+
+
+def _is_hybrid(sizes: Sizes) -> NDArray[np.bool_]:
+    return np.asarray((sizes["dp_replicate"] > 1) & (sizes["dp_shard"] > 1))
+
+
+def _is_data_only(sizes: Sizes) -> NDArray[np.bool_]:
+    alone = [sizes[axis] == 1 for axis in ("tp", "pp", "cp", "ep")]
+    return np.asarray(np.all([*alone, ~_is_hybrid(sizes)], axis=0), dtype=np.bool_)
+
+
+KINDS: Final[Mapping[str, Callable[[Sizes], NDArray[np.bool_]]]] = MappingProxyType(
+    {
+        "tp": lambda sizes: np.asarray(sizes["tp"] > 1),
+        "pp": lambda sizes: np.asarray(sizes["pp"] > 1),
+        "hybrid": _is_hybrid,
+        "data": _is_data_only,
+    }
+)
+"""The kinds of layout. Each maps the sizes of the mesh axes to a mask of the layouts of this kind:
+tensor parallelism, a pipeline, two data axes (dp_replicate and dp_shard), and nothing but one data
+axis. A layout may be of several kinds, such as tp and pp, or of none, such as cp alone."""
+
+
+def kinds_of(plan: Plan) -> frozenset[str]:
+    """Return the kinds of layout (keys of `KINDS`) that a plan is of."""
+    sizes = {axis: np.array([plan.mesh.size(axis)]) for axis in AXES}
+    return frozenset(kind for kind, is_kind in KINDS.items() if is_kind(sizes)[0])
+
+
+def with_other_layouts(job: PlanningProblem, decision: Decision) -> Decision:
+    """Add the fastest plan of each other kind of layout to a decision.
+
+    Each is exact, as `meshplan explain why-not` is: the fastest of its kind that fits. It is
+    neither simplified nor traced. Where no plan of a kind fits without offload, and the chosen plan
+    has none, plans of the kind with offload are not searched: they are far slower, and the search
+    is long. The searches take at most the time limit that the plan states,
+    and little processor time beside the plan's own search; a search that is stopped says so.
+
+    Args:
+        job: The problem that was searched. Variants with offload are added to its grid.
+        decision: The decision on it.
+
+    Returns:
+        The decision with `other_layouts`; unchanged if there is no chosen plan.
+    """
+    if decision.chosen is None:
+        return decision
+    own = kinds_of(decision.chosen.plan)
+    kinds = [kind for kind in KINDS if kind not in own]
+    found = {kind: OtherLayout(kind=kind, why=_STOPPED, is_whole=False) for kind in kinds}
+    searches = _Searches(job, decision)
+    if decision.is_whole:
+        found |= zip(kinds, each(searches.fastest, kinds), strict=True)
+    return replace(decision, other_layouts=tuple(found.values()))
+
+
+class _Searches:
+    """The searches for the fastest plan of each kind, on two cores.
+
+    Args:
+        job: The problem that was searched.
+        decision: The decision on it.
+    """
+
+    def __init__(self, job: PlanningProblem, decision: Decision) -> None:
+        self._job, limit_s = job, job.question.time_limit_s
+        self._deadline = None
+        if limit_s is not None:
+            self._deadline = time.monotonic() + max(0.0, limit_s - decision.search_s)
+        self._left_s = max(_LEAST_S, _SHARE * decision.search_s)
+        chosen = decision.chosen
+        self._has_offload = chosen is not None and chosen.stated.get("offload", "none") != "none"
+
+    def fastest(self, kind: str) -> OtherLayout:
+        """Search the fastest plan of a kind.
+
+        Args:
+            kind: The kind, a key of `KINDS`.
+        """
+        if not KINDS[kind](self._job.grid).any():
+            return OtherLayout(kind=kind, why="not in the search space", is_in_space=False)
+        with self._limited(kind) as among:
+            among.search()
+            if not among.found.is_whole:
+                return _answer(kind, among)
+            if among.found.best is None and among.has_offload and not self._has_offload:
+                return OtherLayout(kind=kind, why="no plan fits without offload")
+            among.search_offload()
+        return _answer(kind, among)
+
+    @contextmanager
+    def _limited(self, kind: str) -> Iterator[FastestAmong]:
+        """Yield the search of a kind, which stops when the time for all searches is used up."""
+        began_s = time.process_time()  # Of this process, which may be a copy.
+
+        def is_stopped() -> bool:
+            late = time.process_time() - began_s > self._left_s
+            return late or self._job.question.is_stopped()
+
+        yield FastestAmong(self._job, KINDS[kind], deadline=self._deadline, is_stopped=is_stopped)
+        self._left_s -= time.process_time() - began_s
+
+
+def _answer(kind: str, among: FastestAmong) -> OtherLayout:
+    """Return the plan that a search found, or why it found none.
+
+    Args:
+        kind: The kind that was searched.
+        among: The search.
+    """
+    found = among.found
+    evaluated = found.measured.result if found.measured is not None else None
+    if isinstance(evaluated, Evaluated):
+        return OtherLayout(kind=kind, evaluated=evaluated, is_whole=found.is_whole)
+    why = "no plan fits" if found.is_whole else _STOPPED
+    return OtherLayout(kind=kind, why=why, is_whole=found.is_whole)

@@ -1,0 +1,209 @@
+"""The fastest plan of each other kind of layout, beside the chosen plan.
+
+Which seeded bug would this catch? A kind whose mask takes in other layouts or leaves some out; a
+search that ends at the first plan that fits, or that goes by bounds of the whole grid; the chosen
+plan's own kind offered as another; a stopped search that claims to be a proof; near variants of the
+chosen plan that crowd out the others; settings that were not searched and are not counted.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from meshplan.api.planning import explain, search_plan
+from meshplan.cli.app import main
+from meshplan.layout.mesh import AXES
+from meshplan.planner.objectives.fastest import decide_job
+from meshplan.planner.objectives.layouts import KINDS, kinds_of, with_other_layouts
+from meshplan.planner.solve.search import TOLERANCE
+from meshplan.render.plans.plan import decision_to_json, decision_to_text
+from tests.planner.test_planner import LARGE, LLAMA, job, job_of
+
+__all__ = ["job"]
+
+SMALL = {"hardware": {"nodes": 1, "gpus_per_node": 8, "gpu": "h100-sxm-80gb"}}
+FULL = {"batch": {"global": 16, "seq_len": 4096}, **SMALL}
+
+
+def of_kind(decision, kind):
+    return next(each for each in decision.other_layouts if each.kind == kind)
+
+
+def best_by_why_not(path, *settings):
+    """The least seconds of several questions of why-not; None if nothing fits with any."""
+    seconds = [explain(path, ["why-not", each])[0].seconds for each in settings]
+    return min((each for each in seconds if each is not None), default=None)
+
+
+@pytest.mark.parametrize(
+    ("config", "fields"), [(LLAMA, {}), (LLAMA | LARGE | {"num_hidden_layers": 8}, FULL)]
+)
+def test_each_is_what_why_not_says_of_its_kind(job, config, fields):
+    path = job(config, **fields)
+    decision = search_plan(path, other_layouts=True)
+    expected = {
+        "tp": best_by_why_not(path, "mesh.tp=2", "mesh.tp=4", "mesh.tp=8"),
+        "pp": best_by_why_not(path, "mesh.pp=2", "mesh.pp=4", "mesh.pp=8"),
+        "hybrid": best_by_why_not(path, "strategy=hybrid_shard", "strategy=hybrid_shard_zero2"),
+    }
+    own = kinds_of(decision.chosen.plan)
+    assert {each.kind for each in decision.other_layouts} == set(KINDS) - own
+    assert len(own) == 1
+    for each in decision.other_layouts:
+        if each.kind in expected:
+            assert each.is_whole
+            assert each.evaluated.seconds == pytest.approx(expected[each.kind], rel=2 * TOLERANCE)
+            assert each.evaluated.memory.fits
+            assert each.kind in kinds_of(each.evaluated.plan)
+
+
+def test_one_data_axis_alone_is_what_its_mesh_gives(job):
+    """Beside a chosen plan with tp, the fastest plan of one data axis."""
+    path = job()
+    problem = job_of(path)
+    decision = decide_job(problem)
+    assert kinds_of(decision.chosen.plan) == {"data"}
+    with_tp = with_other_layouts(problem, decision)
+    other = replace(decision, chosen=of_kind(with_tp, "tp").evaluated)
+    found = of_kind(with_other_layouts(problem, other), "data")
+    assert found.evaluated.seconds == pytest.approx(decision.best_s, rel=2 * TOLERANCE)
+    held = [
+        search_plan(job(mesh={axis: 8}, strategy=None)) for axis in ("dp_replicate", "dp_shard")
+    ]
+    assert found.evaluated.seconds == pytest.approx(
+        min(each.best_s for each in held), rel=2 * TOLERANCE
+    )
+
+
+def test_kinds_are_of_the_mesh():
+    """By every layout of eight devices: each kind has those layouts alone that its words mean."""
+    sizes = {axis: np.array([1, 1, 1, 1, 1, 1, 1]) for axis in AXES}
+    #                         ddp fsdp hsdp tp pp cp ep
+    sizes["dp_replicate"] = np.array([8, 1, 2, 1, 1, 1, 1])
+    sizes["dp_shard"] = np.array([1, 8, 4, 4, 4, 4, 8])
+    sizes["tp"], sizes["pp"] = np.array([1, 1, 1, 2, 1, 1, 1]), np.array([1, 1, 1, 1, 2, 1, 1])
+    sizes["cp"], sizes["ep"] = np.array([1, 1, 1, 1, 1, 2, 1]), np.array([1, 1, 1, 1, 1, 1, 8])
+    found = {kind: np.flatnonzero(is_kind(sizes)).tolist() for kind, is_kind in KINDS.items()}
+    assert found == {"tp": [3], "pp": [4], "hybrid": [2], "data": [0, 1]}
+
+
+def test_a_kind_that_does_not_fit_says_so(job):
+    """Without room to replicate over half the devices, no hybrid plan fits."""
+    config = LLAMA | LARGE | {"num_hidden_layers": 32}
+    hardware = {"nodes": 1, "gpus_per_node": 8, "gpu": "a100-sxm-40gb"}
+    path = job(config, hardware=hardware, batch={"global": 16, "seq_len": 4096})
+    decision = search_plan(path, other_layouts=True)
+    hybrid = of_kind(decision, "hybrid")
+    assert hybrid.evaluated is None
+    assert hybrid.is_whole
+    assert hybrid.why == "no plan fits without offload"
+    assert "  hybrid: no plan fits without offload" in decision_to_text(decision, "plan.yaml")
+
+
+def test_a_space_without_other_kinds_says_nothing(job):
+    decision = search_plan(job(mesh={"dp_shard": 8}, strategy=None), other_layouts=True)
+    assert {each.why for each in decision.other_layouts} == {"not in the search space"}
+    text = "\n".join(decision_to_text(decision, "plan.yaml"))
+    assert "another kind of layout" not in text
+    decision = search_plan(
+        job(mesh={"dp_shard": "auto", "tp": "auto"}, strategy=None), other_layouts=True
+    )
+    assert "  pp, hybrid: not in the search space" in decision_to_text(decision, "plan.yaml")
+
+
+def test_python_callers_do_not_pay(job):
+    assert search_plan(job()).other_layouts == ()
+
+
+def test_the_search_itself_is_the_same(job):
+    path = job()
+    one, two = search_plan(path), search_plan(path, other_layouts=True)
+    assert one.chosen.stated == two.chosen.stated
+    assert one.rejected == two.rejected
+    assert one.num_configs == two.num_configs
+    assert [e.stated for e in one.alternatives] == [e.stated for e in two.alternatives]
+
+
+def test_a_stopped_search_is_no_proof(job):
+    path = job()
+    problem = job_of(path)
+    decision = search_plan(path)
+    problem.question = replace(problem.question, is_stopped=lambda: True)
+    found = with_other_layouts(problem, decision)
+    assert found.other_layouts
+    assert not any(each.is_whole for each in found.other_layouts)
+    assert {each.why for each in found.other_layouts} == {
+        "the search was stopped before a plan that fits was found"
+    }
+    unsearched = with_other_layouts(job_of(path), replace(decision, is_whole=False))
+    assert not any(each.is_whole or each.evaluated for each in unsearched.other_layouts)
+
+
+def test_the_limit_of_the_plan_ends_them(job):
+    path = job()
+    problem, decision = job_of(path), search_plan(path)
+    problem.question = replace(problem.question, time_limit_s=0.0)
+    found = with_other_layouts(problem, decision)
+    assert not any(each.is_whole for each in found.other_layouts)
+
+
+def test_json_has_them_under_a_key_of_their_own(job, capsys):
+    path = job()
+    assert main(["plan", "-f", str(path), "--dry-run", "-q", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    decision = search_plan(path, other_layouts=True)
+    assert result["alternatives"] == decision_to_json(decision)["alternatives"]
+    others = result["other_layouts"]
+    assert [each["kind"] for each in others] == [each.kind for each in decision.other_layouts]
+    for each in others:
+        if each["chosen"] is None:
+            assert each["why"]
+        else:
+            assert each["step_s"] > 0
+            assert each["peak_bytes"] <= result["limit_bytes"]
+            assert each["chosen"]["mesh"]
+            assert "why" not in each
+    assert any(each["chosen"] for each in others)
+
+
+def test_what_was_not_searched_is_counted_and_listed_when_asked(job, capsys):
+    path = str(job())
+    assert main(["plan", "-f", path, "--dry-run", "-q"]) == 0
+    short = capsys.readouterr().out
+    assert main(["plan", "-f", path, "--dry-run", "-q", "--why-not-searched"]) == 0
+    whole = capsys.readouterr().out
+    head, _, section = whole.partition("not in the search space\n")
+    line = short.removeprefix(head)
+    count = sum(len(each.what.partition("=")[2].split(", ")) for each in search_plan(path).rejected)
+    assert line == (f"{count} settings were not searched: --why-not-searched lists the reasons\n")
+    assert "  mesh.cp=8: " in section
+    assert max(map(len, (*short.splitlines(), *whole.splitlines()))) <= 100
+
+
+def test_the_answer_comes_in_the_order_of_the_questions(job, capsys):
+    assert main(["plan", "-f", str(job()), "--dry-run", "-q"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    heads = (
+        *("  mesh: ", "memory  ", "speed   ", "limits  ", "        proved: no plan is more than "),
+        "fastest plans with another kind of layout",
+    )
+    at = [next(n for n, line in enumerate(lines) if line.startswith(head)) for head in heads]
+    assert at == sorted(at)
+    assert "(gap" not in "\n".join(lines)
+
+
+def test_only_faster_variants_of_the_chosen_plan_are_shown(job):
+    decision = search_plan(job(), other_layouts=True)
+    assert decision.alternatives
+    slow = [replace(each, seconds=2 * decision.chosen.seconds) for each in decision.alternatives]
+    text = decision_to_text(replace(decision, alternatives=tuple(slow)), "plan.yaml")
+    assert "faster, but less simple" not in text
+    fast = replace(slow[0], seconds=0.99 * decision.chosen.seconds, stated={"batch.micro": 3})
+    text = decision_to_text(replace(decision, alternatives=(fast, *slow[1:])), "plan.yaml")
+    at = text.index("faster, but less simple")
+    assert text[at + 1].startswith("  -1.0%  ")
+    assert text[at + 2] == ""
