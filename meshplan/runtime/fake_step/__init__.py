@@ -1,1 +1,1 @@
-"""One training step on fake tensors: every allocation, kernel and collective of one rank."""
+"""One training step of one rank on fake tensors, with its allocations, kernels and collectives."""

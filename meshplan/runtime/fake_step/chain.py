@@ -1,8 +1,9 @@
 """Turn recorded microbatches of a live model into a `Chain` of blocks for the planner.
 
-Two numbers of samples separate what grows with the samples from what does not. Work outside of all
-blocks belongs to the first place; the loss, and what follows the last block, to the last place. So
-nothing is left out. Blocks with equal records are of one kind.
+Microbatches with n and with n + 1 samples separate work per sample from work per microbatch. A
+chain has a place for each block, one before them and one after them. The loss, and operators
+after the last block, count in the last place; all other operators outside of blocks count in the
+first. Blocks with equal records are of one kind.
 """
 
 from __future__ import annotations
@@ -25,26 +26,25 @@ from meshplan.runtime.fake_step.kernels import Counted, OperatorWork
 
 FIRST: Final = ""
 LAST: Final = "loss"
-"""Names of the two places for work that lies in no block."""
+"""Names of the two places of a chain that are no blocks: the first and the last."""
 Kept = Mapping[str, tuple[int, int]]
 _NOTHING_SENT: Final = Sent()
 _HARDLY: Final = 0.02
-"""Share of the FLOPs that may be priced as something else, as no price is more accurate than that.
-"""
+"""Share of the FLOPs whose speed may be unknown, since estimated times are no more accurate."""
 
 
 class Traces(NamedTuple):
-    """Microbatches with one number of samples.
+    """Recorded microbatches with the same number of samples.
 
     Attributes:
         samples: Number of samples.
         plain: The microbatch without recomputation.
         again: The microbatch with every block recomputed; the same as `plain` if there are no
             blocks.
-        kept: For each block ("" for none), bytes saved when the loss is computed: (plain,
-            recomputed).
-        turns: For each block, the most bytes of its backward in addition to what blocks before it
-            save: (plain, recomputed).
+        kept: For each block ("" outside of blocks), bytes that it has saved for backward when the
+            loss is computed, as (without recomputation, with it).
+        turns: For each block, the most bytes that exist while its backward runs, without those that
+            earlier blocks saved, as (without recomputation, with it).
     """
 
     samples: int
@@ -55,12 +55,12 @@ class Traces(NamedTuple):
 
 
 def chain_of(plan: Plan, one: Traces, two: Traces) -> Chain:
-    """Return the chain of a model.
+    """Return the chain of a model from microbatches with two numbers of samples.
 
     Args:
-        plan: The plan whose units were recorded.
-        one: Microbatches with some number of samples.
-        two: Microbatches with one sample more.
+        plan: The plan under which the microbatches were recorded.
+        one: Microbatches with n samples.
+        two: Microbatches with n + 1 samples.
     """
     samples = one.samples
     order = _order(one.plain.work, plan.graph.blocks())
@@ -105,13 +105,14 @@ def chain_of(plan: Plan, one: Traces, two: Traces) -> Chain:
 
 
 def chain_as_run(plan: Plan, counted: Counted) -> Chain:
-    """Return the chain of a microbatch as it was counted; recomputation is part of backward.
+    """Return the chain of a model from one microbatch that was counted under its plan.
+
+    Recomputation is counted as backward. The bytes that blocks save for backward are 0, because
+    they are not counted.
 
     Args:
         plan: The plan that was run, without pp and cp.
         counted: The counts of one microbatch under the plan.
-
-    It does not contain the bytes that blocks save for backward.
     """
     order = _order_run(counted)
     sizes, shares = _numels(plan, order, counted.trained), _shares(counted, order)
@@ -121,7 +122,7 @@ def chain_as_run(plan: Plan, counted: Counted) -> Chain:
     for name in (FIRST, *order, LAST):
         forward, backward = shares[False, name], shares[True, name]
         numels, frozen = sizes[name]
-        # Forward reads every parameter; backward reads it again, and writes its gradient.
+        # Forward reads each parameter once. Backward reads it once more and writes its gradient.
         read, written = sum(numels) * width, (sum(numels) - frozen) * width
         found.append(
             BlockKind(
@@ -146,7 +147,12 @@ def chain_as_run(plan: Plan, counted: Counted) -> Chain:
 
 
 def _chain(found: Sequence[BlockKind], order: Sequence[str]) -> Chain:
-    """Group blocks with equal numbers into kinds, each named after its first block."""
+    """Return the chain of places, where equal ones are of one kind, named after the first of them.
+
+    Args:
+        found: The costs of the first place, of each block of `order`, and of the last place.
+        order: Fqns of the blocks.
+    """
     kinds: dict[BlockKind, BlockKind] = {}
     each = [
         kinds.setdefault(kind, replace(kind, name=name))
@@ -170,19 +176,19 @@ def check_speed(
     origin: Origin | None,
     report: Callable[[str], None],
 ) -> None:
-    """Refuse a model if the speed of its operators is not known.
+    """Check that the speed of a model's operators is known.
 
     Args:
-        model: The model, which names the problem.
+        model: The model, whose class the message names.
         plan: The plan that was run.
-        flops: FLOPs of products and convolutions.
-        convolved: Share of them that are convolutions.
-        unknown: Names of operators outside of aten.
-        origin: Place where the user named the model; None if there is none.
-        report: Progress callback; reports operators whose FLOPs are not known.
+        flops: FLOPs of matrix products, convolutions and attention.
+        convolved: Share of `flops` that are convolutions, from 0 to 1.
+        unknown: Names of operators outside of aten, whose FLOPs are not known.
+        origin: Place where the user named the model; None if the user passed the model itself.
+        report: Called with one line if operators have unknown FLOPs.
 
     Raises:
-        PlanError: The model has no products, or computes convolutions in float32.
+        PlanError: The model has no FLOPs, or a notable share of them are float32 convolutions.
     """
     name = type(model).__name__
     if not flops:
@@ -199,7 +205,11 @@ def check_speed(
 
 
 def _turn(one: Traces, two: Traces, name: str) -> tuple[float, ...]:
-    """Return `Chain.turns` of one place: bytes for one sample, by what is recomputed."""
+    """Return `Chain.turns` of one place: bytes per sample for each option of recomputation.
+
+    The options are those of `cost.grid.RECOMPUTE`; selective counts as none. Return () if a place
+    was not recorded.
+    """
     if name not in one.turns or name not in two.turns:
         return ()
     plain, again = (
@@ -213,13 +223,16 @@ def _turn(one: Traces, two: Traces, name: str) -> tuple[float, ...]:
 
 
 def _order(work: MicrobatchTrace, blocks: Collection[str]) -> list[str]:
-    """Return the blocks in the order of their first forward, without those that never begin."""
+    """Return the blocks in the order of their first forward. Blocks that never run are left out."""
     began = (mark.unit for mark in work.marks if mark.moment == HookKind.BEFORE_FORWARD)
     return list(dict.fromkeys(unit for unit in began if unit in blocks))
 
 
 def _order_run(counted: Counted) -> list[str]:
-    """Return the blocks in the order in which they, or the blocks run in their place, ran."""
+    """Return the blocks in the order in which they ran.
+
+    A block that was left out is at the place of the equal block that ran instead.
+    """
     ran = [at.block for at in counted.done if at.block and not at.is_backward]
     at = {block: number for number, block in enumerate(dict.fromkeys(ran))}
     there = [block for block, shown in counted.shown.items() if shown in at]
@@ -229,7 +242,10 @@ def _order_run(counted: Counted) -> list[str]:
 def _shares(
     seen: MicrobatchCosts | Counted, order: Sequence[str]
 ) -> Mapping[tuple[bool, str], OperatorWork]:
-    """Return work by (is backward, place); equal blocks get the work of the one that ran."""
+    """Return work by (True for backward, place of the chain).
+
+    A block that was left out gets the work of the equal block that ran instead.
+    """
     by_shown: dict[str, list[str]] = {}
     for block in order:
         by_shown.setdefault(seen.shown[block], []).append(block)
@@ -253,9 +269,10 @@ def _shares(
 def _numels(
     plan: Plan, order: Sequence[str], trained: Collection[str]
 ) -> Mapping[str, tuple[tuple[int, ...], int]]:
-    """For each place, return the elements of each parameter, and how many of them get no gradient.
+    """Return, by place, (numels of its parameters, numel of those without a gradient).
 
-    Parameters in no unit of a block are gathered with the root's.
+    Numels are those of one rank of tp. A parameter belongs to the innermost block around its unit;
+    if there is none, to the first place, since the root unit gathers it.
     """
     numels: dict[str, list[int]] = {name: [] for name in (FIRST, *order, LAST)}
     frozen = dict.fromkeys(numels, 0)
@@ -274,21 +291,27 @@ def _numels(
 
 
 def _for_each(one: int, two: int, samples: int) -> float:
-    """Return bytes per sample that overestimate no number of samples."""
-    # For n >= 1, constant + n * slope is at least n * (slope + min(constant, 0)).
+    """Return bytes per sample, of which n samples never overestimate the bytes of n samples.
+
+    Args:
+        one: Bytes of a microbatch with `samples` samples.
+        two: Bytes of a microbatch with one sample more.
+        samples: Number of samples of the first.
+    """
+    # Bytes are linear in the samples: constant + n * slope >= n * (slope + min(constant, 0)).
     slope = two - one
     constant = one - samples * slope
     return float(slope + min(constant, 0))
 
 
 def _tally(done: Sequence[OperatorWork], samples: int) -> Tally:
-    """Separate the work per sample from the work done once.
+    """Return a tally that separates the work per sample from the work once per microbatch.
 
     Args:
-        done: Work with `samples` samples, and with one more.
-        samples: Number of samples of the first.
+        done: Work of a microbatch with `samples` samples, and of one with `samples` + 1.
+        samples: Number of samples of the first microbatch.
     """
-    # The difference is the work of one sample; the rest of `one` is done once per microbatch.
+    # The difference is the work of one sample. What remains of the first is done once.
     one, two = done
     each = OperatorWork(*(max(0.0, b - a) for a, b in zip(one, two, strict=True)))
     once = OperatorWork(*(max(0.0, a - samples * b) for a, b in zip(one, each, strict=True)))
@@ -303,12 +326,13 @@ def _tally(done: Sequence[OperatorWork], samples: int) -> Tally:
 
 
 def _tally_of(done: OperatorWork, samples: int, weight_bytes: float) -> Tally:
-    """Return the tally of a microbatch with `samples` samples.
+    """Return the tally, per sample, of a microbatch.
 
     Args:
         done: Work of the microbatch.
-        samples: Number of its samples.
-        weight_bytes: Bytes that products read of parameters and write of their gradients.
+        samples: Number of samples in the microbatch.
+        weight_bytes: Bytes of parameters that products read, and of gradients that they write. They
+            count once per microbatch.
     """
     once = min(weight_bytes, done.product_bytes)
     return Tally(

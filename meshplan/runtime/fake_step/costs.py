@@ -1,7 +1,8 @@
-"""Run a model's microbatches on fake tensors, and record what they allocate and compute.
+"""Run microbatches of a model on fake tensors, and record what they allocate and compute.
 
-Everything runs on one copy of the model, with any of its blocks recomputed in backward, and with
-any number of samples. No process group is needed, because the wrappers' part is composed later.
+All microbatches run on one copy of the model; each has its own number of samples and its own
+recomputed blocks. No process group is needed, because the memory and communication of FSDP2 and DDP
+are added later, by rules.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ FULL = ActivationCheckpointing(mode="full")
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchCosts:
-    """Memory and work recorded of one microbatch.
+    """The recorded memory and work of one microbatch.
 
     Args:
         work: The memory trace of the whole model.
-        done: Work of each part of the microbatch. Only blocks that ran are named: of equal blocks,
-            some are left out.
-        shown: For each block of the whole model, the block that ran in its place.
+        done: Work by direction and block. Of many equal blocks only a few run and have an entry.
+        shown: For each block of the whole model, the block that ran for it: itself or an equal
+            one.
         unknown: Names of operators whose FLOPs are not known.
-        convolved: Share of the FLOPs that are convolutions.
+        convolved: Share of the FLOPs that are convolutions, from 0 to 1.
         is_steady: If True, the model keeps nothing from one microbatch to the next.
         has_cast: If True, a unit changed the dtype of an input or output.
     """
@@ -68,7 +69,7 @@ class Ask:
     """A microbatch to run.
 
     Args:
-        samples: Number of its samples.
+        samples: Number of samples.
         again: Fqns of the blocks that are recomputed in backward.
     """
 
@@ -77,7 +78,7 @@ class Ask:
 
 
 def with_again(plan: Plan, again: frozenset[str]) -> Plan:
-    """Return the plan with exactly these modules recomputed."""
+    """Return the plan with full recomputation of exactly the modules in `again`, given by fqn."""
     policy = {fqn: Recompute(FULL, Reason("asked")) for fqn in plan.graph.modules if fqn in again}
     whole = replace(plan.assignment, recompute=MappingProxyType(policy))
     return replace(plan, assignment=whole)
@@ -94,21 +95,22 @@ def watch(
     *,
     is_steady: bool = False,
 ) -> list[MicrobatchCosts]:
-    """Run microbatches of a model one after the other, and return what was recorded of each.
+    """Run microbatches of a model one after the other, and return the record of each.
+
+    Of many equal blocks in a row only a few run, and the record is extended to all of them.
 
     Args:
-        model: The unsharded model of one process, on any device; it is copied, and only shapes
-            count.
-        plan: A plan without tp, cp, pp and recomputation; hook points of its units are recorded.
-        inputs: Inputs with at least as many samples, along the first dim, as any microbatch takes.
+        model: The unsharded model of one process, on any device. It is copied, and its values are
+            not read.
+        plan: A plan without tp, cp, pp and recomputation, whose units' hook points are recorded.
+        inputs: Inputs of the largest microbatch, with the samples along dim 0. Smaller microbatches
+            take the first samples.
         targets: Targets of the same samples.
         loss_fn: Maps the model's output and the targets to the loss.
-        device: The device whose kernels are emulated, as for `fake_step`.
-        asked: The microbatches to run; it is fastest if those with equal `again` are adjacent.
+        device: Name of the device whose kernels are emulated, as for `fake_step`.
+        asked: The microbatches to run, fastest with equal `again` next to each other.
         is_steady: If True, an earlier call found that this model keeps nothing between
-            microbatches.
-
-    Only a few of a run of equal blocks are run, however many there are.
+            microbatches, so each needs to run only once.
     """
     plans = [with_again(plan, each.again) for each in asked]
     batches = {each.samples: _first(each.samples, (inputs, targets)) for each in asked}
@@ -126,8 +128,8 @@ def watch(
                 )
             if not used:
                 return seen
-        except Exception:  # The model's code may rely on all its blocks, and raise anything:
-            seen = []  # run all of them, so that a genuine error is raised again.
+        except Exception:  # The model's code may rely on all its blocks and raise anything.
+            seen = []  # Run the whole model below, where a genuine error is raised again.
     return _CostWatch(model, plans, batches, loss_fn, device, ()).all(asked, is_steady=is_steady)
 
 
@@ -136,7 +138,16 @@ def _first(samples: int, batch: Any) -> Any:
 
 
 class _CostWatch:
-    """One copy of a model, run several times."""
+    """A copy of a model that runs the asked microbatches, with hooks that record them.
+
+    Args:
+        model: The model, shortened if `runs` is not empty.
+        plans: The plan of each microbatch, in the order in which they are asked.
+        batches: (inputs, targets) by number of samples.
+        loss_fn: Maps the model's output and the targets to the loss.
+        device: Name of the device whose kernels are emulated.
+        runs: The runs of equal blocks that were shortened.
+    """
 
     def __init__(
         self,
@@ -152,7 +163,7 @@ class _CostWatch:
         self._blocks = plans[0].graph.blocks()
 
     def all(self, asked: Sequence[Ask], *, is_steady: bool) -> list[MicrobatchCosts]:
-        """Return all microbatches as they are from the second one on."""
+        """Return the record of each asked microbatch, as it runs from the second time on."""
         plain = without_data(with_again(self._plans[0], frozenset()))
         with warnings.catch_warnings(), fake_single_rank(self._model, self._device) as (
             twin, fake, behaviour,
@@ -168,34 +179,35 @@ class _CostWatch:
             self._watch_other_blocks()
             self._taken: dict[str, tuple[int, ...]] = {}
             for block in set(self._shown().values()):
-                # Registered after the unit's hooks, so that inputs are seen as the unit casts them.
+                # Registered after the unit's hooks, so that it sees inputs after the unit's cast.
                 twin.get_submodule(block).register_forward_pre_hook(
                     partial(self._take, block), with_kwargs=True
                 )
             self._edges = [Edges(self._wrapped, run, self._ledger) for run in self._runs]
             alone = len(asked) == 1 and not is_steady
             found = self._each(asked, twice=alone)
-            # If one microbatch leaves tensors behind, later ones begin with them.
+            # Tensors that a microbatch leaves behind exist from the beginning of the next one. A
+            # single microbatch shows that only if it runs twice.
             is_steady = is_steady or not any(before for _, before in found)
             if not is_steady and not alone:
                 found = self._each(asked, twice=True)
             return [replace(seen, is_steady=is_steady) for seen, _ in found]
 
     def _watch_other_blocks(self) -> None:
-        """Record hook points of blocks that are not units, which may be recomputed as well."""
+        """Record hook points also of blocks that are no units, since they may be recomputed."""
         units = self._plans[0].assignment.units
         for block in set(self._shown().values()) - units.keys():
             alone = Unit(
                 fqn=block, shard_axes=(), replicate_axes=(), reshard_after_forward=False,
                 precision=Precision(), reason=Reason("marked"), casts_inputs=False,
             )  # fmt: skip
-            # It owns no parameter, but only a unit with some is called when its backward ends.
+            # A unit must own a parameter to record the end of its backward; "" names none.
             self._marking.watch(self._wrapped.get_submodule(block), alone, ("",))
 
     def _each(
         self, asked: Sequence[Ask], *, twice: bool
     ) -> list[tuple[MicrobatchCosts, tuple[int, ...]]]:
-        """Return (what was recorded, sizes of what the model kept before) of each microbatch."""
+        """Return (record, sizes of tensors left by earlier microbatches) of each microbatch."""
         out = []
         for ask, plan in zip(asked, self._plans, strict=True):
             with _again(self._wrapped, plan) as looks_first:
@@ -255,13 +267,17 @@ class _CostWatch:
         self._taken[block] = tuple(dict.fromkeys((*before, *numbers)))
 
     def _shown(self) -> dict[str, str]:
-        """Map each block to the one that runs in its place."""
+        """Map each block of the whole model to the block that runs for it."""
         return shown_of(self._blocks, self._runs)
 
 
 @contextmanager
 def _again(model: nn.Module, plan: Plan) -> Iterator[bool]:
-    """Recompute the plan's blocks inside; yields if the first run must look for buffers."""
+    """Recompute the plan's blocks inside the `with` block.
+
+    Yields:
+        True if a recomputed block has buffers: its first run then differs from later ones.
+    """
     forwards = {fqn: vars(model.get_submodule(fqn)) for fqn in plan.assignment.recompute}
     before = {fqn: attributes.get("forward") for fqn, attributes in forwards.items()}
     apply_recompute(model, plan)

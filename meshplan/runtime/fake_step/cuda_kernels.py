@@ -1,13 +1,13 @@
 """Operators that save other tensors for backward on CUDA than on the CPU.
 
-torch decides inside an operator, by the device of its arguments, whether it runs as one kernel or
-as a sequence of smaller operators, each with its own saved tensors. Fake CPU tensors would save
-what the CPU saves, so these operators are replaced while a step on CUDA is emulated. They are
-replaced at torch's dispatcher, because every call passes it: from C++, from a recomputation in
-backward, and from DTensor. A function patched in Python would miss those calls.
+Some operators of torch run as one kernel on CUDA, but as several smaller operators on the CPU, and
+each of these saves tensors. Fake CPU tensors would save what the CPU saves, so these operators are
+replaced while a step on CUDA is emulated. They are replaced in torch's dispatcher, because all
+calls pass it, including those from C++, from a recomputation in backward and from DTensor. A
+function patched in Python would miss those.
 
-The other operators of torch with a derivative of their own have one kernel each, and save the same
-on both devices (torch 2.13, autograd/derivatives.yaml).
+All other operators with a derivative in torch 2.13 (autograd/derivatives.yaml) save the same
+tensors on both devices.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _MOST_FLASH: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The attention kernels that a generation of devices has.
+    """The attention kernels that torch uses on a generation of GPUs.
 
     Args:
-        has_flash: If True, it has flash attention, and bfloat16 in memory-efficient attention.
-        prefers_cudnn: If True, attention tries cuDNN first.
+        has_flash: If True, there is flash attention, and memory-efficient attention takes bfloat16.
+        prefers_cudnn: If True, torch uses cuDNN's attention where it can.
     """
 
     has_flash: bool = True
@@ -42,7 +42,11 @@ class Kernels:
 
 
 def kernels_of(device: str) -> Kernels:
-    """Return the kernels of a device by its name in `hardware`; "cuda" is a current device.
+    """Return the attention kernels of a device.
+
+    Args:
+        device: A name of `layout.hardware`, such as "a100-80g", or "cuda" for a GPU with flash
+            attention and without cuDNN's preference.
 
     Source: torch 2.13, sdp_utils.cpp: flash from compute capability 8.0 on; cuDNN first on 9.0 and
     10.0, from cuDNN 9.15.1 on.
@@ -54,7 +58,7 @@ def kernels_of(device: str) -> Kernels:
 
 
 def replaced(kernels: Kernels) -> Mapping[str, Callable[..., Any]]:
-    """Return the replacement of each aten operator, by the operator's name."""
+    """Return a function for each aten operator to replace, by the operator's name and overload."""
 
     def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
         return _attention(kernels, *args, **kwargs)
@@ -72,7 +76,10 @@ def replaced(kernels: Kernels) -> Mapping[str, Callable[..., Any]]:
 
 
 def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """One kernel that saves a mask of bools. Source: Dropout.cpp, `is_fused_kernel_acceptable`."""
+    """Run dropout as one kernel that saves a bool mask.
+
+    Source: torch's Dropout.cpp, `is_fused_kernel_acceptable`.
+    """
     if not train or p == 0 or not x.numel():
         return x
     if p == 1:
@@ -82,7 +89,10 @@ def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 
 
 class _RmsNorm(torch.autograd.Function):
-    """One kernel that saves its input and the inverse root. Source: derivatives.yaml."""
+    """RMSNorm as one kernel that saves its input and the reciprocal root mean square.
+
+    Source: torch's derivatives.yaml, `_fused_rms_norm`.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Any, shape: Any, weight: Any, eps: Any) -> Any:
@@ -108,7 +118,10 @@ def _rms_norm(x: Any, shape: Any, weight: Any = None, eps: float | None = None) 
 
 
 def _softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """From float16 to float32 in one kernel. Source: SoftMax.cpp, `softmax`."""
+    """Run softmax with its cast; from float16 to float32 both are one kernel.
+
+    Source: torch's SoftMax.cpp, `softmax`.
+    """
     is_fused = x.dtype == torch.float16 and dtype == torch.float32
     y = x if is_fused or dtype is None else x.to(dtype)
     out: torch.Tensor = _ops._softmax(y, dim, is_fused)
@@ -134,7 +147,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Source: torch 2.13, attention.cpp, `scaled_dot_product_attention`."""
+    """Run attention by the kernel that torch would choose on CUDA, with the same saved tensors.
+
+    Source: torch 2.13, attention.cpp, `scaled_dot_product_attention`.
+    """
     tensors = (query, key, value)
     kind = attention_kind(kernels, *tensors, attn_mask, is_causal, enable_gqa)
     mask = attn_mask
@@ -172,7 +188,10 @@ def _attention(
 
 
 def _aligned(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Pad the mask's rows to a multiple of 16. Source: attention.cpp, `preprocess_mask`."""
+    """Return the mask expanded to (batch, heads, queries, keys), on rows padded to 16 elements.
+
+    Source: torch's attention.cpp, `preprocess_mask`.
+    """
     columns = mask.shape[-1]
     if columns % 16 and columns > 1:
         mask = torch.nn.functional.pad(mask, (0, -columns % 16))[..., :columns]
@@ -188,7 +207,10 @@ def attention_kind(
     is_causal: bool = False,
     enable_gqa: bool = False,
 ) -> str:
-    """Return the kernel that attention runs: "flash", "cudnn", "efficient" or "math".
+    """Return the kernel by which torch runs attention: "flash", "cudnn", "efficient" or "math".
+
+    The arguments are those of `scaled_dot_product_attention`, in shapes (batch, heads, length, head
+    dim).
 
     Source: torch 2.13, transformers/cuda/sdp_utils.cpp, `select_sdp_backend`.
     """

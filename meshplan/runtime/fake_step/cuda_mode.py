@@ -1,8 +1,8 @@
-"""A mode in which a step on CPU tensors allocates what the same step allocates on another device.
+"""A context in which a step on CPU tensors allocates what the same step allocates on a GPU.
 
-Each kind of difference has its own remedy: operators that save other tensors (`cuda_kernels`),
-operators with a workspace (`cuda_workspace`), optimizers that update all parameters at once, their
-step counts, which stay on the host, and streams, which the allocator keeps apart.
+Five differences are emulated. Some operators save other tensors on CUDA (`cuda_kernels`), and some
+allocate a workspace (`cuda_workspace`). Optimizers update all parameters at once (foreach). Their
+step counts are on the host. And the caching allocator keeps memory of different streams apart.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ class Behaviour:
     """The properties of a device that a memory tracker depends on.
 
     Args:
-        inside: Returns the sizes in bytes of what an operator allocates and frees internally.
+        inside: Maps (operator, positional arguments, results) to the size in bytes of each buffer
+            that the operator allocates and frees internally.
         stream: Returns the number of the current stream.
-        has_host: If True, host memory is separate from the device's: small tensors of optimizers,
-            and what a plan offloads, are on the host.
+        has_host: If True, host memory is separate from device memory. The step counts of optimizers
+            and the tensors that a plan offloads are then on the host.
     """
 
     inside: Callable[[Any, Any, Any], tuple[int, ...]]
@@ -43,7 +44,7 @@ def _nothing(func: Any, args: Any, out: Any) -> tuple[int, ...]:
 
 
 AS_IT_IS: Final = Behaviour(_nothing, lambda: 0, has_host=False)
-"""The behaviour of real tensors, and of fake ones that stand for tensors of this machine."""
+"""The behaviour of real tensors, and of fake tensors that emulate no other device."""
 
 
 @contextmanager
@@ -51,9 +52,13 @@ def behaving_as(device: str, *, offloads: bool = False) -> Iterator[Behaviour]:
     """Make CPU tensors behave like those of a device inside the context.
 
     Args:
-        device: "cpu", "cuda" (one of compute capability 8.0 or later), or a name of `hardware`.
-        offloads: If True, some parameters are on the host; torch then updates all of them one by
-            one.
+        device: "cpu", "cuda" (a GPU of compute capability 8.0 or later), or a name of
+            `layout.hardware`.
+        offloads: If True, some parameters are on the host. torch's optimizers then update all
+            parameters one by one, as they do for CPU tensors.
+
+    Yields:
+        The properties of the device that a memory tracker needs.
     """
     if device == CPU:
         yield AS_IT_IS
@@ -65,13 +70,13 @@ def behaving_as(device: str, *, offloads: bool = False) -> Iterator[Behaviour]:
 
 
 class _Streams:
-    """Numbers for the placeholder streams that torch returns for CPU tensors."""
+    """Numbers the placeholder streams that `torch.cpu` returns, in the order of their first use."""
 
     def __init__(self) -> None:
         self._known: list[Any] = [torch.cpu.current_stream()]
 
     def number(self) -> int:
-        """Return the number of the current stream; 0 is the stream that was current at first."""
+        """Return the number of the current stream; 0 is the one that was current at the start."""
         now = torch.cpu.current_stream()
         for number, stream in enumerate(self._known):
             if stream is now:

@@ -1,7 +1,7 @@
-"""Recurrent layers as cuDNN computes them: one operator, with a buffer that it keeps for backward.
+"""Recurrent layers as cuDNN runs them: one operator that saves a buffer of cuDNN for backward.
 
-Only cuDNN knows the size of the buffer, so a step with such a layer has an upper bound, inside
-`trace.bounds.picking`, and no exact figure.
+Only cuDNN knows the size of the buffer. The memory of a step with such a layer therefore has no
+exact estimate, only an upper bound, traced inside `trace.bounds.picking`.
 
 Source: torch 2.13, aten/native/cudnn/RNN.cpp, `_cudnn_rnn` and `_cudnn_rnn_backward`.
 """
@@ -21,14 +21,14 @@ from meshplan.runtime.trace.bounds import buffer_elements
 
 
 class _Stack(NamedTuple):
-    """What the size of a recurrent layer's buffers follows from.
+    """The properties of a recurrent layer that determine the sizes of its buffers.
 
     Attributes:
         kind: "lstm", "gru" or "rnn".
         layers: Number of stacked layers.
-        directions: 2 if bidirectional, else 1.
-        has_dropout: True if outputs between layers are dropped.
-        num_states: Number of hidden states: 2 for an LSTM, else 1.
+        directions: 2 if the layer is bidirectional, else 1.
+        has_dropout: True if there is dropout between the stacked layers.
+        num_states: Number of state tensors: 2 for an LSTM (hidden and cell state), else 1.
     """
 
     kind: str
@@ -48,7 +48,7 @@ def _problem(kind: str) -> Problem:
 
 
 class _CudnnRnn(torch.autograd.Function):
-    """A recurrent layer that keeps its input, output, states, flat weights and cuDNN's buffer."""
+    """A recurrent layer that saves input, output, states, weights, their flat copy and a buffer."""
 
     @staticmethod
     def forward(ctx: Any, stack: _Stack, x: Any, *tensors: Any) -> Any:
@@ -59,7 +59,8 @@ class _CudnnRnn(torch.autograd.Function):
             last = tuple(state.new_empty(state.shape) for state in states)
             kept, workspace = _buffers(stack, x, weights)
             buffer = x.new_empty((kept,))
-            # Weights that do not lie in one piece of memory, as under FSDP, are copied into one.
+            # cuDNN needs all weights in one contiguous tensor, and copies them if they are not, as
+            # under FSDP. Whether they are is unknown here, so the copy counts as a bounded buffer.
             flat = x.new_empty((buffer_elements(_numel(weights), _problem(stack.kind)),))
             del inside, workspace
         ctx.stack = stack
@@ -96,7 +97,14 @@ def _numel(tensors: Sequence[Any]) -> int:
 def _buffers(
     stack: _Stack, x: Any, weights: Sequence[Any], *, keeps: bool = True
 ) -> tuple[int, Any]:
-    """Return the elements of the buffer kept for backward, and the workspace."""
+    """Return (elements of the buffer saved for backward, the workspace as a tensor).
+
+    Args:
+        stack: The layer.
+        x: Its input.
+        weights: Its weights.
+        keeps: If False, as in backward, no buffer is saved, and the number is 0.
+    """
     hidden = weights[0].shape[0] // RECURRENT_GATES[stack.kind]
     kept, inside = recurrent_buffers(
         stack.kind, x.shape[:-1].numel(), hidden, stack.layers, stack.directions,
@@ -143,4 +151,4 @@ RECURRENT: Mapping[str, Callable[..., Any]] = {
     },
     **{f"{kind}_cell": partial(_cell, kind) for kind in ("lstm", "gru")},
 }  # fmt: skip
-"""The replacement of each aten operator, by the operator's name."""
+"""A function for each aten operator to replace, by the operator's name and overload."""

@@ -1,4 +1,4 @@
-"""Workspace of CUDA operators in a fake step: `kernels`, by the arguments of an operator."""
+"""Workspace of CUDA operators in a fake step, by `kernels` from the arguments' shapes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _INDEXING: Final = frozenset(
 
 
 def taken_inside(func: Any, args: Any, out: Any) -> tuple[int, ...]:
-    """Return the sizes in bytes of what an operator allocates in addition to its results."""
+    """Return the size in bytes of each buffer that an operator allocates and frees internally."""
     row = _ROWS.get(func)
     own = row(args, out) if row is not None else ()
     return (*own, *taken_to_pick(args)) if func in _INDEXING else own
@@ -58,7 +58,7 @@ def _put_and_add(args: Any, out: Any) -> tuple[int, ...]:
     given = [index for index in indices if index is not None]
     shape = torch.broadcast_shapes(*(index.shape for index in given))
     before = next(n for n, index in enumerate(indices) if index is not None)
-    # Dims before the first index are joined with the indices.
+    # torch linearises the indices together with the dims before the first indexed one.
     return kernels.index_add(torch.Size(shape).numel() * math.prod(target.shape[:before]))
 
 

@@ -1,4 +1,4 @@
-"""Track which module, or the loss, is running in forward or in backward."""
+"""Track which module is running, and if the loss is, in forward and in backward."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from meshplan.runtime.torch_private.private import autograd_sequence, running_no
 
 
 class CurrentModule:
-    """A context to open while the model runs.
+    """A context that knows the running module; open it around a model's forward and backward.
 
-    Operators in backward are attributed by the sequence numbers that autograd gives its nodes
-    during forward: the nodes made while a module ran belong to that module.
+    In backward an operator is attributed by the sequence number of the running autograd node: nodes
+    that were made while a module's forward ran belong to that module.
+
+    Args:
+        names: The fqn of every module of the model.
     """
 
     def __init__(self, names: Mapping[nn.Module, str]) -> None:
@@ -27,22 +30,22 @@ class CurrentModule:
         self._is_loss = False
         self._numbers: list[int] = [-1]
         self._owners: list[tuple[str, bool]] = [("", False)]
-        """Owners of nodes as (module, is loss), each from the number in `_numbers` at its index on.
-        """
+        """At index i, (fqn of the module, True if the loss) that made the autograd nodes with
+        sequence numbers from `_numbers[i]` up to `_numbers[i + 1]`, exclusive."""
         self._open = ExitStack()
 
     @property
     def module(self) -> str:
-        """The fqn of the innermost running module; "" outside of all."""
+        """The fqn of the innermost running module; "" if none is running."""
         return self._owner()[0]
 
     @property
     def is_loss(self) -> bool:
-        """True if the loss is computed, or its backward runs."""
+        """True if the loss is being computed, in forward or in backward."""
         return self._owner()[1]
 
     def mark(self, *, is_loss: bool) -> None:
-        """Set whether the code that follows computes the loss."""
+        """Note if the code that runs from now on computes the loss."""
         self._is_loss = is_loss
         self._note()
 
@@ -74,9 +77,9 @@ class CurrentModule:
 
     def _note(self) -> None:
         if running_node() is not None:
-            return  # Recomputation inside backward; its nodes run at once.
+            return  # Recomputation in backward belongs to the node that runs.
         number = autograd_sequence()
-        if number < self._numbers[-1]:  # Another thread has its own count.
+        if number < self._numbers[-1]:  # Each thread counts for itself.
             self._numbers, self._owners = [-1], [("", False)]
         if torch.is_grad_enabled():
             self._numbers.append(number)

@@ -1,6 +1,7 @@
-"""The training loop that a plan does not write down: inputs, loss and optimizer of one rank.
+"""A default training loop for estimates: inputs, targets, loss and optimizer of one rank.
 
-All assumptions are stated in words, so that the estimate is not mistaken for that of another loop.
+A plan states no training loop, so one is assumed. All assumptions are stated in words, because the
+estimate is valid for this loop only.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from meshplan.runtime.trace.sample import call, is_tokens, results, sample_input
 from meshplan.spec.spec import Spec
 
 _SAMPLES: Final = 2
-"""Number of samples that the model is called with to see what it returns: few, and not 1, which
-would broadcast."""
+"""Number of samples for the call that shows what the model returns: few, but not 1, since a dim of
+size 1 broadcasts."""
 
 Returned = tuple[str, list[tuple[int, ...]]]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -44,13 +45,13 @@ class DefaultLoop:
     """The inputs, targets, loss and optimizer that one rank trains with.
 
     Args:
-        inputs: Inputs of all microbatches of a step.
-        targets: Targets of the same step.
-        loss_fn: Maps the model's output and targets of a microbatch to the loss.
+        inputs: Inputs of a step, for all of its microbatches.
+        targets: Targets of the same samples.
+        loss_fn: Maps the model's output on a microbatch, and its targets, to the loss.
         make_optimizer: Makes the optimizer from the wrapped model.
-        assumed: The assumptions in words, as (what, value).
-        returned: Name under which the model returns the tensor that the loss is computed from, and
-            its shape in a list; the list is empty if there is no such tensor.
+        assumed: The assumptions in words, as (what is assumed, its value).
+        returned: (name of the output that the loss is computed from, [its shape]); the list is
+            empty if the model returns no such tensor.
     """
 
     inputs: Any
@@ -62,15 +63,16 @@ class DefaultLoop:
 
 
 def check_stated(spec: Spec, micro: int | None, *, reads_tokens: bool) -> None:
-    """Refuse a plan that does not state a step's batch, or whose optimizer cannot be traced.
+    """Check that a plan states the batch of a step, and an optimizer that can be traced.
 
     Args:
         spec: The spec of the plan.
-        micro: Samples of a microbatch; None if the plan does not state them.
-        reads_tokens: If True, the model's input is tokens, and their length must be stated.
+        micro: Samples of a microbatch; None if the plan does not state their number.
+        reads_tokens: If True, the model's input is token ids, and the plan must state the length of
+            a sequence.
 
     Raises:
-        PlanError: Something is missing; it lists all that is.
+        PlanError: A statement is missing, or the optimizer is unknown. Lists all such problems.
     """
     problems = unstated(spec, micro, reads_tokens=reads_tokens)
     if spec.optimizer not in {*OPTIMIZERS, *RULES}:
@@ -88,9 +90,9 @@ def _untraced(spec: Spec) -> Problem:
 
 
 def _check_in_parts(plan: Plan) -> None:
-    """Refuse Adafactor on sharded parameters.
+    """Check that a plan with torch's Adafactor shards no parameters.
 
-    Torch 2.13's Adafactor takes norms of rows and columns in place, which DTensor does not support.
+    Adafactor of torch 2.13 computes norms of rows and columns in place, which DTensor lacks.
     """
     a = plan.assignment
     in_parts = a.wrapper == "units" or any(p.stored.axes for p in a.tensors.values())
@@ -101,18 +103,19 @@ def _check_in_parts(plan: Plan) -> None:
 
 
 def loop_of(model: nn.Module, plan: Plan, returned: Returned | None = None) -> DefaultLoop:
-    """Make the default loop of one rank under a plan.
+    """Return the default loop of one rank under a plan.
 
     Args:
         model: The unsharded model of one process.
         plan: A plan made for this model.
-        returned: `DefaultLoop.returned` of another loop of the same model, so that the model need
-            not run again; None to run it.
+        returned: `DefaultLoop.returned` of another loop of the same model; None to run the model on
+            fake tensors to find out what it returns.
 
     Raises:
-        PlanError: The plan does not state how much a step is fed.
-        SpecError: Nothing states what the model takes as input.
-        ApplyError: The sequence does not divide over cp.
+        PlanError: The plan does not state the batch of a step, its optimizer cannot be traced, or
+            the model returns nothing that a loss could use.
+        SpecError: No input of the model is stated, and none follows from the model.
+        ApplyError: The sequence length does not divide into the chunks of cp.
     """
     spec, said = _with_length(with_dtype(model, plan.spec))
     few = sample_inputs(model, spec, _SAMPLES, 0, MOST_NUMBERS)
@@ -154,24 +157,33 @@ def loop_of(model: nn.Module, plan: Plan, returned: Returned | None = None) -> D
 
 
 def _with_length(spec: Spec) -> tuple[Spec, tuple[tuple[str, str], ...]]:
-    """Return the spec with its `input` of tokens at the length that `batch` states, and a note."""
+    """Return the spec, whose `input` of tokens gets the length `batch.seq_len`, and a note on it.
+
+    The note is a tuple of assumptions, as in `DefaultLoop.assumed`; () if nothing changes.
+    """
     given, length = spec.input, spec.batch.seq_len
     if given is None or length is None or not is_tokens(given) or given.shape[1] == length:
         return spec, ()
-    words = f"{length} from batch.seq_len; the {given.shape[1]} of input.shape is only an example"
+    words = f"{length} from batch.seq_len, not {given.shape[1]} as in input.shape"
     wanted = replace(given, shape=(given.shape[0], length))
     return replace(spec, input=wanted), (("length of a sequence", words),)
 
 
 def _whole_batch(few: Any, make: Callable[[], Any], samples: int) -> Any:
-    """Return all samples of a step; without values if they are too many to be propagated."""
+    """Return inputs for all samples of a step; on meta if they are too large to keep their values.
+
+    Args:
+        few: Inputs with `_SAMPLES` samples.
+        make: Makes the inputs of the step with values.
+        samples: Number of samples of a step.
+    """
     if all(t.numel() // _SAMPLES * samples <= MOST_NUMBERS for _, t in tensors_in(few)):
         return make()
     return mapped(few, lambda t: torch.empty((samples, *t.shape[1:]), dtype=t.dtype, device="meta"))
 
 
 def _local_parts(plan: Plan, batch: Any) -> Any:
-    """Return a rank's part of the sequence, cut under cp as `local_batch` cuts it."""
+    """Return the batch of one rank of cp, with sequences as short as `local_batch` cuts them."""
     context, size = plan.assignment.context, plan.mesh.size("cp")
     if context is None:
         return batch
@@ -184,7 +196,7 @@ def _local_parts(plan: Plan, batch: Any) -> Any:
 
 
 def _returned_by(model: nn.Module, plan: Plan, inputs: Any) -> Returned:
-    """Call `_returned` with most of the equal blocks left out, or else with all of them."""
+    """Return `_returned` of the model, run without most of its equal blocks if that is possible."""
     runs = [] if plan.assignment.apply else runs_of(model, plan)
     if runs:
         try:
@@ -192,13 +204,13 @@ def _returned_by(model: nn.Module, plan: Plan, inputs: Any) -> Returned:
                 found = _returned(model, inputs)
             if not used:
                 return found
-        except Exception:  # The model's code may rely on all its blocks, and raise anything:
-            runs = []  # run it with all of them, so that a genuine error is raised again.
+        except Exception:  # The model's code may rely on all its blocks and raise anything.
+            runs = []  # Run the whole model below, where a genuine error is raised again.
     return _returned(model, inputs)
 
 
 def _returned(model: nn.Module, inputs: Any) -> Returned:
-    """Return (name of the output that a loss is made of, shapes of those results)."""
+    """Return `DefaultLoop.returned`, found by a run of the model on fake tensors."""
     mode = fake_mode()
     shadows = ConstantPropagation(mode)
     twin, _, _ = copy_to_run(model, (), mode)
@@ -216,7 +228,10 @@ def _returned(model: nn.Module, inputs: Any) -> Returned:
 
 
 def _made_of(output: Any) -> tuple[str, torch.Tensor | None]:
-    """Return (name, tensor) of what a loss is computed from in an output; None for no tensor."""
+    """Return (name, tensor) of the part of an output that a loss is computed from.
+
+    The name is "loss", "logits" or "output"; the tensor is None if no part can be used.
+    """
     for name in ("loss", "logits"):
         found = getattr(output, name, None)
         if isinstance(found, torch.Tensor):
@@ -230,7 +245,14 @@ def _made_of(output: Any) -> tuple[str, torch.Tensor | None]:
 def _loss(
     name: str, shapes: list[tuple[int, ...]], inputs: Any, samples: int
 ) -> tuple[Any, Callable[[Any, Any], torch.Tensor], str]:
-    """Return (targets, loss function, description of the loss in words)."""
+    """Return (targets, loss function, description of the loss in words).
+
+    Args:
+        name: Name of the output that the loss is computed from.
+        shapes: Its shape in a list, as in `DefaultLoop.returned`.
+        inputs: Inputs of the model, with as many samples as the shape.
+        samples: Number of samples in the targets.
+    """
     if not shapes:
         what = "the model returns no floating-point tensor from which a loss could be computed"
         raise PlanError(Problem(what, None, "let its forward return logits, or the loss itself"))

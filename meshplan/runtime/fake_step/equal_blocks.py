@@ -1,9 +1,8 @@
-"""Find equal blocks of a model, and shorten the model to a few of each.
+"""Find runs of equal blocks in a model, and shorten the model to a few blocks of each run.
 
-Two blocks are equal if all their modules are of the same classes, their tensors have the same
-shapes, no attribute differs except the block's own number, and the plan decides the same for both.
-That they then do the same is not assumed: their traces are compared
-(`memory.repeat.repeat_blocks`).
+Two blocks are equal if their modules have the same classes, their tensors have the same shapes and
+dtypes, no attribute differs except the block's own number, and the plan treats them equally. Equal
+blocks could still behave differently, so their traces are compared (`memory.repeat.repeat_blocks`).
 """
 
 from __future__ import annotations
@@ -26,14 +25,17 @@ from meshplan.runtime.fake_step.memory_tracker import MemoryTracker
 from meshplan.runtime.torch_private.values import tensors_with_gradient
 
 _LEAST: Final = KEPT + 2
-"""Number of periods from which on it pays to leave some out."""
+"""Fewest periods of a run for which leaving some out is worth it."""
 _LONGEST_PERIOD: Final = 8
 _DEPTH: Final = 3
-"""Depth to which attributes that are not modules are compared."""
+"""Levels of nesting to which attributes that are not modules are compared."""
 
 
 def runs_of(model: nn.Module, plan: Plan) -> list[RepeatedBlocks]:
-    """Return the longest run of equal blocks of each list, except lists inside another run."""
+    """Return the longest run of equal blocks of each ModuleList or Sequential.
+
+    Lists inside the container of another run are skipped.
+    """
     out: list[RepeatedBlocks] = []
     for fqn, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential):
@@ -47,9 +49,10 @@ def runs_of(model: nn.Module, plan: Plan) -> list[RepeatedBlocks]:
 
 
 class _Number(int):
-    """The number of a block, which records every computation with it.
+    """The number of a block, such as `layer_idx`, which records each computation with it.
 
-    A block may behave differently because of its number, and most numbers are left out.
+    A block whose code computes with its number may behave differently from its neighbours. The
+    shortened model lacks most of the numbers, so its trace would then be wrong.
     """
 
     used: list[int]
@@ -78,10 +81,11 @@ _Number.__hash__ = int.__hash__  # type: ignore[method-assign]
 
 @contextmanager
 def shortened(model: nn.Module, runs: Sequence[RepeatedBlocks]) -> Iterator[list[int]]:
-    """Keep only `KEPT` periods of each run in the model inside the context.
+    """Shorten a model to `KEPT` periods of each run inside the `with` block.
 
-    Returns:
-        A list of the block numbers that the model's code computed with, which grows as it runs.
+    Yields:
+        A list to which each block number that the model's code computes with is appended, while it
+        runs. If the list is not empty, the run is not valid for the whole model.
     """
     before = {}
     labels: list[tuple[dict[str, Any], str, int]] = []
@@ -109,7 +113,7 @@ def shortened(model: nn.Module, runs: Sequence[RepeatedBlocks]) -> Iterator[list
 
 
 def shown_of(blocks: Sequence[str], runs: Sequence[RepeatedBlocks]) -> dict[str, str]:
-    """Map each block of the whole model to the one of the short model that runs in its place."""
+    """Map each block of the whole model to the block that runs for it in the short model."""
     out = {}
     for block in blocks:
         shown = block
@@ -122,7 +126,7 @@ def shown_of(blocks: Sequence[str], runs: Sequence[RepeatedBlocks]) -> dict[str,
 
 
 def short_plan(plan: Plan, runs: Sequence[RepeatedBlocks]) -> Plan:
-    """Return the plan with the names of the short model."""
+    """Return the plan for the short model: left-out blocks are dropped, the others renumbered."""
 
     def name(fqn: str) -> str | None:
         for run in runs:
@@ -165,7 +169,13 @@ def short_plan(plan: Plan, runs: Sequence[RepeatedBlocks]) -> Plan:
 
 
 class Edges:
-    """The events at which the blocks of a short model's run begin, in forward and in backward."""
+    """Records at which events the periods of a short model's run begin, in forward and backward.
+
+    Args:
+        model: The short model, on which hooks are registered.
+        run: The run of equal blocks.
+        ledger: The memory tracker that numbers the events.
+    """
 
     def __init__(self, model: nn.Module, run: RepeatedBlocks, ledger: MemoryTracker) -> None:
         self._run, self._ledger = run, ledger
@@ -180,7 +190,7 @@ class Edges:
             last.register_forward_hook(partial(self._leave, period))
 
     def clear(self) -> None:
-        """Discard what was recorded."""
+        """Discard the record of the last microbatch."""
         self._entered: list[tuple[int, int]] = []
         self._left = 0
         self._back: dict[int, int] = {}
@@ -190,10 +200,11 @@ class Edges:
         """Return the run with the recorded events.
 
         Args:
-            num_left_out: Number of earlier events that are not part of the trace.
+            num_left_out: Number of earlier events that the trace leaves out. It is subtracted from
+                the recorded indices.
 
         Raises:
-            BlocksDifferError: The blocks did not run once each, one after the other.
+            BlocksDifferError: The periods did not run once each, one after the other.
         """
         order = sorted(self._back, key=lambda period: self._back[period])
         if [p for p, _ in self._entered] != list(range(KEPT)) or order[::-1] != list(range(KEPT)):
@@ -230,7 +241,10 @@ class Edges:
 def _labels(
     blocks: Sequence[nn.Module], run: RepeatedBlocks
 ) -> Iterator[tuple[dict[str, Any], str, int]]:
-    """Iterate over attributes that number their block: (the module's attributes, name, value)."""
+    """Yield (attributes of a module, name, value) of each attribute that is its block's number.
+
+    An int attribute is the block's number if it differs between equal blocks.
+    """
     first, other = blocks[run.first], blocks[run.first + run.period]
     for (name, one), next_one in zip(first.named_modules(), other.modules(), strict=True):
         for key, value in vars(one).items():
@@ -261,12 +275,12 @@ def _run(container: str, blocks: list[nn.Module], plan: Plan) -> RepeatedBlocks 
         return known[place]
 
     def is_over(at: int, before: int) -> bool:
-        """Return True if the block at `at` does not continue the run of the one at `before`."""
+        """Return True if the block at index `at` is missing or differs from the one at `before`."""
         if at == len(blocks) or not is_alike(blocks[before], blocks[at], at - before):
             return True
         return said(at) is None or bool(said(at) != said(before))
 
-    # Of the shortest period that repeats at all, take the longest run.
+    # Take the shortest period for which any run is long enough, and its longest run.
     best: RepeatedBlocks | None = None
     for period in range(1, min(_LONGEST_PERIOD, len(blocks) // _LEAST) + 1):
         first = 0
@@ -282,7 +296,10 @@ def _run(container: str, blocks: list[nn.Module], plan: Plan) -> RepeatedBlocks 
 
 
 def _said(block: str, plan: Plan) -> Any:
-    """Return the plan's decisions for a block, by relative name; None if tied to other blocks."""
+    """Return all of the plan's decisions for a block, by names relative to the block.
+
+    Return None if a tensor of the block is tied to a tensor outside of it.
+    """
     a = plan.assignment
 
     def inside(items: Mapping[str, Any]) -> dict[str, Any]:
@@ -318,12 +335,12 @@ def _said(block: str, plan: Plan) -> Any:
 def is_alike(
     one: nn.Module, other: nn.Module, step: int = 0, but: frozenset[str] = frozenset()
 ) -> bool:
-    """Return True if two modules that are `step` places apart are equal in all but tensor values.
+    """Return True if two modules are equal in all but their tensors' values and their number.
 
     Args:
         one: The first module.
         other: The second module.
-        step: Difference of their places in a list, by which integer attributes may differ.
+        step: Index of `other` in its list minus that of `one`; int attributes may differ by it.
         but: Names of attributes that are not compared.
     """
     ones, others = list(one.named_modules()), list(other.named_modules())
@@ -337,7 +354,7 @@ def _has_alike(one: nn.Module, other: nn.Module, step: int, but: frozenset[str])
     if type(one) is not type(other):
         return False
     left, right = (
-        # Hooks have unique keys; children are compared by themselves.
+        # Keys of hooks are unique, so compare their values. Children are compared separately.
         {
             key: list(value.values()) if "_hooks" in key and isinstance(value, dict) else value
             for key, value in vars(module).items()
@@ -351,7 +368,7 @@ def _has_alike(one: nn.Module, other: nn.Module, step: int, but: frozenset[str])
 
 
 def _is_same(one: Any, other: Any, step: int, depth: int) -> bool:
-    """Return True if two attributes are equal, or are the numbers of the blocks they belong to."""
+    """Return True if two attributes are equal, or differ by `step` as the numbers of two blocks."""
     if one is other:
         return True
     if type(one) is not type(other) or depth < 0:

@@ -1,7 +1,8 @@
-"""Record where FSDP2 would act in a step while the model runs without it.
+"""Record where FSDP2 would act in a microbatch, while the model runs without FSDP2.
 
-Hooks are placed where FSDP2 has them: before and after the forward of a unit, on the gradients of
-its outputs, and after those of its inputs. They cast as a unit casts, and do nothing else.
+Our hooks are where FSDP2 has its hooks: before and after the forward of a unit, at the gradients of
+its outputs, and after the gradients of its inputs. They cast inputs and outputs as FSDP2 does, and
+otherwise only record.
 """
 
 from __future__ import annotations
@@ -28,23 +29,25 @@ from meshplan.runtime.torch_private.values import (
 
 
 class HookPointRecorder:
-    """The hook points of one microbatch, and the gradients that it computed.
+    """Records the hook points of a microbatch, and the gradients that the microbatch computes.
 
     Args:
         ledger: The memory tracker that numbers the events.
         params: The trainable parameters, by fqn.
-        at: Suffix of every name, which says the stage; "" without a pipeline.
-        marks: List that hook points are appended to, if several recorders share one; None for a new
-            one.
+        at: Suffix of every recorded name, which names the pipeline stage; "" without a pipeline.
+        marks: List that hook points are appended to, for several recorders that share it; None for
+            a new list.
 
     Attributes:
-        gradients: For each parameter's name, the storage of its first gradient.
-        again: (event, name, storage) of further gradients of the same parameters.
-        ready: For each parameter's name, the event before which its first gradient was assigned.
-        held: The gradients themselves, kept alive, as their reduction decides how long they live.
-        settling: For each parameter's name, (bytes, storage) of the events that redistribute its
-            gradient to the parameter's layout.
-        has_cast: If True, a unit has changed the dtype of an input or output.
+        marks: The hook points, in order.
+        gradients: The number of the storage of a parameter's first gradient, by name.
+        again: (event, name, number of the storage) of each later gradient of a parameter.
+        ready: The index of the event before which a parameter's first gradient existed, by name.
+        held: All gradients, kept alive: when they are freed is decided by the wrapper's reduction,
+            which is not part of the trace.
+        settling: (bytes, number of the storage) of each event that redistributes a parameter's
+            gradient to the layout of the parameter, by name.
+        has_cast: True once a unit has changed the dtype of an input or output.
     """
 
     def __init__(
@@ -74,12 +77,12 @@ class HookPointRecorder:
         Args:
             module: The module that the unit wraps.
             unit: The unit of the plan.
-            owned: The fqns of the parameters that it would gather and reduce.
+            owned: The fqns of the parameters that the unit would gather and reduce.
         """
         self._units.append(_HookedUnit(module, unit, tuple(owned), self))
 
     def clear(self) -> None:
-        """Discard what was recorded, before another microbatch."""
+        """Discard the record, and all gradients of parameters, before another microbatch."""
         self.marks.clear()
         self.gradients, self.ready, self.settling = {}, {}, {}
         self.again, self.held, self._there = [], [], {}
@@ -87,14 +90,14 @@ class HookPointRecorder:
             param.grad = None
 
     def note(self, moment: HookKind, unit: str) -> None:
-        """Record that a wrapper acts now."""
+        """Record a hook point of this kind, of the unit with this fqn, at the current event."""
         self.marks.append(HookPoint(self._ledger.num_events, moment, unit + self._at))
 
     def take(self, fqns: tuple[str, ...]) -> None:
-        """Record and remove the gradients of these parameters, as a wrapper's reduction does."""
+        """Record the gradients of these parameters and set `grad` to None, as a reduction does."""
         for fqn in fqns:
             param = self._params.get(fqn)
-            if param is None or param.grad is None:  # Frozen, or not used.
+            if param is None or param.grad is None:  # The parameter is frozen or unused.
                 continue
             gradient, param.grad = param.grad, None
             name, event = fqn + self._at, self._there.pop(fqn, self._ledger.num_events)
@@ -107,15 +110,15 @@ class HookPointRecorder:
             self._settle(name, param, gradient)
 
     def _note_ready(self, fqn: str, param: torch.Tensor) -> None:
-        # Later gradients of a pass are accumulated into the first one, if it was not taken yet.
+        # Until `take`, later gradients accumulate into the first, whose event is the one to keep.
         self._there.setdefault(fqn, self._ledger.num_events)
         if param.grad is not None:
             self._ledger.tell([param.grad], Term.GRADIENTS)
 
     def _settle(self, name: str, param: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Record apart the events that redistribute a gradient to its parameter's layout.
+        """Redistribute a gradient to its parameter's layout, and move the events to `settling`.
 
-        FSDP2 does the same when it reduces the gradient.
+        FSDP2 redistributes the gradient when it reduces it, which is not part of the trace.
         """
         if not isinstance(gradient, DTensor) or not isinstance(param, DTensor):
             return
@@ -127,13 +130,13 @@ class HookPointRecorder:
             self.settling[name] = tuple((event.delta, event.storage) for event in events)
 
     def begin_backward(self) -> None:
-        """Begin the backward of some unit: the end of the whole backward will be recorded."""
+        """Arrange, when the first unit's backward begins, that the end of backward is recorded."""
         if not self._is_ending:
             self._is_ending = True
             at_end_of_backward(self._end)
 
     def finish(self) -> None:
-        """Take the gradients that no unit has taken, at the end of the microbatch."""
+        """Record the gradients that belong to no unit, at the end of the microbatch."""
         self.take(tuple(self._params))
 
     def _end(self) -> None:
@@ -148,7 +151,8 @@ class _HookedUnit:
     """The hooks of one unit.
 
     Attributes:
-        is_in_backward: If True, a gradient of its outputs has been computed in this backward.
+        is_in_backward: If True, a gradient of the unit's outputs exists in the running backward, so
+            that a forward of the unit is a recomputation.
     """
 
     def __init__(
@@ -165,7 +169,7 @@ class _HookedUnit:
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self.is_in_backward:  # In recomputation FSDP2 gathers first and casts then.
+        if self.is_in_backward:  # In recomputation FSDP2 gathers before it casts.
             self._marking.note(HookKind.BEFORE_FORWARD, self._fqn)
             return self._cast(args, kwargs)
         args, kwargs = self._cast(args, kwargs)
@@ -211,7 +215,7 @@ class _HookedUnit:
 
 
 class _AfterBackward(torch.autograd.Function):
-    """Passes the inputs of a unit on, and calls back when the gradients of all of them exist."""
+    """Return the inputs unchanged; in backward, call `call` when the gradients of all exist."""
 
     @staticmethod
     def forward(call: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:

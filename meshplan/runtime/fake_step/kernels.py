@@ -1,8 +1,9 @@
-"""Count what a device does while a model runs: kernels, FLOPs and bytes, by block and direction.
+"""Count kernels, FLOPs and bytes while a model runs, by block, in forward and backward.
 
-Operators are counted below autograd, where one operator is about one kernel. FLOPs of a product
-follow from its shapes. Every other operator moves the bytes that it reads and writes through the
-device's memory; views cost nothing. Communication along tp is counted separately.
+Operators are counted below autograd, where one operator is about one kernel. The FLOPs of matrix
+products, convolutions and attention follow from their shapes. All other operators cost the bytes
+that they read and write in device memory; views cost nothing. Communication along tp is counted
+separately.
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ _ATTENTION: Final = frozenset(
 )
 _SENDS_OR_ASKS: Final = ("prim", "c10d", "_c10d_functional", "_dtensor")
 _BETWEEN_ACTIVATIONS: Final = frozenset({_ops.bmm, _ops.baddbmm})
-"""Products of two activations, as in attention written out in PyTorch; they reach the throughput of
+"""Products of two activations, as in attention written in plain PyTorch. They are timed like
 attention."""
 _CONVOLVES: Final = frozenset({_ops.convolution, _ops.convolution_backward})
 _LOOKS_UP: Final = frozenset({_ops.embedding, _ops.index_select, _ops.gather, _ops.index})
-"""Operators that read as many bytes of the table as they write, however large the table is."""
+"""Lookups in a table, which read only as many bytes of the table as they write."""
 _MAKES_NOTHING: Final = frozenset({_ops.empty, _ops.empty_like, _ops.empty_strided, _ops.new_empty,
                                    _ops.new_empty_strided, _ops.detach, _ops.alias,
                                    _ops._unsafe_view, _ops.lift_fresh})  # fmt: skip
-"""Operators that start no kernel; `_unsafe_view` is a view whose schema does not say so."""
+"""Operators that start no kernel. `_unsafe_view` is a view that its schema does not declare."""
 
 _TOLD: Final[dict[tuple[Any, ...], float]] = {}
 _MOST: Final = 1 << 14
 
 
 class OperatorWork(NamedTuple):
-    """The work of some operators.
+    """The sum of the work of several operators.
 
     Attributes:
         kernels: Number of kernels launched.
@@ -79,21 +80,22 @@ class OperatorWork(NamedTuple):
     gather_bytes: float = 0.0
 
     def plus(self, other: OperatorWork) -> OperatorWork:
-        """Return the sum of both."""
+        """Return the sum, field by field."""
         return OperatorWork(*(a + b for a, b in zip(self, other, strict=True)))
 
     def less(self, other: OperatorWork) -> OperatorWork:
-        """Return the difference of both."""
+        """Return the difference, field by field."""
         return OperatorWork(*(a - b for a, b in zip(self, other, strict=True)))
 
 
 class Where(NamedTuple):
-    """A part of a microbatch.
+    """The place in a microbatch that work is attributed to.
 
     Attributes:
-        is_backward: If True, backward is running.
-        block: Fqn of the block that is running, or of the last one that was; "" before the first.
-        is_after: If True, no block is running: `block` is done, and the next has not begun.
+        is_backward: True for backward, False for forward.
+        block: Fqn of the running block; between blocks, of the block that ran last; "" before the
+            first one.
+        is_after: If True, no block is running.
     """
 
     is_backward: bool
@@ -106,12 +108,12 @@ class Counted:
     """The counts of one microbatch of one rank.
 
     Args:
-        done: Work of each part of the microbatch. Only blocks that ran are named: of equal blocks,
-            some are left out.
-        shown: For each block of the whole model, the block that ran in its place.
+        done: Work by place. Of many equal blocks only a few run and have an entry.
+        shown: For each block of the whole model, the block that ran for it: itself or an equal
+            one.
         trained: Names of the parameters that got a gradient.
-        handed_bytes: Most bytes of inputs with a gradient that any block takes.
-        convolved: Share of the FLOPs that are convolutions.
+        handed_bytes: Most bytes of inputs that require grad, of any block.
+        convolved: Share of the FLOPs that are convolutions, from 0 to 1.
         unknown: Names of operators whose FLOPs are not known.
     """
 
@@ -124,7 +126,7 @@ class Counted:
 
     @property
     def flops(self) -> float:
-        """FLOPs of all blocks, and of what is in no block."""
+        """FLOPs of the whole model: all blocks, also those left out, and work outside of blocks."""
         times = Counter(self.shown.values())
         return sum(done.flops * times.get(at.block, 1) for at, done in self.done.items())
 
@@ -139,9 +141,9 @@ class KernelCounter(MemoryTracker):
         mesh: Mesh of the ranks; None for a single rank.
 
     Attributes:
-        done: Work of each part of the microbatch, since `forget`.
+        done: Work by place, since `forget`.
         unknown: Names of operators outside of aten, whose FLOPs are not known.
-        convolved: FLOPs of convolutions.
+        convolved: FLOPs of convolutions, since `forget`.
     """
 
     def __init__(
@@ -169,11 +171,11 @@ class KernelCounter(MemoryTracker):
 
     @property
     def convolved_share(self) -> float:
-        """Share of the FLOPs that are convolutions."""
+        """Share of the FLOPs that are convolutions, from 0 to 1."""
         return self.convolved / max(sum(done.flops for done in self.done.values()), 1.0)
 
     def begin(self, phase: str) -> None:
-        """Begin a phase."""
+        """Note that a phase of the step begins, such as "forward"."""
         super().begin(phase)
         if phase == "backward":
             self._last = ""
@@ -207,7 +209,7 @@ class KernelCounter(MemoryTracker):
 
     def _where(self) -> Where:
         is_backward = self.phases[-1] == "backward"
-        # Work outside of all blocks is attributed to the place after the last block that ran.
+        # Work outside of all blocks, and of the loss, counts after the block that ran last.
         block = self._around(self._place.module)
         if block and not self._place.is_loss:
             self._last = block
@@ -215,7 +217,7 @@ class KernelCounter(MemoryTracker):
         return Where(is_backward, self._last, True)
 
     def _around(self, module: str) -> str:
-        """Return the block that a module lies in; "" for none."""
+        """Return the innermost block around a module, by fqn; "" if there is none."""
         found = self._block_of.get(module)
         if found is None:
             found = module
@@ -254,7 +256,10 @@ def _done(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Operator
 
 
 def _told(packet: Any, rule: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> float:
-    """Return an operator's FLOPs; cached, as a rule reads only shapes and plain arguments."""
+    """Return an operator's FLOPs by its rule in torch's `flop_registry`.
+
+    Results are cached by shapes and plain arguments, since rules read nothing else.
+    """
     key = packet, _form(args), _form(kwargs), _form(out)
     if key not in _TOLD:
         if len(_TOLD) >= _MOST:
@@ -274,7 +279,7 @@ def _form(value: Any) -> Any:
 
 
 def _named(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the arguments of an operator by name."""
+    """Return the arguments of an operator's call, by their names in its schema."""
     return {
         argument.name: args[place] if place < len(args) else kwargs.get(argument.name)
         for place, argument in enumerate(func._schema.arguments)
@@ -282,7 +287,7 @@ def _named(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]
 
 
 def _attention_flops(func: Any, named: Mapping[str, Any]) -> float:
-    """Return FLOPs of queries by keys and weights by values; a causal mask halves them."""
+    """Return the FLOPs of an attention operator: of its two products, forward or backward."""
     query, key, value = named["query"], named["key"], named["value"]
     elements = query.shape[:3].numel() * (query.shape[-1] + value.shape[-1])
     flops = attention_flops(elements, key.shape[2], is_causal=bool(named.get("is_causal")))
@@ -290,12 +295,12 @@ def _attention_flops(func: Any, named: Mapping[str, Any]) -> float:
 
 
 def _kernels(packet: Any, made: list[torch.Tensor]) -> float:
-    """Return the number of kernels: a convolution's backward has one for each gradient."""
+    """Return the number of kernels of a product: 1, or 1 per gradient of a convolution."""
     return float(len(made)) if packet is _ops.convolution_backward else 1.0
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's distinct elements: an expanded dim counts once."""
+    """Return the bytes of a tensor's distinct elements; an expanded dim counts as size 1."""
     size = tensor.element_size()
     count = 1
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):

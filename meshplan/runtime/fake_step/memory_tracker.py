@@ -1,8 +1,8 @@
-"""Record every storage's birth, growth and death while code runs, as an `EventLog`.
+"""Record when storages are allocated, resized and freed while code runs, as an `EventLog`.
 
-It works on real tensors and on fake ones, so that a fake trace and a real process can be compared
-byte by byte. Not recorded are memory that never becomes a tensor, and what an operator allocates
-and frees internally, except for the workspaces that `Behaviour.inside` returns.
+The tracker works on real and on fake tensors, so that a fake trace and a real process can be
+compared byte by byte. Two kinds of memory are not recorded: memory that belongs to no tensor, and
+buffers inside of operators, except for the workspaces that `Behaviour.inside` returns.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class MemoryTracker(Watching):
         behaviour: Behaviour of the device that tensors stand for.
 
     Attributes:
-        phases: Names of the phases so far; the last one is running.
+        phases: Names of the phases since `forget`; the last one is running.
     """
 
     def __init__(self, names: Mapping[nn.Module, str], behaviour: Behaviour = AS_IT_IS) -> None:
@@ -54,8 +54,7 @@ class MemoryTracker(Watching):
         self._storages: list[Storage] = []
         self._events: list[Event] = []
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
-        """For each live storage's address, its number and a weak reference that reports its death.
-        """
+        """(number, weak reference that reports the end) of each live storage, by address."""
         self._sizes: dict[int, int] = {}
         self._hosted: set[int] = set()
         self._host_live = self._host_most = 0
@@ -66,7 +65,7 @@ class MemoryTracker(Watching):
         self._open = ExitStack()
 
     def begin(self, phase: str) -> None:
-        """Begin a phase."""
+        """Note that a phase of the step begins, such as "forward"."""
         if self.phases[-1] != phase:
             self.phases.append(phase)
         self._place.mark(is_loss=phase == "loss")
@@ -78,7 +77,7 @@ class MemoryTracker(Watching):
 
     @property
     def alive(self) -> frozenset[int]:
-        """The storages that have memory now, on the device or on the host."""
+        """Numbers of the storages that have memory now, on the device or on the host."""
         return frozenset(number for number, size in self._sizes.items() if size)
 
     def cut(self, first: int) -> tuple[Event, ...]:
@@ -87,12 +86,12 @@ class MemoryTracker(Watching):
         return out
 
     def numbers_of(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """Return the numbers of the recorded storages that a tensor consists of."""
+        """Return the numbers of a tensor's recorded storages; a subclass may have several."""
         known = (self._live.get(part.untyped_storage()._cdata) for part in _plain(tensor))
         return tuple(each[0] for each in known if each is not None)
 
     def log(self) -> EventLog:
-        """Return everything that was recorded since `forget`."""
+        """Return the log of all events since `forget`."""
         events, phases = tuple(self._events), tuple(self.phases)
         found = settle(self._storages, events, phases, sent=self._sent, num_before=self._num_before)
         return EventLog(found, events, phases, self._host_most)
@@ -106,7 +105,7 @@ class MemoryTracker(Watching):
         self._num_before = len(self._storages)
 
     def note(self, tensors: Iterable[torch.Tensor], term: Term) -> None:
-        """Set the category of tensors that exist already, and record those not seen before."""
+        """Set the category of existing tensors; a tensor that was not recorded yet is added."""
         for tensor in tensors:
             for plain in _plain(tensor):
                 self._see(plain, "", term)
@@ -114,17 +113,17 @@ class MemoryTracker(Watching):
                 self._storages[number] = self._storages[number]._replace(term=term)
 
     def tell(self, tensors: Iterable[torch.Tensor], term: Term) -> None:
-        """Set the category of tensors; those whose birth was not recorded are ignored."""
+        """Set the category of tensors; a tensor that was not recorded is ignored."""
         for number in dict.fromkeys(n for t in tensors for n in self.numbers_of(t)):
             self._storages[number] = self._storages[number]._replace(term=term)
 
     def hand_on(self, tensors: Iterable[torch.Tensor], module: str) -> None:
-        """Assign tensors to a module, whichever module made them."""
+        """Attribute tensors to the module with this fqn, whichever module made them."""
         for number in dict.fromkeys(n for t in tensors for n in self.numbers_of(t)):
             self._storages[number] = self._storages[number]._replace(module=module)
 
     def overlook(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Ignore tensors that exist already but are not in device memory."""
+        """Stop counting tensors that are recorded but are not in device memory."""
         for tensor in tensors:
             for plain in _plain(tensor):
                 known = self._live.get(plain.untyped_storage()._cdata)
@@ -133,7 +132,7 @@ class MemoryTracker(Watching):
                     self._overlooked.add(known[0])
 
     def put_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Move existing tensors, and all that is computed from them alone, to host memory."""
+        """Count recorded tensors in host memory, and later all results of them alone as well."""
         for number in dict.fromkeys(n for t in tensors for n in self.numbers_of(t)):
             size = self._sizes[number]
             self._change(number, 0)
@@ -144,14 +143,14 @@ class MemoryTracker(Watching):
         if (device := device_told(func, args)) is not None:
             return device
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # Operators on its local tensors are dispatched separately.
-        if self._muted.depth:  # DTensor computes a global shape, on tensors without memory.
+            return NotImplemented  # torch then dispatches the operators on local tensors.
+        if self._muted.depth:  # DTensor computes a global shape, without memory.
             return func(*args, **(kwargs or {}))
-        # A real wait returns its argument; only the fake implementation makes a new tensor.
+        # `wait_tensor` returns its argument, but its fake implementation makes a new tensor.
         is_wait = func is _WAIT and is_fake_execution()
         out = args[0] if is_wait else func(*args, **(kwargs or {}))
         on_host = self._is_on_host(func, (args, kwargs))
-        # A view of a storage that was never recorded looks into a backend's own buffers.
+        # A view allocates nothing. If its storage was never recorded, a backend owns the memory.
         if not func.is_view:
             name = _name_of(func)
             for tensor in given_to(out):
@@ -179,9 +178,10 @@ class MemoryTracker(Watching):
         self._open.close()
 
     def _is_on_host(self, func: Any, given: Any) -> bool:
-        """Return True if an operator's result is on the host, as it is if all its inputs are.
+        """Return True if an operator's result is on the host.
 
-        A device tensor that is added to a host tensor is copied to the host first.
+        It is if all inputs are, or inside `crossing_to(HOST)`. A device tensor that is added to a
+        host tensor in place is copied to the host first, which counts in the host's peak.
         """
         if not self._behaviour.has_host:
             return False
@@ -217,7 +217,7 @@ class MemoryTracker(Watching):
         return Storage(term, op, self._place.module, self.phases[-1], self._behaviour.stream())
 
     def _pass_by(self, op: str, sizes: Sequence[int]) -> None:
-        """Record the workspace that an operator allocated and freed while its results existed."""
+        """Record an operator's workspace: buffers of these bytes, allocated and then freed."""
         first = len(self._storages)
         for number, size in enumerate(sizes, first):
             self._storages.append(self._storage(op, Term.TEMPORARIES))
@@ -231,7 +231,7 @@ class MemoryTracker(Watching):
             self._change(known[0], storage.nbytes())
 
     def _dies(self, key: int, number: int, _: Any) -> None:
-        # The address may already belong to a new storage.
+        # A new storage may already have the same address.
         if key in self._live and self._live[key][0] == number:
             del self._live[key]
         self._change(number, 0)
@@ -249,7 +249,7 @@ class MemoryTracker(Watching):
 
 
 class _Muted:
-    """A context in which nothing is recorded, as what runs has no memory on any device."""
+    """A context in which no operator is recorded, because its tensors have no memory anywhere."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -267,7 +267,7 @@ def _name_of(func: Any) -> str:
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Iterate over the strided tensors that a tensor consists of; meta tensors have no memory."""
+    """Yield the strided tensors that a tensor consists of; none for meta, which has no memory."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             part = getattr(tensor, name)

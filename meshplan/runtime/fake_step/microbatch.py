@@ -1,7 +1,8 @@
-"""Trace the `MicrobatchTrace` of one rank: its part of the model, without wrappers.
+"""Trace the memory of one microbatch on one rank, without FSDP2 or DDP.
 
-Tensor and context parallelism, compute dtypes and recomputation are in the trace. Gathering,
-reducing, accumulation and the optimizer are not; `memory.replay` adds them.
+The trace includes tensor and context parallelism, compute dtypes and recomputation. It does not
+include the gathering of parameters, the reduction and accumulation of gradients, or the optimizer;
+`memory.replay` adds these.
 """
 
 from __future__ import annotations
@@ -55,22 +56,23 @@ def trace_work(
     device: str = CPU,
     ledger: MakeLedger = MemoryTracker,
 ) -> MicrobatchTrace:
-    """Trace the allocations of one microbatch on one rank, from the second microbatch on.
+    """Return the memory trace of one microbatch on one rank, as it runs from the second one on.
+
+    Of many equal blocks in a row only a few run, and the trace is extended to all of them. A
+    pipeline runs all microbatches of a step at once, so its trace covers a whole step of this
+    rank's stages.
 
     Args:
-        model: The unsharded model of one process, on any device; it is copied, and only shapes
-            count.
+        model: The unsharded model of one process, on any device. It is copied, and its values are
+            not read.
         plan: A plan made for this model.
         inputs: One rank's inputs of one microbatch; with a pipeline, of a step.
-        targets: The targets that belong to `inputs`.
+        targets: Targets of the same samples.
         loss_fn: Maps the model's output and the targets to the loss, as for `train_step`.
         rank: The rank that this process stands for.
         device: The device whose kernels are emulated, as for `fake_step`.
-        ledger: Makes the memory tracker from the fqns of the modules that run; not used with a
-            pipeline.
-
-    Only a few of a run of equal blocks are traced, however many there are. With a pipeline, which
-    runs all its microbatches at once, the trace is one pass over this rank's inputs of a step.
+        ledger: Makes the memory tracker from the fqn of every module that runs and the behaviour of
+            the device. A pipeline ignores it.
     """
     if plan.assignment.stages is not None:
         return _traced_pass(model, plan, inputs, targets, loss_fn, rank, device)
@@ -84,7 +86,7 @@ def trace_work(
                 )
             if not used:
                 return repeat_blocks(work, found)
-        except Exception:  # The model's code may count on all its blocks, and raise anything.
+        except Exception:  # The model may need all of its blocks, and raise anything.
             if dist.is_initialized():
                 raise
     return _traced(model, plan, inputs, targets, loss_fn, rank, device, (), ledger)[0]
@@ -101,7 +103,7 @@ def _traced(
     runs: Sequence[RepeatedBlocks],
     ledger: MakeLedger,
 ) -> tuple[MicrobatchTrace, list[RepeatedBlocks]]:
-    """Return (the trace, the runs with the events at which their blocks begin)."""
+    """Return (trace, runs), each run with the events at which its periods begin."""
     bare = without_data(plan)
     watching: list[tuple[MemoryTracker, HookPointRecorder]] = []
     with fake_rank(model, bare, rank, device) as (twin, mesh, fake, behaviour):
@@ -128,7 +130,7 @@ def _traced_pass(
     rank: int,
     device: str,
 ) -> MicrobatchTrace:
-    """Trace the second pass of all microbatches through the stages of this rank."""
+    """Trace the second step of a pipeline: all microbatches through the stages of this rank."""
     bare, stages = without_data(plan), plan.assignment.stages
     assert stages is not None
     names: dict[nn.Module, str] = {}
@@ -195,9 +197,10 @@ def _applied_without_data(
 
 
 def without_data(plan: Plan) -> Plan:
-    """Return the plan with parameters stored as they are computed with, and without any wrapper.
+    """Return the plan without FSDP2 and DDP.
 
-    Each parameter keeps its unit, which will redistribute its gradient when it reduces it.
+    Parameters are not sharded over data axes, and are stored in their compute dtypes. Each keeps
+    its unit, which will redistribute its gradient when it reduces it.
     """
     whole = plan.assignment
     tensors = {
@@ -229,9 +232,9 @@ def _watched(
 ) -> tuple[MicrobatchTrace, list[RepeatedBlocks]]:
     """Trace the second of two microbatches, when all that a model keeps between them exists.
 
-    If only the model itself could behave differently the second time (`is_plain`), and the first
-    microbatch leaves nothing behind, in the model or in memory, the second would do the same and is
-    not run.
+    Return (trace, runs), as `_traced`. The second microbatch is skipped if it would equal the
+    first: only the model's modules could make it differ (`is_plain`), and the first microbatch left
+    nothing behind, neither in the modules nor in memory.
     """
     held = note_held(ledger, model, (inputs, targets))
     edges = [Edges(model, run, ledger) for run in runs]
@@ -245,8 +248,8 @@ def _watched(
         return loss
 
     def microbatch() -> torch.Tensor:
-        # Same local variables as in `train_step`, which decide how long tensors live. The product
-        # with 1.0 stands for the scale of the loss.
+        # The same local variables as in `train_step`, because they keep tensors alive. The product
+        # with 1.0 allocates what scaling the loss does.
         begin("forward")
         with loss_mode(plan):
             loss = take(model(*args, **kwargs))
@@ -275,10 +278,11 @@ def _watched(
 
 
 def _is_plain(model: nn.Module, plan: Plan) -> bool:
-    """Return True if nothing but the model's own modules may behave differently the first time.
+    """Return True if the state of the model's modules alone can make a second microbatch differ.
 
-    Sharded layers learn in their first run where tensors are, and recomputed blocks which buffers
-    are written. State of hooks and functions of the user cannot be seen.
+    Otherwise other state may change in the first one: sharded layers find out the placements of
+    their inputs, recomputed blocks find out which buffers they write, and the state of hooks and of
+    the plan's `apply` functions is out of sight.
     """
     a = plan.assignment
     if plan.mesh.size("tp", "cp", "ep") > 1 or a.apply or a.compiled:
@@ -290,13 +294,13 @@ def _is_plain(model: nn.Module, plan: Plan) -> bool:
 
 
 def _known_by(model: nn.Module) -> Any:
-    """Return the state that a model's modules keep, to find out if a microbatch changed it."""
+    """Return the state of a model's modules, in a form that can be compared for equality."""
     buffers = {name: id(buffer) for name, buffer in model.named_buffers()}
     return buffers, contents(model)
 
 
 def note_held(ledger: MemoryTracker, model: nn.Module, batch: Any) -> set[int]:
-    """Register existing tensors with the tracker, and return the storages of the parameters."""
+    """Record parameters, buffers and the batch; return the parameters' storage numbers."""
     ledger.note(model.parameters(), Term.PARAMETERS)
     ledger.note(model.buffers(), Term.BUFFERS)
     for fqn, module in model.named_modules():
@@ -316,10 +320,10 @@ def hook_points_of(
 
     Args:
         model: The model without wrappers; with a pipeline, one stage of it.
-        plan: The plan, restricted to that stage.
-        ledger: The memory tracker.
-        at: Suffix of every name, which says the stage; "" without a pipeline.
-        marks: List that hook points are appended to; None for a new one.
+        plan: The plan; with a pipeline, restricted to that stage.
+        ledger: The memory tracker that numbers the events.
+        at: Suffix of every recorded name, which names the stage; "" without a pipeline.
+        marks: List that hook points are appended to; None for a new list.
     """
     params = {fqn: param for fqn, param in model.named_parameters() if param.requires_grad}
     marking = HookPointRecorder(ledger, params, at, marks)
@@ -336,7 +340,16 @@ def hook_points_of(
 def work_of(
     ledger: MemoryTracker, markings: Sequence[HookPointRecorder], held: set[int], loss: torch.Tensor
 ) -> MicrobatchTrace:
-    """Return what was recorded, without the parameters, whose memory the wrappers manage."""
+    """Return the trace of the last microbatch, without the storages of parameters.
+
+    `memory.replay` adds their memory, which FSDP2 or DDP manages.
+
+    Args:
+        ledger: The memory tracker.
+        markings: The recorders of hook points; with a pipeline, one for each stage.
+        held: Numbers of the storages of the parameters.
+        loss: The loss of the microbatch.
+    """
     log = ledger.log()
     num_left_out = sum(event.storage in held for event in log.events)
     assert not any(event.storage in held for event in log.events if event.phase)

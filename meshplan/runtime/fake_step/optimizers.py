@@ -1,4 +1,4 @@
-"""The optimizers whose step can be traced, by their name in a plan: torch's own, and Lion."""
+"""The optimizers whose step can be traced, by their name in a plan: those of torch, and Lion."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LR: Final = 1e-3
 class MuonBesideAdamW(torch.optim.Optimizer):
     """Muon for matrices and AdamW for all other parameters, in one optimizer.
 
-    Source: torch 2.13, optim/_muon.py: it takes matrices only, and others are left to another.
+    `torch.optim.Muon` takes matrices only (torch 2.13, optim/_muon.py).
     """
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float = _LR) -> None:
@@ -36,7 +36,7 @@ class MuonBesideAdamW(torch.optim.Optimizer):
             part.state = self.state
 
     def step(self, closure: Any = None) -> None:
-        """Take one step of each optimizer."""
+        """Take one step of Muon and one of AdamW."""
         for part in self._parts:
             part.step()
 
@@ -44,8 +44,8 @@ class MuonBesideAdamW(torch.optim.Optimizer):
 class Lion(torch.optim.Optimizer):
     """The Lion optimizer: updates by the sign of a mix of momentum and gradient.
 
-    Source: Chen et al. 2023, algorithm 2, with the lines of its authors' lion_pytorch.py, which
-    decide what a step takes.
+    Source: Chen et al. 2023, algorithm 2. The operations are those of the authors' lion_pytorch.py,
+    so that a step allocates the same temporaries.
     """
 
     def __init__(
@@ -93,4 +93,4 @@ OPTIMIZERS: Final[Mapping[str, tuple[Make, str]]] = MappingProxyType(
         "lion": (_of(Lion), called("lion")),
     }
 )
-"""For each name of a plan, a function that makes the optimizer, and its description."""
+"""(function that makes the optimizer of a list of parameters, description) by name in a plan."""

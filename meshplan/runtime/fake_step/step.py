@@ -1,9 +1,9 @@
-"""One training step of one rank on fake tensors, without memory, numbers or other ranks.
+"""Run a training step of one rank on fake tensors: without memory, values or other ranks.
 
-The user's model and the real wrappers run on fake tensors in a fake process group. Whatever the
-plan says is traced as it is, and no second description of FSDP2, DTensor or the pipeline has to
-agree with the first. A process stands for one rank; ranks with shards of other sizes are run one by
-one.
+The user's model runs with the real FSDP2, DDP, DTensor and pipeline, on fake tensors in a fake
+process group. The trace is therefore right by construction: no rules that imitate these libraries
+are involved. The process plays one rank at a time; ranks with shards of other sizes need further
+runs.
 """
 
 from __future__ import annotations
@@ -61,19 +61,20 @@ def fake_step(
     rank: int = 0,
     device: str = CPU,
 ) -> EventLog:
-    """Return the events of the second training step, from which on all steps are equal.
+    """Return the log of the second training step. All later steps are equal to it.
 
     Args:
-        model: The unsharded model of one process, on any device; it is copied, and only shapes
-            count.
+        model: The unsharded model of one process, on any device. It is copied, and its values are
+            not read.
         plan: A plan made for this model.
         inputs: One rank's inputs of a step, as `train_step` takes them.
-        targets: The same rank's targets.
+        targets: The same rank's targets of the step.
         loss_fn: Maps the model's output and the targets to the loss, as for `train_step`.
         make_optimizer: Makes the optimizer from the wrapped model.
         rank: The rank that this process stands for.
-        device: The device whose kernels are emulated: "cpu", "cuda", or a name of `hardware`.
-            Workspaces of libraries are not in the log (`memory.log.driver.with_workspaces`).
+        device: Name of the device whose kernels are emulated: "cpu", "cuda", or a name of
+            `layout.hardware`. The workspaces of cuBLAS and other libraries are not in the log;
+            `memory.log.driver.with_workspaces` adds them.
 
     Raises:
         ApplyError: This process is in a process group already, or the behaviour of an operator on
@@ -91,7 +92,7 @@ def fake_step(
 def fake_rank(
     model: nn.Module, plan: Plan, rank: int, device: str = CPU
 ) -> Iterator[tuple[nn.Module, DeviceMesh, Callable[[torch.Tensor], torch.Tensor], Behaviour]]:
-    """Let this process stand for one rank of a job, on fake tensors.
+    """Let this process play one rank of a job, on fake tensors, inside the `with` block.
 
     Args:
         model: The unsharded model of one process.
@@ -99,9 +100,9 @@ def fake_rank(
         rank: The rank that this process stands for.
         device: The device whose kernels are emulated, as for `fake_step`.
 
-    Returns:
-        A copy of the model on fake tensors, the mesh of the plan, a function that makes a tensor
-        fake, and the behaviour of the device.
+    Yields:
+        (copy of the model on fake tensors, mesh of the plan, function that returns a fake tensor
+        like a given one, behaviour of the device).
 
     Raises:
         ApplyError: This process is in a process group already.
@@ -125,23 +126,22 @@ def fake_rank(
 def fake_single_rank(
     model: nn.Module, device: str = CPU, plan: Plan | None = None
 ) -> Iterator[tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor], Behaviour]]:
-    """Run on fake tensors without any other rank, with or without a process group.
+    """Enter a fake mode with a copy of the model; a process group is not needed.
 
     Args:
         model: The unsharded model of one process.
         device: The device whose kernels are emulated, as for `fake_step`.
-        plan: The plan, whose expert modules are looked for and whose offloaded parameters change
-            the behaviour; None for neither.
+        plan: The plan, for its expert modules and offloaded parameters; None if it has neither.
 
-    Returns:
-        A copy of the model on fake tensors, a function that makes a tensor fake, and the behaviour
-        of the device.
+    Yields:
+        (copy of the model on fake tensors, function that returns a fake tensor like a given one,
+        behaviour of the device).
     """
     with no_collection():
         mode = fake_mode()
         twin, _, _ = copy_to_run(model, (), mode)
         if plan is not None:
-            with mode:  # Results for experts are looked up by dtype, so cast first.
+            with mode:  # Cast first, as `find_for_twin` stores its results by dtype.
                 cast_parameters(twin, plan)
             find_for_twin(model, twin, plan)
         shadows = ConstantPropagation(mode)
@@ -170,7 +170,7 @@ def watch_steps(
     around: Callable[[int], AbstractContextManager[Any]] = lambda step: nullcontext(),
     behaviour: Behaviour = AS_IT_IS,
 ) -> list[EventLog]:
-    """Train one step, then log each of the next ones; on real tensors or on fake ones.
+    """Train one step, then return the logs of the next `count` steps; on real or fake tensors.
 
     Args:
         model: The wrapped model.
@@ -222,9 +222,9 @@ def watch_steps(
 
 
 def _note_gradients(model: nn.Module, ledger: MemoryTracker) -> None:
-    """Categorise each gradient as soon as autograd has made it.
+    """Register hooks that set the category of each gradient as soon as autograd has made it.
 
-    Assumes: a step was done, so that units have gathered what they compute with.
+    Assumes: a step was done, because only then do FSDP2 units have unsharded parameters.
     """
 
     def note(param: torch.Tensor) -> None:
@@ -239,7 +239,10 @@ def _note_gradients(model: nn.Module, ledger: MemoryTracker) -> None:
 
 
 def _tell_handed_on(model: nn.Module, ledger: MemoryTracker) -> None:
-    """Assign outputs of compiled modules to the parent: no compiler can eliminate them."""
+    """Register hooks that attribute outputs of compiled modules to the module around them.
+
+    A compiler may eliminate tensors inside a compiled module, but not its outputs.
+    """
     compiled = frozenset(applied(model).plan.assignment.compiled)
     for module, fqn in names_of(model).items():
         if fqn in compiled:
@@ -252,7 +255,7 @@ def _tell_handed_on(model: nn.Module, ledger: MemoryTracker) -> None:
 
 
 def _counters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Iterate over the step counts that torch keeps on the host because no kernel reads them."""
+    """Yield the step counts that torch has on the host: those of neither fused nor capturable."""
     for group in optimizer.param_groups:
         if group.get("fused") or group.get("capturable"):
             continue
@@ -263,7 +266,7 @@ def _counters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _owners(model: nn.Module) -> dict[torch.Tensor, str]:
-    """Map each parameter and buffer to the fqn of its module, the first of several if shared."""
+    """Map each parameter and buffer to the fqn of its module; of the first one if it is shared."""
     owners: dict[torch.Tensor, str] = {}
     for module, fqn in names_of(model).items():
         held = (*module.parameters(recurse=False), *module.buffers(recurse=False))
@@ -273,7 +276,7 @@ def _owners(model: nn.Module) -> dict[torch.Tensor, str]:
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, str]:
-    """Map every module that runs on this rank to its fqn in the plan."""
+    """Return the fqn in the plan of every module that this rank runs, by module."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     roots = inner.stage_modules if isinstance(inner, PipelinedModule) else [inner]
     return {module: fqn for root in roots for fqn, module in root.named_modules()}
