@@ -207,3 +207,36 @@ def test_only_faster_variants_of_the_chosen_plan_are_shown(job):
     at = text.index("faster, but less simple")
     assert text[at + 1].startswith("  -1.0%  ")
     assert text[at + 2] == ""
+
+
+def test_a_balanced_plan_is_compared_within_its_own_memory(job):
+    decision = search_plan(job(solve={"objective": "balanced"}), other_layouts=True)
+    held = decision.chosen.memory.worst.band[1]
+    found = [each.evaluated for each in decision.other_layouts if each.evaluated is not None]
+    assert all(each.memory.worst.band[1] <= held for each in found)
+    text = decision_to_text(decision, "plan.yaml")
+    assert "fastest plans with another kind of layout within the same memory" in text
+
+
+def test_the_cheapest_number_of_nodes_is_the_one_compared(job):
+    decision = search_plan(job(solve={"objective": "cost"}), other_layouts=True)
+    world = decision.chosen.plan.mesh.world_size
+    found = [each.evaluated for each in decision.other_layouts if each.evaluated is not None]
+    assert found
+    assert {each.plan.mesh.world_size for each in found} == {world}
+
+
+def test_a_plan_that_needs_offload_is_compared_with_offload(job):
+    """The chosen plan has offload, so what why-not says of other kinds has it too."""
+    config = LLAMA | LARGE | {"num_hidden_layers": 32}
+    hardware = {"nodes": 1, "gpus_per_node": 2, "gpu": "h100-sxm-80gb"}
+    path = job(config, hardware=hardware, batch={"global": 4, "seq_len": 1024})
+    decision = search_plan(path, other_layouts=True)
+    assert decision.chosen.stated["offload"] == "params"
+    for each, setting in (("tp", "mesh.tp=2"), ("pp", "mesh.pp=2")):
+        found = of_kind(decision, each)
+        if found.is_whole:
+            assert found.evaluated.seconds == pytest.approx(
+                best_by_why_not(path, setting), rel=2 * TOLERANCE
+            )
+    assert any(each.is_whole and each.evaluated for each in decision.other_layouts)

@@ -15,7 +15,6 @@ KIND_WORDS: Final[Mapping[str, str]] = MappingProxyType(
     {"tp": "tp", "pp": "pp", "hybrid": "hybrid", "data": "one data axis"}
 )
 """{kind of layout: its name in a column}."""
-_SPACE: Final = "not in the search space: "
 
 
 def other_layouts_to_json(
@@ -64,7 +63,9 @@ def layouts_to_text(decision: Decision) -> list[str]:
         for head, same in zip(heads, entries, strict=True)
         for line in packed(f"  {head}  ", _statements(same, chosen))
     ]
-    return ["fastest plans with another kind of layout", *lines, *_missing(layouts)]
+    # The balanced plan is the fastest within its own memory, and these are compared within it too.
+    where = " within the same memory" if decision.objective == "balanced" else ""
+    return [f"fastest plans with another kind of layout{where}", *lines, *_missing(layouts)]
 
 
 def _seconds(layout: OtherLayout) -> float:

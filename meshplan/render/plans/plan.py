@@ -204,10 +204,11 @@ def _what(decision: Decision, chosen: Evaluated) -> str:
         return "the plan with the least memory"
     if decision.objective == "balanced":
         return "the plan with the smallest product of seconds and bytes"
-    price = ", and of the fewest GPU-hours" if decision.objective == "cost" else ""
+    if decision.objective == "cost":
+        return "the plan with the fewest GPU-hours"
     if chosen.seconds <= decision.best_s * (1 + TOLERANCE):
-        return f"the fastest plan that fits{price}"
-    return f"the simplest plan within {SLACK:.0%} of the fastest that fits{price}"
+        return "the fastest plan that fits"
+    return f"the simplest plan within {SLACK:.0%} of the fastest that fits"
 
 
 def _section(lines: Sequence[str]) -> list[str]:
@@ -350,8 +351,7 @@ def _faster(decision: Decision, chosen: Evaluated) -> list[str]:
         for head, evaluated in zip(heads, faster, strict=True)
         for part in packed(f"  {head}  ", other_lines(evaluated, chosen))
     ]
-    is_simpler = decision.objective in ("time", "cost")
-    return ["faster, but less simple" if is_simpler else "faster, with more memory", *lines]
+    return ["faster, but less simple", *lines]
 
 
 def _not_searched(rejected: Sequence[Rejected]) -> list[str]:
