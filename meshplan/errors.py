@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from meshplan.shown import shown
 
+
+@shown
 @dataclass(frozen=True, slots=True)
 class Origin:
     """The place where the user stated a value.
@@ -37,6 +40,7 @@ class Origin:
         return f"{self.place}: {self.path}" if self.path else self.place
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One mistake: what is wrong, where it is written, how to fix it.
@@ -56,8 +60,11 @@ class Problem:
         return f"{head}\n    fix: {self.fix}" if self.fix else head
 
 
+@shown
 class MeshplanError(Exception):
     """Base class of all errors that meshplan raises on purpose; `problems` has every `Problem`."""
+
+    __repr_fields__ = ("problems",)
 
     def __init__(self, problems: Problem | str | Iterable[Problem]) -> None:
         if isinstance(problems, str):

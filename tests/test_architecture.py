@@ -20,7 +20,8 @@ PACKAGE = ROOT / "meshplan"
 LEVELS = [
     line.split()
     for line in """
-        version errors units garbage own_process two_cores shown kernels
+        shown
+        version errors units garbage own_process two_cores kernels
         files layout
         spec
         model

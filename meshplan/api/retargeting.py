@@ -13,12 +13,14 @@ from meshplan.plan.plan import Plan
 from meshplan.planner.answers.difference import PlanDifference, figures_of
 from meshplan.planner.answers.reshard import Reshard, reshard
 from meshplan.planner.problem.decision import Decision
+from meshplan.shown import shown
 
 _HARDWARE = (
     "nodes", "gpus_per_node", "gpu", "memory", "host_memory", "intra", "inter", "headroom",
 )  # fmt: skip
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retarget:
     """The result of planning for other hardware.

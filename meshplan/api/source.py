@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from meshplan.errors import Origin, Problem, SpecError
+from meshplan.shown import shown
 from meshplan.spec.spec import Spec
 
 PlanSource = str | os.PathLike[str] | Mapping[str, Any]
@@ -25,6 +26,7 @@ class SourceArguments(TypedDict, total=False):
     profile: str | Path | None
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class Source:
     """The plan, the model and the machine that a question is about.

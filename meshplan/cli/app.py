@@ -20,6 +20,7 @@ from meshplan.api import checking
 from meshplan.cli import diff, draw, planning, report, starting, trust
 from meshplan.cli.common import (
     COULD_NOT,
+    INTERRUPTED,
     NO,
     YES,
     Verb,
@@ -41,7 +42,6 @@ from meshplan.spec.values import did_you_mean
 from meshplan.textbook.inverse import STATES_ONLY
 from meshplan.version import __version__
 
-INTERRUPTED = 130
 CRASHED = 70
 """Exit code of sysexits.h for an internal software error (EX_SOFTWARE)."""
 _REPORT_TO = "https://github.com/meshplan/meshplan/issues"

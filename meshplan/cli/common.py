@@ -17,6 +17,8 @@ from meshplan.render.base.text import wants_colour
 from meshplan.spec.recipes import as_code_name, plans_in
 
 YES, NO, COULD_NOT = 0, 1, 2
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as of shells: 128 and the number of SIGINT."""
 _MOST_PLANS = 8
 """Plans of a directory that a message names."""
 
@@ -124,7 +126,8 @@ def colours(args: argparse.Namespace) -> bool:
 def until_interrupted() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns True once the user has pressed Ctrl-C.
 
-    The first Ctrl-C only asks for the best answer so far; the second one raises KeyboardInterrupt.
+    The first Ctrl-C only asks for the best answer so far, which no verb writes to a file unless a
+    flag says so; the second one raises KeyboardInterrupt.
     """
     pressed: list[int] = []
     if threading.current_thread() is not threading.main_thread():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from meshplan.api import checking
 from meshplan.cli.common import (
     COULD_NOT,
+    INTERRUPTED,
     NO,
     YES,
     Verb,
@@ -51,6 +52,11 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
         "--why-not-searched",
         action="store_true",
         help="also list the settings that were not searched, with the reasons",
+    )
+    parser.add_argument(
+        "--keep-best",
+        action="store_true",
+        help="after Ctrl-C, write the best plan so far as the lock; otherwise nothing is written",
     )
     parser.add_argument(
         "--retarget", metavar="HW", help="plan for other hardware: nodes=4,gpu=h200"
@@ -128,7 +134,7 @@ def _plan(args: argparse.Namespace) -> int:
         moved = reshard(old, decision.chosen.plan)
         more["retarget"] = retarget_to_json(found, moved)
         lines += ["", *retarget_to_text(found, moved)]
-    return _print_plan(asked, decision, more, lines)
+    return _print_plan(asked, decision, more, lines, is_interrupted=is_stopped())
 
 
 def _plan_training(asked: _PlanFlags) -> int:
@@ -148,6 +154,7 @@ def _plan_training(asked: _PlanFlags) -> int:
             report=asked.report,
             is_stopped=is_stopped,
         )
+    is_interrupted = is_stopped()
     more = {"training": training_to_json(found, asked.price)}
     lines = training_to_text(found, asked.price)
     if found.answer is None:
@@ -155,10 +162,11 @@ def _plan_training(asked: _PlanFlags) -> int:
             answer(args, envelope("plan/1", {"fits": False, **more}))
         else:
             answer(args, *lines)
-        return NO
+        return INTERRUPTED if is_interrupted else NO
     assert found.answer.decision is not None
-    code = _print_plan(asked, found.answer.decision, more, ["", *lines])
-    return code if found.is_fewest else NO
+    decision = found.answer.decision
+    code = _print_plan(asked, decision, more, ["", *lines], is_interrupted=is_interrupted)
+    return code if found.is_fewest or is_interrupted else NO
 
 
 class _PlanFlags:
@@ -218,13 +226,18 @@ def _print_trouble(
     if args.json:
         more = trouble_to_json(trouble) if trouble else {"conflict": None, "fixes": []}
         answer(args, envelope("plan/1", {**result, "changed": None, **more}))
-        return NO
-    answer(args, *lines, *(["", *trouble_to_text(trouble)] if trouble else []))
-    return NO
+    else:
+        answer(args, *lines, *(["", *trouble_to_text(trouble)] if trouble else []))
+    return INTERRUPTED if is_stopped() else NO
 
 
 def _print_plan(
-    asked: _PlanFlags, decision: Decision, more: Mapping[str, Any], lines: Sequence[str]
+    asked: _PlanFlags,
+    decision: Decision,
+    more: Mapping[str, Any],
+    lines: Sequence[str],
+    *,
+    is_interrupted: bool,
 ) -> int:
     """Print the chosen plan, write its lock, and return the exit code.
 
@@ -233,6 +246,7 @@ def _print_plan(
         decision: The planner's decision; `decision.chosen` is not None.
         more: Further keys of the JSON result.
         lines: Lines to print after the plan, without `--json`.
+        is_interrupted: If True, the user pressed Ctrl-C: a lock is written only with `--keep-best`.
     """
     from meshplan.api import planning
     from meshplan.render.plans.changes import changes_to_json, changes_to_text
@@ -265,6 +279,9 @@ def _print_plan(
     print_notes(args, changes_to_text(changes, decision.chosen.plan.graph.blocks()))
     if (why_not := _more_nodes(asked, decision)) is not None:
         print_notes(args, [why_not])
+    elif is_interrupted and not args.keep_best:
+        note = "interrupted: no lock is written; --keep-best writes the best plan so far"
+        print_notes(args, [note])
     elif args.set and not args.dry_run and args.output is None:
         by = "--set" if args.retarget is None else "--retarget"
         print_notes(args, [f"no lock is written for a plan changed by {by}; -o FILE writes one"])
@@ -275,6 +292,8 @@ def _print_plan(
             print(error, file=sys.stderr)
             return COULD_NOT
         print_notes(args, [f"wrote {target}"])
+    if is_interrupted:
+        return INTERRUPTED
     return YES if decision.is_whole else NO
 
 

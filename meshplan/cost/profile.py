@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.hardware import Cluster, devices
+from meshplan.shown import shown
 
 _FILE: Final = Path(__file__).with_name("profiles.json")
 
@@ -32,6 +33,7 @@ on two Xeon Platinum 8168, at 84 bytes per parameter (21 passes over float32, th
 of `GENERIC`)."""
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """Constants of a device from which, with a model and a plan, the time of a step follows.

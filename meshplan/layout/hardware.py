@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Final
 
 from meshplan.errors import Origin, Problem, SpecError
+from meshplan.shown import shown
 from meshplan.units import format_gib, parse_bytes
 
 _FILE: Final = Path(__file__).with_name("hardware.json")
@@ -34,6 +35,7 @@ is then estimated with the widest band.
 """
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """One accelerator as torch sees it.
@@ -74,6 +76,7 @@ class Device:
         return f"{self.name} has {size}, its datasheet's {self.memory_bytes // _GIGA} GB"
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class Link:
     """A link between devices: bytes per second in one direction, per device."""
@@ -82,6 +85,7 @@ class Link:
     bytes_per_s: float
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Equal nodes of equal devices.

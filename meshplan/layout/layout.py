@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from meshplan.layout.mesh import SHARD_AXES, Mesh
-from meshplan.shown import view
+from meshplan.shown import shown, view
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The axes that shard each tensor dim, in the order in which they are applied.

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from meshplan.shown import shown
+
 AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 """Every axis name that a plan may use, outermost first (torchtitan's and accelerate's names)."""
 
@@ -36,6 +38,7 @@ UNIT_AXES: Final = (*SHARD_AXES, EXPERT_SHARD)
 """The axes over which FSDP2 units are sharded: parameters are all-gathered over them for use."""
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class Axis:
     """One named axis of the mesh."""
@@ -44,6 +47,7 @@ class Axis:
     size: int
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class Loan:
     """A borrowed axis, whose ranks are those of another axis: `ep: 2 in dp_shard`.
@@ -61,6 +65,7 @@ class Loan:
     rest: str = EXPERT_SHARD
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """Named axes, outermost first; ranks are numbered with the last axis fastest.

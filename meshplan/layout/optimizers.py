@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from meshplan.shown import shown
+
 _Bytes = Callable[[tuple[int, ...], int, int], int]
 _COUNTER: Final = 4
 """Bytes of the step count of one parameter, a float32 scalar."""
@@ -21,6 +23,7 @@ _LEAST_OF_8_BITS: Final = 4096
 """Minimum number of elements of a tensor for its state to be in 8 bits; below it is float32."""
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class OptimizerStateBytes:
     """Bytes of each state tensor of one parameter.

@@ -13,9 +13,12 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Final, Literal
 
+from meshplan.shown import shown
+
 Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class Action:
     """One step of a rank.
@@ -37,6 +40,7 @@ class Action:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """One pipeline schedule.

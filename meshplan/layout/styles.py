@@ -23,7 +23,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from meshplan.shown import shown
 
+
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
     """How one kind of module computes under tensor parallelism.

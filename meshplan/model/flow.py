@@ -11,7 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from meshplan.shown import shown
 
+
+@shown
 @dataclass(frozen=True, slots=True)
 class Ref:
     """A tensor among the arguments of an operation.
@@ -23,6 +26,7 @@ class Ref:
     value: int
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
     """One tensor of the forward pass; an in-place write turns it into a new value.
@@ -45,6 +49,7 @@ class Value:
     digest: str = ""
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """One operation.
@@ -97,6 +102,7 @@ def refs(item: Any) -> Iterator[int]:
             yield from refs(part)
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """One call of one module.
@@ -118,6 +124,7 @@ class Call:
     ops: tuple[int, int]
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttributeWrite:
     """An attribute or buffer to which the forward assigned a new tensor for the next forward.
@@ -134,6 +141,7 @@ class AttributeWrite:
     new: int | None
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
     """A whole forward pass.

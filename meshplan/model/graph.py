@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from meshplan.layout.dtypes import DTYPE_BYTES
 from meshplan.model.flow import Flow
+from meshplan.shown import shown
 
 if TYPE_CHECKING:
     import networkx
@@ -45,6 +46,7 @@ def around(module: str) -> Iterator[str]:
     yield ""
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
     """One parameter or buffer.
@@ -88,6 +90,7 @@ class TensorInfo:
         return self.fqn.rpartition(".")[0]
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleInfo:
     """One module of the tree.
@@ -128,6 +131,7 @@ class ModuleInfo:
     aliases: tuple[str, ...] = ()
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelGraph:
     """The module tree and its tensors, in definition order.

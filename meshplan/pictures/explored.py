@@ -27,6 +27,7 @@ from meshplan.pictures.main import facts_of
 from meshplan.pictures.memory.bars import draw_memory
 from meshplan.pictures.mesh.mesh_map import MeshMap, draw_mesh, mesh_map
 from meshplan.plan.plan import Plan, make_plan
+from meshplan.shown import shown
 from meshplan.spec.spec import AUTO, Auto, Borrow, HardwareSpec, Spec
 from meshplan.spec.strategies import STRATEGIES
 
@@ -38,6 +39,7 @@ _MOST_NODES: Final = 4
 """Maximum number of nodes that are drawn: sliders redraw the picture many times a second."""
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knobs:
     """The settings that sliders can change.
@@ -59,6 +61,7 @@ class Knobs:
     pp: int
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
     """The texts and pictures for one combination of settings.

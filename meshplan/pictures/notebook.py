@@ -12,11 +12,14 @@ from meshplan.pictures.base.palette import ink_on, shard_ink
 from meshplan.pictures.memory.bars import INKS, memory_bars
 from meshplan.pictures.mesh.mesh_map import mesh_map
 from meshplan.plan.plan import Plan
+from meshplan.shown import fields_of, short
 from meshplan.spec.spec import Spec
 from meshplan.units import format_bytes, format_count
 
 _CELL = "padding:2px 8px;text-align:left"
 _MOST = 40
+_ROOM = 160
+"""Characters of a field's value."""
 
 
 def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
@@ -135,6 +138,30 @@ def memory_html(estimate: MemoryEstimate) -> str:
         f'<div role="group" aria-label="{escape(facts.alt)}"><b>{escape(facts.title)}</b>'
         f"{''.join(lines)}{table(rows, ('at the peak of the largest rank', 'bytes'))}</div>"
     )
+
+
+def value_html(value: Any) -> str:
+    """Return a table of the fields of a value, each abbreviated to a line.
+
+    Args:
+        value: An instance of a class that `meshplan.shown.shown` decorates.
+    """
+    stated = fields_of(value)
+    rows = [(name, _field(name, item)) for name, item in stated[:_MOST]]
+    if len(stated) > _MOST:
+        rows.append((f"… {len(stated) - _MOST} more fields", ""))
+    return f"<div><b>{escape(type(value).__name__)}</b>{table(rows)}</div>"
+
+
+def _field(name: str, value: Any) -> str:
+    """Return a field's value: bytes with their unit, text as it is, all else as its `repr`."""
+    if name.endswith("_bytes") and type(value) is int and value >= 0:
+        return format_bytes(value)
+    if type(value) is int:
+        return f"{value:,}"
+    if isinstance(value, str) and value.isprintable() and len(value) <= _ROOM:
+        return value
+    return short(value, _ROOM)
 
 
 def layout_html(layout: Layout) -> str:

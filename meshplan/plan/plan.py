@@ -17,7 +17,7 @@ from meshplan.errors import PlanError, Problem, UnstatedError
 from meshplan.layout.mesh import DATA_AXES, GRADIENT_AXES, Mesh
 from meshplan.model.graph import ModelGraph
 from meshplan.model.rehearsal import Rehearse
-from meshplan.shown import view
+from meshplan.shown import shown, view
 from meshplan.spec.compatibility import clashes
 from meshplan.spec.contradictions import split_batch
 from meshplan.spec.spec import Spec
@@ -54,6 +54,7 @@ def _read_only(items: dict[Any, Any]) -> MappingProxyType[Any, Any]:
 copyreg.pickle(MappingProxyType, lambda mapping: (_read_only, (dict(mapping),)))
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """A spec applied to one model and one mesh.

@@ -8,6 +8,7 @@ from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Final
 
 from meshplan.errors import Problem
+from meshplan.shown import shown
 
 if TYPE_CHECKING:
     from meshplan.memory import StateBytes
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from meshplan.traffic import RouteDifference
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
     """The result of `check_plan`.
@@ -36,6 +38,7 @@ class CheckResult:
         return not self.problems
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
     """Relative differences that rounding may cause.
@@ -66,6 +69,7 @@ precision causes in one process, because a plan also rounds at other places
 """
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
     """The loss and the gradient norm of each training step."""
@@ -74,6 +78,7 @@ class TrainingRun:
     norms: tuple[float, ...]
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shift:
     """One parameter or buffer after the last step, compared with its value in one process.
@@ -120,6 +125,7 @@ def _nearness(difference: float, allowed: float) -> float:
     return difference / allowed if allowed else math.inf if difference else 0.0
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateComparison:
     """All parameters and buffers after the last step, compared with those of one process."""
@@ -159,6 +165,7 @@ class StateComparison:
         return max(judged, default=0.0)
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """One quantity that was compared.
@@ -189,6 +196,7 @@ class Comparison:
         return _nearness(self.difference, self.allowed)
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
     """The measurements of one rank, next to the predictions.
@@ -214,6 +222,7 @@ class RankReport:
     num_routed: int = 0
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """The complete result of `verify`.

@@ -25,6 +25,7 @@ from meshplan.planner.problem.decision import Decision
 from meshplan.report import sections
 from meshplan.report.figures import Colours, figure
 from meshplan.report.page import Section, page, paragraph
+from meshplan.shown import shown
 from meshplan.textbook.inputs import read_limit
 from meshplan.textbook.inverse import StatesEstimate
 from meshplan.units import format_count, format_gib
@@ -41,6 +42,7 @@ _SHOWN: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 """Pictures of each section, by the section's key."""
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportFacts:
     """The facts that a report shows; None if a fact is not known.
@@ -91,6 +93,7 @@ class ReportFacts:
         return self.decision
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """The finished page about a plan.

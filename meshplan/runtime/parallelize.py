@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from meshplan.runtime.apply.loss.chunked_loss import chunked_loss_problems
 from meshplan.runtime.apply.parameters.materialize import agree_on_values
 from meshplan.runtime.apply.wrap import apply_plan, exchange, function_of, raise_remote
 from meshplan.runtime.base.batch_agreement import open_groups
+from meshplan.runtime.base.launch import torchrun_line
 from meshplan.runtime.base.mesh import device_mesh, ensure_process_group, ranks_per_node
 from meshplan.runtime.base.module_state import own_attributes
 from meshplan.runtime.base.parallel_models import register
@@ -45,6 +47,7 @@ from meshplan.runtime.train.state import refuse_whole_tensors
 from meshplan.runtime.watch.guard import come_together, guarded, note_forwards, publish
 from meshplan.spec.reader import load_spec
 from meshplan.spec.spec import Spec
+from meshplan.spec.strategies import WorldSizeProblem
 
 PlanLike = str | os.PathLike[str] | Mapping[str, Any] | Spec | Plan
 
@@ -131,13 +134,18 @@ def _decide(model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: b
         spec = load_spec(plan)
     inputs = find_example(model, spec, example_inputs) if spec.reads_flow else None
     graph = graph_of(model, record(model, inputs) if spec.reads_flow else None)
-    decided = make_plan(
-        spec,
-        graph,
-        world_size=dist.get_world_size(),
-        gpus_per_node=ranks_per_node(),
-        rehearse=rehearser(model, inputs) if spec.reads_flow else None,
-    )
+    try:
+        decided = make_plan(
+            spec,
+            graph,
+            world_size=dist.get_world_size(),
+            gpus_per_node=ranks_per_node(),
+            rehearse=rehearser(model, inputs) if spec.reads_flow else None,
+        )
+    except PlanError as error:
+        if not any(isinstance(each, WorldSizeProblem) for each in error.problems):
+            raise
+        raise PlanError([_with_launch(each, spec) for each in error.problems]) from None
     if isinstance(plan, Plan) and plan.digest() != decided.digest():
         raise PlanError(
             Problem(
@@ -160,6 +168,14 @@ def _decide(model: nn.Module, plan: PlanLike, example_inputs: Any, allow_code: b
     if problems:
         raise PlanError(problems)
     return decided
+
+
+def _with_launch(problem: Problem, spec: Spec) -> Problem:
+    """Return the problem; if the job has too few or too many ranks, with the command to type."""
+    if not isinstance(problem, WorldSizeProblem):
+        return problem
+    line = torchrun_line(problem.needed, spec.hardware)
+    return replace(problem, fix=f"{problem.fix}, or start {problem.needed} ranks: {line}")
 
 
 def _check_kind(model: nn.Module) -> None:

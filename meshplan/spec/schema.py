@@ -141,7 +141,7 @@ _HARDWARE_NAMES: Final = {
 
 
 def _unless_null(key: str) -> Form:
-    """Return the form of a mapping that has a value for this key."""
+    """Return the JSON Schema of mappings in which this key is present and not null."""
     return {"required": [key], "properties": {key: {"not": {"type": "null"}}}}
 
 

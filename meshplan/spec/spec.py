@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from meshplan.errors import Origin
-from meshplan.shown import view
+from meshplan.shown import shown, view
 
 AUTO: Final = "auto"
 """The word that leaves a value to the planner."""
@@ -71,6 +71,7 @@ OPTIMIZER_STATES: Mapping[str, int] = MappingProxyType(
 """By optimizer name, the number of state tensors of the parameter's shape and dtype."""
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class Borrow:
     """An axis of this size that reuses the ranks of another axis, as in `"4 in dp_shard"`."""
@@ -79,6 +80,7 @@ class Borrow:
     within: str
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """The model for the command line: a config, an entry point or a count; exactly one is set."""
@@ -88,6 +90,7 @@ class ModelSpec:
     params: int | None = None
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareSpec:
     """The machines. Memory is in bytes, per device; host memory in bytes per node.
@@ -110,6 +113,7 @@ class HardwareSpec:
         return self.nodes * self.gpus_per_node
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
     """Dtypes by role; None keeps the model's own dtype.
@@ -140,6 +144,7 @@ class Precision:
         return self.param == "float16" and self.is_mixed
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """Batch sizes in samples; any two of micro, accumulate and global imply the third.
@@ -163,6 +168,7 @@ class Batch:
     per_rank: bool = False
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
     """An example of the model's input, for models whose input cannot be derived.
@@ -184,6 +190,7 @@ Source: Korthikanti et al. 2022, section 5; there, operations to recompute are l
 """
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointing:
     """Which activations are recomputed in backward instead of saved.
@@ -216,6 +223,7 @@ class ActivationCheckpointing:
         return "mm" in self.kept
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
     """Which tensors are in host memory between uses; None if not stated."""
@@ -225,6 +233,7 @@ class Offload:
     activations: bool | Auto | None = None
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
     """The pipeline: schedule, virtual stages per rank, microbatches, and the split into stages."""
@@ -235,6 +244,7 @@ class Pipeline:
     split: Auto | tuple[tuple[str, ...], ...] = AUTO
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
     """How attention is computed over shards of the sequence.
@@ -250,6 +260,7 @@ class Context:
     balance: bool | None = None
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
     """Settings that apply to all mixtures of experts.
@@ -263,6 +274,7 @@ class Experts:
     capacity: float | None = None
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class Selector:
     """A pattern that selects the modules or parameters of a rule.
@@ -279,6 +291,7 @@ class Selector:
         return {"glob": "{}", "regex": "/{}/"}.get(self.kind, self.kind + ": {}").format(self.text)
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """One entry of `rules`; None means not stated.
@@ -308,6 +321,7 @@ class Rule:
         return f"rules[{self.index}] ({', '.join(map(str, self.match))})"
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
     """A whole plan file.

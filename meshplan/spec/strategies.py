@@ -18,10 +18,12 @@ from typing import Final
 
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.mesh import AXES, DATA_AXES, Axis, Mesh
+from meshplan.shown import shown
 from meshplan.spec.borrow import expert_loans
 from meshplan.spec.spec import Borrow, Spec
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
     """One data-parallel strategy.
@@ -35,6 +37,17 @@ class Strategy:
     name: str
     axes: tuple[str, ...]
     cuts: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class WorldSizeProblem(Problem):
+    """The mesh has another number of devices than there are.
+
+    Args:
+        needed: Number of devices of the mesh.
+    """
+
+    needed: int = 0
 
 
 _STAGE: Final = (
@@ -286,8 +299,9 @@ def _wrong_product(spec: Spec, mesh: Mesh, world_size: int) -> Problem:
     fix = f"make the product {world_size}"
     if world_size % rest == 0 and len(mesh.present(DATA_AXES)) == 1:
         fix += f", such as {mesh.present(DATA_AXES)[0]}: {world_size // rest}"
-    return Problem(
+    return WorldSizeProblem(
         f"the mesh has {product} devices, but {world_size} are available",
         spec.origin("mesh" if spec.mesh is not None else "hardware"),
         fix,
+        mesh.world_size,
     )

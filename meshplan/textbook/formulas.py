@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
+from meshplan.shown import shown
+
 Quantity: TypeAlias = Any
 """An int, a sympy expression or a Monomial."""
 
@@ -126,6 +128,7 @@ def hybrid_shard(a: Quantity, n: Quantity, nodes: Quantity) -> Terms:
     return full_shard(a, share(n, nodes), 1)
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class FormulaRow:
     """One row of the table of training states.

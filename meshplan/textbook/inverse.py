@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from meshplan.shown import shown
 from meshplan.textbook.formulas import ROWS, FormulaRow
 
 STATES_ONLY: Final = (
@@ -22,6 +23,7 @@ STATES_ONLY: Final = (
 """The caveat that is shown with the results."""
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatesRow:
     """One row of the table, with numbers.
@@ -54,6 +56,7 @@ class StatesRow:
         return None if self.left_bytes is None else self.left_bytes >= 0
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """The answer to an inverse question for one strategy.
@@ -71,6 +74,7 @@ class Answer:
     value: int | None
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatesEstimate:
     """The whole result of `estimate`. A number that is not stated is None.

@@ -251,7 +251,9 @@ class _Gathers(Counter[str]):
 
 @cache
 def gathers_of_block(*, reshards: bool) -> BlockGathers:
-    """Count the all-gathers of a block between others, while microbatches accumulate.
+    """Count the all-gathers of a block that is neither the first nor the last of the model.
+
+    The counts are those of gradient accumulation over microbatches.
 
     Args:
         reshards: True if the parameters of all blocks are resharded after forward.

@@ -84,6 +84,7 @@ def test_a_file_of_another_kind_is_one_problem(job, capsys):
     assert "fix: refer to it in a plan: model: {config: config.json}" in err
     assert main(["plan", "-f", str(lock_path(path))]) == 2
     assert "this is a lock, not a plan" in capsys.readouterr().err
+    path.rename(path.with_name("plan.txt"))
     assert main(["plan", "-f", str(path.parent)]) == 2
     assert "no plan file is given, and the directory" in capsys.readouterr().err
 

@@ -181,7 +181,8 @@ def test_what_was_not_searched_is_counted_and_listed_when_asked(job, capsys):
     count = sum(len(each.what.partition("=")[2].split(", ")) for each in search_plan(path).rejected)
     assert line == (f"{count} settings were not searched: --why-not-searched lists the reasons\n")
     assert "  mesh.cp=8: " in section
-    assert max(map(len, (*short.splitlines(), *whole.splitlines()))) <= 100
+    # The first line has the path of the plan.
+    assert max(map(len, (*short.splitlines()[1:], *whole.splitlines()[1:]))) <= 100
 
 
 def test_the_answer_comes_in_the_order_of_the_questions(job, capsys):

@@ -105,7 +105,11 @@ def _kinds(regions: Iterable[Region]) -> list[list[Region]]:
 def _prove_kind(
     places: FlowUses, kept: list[Region], kind: list[Region], out: CutChoice
 ) -> list[Region]:
-    """Return the regions of one group that can be sharded in addition to those in `kept`."""
+    """Return the regions of the group `kind` that can be sharded in addition to all in `kept`.
+
+    The group is tried as a whole, then region by region. `out.refused` receives the reason for each
+    region that cannot be sharded.
+    """
     try:
         prove(places, (*kept, *kind), {})
         return kind

@@ -225,7 +225,7 @@ def _by_themselves(
     preset |= {fqn: Preset("colwise_gather_output", reason, is_proved=True) for fqn in found}
     names = listed(dict.fromkeys(map(pattern, found)))
     note = Problem(
-        f"{nothing.what}; sharded one by one, with their outputs all-gathered: {names}",
+        f"{nothing.what}; projections sharded one by one, each output all-gathered: {names}",
         origin,
         nothing.fix,
     )

@@ -12,10 +12,12 @@ from meshplan.layout.mesh import Mesh
 from meshplan.layout.schedules import SCHEDULES
 from meshplan.layout.styles import Style
 from meshplan.model.graph import TensorInfo
+from meshplan.shown import shown
 from meshplan.spec.spec import ActivationCheckpointing, Precision
 from meshplan.spec.strategies import Strategy
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class Reason:
     """The reason for a decision: a short text for the user, and the place in the plan, if any."""
@@ -27,6 +29,7 @@ class Reason:
         return f"{self.text} ({self.origin.place})" if self.origin else self.text
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class Preset:
     """A style or placement of one module on the tp axis, from `tp_plan` or from a rule.
@@ -46,6 +49,7 @@ class Preset:
     pieces: tuple[Piece, ...] = ()
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class LocalUse:
     """The layout of a parameter that code outside of styled modules combines with sharded values.
@@ -60,6 +64,7 @@ class LocalUse:
     reason: Reason
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
     """The parameters that FSDP2 gathers, frees and reduces together.
@@ -92,6 +97,7 @@ class Unit:
         return bool(self.shard_axes)
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
     """One tensor and its layouts.
@@ -136,6 +142,7 @@ class Placed:
         return self.stored.local_shape(self.info.shape, mesh, rank)
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class StyleUse:
     """A style on a module, along one axis.
@@ -160,6 +167,7 @@ class StyleUse:
     is_proved: bool = False
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class LocalAttribute:
     """An attribute, such as `num_heads`, that must be set to the number on one rank of tp.
@@ -177,6 +185,7 @@ class LocalAttribute:
     local: int
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceBoundary:
     """A place where an activation is sharded along the sequence over tp, or gathered again.
@@ -194,6 +203,7 @@ class SequenceBoundary:
     reason: Reason
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class ExpertUse:
     """A module whose experts are distributed over ep.
@@ -210,6 +220,7 @@ class ExpertUse:
     capacity: float | None = None
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class Recompute:
     """Activation checkpointing of one module."""
@@ -218,6 +229,7 @@ class Recompute:
     reason: Reason
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class ChunkedLoss:
     """Head and loss, computed together for one chunk of the tokens after another.
@@ -233,6 +245,7 @@ class ChunkedLoss:
     reason: Reason
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextParallel:
     """Attention over shards of the sequence, one shard per rank of cp.
@@ -259,6 +272,7 @@ class ContextParallel:
         return 2 * size if self.balance else size
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
     """The pipeline: the stage of each module, and the order of the microbatches.
@@ -307,6 +321,7 @@ class Stages:
         return any(self.rank_of(stage) == place for stage in self.tensors[fqn])
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
     """All decisions for a model under a plan.

@@ -16,7 +16,7 @@ from meshplan.memory.answer.hosts import Host
 from meshplan.memory.answer.reserved import PeakLocation, RankSummary
 from meshplan.memory.log.device_overheads import Band
 from meshplan.memory.log.events import Term
-from meshplan.shown import view
+from meshplan.shown import shown, view
 from meshplan.units import format_bytes, format_gib
 
 RESERVED_ERROR: Final = 0.02
@@ -66,6 +66,7 @@ class PeakBytes(NamedTuple):
         return self.reserved_bytes + self.driver_bytes
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class ModuleBytes:
     """Bytes at the peak that belong to one module, or to the same module of all repeated blocks.
@@ -87,6 +88,7 @@ class ModuleBytes:
         return sum(self.terms.values())
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroup:
     """A class of equal ranks and the memory that each of them needs.
@@ -118,6 +120,7 @@ class RankGroup:
     modules: tuple[ModuleBytes, ...] = ()
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class ReconcileStep:
     """One step of the reconciliation of the textbook's figure with the estimate.
@@ -135,6 +138,7 @@ class ReconcileStep:
     why: str = ""
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fix:
     """A single change to the plan and its effect.
@@ -152,6 +156,7 @@ class Fix:
     fits: bool
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
     """The answer to "does it fit?".

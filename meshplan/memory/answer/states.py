@@ -19,6 +19,7 @@ from meshplan.layout.layout import Layout
 from meshplan.layout.mesh import UNIT_AXES, Mesh
 from meshplan.layout.optimizers import SHAPED_STATES
 from meshplan.memory.answer.rank_classes import equal_ranks
+from meshplan.shown import shown
 from meshplan.spec.spec import OPTIMIZER_STATES
 
 STEP_COUNTERS: Final[Mapping[str, int]] = MappingProxyType(
@@ -30,6 +31,7 @@ READ_BY_KERNELS: Final = frozenset({"adamw_fused", "adam_fused"})
 """Optimizers whose step counts are on the device; all other optimizers keep them on the host."""
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class StateBytes:
     """Resident bytes of one rank without activations, while gradients exist.

@@ -29,8 +29,8 @@ class BlockContext:
             learned.
         caches: If True, keys and values are copied into a cache, as transformers does unless
             `use_cache` is off.
-        given: Values that every block is called with, in addition to those that it reads.
-        told: Values that the model, but not its blocks, is called with.
+        given: Numbers of the arguments of every block that no operation in the block reads.
+        told: Numbers of the arguments of the model that it does not pass on to its blocks.
         styled: Tensor-parallel styles of the model's modules.
         seq_len: Tokens of a sequence over which attention runs.
         cp: Number of context-parallel ranks, which shard the sequence. With `gathered`, each rank

@@ -161,8 +161,8 @@ class Copy:
         log: The log of the microbatch.
         first_event: Index of the first event to execute; the events before it allocate what exists
             before the microbatch.
-        known: Numbers in the written log of storages that exist already, such as inputs and
-            buffers, by their number in the microbatch.
+        known: Maps storage numbers of the microbatch to storage numbers of the written log, for
+            storages that are already in that log, such as inputs and buffers.
 
     Attributes:
         host: Changes of host memory, as in `MicrobatchTrace`.

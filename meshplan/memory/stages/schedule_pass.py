@@ -184,7 +184,8 @@ class Pass:
             self._end_outputs(part, flight)
             return
         waiting = {*part.waiting}
-        # At these hook points, wrappers take the gradients of earlier second halves.
+        # Second halves that ran earlier left gradients of weights. Wrappers take those gradients at
+        # the hook points of this first half.
         for mark in part.marks_between(part.split):
             self._mark(mark, f"{AT_STAGE}{stage}")
         self._make_known(part, flight, part.returned)

@@ -17,6 +17,7 @@ from meshplan.plan.plan import Plan
 from meshplan.planner.problem.decision import Decision
 from meshplan.planner.problem.request import cluster_of
 from meshplan.planner.tables.whole_plan import Costed
+from meshplan.shown import shown
 from meshplan.spec.match import fold
 from meshplan.textbook.inputs import read_limit
 from meshplan.traffic import forecast
@@ -26,6 +27,7 @@ _ABSENT: Final = "absent"
 """Stands for the layout of a tensor that one of the two plans does not have."""
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class Differs:
     """One decision that differs between two plans.
@@ -41,6 +43,7 @@ class Differs:
     new: Any
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class Figure:
     """An estimated figure of a plan, such as its step time.
@@ -54,6 +57,7 @@ class Figure:
     why: str = ""
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffSide:
     """One of the two plans, with its figures.
@@ -77,6 +81,7 @@ class DiffSide:
     routes: Mapping[tuple[str, tuple[str, ...]], int] = field(default_factory=dict)
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDifference:
     """The difference between two plans.

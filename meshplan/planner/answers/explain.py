@@ -38,11 +38,13 @@ from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.solve.config import Candidate, ConfigSolver
 from meshplan.planner.space.space import EmptySpaceError, Freedom
 from meshplan.planner.tables.cost_table import memory_bounds
+from meshplan.shown import shown
 
 _MOST_SIZES: Final = 8
 """Most microbatch sizes that `why batch.micro` compares: those nearest to the plan's size."""
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class Shares:
     """The parts of a step's time, in seconds.
@@ -74,6 +76,7 @@ NAMES: Final[Mapping[str, str]] = {
 }
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhyNot:
     """The best plan with one setting fixed, compared with the plan chosen without it.

@@ -24,6 +24,7 @@ from meshplan.planner.problem.request import cluster_of
 from meshplan.planner.solve.config import ConfigSolver
 from meshplan.planner.space.space import EmptySpaceError
 from meshplan.planner.tables.cost_table import memory_bounds
+from meshplan.shown import shown
 from meshplan.spec.keys import TIME_LIMIT_S
 
 _MOST_TIMES: Final = 16
@@ -36,6 +37,7 @@ _SHARES: Final = 4
 """A single search may take the time limit divided by this."""
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
     """One change to the plan file, and a plan that fits with it.
@@ -55,6 +57,7 @@ class Remedy:
     is_whole: bool
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
     """The reason why there is no plan, and the changes that would help.

@@ -15,10 +15,12 @@ from meshplan.model.graph import is_inside
 from meshplan.plan.plan import Plan
 from meshplan.planner.problem.request import cluster_of
 from meshplan.planner.tables.whole_plan import BlockCost, Costed
+from meshplan.shown import shown
 from meshplan.textbook.inputs import read_limit
 from meshplan.units import spans_of
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorAnswer:
     """One tensor of the module.
@@ -37,6 +39,7 @@ class TensorAnswer:
     decided_by: tuple[Reason, ...]
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleAnswer:
     """One module with all its submodules, or one tensor.

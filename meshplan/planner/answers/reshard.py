@@ -18,9 +18,11 @@ from meshplan.layout.dtypes import DTYPE_BYTES
 from meshplan.layout.layout import Layout
 from meshplan.layout.mesh import Mesh
 from meshplan.plan.plan import Plan
+from meshplan.shown import shown
 from meshplan.spec.spec import OPTIMIZER_STATES
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reshard:
     """Bytes of parameters and optimizer state that a change of plan moves.

@@ -15,6 +15,7 @@ from meshplan.planner.lock.lock import overrides
 from meshplan.planner.space.batch import of_data_rank
 from meshplan.planner.space.memory_settings import OFFERED
 from meshplan.planner.space.schedule import stated_schedule, stated_virtual
+from meshplan.shown import shown
 from meshplan.spec.spec import AUTO, Borrow, Rule, Spec
 
 _RULED: Final = ("activation_checkpointing", "reshard_after_forward", "stage", "unit")
@@ -31,6 +32,7 @@ _SWITCHES: Final = ("compile",)
 _OFFLOADED: Final = ("params", "optimizer", "activations")
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class Statement:
     """One statement of a plan that restricts the planner.

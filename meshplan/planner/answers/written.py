@@ -11,8 +11,10 @@ from meshplan.memory.answer.estimate import MemoryEstimate
 from meshplan.plan.plan import make_plan
 from meshplan.planner.problem.decision import Decision
 from meshplan.planner.tables.whole_plan import Costed
+from meshplan.shown import shown
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class Written:
     """The plan file with default values for open keys, as commands use it if no lock applies.

@@ -6,12 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from meshplan.shown import shown
+
 _ENOUGH: Final = 1e-3
 """Relative change of a figure up to which it counts as unchanged."""
 EXPECTED: Final = ("step_s", "tokens_per_s_per_gpu", "mfu")
 """Names of the figures in a lock's `expected` that are compared."""
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class FieldChange:
     """A field that differs between two locks.

@@ -23,6 +23,7 @@ from meshplan.files import check_writable, read_bytes, write_bytes
 from meshplan.model.graph import ModelGraph
 from meshplan.planner.lock.admission import check_chosen
 from meshplan.planner.lock.changes import EXPECTED
+from meshplan.shown import shown, whole_repr
 from meshplan.spec.keys import FREEABLE, freed
 from meshplan.spec.reader import load_spec, read_yaml
 from meshplan.spec.spec import Spec
@@ -38,6 +39,7 @@ _HEADROOM: Final = 0.10
 _MOST_BYTES: Final = 4 * 2**20
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lock:
     """The contents of a lock file.
@@ -108,7 +110,7 @@ def spec_hash(spec: Spec) -> str:
         more = ", and it is stated"
     if given is not None and given.dtype is None:
         given = replace(given, dtype="int64")
-    return _hash(repr(replace(spec, hardware=hardware, input=given)) + more)
+    return _hash(whole_repr(replace(spec, hardware=hardware, input=given)) + more)
 
 
 def model_hash(graph: ModelGraph) -> str:

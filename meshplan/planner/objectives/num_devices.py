@@ -18,6 +18,7 @@ from meshplan.planner.problem.decision import Decision, PlanRequest
 from meshplan.planner.problem.problem import PlanningProblem
 from meshplan.planner.problem.request import cluster_of
 from meshplan.planner.tables.cost_table import time_bounds
+from meshplan.shown import shown
 from meshplan.spec.keys import TIME_LIMIT_S
 from meshplan.spec.spec import Spec
 from meshplan.units import format_seconds
@@ -38,6 +39,7 @@ _FEW: Final = 7
 """Numbers of nodes tried for each larger number of samples."""
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
     """One number of nodes, and how long the training takes on these nodes.
@@ -59,6 +61,7 @@ class Size:
     why: str = ""
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingTarget:
     """The sizes tried to train on a number of tokens within a number of days.

@@ -16,6 +16,7 @@ from meshplan.memory.analytic.microbatches import loss_chunks_of, styled_of
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.planner.problem.decision import PlanRequest
 from meshplan.planner.space.trials import with_axes
+from meshplan.shown import whole_repr
 from meshplan.spec.spec import Spec
 from meshplan.two_cores import each
 
@@ -124,7 +125,7 @@ class Chains:
         length, tp = self._spec.batch.seq_len, plan.mesh.size("tp")
         assert length is not None
         # All searches of a request share this cache, since they need the same chains.
-        key = id(self._graph), repr(plan.spec), ep
+        key = id(self._graph), whole_repr(plan.spec), ep
         if key not in self._read_before:
             self._read_before[key] = self._chain_of(plan, ep, length, tp)
         return self._read_before[key]

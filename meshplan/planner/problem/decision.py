@@ -16,9 +16,11 @@ from meshplan.plan.plan import Plan
 from meshplan.planner.problem.live_model import Traced
 from meshplan.planner.solve.config import Candidate
 from meshplan.planner.space.space import Rejected
+from meshplan.shown import shown
 from meshplan.spec.spec import Spec
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
     """A model, a machine and a plan file whose open choices are to be planned.
@@ -66,6 +68,7 @@ class PlanRequest:
     chains: dict[tuple[int, str, int], Chain] = field(default_factory=dict, compare=False)
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
     """A complete plan with its step time and its memory estimate.
@@ -86,6 +89,7 @@ class Evaluated:
     candidate: Candidate | None = None
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherLayout:
     """The fastest plan that fits of one kind of layout, which the chosen plan is not of.
@@ -106,6 +110,7 @@ class OtherLayout:
     is_in_space: bool = True
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ladder:
     """Seconds of a step of the plan, and of the best plan on an idealised machine.
@@ -135,6 +140,7 @@ class Bound(NamedTuple):
     num_bytes: int
 
 
+@shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """The chosen plan, the alternatives, and how far the search got.

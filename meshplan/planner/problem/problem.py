@@ -444,7 +444,14 @@ class PlanningProblem:
         return Guess(min(glance.likely_bytes[each] for each in some), glance.is_over)
 
     def is_over(self, numbers: CostTable, candidate: Candidate) -> bool:
-        """Return True if a truncated model proves that a candidate does not fit."""
+        """Return True if a lower bound on memory proves that a candidate does not fit.
+
+        The bound comes from a model with few of the blocks. False proves nothing.
+
+        Args:
+            numbers: The cost table that the candidate is from.
+            candidate: A solved configuration.
+        """
         told = self._glance(numbers, candidate, guesses=True, spares=True)
         return told is not None and told.is_over
 

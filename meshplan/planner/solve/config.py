@@ -18,8 +18,10 @@ from meshplan.planner.knapsack.lp_relaxation import solve_relaxations
 from meshplan.planner.knapsack.stage_cuts import cut_into_stages, least_cut_cost
 from meshplan.planner.tables.cost_table import CostTable, weights
 from meshplan.planner.tables.stage_layout import BlockRanges, stage_layout_of
+from meshplan.shown import shown
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """One plan of a configuration: an option for every block, and the cuts between stages.

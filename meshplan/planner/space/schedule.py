@@ -124,7 +124,7 @@ def _stated(spec: Spec) -> str:
     assert spec.pipeline is not None
     word = spec.pipeline.schedule
     if word not in _KNOWN:
-        what = f"the planner does not know what {word} takes"
+        what = f"the planner cannot estimate the step time of the schedule {word}"
         fix = f"say schedule: auto, or {', '.join(_KNOWN[:-1])} or {_KNOWN[-1]}"
         raise PlanError(Problem(what, spec.origin("pipeline.schedule"), fix))
     return word

@@ -23,9 +23,11 @@ from meshplan.planner.space.memory_settings import allocators_of, chunks_of
 from meshplan.planner.space.offload import ONLY_IN_FULL, stated_offloads
 from meshplan.planner.space.schedule import schedules_of, stated_virtual
 from meshplan.planner.space.trials import with_axes, with_offload
+from meshplan.shown import shown
 from meshplan.spec.spec import AUTO, Allocator, Borrow, Spec
 
 
+@shown
 @dataclass(frozen=True, slots=True)
 class Rejected:
     """A value that is not in the space, or a plan that is not the answer, with the reason.

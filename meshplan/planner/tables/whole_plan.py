@@ -235,7 +235,8 @@ def _not_read(plan: Plan) -> Iterator[Problem]:
 
 
 def _no_figures(plan: Plan, what: str) -> Problem:
-    return Problem(f"the cost model has no figures for {what}", plan.spec.origin(""))
+    fix = "change this in the plan, or run meshplan estimate, which needs no step time"
+    return Problem(f"the cost model has no figures for {what}", plan.spec.origin(""), fix)
 
 
 def _unknown(plan: Plan) -> Iterator[Problem]:

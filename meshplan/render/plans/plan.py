@@ -175,7 +175,7 @@ def decision_to_text(
             line = f"{title}: {end} before a plan was found that fits into {limit}"
         return [paint(line, "bold", colour), *_section(_rejected(decision.rejected))]
     return [
-        paint(f"{title}: {_what(decision, chosen)}", "bold", colour),
+        paint(f"{title}: {_what(decision, chosen)}", "bold", colour) + _offload(decision, chosen),
         "",
         *(part for line in way_lines(chosen) for part in wrapped(f"  {line}", 4)),
         "",
@@ -198,6 +198,8 @@ def _what(decision: Decision, chosen: Evaluated) -> str:
     """Return what the chosen plan is among all plans."""
     if decision.num_configs == 1 and not chosen.stated:
         return "the plan as it is stated"
+    if decision.is_interrupted:
+        return "interrupted, the best plan so far"
     if not decision.is_whole:
         return "the best plan found so far"
     if decision.objective == "memory":
@@ -219,7 +221,7 @@ def _section(lines: Sequence[str]) -> list[str]:
 def _speed(decision: Decision, chosen: Evaluated) -> list[str]:
     """Return lines on the seconds and the rate of a step."""
     line = f"speed   {format_step(chosen.seconds)} a step, {_rate(decision, chosen)} per GPU"
-    return wrapped(f"{line}, MFU {decision.mfu(chosen):.1%}{_offload(decision, chosen)}", 8)
+    return wrapped(f"{line}, MFU {decision.mfu(chosen):.1%}", 8)
 
 
 def _offload(decision: Decision, chosen: Evaluated) -> str:

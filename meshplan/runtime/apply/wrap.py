@@ -49,9 +49,11 @@ from meshplan.runtime.checks.layouts import check_live
 from meshplan.runtime.checks.local_forward import prove_first_forward
 from meshplan.runtime.checks.outside import refuse_second_derivatives, watch_first_forward
 from meshplan.runtime.checks.tp_replicas import watch_first_step
+from meshplan.shown import shown
 from meshplan.spec.trust import check_code
 
 
+@shown
 @dataclass(slots=True)
 class Applied:
     """The state behind `model.meshplan`: the applied plan and what training has seen so far.

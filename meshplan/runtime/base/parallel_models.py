@@ -11,8 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshplan.plan.plan import Plan
+from meshplan.shown import shown
 
 
+@shown
 @dataclass(slots=True, eq=False)
 class ParallelModel:
     """A model that a plan was applied to.

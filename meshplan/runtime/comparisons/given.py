@@ -31,7 +31,7 @@ _FEW: Final = 256
 
 
 def compares_ranks(plan: Plan) -> bool:
-    """Return True if ranks of this plan must be given different samples."""
+    """Return True if data ranks must receive different samples, which they then compare."""
     return plan.num_data_ranks > 1 and not plan.spec.batch.per_rank
 
 

@@ -318,7 +318,9 @@ class TracedModel:
             what = "this strategy computes with parameters in other dtypes than were traced"
             yield Problem(what, self._spec.origin("precision"), "state the strategy in the plan")
         if plan.assignment.stages is not None or plan.mesh.size("tp", "cp", "ep") > 1:
-            yield Problem("a live model is planned on data-parallel axes only", None, "")
+            what = "pp, tp, cp or ep exceeds 1, but the live model was traced without these axes"
+            fix = "remove them from the mesh, or state the whole plan and run meshplan estimate"
+            yield Problem(what, self._spec.origin("mesh"), fix)
 
     def _estimate(self, plan: Plan, work: Prepared, stop_above_bytes: float) -> MemoryEstimate:
         groups = equal_ranks(plan.assignment)

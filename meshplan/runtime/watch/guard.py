@@ -266,7 +266,7 @@ def _settle(job: Job, error: BaseException, before: _Sequences) -> ApplyError | 
 
 
 def _lost(job: Job, peer: str) -> Problem:
-    """Return the problem of a lost connection to `peer`, a rank or process in words."""
+    """Return the problem that this rank lost its connection to `peer`, such as "rank 3"."""
     at = f" (in {job.progress.running})" if job.progress.running else ""
     return _failed(f"rank {job.rank} lost its connection to {peer}, which died or was killed{at}")
 

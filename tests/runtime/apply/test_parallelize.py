@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ def state_of(model: nn.Module) -> Any:
 
 def attempt(plans: Any, **options: Any) -> tuple[str, str, bool]:
     """(type, text, whether the model was left alone) of what parallelize raises."""
+    sys.argv[:] = ["train.py"]  # a worker has those of pytest
     plan = plans[dist.get_rank()] if isinstance(plans, list) else plans
     model = models.build("own_llama")
     before = state_of(model)
@@ -55,7 +57,7 @@ REFUSALS: dict[str, tuple[Any, str, str]] = {
         "PlanError",
         "meshplan: 1 problem\n"
         "<mapping>: mesh: the mesh has 3 devices, but 4 are available\n"
-        f"    {FIX_PRODUCT}",
+        f"    {FIX_PRODUCT}, or start 3 ranks: torchrun --nproc-per-node 3 train.py",
     ),
     "two statements disagree": (
         {"version": 1, "strategy": "full_shard", "mesh": {"dp_replicate": 2, "dp_shard": 2}},

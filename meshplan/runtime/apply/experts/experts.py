@@ -110,10 +110,10 @@ class _Dispatch:
         self._warn(sum(received), slots.shape[0])
         # Sort the slots by expert, which makes those for each rank contiguous.
         order = slots.argsort(stable=True)
-        # An expert's gradient is a sum over all ranks of ep, whose losses are means over their own
-        # samples, and FSDP2 or DDP averages it over the other axes only. The backward of the second
-        # exchange therefore divides gradients by the size of ep. The backward of the first exchange
-        # undoes this for the gradients of tokens and weights.
+        # The loss of each rank is a mean over its own samples. An expert's gradient is summed over
+        # all ranks of ep, but FSDP2 or DDP averages it over the other axes only. The backward of
+        # the second exchange therefore divides gradients by the size of ep. The backward of the
+        # first exchange undoes this for the gradients of tokens and of routing weights.
         rows, scores = _Exchange.apply(
             self.group, sent, received, float(self.ranks),
             tokens.repeat_interleave(top_k, 0).index_select(0, order),
