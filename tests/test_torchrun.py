@@ -141,3 +141,21 @@ def test_a_plan_for_another_number_of_ranks_ends_the_job(script: Path) -> None:
         "    fix: make the product 2, such as dp_shard: 2, or start 3 ranks: torchrun "
         f"--nproc-per-node 3 {script} "
     ) in "\n".join(line.removeprefix("[rank0]: ") for line in errors.split("\n"))
+
+
+def test_a_problem_stands_last_and_without_a_traceback(tmp_path: Path) -> None:
+    """Which seeded bug would this catch? A hook that prints on every rank, or no error file."""
+    path = tmp_path / "few.py"
+    plan = {"version": 1, "mesh": {"dp_shard": 8}, "strategy": "full_shard"}
+    path.write_text(
+        f"import torch, meshplan\nmeshplan.parallelize(torch.nn.Linear(8, 8), {plan})\n"
+    )
+    run = start(*TORCHRUN, "--nproc-per-node", 2, path, "--lr", 1)
+    errors = run.communicate(timeout=TIMEOUT_S)[1]
+    assert run.returncode != 0
+    ranks, _, summary = errors.partition("few.py FAILED")
+    fix = f"start 8 ranks: torchrun --nproc-per-node 8 {path} --lr 1"
+    assert ranks.count(fix) == 1
+    assert fix in summary.partition("Root Cause")[2]
+    assert f"at {path}:2: meshplan.parallelize" in summary
+    assert "meshplan/runtime" not in errors

@@ -45,6 +45,7 @@ from meshplan.runtime.watch.job import (
 )
 from meshplan.runtime.watch.meeting import enter_forward, meet, missed
 from meshplan.runtime.watch.server import Server
+from meshplan.runtime.watch.uncaught import show_uncaught
 
 GRACE_S: Final = 3.0
 """Seconds that a failed rank waits for the others to fail too, before it ends the group."""
@@ -374,10 +375,9 @@ def _report_uncaught() -> None:
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         if is_lost_connection(error):  # Another rank failed: get its cause first.
-            error = _report(error) or error
-            before(type(error), error, error.__traceback__)
+            show_uncaught(_report(error) or error, before)
         else:
-            before(kind, error, trace)
+            show_uncaught(error, before)
             _report(error)
 
     report._is_meshplan = True  # type: ignore[attr-defined]
