@@ -1,7 +1,8 @@
-"""What the documents say is what happens. `python -m tests.test_docs [WORD]` refreshes README.md.
+"""What the documents say is what happens. `python -m tests.test_docs [WORD]` refreshes the pages.
 
-A block of README.md under `<!-- file: PATH -->` is that file; one under `<!-- output: COMMAND -->`
-is what the command prints.
+A block of a page under `<!-- file: PATH -->` is that file; one under `<!-- output: COMMAND -->` is
+what the command prints. Behind either, `| grep -E PATTERN`, `| head -N` and `| tail -N` pick lines.
+Pages are README.md and those of `PAGES`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-SLOW = ("torchrun",)
+PAGES = {
+    name: (ROOT / "docs" / f"{name}.md").read_text()
+    for name in ("plan_reference", "training", "planning", "evidence", "commands")
+}
+"""Pages that the README leads to, by name; each may quote files and outputs too."""
+MAX_README_LINES = 180
+SLOW = ("torchrun", "meshplan demo", "meshplan verify")
 """Commands that take more than a second or two."""
 
 BLOCK = re.compile(r"<!-- (file|output): (.+?) -->\n```(\w*)\n(.*?)```", re.DOTALL)
@@ -30,9 +37,25 @@ PROGRAMS = {
 }
 
 
+def picked(text: str, filters: list[str]) -> str:
+    """The lines of a text that pass every filter, in turn."""
+    lines = text.splitlines(keepends=True)
+    for words in map(shlex.split, filters):
+        match words:
+            case ["grep", "-E", pattern]:
+                lines = [line for line in lines if re.search(pattern, line)]
+            case ["head", count]:
+                lines = lines[: -int(count)]
+            case ["tail", count]:
+                lines = lines[int(count) :]
+            case _:
+                raise ValueError(f"no filter: {words}")
+    return "".join(lines)
+
+
 def output_of(command: str) -> str:
     """What the command prints on stdout, run by this very Python."""
-    command, _, pattern = command.partition(" | grep -E ")
+    command, *filters = command.split(" | ")
     program, *words = shlex.split(command)
     done = subprocess.run(
         [sys.executable, *PROGRAMS[program], *words],
@@ -40,16 +63,21 @@ def output_of(command: str) -> str:
         env=os.environ | {"NO_COLOR": "1", "COLUMNS": "100", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert "UserWarning" not in done.stderr  # Such as another batch than the plan's.
-    lines = done.stdout.splitlines(keepends=True)
-    return "".join(line for line in lines if re.search(shlex.split(pattern or "''")[0], line))
+    return picked(done.stdout, filters)
+
+
+def file_of(what: str) -> str:
+    """The file, or the lines of it that are picked."""
+    path, *filters = what.split(" | ")
+    return picked((ROOT / path).read_text(), filters)
 
 
 SOURCES: dict[str, Callable[[str], str]] = {
-    "file": lambda path: (ROOT / path).read_text(),
+    "file": file_of,
     "output": output_of,
 }
 
@@ -57,23 +85,60 @@ SOURCES: dict[str, Callable[[str], str]] = {
 def blocks(kind: str) -> list[object]:
     return [
         pytest.param(what, text, id=what, marks=[pytest.mark.wide] * what.startswith(SLOW))
-        for found, what, _, text in BLOCK.findall(README)
+        for page in (README, *PAGES.values())
+        for found, what, _, text in BLOCK.findall(page)
         if found == kind
     ]
 
 
-@pytest.mark.parametrize(("path", "text"), blocks("file"))
-def test_the_readme_shows_the_file(path, text):
-    assert text == (ROOT / path).read_text()
+@pytest.mark.parametrize(("what", "text"), blocks("file"))
+def test_a_page_shows_the_file(what, text):
+    assert text == file_of(what)
 
 
 @pytest.mark.parametrize(("command", "text"), blocks("output"))
-def test_the_readme_shows_the_output(command, text):
+def test_a_page_shows_the_output(command, text):
     assert text == output_of(command)
 
 
-def test_every_marker_of_the_readme_is_checked():
-    assert README.count("<!--") == len(BLOCK.findall(README)) >= 3
+def test_filters_pick_lines_as_in_a_shell():
+    text = "ab\nb\nabc\nc\n"
+    assert picked(text, ['grep -E "a|c"', "head -2"]) == "ab\nabc\n"
+    assert picked(text, ["tail -3", "head -1"]) == "b\n"
+    with pytest.raises(ValueError, match="no filter"):
+        picked(text, ["sort"])
+
+
+@pytest.mark.parametrize("name", ["README", *PAGES])
+def test_every_marker_of_a_page_is_checked(name):
+    page = PAGES.get(name, README)
+    assert page.count("<!--") == len(BLOCK.findall(page)) >= 7 * (name == "README")
+
+
+@pytest.mark.parametrize("command", [what for kind, what, *_ in BLOCK.findall(README)
+                                     if kind == "output"])  # fmt: skip
+def test_a_reader_of_the_readme_sees_the_command_of_an_output(command):
+    """Markers are not shown."""
+    assert f"`{command.partition(' | ')[0]}`" in README
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= MAX_README_LINES
+    assert max(len(text.splitlines()) for kind, _, _, text in BLOCK.findall(README)
+               if kind == "output") <= 12  # fmt: skip
+
+
+def test_both_loops_of_the_readme_train_alike():
+    """Up to their steps they are one script, so that their losses can be compared."""
+    setups = [file_of(f"examples/{name}.py").partition("for step")[0]
+              for name in ("quickstart", "own_loop")]  # fmt: skip
+    assert setups[0] == setups[1]
+
+
+@pytest.mark.wide
+def test_both_loops_of_the_readme_print_the_same_losses():
+    run = "torchrun --nproc-per-node 8 --local-ranks-filter 0 examples/"
+    assert output_of(f"{run}quickstart.py") == output_of(f"{run}own_loop.py")
 
 
 def shell_lines(text: str) -> list[str]:
@@ -97,14 +162,28 @@ def test_scripts_stop_at_the_first_failure(path):
 
 
 @pytest.mark.parametrize(
-    "verb", sorted(set(re.findall(r"(?:`|/|output: )meshplan ([a-z]+)\b", README)))
+    "verb",
+    sorted(
+        set(re.findall(r"(?:`|/|output: )meshplan ([a-z]+)\b", "".join([README, *PAGES.values()])))
+    ),
 )
-def test_the_verbs_of_the_readme_exist(verb):
+def test_the_verbs_of_the_pages_exist(verb):
     assert verb in output_of(f"meshplan {verb} --help")
 
 
-def test_the_yaml_of_the_readme_is_a_plan(tmp_path):
-    [text] = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+def test_the_commands_page_has_every_verb_in_the_words_of_the_help():
+    told = re.sub(r"\s+", " ", output_of("meshplan --help").partition("  VERB\n")[2])
+    rows = re.findall(r"^\| `([a-z]+)` \| (.+?) \|", PAGES["commands"], re.MULTILINE)
+    assert told.strip() == " ".join(f"{verb} {says}" for verb, says in rows)
+
+
+@pytest.mark.parametrize("name", ["README", *PAGES])
+def test_the_yaml_of_a_page_is_a_plan(name, tmp_path):
+    for text in re.findall(r"```yaml\n(.*?)```", PAGES.get(name, README), re.DOTALL):
+        check_plan(text, tmp_path)
+
+
+def check_plan(text, tmp_path):
     path = tmp_path / "plan.yaml"
     path.write_text(text)
     assert yaml.safe_load(text)["version"] == 1
@@ -129,18 +208,38 @@ LINK = re.compile(r"""\]\(([^)\s]+)|^\[[^]]+\]:\s*(\S+)|\b(?:src|href|srcset)=["
 """Links and images, in Markdown and in the HTML that Markdown takes."""
 
 
+def check_link(link: str) -> None:
+    """Assert that a link into the repository's main branch leads to a file or folder of it."""
+    repository = re.search(r'^Repository = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)[1]
+    if link.startswith(f"{repository}/") and "/issues" not in link:
+        kind, branch, path = link.removeprefix(f"{repository}/").split("/", 2)
+        path = ROOT / path.partition("#")[0]
+        assert branch == "main", link
+        assert path.is_file() if kind == "blob" else kind == "tree" and path.is_dir(), link
+
+
 def test_the_readme_links_as_an_index_shows_it():
     """An index of packages shows the page by itself: what is relative leads nowhere there."""
-    repository = re.search(r'^Repository = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)[1]
     links = ["".join(found) for found in LINK.findall(README)]
     assert len(links) >= 12
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
     for link in links:
-        if link.startswith(f"{repository}/") and "/issues" not in link:
-            kind, branch, path = link.removeprefix(f"{repository}/").split("/", 2)
-            path = ROOT / path.partition("#")[0]
-            assert branch == "main", link
-            assert path.is_file() if kind == "blob" else kind == "tree" and path.is_dir(), link
+        check_link(link)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_links_of_a_page_lead_to_files_and_sections(name):
+    links = ["".join(found) for found in LINK.findall(PAGES[name])]
+    assert links
+    for link in links:
+        if link.startswith("https://"):
+            check_link(link)
+        else:
+            path, _, section = link.partition("#")
+            text = (ROOT / "docs" / path).read_text()
+            titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+            assert not section or section in [title.lower().replace(" ", "-") for title in titles]
+    assert f"/docs/{name}.md)" in README
 
 
 @pytest.mark.parametrize(
@@ -197,7 +296,7 @@ def test_a_machine_path_would_be_found(path):
 
 
 def refresh(word: str = "") -> None:
-    """Write the real files and outputs into README.md, those whose marker has the word."""
+    """Write the real files and outputs into the pages, those whose marker has the word."""
 
     def real(found: re.Match[str]) -> str:
         kind, what, language, _ = found.groups()
@@ -206,6 +305,8 @@ def refresh(word: str = "") -> None:
         return f"<!-- {kind}: {what} -->\n```{language}\n{SOURCES[kind](what)}```"
 
     (ROOT / "README.md").write_text(BLOCK.sub(real, README))
+    for name, page in PAGES.items():
+        (ROOT / "docs" / f"{name}.md").write_text(BLOCK.sub(real, page))
 
 
 if __name__ == "__main__":

@@ -7,18 +7,29 @@ that the planner chooses and the table does not say so.
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 
 from meshplan.errors import SpecError
 from meshplan.layout.mesh import AXES
+from meshplan.layout.optimizers import SHAPED_STATES
+from meshplan.layout.schedules import SCHEDULES
+from meshplan.layout.styles import EXPERT_STYLE, STYLE_NAMES
 from meshplan.planner.lock.admission import _CHOICES
 from meshplan.planner.lock.lock import overrides
 from meshplan.spec import schema
 from meshplan.spec.keys import FREEABLE, KEEP, KEYS, OBJECTIVE, TIME_LIMIT_S, freed
 from meshplan.spec.reader import load_spec
-from meshplan.spec.spec import HardwareSpec, Spec
+from meshplan.spec.rules import RULE_KEYS
+from meshplan.spec.spec import (
+    OPTIMIZER_STATES,
+    PRECISION_WORDS,
+    STRATEGY_WORDS,
+    HardwareSpec,
+    Spec,
+)
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "defaults.md"
 HEAD = "|---|---|---|\n"
@@ -50,16 +61,20 @@ def test_the_page_has_the_table():
     assert PAGE.read_text().partition(HEAD)[2] == table()
 
 
-def test_every_key_of_the_format_has_a_row_or_no_default():
+def paths_of_the_format() -> set[str]:
     sections = {
         "hardware": schema._HARDWARE, "batch": schema._BATCH, "pipeline": schema._PIPELINE,
         "context": schema._CONTEXT, "experts": schema._EXPERTS,
     }  # fmt: skip
-    paths = {
+    return {
         f"{name}.{key}" if name in sections else name
         for name in schema._PLAN
         for key in sections.get(name, [""])
     }
+
+
+def test_every_key_of_the_format_has_a_row_or_no_default():
+    paths = paths_of_the_format()
     rows = {key.path for key in KEYS} | STATED_ONLY
     paths -= {"input", "solve"}  # Of these, keys of a row of their own each.
     assert paths - rows == set()
@@ -67,6 +82,22 @@ def test_every_key_of_the_format_has_a_row_or_no_default():
         *(f"mesh.{axis}" for axis in AXES), "input.dtype", "input.shape", "solve.objective",
         "solve.time_limit", "solve.keep",
     }  # fmt: skip
+
+
+REFERENCE = PAGE.with_name("plan_reference.md").read_text()
+
+
+def test_the_reference_has_a_row_for_every_key_style_and_word():
+    """Which seeded bug would this catch? A new key, style, strategy or schedule nobody explains."""
+    rows = set(re.findall(r"^\| `([\w.]+)` \|", REFERENCE, re.MULTILINE))
+    styles = {*STYLE_NAMES, EXPERT_STYLE}
+    stated = (paths_of_the_format() | {key.path for key in KEYS}) - {"input", "solve", "rules"}
+    wanted = stated | {"input.shape"} | set(RULE_KEYS) | styles
+    assert rows == wanted
+    quoted = set(re.findall(r"[`\[{, ]([\w-]+)(?=[`\]}:, ])", REFERENCE))
+    words = {*STRATEGY_WORDS, *PRECISION_WORDS, *OPTIMIZER_STATES, *SHAPED_STATES, *SCHEDULES,
+             *schema._DDP}  # fmt: skip
+    assert {word for word in words if not word.startswith("_")} - quoted == set()
 
 
 PLAIN = [
