@@ -74,7 +74,7 @@ def test_what_one_machine_shows_is_taken_to_a_cluster_of_such():
     assert on_cluster(told, replace(nodes, nodes=1, inter=None)) == told
     with pytest.raises(PlanError, match="add inter"):
         on_cluster(told, replace(nodes, inter=None))
-    with pytest.raises(PlanError, match="is of h100-sxm-80gb, and the plan runs on a100"):
+    with pytest.raises(PlanError, match="was measured on h100-sxm-80gb, not on a100"):
         on_cluster(told, replace(nodes, device=find_device("a100-sxm-80gb")))
 
 

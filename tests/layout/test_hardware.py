@@ -68,9 +68,9 @@ def test_names_and_what_is_enough_of_one(name, key):
         ),
         (
             "abacus",
-            "gpu 'abacus' is not in the hardware table\n    fix: write one of v100-sxm-16gb, ",
+            "gpu 'abacus' is not in the hardware table\n    fix: write a name that `meshplan gpus`",
         ),
-        ("", "gpu '' is not in the hardware table\n    fix: write one of v100-sxm-16gb, "),
+        ("", "gpu '' is not in the hardware table\n    fix: write a name that `meshplan gpus`"),
     ],
 )
 def test_names_that_do_not_say_which(name, message):

@@ -89,7 +89,7 @@ def test_at_the_limit_what_is_cached_is_given_back() -> None:
     steps = [("a", 30 * MB), ("a", 0), ("b", 40 * MB)]
     found = reserve(log(*steps), limit_bytes=50 * MB)
     assert (found.reserved_bytes, found.num_retries) == (40 * MB, 1)
-    with pytest.raises(OutOfMemoryError, match="do not fit"):
+    with pytest.raises(OutOfMemoryError, match="cannot reserve"):
         reserve(log(("a", 30 * MB), ("b", 40 * MB)), limit_bytes=50 * MB)
 
 

@@ -128,7 +128,7 @@ def test_a_rank_holds_less_of_a_sequence_that_more_ranks_cut() -> None:
 @pytest.mark.parametrize(
     ("config", "more", "what"),
     [
-        (LLAMA, {"mesh": {"cp": 2, "tp": 2}, "tp_plan": "hf"}, "tp and cp together"),
+        (LLAMA, {"mesh": {"cp": 2, "tp": 2}, "tp_plan": "hf"}, "no multiple of tp times cp"),
     ],
 )
 def test_what_has_no_rule_is_refused(

@@ -267,7 +267,7 @@ def test_a_mistake_shows(
         (LLAMA | {"num_hidden_layers": 2}, {"mesh": {"pp": 8}}, "cut inside blocks"),
         (GPT2, {"pipeline": {"schedule": "1F1B", "microbatches": 4, "split": [
             ["transformer.wte"], ["transformer.wpe"], ["transformer.h.0"]]}, "mesh": {"pp": 3}},
-         "a later one than the next uses"),
+         "a tensor that skips a stage"),
     ],
 )  # fmt: skip
 def test_what_has_no_rule_is_refused(

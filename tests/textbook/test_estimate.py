@@ -361,7 +361,7 @@ def test_flags_and_plan_must_agree(run, plan):
         ),
         (
             "--params 3e9 --gpus 8 --bogus",
-            "unrecognized arguments: --bogus\n    fix: see meshplan --help\n",
+            "estimate has no flag --bogus\n    fix: did you mean '--gpus'?\n",
         ),
         (
             "--gpus",
