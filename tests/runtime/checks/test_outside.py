@@ -171,6 +171,26 @@ def test_is_refused_by_name_before_anything_is_updated(pool, name, loop, says):
         assert what.startswith(says), what
 
 
+def step_of_stages(name: str) -> str:
+    """What is refused in the first step of a model in two stages."""
+    pipeline = {"schedule": "1F1B", "microbatches": 2, "split": [["layers"], ["head"]]}
+    plan = {"version": 1, **SHARD, "mesh": {"pp": 2, "dp_shard": 2}, "pipeline": pipeline}
+    model = meshplan.parallelize(MODELS[name](), plan, example_inputs=batch()[0])
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    inputs, targets = meshplan.local_batch(model, batch())
+    try:
+        meshplan.train_step(model, sgd, inputs, targets, torch.nn.functional.mse_loss)
+    except meshplan.ApplyError as error:
+        return error.problems[0].what
+    return ""
+
+
+def test_a_stage_is_watched_too(pool):
+    """Which seeded bug would this catch? Stages that pass for compiled, and are not watched."""
+    told = pool(4).run(step_of_stages, "Borrowed")
+    assert all("layers.1.linear.weight is used by 'matmul' outside" in what for what in told), told
+
+
 @pytest.mark.parametrize(
     ("name", "plan"),
     [

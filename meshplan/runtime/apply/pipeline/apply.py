@@ -50,12 +50,13 @@ def apply_pipeline(
         part = restrict(plan, stage)
         held = part.assignment.tensors
         find_for_twin(model, module, part)
+        is_compiled = compiles(module, part)  # Wrapping intercepts calls as compiling does.
         wrap(
             module, part, mesh, InitialValues({f: v for f, v in values.local.items() if f in held})
         )
         replay = Replay(stage)  # Ends a forward early, but never inside a unit of `part`.
         watch_calls(module, hooks, replay)
-        if not compiles(module, part):  # An active torch function mode would be compiled in.
+        if not is_compiled:  # An active torch function mode would be compiled in.
             watch_first_forward(module, part)
         parts[stage] = StageRuntime(module, part, replay)
     _empty(model)
