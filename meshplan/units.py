@@ -118,6 +118,15 @@ def parse_bandwidth(text: str | int | float) -> float:
     return _positive(text, number, units[bare.lower()], _BANDWIDTH) / (8 if is_bits else 1)
 
 
+def any_case(word: str) -> str:
+    """Return a regular expression for a word in any case, for engines without inline flags.
+
+    >>> any_case("bf16")
+    '[bB][fF]16'
+    """
+    return "".join(f"[{c.lower()}{c.upper()}]" if c.isalpha() else re.escape(c) for c in word)
+
+
 _SIGN: Final = r"^\s*\+?"
 _POSITIVE: Final = rf"{_SIGN}(?=[\d_.]*[1-9])(?:\d[\d_]*\.?[\d_]*|\.\d+)(?:[eE][+-]?\d{{1,4}})?\s*"
 _BYTE: Final = "(?:[kKmMgGtT][iI]?)?[bB]"

@@ -22,7 +22,7 @@ from typing import Final
 
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.shown import shown
-from meshplan.units import format_gib, parse_bytes
+from meshplan.units import any_case, format_gib, parse_bytes
 
 _FILE: Final = Path(__file__).with_name("hardware.json")
 _GIGA: Final = 10**9
@@ -167,10 +167,7 @@ def names_pattern() -> str:
 
 def _of_words(words: frozenset[str]) -> str:
     """Return a regular expression for texts of only these words, in any case and order."""
-    cased = [
-        "".join(f"[{c}{c.upper()}]" if c.isalpha() else re.escape(c) for c in word)
-        for word in sorted(words)
-    ]
+    cased = [any_case(word) for word in sorted(words)]
     # "80g" stands for "80gb".
     each = "|".join(re.sub(r"^(\d+\[gG\])\[bB\]$", r"\1(?:[bB])?", word) for word in cased)
     return rf"[\s_-]*(?:(?:{each})(?:[\s_-]+|$))+$"

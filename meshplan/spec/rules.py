@@ -48,15 +48,17 @@ from meshplan.spec.values import (
     list_form,
     mapping_form,
     measured,
+    or_null,
     pattern,
     quote,
     scalar_words_form,
     section,
     show,
+    states,
     text,
     words_form,
 )
-from meshplan.units import parse_bytes
+from meshplan.units import any_case, parse_bytes
 
 _STYLES: Final = (*STYLE_NAMES, *PLANNED_STYLES, EXPERT_STYLE)
 _REPLICATE: Final = ("r", "replicate", "replicate()")
@@ -238,7 +240,7 @@ _MATCH_KINDS: Final[Mapping[str, Decoder]] = {
 
 _SELECTOR_FORM: Final = any_of(
     {"type": "string", "minLength": 1},
-    *({**mapping_form({key: each}, required=(key,))} for key, each in _MATCH_KINDS.items()),
+    *(mapping_form({key: each}, required=(key,)) for key, each in _MATCH_KINDS.items()),
 )
 
 
@@ -316,32 +318,30 @@ def _placement(axis: str, value: PlanValue, found: Findings) -> str | None:
 
 _DATA_WORDS: Final = ("replicate", "shard", "hybrid_shard")
 _PLACEMENT_FORM: Final = any_of(
-    words_form(*_REPLICATE),
-    {"type": "string", "pattern": r"^\s*([sS]|[sS]hard)\(\s*-?\d+\s*\)\s*$"},
+    words_form(*_REPLICATE, AUTO),
+    {"type": "string", "pattern": rf"^(?:[sS]|{any_case('shard')})\(\s*-?\d+\s*\)$"},
 )
 _PIECES: Final = r"\s*(?:(?:[2-9]|[1-9]\d+)|[1-9]\d*(?:\s*,\s*[1-9]\d*)+)\s*"
 """The numbers of `packed_colwise(...)`: a count of at least 2, or two and more sizes."""
-_TP_FORM: Final = any_of(
-    {"enum": [AUTO, *(style for style in _STYLES if style != EXPERT_STYLE)]},
+_STYLE_FORM: Final = any_of(
+    {"enum": [style for style in _STYLES if style != EXPERT_STYLE]},
     {"type": "string", "pattern": rf"^packed_colwise\({_PIECES}\)$"},
-    words_form(AUTO),
     _PLACEMENT_FORM,
 )
+_AXIS_FORMS: Final[Mapping[str, Form]] = {
+    **{axis: or_null(_PLACEMENT_FORM) for axis in DATA_AXES},
+    # A placement on cp is refused later, with a reason that depends on the plan.
+    "cp": or_null(_STYLE_FORM),
+    "tp": or_null(_STYLE_FORM),
+    "ep": or_null(any_of({"const": EXPERT_STYLE}, _PLACEMENT_FORM)),
+    "pp": {"type": "null"},
+}
+"""The placements that `_placement` reads on each axis."""
 _AXES_FORM: Final[Form] = {
     "type": "object",
-    "minProperties": 1,
+    "properties": _AXIS_FORMS,
     "additionalProperties": False,
-    "properties": {
-        axis: any_of(
-            {
-                "tp": _TP_FORM,
-                "ep": any_of({"const": EXPERT_STYLE}, words_form(AUTO), _PLACEMENT_FORM),
-            }.get(axis, any_of(words_form(AUTO), _PLACEMENT_FORM)),
-            {"type": "null"},
-        )
-        for axis in AXES
-        if axis != "pp"
-    },
+    "minProperties": 1,
 }
 
 
@@ -400,7 +400,7 @@ _STATES: Final = tuple(key for key in _FIELDS if key not in ("match", "why", "op
 RULE_FORM: Final = mapping_form(
     _FIELDS,
     required=("match",),
-    anyOf=[{"required": [key], "properties": {key: {"not": {"type": "null"}}}} for key in _STATES],
+    anyOf=[states(key) for key in _STATES],
 )
 
 

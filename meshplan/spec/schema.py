@@ -64,8 +64,10 @@ from meshplan.spec.values import (
     mapping_form,
     measured,
     number,
+    or_null,
     section,
     show,
+    states,
     text,
 )
 from meshplan.units import parse_bandwidth, parse_count, parse_memory
@@ -140,16 +142,11 @@ _HARDWARE_NAMES: Final = {
 }
 
 
-def _unless_null(key: str) -> Form:
-    """Return the JSON Schema of mappings in which this key is present and not null."""
-    return {"required": [key], "properties": {key: {"not": {"type": "null"}}}}
-
-
 @decoder(
     mapping_form(
         _HARDWARE,
         required=("gpus_per_node",),
-        **{"not": {"allOf": [_unless_null("gpu"), _unless_null("memory")]}},
+        **{"not": {"allOf": [states("gpu"), states("memory")]}},
     )
 )
 def _hardware(value: PlanValue, found: Findings) -> HardwareSpec | None:
@@ -179,7 +176,7 @@ def _axis_size(value: PlanValue, found: Findings) -> int | str | Borrow | None:
 
 
 _BORROW_FORM: Final[Form] = {"type": "string", "pattern": r"^\s*0*[1-9]\d{0,6}\s+in\s+\S+\s*$"}
-_AXIS_FORM: Final = any_of(integer(1, AUTO, high=_MAX_DEVICES).form, _BORROW_FORM, {"type": "null"})
+_AXIS_FORM: Final = or_null(any_of(integer(1, AUTO, high=_MAX_DEVICES).form, _BORROW_FORM))
 
 
 @decoder(
@@ -230,7 +227,7 @@ def _check_borrow(
     _count.form,
     {
         "type": "object",
-        "patternProperties": {"^[0-9]{1,9}$": any_of(_steps.form, {"type": "null"})},
+        "patternProperties": {"^[0-9]{1,9}$": or_null(_steps.form)},
         "additionalProperties": False,
     },
 )

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.spec.match import near
-from meshplan.units import FORMS
+from meshplan.units import FORMS, any_case
 
 _MAX_PROBLEMS: Final = 100
 """Number of problems after which reading stops: searching suggestions for more takes too long."""
@@ -81,7 +81,7 @@ Form = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """What a key may be: how it is read, and its form for editors.
+    """A reader of one kind of value, and the form of such values for editors.
 
     Args:
         read: Returns the meaning of a value; if it has none, records a problem and returns None.
@@ -108,18 +108,24 @@ def any_of(*forms: Form) -> Form:
 
 def words_form(*words: str) -> Form:
     """Return the form of one of these words in any case."""
-    by_case = "|".join(
-        "".join(f"[{c.lower()}{c.upper()}]" if c.isalpha() else re.escape(c) for c in word)
-        for word in words
-    )
-    return {"anyOf": [{"enum": list(words)}, {"type": "string", "pattern": f"^({by_case})$"}]}
+    pattern = f"^({'|'.join(map(any_case, words))})$"
+    return any_of({"enum": list(words)}, {"type": "string", "pattern": pattern})
+
+
+def or_null(form: Form) -> Form:
+    """Return the form of a key that may be left without a value, which then is not stated."""
+    return any_of(form, {"type": "null"})
+
+
+def states(key: str) -> Form:
+    """Return the form of a mapping that states a value for this key."""
+    return {"required": [key], "properties": {key: {"not": {"type": "null"}}}}
 
 
 def mapping_form(fields: Mapping[str, Decoder], required: Iterable[str] = (), **more: Any) -> Form:
     """Return the form of a mapping as `section` reads it: a key without a value is not stated."""
     forms = {
-        key: each.form if key in required else any_of(each.form, {"type": "null"})
-        for key, each in fields.items()
+        key: each.form if key in required else or_null(each.form) for key, each in fields.items()
     }
     out: Form = {"type": "object", "properties": forms, "additionalProperties": False}
     return out | ({"required": list(required)} if required else {}) | more

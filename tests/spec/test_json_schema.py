@@ -16,6 +16,8 @@ import pytest
 import yaml
 
 from meshplan.errors import SpecError
+from meshplan.layout.mesh import AXES
+from meshplan.layout.styles import EXPERT_STYLE, PLANNED_STYLES, STYLE_NAMES
 from meshplan.spec import schema
 from meshplan.spec.json_schema import plan_schema
 from meshplan.spec.keys import KEYS
@@ -121,6 +123,19 @@ def test_random_plans(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert bool(wrong) == bool(problem), (plan, problem, wrong)
         valid += not problem
     assert 250 < valid < 750
+
+
+def test_every_placement_on_every_axis() -> None:
+    words = [
+        *STYLE_NAMES, *PLANNED_STYLES, EXPERT_STYLE, "R", "REPLICATE", "replicate()", "Auto",
+        "S(0)", "s(-1)", "SHARD( 1 )", "Shard", "partial", "P(sum)", "packed_colwise(2)",
+        "packed_colwise(1)", "packed_colwise(3, 0)", "packed_colwise(8,4)", "COLWISE", "", None, 1,
+        True, [], {},
+    ]  # fmt: skip
+    for axis in (*AXES, "dp"):
+        for word in words:
+            plan = {"version": 1, "rules": [{"match": "a", "place": {axis: word}}]}
+            assert VALID.is_valid(plan) == (not accepts(plan)), (axis, word, accepts(plan))
 
 
 def test_each_value_is_good_alone() -> None:
