@@ -1,4 +1,4 @@
-"""What a command of meshplan may do because the process is its own.
+"""Freedoms of a command of meshplan, whose process is its own.
 
 It may run in this process what a library call leaves to a subprocess, such as opening a fake
 process group, and need not import torch twice. It may also exit without tidying up.

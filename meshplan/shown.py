@@ -1,4 +1,4 @@
-"""What a value shows of itself: a `repr` of one screen, and HTML in a notebook.
+"""Views of values: a `repr` of one screen, and HTML in a notebook.
 
 `shown` decorates the classes of values. A plan of a large model holds thousands of layouts, and the
 `repr` that dataclasses generate would print all of them: megabytes.
@@ -41,8 +41,8 @@ _MOST_TEXT: Final = 60
 _STEPS: Final = (
     (99, None), (3, 6), (2, 6), (2, 3), (1, 6), (1, 3), (1, 1), (0, 1), (1, 0), (0, 0)
 )  # fmt: skip
-"""How `short` abbreviates, from not at all to completely: (depth of nesting, items of a collection;
-None for all of them)."""
+"""The steps in which `short` abbreviates, from not at all to completely: (depth of nesting, items
+of a collection; None for all of them)."""
 
 _is_whole: Final[ContextVar[bool]] = ContextVar("meshplan_whole_repr", default=False)
 _Shown = TypeVar("_Shown")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from meshplan.errors import Origin, Problem, SpecError
-from meshplan.layout.hardware import find_device
+from meshplan.layout.hardware import devices, find_device
 from meshplan.model.blueprint.config import config_file, read_json
 from meshplan.render.plans.starter import Starter
 
@@ -64,20 +64,17 @@ def starter(
 
 def _machine(gpu: str | None, count: int | None, guesses: list[str]) -> tuple[str | None, int, int]:
     """Return (name of the GPU or None, its memory in bytes, number of GPUs of a node)."""
-    if gpu is not None and count is not None:
-        device = find_device(gpu, Origin("--gpu"))
-        return device.name, device.usable_bytes, count
-    from meshplan.runtime.calibrate import seen_devices
+    device = None if gpu is None else find_device(gpu, Origin("--gpu"))
+    if device is None or count is None:
+        from meshplan.runtime.calibrate import seen_devices
 
-    seen, num_seen = seen_devices()
-    count = count or num_seen or _GPUS
-    if gpu is not None:
-        seen = find_device(gpu, Origin("--gpu"))
-    elif seen is None:
-        seen = find_device(_GPU)
+        seen, num_seen = seen_devices()
+        device, count = device or seen, count or num_seen or _GPUS
+    if device is None:
+        device = find_device(_GPU)
         guesses.append(f"no GPU is seen here: hardware states {count} x {_GPU}, correct it")
-    is_listed = bool(seen.peak_flops)
-    return (seen.name if is_listed else None), seen.usable_bytes, count
+    is_listed = device.name in devices()
+    return (device.name if is_listed else None), device.usable_bytes, count
 
 
 def _input(

@@ -36,8 +36,8 @@ from meshplan.errors import MeshplanError, Origin, Problem, SpecError
 from meshplan.own_process import IS_OWN, leave_at_once
 from meshplan.render.base.text import PlainStream, envelope
 from meshplan.render.memory.estimate import estimate_to_json, estimate_to_text
-from meshplan.spec.recipes import as_code_name, find_plan
-from meshplan.spec.trust import ALLOW_CODE
+from meshplan.spec.recipes import find_plan
+from meshplan.spec.trust import ALLOW_CODE, as_code_name
 from meshplan.spec.values import did_you_mean
 from meshplan.textbook.inverse import STATES_ONLY
 from meshplan.version import __version__
@@ -355,7 +355,7 @@ def _parser() -> argparse.ArgumentParser:
     for verb in VERBS:
         sub = verbs.add_parser(verb.name, help=verb.help, description=verb.help, parents=[common])
         verb.add_flags(sub)
-        sub.set_defaults(run=verb.run, verb=verb.name, parser=sub, make_parser=_parser)
+        sub.set_defaults(run=verb.run, verb=verb.name, parser=sub, whole_parser=parser)
     return parser
 
 

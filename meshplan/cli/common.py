@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from meshplan.api.source import Source, SourceArguments
 from meshplan.errors import Problem, SpecError
 from meshplan.render.base.text import wants_colour
-from meshplan.spec.recipes import as_code_name, plans_in
+from meshplan.spec.recipes import plans_in
+from meshplan.spec.trust import as_code_name
 
 YES, NO, COULD_NOT = 0, 1, 2
 INTERRUPTED = 130

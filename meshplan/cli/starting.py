@@ -89,7 +89,7 @@ def _completion_flags(parser: argparse.ArgumentParser) -> None:
 def _completion(args: argparse.Namespace) -> int:
     from meshplan.render.completion import completion_to_text
 
-    answer(args, completion_to_text(args.shell, args.make_parser()))
+    answer(args, completion_to_text(args.shell, args.whole_parser))
     return YES
 
 

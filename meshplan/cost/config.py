@@ -36,7 +36,7 @@ STRATEGY_OPTIONS: Final[Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]] =
         "hybrid_shard_zero2": ((SHARD,), (0,)),
     }
 )
-"""By strategy, (modes as indices into `MODES`, values of reshard_after_forward)."""
+"""(modes as indices into `MODES`, values of reshard_after_forward), by strategy."""
 
 
 def plan_as_config(plan: Plan) -> NDArray[Any]:

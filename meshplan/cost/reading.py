@@ -39,7 +39,7 @@ _SENT: Final = {
     "cut_sequence": ("", "gather"),
     "end_sequence": ("gather", ""),
 }
-"""By name of an op, (collective of its forward, collective of its backward); "" for none."""
+"""(collective of its forward, collective of its backward), by name of an op; "" for none."""
 _SUMMED: Final = frozenset({"amax", "stack"})
 """Ops of a vocabulary-parallel loss whose results are summed over ranks.
 

@@ -81,8 +81,8 @@ def _adamw_8bit(
 SHAPED_TENSORS: Final[Mapping[str, Callable[[tuple[int, ...], int, int], OptimizerStateBytes]]] = (
     MappingProxyType({"adafactor": _adafactor, "muon": _muon, "adamw_8bit": _adamw_8bit})
 )
-"""By the optimizer's name in a plan, the function (shape of the whole parameter, number of elements
-on this rank, bytes per element) -> bytes of each state tensor on this rank.
+"""The function (shape of the whole parameter, number of elements on this rank, bytes per element)
+-> bytes of each state tensor on this rank, by the optimizer's name in a plan.
 """
 
 
@@ -97,7 +97,7 @@ def _bytes_of(tensors: Callable[[tuple[int, ...], int, int], OptimizerStateBytes
 SHAPED_STATES: Final[Mapping[str, _Bytes]] = MappingProxyType(
     {word: _bytes_of(tensors) for word, tensors in SHAPED_TENSORS.items()}
 )
-"""As `SHAPED_TENSORS`, with the total bytes of state as the functions' result."""
+"""The functions of `SHAPED_TENSORS`, with the total bytes of state as their result."""
 
 CALLED: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -108,7 +108,7 @@ CALLED: Final[Mapping[str, str]] = MappingProxyType(
         ),
     }
 )
-"""By name in a plan, which implementation is assumed for an optimizer that is not torch's."""
+"""The assumed implementation of each optimizer that is not torch's, by its name in a plan."""
 
 
 def called(word: str) -> str:

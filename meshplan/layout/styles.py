@@ -29,7 +29,7 @@ from meshplan.shown import shown
 @shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
-    """How one kind of module computes under tensor parallelism.
+    """The computation of one kind of module under tensor parallelism.
 
     Args:
         name: The style's name in plan.yaml.

@@ -27,7 +27,7 @@ class Bond:
 
 @dataclass(slots=True)
 class Need:
-    """What one consumer, such as a unit or the model's output, depends on.
+    """The dependencies of one consumer, such as a unit or the model's output.
 
     Attributes:
         values: Needed outputs of other units: the index of the unit that made it, by value id.
@@ -45,7 +45,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relay:
-    """What stages send to the next stage, and which tensors each stage needs.
+    """The values that stages send to the next stage, and the tensors that each stage needs.
 
     Args:
         crossing: For each cut between two stages, the value ids that are sent; the first cut is

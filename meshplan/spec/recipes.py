@@ -1,6 +1,7 @@
-"""The recipes: plan files that are shipped with meshplan, each a different kind of parallelism.
+"""Plan files by name: the recipes that are shipped with meshplan, and the plans of a folder.
 
-They are inside an installed package, and next to the package in a checkout.
+Recipes, each a different kind of parallelism, are inside an installed package, and next to the
+package in a checkout.
 """
 
 from __future__ import annotations
@@ -75,18 +76,6 @@ def find_plan(text: str | os.PathLike[str]) -> Path:
     except SpecError as error:
         problem = error.problems[0]
         raise SpecError(Problem(problem.what, Origin("--plan"), problem.fix)) from None
-
-
-def as_code_name(text: str) -> str:
-    """Return "pkg.mod:name" for a function that is named by its file, "pkg/mod.py:name".
-
-    >>> as_code_name("models/net.py:build"), as_code_name("models.net:build")
-    ('models.net:build', 'models.net:build')
-    """
-    file, colon, name = text.partition(":")
-    if not file.endswith(".py") or os.path.isabs(file):
-        return text
-    return os.path.normpath(file).removesuffix(".py").replace(os.sep, ".") + colon + name
 
 
 def _folder() -> Path:

@@ -19,7 +19,6 @@ from meshplan.layout.styles import (
     parse_placement,
 )
 from meshplan.spec.match import PatternError, compile_selector
-from meshplan.spec.recipes import as_code_name
 from meshplan.spec.spec import (
     AUTO,
     DTYPE_WORDS,
@@ -30,6 +29,7 @@ from meshplan.spec.spec import (
     Rule,
     Selector,
 )
+from meshplan.spec.trust import as_code_name
 from meshplan.spec.values import (
     Decoder,
     Findings,

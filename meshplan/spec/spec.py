@@ -68,7 +68,7 @@ OPTIMIZER_STATES: Mapping[str, int] = MappingProxyType(
         "rmsprop": 1,
     }
 )
-"""By optimizer name, the number of state tensors of the parameter's shape and dtype."""
+"""The number of state tensors of the parameter's shape and dtype, by optimizer name."""
 
 
 @shown
@@ -247,7 +247,7 @@ class Pipeline:
 @shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """How attention is computed over shards of the sequence.
+    """The computation of attention over shards of the sequence.
 
     Args:
         attention: all_gather (of keys and values) or all_to_all (of heads).

@@ -56,7 +56,7 @@ _STAGE: Final = (
     frozenset({"optimizer", "gradient"}),
     frozenset({"optimizer", "gradient", "parameter"}),
 )
-"""What is sharded, by ZeRO stage (0 to 3)."""
+"""The sharded states, by ZeRO stage (0 to 3)."""
 
 STRATEGIES: Final[Mapping[str, Strategy]] = MappingProxyType(
     {

@@ -117,3 +117,15 @@ def _record_of(origin: Origin) -> Path:
     name = hashlib.sha256("\0".join(places).encode(errors="surrogateescape")).hexdigest()
     data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
     return Path(data).expanduser() / "meshplan" / "trusted" / name
+
+
+def as_code_name(text: str) -> str:
+    """Return "pkg.mod:name" for a function that is named by its file, "pkg/mod.py:name".
+
+    >>> as_code_name("models/net.py:build"), as_code_name("models.net:build")
+    ('models.net:build', 'models.net:build')
+    """
+    file, colon, name = text.partition(":")
+    if not file.endswith(".py") or os.path.isabs(file):
+        return text
+    return os.path.normpath(file).removesuffix(".py").replace(os.sep, ".") + colon + name

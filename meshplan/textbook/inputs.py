@@ -35,7 +35,7 @@ _BEYOND: Final[Mapping[str, tuple[int, str]]] = {
     "gpus": (10**6, "GPUs are more than any cluster has"),
     "memory": (10**13, "bytes in one GPU are more than any device has"),
 }
-"""By name, (limit beyond any existing machine or model, text for a number above the limit).
+"""(limit beyond any existing machine or model, text for a number above it), by name of the input.
 
 A larger number is probably a typing error.
 """

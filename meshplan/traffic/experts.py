@@ -26,7 +26,7 @@ from meshplan.traffic.types import Routed, Traffic, one
 COUNT_BYTES = DTYPE_BYTES["int64"]
 
 Arrivals = Mapping[str, Sequence[int]]
-"""By fqn of an expert module, the number of slots that a rank receives in each call, in order."""
+"""The number of slots that a rank receives in each call, in order, by fqn of an expert module."""
 
 
 def dispatch(plan: Plan, forward: Forward, arrivals: Arrivals | None) -> Iterator[Traffic]:

@@ -1,7 +1,7 @@
 """Find the attributes from which code computes shapes: `view(b, s, self.num_heads, self.head_dim)`.
 
 On one rank of tp they must have their local values. Rehearsals show which attributes these are.
-Where a rehearsal diverges from the recorded forward, the candidates are attributes of the
+If a rehearsal diverges from the recorded forward, the candidates are attributes of the
 surrounding modules whose value is a size of a sharded dim class. They are divided by tp, as few of
 them as possible, until the rehearsal runs the recorded operations. If a wrong attribute is divided,
 the rehearsal diverges.

@@ -30,7 +30,7 @@ class Refuted(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionProof:
-    """What a set of regions requires of replicated parameters.
+    """The demands of a set of regions on replicated parameters.
 
     Args:
         summed: Fqns of replicated parameters whose gradients must be summed over tp.
@@ -44,7 +44,7 @@ class RegionProof:
 
 @dataclass(slots=True)
 class _GradientStates:
-    """By value id, if its gradient is whole (`_WHOLE`), a partial sum (`_PART`), or both."""
+    """The gradient of each value id: whole (`_WHOLE`), a partial sum (`_PART`), or both."""
 
     gradient: dict[int, int] = field(default_factory=dict)
     summed_modules: dict[str, bool] = field(default_factory=dict)
@@ -62,7 +62,7 @@ def prove(places: FlowUses, regions: Iterable[Region], gathered: Mapping[str, st
         gathered: Modules whose style has a whole input and output (vocab), by fqn.
 
     Returns:
-        What this requires of replicated parameters.
+        The demands of the regions on replicated parameters.
 
     Raises:
         Refuted: There is no proof; the message names the place and the reason.

@@ -59,7 +59,7 @@ class NoRegion(Exception):
 
 
 class FlowUses:
-    """Where a recorded forward uses the modules and parameters of a model.
+    """The places at which a recorded forward uses the modules and parameters of a model.
 
     Attributes:
         calls: Calls of each module, by fqn.

@@ -15,7 +15,7 @@ PARTS: Final = Reason(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """Where activations are sharded along the sequence, and which modules are affected.
+    """The activations that are sharded along the sequence, and the modules that this affects.
 
     Args:
         cuts: Pairs (module, path of an argument) of whole arguments that are replaced by the rank's

@@ -1,4 +1,4 @@
-"""What a schedule that splits the backward (zero bubble) requires of the rest of a plan.
+"""The demands of a schedule that splits the backward (zero bubble) on the rest of a plan.
 
 The weight gradients of a microbatch are computed later than its input gradients, from the same
 autograd graph. Until then the weights must stay the tensors that forward used, so FSDP2 must not

@@ -25,7 +25,7 @@ runs on H100 (torchtitan, FSDP2) it reserved at most 1.1 % more than predicted f
 
 
 class Tier(StrEnum):
-    """How an estimate was made.
+    """The method of an estimate.
 
     REPLAY composes the step by rules; WHOLE traces a step of the whole model on fake tensors.
     """

@@ -289,7 +289,7 @@ class Composer:
         events: list[Event] = []
         marks: list[HookPoint] = []
         after: dict[tuple[int, int], int] = {}
-        """By (log, index of an event): number of composed events once that event is written."""
+        """Number of composed events once an event is written, by (log, index of the event)."""
         for number, mode in enumerate(modes):
             cut = self._cuts[mode]
             piece = cut.pieces[number]

@@ -179,9 +179,9 @@ class _BlockRepeater:
         self._shifts: list[tuple[int, int]] = []
         """(index of the event at which a segment begins, number of events inserted before it)."""
         self._copies: dict[tuple[int, int], int] = {}
-        """By (segment, copy): number of the first storage that the copy of the segment makes."""
+        """Number of the first storage that the copy of a segment makes, by (segment, copy)."""
         self._starts_of_copies: dict[tuple[int, int], int] = {}
-        """By (segment, copy): index in the written log of the copy's first event."""
+        """Index in the written log of the copy's first event, by (segment, copy)."""
 
     def whole(self) -> MicrobatchTrace:
         for run in self._runs:

@@ -182,7 +182,7 @@ class StageWork:
 
     @cached_property
     def ready_at(self) -> Mapping[int, Sequence[int]]:
-        """By index of an event: storages of the parameters' gradients complete before it."""
+        """Storages of the parameters' gradients complete before an event, by the event's index."""
         out: dict[int, list[int]] = {}
         for fqn, event in self.work.ready.items():
             out.setdefault(event, []).append(self.work.gradients[fqn])
@@ -190,7 +190,7 @@ class StageWork:
 
     @cached_property
     def names(self) -> Mapping[int, str]:
-        """By storage of a gradient: fqn of the parameter."""
+        """Fqn of the parameter, by storage of its gradient."""
         return {storage: fqn for fqn, storage in self.work.gradients.items()}
 
 

@@ -55,9 +55,9 @@ class Player:
         self._marks: list[HookPoint] = []
         self._gradients: dict[str, int] = {}
         self._ready: dict[str, int] = {}
-        """By fqn of a parameter: index of the event before which its gradient is complete."""
+        """Index of the event before which a gradient is complete, by fqn of its parameter."""
         self._unlaid: dict[str, int] = {}
-        """By fqn of a parameter: storage of a gradient in another layout than the parameter's."""
+        """Storage of a gradient in another layout than its parameter's, by fqn of the parameter."""
         self._sent: set[int] = set()
         self._phase = 0
         self._is_loss = False
@@ -67,8 +67,7 @@ class Player:
         self._kept: dict[int, list[int]] = {}
         """Storages saved by each op."""
         self._inputs: dict[int, dict[int, int]] = {}
-        """By the first op of a recomputed span: storages of the inputs that the span saves, by
-        value."""
+        """Storages of the inputs that a recomputed span saves, by value, by the span's first op."""
         self._cached: dict[int, int] = {}
         """Storage of each value that selective recomputation saved instead of recomputing it."""
         self._host = OffloadedValues(tape.nbytes)

@@ -17,7 +17,7 @@ from meshplan.model.blueprint.config import Facts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """How the modules of one decoder family differ from Llama's.
+    """The differences of one decoder family's modules from Llama's.
 
     An argument of type `bool | str` is either the family's fixed answer, or the key at which its
     configs state it.

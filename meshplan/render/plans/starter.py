@@ -11,7 +11,7 @@ from meshplan.spec.json_schema import EDITOR_LINE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Starter:
-    """What a new plan states.
+    """The statements of a new plan.
 
     Args:
         config: Path or Hub name of a config.json, as the plan file writes it; None for none.
