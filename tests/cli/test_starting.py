@@ -22,6 +22,7 @@ from meshplan.cli.app import VERBS, main
 from meshplan.layout.hardware import devices
 from meshplan.model.blueprint import config as configs
 from meshplan.runtime import calibrate
+from meshplan.spec import trust
 from meshplan.spec.json_schema import EDITOR_LINE, plan_schema
 from meshplan.spec.reader import load_spec
 from tests.planner.test_planner import LLAMA
@@ -101,6 +102,7 @@ def test_a_plan_of_a_module_has_its_input_and_is_trusted(here, capsys, layers, s
     spec = load_spec("plan.yaml")
     assert spec.model is not None
     assert spec.model.entry == entry
+    assert trust.is_trusted(spec.origins[""])
     assert (spec.input.shape if spec.input else None) == shape
     assert spec.batch.seq_len == tokens
     if shape or tokens:
