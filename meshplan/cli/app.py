@@ -423,6 +423,10 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         return _answer(argv)
     except KeyboardInterrupt:
+        # If the interrupt passed through an `exec` of a string, as in libraries that generate code,
+        # CPython remembers it as unhandled, and `python -m` would end by SIGINT instead of with
+        # this exit code. Every `exec` of a string clears that flag first.
+        exec("pass")
         return INTERRUPTED
     except BrokenPipeError:
         # The reader closed the pipe (`| head`). Redirect stdout, or the flush at exit raises again.

@@ -272,6 +272,17 @@ def test_an_interrupt_ends_everything(tmp_path):
     pytest.fail("a process is left")
 
 
+def test_an_interrupt_in_executed_text_gives_the_same_exit_code(tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text(json.dumps(PLAN | {"model": {"entry": "tests.helpers.estimated:interrupting"}}))
+    command = [sys.executable, "-m", "meshplan", "estimate", "-f", str(path)]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, start_new_session=True, check=False,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (130, "")
+
+
 @pytest.mark.wide
 def test_a_script_without_a_main_guard_is_not_run_again(tmp_path):
     script = tmp_path / "script.py"

@@ -175,6 +175,12 @@ class Changing(nn.Module):
         return self.layer(x) * self.factor
 
 
+def interrupting() -> nn.Module:
+    """Is interrupted in code that is executed as a string, as sympy's and torch's at times is."""
+    exec("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nfor _ in range(10): pass")
+    return Tower(1)
+
+
 def dropping() -> nn.Module:
     """Reads numbers while it is built, as timm's models do for their drop rates."""
     model = Tower(3)
