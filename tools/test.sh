@@ -3,6 +3,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
+# Tests start hundreds of processes that import meshplan: compile it once, not in each of them.
+unset PYTHONDONTWRITEBYTECODE
 
 "$python" -m ruff check .
 "$python" -m ruff format --check .
