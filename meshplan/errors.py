@@ -6,7 +6,7 @@ packages: each check collects its `Problem`s and raises all of them in one error
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from meshplan.shown import shown
@@ -95,3 +95,19 @@ class UnstatedError(PlanError):
 
 class ApplyError(MeshplanError, RuntimeError):
     """The live model or the running job does not agree with the plan."""
+
+
+def check_all(*checks: Callable[[], object]) -> None:
+    """Call every check, and raise one error with the problems of all, to be mended in one round.
+
+    Raises:
+        PlanError: At least one check raised a PlanError.
+    """
+    problems: list[Problem] = []
+    for check in checks:
+        try:
+            check()
+        except PlanError as error:
+            problems += error.problems
+    if problems:
+        raise PlanError(problems)

@@ -20,6 +20,8 @@ MOST_KEPT = 4
 
 # Plans of the tests name models of the tests; what is not allowed is for tests/hostile to see.
 os.environ["MESHPLAN_ALLOW_CODE"] = "1"
+# Workers of pytest-xdist have a width, to which every answer would be folded.
+os.environ.pop("COLUMNS", None)
 
 # How long an example takes says how busy the machine is, and nothing of what it shows.
 hypothesis.settings.register_profile("untimed", deadline=None)

@@ -60,7 +60,7 @@ def output_of(command: str) -> str:
     done = subprocess.run(
         [sys.executable, *PROGRAMS[program], *words],
         cwd=ROOT,
-        env=os.environ | {"NO_COLOR": "1", "COLUMNS": "100", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"NO_COLOR": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=300,

@@ -25,10 +25,12 @@ from meshplan.cli.common import (
     YES,
     Verb,
     answer,
+    answer_json,
     colours,
     model_flags,
     noting,
     plan_file,
+    print_error,
     print_notes,
     source_of,
 )
@@ -107,10 +109,8 @@ def _estimate(args: argparse.Namespace) -> int:
     )
     explain = args.explain or args.verbose
     if args.json:
-        answer(
-            args,
-            envelope("estimate/1", estimate_to_json(estimate, explain=explain), estimate.notes),
-        )
+        result = estimate_to_json(estimate, explain=explain)
+        answer_json(args, "estimate/1", result, estimate.notes)
     else:
         answer(args, *estimate_to_text(estimate, explain=explain, colour=colours(args)))
         print_notes(args, [note for note in estimate.notes if note != STATES_ONLY])
@@ -142,7 +142,7 @@ def _estimate_peaks(args: argparse.Namespace) -> int:
         report=noting(args),
     )
     if args.json:
-        answer(args, envelope("memory/1", memory_to_json(estimate), estimate.notes))
+        answer_json(args, "memory/1", memory_to_json(estimate), estimate.notes)
     else:
         colour = colours(args)
         answer(
@@ -175,7 +175,7 @@ def _check(args: argparse.Namespace) -> int:
         except MeshplanError as error:
             if len(args.plans) == 1:
                 raise
-            print(error, file=sys.stderr)
+            print_error(str(error))
             codes.append(COULD_NOT)
     return max(codes)
 
@@ -189,11 +189,11 @@ def _check_one(args: argparse.Namespace) -> int:
     except SpecError as error:
         if not args.json:
             raise
-        answer(args, envelope("check/1", findings_to_json(error.problems)))
+        answer_json(args, "check/1", findings_to_json(error.problems))
         return COULD_NOT
     if args.json:
         result = findings_to_json(checked.problems, checked.warnings)
-        answer(args, envelope("check/1", result, checked.notes))
+        answer_json(args, "check/1", result, checked.notes)
     else:
         for noun, findings in (("problem", checked.problems), ("warning", checked.warnings)):
             if findings:
@@ -241,7 +241,7 @@ def _demo(args: argparse.Namespace) -> int:
     predicted = state_bytes_by_rank(plan.assignment, plan.spec.optimizer)
     if args.json:
         result = demo_to_json(losses, alone, tolerance, live, predicted)
-        answer(args, envelope("demo/1", {"plan": str(path), **result}))
+        answer_json(args, "demo/1", {"plan": str(path), **result})
     else:
         answer(args, *losses_to_text(losses, alone, world, tolerance), "")
         answer(args, *bytes_to_text(live, predicted))
@@ -263,7 +263,7 @@ def _verify(args: argparse.Namespace) -> int:
         source_of(args), max_ranks=args.ranks, report=noting(args, notes)
     )
     if args.json:
-        answer(args, envelope("verify/1", {"plan": path, **verdict_to_json(verdict)}, notes))
+        answer_json(args, "verify/1", {"plan": path, **verdict_to_json(verdict)}, notes)
     else:
         answer(args, *verdict_to_text(verdict, path))
     return YES if verdict.is_ok else NO
@@ -447,7 +447,7 @@ def _answer(argv: Sequence[str] | None) -> int:
         with _environment(args), redirect_stdout(sys.stderr):
             code: int = args.run(args)
     except MeshplanError as error:
-        print(error, file=sys.stderr)
+        print_error(str(error))
         if "--json" in (sys.argv[1:] if argv is None else argv):
             from meshplan.render.base.findings import findings_to_json
 

@@ -7,13 +7,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from meshplan.api.source import Source, SourceArguments
 from meshplan.errors import Problem, SpecError
-from meshplan.render.base.text import wants_colour
+from meshplan.render.base.text import envelope, folded, terminal_width, wants_colour
 from meshplan.spec.recipes import plans_in
 from meshplan.spec.trust import as_code_name
 
@@ -115,7 +116,32 @@ def answer(args: argparse.Namespace, *lines: str) -> None:
     `args.answers` is the real stdout. While a subcommand runs, `sys.stdout` is redirected to
     stderr, so that text which the code of a user's model prints does not mix with the answer.
     """
-    print(*lines, sep="\n", file=args.answers, flush=True)
+    answer_exactly(args, _fitted("\n".join(lines)))
+
+
+def answer_json(
+    args: argparse.Namespace, schema: str, result: Mapping[str, Any], notes: Sequence[str] = ()
+) -> None:
+    """Print an answer as JSON, in the envelope of `--json`."""
+    answer_exactly(args, envelope(schema, result, notes))
+
+
+def answer_exactly(args: argparse.Namespace, text: str) -> None:
+    """Print an answer that a program reads, whose lines stay as they are in a narrow terminal."""
+    print(text, file=args.answers, flush=True)
+
+
+def print_error(text: str) -> None:
+    """Print text for the user to stderr."""
+    print(_fitted(text), file=sys.stderr)
+
+
+def _fitted(text: str) -> str:
+    """Fold the lines of a text to the terminal's width, if it has one."""
+    width = terminal_width()
+    if width is None:
+        return text
+    return "\n".join(piece for line in text.split("\n") for piece in folded(line, width))
 
 
 def colours(args: argparse.Namespace) -> bool:
@@ -161,4 +187,4 @@ def print_notes(args: argparse.Namespace, notes: Sequence[str]) -> None:
     """Print notes to stderr, unless the user passed `-q`."""
     if not args.quiet:
         for note in notes:
-            print(f"note: {note}", file=sys.stderr)
+            print_error(f"note: {note}")

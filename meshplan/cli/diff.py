@@ -8,9 +8,17 @@ from typing import TYPE_CHECKING
 
 from meshplan.api import checking
 from meshplan.api.source import Source
-from meshplan.cli.common import NO, YES, Verb, answer, model_flags, print_notes, profile_flag
+from meshplan.cli.common import (
+    NO,
+    YES,
+    Verb,
+    answer,
+    answer_json,
+    model_flags,
+    print_notes,
+    profile_flag,
+)
 from meshplan.errors import MeshplanError, Problem, SpecError
-from meshplan.render.base.text import envelope
 
 if TYPE_CHECKING:
     from meshplan.planner.answers.difference import PlanDifference
@@ -57,7 +65,7 @@ def _print_difference(args: argparse.Namespace, found: PlanDifference, notes: Se
     from meshplan.render.plans.difference import difference_to_json, difference_to_text
 
     if args.json:
-        answer(args, envelope("diff/1", difference_to_json(found), notes))
+        answer_json(args, "diff/1", difference_to_json(found), notes)
     else:
         answer(args, *difference_to_text(found))
         print_notes(args, notes)

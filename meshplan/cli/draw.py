@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,16 +13,17 @@ from meshplan.cli.common import (
     YES,
     Verb,
     answer,
+    answer_json,
     colours,
     free_flag,
     machine_flags,
     model_flags,
     noting,
+    print_error,
     print_notes,
     source_of,
 )
 from meshplan.errors import Origin, PlanError, Problem, SpecError
-from meshplan.render.base.text import envelope
 from meshplan.textbook.inputs import read_limit
 
 if TYPE_CHECKING:
@@ -43,12 +43,12 @@ def _show(args: argparse.Namespace) -> int:
     warnings = plan.assignment.warnings
     if args.json:
         said = [*notes, *(str(warning) for warning in warnings)]
-        answer(args, envelope("show/1", plan_to_json(plan), said))
+        answer_json(args, "show/1", plan_to_json(plan), said)
         return YES
     answer(args, *plan_to_text(plan, colour=colours(args)))
     print_notes(args, notes)
     if warnings and not args.quiet:
-        print(findings_to_text("warning", warnings), file=sys.stderr)
+        print_error(findings_to_text("warning", warnings))
     return YES
 
 
@@ -97,7 +97,7 @@ def _draw(args: argparse.Namespace) -> int:
             "alt": picture.alt,
             "file": str(saved),
         }
-        answer(args, envelope("draw/1", result, notes))
+        answer_json(args, "draw/1", result, notes)
     else:
         answer(args, picture.title)
         print_notes(args, notes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,19 +16,20 @@ from meshplan.cli.common import (
     YES,
     Verb,
     answer,
+    answer_json,
     colours,
     free_flag,
     machine_flags,
     model_flags,
     noting,
     plan_file,
+    print_error,
     print_notes,
     profile_flag,
     source_of,
     until_interrupted,
 )
 from meshplan.errors import Origin, Problem, SpecError
-from meshplan.render.base.text import envelope
 
 if TYPE_CHECKING:
     from meshplan.planner.lock.changes import FieldChange
@@ -159,7 +159,7 @@ def _plan_training(asked: _PlanFlags) -> int:
     lines = training_to_text(found, asked.price)
     if found.answer is None:
         if args.json:
-            answer(args, envelope("plan/1", {"fits": False, **more}))
+            answer_json(args, "plan/1", {"fits": False, **more})
         else:
             answer(args, *lines)
         return INTERRUPTED if is_interrupted else NO
@@ -225,7 +225,7 @@ def _print_trouble(
         trouble = planning.find_trouble(asked.source, report=asked.report, is_stopped=is_stopped)
     if args.json:
         more = trouble_to_json(trouble) if trouble else {"conflict": None, "fixes": []}
-        answer(args, envelope("plan/1", {**result, "changed": None, **more}))
+        answer_json(args, "plan/1", {**result, "changed": None, **more})
     else:
         answer(args, *lines, *(["", *trouble_to_text(trouble)] if trouble else []))
     return INTERRUPTED if is_stopped() else NO
@@ -265,7 +265,7 @@ def _print_plan(
         result = {**decision_to_json(decision), "changed": changes_to_json(changes)}
         result |= {"conflict": None, "fixes": [], "cost": cost_to_json(decision, asked.price)}
         result["as_written"] = written and written_to_json(written)
-        answer(args, envelope("plan/1", {**result, **more}))
+        answer_json(args, "plan/1", {**result, **more})
     else:
         colour = colours(args)
         costs = cost_to_text(decision, asked.price)
@@ -289,7 +289,7 @@ def _print_plan(
         try:
             target = planning.lock_plan(asked.path, decision, args.output, args.free)
         except SpecError as error:  # Not raised: `main` would print a second JSON object.
-            print(error, file=sys.stderr)
+            print_error(str(error))
             return COULD_NOT
         print_notes(args, [f"wrote {target}"])
     if is_interrupted:
@@ -343,7 +343,7 @@ def _explain(args: argparse.Namespace) -> int:
     answers = planning.explain(asked.source, args.words, report=asked.report)
     if args.json:
         result = {"answers": [why_not_to_json(each) for each in answers]}
-        answer(args, envelope("explain/1", result, asked.notes))
+        answer_json(args, "explain/1", result, asked.notes)
     elif len(answers) == 1:
         answer(args, *why_not_to_text(answers[0]))
     else:
@@ -359,7 +359,7 @@ def _explain_module(args: argparse.Namespace) -> int:
     plan = checking.decide(source_of(args), noted=notes.append)
     found = planning.explain_module(plan, args.words[0], profile=args.profile)
     if args.json:
-        answer(args, envelope("explain/1", {"module": module_to_json(found)}, notes))
+        answer_json(args, "explain/1", {"module": module_to_json(found)}, notes)
     else:
         answer(args, *module_to_text(found))
         print_notes(args, notes)
@@ -372,7 +372,7 @@ def _explain_memory(args: argparse.Namespace) -> int:
     estimate = checking.estimate_memory(source_of(args), report=noting(args))
     if args.json:
         result = {"memory": explained_memory_to_json(estimate)}
-        answer(args, envelope("explain/1", result, estimate.notes))
+        answer_json(args, "explain/1", result, estimate.notes)
     else:
         answer(args, *explained_memory_to_text(estimate))
         print_notes(args, estimate.notes)
@@ -394,7 +394,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     if profile is None:
         return YES
     if args.json:
-        answer(args, envelope("calibrate/1", dataclasses.asdict(profile), []))
+        answer_json(args, "calibrate/1", dataclasses.asdict(profile), [])
     else:
         answer(args, *profile_to_text(profile), f"written to {args.out}")
     return YES

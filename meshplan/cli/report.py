@@ -10,6 +10,7 @@ from meshplan.cli.common import (
     YES,
     Verb,
     answer,
+    answer_json,
     machine_flags,
     model_flags,
     noting,
@@ -18,7 +19,6 @@ from meshplan.cli.common import (
     source_of,
 )
 from meshplan.errors import Problem, SpecError
-from meshplan.render.base.text import envelope
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def _report(args: argparse.Namespace) -> int:
             "pictures": list(report.shown),
             "left_out": [{"what": what, "why": why} for what, why in report.left_out],
         }
-        answer(args, envelope("report/1", result, report.notes))
+        answer_json(args, "report/1", result, report.notes)
     else:
         answer(args, report.verdict)
         print_notes(args, report.notes)

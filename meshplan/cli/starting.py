@@ -8,11 +8,18 @@ import os
 from pathlib import Path
 from typing import Final
 
-from meshplan.cli.common import YES, Verb, answer, model_flags, print_notes
+from meshplan.cli.common import (
+    YES,
+    Verb,
+    answer,
+    answer_exactly,
+    answer_json,
+    model_flags,
+    print_notes,
+)
 from meshplan.errors import Origin, Problem, SpecError
 from meshplan.files import check_writable, write_bytes
 from meshplan.layout.hardware import devices
-from meshplan.render.base.text import envelope
 
 _PLAN: Final = "plan.yaml"
 
@@ -45,7 +52,7 @@ def _init(args: argparse.Namespace) -> int:
     if args.model is not None:  # The user has just named this code to be run.
         trust.trust(load_spec(out).origins[""])
     if args.json:
-        answer(args, envelope("init/1", {"file": str(out)}, found.guesses))
+        answer_json(args, "init/1", {"file": str(out)}, found.guesses)
     else:
         answer(args, f"wrote {out}; next: meshplan plan -f {out}")
         print_notes(args, found.guesses)
@@ -65,7 +72,7 @@ def _gpus(args: argparse.Namespace) -> int:
     from meshplan.render.plans.hardware import gpus_to_json, gpus_to_text
 
     if args.json:
-        answer(args, envelope("gpus/1", gpus_to_json(devices())))
+        answer_json(args, "gpus/1", gpus_to_json(devices()))
     else:
         answer(args, *gpus_to_text(devices(), verbose=args.verbose))
     return YES
@@ -74,7 +81,7 @@ def _gpus(args: argparse.Namespace) -> int:
 def _schema(args: argparse.Namespace) -> int:
     from meshplan.spec.json_schema import plan_schema
 
-    answer(args, json.dumps(plan_schema(), indent=1))
+    answer_exactly(args, json.dumps(plan_schema(), indent=1))
     return YES
 
 
@@ -89,7 +96,7 @@ def _completion_flags(parser: argparse.ArgumentParser) -> None:
 def _completion(args: argparse.Namespace) -> int:
     from meshplan.render.completion import completion_to_text
 
-    answer(args, completion_to_text(args.shell, args.whole_parser))
+    answer_exactly(args, completion_to_text(args.shell, args.whole_parser))
     return YES
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from meshplan.cli.common import YES, Verb, answer, print_notes
+from meshplan.cli.common import YES, Verb, answer, answer_json, print_notes
 from meshplan.errors import Problem, SpecError
-from meshplan.render.base.text import envelope
 from meshplan.spec import trust
 from meshplan.spec.recipes import OWN_MODELS
 
@@ -32,7 +31,7 @@ def _trust(args: argparse.Namespace) -> int:
     if args.json:
         code = [{"code": each, "line": origin.line, "path": origin.path} for each, origin in named]
         result = {"plan": str(path), "is_trusted": not args.forget, "code": code}
-        answer(args, envelope("trust/1", result))
+        answer_json(args, "trust/1", result)
     else:
         for each, origin in named:
             answer(args, f"{origin}: {each}")  # The user sees which code is trusted.

@@ -92,7 +92,7 @@ def about_memory(estimate: MemoryEstimate) -> Iterator[str]:
              Cell("fits", mark="good") if fix.fits else Cell("does not fit", mark="bad")]
             for fix in estimate.fixes
         ]  # fmt: skip
-        columns = ("single change", "in the plan", ">at most", "")
+        columns = ("change", "in the plan", ">at most", "")
         yield Table(caption="What would help", columns=columns, rows=rows).to_html()
     basis = f"an upper bound: {estimate.bound}" if estimate.bound else estimate.certified
     yield paragraph(f"Basis of these figures: {basis}.", "quiet")

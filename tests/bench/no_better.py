@@ -32,7 +32,7 @@ from meshplan.planner.objectives.simplify import SLACK
 from meshplan.planner.problem.decision import Decision
 from meshplan.planner.problem.request import question_of_file
 from meshplan.planner.solve.search import TOLERANCE
-from meshplan.runtime.estimate.fixes import changes_of
+from meshplan.runtime.estimate.changes import changes_of
 from tests.bench.planned_models import MODELS, write_plan
 
 CARDS: Final = {

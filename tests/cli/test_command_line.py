@@ -145,3 +145,33 @@ def test_a_closed_stream_and_letters_that_it_lacks_are_no_crash(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0
     assert "\\u043f\\u043b\\u0430\\u043d.yaml: ok" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [("show",), ("estimate", "--explain"), ("gpus", "-v"), ("check",), ("plan", "--dry-run")],
+)
+def test_a_narrow_terminal_is_kept_to(verb, monkeypatch, capsys):
+    """Only a line of a single word may be longer."""
+    plan = ["-f", str(ROOT / "plans" / "auto.yaml")]
+    flags = ["--params", "3e9", "--gpus", "8"] if verb[0] == "estimate" else plan
+    monkeypatch.delenv("COLUMNS", raising=False)
+    main([*verb, *(flags if verb[0] != "gpus" else [])])
+    wide = capsys.readouterr()
+    monkeypatch.setenv("COLUMNS", "60")
+    main([*verb, *(flags if verb[0] != "gpus" else [])])
+    narrow = capsys.readouterr()
+    assert max(map(len, wide.out.splitlines())) > 60 or verb[0] == "check"
+    for line in (narrow.out + narrow.err).splitlines():
+        assert len(line) <= 60 or len(line.split()) == 1, line
+    assert (narrow.out + narrow.err).split() == (wide.out + wide.err).split()
+
+
+def test_json_and_files_do_not_depend_on_the_terminal(monkeypatch, capsys):
+    answers = []
+    for columns in ("60", "200"):
+        monkeypatch.setenv("COLUMNS", columns)
+        for verb in (["schema"], ["completion", "bash"], ["gpus", "--json"]):
+            main(verb)
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]

@@ -12,17 +12,20 @@ import pytest
 from meshplan.cli.app import main
 from meshplan.errors import Origin
 from meshplan.memory.answer.estimate import margin
-from meshplan.runtime.estimate.fixes import (
+from meshplan.plan.plan import Plan
+from meshplan.runtime.estimate import fixes as fixes_module
+from meshplan.runtime.estimate.changes import (
+    PlanChange,
     _batches,
     _first_blocks,
-    _free,
-    _least,
     _times,
-    _TriedChange,
+    changes_of,
 )
+from meshplan.runtime.estimate.fixes import SECONDS, _FixSearch, _free, _least
 from meshplan.runtime.estimate.request import decided
 from meshplan.runtime.estimate.scale_down import ModelSource
 from meshplan.spec.reader import load_spec
+from meshplan.spec.spec import Spec
 from tests.cli.test_estimate_memory import PLAN, result_of, run
 from tests.planner.test_planner import LARGE, LLAMA, job
 from tests.runtime.estimate.test_estimate_tiers import TALL
@@ -59,8 +62,10 @@ def test_the_verdict_is_of_the_same_tier_above_and_below(job, capsys):
     assert asked["fixes"]
     assert {**asked, "fixes": []} == plain
     for fix in asked["fixes"]:
-        if fix["setting"].startswith(("activation_checkpointing", "loss_chunks", "offload")):
-            changed = result("--set", fix["setting"].replace(": ", "=", 1))
+        alone = ("activation_checkpointing", "loss_chunks", "offload")
+        if all(each.startswith(alone) for each in fix["settings"]):
+            overrides = [each.replace(": ", "=", 1) for each in fix["settings"]]
+            changed = result(*(flag for each in overrides for flag in ("--set", each)))
             assert changed["tier"] == plain["tier"]
             assert changed["groups"][changed["worst"]]["band"][1] == fix["high_bytes"]
 
@@ -70,10 +75,10 @@ def test_the_least_of_a_change_that_fits_is_looked_for(limit, count):
     """101 - n bytes with n blocks checkpointed: one block less would not fit."""
     asked = []
 
-    def change(number: int) -> _TriedChange:
-        return _TriedChange(f"checkpoint {number}", "", load_spec(PLAN), count=number)
+    def change(number: int) -> PlanChange:
+        return PlanChange(f"checkpoint {number}", "", load_spec(PLAN), count=number)
 
-    def high_of(part: _TriedChange) -> int:
+    def high_of(part: PlanChange) -> int:
         asked.append(part.count)
         return 101 - part.count
 
@@ -113,6 +118,7 @@ def test_as_few_blocks_as_fit_are_checkpointed(run):
     assert found["checkpoint 9 of 24 blocks"] == {
         "change": "checkpoint 9 of 24 blocks",
         "setting": 'rules: [{match: ["blocks.{0..8}"], activation_checkpointing: full}]',
+        "settings": ['rules: [{match: ["blocks.{0..8}"], activation_checkpointing: full}]'],
         "high_bytes": limit,
         "fits": True,
     }
@@ -171,3 +177,66 @@ def test_segments_that_grow_are_a_fix_where_less_is_reserved(packed: int | None)
     expected = [("allocator: expandable", less, True)]
     assert less <= 90 << 20
     assert found == (expected if packed == 60 << 20 else [])
+
+
+class _Bytes:
+    """Counts bytes by what a spec states, instead of a trace."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.now, self.seconds, self.asked = 0.0, seconds, 0
+
+    def of(self, spec: Spec) -> int:
+        return (
+            20
+            + 40 * spec.batch.micro // 4
+            + (20 if spec.activation_checkpointing.mode != "full" else 0)
+            + (20 if spec.loss_chunks == 1 else 0)
+        )
+
+    def again(self, spec: Spec) -> Any:
+        self.now += self.seconds
+        self.asked += 1
+        return mock.Mock(host=None, worst=mock.Mock(band=(0, self.of(spec))))
+
+    def search(self, limit: int) -> tuple[_FixSearch, Plan]:
+        source = ModelSource(entry="tests.helpers.estimated:tower", origin=Origin("<test>"))
+        _, plan = decided(load_spec(PLAN | {"batch": {"micro": 4, "seq_len": 64}}), source)
+        estimate = mock.Mock(limit_bytes=limit, worst=mock.Mock(band=(0, self.of(plan.spec))))
+        return _FixSearch(plan, estimate, self.again, lambda text: None), plan
+
+
+MICRO_1, MICRO_2 = "batch: {micro: 1, accumulate: 4}", "batch: {micro: 2, accumulate: 2}"
+FULL, CHUNKS = "activation_checkpointing: full", "loss_chunks: 8"
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (60, [{CHUNKS, MICRO_2}, {CHUNKS, FULL}, {MICRO_2, FULL}]),
+        (50, [{CHUNKS, MICRO_1}, {FULL, MICRO_1}]),
+        (30, [{CHUNKS, FULL, MICRO_1}]),
+        (29, [{CHUNKS, FULL, MICRO_1}]),
+    ],
+)
+def test_changes_are_combined_where_no_single_one_fits(limit: int, expected: list[set[str]]):
+    """100 bytes at first; checkpointing and chunks save 20 each, the batch up to 30."""
+    search, plan = _Bytes().search(limit)
+    singles = search.singles(list(changes_of(plan)))
+    assert singles
+    assert not any(fix.fits for fix in singles)
+    found = search.combined()
+    assert [set(fix.settings) for fix in found] == expected
+    assert [fix.fits for fix in found] == [limit >= 30] * len(found)
+    assert found[0].setting == "; ".join(found[0].settings)
+
+
+def test_the_search_ends_in_time_and_says_what_it_left_out(monkeypatch):
+    of_test = _Bytes(seconds=2.5)
+    monkeypatch.setattr(fixes_module.time, "monotonic", lambda: of_test.now)
+    search, plan = of_test.search(limit=29)
+    changes = list(changes_of(plan))
+    search.singles(changes)
+    search.combined()
+    assert of_test.now <= max(SECONDS, 3 * of_test.seconds)
+    assert of_test.asked == 3
+    assert {change.text for change in changes[3:]} <= {*search.left_out}

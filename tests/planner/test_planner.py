@@ -306,7 +306,7 @@ def test_nothing_fits(job, capsys):
     [
         ({"batch": {"seq_len": 1024}}, "states no samples per step"),
         ({"batch": {"global": 64}}, "states no sequence length"),
-        ({"hardware": None}, "states no GPU"),
+        ({"hardware": None}, "states no hardware"),
         ({"hardware": {"nodes": 1, "gpus_per_node": 8, "memory": "80GiB"}}, "speed is unknown"),
         ({"mesh": [2, 4]}, "bare mesh"),
         ({"compile": True}, "no rules for compiled blocks"),
@@ -426,3 +426,14 @@ def test_what_stages_hand_on_is_held_until_its_gradient_comes(job, seq_len):
     assert len({*grid["micro"][rows]}) > 1
     assert (sent[rows] == grid["micro"][rows] * (seq_len * LLAMA["hidden_size"] * 2.0)).all()
     assert not sent[grid["pp"] == 1].any()
+
+
+def test_all_that_a_plan_lacks_is_said_at_once(job):
+    """Otherwise the speed between nodes is only asked for once the batch is stated."""
+    path = job(hardware={"nodes": 2, "gpus_per_node": 8, "gpu": "h100-sxm-80gb"}, batch=None)
+    with pytest.raises(PlanError) as raised:
+        search_plan(path)
+    whats = [problem.what for problem in raised.value.problems]
+    assert len(whats) == 3
+    for what, words in zip(whats, ("samples per step", "length", "between nodes"), strict=True):
+        assert words in what

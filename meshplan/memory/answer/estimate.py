@@ -141,19 +141,24 @@ class ReconcileStep:
 @shown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fix:
-    """A single change to the plan and its effect.
+    """A change to the plan, or two together, and the effect.
 
     Args:
         change: The change in words.
-        setting: The change as a setting of plan.yaml; "" if it is none.
+        settings: The change as settings of plan.yaml, such as "strategy: full_shard".
         total_bytes: Upper end of the range of the worst ranks after the change, in bytes.
         fits: True if `total_bytes` is within the limit.
     """
 
     change: str
-    setting: str
+    settings: tuple[str, ...]
     total_bytes: int
     fits: bool
+
+    @property
+    def setting(self) -> str:
+        """The settings in one line."""
+        return "; ".join(self.settings)
 
 
 @shown

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from meshplan.cost.grid import cuts_of
 from meshplan.cost.profile import Profile, measured_for, profile_of
 from meshplan.cost.types import Chain
-from meshplan.errors import MeshplanError, PlanError, Problem
+from meshplan.errors import MeshplanError, PlanError, Problem, check_all
 from meshplan.memory.analytic.estimate import estimate_analytic
 from meshplan.memory.analytic.ranks import ERROR, OverError
 from meshplan.memory.answer.estimate import RESERVED_ERROR, MemoryEstimate
@@ -72,10 +72,13 @@ class PlanningProblem:
         self.question = question
         self.spec = question.read(())
         self._traced = question.traced
-        check_batch(self.spec, reads_tokens=self._traced is None)
-        check_fixed_choices(self.spec)
         self._graph = question.graph
         self._few = question.few or question.graph
+        check_all(
+            lambda: check_batch(self.spec, reads_tokens=self._traced is None),
+            lambda: check_fixed_choices(self.spec),
+            lambda: self.profile,
+        )
         self._chains = Chains(
             question,
             self.spec,

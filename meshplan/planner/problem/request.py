@@ -10,12 +10,13 @@ from typing import Any, Final
 
 from meshplan.cost.calibration import read_profile
 from meshplan.cost.profile import Profile
-from meshplan.errors import Origin, PlanError, Problem
+from meshplan.errors import Origin, PlanError, Problem, check_all
 from meshplan.layout.hardware import SOME_GPU, Cluster, Device, Link, find_device
 from meshplan.model.blueprint import from_config
 from meshplan.model.blueprint.config import config_file
 from meshplan.model.graph import ModelGraph
 from meshplan.planner.problem.decision import PlanRequest
+from meshplan.planner.space.batch import check_batch
 from meshplan.spec.keys import OBJECTIVE, TIME_LIMIT_S
 from meshplan.spec.reader import load_spec
 from meshplan.spec.spec import HardwareSpec, Spec
@@ -151,17 +152,28 @@ def question_of(
     measured = read_profile(profile, Origin("--profile")) if profile is not None else None
     spec = load(())
     device, limit, _ = read_limit(gpu, memory, spec)
-    if limit is None:
-        what = "the plan states no GPU, so its memory is unknown"
-        fix = "add gpu: h100-sxm-80gb to hardware, or pass --gpu h100-sxm-80gb"
-        raise PlanError(Problem(what, spec.origin("hardware"), fix))
+
+    def machine() -> Cluster:
+        if limit is None and spec.hardware is not None:
+            what = "the plan states no GPU, so its memory is unknown"
+            fix = "add gpu: h100-sxm-80gb to hardware, or pass --gpu h100-sxm-80gb"
+            raise PlanError(Problem(what, spec.origin("hardware"), fix))
+        return cluster_of(spec, device, measured)
+
+    try:
+        cluster = machine()
+    except PlanError:
+        # The search would check the batch later, together with the speeds of the machine.
+        check_all(lambda: check_batch(spec, reads_tokens=bool(graph.config)), machine)
+        raise
+    assert limit is not None
     stated = spec.solve.get("time_limit_s")
     return PlanRequest(
         read=load,
         graph=graph,
         device=device,
         limit_bytes=limit,
-        cluster=cluster_of(spec, device, measured),
+        cluster=cluster,
         profile=measured,
         profile_path=profile,
         objective=spec.solve.get("objective", OBJECTIVE),

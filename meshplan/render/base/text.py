@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,10 @@ from typing import Any, Final, TextIO
 from meshplan.version import __version__
 
 WIDTH: Final = 100
-"""Characters per wrapped line, in every terminal, so that piped output is the same."""
+"""Highest number of characters per wrapped line: longer lines of prose are hard to read."""
+_SMALL_INDENT: Final = 4
+_NARROWEST: Final = 40
+"""Lowest width that lines are folded to. In less, a table would be one word per line."""
 _COLOURS: Final[Mapping[str, str]] = {
     "green": "32", "red": "31", "yellow": "33", "bold": "1", "dim": "2",
 }  # fmt: skip
@@ -99,8 +103,46 @@ def columns(rows: Iterable[Sequence[str]], align: str, gap: int = 2) -> list[str
     ]
 
 
+def terminal_width() -> int | None:
+    """Return the width that COLUMNS states, or else the terminal's; None if there is neither.
+
+    The output of a pipe has no width, so that it does not depend on where a command was run.
+    """
+    width = shutil.get_terminal_size((0, 0)).columns
+    return max(width, _NARROWEST) if width else None
+
+
+def folded(line: str, width: int) -> list[str]:
+    """Split a line at spaces into lines of at most `width` characters, unless a word is longer.
+
+    The further lines are indented to where the last column begins, if that leaves half of the width
+    for them, and else by two spaces more than the line.
+
+    >>> folded("batch.micro  4  samples that each rank computes at a time", 40)
+    ['batch.micro  4  samples that each rank', '                computes at a time']
+    """
+    if _visible(line) <= width:
+        return [line]
+    plain = _STEERING.sub("", line)
+    starts = [gap.end() for gap in re.finditer(r"(?<=\S) {2,}", plain) if gap.end() <= width // 2]
+    margin = len(plain) - len(plain.lstrip(" "))
+    indent = " " * (starts[-1] if starts else min(margin + 2, width // 2))
+    lines = [""]
+    for gap, word in re.findall(r"( *)([^ ]+)", line):
+        if lines[-1].strip() and _visible(lines[-1] + gap + word) > width:
+            lines.append(indent + word)
+        else:
+            lines[-1] += gap + word
+    return lines
+
+
+def _visible(text: str) -> int:
+    """Return the number of characters without the escape sequences of colours."""
+    return len(_STEERING.sub("", text))
+
+
 def wrapped(text: str, indent: int = 0) -> list[str]:
-    """Wrap text at spaces to lines of at most WIDTH characters.
+    """Wrap text at spaces to lines of at most WIDTH characters, or of the terminal's width.
 
     All lines but the first are indented by `indent` spaces.
 
@@ -108,28 +150,37 @@ def wrapped(text: str, indent: int = 0) -> list[str]:
     '    word'
     """
     found = textwrap.wrap(
-        text, WIDTH, subsequent_indent=" " * indent,
+        text, _prose_width(), subsequent_indent=" " * indent,
         break_long_words=False, break_on_hyphens=False, drop_whitespace=True,
     )  # fmt: skip
     return found or [""]
 
 
+def _prose_width() -> int:
+    return min(WIDTH, terminal_width() or WIDTH)
+
+
 def packed(head: str, parts: Iterable[str]) -> list[str]:
     """Join parts with ";" after a head, as many per line as fit; the next lines are indented.
+
+    They begin below the first part, unless the head fills more than half of a line.
 
     >>> packed("+1%  ", ["mesh: {dp_shard: 8}", "strategy: zero1"])
     ['+1%  mesh: {dp_shard: 8}; strategy: zero1']
     """
-    indent = len(head)
-    lines, line = [], head
+    width = _prose_width()
+    indent = len(head) if len(head) <= width // 2 else _SMALL_INDENT
+    lines, line = ([], head) if indent == len(head) else ([head.rstrip()], " " * indent)
+    is_empty = True
     for part in parts:
-        if line == head:
+        if is_empty:
             line += part
-        elif len(line) + len(part) + 2 < WIDTH:
+        elif len(line) + len(part) + 2 < width:
             line += f"; {part}"
         else:
             lines.append(f"{line};")
             line = " " * indent + part
+        is_empty = False
     return [piece for each in (*lines, line) for piece in wrapped(each, indent + 2)]
 
 

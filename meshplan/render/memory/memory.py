@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from meshplan.memory import MemoryEstimate, Term
 from meshplan.memory.answer.estimate import ModuleBytes, RankGroup, left_in_words
-from meshplan.render.base.text import columns, paint
+from meshplan.render.base.text import columns, paint, wrapped
 from meshplan.units import format_bytes, format_gib, spans_of
 
 _HOW = {
@@ -55,6 +55,7 @@ def memory_to_json(estimate: MemoryEstimate) -> dict[str, Any]:
         {
             "change": fix.change,
             "setting": fix.setting,
+            "settings": list(fix.settings),
             "high_bytes": fix.total_bytes,
             "fits": fix.fits,
         }
@@ -246,16 +247,31 @@ def explained_to_text(estimate: MemoryEstimate) -> list[str]:
 
 
 def _fixes(estimate: MemoryEstimate, colour: bool) -> list[str]:
-    rows = [
-        (f"  {fix.change}", f"to {format_gib(fix.total_bytes)}", fix.setting)
-        for fix in estimate.fixes
-    ]
+    rows = []
+    for fix in estimate.fixes:
+        count = len(fix.settings)
+        change = fix.change if count == 1 else f"these {count} together"
+        rows.append((f"  {change}", f"to {format_gib(fix.total_bytes)}", fix.setting))
     lines = columns(rows, "<><")
     marked = [
         paint("ok  ", "green", colour) + line if fix.fits else paint("OVER", "red", colour) + line
         for fix, line in zip(estimate.fixes, lines, strict=True)
     ]
-    return ["single changes, each estimated, the cheapest first:", *marked]
+    return ["changes, each estimated, the cheapest first:", *marked, *_conclusion(estimate)]
+
+
+def _conclusion(estimate: MemoryEstimate) -> list[str]:
+    """Return what to do: the cheapest change that fits, or what comes nearest to the limit."""
+    cheapest = next((fix for fix in estimate.fixes if fix.fits), None)
+    if cheapest is not None:
+        return ["", "the cheapest that fits, in plan.yaml:", *(f"  {s}" for s in cheapest.settings)]
+    nearest = min(estimate.fixes, key=lambda fix: fix.total_bytes)
+    assert estimate.limit_bytes is not None
+    missing = format_bytes(nearest.total_bytes - estimate.limit_bytes)
+    return ["", *wrapped(
+        f"none of them fits: {missing} is missing with {nearest.setting}; `meshplan plan` searches "
+        "all layouts, and with more GPUs each holds less"
+    )]  # fmt: skip
 
 
 def _basis(estimate: MemoryEstimate) -> list[str]:

@@ -22,7 +22,7 @@ from meshplan.render.layouts.show import plan_to_text
 from meshplan.render.memory.memory import memory_to_json, memory_to_text
 from meshplan.runtime.apply import offload
 from meshplan.runtime.base.host_copies import to_host
-from meshplan.runtime.estimate.fixes import changes_of
+from meshplan.runtime.estimate.changes import changes_of
 from meshplan.spec.reader import load_spec
 from meshplan.traffic import forecast
 from tests.helpers import models, offloaded, parity
