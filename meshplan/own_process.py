@@ -15,6 +15,18 @@ IS_OWN: Final[ContextVar[bool]] = ContextVar("IS_OWN", default=False)
 """True while the command line answers."""
 
 
+_FEW_SEARCHES: Final = 100_000
+"""Objects made between two searches for cycles; Python's default is 700."""
+
+
+def search_rarely() -> None:
+    """Let the interpreter search for cycles of objects less often.
+
+    With the default it searches 380 times while torch is imported, whose objects all stay.
+    """
+    gc.set_threshold(_FEW_SEARCHES)
+
+
 def leave_at_once() -> None:
     """Let the process exit without searching its objects for cycles.
 

@@ -35,7 +35,7 @@ from meshplan.cli.common import (
     source_of,
 )
 from meshplan.errors import MeshplanError, Origin, Problem, SpecError
-from meshplan.own_process import IS_OWN, leave_at_once
+from meshplan.own_process import IS_OWN, leave_at_once, search_rarely
 from meshplan.render.base.text import PlainStream, envelope
 from meshplan.render.memory.estimate import estimate_to_json, estimate_to_text
 from meshplan.spec.recipes import find_plan
@@ -410,6 +410,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the program's name; None takes those of the process.
     """
     leave_at_once()
+    if argv is None:
+        search_rarely()
     token = IS_OWN.set(True)
     try:
         with _streams():

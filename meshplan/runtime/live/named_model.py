@@ -6,11 +6,7 @@ from meshplan.errors import ApplyError, Origin, PlanError
 from meshplan.model.graph import ModelGraph
 from meshplan.model.rehearsal import Rehearse
 from meshplan.runtime.trace.entry import model_of_entry
-from meshplan.runtime.trace.inputs import find_example
-from meshplan.runtime.trace.ops import record
-from meshplan.runtime.trace.rehearse import rehearser
 from meshplan.runtime.trace.structure import graph_of
-from meshplan.runtime.trace.trace_errors import alone_problem
 from meshplan.spec.spec import Spec
 
 
@@ -33,6 +29,12 @@ def live_graph(entry: str, origin: Origin, spec: Spec) -> tuple[ModelGraph, Rehe
     model = model_of_entry(entry, origin)
     if not spec.reads_flow:
         return graph_of(model), None
+    # Most plans read no forward. These modules load DTensor, which takes as long as half of torch.
+    from meshplan.runtime.trace.inputs import find_example
+    from meshplan.runtime.trace.ops import record
+    from meshplan.runtime.trace.rehearse import rehearser
+    from meshplan.runtime.trace.trace_errors import alone_problem
+
     inputs = find_example(model, spec)
     try:
         flow = record(model, inputs)
