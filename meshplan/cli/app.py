@@ -38,7 +38,7 @@ from meshplan.errors import MeshplanError, Origin, Problem, SpecError
 from meshplan.own_process import IS_OWN, leave_at_once, search_rarely
 from meshplan.render.base.text import PlainStream, envelope
 from meshplan.render.memory.estimate import estimate_to_json, estimate_to_text
-from meshplan.spec.recipes import find_plan
+from meshplan.spec.recipes import find_plan, plans_in
 from meshplan.spec.trust import ALLOW_CODE, as_code_name
 from meshplan.spec.values import did_you_mean
 from meshplan.textbook.inverse import STATES_ONLY
@@ -121,7 +121,11 @@ def _asks_for_peaks(args: argparse.Namespace) -> bool:
     """Return True if a plan and its model are named, and no flag asks about states alone."""
     of_states = (args.params, args.gpus, args.nodes)
     is_of_states = args.explain or args.max_params or args.min_gpus
-    if args.file is None or is_of_states or any(flag is not None for flag in of_states):
+    if is_of_states or any(flag is not None for flag in of_states):
+        return False
+    if args.file is None and args.config is None and plans_in(os.curdir):
+        plan_file(args)  # As for every other verb.
+    if args.file is None:
         return False
     if args.model is not None or args.config is not None:
         return True
@@ -311,7 +315,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
     Raises:
         SpecError: Something is not known, which the message compares with what is.
+        SystemExit: The help was printed: asked for, or because no verb is given.
     """
+    if not (sys.argv[1:] if argv is None else argv):
+        _parser().print_help()
+        raise SystemExit(COULD_NOT)
     args, unknown = _parser().parse_known_args(argv)
     if not unknown:
         return args

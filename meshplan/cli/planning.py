@@ -261,6 +261,14 @@ def _print_plan(
     args = asked.args
     changes = _changes(args, asked.path, decision)
     written = planning.as_written(decision, args.gpu, args.memory)
+    # The lock is written first, so that `meshplan plan | head` writes it, too.
+    why_no_lock, failure = _why_no_lock(asked, decision, is_interrupted=is_interrupted), None
+    target = None
+    if not why_no_lock and not args.dry_run:
+        try:
+            target = planning.lock_plan(asked.path, decision, args.output, args.free)
+        except SpecError as error:  # Not raised: the plan is still the answer.
+            failure = error
     if args.json:
         result = {**decision_to_json(decision), "changed": changes_to_json(changes)}
         result |= {"conflict": None, "fixes": [], "cost": cost_to_json(decision, asked.price)}
@@ -277,24 +285,29 @@ def _print_plan(
     if written is not None:
         print_notes(args, [written_to_text(written)])
     print_notes(args, changes_to_text(changes, decision.chosen.plan.graph.blocks()))
-    if (why_not := _more_nodes(asked, decision)) is not None:
-        print_notes(args, [why_not])
-    elif is_interrupted and not args.keep_best:
-        note = "interrupted: no lock is written; --keep-best writes the best plan so far"
-        print_notes(args, [note])
-    elif args.set and not args.dry_run and args.output is None:
-        by = "--set" if args.retarget is None else "--retarget"
-        print_notes(args, [f"no lock is written for a plan changed by {by}; -o FILE writes one"])
-    elif not args.dry_run:
-        try:
-            target = planning.lock_plan(asked.path, decision, args.output, args.free)
-        except SpecError as error:  # Not raised: `main` would print a second JSON object.
-            print_error(str(error))
-            return COULD_NOT
+    if why_no_lock:
+        print_notes(args, [why_no_lock])
+    if failure is not None:
+        print_error(str(failure))
+        return COULD_NOT
+    if target is not None:
         print_notes(args, [f"wrote {target}"])
     if is_interrupted:
         return INTERRUPTED
     return YES if decision.is_whole else NO
+
+
+def _why_no_lock(asked: _PlanFlags, decision: Decision, *, is_interrupted: bool) -> str:
+    """Return why no lock is written although `--dry-run` is not given; "" if one is."""
+    args = asked.args
+    if (why_not := _more_nodes(asked, decision)) is not None:
+        return why_not
+    if is_interrupted and not args.keep_best:
+        return "interrupted: no lock is written; --keep-best writes the best plan so far"
+    if args.set and not args.dry_run and args.output is None:
+        by = "--set" if args.retarget is None else "--retarget"
+        return f"no lock is written for a plan changed by {by}; -o FILE writes one"
+    return ""
 
 
 def _more_nodes(asked: _PlanFlags, decision: Decision) -> str | None:

@@ -136,6 +136,9 @@ def find_device(name: str, origin: Origin | None = None) -> Device:
         return table[found[0]]
     if found:
         what, fix = f"gpu '{name}' is ambiguous", f"write one of {', '.join(found)}"
+    elif name.isdecimal():
+        what = f"gpu '{name}' is a number, not the name of a GPU"
+        fix = f"write --gpus {name} for {name} GPUs; --gpu takes a name that `meshplan gpus` lists"
     else:
         close = difflib.get_close_matches(key, table, n=1, cutoff=0.5)
         what = f"gpu '{name}' is not in the hardware table"

@@ -32,6 +32,7 @@ from meshplan.pictures.plans.ladder import draw_ladder, ladder
 from meshplan.pictures.plans.pareto import draw_pareto, pareto
 from meshplan.plan.plan import Plan
 from meshplan.planner.problem.request import cluster_of
+from meshplan.spec.values import did_you_mean
 from meshplan.textbook.inputs import read_limit
 
 if TYPE_CHECKING:
@@ -341,5 +342,5 @@ def check_what(what: str) -> None:
         SpecError: There is no such picture.
     """
     if what not in _DRAWN:
-        fix = f"ask for one of {', '.join(WHATS)}"
+        fix = did_you_mean(what, WHATS, f"ask for one of {', '.join(WHATS)}")
         raise SpecError(Problem(f"there is no picture of '{what}'", Origin("--what"), fix))

@@ -38,7 +38,10 @@ def test_help_version_and_no_verb(capsys):
     assert main(["estimate", "--help"]) == 0
     assert "--max-params" in capsys.readouterr().out
     assert main([]) == 2
-    assert capsys.readouterr().err.startswith("meshplan: 1 problem\n")
+    out, err = capsys.readouterr()
+    assert out.startswith("usage: meshplan")
+    assert "estimate" in out
+    assert not err
 
 
 def test_interrupted_quietly(capsys, monkeypatch):
@@ -175,3 +178,28 @@ def test_json_and_files_do_not_depend_on_the_terminal(monkeypatch, capsys):
             main(verb)
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[1]
+
+
+def test_a_reader_that_closes_the_pipe_does_not_lose_the_lock(tmp_path):
+    """`meshplan plan | head` writes the lock, although the answer cannot be printed."""
+    plan = tmp_path / "plan.yaml"
+    text = (ROOT / "plans" / "auto.yaml").read_text()
+    plan.write_text(text.replace("models/", f"{ROOT}/plans/models/"))
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "meshplan", "plan", "-f", str(plan)]
+    subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=True)
+    os.close(writer)
+    assert (tmp_path / "plan.lock.yaml").exists()
+
+
+def test_estimate_reads_the_only_plan_of_the_directory_too(tmp_path, monkeypatch, capsys):
+    plan = (ROOT / "plans" / "full_shard.yaml").read_text()
+    (tmp_path / "plan.yaml").write_text(plan)
+    monkeypatch.chdir(tmp_path)
+    assert main(["estimate", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["schema"] == "memory/1"
+    assert "reads plan.yaml, the only plan here" in err
+    assert main(["estimate", "--params", "3e9", "--gpus", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["schema"] == "estimate/1"

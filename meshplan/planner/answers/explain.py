@@ -218,7 +218,9 @@ class Asker:
             grid = job.grid
         except EmptySpaceError:
             return WhyNot(setting=setting, why=no_mesh(self.free, path, text))
-        self._report(f"{num_rows:,} configurations, {len(grid):,} of them with {setting}")
+        self._report(
+            f"searching {len(grid):,} of {num_rows:,} configurations: those with {setting}"
+        )
         plan = self.decision.chosen
         answer = self._beside(setting, job)
         if plan is None:
@@ -233,7 +235,7 @@ class Asker:
         assert self._num_rows  # Raise errors of the plan before those of the setting.
         try:
             job = PlanningProblem(replace(self._question, read=lambda more: read([setting, *more])))
-            self._report(f"{len(job.grid):,} configurations with {setting}")
+            self._report(f"searching {len(job.grid):,} configurations with {setting}")
         except PlanError as error:
             problem = error.problems[0]
             reason = f": {problem.fix}" if isinstance(error, EmptySpaceError) else ""

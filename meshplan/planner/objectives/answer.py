@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Final
 
 from meshplan.planner.objectives.balanced import balanced
-from meshplan.planner.objectives.fastest import decide, size_in_words
+from meshplan.planner.objectives.fastest import decide, grid_line
 from meshplan.planner.objectives.memory import LeastMemory
 from meshplan.planner.objectives.num_devices import cheapest
 from meshplan.planner.objectives.offload_variants import add_offload_variants
@@ -70,7 +70,7 @@ def smallest_of(job: PlanningProblem, told: Told = lambda text: None) -> Decisio
     """
     began, question = time.monotonic(), job.question
     limit = TIME_LIMIT_S if question.time_limit_s is None else question.time_limit_s
-    told(size_in_words(job))
+    told(grid_line(job))
     offload = job.spec.offload
     if AUTO in (offload.params, offload.activations):
         add_offload_variants(job)

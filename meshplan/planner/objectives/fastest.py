@@ -56,7 +56,7 @@ def decide_job(job: PlanningProblem, report: Callable[[str], None] = lambda text
     """
     began = time.monotonic()
     limit = job.question.time_limit_s
-    report(size_in_words(job))
+    report(grid_line(job))
     deadline = None if limit is None else time.monotonic() + limit
     for _ in range(_MOST_CHOICES):
         numbers, found = searched(
@@ -116,10 +116,10 @@ def decide_job(job: PlanningProblem, report: Callable[[str], None] = lambda text
     return with_other_layouts(job, decision) if job.question.other_layouts else decision
 
 
-def size_in_words(job: PlanningProblem) -> str:
-    """Return the number of configurations in the problem's grid in words."""
+def grid_line(job: PlanningProblem) -> str:
+    """Return a progress line with the number of configurations in the problem's grid."""
     count = len(job.grid)
-    return f"{count:,} configuration{'' if count == 1 else 's'}"
+    return f"searching {count:,} configuration{'' if count == 1 else 's'}"
 
 
 def _bounds(job: PlanningProblem, numbers: CostTable) -> Iterator[Bound]:
@@ -134,7 +134,7 @@ def _line(job: PlanningProblem, found: SearchResult) -> str:
     assert found.best is not None
     row: np.void = job.grid[found.best.row]
     mesh = " x ".join(f"{axis} {row[axis]}" for axis in AXES if row[axis] > 1) or "one device"
-    return f"{format_step(found.best.seconds)}: {mesh}"
+    return f"best so far: {format_step(found.best.seconds)} with {mesh}"
 
 
 def _ladder(job: PlanningProblem, numbers: CostTable, best: Candidate) -> Ladder | None:
