@@ -220,8 +220,12 @@ def explain(
         report(f"step times use {profile.name}, the profile that the lock was made with")
         source = replace(source, profile=profile)
     question = _question(source, report)
-    asker = Asker(question, report)
-    settings = [words[1]] if words[0] == "why-not" else asker.settings(words[1])
+    if words[0] == "why-not":
+        asker, settings = Asker(question, report), [words[1]]
+    else:
+        asker = Asker(question, lambda text: None)
+        settings = asker.settings(words[1])
+        report(f"searching the best plan with each of {len(settings)} settings")
     answers = [asker.why_not(each) for each in settings]
     by = locked(source.plan, question.read, question.graph)
     if line := lock_in_words(by, source.plan, question.read(())):

@@ -92,6 +92,10 @@ def _place(text: str, index: int, origin: Origin) -> Origin:
 def _sibling(name: str) -> str:
     """Return the fix for a missing file: if possible, an existing file with a similar name."""
     path = Path(name)
+    if name.endswith(".lock.yaml"):
+        plan = path.with_name(path.name.removesuffix(".lock.yaml") + ".yaml")
+        if plan.exists():
+            return f"meshplan plan -f {plan} writes this lock"
     try:
         names = sorted(entry.name for entry in path.parent.iterdir() if entry.is_file())
     except OSError:
@@ -172,6 +176,7 @@ def put(plan: PlanValue, value: PlanValue, found: Findings) -> None:
         data, problem, fix = here.data, "", f"set {at} as a whole"
         if isinstance(step, str) and not isinstance(data, dict):
             problem = f"{at} is {show(here)}, not a mapping with a key '{step}'"
+            fix += f": --set '{at}={{{step}: {show(value) if following is None else '...'}, ...}}'"
         elif isinstance(step, int) and not isinstance(data, list):
             problem = f"{at} is {show(here)}, not a list with an entry [{step}]"
         elif isinstance(step, int) and step > len(data):

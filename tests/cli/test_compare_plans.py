@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
 PLAN = """\
 version: 1
-model: {config: ../configs/llama.json}
+model: {config: llama.json}
 mesh: {dp_shard: 16}
 strategy: full_shard
 batch: {micro: 1, accumulate: 1, seq_len: 8192}
@@ -30,9 +30,8 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 def repository(tmp_path: Path) -> Path:
     """A repository whose first commit has plans/a.yaml and plans/kept.yaml."""
     folder = tmp_path / "repository"
-    (folder / "configs").mkdir(parents=True)
-    (folder / "plans").mkdir()
-    shutil.copy(ROOT / "plans" / "models" / "llama-3.1-8b.json", folder / "configs" / "llama.json")
+    (folder / "plans").mkdir(parents=True)
+    shutil.copy(ROOT / "plans" / "models" / "llama-3.1-8b.json", folder / "plans" / "llama.json")
     for name in ("a", "kept"):
         (folder / "plans" / f"{name}.yaml").write_text(PLAN)
     git(folder, "init", "-q")

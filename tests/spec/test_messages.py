@@ -153,7 +153,7 @@ def test_a_mapping_has_places_without_lines() -> None:
         (
             "mesh.tp=2",
             "--set: mesh.tp: mesh is 'auto', not a mapping with a key 'tp'\n"
-            "    fix: set mesh as a whole",
+            "    fix: set mesh as a whole: --set 'mesh={tp: 2, ...}'",
         ),
         (
             "rules[3].place=shard",

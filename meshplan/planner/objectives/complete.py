@@ -95,23 +95,22 @@ def complete_statements(
         return found.statements, found.path.name
     if not spec.free_fields:
         return {}, ""
-    sized = graph if graph.config else graph_of(spec)
-    if sized is None and ask is None:
+    # A live model is asked about itself: the config of the plan may be another model's.
+    sized = graph if graph.config or ask is not None else graph_of(spec)
+    if sized is None:
         free = " and ".join(spec.free_fields)
         are = "are" if len(spec.free_fields) > 1 else "is"
         what = f"{free} {are} left to the planner, and {found}"
         fix = "add the model to the plan, such as model: {config: PATH}, and run meshplan plan"
         raise PlanError(Problem(what, spec.origin(spec.free_fields[0]), fix))
     profile = profile_of_lock(source)
-    question = (
-        ask(profile)
-        if sized is None and ask is not None
-        else question_of(load, sized or graph, profile=profile)
-    )
-    path, origin = config_of(spec, config)
-    is_other = sized is not None and sized is not graph
-    if path is not None and (is_other or config is not None):
-        question = with_shorter(question, path, origin)  # As `meshplan plan` does.
+    if ask is not None:
+        question = ask(profile)
+    else:
+        question = question_of(load, sized, profile=profile)
+        path, origin = config_of(spec, config)
+        if path is not None and (sized is not graph or config is not None):
+            question = with_shorter(question, path, origin)  # As `meshplan plan` does.
     decision = answer(question, report)
     if decision.chosen is None:
         raise PlanError(nothing_fits(spec))

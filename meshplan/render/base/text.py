@@ -128,11 +128,20 @@ def folded(line: str, width: int) -> list[str]:
     margin = len(plain) - len(plain.lstrip(" "))
     indent = " " * (starts[-1] if starts else min(margin + 2, width // 2))
     lines = [""]
-    for gap, word in re.findall(r"( *)([^ ]+)", line):
-        if lines[-1].strip() and _visible(lines[-1] + gap + word) > width:
-            lines.append(indent + word)
-        else:
-            lines[-1] += gap + word
+    for gap, cell in re.findall(r"( *)(\S+(?: \S+)*)", line):
+        if _visible(lines[-1] + gap + cell) <= width:
+            lines[-1] += gap + cell
+            continue
+        is_last_column = len(lines) == 1 and _visible(lines[-1] + gap) == len(indent)
+        if lines[-1].strip() and not is_last_column and _visible(indent + cell) <= width:
+            lines.append(indent + cell)
+            continue
+        for number, word in enumerate(cell.split(" ")):
+            space = " " if number else gap
+            if lines[-1].strip() and _visible(lines[-1] + space + word) > width:
+                lines.append(indent + word)
+            else:
+                lines[-1] += space + word
     return lines
 
 

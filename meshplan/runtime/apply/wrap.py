@@ -83,6 +83,9 @@ def applied(model: nn.Module) -> Applied:
         ApplyError: The model was not parallelized by meshplan.
     """
     found = getattr(model, "meshplan", None)
+    if not isinstance(model, nn.Module):
+        what = f"a model is needed as the first argument, not a {type(model).__name__}"
+        raise ApplyError(Problem(what, fix="pass the module that meshplan.parallelize returned"))
     if not isinstance(found, Applied):
         raise ApplyError(
             Problem(

@@ -23,6 +23,7 @@ from meshplan.runtime.torch_private.modes import built_on
 from meshplan.runtime.trace.structure import graph_of
 from meshplan.spec.recipes import OWN_MODELS
 from meshplan.spec.trust import check_code
+from meshplan.spec.values import did_you_mean
 
 _ON_META = (
     "the function is called without arguments under torch.device('meta'), where tensors have "
@@ -65,7 +66,9 @@ def model_of_entry(entry: str, origin: Origin, *, on_meta: bool = True) -> nn.Mo
         for part in name.split("."):
             if not hasattr(found, part):
                 what = f"'{module_name}' has no '{name}'"
-                raise SpecError(Problem(what, origin, f"name a function of {module_name}"))
+                names = [each for each in vars(found) if callable(getattr(found, each))]
+                fix = did_you_mean(part, names, f"name a function of {module_name}")
+                raise SpecError(Problem(what, origin, fix))
             found = getattr(found, part)
         if not isinstance(found, nn.Module):
             if not callable(found):
