@@ -1,4 +1,7 @@
-"""Estimate the seconds of one microbatch in each pipeline stage of a plan, for `cost.simulate`."""
+"""Estimate the seconds of one microbatch in each pipeline stage of a plan, for `cost.simulate`.
+
+For plans without stages, `step_parts` says what the seconds of a step are spent on.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ from dataclasses import dataclass
 
 from meshplan.cost.chain import chain_of
 from meshplan.cost.config import option_of, plan_as_config
+from meshplan.cost.grid import OPTIONS
 from meshplan.cost.pipeline import crossing_seconds
 from meshplan.cost.profile import Profile
-from meshplan.cost.step import terms
+from meshplan.cost.step import Terms, terms
 from meshplan.cost.types import Chain
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.dtypes import DTYPE_BYTES
@@ -30,6 +34,28 @@ class StageSeconds:
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     crossing_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepParts:
+    """Seconds of a step without pipeline stages, by what they are spent on.
+
+    Args:
+        compute_s: Computation of forward and backward.
+        recompute_s: Recomputation of forwards in backward.
+        model_parallel_s: Communication of tp, ep and cp, for which computation waits.
+        data_parallel_s: Waits for gathers and reductions that computation does not hide, or for the
+            host to launch kernels.
+        ends_s: The part of the first gathers and the last reductions that nothing hides.
+        update_s: The optimizer's step.
+    """
+
+    compute_s: float
+    recompute_s: float
+    model_parallel_s: float
+    data_parallel_s: float
+    ends_s: float
+    update_s: float
 
 
 def chain_of_plan(plan: Plan) -> Chain:
@@ -87,20 +113,8 @@ def stage_seconds(plan: Plan, profile: Profile, gpus_per_node: int) -> StageSeco
         PlanError: `chain_of_plan` cannot read the plan's model.
     """
     chain = chain_of_plan(plan)
-    a, stages, row = plan.assignment, plan.assignment.stages, plan_as_config(plan)
-    dtype = next(p.info.dtype for p in a.tensors.values() if not p.info.is_buffer)
-    found = [
-        terms(
-            row,
-            kind,
-            profile,
-            gpus_per_node,
-            plan.spec.precision,
-            dtype=dtype,
-            exchanges=a.context is not None and a.context.attention == "all_to_all",
-        )
-        for kind in chain.kinds
-    ]
+    stages, row = plan.assignment.stages, plan_as_config(plan)
+    found = _terms_of_kinds(plan, chain, profile, gpus_per_node)
     num = stages.num if stages is not None else 1
     forward, backward = [0.0] * num, [0.0] * num
     for number, name, stage in zip(
@@ -112,3 +126,52 @@ def stage_seconds(plan: Plan, profile: Profile, gpus_per_node: int) -> StageSeco
     boundary = max(kind.boundary_bytes for kind in chain.kinds)
     crossing = float(crossing_seconds(row, boundary, profile, gpus_per_node)[0])
     return StageSeconds(tuple(forward), tuple(backward), crossing)
+
+
+def step_parts(plan: Plan, profile: Profile, gpus_per_node: int) -> StepParts:
+    """Return what the seconds of a step of a plan without pipeline stages are spent on.
+
+    Args and errors are those of `stage_seconds`.
+    """
+    chain = chain_of_plan(plan)
+    found = _terms_of_kinds(plan, chain, profile, gpus_per_node)
+    compute = recompute = model_parallel = data_parallel = ends = update = 0.0
+    for number, name in zip(chain.order, chain.names, strict=True):
+        of_kind, option = found[number], option_of(plan, name)
+        # The same option without recomputation: what its backward takes less is recomputation.
+        plain = OPTIONS.index((0, OPTIONS[option][1]))
+        again = float(of_kind.backward_s[0, option] - of_kind.backward_s[0, plain])
+        passes = float(of_kind.forward_s[0, option] + of_kind.backward_s[0, plain])
+        compute += float(of_kind.compute_s[0])
+        recompute += again
+        model_parallel += float(of_kind.exposed_tp_s[0])
+        data_parallel += passes - float(of_kind.compute_s[0] + of_kind.exposed_tp_s[0])
+        ends += float(of_kind.settle_s[0, option])
+        update += float(of_kind.update_s[0])
+    times = plan.accumulate
+    return StepParts(
+        compute_s=compute * times,
+        recompute_s=recompute * times,
+        model_parallel_s=model_parallel * times,
+        data_parallel_s=data_parallel * times,
+        ends_s=ends,
+        update_s=update,
+    )
+
+
+def _terms_of_kinds(plan: Plan, chain: Chain, profile: Profile, gpus_per_node: int) -> list[Terms]:
+    """Return the seconds of one block of each kind of a chain, for the plan's configuration."""
+    a, row = plan.assignment, plan_as_config(plan)
+    dtype = next(p.info.dtype for p in a.tensors.values() if not p.info.is_buffer)
+    return [
+        terms(
+            row,
+            kind,
+            profile,
+            gpus_per_node,
+            plan.spec.precision,
+            dtype=dtype,
+            exchanges=a.context is not None and a.context.attention == "all_to_all",
+        )
+        for kind in chain.kinds
+    ]

@@ -24,7 +24,7 @@ from meshplan.pictures.base.palette import Theme, theme_of
 from meshplan.pictures.base.types import Picture
 from meshplan.pictures.base.words import counted
 from meshplan.pictures.main import facts_of
-from meshplan.pictures.memory.bars import draw_memory
+from meshplan.pictures.memory.drawn_bars import draw_memory
 from meshplan.pictures.mesh.mesh_map import MeshMap, draw_mesh, mesh_map
 from meshplan.plan.plan import Plan, make_plan
 from meshplan.shown import shown

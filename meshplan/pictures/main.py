@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from meshplan.cost.profile import profile_of
-from meshplan.cost.stages import stage_seconds
+from meshplan.cost.stages import stage_seconds, step_parts
 from meshplan.errors import Origin, PlanError, Problem, SpecError
 from meshplan.memory.analytic.estimate import estimate_analytic
 from meshplan.memory.answer.estimate import MemoryEstimate
 from meshplan.memory.log.driver import with_workspaces
 from meshplan.memory.log.events import EventLog
+from meshplan.pictures.base.page import NARROW, WIDTH
 from meshplan.pictures.base.palette import Theme, theme_of
 from meshplan.pictures.base.types import Picture
 from meshplan.pictures.graphs.drawn import draw_graph
 from meshplan.pictures.graphs.modules import module_graph
 from meshplan.pictures.graphs.tree import Tree, module_tree
-from meshplan.pictures.memory.bars import MemoryBars, draw_memory, memory_bars, states_alone
+from meshplan.pictures.memory.bars import MemoryBars, memory_bars, states_alone
+from meshplan.pictures.memory.drawn_bars import draw_memory
 from meshplan.pictures.memory.timeline import draw_timeline, log_of, timeline
 from meshplan.pictures.memory.treemap import Of, draw_treemap, treemap
 from meshplan.pictures.memory.waterfall import draw_waterfall, waterfall, waterfall_of_states
@@ -27,9 +30,11 @@ from meshplan.pictures.mesh.comm import comm, draw_comm
 from meshplan.pictures.mesh.counted import ONLY_COUNT, check_counted, is_counted
 from meshplan.pictures.mesh.mesh_map import MeshMap, draw_mesh, mesh_map
 from meshplan.pictures.mesh.tensor import TensorLayout, draw_layout, tensor_layout
-from meshplan.pictures.plans.gantt import Gantt, draw_gantt, gantt
+from meshplan.pictures.plans.drawn_gantt import draw_gantt
+from meshplan.pictures.plans.drawn_pareto import draw_pareto
+from meshplan.pictures.plans.gantt import Gantt, gantt
 from meshplan.pictures.plans.ladder import draw_ladder, ladder
-from meshplan.pictures.plans.pareto import draw_pareto, pareto
+from meshplan.pictures.plans.pareto import pareto
 from meshplan.plan.plan import Plan
 from meshplan.planner.problem.request import cluster_of
 from meshplan.spec.values import did_you_mean
@@ -82,8 +87,13 @@ class DrawRequest:
             raise PlanError(Problem(first.what, first.origin, fix)) from None
 
 
+def _finished(paint: Callable[[Theme, float], Picture], theme: Theme) -> Picture:
+    """Return the picture that `paint` draws, which can draw itself for a narrow screen too."""
+    return replace(paint(theme, WIDTH), narrow=partial(paint, theme, NARROW))
+
+
 def _mesh(asked: DrawRequest) -> Picture:
-    return draw_mesh(_mesh_facts(asked), asked.theme)
+    return _finished(partial(draw_mesh, _mesh_facts(asked)), asked.theme)
 
 
 def _mesh_facts(asked: DrawRequest) -> MeshMap:
@@ -91,7 +101,7 @@ def _mesh_facts(asked: DrawRequest) -> MeshMap:
 
 
 def _layout(asked: DrawRequest) -> Picture:
-    return draw_layout(_layout_facts(asked), asked.theme)
+    return _finished(partial(draw_layout, _layout_facts(asked)), asked.theme)
 
 
 def _layout_facts(asked: DrawRequest) -> TensorLayout:
@@ -110,18 +120,18 @@ def memory_facts(asked: DrawRequest) -> MemoryBars:
 
 
 def _memory(asked: DrawRequest) -> Picture:
-    return draw_memory(memory_facts(asked), asked.theme)
+    return _finished(partial(draw_memory, memory_facts(asked)), asked.theme)
 
 
 def _waterfall(asked: DrawRequest) -> Picture:
     if asked.estimate is None and is_counted(asked.plan):
-        states = waterfall_of_states(asked.plan, asked.limit[1], ONLY_COUNT)
-        return draw_waterfall(states, asked.theme)
+        facts = waterfall_of_states(asked.plan, asked.limit[1], ONLY_COUNT)
+        return _finished(partial(draw_waterfall, facts), asked.theme)
     try:
         facts = waterfall(asked.known)
     except PlanError as error:
         facts = waterfall_of_states(asked.plan, asked.limit[1], error.problems[0].what)
-    return draw_waterfall(facts, asked.theme)
+    return _finished(partial(draw_waterfall, facts), asked.theme)
 
 
 def _timeline(asked: DrawRequest) -> Picture:
@@ -133,7 +143,7 @@ def _timeline(asked: DrawRequest) -> Picture:
     else:
         rank = asked.rank if asked.rank is not None else asked.known.worst.ranks[0]
         log = log_of(plan, rank, asked.limit[0])
-    return draw_timeline(timeline(log, rank, count), asked.theme)
+    return _finished(partial(draw_timeline, timeline(log, rank, count)), asked.theme)
 
 
 def _treemap(asked: DrawRequest) -> Picture:
@@ -141,7 +151,8 @@ def _treemap(asked: DrawRequest) -> Picture:
     rank = asked.rank or 0
     names: dict[Of, str] = {"local": f"bytes of rank {rank}", "global": "bytes of the model"}
     order = sorted(names, key=lambda of: of != asked.of)
-    pictures = [draw_treemap(treemap(asked.plan, of, rank), asked.theme) for of in order]
+    drawn = [partial(draw_treemap, treemap(asked.plan, of, rank)) for of in order]
+    pictures = [_finished(paint, asked.theme) for paint in drawn]
     views = tuple((names[of], each) for of, each in zip(order, pictures, strict=True))
     return replace(pictures[0], views=views, choice="whose bytes")
 
@@ -157,21 +168,25 @@ def gantt_facts(asked: DrawRequest) -> Gantt:
         dtype = next((p.compute_dtype for p in a.tensors.values() if not p.info.is_buffer), "")
         profile = profile_of(cluster, dtype=dtype)
         times = stage_seconds(asked.plan, profile, hardware.gpus_per_node)
+        parts = None
+        if a.stages is None:
+            parts = step_parts(asked.plan, profile, hardware.gpus_per_node)
     except PlanError:
         return gantt(asked.plan)
+    end = ", without the end of a step: the last reductions and the optimizer"
     return gantt(
         asked.plan, times.forward_s, times.backward_s, crossing_s=times.crossing_s,
-        assumed=f"Seconds are the cost model's for {profile.device}, without the end of a step: "
-        "the last reductions and the optimizer.",
+        parts=parts,
+        assumed=f"Seconds are the cost model's for {profile.device}{'' if parts else end}.",
     )  # fmt: skip
 
 
 def _gantt(asked: DrawRequest) -> Picture:
-    return draw_gantt(gantt_facts(asked), asked.theme)
+    return _finished(partial(draw_gantt, gantt_facts(asked)), asked.theme)
 
 
 def _comm(asked: DrawRequest) -> Picture:
-    return draw_comm(comm(asked.plan, asked.rank or 0), asked.theme)
+    return _finished(partial(draw_comm, comm(asked.plan, asked.rank or 0)), asked.theme)
 
 
 def _searched(asked: DrawRequest) -> Decision:
@@ -191,7 +206,7 @@ def _ladder(asked: DrawRequest) -> Picture:
 
 
 def _graph(asked: DrawRequest) -> Picture:
-    return draw_graph(module_graph(asked.plan), asked.theme)
+    return _finished(partial(draw_graph, module_graph(asked.plan)), asked.theme)
 
 
 def _graph_facts(asked: DrawRequest) -> Tree:
@@ -331,8 +346,8 @@ def draw_decision(decision: Decision, what: str, *, theme: str = "light") -> Pic
     """
     assert what in OF_DECISIONS
     if what == "pareto":
-        return draw_pareto(pareto(decision), theme_of(theme))
-    return draw_ladder(ladder(decision), theme_of(theme))
+        return _finished(partial(draw_pareto, pareto(decision)), theme_of(theme))
+    return _finished(partial(draw_ladder, ladder(decision)), theme_of(theme))
 
 
 def check_what(what: str) -> None:

@@ -13,7 +13,7 @@ from meshplan.pictures.memory.bars import INKS, memory_bars
 from meshplan.pictures.mesh.mesh_map import mesh_map
 from meshplan.plan.plan import Plan
 from meshplan.shown import fields_of, short
-from meshplan.spec.spec import Spec
+from meshplan.spec.spec import Rule, Spec
 from meshplan.units import format_bytes, format_count
 
 _CELL = "padding:2px 8px;text-align:left"
@@ -42,8 +42,11 @@ def spec_html(spec: Spec) -> str:
         for name in tops
         if name != "rules" and _of(spec, name) is not None
     ]
-    rows += [(f"rules[{rule.index}]", _rule(rule), spec.origin(f"rules[{rule.index}]").place)
-             for rule in spec.rules[:_MOST]]  # fmt: skip
+    rows += [
+        (path, rule_in_words(rule), spec.origin(path).place)
+        for rule in spec.rules[:_MOST]
+        if (path := f"rules[{rule.index}]")
+    ]
     if len(spec.rules) > _MOST:
         rows.append((f"… {len(spec.rules) - _MOST:,} more rules", "", ""))
     title = f"<b>{escape(spec.source)}</b>"
@@ -67,7 +70,8 @@ def _value(value: Any) -> str:
     return str(value)
 
 
-def _rule(rule: Any) -> str:
+def rule_in_words(rule: Rule) -> str:
+    """Return the modules that a rule selects, and what it states of them."""
     stated = {
         name: getattr(rule, name)
         for name in rule.__dataclass_fields__

@@ -18,6 +18,8 @@ _METADATA: Final = re.compile(r"<metadata>.*?</metadata>", re.DOTALL)
 _SIZE: Final = re.compile(r'(<svg[^>]*?) width="[^"]*"|(<svg[^>]*?) height="[^"]*"')
 _PLACES: Final = re.compile(r'\b(?:d|x|y|x1|x2|y1|y2|width|height|points)="[^"]*"')
 _LONG: Final = re.compile(r"-?\d+\.\d{3,}")
+_TEXT: Final = re.compile(r'<text style="([^"]*)"')
+_FILL: Final = re.compile(r";? *\bfill: (#[0-9a-f]{6})")
 _BLANK: Final = re.compile(r">\s+<")
 
 
@@ -43,7 +45,10 @@ class Colours:
 
 
 def figure(key: str, light: Picture, dark: Picture, colours: Colours) -> str:
-    """Return a `<figure>` whose picture follows the theme, with a caption that describes it.
+    """Return a `<figure>` whose picture follows the theme and the width of the page.
+
+    The picture's own title says what it shows, so there is no caption; screen readers read the
+    title and the description.
 
     Args:
         key: Prefix of all ids in the picture; no other picture of the page may have it.
@@ -51,29 +56,31 @@ def figure(key: str, light: Picture, dark: Picture, colours: Colours) -> str:
         dark: The picture in the dark theme.
         colours: Colours of the page; the picture's colours are added.
     """
-    shown = _element(key, light, dark, colours)
-    if light.views:
-        views = zip(light.views[1:], dark.views[1:], strict=True)
-        others = [(name, _element(f"{key}-{number}", one, other, colours))
-                  for number, ((name, one), (_, other)) in enumerate(views, 1)]  # fmt: skip
-        shown = switched(light.choice, [(light.views[0][0], shown), *others])
-    return f'<figure id="{key}">{shown}</figure>'
+    if not light.views:
+        return f'<figure id="{key}">{_element(key, light, dark, colours)}</figure>'
+    views = zip(light.views, dark.views, strict=True)
+    shown = [(name, _element(f"{key}-{number}", one, other, colours))
+             for number, ((name, one), (_, other)) in enumerate(views)]  # fmt: skip
+    return f'<figure id="{key}">{switched(light.choice, shown)}</figure>'
 
 
 def _element(key: str, light: Picture, dark: Picture, colours: Colours) -> str:
-    """Return the content of a figure: the drawing and its caption."""
+    """Return the wide and the narrow drawing, of which the page's style shows one."""
+    if light.narrow is None or dark.narrow is None:
+        return _drawing(key, light, dark, colours)
+    narrow = _drawing(f"{key}-narrow", light.narrow(), dark.narrow(), colours)
+    wide = _drawing(key, light, dark, colours)
+    return f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
+
+
+def _drawing(key: str, light: Picture, dark: Picture, colours: Colours) -> str:
+    """Return one drawing that follows the theme."""
     label = html.escape(f"{light.title}. {light.alt}", quote=True)
     drawn = _both(_bare(light, key), _bare(dark, key), colours) or (
         f'<div class="light">{_bare(light, key)}</div>'
         f'<div class="dark">{_bare(dark, f"{key}-dark")}</div>'
     )
-    drawn = drawn.replace("<svg ", f'<svg role="img" aria-label="{label}" ')
-    name = html.escape(f"{light.what}: can be scrolled", quote=True)
-    return (
-        f'<div class="scroll" tabindex="0" role="group" aria-label="{name}">{drawn}</div>'
-        f"<figcaption><strong>{html.escape(light.title)}.</strong> {html.escape(light.alt)}"
-        "</figcaption>"
-    )
+    return drawn.replace("<svg ", f'<svg role="img" aria-label="{label}" ')
 
 
 def _both(light: str, dark: str, colours: Colours) -> str:
@@ -94,7 +101,14 @@ def _bare(picture: Picture, key: str) -> str:
     for _ in range(2):
         text = _SIZE.sub(lambda found: found[1] or found[2], text, count=1)
     text = _PLACES.sub(lambda found: _LONG.sub(_shorter, found[0]), text)
-    return _BLANK.sub("><", _renamed(text, key)).strip()
+    return _BLANK.sub("><", _renamed(_TEXT.sub(_coloured, text), key)).strip()
+
+
+def _coloured(text: re.Match[str]) -> str:
+    """Put the colour of a text last in its style: matplotlib leaves it out where it is black."""
+    found = _FILL.search(text[1])
+    colour = found[1] if found else "#000000"
+    return f'<text style="{_FILL.sub("", text[1])}; fill: {colour}"'
 
 
 def _renamed(text: str, key: str) -> str:

@@ -161,8 +161,10 @@ def report_of(known: ReportFacts) -> Report:
     parts["plan"], parts["rest"] = [], []
     for key, more in _tables(known, left_out).items():
         parts[key] += filter(None, more)
-    top = f"<p class='quiet'>{html.escape(_about(known))}</p><h1>{html.escape(verdict)}</h1>"
-    top += sections.key_figures(known.plan, known.estimate, known.of_plan)
+    answer = f"<p class='quiet'>{html.escape(_about(known))}</p><h1>{html.escape(verdict)}</h1>"
+    answer += sections.key_figures(known.plan, known.estimate, known.of_plan)
+    chosen = sections.chosen_plan(known.plan or known.counted, known.of_plan)
+    top = f'<div class="top"><div>{answer}</div>{chosen}</div>'
     foot = f"meshplan {__version__}" + (f", plan {known.plan.digest()[:16]}" if known.plan else "")
     titles = {
         "memory": "Does it fit?",

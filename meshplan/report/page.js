@@ -28,3 +28,23 @@ for (const table of document.querySelectorAll("table.sortable")) {
     });
   });
 }
+// A closed element would be missing on paper.
+addEventListener("beforeprint", () => {
+  for (const each of document.querySelectorAll("details")) each.open = true;
+});
+// A table that is wider than the page says so above its first row.
+const hints = new ResizeObserver(entries => {
+  for (const { target } of entries) {
+    const box = target.closest(".scroll");
+    box.previousElementSibling.hidden = box.scrollWidth <= box.clientWidth + 1;
+  }
+});
+for (const box of document.querySelectorAll(".scroll")) {
+  const hint = document.createElement("p");
+  hint.className = "hint";
+  hint.textContent = "Scroll the table sideways for more columns \u2192";
+  hint.hidden = true;
+  box.before(hint);
+  hints.observe(box);
+  hints.observe(box.firstElementChild);
+}

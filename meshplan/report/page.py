@@ -92,6 +92,13 @@ def heading(text: str) -> str:
     return f"<h3>{html.escape(text)}</h3>"
 
 
+def folded(title: str, element: str) -> str:
+    """Return an element that readers open by its title; "" for no element."""
+    if not element:
+        return ""
+    return f"<details><summary>{html.escape(title)}</summary>{element}</details>"
+
+
 def bullets(items: Iterable[str]) -> str:
     """Return an HTML list; "" for no items."""
     found = "".join(f"<li>{html.escape(item)}</li>" for item in items)

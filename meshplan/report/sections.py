@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
 
 from meshplan.memory.answer.estimate import MemoryEstimate, RankGroup, left_in_words
+from meshplan.model.graph import pattern_of
 from meshplan.pictures.base.words import speed
-from meshplan.pictures.memory.bars import memory_bars
 from meshplan.pictures.mesh.links import links_of
-from meshplan.pictures.plans.pareto import words_of
+from meshplan.pictures.notebook import rule_in_words
+from meshplan.pictures.plans.pareto import difference, words_of
 from meshplan.plan.plan import Plan
 from meshplan.planner.answers.explain import WhyNot
 from meshplan.planner.answers.infeasible import Trouble
@@ -18,10 +20,12 @@ from meshplan.render.layouts.show import settings, tree
 from meshplan.render.memory.memory import ranks_to_text
 from meshplan.render.plans.explain import verdict
 from meshplan.render.plans.trouble import conflict_to_text, ended
-from meshplan.report.page import bullets, heading, numbered, pairs, paragraph
+from meshplan.report.page import bullets, folded, heading, numbered, pairs, paragraph
 from meshplan.report.tables import Cell, Table, gib, seconds, share, size
 from meshplan.textbook.inverse import StatesEstimate
 from meshplan.units import format_bytes, format_seconds
+
+_MOST_RULES: Final = 8
 
 
 def key_figures(
@@ -32,7 +36,8 @@ def key_figures(
     if plan is not None:
         found.append(("GPUs", f"{plan.mesh.world_size:,}"))
     if estimate is not None:
-        found.append(("memory per GPU", estimate.size))
+        # The title of the page has the rest: what is expected, and the limit.
+        found.append(("memory per GPU, at most", format_bytes(estimate.worst.band[1])))
     evaluated = decision.chosen if decision else None
     if decision is not None and evaluated is not None:
         found.append(("step time, by the cost model", format_seconds(evaluated.seconds)))
@@ -44,6 +49,42 @@ def key_figures(
     return pairs(found, "figures")
 
 
+def chosen_plan(plan: Plan | None, decision: Decision | None) -> str:
+    """Return a box with the plan itself: mesh, strategy, batch, recomputation and rules."""
+    if plan is None:
+        return ""
+    spec, assignment, chosen = plan.spec, plan.assignment, decision.chosen if decision else None
+    stages = assignment.stages
+    items = [("mesh", str(plan.mesh)), ("strategy", assignment.strategy.name)]
+    if stages is not None:
+        many = f"{stages.num} stages, {stages.microbatches} microbatches"
+        items.append(("pipeline", f"{stages.schedule}, {many}"))
+    settled = dict(settings(plan))
+    items += [(name, settled[name]) for name in ("precision", "batch", "tp", "cp")
+              if name in settled]  # fmt: skip
+    modes = [again.policy.mode for again in assignment.recompute.values()]
+    counts = [f"{modes.count(mode)} blocks {mode}" for mode in dict.fromkeys(modes)]
+    items.append(("recomputed", ", ".join(counts) or "nothing"))
+    if chosen is not None:
+        # What else the search chose; rules are listed below, and all else above.
+        said = ("mesh", "strategy", "batch", "pipeline", "activation_checkpointing", "tp_plan")
+        more = {path: value for path, value in chosen.stated.items()
+                if path.split(".")[0] not in said and not path.startswith("rules[")}  # fmt: skip
+        lines = statement_lines(more, plan.graph.blocks())
+        items += [(name, text) for name, _, text in (line.partition(": ") for line in lines)]
+    if not spec.rules:
+        items.append(("rules", "none"))
+    rules = [rule_in_words(rule) for rule in spec.rules[:_MOST_RULES]]
+    if len(spec.rules) > _MOST_RULES:
+        rules.append(f"… {len(spec.rules) - _MOST_RULES:,} more rules")
+    free = decision.spec.free_fields if decision else ()
+    note = paragraph(f"Chosen by the planner: {', '.join(free)}.", "quiet") if free else ""
+    named = f"<div>{bullets(rules)}</div>" if rules else ""
+    head = "<h2>The plan</h2>"
+    title = '<dl class="pairs"><dt>rules</dt><dd></dd></dl>' if rules else ""
+    return f'<div class="plan">{head}{pairs(items)}{title}{named}{note}</div>'
+
+
 def about_plan(
     plan: Plan | None, decision: Decision | None, text: str, on_top: Sequence[str]
 ) -> Iterator[str]:
@@ -52,8 +93,8 @@ def about_plan(
         yield pairs([("mesh", str(plan.mesh)), *settings(plan)])
     chosen = decision.chosen if decision else None
     if decision is not None and chosen is not None and decision.spec.free_fields:
-        yield heading("Chosen by the planner, where the file leaves it open")
-        yield bullets(way_lines(chosen))
+        yield folded("Chosen by the planner, as statements of the file",
+                     bullets(way_lines(chosen)))  # fmt: skip
     if on_top:
         yield heading("Overrides of the file")
         yield bullets(on_top)
@@ -80,12 +121,13 @@ def about_memory(estimate: MemoryEstimate) -> Iterator[str]:
              size(step.total_bytes), Cell(step.why)]
             for step in estimate.reconciliation
         ]  # fmt: skip
-        yield Table(
+        table = Table(
             caption="From the textbook formula to this estimate, step by step",
             columns=("step", ">change", ">result", "why"),
             rows=rows,
             is_ordered=True,
-        ).to_html()
+        )
+        yield folded("The steps from the textbook formula as a table", table.to_html())
     if estimate.fixes:
         rows = [
             [Cell(fix.change), Cell(fix.setting), gib(fix.total_bytes),
@@ -100,7 +142,6 @@ def about_memory(estimate: MemoryEstimate) -> Iterator[str]:
 
 
 def _groups(estimate: MemoryEstimate) -> Table:
-    facts = memory_bars(estimate)
     has_stages = any(group.stages for group in estimate.groups)
     columns = ["ranks", *(["stages"] if has_stages else []), ">tensors", ">allocated", ">reserved",
                ">driver", ">total", ">from", ">to", "verdict"]  # fmt: skip
@@ -113,7 +154,9 @@ def _groups(estimate: MemoryEstimate) -> Table:
              _left(group, estimate.limit_bytes)]
         )  # fmt: skip
     return Table(
-        caption=f"{facts.title}. Each row: ranks with equal memory", columns=columns, rows=rows
+        caption="Memory of one rank at its peak; ranks with equal memory share a row",
+        columns=columns,
+        rows=rows,
     )
 
 
@@ -178,7 +221,8 @@ def about_traffic(plan: Plan) -> Iterator[str]:
             columns=("collective", "along", ">ranks", ">sent", "where", ">slowest link"),
             rows=rows,
         ).to_html()
-    yield bullets(f"not counted: {text}" for text in links.unknown)
+    # What is not counted of one block is mostly not counted of the others either.
+    yield bullets(f"not counted: {text}" for text in dict.fromkeys(map(pattern_of, links.unknown)))
 
 
 def about_choice(decision: Decision, why_not: Sequence[WhyNot]) -> Iterator[str]:
@@ -230,9 +274,12 @@ def _candidates(decision: Decision, evaluated_plans: Sequence[Evaluated]) -> str
         is_over = evaluated.memory.fits is False
         name = "chosen" if evaluated is decision.chosen else "does not fit" if is_over else "fits"
         slower = Cell("") if base is None else share(evaluated.seconds / base - 1, signed=True)
+        words = words_of(evaluated)
+        if decision.chosen is not None and evaluated is not decision.chosen:
+            words = f"as chosen, but {difference(evaluated, decision.chosen)}"
         rows.append(
             [
-                Cell(words_of(evaluated)),
+                Cell(words),
                 seconds(evaluated.seconds),
                 slower,
                 gib(evaluated.memory.worst.band[1]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -11,6 +12,8 @@ from meshplan.units import format_bytes, format_gib, format_step
 
 _LONG: Final = 24
 """Number of characters above which a cell's text is wrapped."""
+
+_DOT: Final = re.compile(r"(?<=\w)\.(?=\w|\{)")
 
 
 class Cell(NamedTuple):
@@ -75,6 +78,9 @@ def _cell(cell: Cell, kind: str, is_first: bool) -> str:
     if cell.depth:
         more += f' style="padding-left: {0.5 + cell.depth}em"'
     text = html.escape(cell.text)
+    if "long" in kind:
+        # Browsers break lines at spaces only, and names are longer than a column is wide.
+        text = _DOT.sub(".<wbr>", text)
     if cell.mark:
         text = f'<span class="{cell.mark}">{text}</span>'
     return f"<{tag}{kind}{more}>{text}</{tag}>"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
@@ -87,6 +89,20 @@ def check_readable(figure: Figure) -> None:
                 break
             is_over = min(a.y1, b.y1) - max(a.y0, b.y0) > 2
             assert not is_over, f"{one!r} is over {other!r}"
+
+
+def check_clear(figure: Figure, gid: str) -> None:
+    """No line of this name runs through a text."""
+    texts = _drawn(figure)
+    for line in figure.findobj(Line2D):
+        if line.get_gid() != gid:
+            continue
+        points = line.get_transform().transform(line.get_xydata())
+        for (x0, y0), (x1, y1) in itertools.pairwise(points):
+            for text, at in texts:
+                is_beside = max(x0, x1) < at.x0 + 1 or min(x0, x1) > at.x1 - 1
+                is_apart = max(y0, y1) < at.y0 + 2 or min(y0, y1) > at.y1 - 2
+                assert is_beside or is_apart, f"{gid} runs through {text.get_text()!r}"
 
 
 def _drawn(figure: Figure) -> list[tuple[Text, Any]]:

@@ -262,5 +262,7 @@ def test_a_browser_shows_the_pictures_beside_or_below_each_other(width, beside, 
         assert all(box["width"] > 0.4 * width for box in boxes)
         shown.open(tmp_path / "none.html", width=width)
         assert shown.ask("document.documentElement.scrollWidth") == width
-        assert "do not divide" in shown.ask("document.querySelector('[role=alert]').innerText")
+        assert "are not a multiple of 4" in shown.ask(
+            "document.querySelector('[role=alert]').innerText"
+        )
         assert shown.complaints == []

@@ -21,8 +21,10 @@ from meshplan.pictures.mesh.counted import OF_COUNT, ONLY_COUNT
 from meshplan.planner.lock.lock import read, write
 from meshplan.report.figures import Colours, figure
 from meshplan.report.main import Report, ReportFacts, report_of
+from meshplan.report.sections import about_choice
 from meshplan.units import format_gib, format_seconds
 from tests.helpers import browser
+from tests.helpers.graphs import blocks
 from tests.helpers.pictured import LLAMA, LONG, llama, plan_of, strange
 
 CONFIG = {
@@ -50,13 +52,19 @@ class Page(HTMLParser):
         super().__init__()
         self.tags: list[tuple[str, dict[str, str]]] = []
         self.texts: list[str] = []
+        self.is_broken = False
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, {name: value or "" for name, value in attrs}))
+        self.is_broken = tag == "wbr"
 
     def handle_data(self, data: str) -> None:
-        self.texts.append(data)
+        if self.is_broken:  # A place where a browser may break the line.
+            self.texts[-1] += data
+        else:
+            self.texts.append(data)
+        self.is_broken = False
 
     def all(self, tag: str) -> list[dict[str, str]]:
         return [attributes for name, attributes in self.tags if name == tag]
@@ -85,6 +93,38 @@ def test_a_report_shows_every_picture_and_says_its_sentence(report):
     assert {each["id"] for each in figures} == {f"picture-{what}" for what in WHATS}
     svgs = page.all("svg")
     assert all(each["role"] == "img" and len(each["aria-label"]) > 40 for each in svgs)
+    # Each is drawn for wide and for narrow screens, and no text repeats what it says.
+    kinds = Counter(each["class"] for each in page.all("div") if "class" in each)
+    assert kinds["wide"] == kinds["narrow"] == len(WHATS) + 1
+    assert page.all("figcaption") == []
+    assert "light" not in kinds, "a drawing is in the page twice, once for each theme"
+
+
+def test_the_plan_is_beside_the_verdict(report, folder):
+    top = Page(report.html[: report.html.index("<main>")])
+    chosen = search_plan(folder / "plan.yaml").chosen
+    for text in ("The plan", str(chosen.plan.mesh), chosen.plan.assignment.strategy.name, "rules"):
+        assert text in top.texts
+    assert any(text.startswith("Chosen by the planner: mesh, strategy") for text in top.texts)
+    rules = [{"match": "layers.0", "place": "replicate", "why": "small"}]
+    ruled = plan_of(blocks(), mesh={"dp_shard": 2}, strategy="full_shard", rules=rules)
+    page = report_of(ReportFacts(name="a plan", plan=ruled)).html
+    top = Page(page[: page.index("<main>")])
+    assert any(text.startswith("layers.0: {") and "replicate" in text for text in top.texts)
+
+
+def test_candidates_differ_in_their_texts():
+    hardware = {"nodes": 2, "gpus_per_node": 8, "gpu": "h100-sxm-80gb", "inter": "50GB/s"}
+    decision = search_plan(
+        {"version": 1, "model": {"config": str(LLAMA)}, "hardware": hardware, "mesh": "auto",
+         "strategy": "auto", "precision": "bf16-mixed", "batch": {"global": 64, "seq_len": 8192},
+         "activation_checkpointing": "auto"}
+    )  # fmt: skip
+    (table,) = (each for each in about_choice(decision, ()) if "<caption>Candidates" in each)
+    rows = re.findall(r"<tr><th[^>]*>(.*?)</th>", table[table.index("<tbody>") :])
+    assert len(rows) > 1
+    assert len(set(rows)) == len(rows)
+    assert sum(row.startswith("as chosen, but ") for row in rows) == len(rows) - 1
 
 
 def test_names_are_unique_and_all_that_is_referred_to_is_there(report):
@@ -195,6 +235,7 @@ def test_without_a_model_it_tells_what_is_left_out(tmp_path):
     assert left[f"pictures: {', '.join(drawn)}"] == ONLY_COUNT
     assert found.shown == OF_COUNT
     texts = Page(found.html).texts
+    assert texts[texts.index("mesh") + 1] == "dp_shard 8"
     assert "5.6 GiB" in texts
     assert "16*a/n" in texts
 
@@ -286,6 +327,28 @@ def shown(tmp_path_factory: pytest.TempPathFactory):
         yield found
 
 
+SCROLLED = (
+    "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth + 1)"
+    ".map(e => e.getAttribute('aria-label'))"
+)
+
+
+@needs_browser
+def test_the_first_screen_has_the_verdict_and_the_plan(report, folder, shown):
+    shown.open(folder / "report.html", width=1280, height=800)
+    ends = [
+        shown.ask(f"document.querySelector('{what}').getBoundingClientRect().bottom")
+        for what in ("h1", ".figures", ".plan")
+    ]
+    assert max(ends) < 800
+    left, right = (
+        shown.ask(f"document.querySelector('{what}').getBoundingClientRect().left")
+        for what in ("h1", ".plan")
+    )
+    assert right > left + 400
+    assert shown.ask(SCROLLED) == []
+
+
 @needs_browser
 @pytest.mark.parametrize(("width", "dark"), [(1200, False), (375, False), (375, True)])
 def test_a_browser_shows_it_whole_and_complains_of_nothing(report, folder, shown, width, dark):
@@ -293,6 +356,16 @@ def test_a_browser_shows_it_whole_and_complains_of_nothing(report, folder, shown
     assert shown.complaints == []
     assert shown.ask("document.documentElement.scrollWidth") == width
     # Every picture has a size, and what is wider than the page scrolls in its own box.
+    if width == 1200:
+        assert shown.ask(SCROLLED) == [], "a column is cut off"
+    else:
+        # Tables that scroll say so, and pictures that are drawn for a phone do not scroll.
+        assert len(shown.ask(SCROLLED)) > 3
+        assert shown.ask(
+            "[...document.querySelectorAll('.scroll')].filter(e => e.checkVisibility() && "
+            "(e.scrollWidth > e.clientWidth + 1) == e.previousElementSibling.hidden).length"
+        ) == 0  # fmt: skip
+        assert shown.ask("document.querySelector('#picture-mesh svg').clientWidth") == 0
     pictures = shown.ask(
         "[...document.querySelectorAll('figure')].map(f => [...f.querySelectorAll('svg')]"
         ".filter(s => s.clientWidth > 300 && s.clientHeight > 50).length)"
@@ -304,7 +377,8 @@ def test_a_browser_shows_it_whole_and_complains_of_nothing(report, folder, shown
     paper = shown.ask("getComputedStyle(document.body).backgroundColor")
     assert paper == ("rgb(21, 24, 28)" if dark else "rgb(255, 255, 255)")
     # The paper of a picture is the page's, in both.
-    drawn = "document.querySelector('#picture-mesh svg path')"
+    kind = "wide" if width == 1200 else "narrow"
+    drawn = f"document.querySelector('#picture-mesh .{kind} svg path')"
     assert shown.ask(f"getComputedStyle({drawn}).fill") == paper
 
 

@@ -19,8 +19,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH: Final = 10.0
+NARROW: Final = 4.2
+"""Width of a picture for a phone, on which `SMALL` text is then about 11 CSS pixels high."""
 EDGE: Final = 0.3
+_NARROW_EDGE: Final = 0.05
+_STACKED: Final = 6.0
+"""Pictures that are narrower than this have their parts below each other, not side by side."""
 TITLE: Final = 15.0
+_NARROW_TITLE: Final = 12.5
 TEXT: Final = 10.5
 SMALL: Final = 9.0
 _LEADING: Final = 1.35
@@ -52,6 +58,7 @@ class Sheet:
     Attributes:
         theme: Colours of the figure.
         width: Width of the figure in inches.
+        edge: Margin at the left and right in inches.
         figure: The matplotlib figure.
         bottom: Distance of the body from the figure's lower edge in inches.
         height: Height of the body in inches.
@@ -71,21 +78,22 @@ class Sheet:
         from matplotlib.figure import Figure
 
         self.theme, self.width, self.height = theme, width, body
-        room = width - 2 * EDGE
-        titles = wrapped(title, room, TITLE, most=3, bold=True)
-        footers = [line for note in notes for line in wrapped(note, room, SMALL, most=3)]
-        rows = _legend_rows(legend, room)
-        top = EDGE + len(titles) * _line(TITLE) + 0.1 + len(rows) * 0.28 + 0.1
+        self.edge, room = edge_of(width), room_of(width)
+        size, most = (_NARROW_TITLE, 6) if is_narrow(width) else (TITLE, 3)
+        titles = wrapped(title, room, size, most=most, bold=True)
+        footers = [line for note in notes for line in wrapped(note, room, SMALL, most=2 * most)]
+        rows = _legend_rows(legend, room, self.edge)
+        top = self.edge + len(titles) * _line(size) + 0.1 + len(rows) * 0.28 + 0.1
         self.bottom = EDGE * 0.7 + len(footers) * _line(SMALL) + (0.08 if footers else 0.0)
         self.figure: Figure = Figure(
             figsize=(width, self.bottom + body + top), facecolor=theme.paper
         )
         FigureCanvasAgg(self.figure)
         self._all = Plane(self.figure)
-        y = self.total - EDGE
+        y = self.total - self.edge
         for line in titles:
-            y -= _line(TITLE)
-            self._write(EDGE, y, line, size=TITLE, weight="bold")
+            y -= _line(size)
+            self._write(self.edge, y, line, size=size, weight="bold")
         y -= 0.1
         for row in rows:
             y -= 0.28
@@ -95,7 +103,12 @@ class Sheet:
         y = self.bottom - 0.08
         for line in footers:
             y -= _line(SMALL)
-            self._write(EDGE, y, line, size=SMALL, colour=theme.quiet)
+            self._write(self.edge, y, line, size=SMALL, colour=theme.quiet)
+
+    @property
+    def is_narrow(self) -> bool:
+        """If True, the parts of the picture go below each other instead of side by side."""
+        return is_narrow(self.width)
 
     @property
     def total(self) -> float:
@@ -139,7 +152,15 @@ class Sheet:
         return Plane(self.figure, (0.0, self.bottom))
 
     def plot(
-        self, *, left: float, bottom: float, units: tuple[float, float], most: float, label: str
+        self,
+        *,
+        left: float,
+        bottom: float,
+        units: tuple[float, float],
+        most: float,
+        label: str,
+        grid: float | None = None,
+        shown: float = 1.0,
     ) -> Plane:
         """Return a plane for horizontal bars, with a scale from 0 drawn below.
 
@@ -149,21 +170,29 @@ class Sheet:
             units: (horizontal, vertical) data units per inch.
             most: Largest value that has a tick.
             label: Text below the scale.
+            grid: Height of the grid lines in inches; None for all of the body.
+            shown: Number that the scale shows for one data unit.
         """
         from matplotlib.ticker import MaxNLocator
 
         corner = (left, self.bottom + bottom)
         plane, body = Plane(self.figure, corner, units), Plane(self.figure, corner)
-        theme, tall = self.theme, self.height - bottom
-        for tick in MaxNLocator(nbins=6).tick_values(0.0, most):
-            if 0 <= tick <= most:
-                x = tick / units[0]
-                body.plot([x, x], [0, tall - 0.3], color=theme.line, lw=0.6, zorder=0.5)
+        theme = self.theme
+        tall = self.height - bottom - 0.3 if grid is None else grid
+        num_ticks = 4 if self.is_narrow else 6
+        for tick in MaxNLocator(nbins=num_ticks).tick_values(0.0, most * shown):
+            if 0 <= tick <= most * shown:
+                x = tick / shown / units[0]
+                if not self.is_narrow:  # There, texts are between the bars.
+                    body.plot([x, x], [0, tall], color=theme.line, lw=0.6, zorder=0.5)
                 body.plot([x, x], [-0.05, 0], color=theme.quiet, lw=0.8)
                 write(body, x, -0.1, f"{tick:g}", theme, size=SMALL, across="center", up="top")
-        wide = self.width - left - EDGE
+        wide = most / units[0]
         body.plot([0, wide], [0, 0], color=theme.line, lw=0.8)
-        write(body, wide / 2, -0.3, label, theme, across="center", up="top")
+        half = width_of(label) / 2
+        middle = max(wide / 2, self.edge + half - left)
+        middle = min(middle, self.width - self.edge - half - left)
+        write(body, middle, -0.3, label, theme, across="center", up="top")
         return plane
 
 
@@ -187,9 +216,14 @@ class Plane:
     ) -> None:
         from matplotlib.transforms import Affine2D
 
-        self.figure = figure
+        self.figure, self._corner, self._units = figure, corner, units
         inches = Affine2D().scale(1.0 / units[0], 1.0 / units[1]).translate(*corner)
         self._at = inches + figure.dpi_scale_trans
+
+    def inches(self, x: float, y: float) -> tuple[float, float]:
+        """Return a point of the plane in inches from the figure's lower left corner."""
+        (left, low), (wide, tall) = self._corner, self._units
+        return left + x / wide, low + y / tall
 
     def text(self, x: float, y: float, text: str, **style: Any) -> Any:
         """Add a text."""
@@ -217,12 +251,19 @@ class Plane:
         )
 
 
-def ticks_up_to(axes: Axes, most: float) -> None:
-    """Draw no ticks and grid lines beyond `most`, where texts are to the right of the bars."""
-    from matplotlib.ticker import MaxNLocator
+def is_narrow(width: float) -> bool:
+    """Return True if a picture this wide has its parts below each other, as on a phone."""
+    return width < _STACKED
 
-    ticks = MaxNLocator(nbins=6).tick_values(0.0, most)
-    axes.set_xticks([tick for tick in ticks if 0 <= tick <= most])
+
+def edge_of(width: float) -> float:
+    """Return the margin of a picture in inches: a phone's page has one of its own."""
+    return _NARROW_EDGE if is_narrow(width) else EDGE
+
+
+def room_of(width: float) -> float:
+    """Return the width between the margins of a picture in inches."""
+    return width - 2 * edge_of(width)
 
 
 def write(
@@ -306,6 +347,11 @@ def box(
 def hatch_colour(ink: Ink) -> str:
     """Return the colour of a hatch: a little darker or brighter than its background."""
     return between(ink.colour, ink_on(ink.colour), 0.45)
+
+
+def behind(ink: Ink) -> dict[str, Any] | None:
+    """Return the `bbox` of a text on a fill: its colour covers the hatch, which runs through it."""
+    return {"facecolor": ink.colour, "edgecolor": "none", "pad": 1.0} if ink.hatch else None
 
 
 def width_of(text: str, size: float = TEXT, *, bold: bool = False) -> float:
@@ -405,16 +451,18 @@ def wrapped(
     return [fitted(each, room, size, bold=bold) for each in lines]
 
 
-def _legend_rows(legend: Sequence[Item], room: float) -> list[list[tuple[float, Item]]]:
+def _legend_rows(
+    legend: Sequence[Item], room: float, edge: float
+) -> list[list[tuple[float, Item]]]:
     """Return the rows of a legend, each a list of (x in inches, entry) that fits into `room`."""
     rows: list[list[tuple[float, Item]]] = []
     x = room + 1
     for label, ink in legend:
         label = fitted(label, room - 1.0, SMALL)
         wide = _SWATCH + 0.07 + width_of(label, SMALL) + 0.28
-        if x + wide - 0.28 > EDGE + room:
+        if x + wide - 0.28 > edge + room:
             rows.append([])
-            x = EDGE
+            x = edge
         rows[-1].append((x, (label, ink)))
         x += wide
     return rows

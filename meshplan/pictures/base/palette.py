@@ -59,6 +59,8 @@ TERMS: Final[Mapping[str, Ink]] = MappingProxyType(
 ROUNDING: Final = Ink("#D8C7B0", "||")
 UNUSED: Final = Ink("#CFCFCF", "//")
 DRIVER: Final = Ink("#4D4D4D")
+SMALLER: Final = Ink("#8A8A8A")
+"""Fill of several categories together that are too small to be seen alone."""
 UNKNOWN: Final = Ink("#FFFFFF", "////")
 """Fill for bytes that are not known: hatched, so that it looks like no category."""
 

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ _SAVING: Final = Lock()
 _SVG: Final = {"svg.fonttype": "none", "svg.hashsalt": "meshplan"}
 _FONT: Final = "'DejaVu Sans'"
 _GROUP: Final = re.compile(r'<g id="([^"]*)"([^>]*)>')
+_REFERRED: Final = re.compile(r'\bid="|url\(#|href="#')
 _NUMBERED: Final = re.compile(r"[\w.]+_\d+")
 """Ids that matplotlib gives to groups without a name."""
 
@@ -45,7 +46,7 @@ _PAGE: Final = """<!DOCTYPE html>
 <style>
 body {{ margin: 1rem; background: {paper}; color: {ink}; font: 16px/1.5 sans-serif; }}
 figure {{ margin: 0 auto; max-width: 75rem; overflow-x: auto; }}
-svg {{ width: 100%; min-width: 44rem; height: auto; }}
+svg {{ width: 100%; height: auto; }}
 {style}
 </style>
 </head>
@@ -68,6 +69,8 @@ class Picture:
         views: Pairs (name, picture) between which buttons on a page switch, this picture first; ()
             for no buttons.
         choice: Label of these buttons.
+        narrow: Draws the same picture for a narrow screen, such as a phone's; None if there is no
+            such drawing. A page shows it where the wide one would be too small to read.
     """
 
     what: str
@@ -76,6 +79,7 @@ class Picture:
     figure: Figure
     views: tuple[tuple[str, Picture], ...] = ()
     choice: str = ""
+    narrow: Callable[[], Picture] | None = None
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the picture as png, svg, or html with an svg inside; the suffix decides which.
@@ -133,14 +137,32 @@ class Picture:
 
         paper = to_hex(self.figure.get_facecolor())
         ink = "#1A1A1A" if int(paper[1:3], 16) > 127 else "#F0F0EC"
-        figure, code = self.inline(), ""
+        figure, code = self._responsive("p"), ""
         if self.views:
-            shown = [(name, each.inline()) for name, each in self.views]
+            shown = [
+                (name, each._responsive(f"p{number}"))
+                for number, (name, each) in enumerate(self.views)
+            ]
             figure, code = switched(self.choice, shown), f"<script>\n{script()}</script>\n"
         return _PAGE.format(
             title=html.escape(self.title), figure=figure, paper=paper, ink=ink, style=STYLE,
             script=code, policy=POLICY,
         )  # fmt: skip
+
+    def _responsive(self, key: str) -> str:
+        """Return the wide and the narrow drawing, of which the page's style shows one.
+
+        Args:
+            key: Prefix of all ids. Both drawings have the same hatches, and browsers do not draw a
+                hatch that is defined in a drawing that is not shown.
+        """
+        both = [("wide", self), *([("narrow", self.narrow())] if self.narrow else [])]
+        if len(both) == 1:
+            return _prefixed(self.inline(), key)
+        return "".join(
+            f'<div class="{kind}">{_prefixed(each.inline(), f"{key}-{kind}-")}</div>'
+            for kind, each in both
+        )
 
     def __repr__(self) -> str:
         return f"<Picture of {self.what}: {self.title}>"
@@ -157,6 +179,11 @@ class Picture:
                           "Description": _latin(self.alt)},
             )  # fmt: skip
         return out.getvalue()
+
+
+def _prefixed(text: str, prefix: str) -> str:
+    """Put a prefix before all ids of an svg, and before all references to them."""
+    return _REFERRED.sub(rf"\g<0>{prefix}", text)
 
 
 def _titled(group: re.Match[str]) -> str:

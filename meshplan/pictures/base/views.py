@@ -20,9 +20,12 @@ STYLE: Final = (
     ".views button[aria-pressed=true] { font-weight: 700; opacity: 1; "
     "text-decoration: underline; } "
     ".views button:focus-visible { outline: 3px solid; outline-offset: 2px; } "
-    "@media print { .views button[aria-pressed=false] { display: none; } }"
+    "@media print { .views button[aria-pressed=false] { display: none; } } "
+    ".narrow { display: none; } "
+    "@media screen and (max-width: 46rem) { .narrow { display: block; } .wide { display: none; } }"
 )
-"""CSS of the buttons; the pressed button also differs in weight and underline."""
+"""CSS of the buttons, of which the pressed one also differs in weight and underline, and of
+pictures that are drawn twice, for a wide and for a narrow screen."""
 
 
 def switched(what: str, views: Sequence[tuple[str, str]]) -> str:

@@ -54,3 +54,14 @@ def speed(bytes_per_s: float | None) -> str:
     ('450 GB/s', 'speed not stated')
     """
     return "speed not stated" if bytes_per_s is None else f"{bytes_per_s / 1e9:,.3g} GB/s"
+
+
+def time_scale(seconds: float) -> tuple[str, float]:
+    """Return the unit of a scale that ends at `seconds`, and how many of it are a second.
+
+    >>> time_scale(4.2), time_scale(0.0072)
+    (('seconds', 1.0), ('milliseconds', 1000.0))
+    """
+    if seconds >= 1.0:
+        return "seconds", 1.0
+    return ("milliseconds", 1e3) if seconds >= 1e-3 else ("microseconds", 1e6)

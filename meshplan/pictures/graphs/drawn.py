@@ -7,16 +7,18 @@ from dataclasses import dataclass
 from typing import Final
 
 from meshplan.pictures.base.page import (
-    EDGE,
     SMALL,
     TEXT,
     WIDTH,
     Item,
     Plane,
     Sheet,
+    behind,
     box,
     fitted,
     fitted_name,
+    is_narrow,
+    room_of,
     width_of,
     write,
 )
@@ -31,15 +33,33 @@ from meshplan.units import format_count
 
 _TALL: Final = 0.5
 _MEETING: Final = 0.24
-_LEAST: Final = 1.15
 _MOST: Final = 3.6
-_GAP: Final = 0.2
 _BETWEEN: Final = 0.3
 _IN_ROW: Final = 5
 _HEAD: Final = 0.34
 """Height of the title of a frame in inches."""
 _EDGE: Final = 0.16
-_ROOM: Final = WIDTH - 2 * EDGE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BoxSizes:
+    """Sizes of boxes, in inches.
+
+    Args:
+        least: Least width of a box.
+        gap: Distance of two boxes in a row.
+        size: Font size of names in points.
+        is_strict: If True, boxes are drawn without arrows if there is no room for these.
+    """
+
+    least: float
+    gap: float
+    size: float
+    is_strict: bool
+
+
+_WIDE: Final = _BoxSizes(least=1.15, gap=0.2, size=TEXT, is_strict=False)
+_NARROW: Final = _BoxSizes(least=0.92, gap=0.12, size=SMALL, is_strict=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +83,23 @@ class _Level:
         return self.laid.height
 
 
-def draw_graph(facts: Graph, theme: Theme) -> Picture:
+def draw_graph(facts: Graph, theme: Theme, width: float = WIDTH) -> Picture:
     """Draw the graph, with the first boxes that run at the top."""
     inks = _inks(facts)
-    level = _level(facts, -1, _ROOM)
+    sizing = _NARROW if is_narrow(width) else _WIDE
+    level = _level(facts, -1, room_of(width), sizing)
     legend: list[Item] = list(inks.items())
     if any(not each.group and not each.is_meeting and not each.is_frame for each in facts.boxes):
         legend.append((NOTHING, Ink(theme.panel)))
-    sheet = Sheet(theme, facts.title, level.height + 0.15, legend=legend, notes=_notes(facts))
+    notes = _notes(facts)
+    if facts.links.get(-1) and not level.laid.ways:
+        notes.append("The outer boxes are in the order in which they run: this drawing is too "
+                     "narrow for their arrows.")  # fmt: skip
+    sheet = Sheet(theme, facts.title, level.height + 0.15, legend=legend, notes=notes,
+                  width=width)  # fmt: skip
     plane = sheet.plane()
-    _draw(plane, facts, level, (EDGE + (_ROOM - level.width) / 2, 0.05), inks, theme)
+    left = sheet.edge + (room_of(width) - level.width) / 2
+    _draw(plane, facts, level, (left, 0.05), inks, sizing, theme)
     return Picture("graph", facts.title, facts.alt, sheet.figure)
 
 
@@ -99,41 +126,74 @@ def _notes(facts: Graph) -> list[str]:
     return notes
 
 
-def _level(facts: Graph, frame: int, room: float) -> _Level:
+def _level(facts: Graph, frame: int, room: float, sizing: _BoxSizes) -> _Level:
     """Lay out the boxes of one frame within a width of `room` inches."""
     own = {n: each for n, each in enumerate(facts.boxes) if each.frame == frame}
     links: list[Link] = list(facts.links.get(frame, ()))
-    inside = {n: _level(facts, n, room - 2 * _EDGE - 0.3)
+    inside = {n: _level(facts, n, room - 2 * _EDGE - 0.3 * (not sizing.is_strict), sizing)
               for n, each in own.items() if each.is_frame}  # fmt: skip
     if not links:
-        return _Level(_in_order(facts, own, inside, room), inside)
+        return _Level(_in_order(own, inside, room, sizing), inside)
     most, in_row = _MOST, _IN_ROW
     while True:
-        sizes: dict[Key, tuple[float, float]] = {}
-        if any(a == ENTRY for a, _ in links):
-            sizes[ENTRY] = (0.02, 0.0)
-        sizes |= {n: _size(each, inside.get(n), most) for n, each in own.items()}
-        if any(b == EXIT for _, b in links):
-            sizes[EXIT] = (0.02, 0.0)
-        laid = lay_out(sizes, links, most_in_row=in_row, gap=_GAP, between=_BETWEEN)
-        if laid.width <= room or (most <= _LEAST and in_row == 1):
+        widest = dict.fromkeys(own, min(most, room))
+        laid = _lay_out(own, inside, links, widest, in_row, sizing)
+        if laid.width <= room:
+            break
+        if most <= sizing.least and in_row == 1:
+            if sizing.is_strict:
+                laid = _in_order(own, inside, room, sizing)
             return _Level(laid, inside)
-        if most > _LEAST:
-            most = max(most - 0.3, _LEAST)
+        if most > sizing.least:
+            most = max(most - 0.3, sizing.least)
         else:
             in_row -= 1
+    if sizing.is_strict and most < _MOST:
+        # Only boxes that share a row need to be that narrow.
+        heights = [y for n, (_, y) in laid.at.items() if n in own]
+        alone = {n: room * 0.6 for n in own if heights.count(laid.at[n][1]) == 1}
+        wider = _lay_out(own, inside, links, widest | alone, in_row, sizing)
+        laid = wider if wider.width <= room else laid
+    return _Level(laid, inside)
+
+
+def _lay_out(
+    own: Mapping[int, Box],
+    inside: Mapping[int, _Level],
+    links: Sequence[Link],
+    widest: Mapping[int, float],
+    in_row: int,
+    sizing: _BoxSizes,
+) -> LayeredPositions:
+    """Lay out boxes and arrows.
+
+    Args:
+        own: The boxes, by number.
+        inside: Positions inside those boxes that are frames.
+        links: The arrows.
+        widest: Largest width of each box.
+        in_row: Maximum number of boxes in a row.
+        sizing: Sizes of boxes.
+    """
+    sizes: dict[Key, tuple[float, float]] = {}
+    if any(a == ENTRY for a, _ in links):
+        sizes[ENTRY] = (0.02, 0.0)
+    sizes |= {n: _size(each, inside.get(n), widest[n], sizing) for n, each in own.items()}
+    if any(b == EXIT for _, b in links):
+        sizes[EXIT] = (0.02, 0.0)
+    return lay_out(sizes, links, most_in_row=in_row, gap=sizing.gap, between=_BETWEEN)
 
 
 def _in_order(
-    facts: Graph, own: Mapping[int, Box], inside: Mapping[int, _Level], room: float
+    own: Mapping[int, Box], inside: Mapping[int, _Level], room: float, sizing: _BoxSizes
 ) -> LayeredPositions:
     """Lay out boxes without arrows in rows from left to right, like the words of a text."""
     rows: list[list[int]] = [[]]
     wide: dict[Key, tuple[float, float]] = {
-        n: _size(each, inside.get(n), _MOST) for n, each in own.items()
+        n: _size(each, inside.get(n), min(_MOST, room), sizing) for n, each in own.items()
     }
     for n in own:
-        taken = sum(wide[k][0] + _GAP for k in rows[-1])
+        taken = sum(wide[k][0] + sizing.gap for k in rows[-1])
         if rows[-1] and (taken + wide[n][0] > room or inside.get(n) or inside.get(rows[-1][-1])):
             rows.append([])
         rows[-1].append(n)
@@ -145,20 +205,22 @@ def _in_order(
         tall = max((wide[n][1] for n in row), default=0.0)
         for n in row:
             at[n] = (x, y - tall)
-            x += wide[n][0] + _GAP
-        most = max(most, x - _GAP)
+            x += wide[n][0] + sizing.gap
+        most = max(most, x - sizing.gap)
         y -= tall + 0.16
     return LayeredPositions(max(most, 0.0), max(height, 0.0), at, wide, {})
 
 
-def _size(each: Box, inside: _Level | None, most: float) -> tuple[float, float]:
+def _size(each: Box, inside: _Level | None, most: float, sizing: _BoxSizes) -> tuple[float, float]:
     if each.is_meeting:
         return max(width_of(each.name, SMALL) + 0.16, 0.3), _MEETING
     if inside is not None:
-        head = min(width_of(_head(each), SMALL, bold=True) + 0.3, _MOST * 1.5)
+        head = min(width_of(_head(each), SMALL, bold=True) + 0.3, most * 1.5)
+        if sizing.is_strict:
+            head = 0.0  # The frame is as wide as what is inside; its title is shortened.
         return max(inside.width + 2 * _EDGE, head), inside.height + _HEAD + _EDGE
-    wanted = max(width_of(each.name, TEXT, bold=True), width_of(_words(each), SMALL)) + 0.2
-    return min(max(wanted, _LEAST), most), _TALL
+    wanted = max(width_of(each.name, sizing.size, bold=True), width_of(_words(each), SMALL)) + 0.2
+    return min(max(wanted, sizing.least), most), _TALL
 
 
 def _words(each: Box, room: float = 99.0) -> str:
@@ -185,6 +247,7 @@ def _draw(
     level: _Level,
     corner: Point,
     inks: Mapping[str, Ink],
+    sizing: _BoxSizes,
     theme: Theme,
 ) -> None:
     x0, y0 = corner
@@ -208,14 +271,14 @@ def _draw(
             write(plane, x + 0.1, y + tall - 0.2, head, theme, size=SMALL, weight="bold")
             inner = level.inside[number]
             left = x + (wide - inner.width) / 2
-            _draw(plane, facts, inner, (left, y + _EDGE), inks, theme)
+            _draw(plane, facts, inner, (left, y + _EDGE), inks, sizing, theme)
         elif each.is_meeting:
             box(plane, x, y, wide, tall, Ink(theme.paper), edge=theme.quiet,
                 gid=f"meeting {number}")  # fmt: skip
             write(plane, x + wide / 2, y + tall / 2, each.name, theme, size=SMALL,
                   across="center", up="center")  # fmt: skip
         else:
-            _module(plane, number, each, (x, y, wide), inks, theme)
+            _module(plane, number, each, (x, y, wide), inks, sizing, theme)
 
 
 def _module(
@@ -224,6 +287,7 @@ def _module(
     each: Box,
     at: tuple[float, float, float],
     inks: Mapping[str, Ink],
+    sizing: _BoxSizes,
     theme: Theme,
 ) -> None:
     x, y, wide = at
@@ -232,16 +296,15 @@ def _module(
     gid = f"module {number}: {each.group or NOTHING}: {each.name}, {_words(each)}"
     box(plane, x, y, wide, _TALL, ink, edge=theme.quiet, gid=gid)
     colour = ink_on(ink.colour)
-    behind = {"facecolor": ink.colour, "edgecolor": "none", "pad": 0.8} if ink.hatch else None
-    name = fitted_name(each.name, wide - 0.14, TEXT)
-    if width_of(name, TEXT, bold=True) > wide - 0.12:
-        name = fitted(name, wide - 0.14, TEXT, bold=True)
+    name = fitted_name(each.name, wide - 0.14, sizing.size)
+    if width_of(name, sizing.size, bold=True) > wide - 0.12:
+        name = fitted(name, wide - 0.14, sizing.size, bold=True)
     for text, up, size, weight in (
-        (name, 0.27, TEXT, "bold"),
+        (name, 0.27, sizing.size, "bold"),
         (_words(each, wide - 0.12), 0.09, SMALL, "normal"),
     ):
         write(plane, x + wide / 2, y + up, text, theme, size=size, weight=weight, colour=colour,
-              across="center", bbox=behind)  # fmt: skip
+              across="center", bbox=behind(ink))  # fmt: skip
 
 
 def _inks(facts: Graph) -> dict[str, Ink]:

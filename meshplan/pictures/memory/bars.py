@@ -1,20 +1,17 @@
-"""Peak memory of every group of equal ranks as a bar, by category, compared with the limit."""
+"""Peak memory of every group of equal ranks, by category, compared with the limit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from meshplan.memory.answer.estimate import MemoryEstimate, RankGroup, left_in_words, size_in_words
 from meshplan.memory.answer.rank_classes import equal_ranks
 from meshplan.memory.answer.states import state_bytes
-from meshplan.pictures.base.page import SMALL, TEXT, Sheet, box, fitted, width_of, write
-from meshplan.pictures.base.palette import DRIVER, ROUNDING, TERMS, UNKNOWN, UNUSED, Ink, Theme
-from meshplan.pictures.base.types import Picture
+from meshplan.pictures.base.palette import DRIVER, ROUNDING, TERMS, UNUSED
 from meshplan.pictures.base.words import ranks_in_words
 from meshplan.plan.plan import Plan
-from meshplan.units import GIB, format_bytes, format_gib
+from meshplan.units import format_bytes
 
 _MOST_BARS: Final = 10
 INKS: Final = {**{str(term): ink for term, ink in TERMS.items()}, "rounding": ROUNDING,
@@ -83,6 +80,18 @@ class MemoryBars:
         """Return the bytes of one bar, its upper end and the limit as text."""
         expected = None if self.bound else bar.total_bytes
         return size_in_words(bar.high_bytes or bar.total_bytes, self.limit_bytes, expected)
+
+    @property
+    def notes(self) -> list[str]:
+        """The sentences below the picture."""
+        out = ["The whisker ends at the upper end, which decides whether the plan fits."]
+        if self.unknown:
+            out = [f"Activations and buffers of the step are unknown: {self.unknown}."]
+        if self.bound:
+            out.append(f"An upper bound: {self.bound}.")
+        if self.num_more:
+            out.append(f"{self.num_more} more groups of ranks need no more than these.")
+        return out
 
     @property
     def title(self) -> str:
@@ -198,73 +207,3 @@ def states_alone(plan: Plan, limit_bytes: int | None, why: str) -> MemoryBars:
         unknown=why,
         missing=missing_of(plan),
     )
-
-
-def draw_memory(facts: MemoryBars, theme: Theme) -> Picture:
-    """Draw a bar for each group."""
-    names = [name for name in INKS if any(name in dict(bar.parts) for bar in facts.bars)]
-    legend: list[tuple[str, Ink]] = [(name, INKS[name]) for name in names]
-    if facts.unknown:
-        legend.append(("unknown", UNKNOWN))
-    sheet = Sheet(
-        theme, facts.title, 0.62 * len(facts.bars) + 0.95, legend=legend, notes=_notes(facts)
-    )
-    left = min(max(width_of(bar.name, SMALL) for bar in facts.bars), 2.6) + 0.45
-    room = sheet.width - left - 0.35
-    words = [f"{format_gib(bar.total_bytes)}: {facts.verdict(bar)}" for bar in facts.bars]
-    beside = max(width_of(text, TEXT, bold=True) for text in words) + 0.25
-    longest = max([bar.high_bytes or bar.total_bytes * 1.25 for bar in facts.bars]) / GIB
-    shown = max(longest, (facts.limit_bytes or 0) / GIB) or 1.0
-    # Leave space for the texts of the bars, to the right of the longest bar and of the limit.
-    scale = shown * 1.02 / (room - beside)
-    rows, tall = len(facts.bars), sheet.height - 0.9
-    step = rows / tall
-    axes = sheet.plot(
-        left=left, bottom=0.6, units=(scale, step), most=shown * 1.02,
-        label="GiB of one GPU, at the peak of a step",
-    )  # fmt: skip
-    for number, bar in enumerate(facts.bars):
-        at, place = 0.0, rows - number - 0.5
-        name = fitted(bar.name, left - 0.3, SMALL)
-        write(axes, -0.1 * scale, place, name, theme, size=SMALL, across="right", up="center")
-        for name, size in bar.parts:
-            gid = f"{bar.name}: {name}: {size} B"
-            box(axes, at / GIB, place - 0.3, size / GIB, 0.6, INKS[name], edge=theme.paper,
-                line=0.4, gid=gid)  # fmt: skip
-            at += size
-        if bar.high_bytes is not None:
-            axes.plot([at / GIB, bar.high_bytes / GIB], [place] * 2, color=theme.ink, lw=1.4)
-            axes.plot([bar.high_bytes / GIB] * 2, [place - 0.12, place + 0.12], color=theme.ink)
-        else:
-            box(axes, at / GIB, place - 0.3, longest - at / GIB, 0.6, UNKNOWN, edge=theme.quiet,
-                gid=f"{bar.name}: unknown")  # fmt: skip
-        is_over = facts.verdict(bar).startswith("OVER")
-        colour = theme.bad if is_over else theme.good if bar.fits else theme.ink
-        write(
-            axes, shown * 1.02 + 0.12 * scale, place, words[number], theme, colour=colour,
-            weight="bold", up="center", gid="verdict",
-        )  # fmt: skip
-    if facts.limit_bytes is not None:
-        limit = facts.limit_bytes / GIB
-        axes.plot([limit, limit], [0, rows], color=theme.ink, lw=2.2, gid="limit")
-        text = f"limit {format_gib(facts.limit_bytes)}"
-        half = width_of(text, SMALL, bold=True) / 2 * scale
-        at = min(max(limit, half), scale * room - half)
-        write(axes, at, rows + 0.08 * step, text, theme, size=SMALL, weight="bold", across="center",
-              gid="limit")  # fmt: skip
-    return Picture("memory", facts.title, facts.alt, sheet.figure)
-
-
-def _notes(facts: MemoryBars) -> Sequence[str]:
-    notes = []
-    if facts.unknown:
-        notes.append(f"Activations and buffers of the step are unknown: {facts.unknown}.")
-    else:
-        notes.append(
-            "The whisker ends at the upper end of the range, which decides whether the plan fits."
-        )
-    if facts.bound:
-        notes.append(f"An upper bound: {facts.bound}.")
-    if facts.num_more:
-        notes.append(f"{facts.num_more} more groups of ranks need no more than these.")
-    return notes

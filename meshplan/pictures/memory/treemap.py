@@ -1,4 +1,4 @@
-"""Parameters as rectangles: area by bytes, colour by layout. Replicated parameters stand out.
+"""Parameters as rectangles: area by bytes, colour by part of the model; replicated ones stand out.
 
 Equal parameters of all blocks share one rectangle, however many blocks there are.
 """
@@ -13,13 +13,14 @@ from meshplan.assign import Placed
 from meshplan.layout.dtypes import DTYPE_BYTES
 from meshplan.model.graph import pattern_of
 from meshplan.pictures.base.page import (
-    EDGE,
     TEXT,
     WIDTH,
     Plane,
     Sheet,
+    behind,
     box,
     fitted_name,
+    room_of,
     width_of,
     write,
 )
@@ -43,6 +44,7 @@ class Area:
 
     Args:
         name: Fqns of the parameters, folded: "layers.{0..31}.w".
+        part: Part of the model that the parameters belong to, as `part_of` names it.
         placement: Layout of the parameters at rest, as placements in words.
         is_whole: If True, every rank that has the parameters has all of them, although there are
             several ranks to shard them over.
@@ -51,6 +53,7 @@ class Area:
     """
 
     name: str
+    part: str
     placement: str
     is_whole: bool
     num_bytes: int
@@ -84,12 +87,12 @@ class Treemap:
         return sum(area.num_bytes for area in self.areas if area.is_whole)
 
     @property
-    def placements(self) -> tuple[str, ...]:
-        """Layouts of sharded parameters, as text; the layout with most bytes first."""
+    def parts(self) -> tuple[str, ...]:
+        """Parts of the model that have sharded parameters, the part with most bytes first."""
         sizes: dict[str, int] = {}
         for area in self.areas:
             if not area.is_whole:
-                sizes[area.placement] = sizes.get(area.placement, 0) + area.num_bytes
+                sizes[area.part] = sizes.get(area.part, 0) + area.num_bytes
         return tuple(sorted(sizes, key=lambda each: -sizes[each]))
 
     @property
@@ -115,7 +118,7 @@ class Treemap:
         most = max(self.areas, key=lambda area: area.num_bytes)
         return (
             f"Rectangles whose areas are the bytes of the parameters of {self.model}, coloured by "
-            f"layout; the largest is {most.name}, {format_bytes(most.num_bytes)}, "
+            f"part of the model; the largest is {most.name}, {format_bytes(most.num_bytes)}, "
             f"{most.placement}."
         )
 
@@ -143,6 +146,7 @@ def treemap(plan: Plan, of: Of = "local", rank: int = 0) -> Treemap:
     areas = [
         Area(
             name=", ".join(fold(placed.info.fqn for placed in alike)),
+            part=part_of(alike[0].info.fqn),
             placement=spelled,
             is_whole=is_whole,
             num_bytes=sum(_bytes(plan, placed, of, rank) for placed in alike),
@@ -153,6 +157,23 @@ def treemap(plan: Plan, of: Of = "local", rank: int = 0) -> Treemap:
     areas.sort(key=lambda area: (-area.num_bytes, area.name))
     return Treemap(model=plan.graph.name, of=of, rank=rank, areas=tuple(areas),
                    is_alone=not _could_be_cut(plan))  # fmt: skip
+
+
+def part_of(fqn: str) -> str:
+    """Return the part of the model that a parameter belongs to.
+
+    It is the module of a block, or outside of blocks the module that has the parameter. Experts are
+    a part of their own: their layout mostly differs from that of their surroundings.
+
+    >>> part_of("model.layers.3.mlp.up_proj.weight"), part_of("model.norm.weight"), part_of("scale")
+    ('mlp', 'norm', 'scale')
+    """
+    names = fqn.split(".")
+    numbers = [place for place, name in enumerate(names) if name.isdigit()]
+    after = names[numbers[0] + 1 :] if numbers else names[-2:]
+    if "experts" in after:
+        return "experts"
+    return next((name for name in after if not name.isdigit()), names[0])
 
 
 def _could_be_cut(plan: Plan) -> bool:
@@ -223,71 +244,91 @@ def _worst(sizes: Sequence[float], side: float, scale: float) -> float:
     )
 
 
-def draw_treemap(facts: Treemap, theme: Theme) -> Picture:
-    """Draw the areas."""
+def draw_treemap(facts: Treemap, theme: Theme, width: float = WIDTH) -> Picture:
+    """Draw the areas, those of one part of the model side by side."""
+    from matplotlib.patches import Rectangle
+
     shown = _joined(facts)
-    inks = {
-        name: PLACEMENTS[min(n, len(PLACEMENTS) - 1)] for n, name in enumerate(facts.placements)
-    }
+    seen = {area.part for area in shown if area.num_bytes >= _LEAST * facts.total_bytes}
+    named = [part for part in facts.parts if part in seen][: len(PLACEMENTS) - 1]
+    inks = dict(zip(named, PLACEMENTS, strict=False))
+    layouts = {part: list(dict.fromkeys(a.placement for a in facts.areas
+                                        if a.part == part and not a.is_whole))
+               for part in facts.parts}  # fmt: skip
+    is_same = len({each for many in layouts.values() for each in many}) == 1
     legend: list[tuple[str, Ink]] = []
     if facts.whole_bytes:
         legend.append(("replicated on every rank that has it", WHOLE))
-    legend += list(inks.items())[: len(PLACEMENTS) - 1]
-    if len(inks) >= len(PLACEMENTS):
-        legend.append(("other layouts", PLACEMENTS[-1]))
+    for part, ink in inks.items():
+        layout = "" if is_same or len(layouts[part]) != 1 else f": {layouts[part][0]}"
+        legend.append((f"{part}{layout}", ink))
+    if any(not area.is_whole and area.part not in inks for area in shown):
+        legend.append(("other parts", PLACEMENTS[-1]))
     whose = f"of rank {facts.rank}" if facts.of == "local" else "of the whole model"
     notes = [f"Area: bytes {whose}. {{0..31}} stands for the same parameter of that many blocks."]
-    sheet = Sheet(theme, facts.title, _TALL, legend=legend, notes=notes)
+    if is_same:
+        notes.insert(0, f"Layout of all{' others' * bool(facts.whole_bytes)}: "
+                        f"{next(iter(layouts.values()))[0]}.")  # fmt: skip
+    sheet = Sheet(theme, facts.title, _TALL, legend=legend, notes=notes, width=width)
     plane = sheet.plane()
-    wide = WIDTH - 2 * EDGE
+    edge, wide, tall = sheet.edge, room_of(width), _TALL - 0.1
     if not shown:
-        box(plane, EDGE, 0, wide, _TALL, Ink(theme.panel), edge=theme.line)
-        write(plane, WIDTH / 2, _TALL / 2, "no parameters", theme, across="center")
-    rectangles = squarified([area.num_bytes for area in shown], EDGE, 0, wide, _TALL - 0.1)
-    for area, (x, y, w, h) in zip(shown, rectangles, strict=True):
-        ink = WHOLE if area.is_whole else inks.get(area.placement, PLACEMENTS[-1])
-        name = f"area {area.name}: {area.num_bytes} B"
-        box(plane, x, y, w, h, ink, edge=theme.paper, line=1.6, gid=name)
-        _words(plane, area, ink, (x, y, w, h), theme)
+        box(plane, edge, 0, wide, tall, Ink(theme.panel), edge=theme.line)
+        write(plane, width / 2, tall / 2, "no parameters", theme, across="center")
+    groups: dict[str, list[Area]] = {}
+    for area in shown:
+        groups.setdefault("" if area.is_whole else area.part, []).append(area)
+    order = sorted(groups.values(), key=lambda areas: -sum(area.num_bytes for area in areas))
+    sizes = [sum(area.num_bytes for area in areas) for areas in order]
+    for areas, (x, y, w, h) in zip(order, squarified(sizes, edge, 0, wide, tall), strict=True):
+        inside = squarified([area.num_bytes for area in areas], x, y, w, h)
+        for area, at in zip(areas, inside, strict=True):
+            ink = WHOLE if area.is_whole else inks.get(area.part, PLACEMENTS[-1])
+            name = f"area {area.name}, {area.placement}: {area.num_bytes} B"
+            box(plane, *at, ink, edge=theme.paper, line=0.8, gid=name)
+            _words(plane, area, "" if is_same else area.placement, ink, at, theme)
+        around = Rectangle((x, y), w, h, fill=False, edgecolor=theme.paper, linewidth=3.0)
+        plane.add_patch(around)
     return Picture("treemap", facts.title, facts.alt, sheet.figure)
 
 
 def _joined(facts: Treemap) -> list[Area]:
-    """Return the rectangles to draw; small rectangles of the same layout are merged into one."""
+    """Return the rectangles to draw; small rectangles of one part and layout are merged."""
     least = facts.total_bytes * _LEAST
     out = [area for area in facts.areas if area.num_bytes >= max(least, 1)]
-    small: dict[tuple[str, bool], list[Area]] = {}
+    small: dict[tuple[str, str, bool], list[Area]] = {}
     for area in facts.areas:
         if 0 < area.num_bytes < least:
-            small.setdefault((area.placement, area.is_whole), []).append(area)
-    for (placement, is_whole), areas in small.items():
+            small.setdefault((area.part, area.placement, area.is_whole), []).append(area)
+    for (part, placement, is_whole), areas in small.items():
         count = sum(area.count for area in areas)
         size = sum(area.num_bytes for area in areas)
         name = counted(count, "small one") if len(areas) > 1 else areas[0].name
         out.append(
-            Area(name=name, placement=placement, is_whole=is_whole, num_bytes=size, count=count)
-        )
+            Area(name=name, part=part, placement=placement, is_whole=is_whole, num_bytes=size,
+                 count=count)
+        )  # fmt: skip
     return sorted(out, key=lambda area: -area.num_bytes)
 
 
 def _words(
-    plane: Plane, area: Area, ink: Ink, at: tuple[float, float, float, float], theme: Theme
+    plane: Plane,
+    area: Area,
+    layout: str,
+    ink: Ink,
+    at: tuple[float, float, float, float],
+    theme: Theme,
 ) -> None:
     """Write name, bytes and layout into a rectangle, in as many lines as fit."""
     x, y, wide, tall = at
-    is_upright = tall > 2 * wide and wide < 1.0
-    across, up = (tall, wide) if is_upright else (wide, tall)
-    size = TEXT if across > 1.6 and up > 0.7 else 8.0
-    name = fitted_name(area.name, across - 0.14, size)
-    lines = [name, format_bytes(area.num_bytes), area.placement]
-    room = int((up - 0.08) / (size * 1.35 / 72))
-    if room < 1 or across < 0.45:
+    size = TEXT if wide > 1.6 and tall > 0.7 else 8.0
+    room = int((tall - 0.08) / (size * 1.35 / 72))
+    if room < 1 or wide < 0.4:
         return
-    if room < 3:
-        lines = [name]
-    text = "\n".join(line for line in lines if width_of(line, size) <= across - 0.1)
+    name = fitted_name(area.name, wide - 0.14, size)
+    lines = [name, format_bytes(area.num_bytes), layout][: room if room < 3 else 3]
+    text = "\n".join(line for line in lines if line and width_of(line, size) <= wide - 0.1)
     write(
         plane, x + wide / 2, y + tall / 2, text, theme, size=size, colour=ink_on(ink.colour),
-        across="center", up="center", rotation=90 if is_upright else 0, linespacing=1.25,
-        bbox={"facecolor": ink.colour, "edgecolor": "none", "pad": 1.5} if ink.hatch else None,
+        across="center", up="center", linespacing=1.25, bbox=behind(ink),
     )  # fmt: skip

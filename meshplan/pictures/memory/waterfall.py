@@ -9,16 +9,29 @@ from meshplan.memory.answer.estimate import MemoryEstimate, ReconcileStep
 from meshplan.memory.answer.rank_classes import equal_ranks
 from meshplan.memory.answer.reconcile import textbook_row
 from meshplan.memory.answer.states import state_bytes
-from meshplan.pictures.base.page import SMALL, Sheet, box, fitted, width_of, wrapped, write
+from meshplan.pictures.base.page import (
+    SMALL,
+    WIDTH,
+    Sheet,
+    box,
+    fitted,
+    is_narrow,
+    width_of,
+    wrapped,
+    write,
+)
 from meshplan.pictures.base.palette import GREY, Ink, Theme
 from meshplan.pictures.base.types import Picture
 from meshplan.pictures.base.words import ranks_in_words
 from meshplan.pictures.memory.bars import INKS, missing_of
+from meshplan.pictures.memory.scale import draw_limit, scale_of
 from meshplan.pictures.mesh.counted import is_counted
 from meshplan.plan.plan import Plan
-from meshplan.units import GIB, format_bytes, format_gib
+from meshplan.units import format_bytes, format_gib
 
-_WHY: Final = 3.3
+_WHY: Final = 2.8
+_LEAST: Final = 0.003
+"""Share of the largest total below which a step is too small to see."""
 _COUNTER: Final = 8
 """Largest difference in bytes between a counted plan's states and the textbook that is ignored.
 
@@ -140,59 +153,90 @@ def waterfall_of_states(plan: Plan, limit_bytes: int | None, why: str) -> Waterf
     )  # fmt: skip
 
 
-def draw_waterfall(facts: Waterfall, theme: Theme) -> Picture:
-    """Draw a row for each step, and the total in the last row."""
-    steps = facts.steps
-    note = (
-        f"For {ranks_in_words(facts.ranks)}, which need most. Categories are those at the peak of "
-        "a step; the text on the right explains each difference."
-    )
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row of the picture: its name, the text of its change, its bar from `begin` to `end`."""
+
+    name: str
+    change: str
+    begin_bytes: int
+    end_bytes: int
+    ink: Ink
+    why: str
+    gid: str
+
+
+def _rows(facts: Waterfall, theme: Theme) -> list[_Row]:
+    """Return the rows: steps too small to see share one, and the total is the last one."""
+    first, *rest = facts.steps
+    least = _LEAST * max(facts.total_bytes, first.total_bytes)
+    small = [step for step in rest if abs(step.delta_bytes) < least]
+    if len(small) < 2:
+        small = []
+    gid = f"step 0: {first.delta_bytes} B"
+    out = [_Row(first.name, format_bytes(first.total_bytes), 0, first.total_bytes, Ink(GREY),
+                first.why.partition(";")[0], gid)]  # fmt: skip
+    at = first.total_bytes
+    changes = [(step.name, step.delta_bytes, step.why) for step in rest if step not in small]
+    if small:
+        names = ", ".join(step.name for step in small)
+        size = sum(step.delta_bytes for step in small)
+        changes.append((f"{len(small)} smaller changes", size, names))
+    for place, (name, size, why) in enumerate(changes, 1):
+        ink, gid = INKS.get(name, Ink(GREY)), f"step {place}: {size} B"
+        out.append(_Row(name, signed(size), at, at + size, ink, why, gid))
+        at += size
+    name = "states alone" if facts.unknown else "peak, all included"
+    total = facts.total_bytes
+    out.append(_Row(name, format_gib(total), 0, total, Ink(theme.ink), "", "total"))
+    return out
+
+
+def draw_waterfall(facts: Waterfall, theme: Theme, width: float = WIDTH) -> Picture:
+    """Draw a row for each step, and the total in the last row.
+
+    Names and changes are columns of their own, so that neither bars nor the limit run through them.
+    """
+    rows = _rows(facts, theme)
+    note = f"For {ranks_in_words(facts.ranks)}, which need most, at the peak of a step."
     if facts.unknown:
         note = f"States only, of {ranks_in_words(facts.ranks)}: {facts.unknown}."
-    sheet = Sheet(
-        theme,
-        facts.title,
-        0.36 * (len(steps) + 1) + 1.0,
-        notes=[note],
-    )
-    last_name = "states alone" if facts.unknown else "peak, all included"
-    names = [step.name for step in steps] + [last_name]
-    left = min(max(width_of(name, SMALL) for name in names), 3.2) + 0.4
-    axes = sheet.axes(left=left, right=_WHY + 0.1, top=0.32, bottom=0.6)
-    room = sheet.width - left - _WHY - 0.1
-    tops = [max(s.total_bytes, s.total_bytes - s.delta_bytes) for s in steps[1:]]
-    most = max([facts.total_bytes, facts.limit_bytes or 0, steps[0].total_bytes, *tops]) / GIB
-    scale = (most or 1.0) / (room - 0.95)
-    axes.set_xlim(0, room * scale)
-    axes.set_ylim(len(names) - 0.4, -0.6)
-    before = 0
-    for place, step in enumerate(steps):
-        begin = 0 if place == 0 else before
-        low, high = sorted((begin, step.total_bytes))
-        ink = INKS.get(step.name, Ink(GREY))
-        name = f"step {place}: {step.delta_bytes} B"
-        box(axes, low / GIB, place - 0.32, (high - low) / GIB, 0.64, ink, edge=theme.quiet,
-            line=0.4, gid=name)  # fmt: skip
-        text = format_bytes(step.total_bytes) if place == 0 else signed(step.delta_bytes)
-        write(axes, high / GIB + 0.07 * scale, place, text, theme, size=SMALL, up="center")
-        axes.plot([step.total_bytes / GIB] * 2, [place + 0.32, place + 0.68], lw=0.8,
-                  color=theme.quiet)  # fmt: skip
-        why = "\n".join(wrapped(step.why, _WHY - 0.1, 8.0, most=2))
-        write(axes, (room + 0.1) * scale, place, why, theme, size=8.0, colour=theme.quiet,
-              up="center", clip_on=False)  # fmt: skip
-        before = step.total_bytes
-    last = len(steps)
-    box(axes, 0, last - 0.32, facts.total_bytes / GIB, 0.64, Ink(theme.ink), gid="total")
-    write(axes, facts.total_bytes / GIB + 0.07 * scale, last, format_gib(facts.total_bytes), theme,
-          size=SMALL, weight="bold", up="center")  # fmt: skip
-    axes.set_yticks(range(len(names)))
-    axes.set_yticklabels([fitted(n, left - 0.3, SMALL) for n in names], parse_math=False)
-    axes.set_xlabel("GiB of one GPU")
-    axes.xaxis.grid(True, color=theme.line, lw=0.6)
-    if facts.limit_bytes is not None:
-        axes.axvline(facts.limit_bytes / GIB, color=theme.ink, lw=2.0, gid="limit")
-        text = f"limit {format_gib(facts.limit_bytes)}"
-        half = width_of(text, SMALL, bold=True) / 2 * scale
-        at = min(max(facts.limit_bytes / GIB, half), room * scale - half)
-        write(axes, at, -0.7, text, theme, size=SMALL, weight="bold", across="center")
+    largest = max(max(row.begin_bytes, row.end_bytes) for row in rows)
+    scale = scale_of(largest, facts.limit_bytes)
+    notes = [note, *([scale.note] if scale.note else [])]
+    narrow = is_narrow(width)
+    tall = 0.46 if narrow else 0.36
+    sheet = Sheet(theme, facts.title, tall * len(rows) + 0.95, notes=notes, width=width)
+    changes = max(width_of(row.change, SMALL, bold=row is rows[-1]) for row in rows) + 0.1
+    names = min(max(width_of(row.name, SMALL) for row in rows), 2.9) + 0.1
+    left = sheet.edge + (0.06 if narrow else names + changes + 0.1)
+    room = width - left - (0.1 if narrow else _WHY + 0.2) - sheet.edge
+    units = (scale.most / room, 1 / tall)
+    plane = sheet.plot(left=left, bottom=0.6, units=units, most=scale.most,
+                       label=f"{scale.unit} of one GPU")  # fmt: skip
+    words = sheet.plane()
+    low, high = (0.08, 0.56) if narrow else (0.14, 0.86)
+    for place, row in enumerate(rows):
+        y, is_last = len(rows) - place - 1, row is rows[-1]
+        begin, end = sorted((row.begin_bytes / scale.unit_bytes, row.end_bytes / scale.unit_bytes))
+        box(plane, begin, y + low, end - begin, high - low, row.ink, edge=theme.quiet, line=0.4,
+            gid=row.gid)  # fmt: skip
+        if not is_last and not narrow:
+            x = row.end_bytes / scale.unit_bytes
+            plane.plot([x, x], [y + low, y - 1 + high], lw=0.8, color=theme.quiet)
+        weight = "bold" if is_last else "normal"
+        at = 0.6 + (y + (0.78 if narrow else 0.5)) * tall
+        name = fitted(row.name, (width - changes - 0.3) if narrow else names - 0.05, SMALL)
+        x = left if narrow else sheet.edge + names
+        write(words, x, at, name, theme, size=SMALL, weight=weight, up="center",
+              across="left" if narrow else "right")  # fmt: skip
+        x = width - sheet.edge - 0.05 if narrow else left - 0.1
+        write(words, x, at, row.change, theme, size=SMALL, weight=weight, up="center",
+              across="right", gid="change")  # fmt: skip
+        if not narrow:
+            why = "\n".join(wrapped(row.why, _WHY - 0.05, 8.0, most=2))
+            write(words, width - sheet.edge - _WHY, at, why, theme, size=8.0, colour=theme.quiet,
+                  up="center")  # fmt: skip
+    bars = [(y + low, y + high) for y in range(len(rows))]
+    draw_limit(plane, sheet, scale, bars, float(len(rows)))
     return Picture("waterfall", facts.title, facts.alt, sheet.figure)

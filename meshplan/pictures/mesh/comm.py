@@ -9,20 +9,34 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshplan.pictures.base.page import SMALL, TEXT, Sheet, box, fitted, width_of, write
+from meshplan.pictures.base.page import (
+    SMALL,
+    TEXT,
+    WIDTH,
+    Sheet,
+    box,
+    fitted,
+    is_narrow,
+    width_of,
+    write,
+)
 from meshplan.pictures.base.palette import COLLECTIVES, GREY, Ink, Theme, between, ink_on, rgb
 from meshplan.pictures.base.types import Picture
 from meshplan.pictures.base.words import counted, in_short, speed
 from meshplan.pictures.mesh.links import Lane, links_of, machine_of, strides
 from meshplan.plan.plan import Plan
-from meshplan.units import GIB, format_bytes
+from meshplan.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MOST_CELLS: Final = 32
 _MOST_NUMBERS: Final = 16
+_MOST_NARROW: Final = 8
+"""Most rows of a matrix with numbers in a narrow picture."""
 _MOST_BARS: Final = 7
+_SIDE: Final = 4.2
+"""Side of the matrix in inches."""
 _LEAST: Final = 1e-4
 """Share of the largest value below which a cell is left blank."""
 
@@ -196,8 +210,8 @@ def _placed(
     return out.reshape(cells, cells), crossing
 
 
-def draw_comm(facts: Comm, theme: Theme) -> Picture:
-    """Draw the matrix on the left and the bars on the right."""
+def draw_comm(facts: Comm, theme: Theme, width: float = WIDTH) -> Picture:
+    """Draw the matrix on the left and the bars on the right, or below it in a narrow picture."""
     notes = [
         "Bytes that one rank needs from another, counted as if sent directly. A ring moves as many "
         "bytes in total, and libraries may pass them on through other ranks."
@@ -206,11 +220,52 @@ def draw_comm(facts: Comm, theme: Theme) -> Picture:
         notes.append("Bytes of activations are computed from the model's sizes.")
     if facts.unknown:
         notes.append(f"Unknown, and not counted: {in_short(facts.unknown)}.")
-    sheet = Sheet(theme, facts.title, 5.2, notes=notes)
+    narrow = is_narrow(width)
+    rows = min(len(facts.lanes), _MOST_BARS)
+    beside = 0.45 + 0.58 * rows + (0.3 if len(facts.lanes) > _MOST_BARS else 0.1)
+    side = 3.4 if narrow else _SIDE
+    whole = side + (0.3 if narrow else 0.35) + 0.65
+    sheet = Sheet(theme, facts.title, whole + (beside if narrow else max(0.0, beside - whole)),
+                  notes=notes, width=width)  # fmt: skip
+    left = sheet.edge + (0.42 if narrow else 0.65)
+    axes = sheet.axes(left=left, right=sheet.width - left - side, top=whole - side - 0.65,
+                      bottom=sheet.height - whole + 0.65)  # fmt: skip
+    _cells(axes, facts, side, theme)
+    unit = "rank" if facts.per_cell == 1 else f"ranks, {facts.per_cell:,} together"
+    axes.set_xlabel(f"to {unit}", fontsize=SMALL)
     cells = len(facts.matrix)
-    axes = sheet.axes(left=0.95, right=sheet.width - 0.95 - 4.1, top=0.3, bottom=0.8)
+    step = max(1, -(-cells // 8))
+    axes.set_xticks(range(0, cells, step))
+    axes.set_yticks(range(0, cells, step))
+    names = [f"{place * facts.per_cell}" for place in range(0, cells, step)]
+    axes.set_xticklabels(names)
+    axes.set_yticklabels(names)
+    most = float(facts.matrix.max())
+    head = f"from {unit}; {_unit(most)[0]} a step, at most {format_bytes(most)}"
+    if not facts.matrix.any():
+        head = f"from {unit}; nothing is sent"
+    above = sheet.plane()
+    write(above, sheet.edge, sheet.height - 0.2, fitted(head, width - 2 * sheet.edge, SMALL), theme,
+          size=SMALL, colour=theme.quiet)  # fmt: skip
+    corner = (sheet.edge, sheet.height - whole) if narrow else (left + side + 0.5, sheet.height)
+    _bars(sheet, corner, facts, theme)
+    if any(line.get_gid() == "node" for line in axes.lines):
+        text = "lines: node boundaries"
+        x = left + side - width_of(text, SMALL)
+        y = sheet.height - whole + 0.1
+        write(above, x, y, text, theme, size=SMALL, colour=theme.bad)
+    return Picture("comm", facts.title, facts.alt, sheet.figure)
+
+
+def _cells(axes: Axes, facts: Comm, side: float, theme: Theme) -> None:
+    """Draw the matrix, with numbers in its cells if all of them fit."""
+    cells = len(facts.matrix)
     low, high = (theme.paper, "#0B4F8A") if theme.name == "light" else (theme.panel, "#8CCBF5")
     most = float(facts.matrix.max()) or 1.0
+    texts = [_short(float(size), most) for size in facts.matrix.flat if size > most * _LEAST]
+    has_room = max((width_of(text, 8.0) for text in texts), default=0.0) < side / cells - 0.02
+    # On a phone, hundreds of small numbers hide the pattern that the colours show.
+    has_room = has_room and (side >= _SIDE or cells <= _MOST_NARROW)
     pixels = np.zeros((cells, cells, 3), dtype=np.uint8)
     for row in range(cells):
         for column in range(cells):
@@ -222,40 +277,29 @@ def draw_comm(facts: Comm, theme: Theme) -> Picture:
                 continue
             gid = f"cell {row} {column}: {size:.0f} B"
             box(axes, column - 0.5, row - 0.5, 1, 1, Ink(colour), gid=gid)
-            if is_seen:
-                text = _short(size, most)
-                write(axes, column, row, text if width_of(text, 8.0) < 4.1 / cells else "", theme,
-                      size=8.0, colour=ink_on(colour), across="center", up="center")  # fmt: skip
+            if is_seen and has_room:
+                write(axes, column, row, _short(size, most), theme, size=8.0,
+                      colour=ink_on(colour), across="center", up="center")  # fmt: skip
     if cells > _MOST_NUMBERS:
         axes.imshow(pixels, interpolation="nearest", aspect="auto", gid="cells")
     axes.set_xlim(-0.5, cells - 0.5)
     axes.set_ylim(cells - 0.5, -0.5)
+    for spine in axes.spines.values():
+        spine.set_visible(True)
     _edges(axes, facts, cells, theme)
-    unit = "rank" if facts.per_cell == 1 else f"ranks, {facts.per_cell:,} together"
-    axes.set_xlabel(f"to {unit}")
-    axes.set_ylabel(f"from {unit}")
-    step = max(1, -(-cells // 8))
-    axes.set_xticks(range(0, cells, step))
-    axes.set_yticks(range(0, cells, step))
-    names = [f"{place * facts.per_cell}" for place in range(0, cells, step)]
-    axes.set_xticklabels(names)
-    axes.set_yticklabels(names)
-    head = f"{'GiB' if most >= GIB / 10 else 'MiB'} a step; darkest: {format_bytes(most)}"
-    if not facts.matrix.any():
-        head = "nothing is sent"
-    if theme.name == "dark":
-        head = head.replace("darkest", "brightest")
-    write(axes, -0.5, -0.5 - 0.1 * cells / 4.1, head, theme, size=SMALL, colour=theme.quiet)
-    _bars(sheet, axes, facts, theme)
-    return Picture("comm", facts.title, facts.alt, sheet.figure)
+
+
+def _unit(most: float) -> tuple[str, int]:
+    """Return the unit of the numbers in the matrix whose largest value is `most`, and its bytes."""
+    return ("GiB", GIB) if most >= GIB / 10 else ("MiB", MIB)
 
 
 def _short(size: float, most: float) -> str:
-    """Return bytes as text without a unit: in GiB if `most` is large enough, else in MiB."""
-    unit = GIB if most >= GIB / 10 else 2**20
-    if size / unit < 0.05:
+    """Return bytes as text without a unit, in the unit that suits `most`, in few characters."""
+    value = size / _unit(most)[1]
+    if value < 0.05:
         return "~0"
-    return f"{size / unit:.1f}" if size / unit < 99.95 else f"{size / unit:.0f}"
+    return f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
 
 
 def _edges(axes: Axes, facts: Comm, cells: int, theme: Theme) -> None:
@@ -272,17 +316,25 @@ def _edges(axes: Axes, facts: Comm, cells: int, theme: Theme) -> None:
         place += step
 
 
-def _bars(sheet: Sheet, axes: Axes, facts: Comm, theme: Theme) -> None:
-    """Draw the bytes that the rank sends by each collective, with a line of text below each bar."""
+def _bars(sheet: Sheet, corner: tuple[float, float], facts: Comm, theme: Theme) -> None:
+    """Draw the bytes that the rank sends by each collective, with a line of text below each bar.
+
+    Args:
+        sheet: The sheet.
+        corner: Upper left corner of the bars in the body.
+        facts: The facts.
+        theme: Colours of the picture.
+    """
     plane = sheet.plane()
-    x, wide = 5.55, sheet.width - 5.55 - 0.35
+    x, top = corner
+    wide = sheet.width - x - sheet.edge - 0.05
     head = fitted(f"what rank {facts.rank} sends in a step", wide, TEXT, bold=True)
-    write(plane, x, sheet.height - 0.2, head, theme, weight="bold")
+    write(plane, x, top - 0.2, head, theme, weight="bold")
     if not facts.lanes:
-        write(plane, x, sheet.height - 0.6, "nothing", theme)
+        write(plane, x, top - 0.6, "nothing", theme)
         return
     most = facts.lanes[0].sent_bytes or 1.0
-    y = sheet.height - 0.35
+    y = top - 0.35
     for lane in facts.lanes[:_MOST_BARS]:
         y -= 0.58
         ink = Ink(COLLECTIVES.get(lane.kind, GREY))
@@ -301,7 +353,4 @@ def _bars(sheet: Sheet, axes: Axes, facts: Comm, theme: Theme) -> None:
         write(plane, x, y + 0.04, fitted(text, wide, SMALL), theme, size=SMALL, colour=colour)
     if len(facts.lanes) > _MOST_BARS:
         more = counted(len(facts.lanes) - _MOST_BARS, "smaller collective")
-        write(plane, x, y - 0.3, f"and {more}", theme, size=SMALL, colour=theme.quiet)
-    if any(line.get_gid() == "node" for line in axes.lines):
-        text = "lines in the matrix: node boundaries"
-        write(plane, x, 0.85, text, theme, size=SMALL, colour=theme.bad)
+        write(plane, x, y - 0.2, f"and {more}", theme, size=SMALL, colour=theme.quiet)

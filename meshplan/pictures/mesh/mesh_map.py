@@ -7,18 +7,21 @@ from dataclasses import dataclass
 from typing import Final
 
 from meshplan.pictures.base.page import (
-    EDGE,
     SMALL,
     TEXT,
     WIDTH,
     Plane,
     Sheet,
+    behind,
     box,
     fitted,
+    is_narrow,
+    room_of,
     width_of,
+    wrapped,
     write,
 )
-from meshplan.pictures.base.palette import COLLECTIVES, GREY, Ink, Theme, ink_on, shard_ink
+from meshplan.pictures.base.palette import Ink, Theme, ink_on, shard_ink
 from meshplan.pictures.base.types import Picture
 from meshplan.pictures.base.words import at_in_words, counted, in_short, speed
 from meshplan.pictures.mesh.links import Lane, Links, links_of, machine_of, strides
@@ -214,38 +217,48 @@ def _some(count: int, most: int) -> Sequence[int | None]:
     return [*range(most - 2), None, count - 1]
 
 
-def draw_mesh(facts: MeshMap, theme: Theme, *, is_small: bool = False) -> Picture:
+def draw_mesh(
+    facts: MeshMap, theme: Theme, width: float = WIDTH, *, is_small: bool = False
+) -> Picture:
     """Draw the map.
 
     Args:
         facts: The facts.
         theme: Colours of the picture.
+        width: Width of the picture in inches.
         is_small: If True, tiles show only their ranks, even on a small mesh.
     """
+    is_small = is_small or is_narrow(width)
     is_large = not is_small and len(facts.nodes) <= _MOST_LARGE and facts.per_node <= _PER_ROW
     lines = max((len(t.at) for n in facts.nodes for t in n.tiles if t), default=0)
     tall = 0.42 + 0.19 * lines if is_large else 0.34
     rows_in = -(-min(facts.per_node, _MOST_TILES) // _PER_ROW)
-    frame = 0.42 + rows_in * (tall + 0.1) + (0.3 if is_large else 0.02)
-    beside = 1 if is_large else 2
+    beside = 1 if is_large or is_narrow(width) else 2
     num_rows = -(-len(facts.nodes) // beside)
     lanes = facts.lanes
-    listed = 0.3 * len(lanes) + (0.35 if lanes else 0.0)
-    sheet = Sheet(theme, facts.title, num_rows * (frame + 0.14) + 0.1 + listed, notes=_notes(facts))
+    has_inside = is_large and facts.per_node > 1 and any(not lane.crosses for lane in lanes)
+    frame = 0.44 + rows_in * (tall + 0.1)
+    # Only the first node has an arrow below its tiles.
+    frames = [frame + (0.28 if has_inside and not row else 0.0) for row in range(num_rows)]
+    indent = 0.36 if is_large else 0.0  # For the letters of the arrows.
+    table = _lane_table(lanes, room_of(width) - indent)
+    body = sum(frames) + 0.14 * num_rows + 0.1 + table.height
+    sheet = Sheet(theme, facts.title, body, notes=_notes(facts), width=width)
     plane = sheet.plane()
     gutter = 0.75 if is_large and any(lane.crosses for lane in lanes) else 0.0
-    wide = (WIDTH - 2 * EDGE - gutter - 0.16 * (beside - 1)) / beside
+    wide = (room_of(width) - gutter - 0.16 * (beside - 1)) / beside
     corners: dict[int, tuple[float, float]] = {}
     y = sheet.height
-    for start in range(0, len(facts.nodes), beside):
-        y -= frame + 0.14
-        for place, node in enumerate(facts.nodes[start : start + beside]):
-            x = EDGE + place * (wide + 0.16)
-            _node(plane, facts, node, x, y, wide, frame, tall, theme, is_large)
-            corners[node.number] = (x, y)
-    _lanes(plane, lanes, y - 0.3, theme)
+    for row, height in enumerate(frames):
+        y -= height + 0.14
+        for place, node in enumerate(facts.nodes[row * beside : (row + 1) * beside]):
+            x = sheet.edge + place * (wide + 0.16)
+            _node(plane, facts, node, (x, y, wide, height), tall, theme, is_large)
+            corners[node.number] = (x, y + height / 2)
+    _lanes(plane, (sheet.edge, y - 0.3), indent, lanes, table, theme)
     if is_large:
-        _arrows(plane, facts, lanes, corners, wide, frame, tall, theme)
+        _arrows(plane, facts, lanes, corners, wide, y_low=sheet.height - frames[0] - 0.14,
+                theme=theme)  # fmt: skip
     return Picture("mesh", facts.title, facts.alt, sheet.figure)
 
 
@@ -273,31 +286,35 @@ def _node(
     plane: Plane,
     facts: MeshMap,
     node: NodeBox,
-    x: float,
-    y: float,
-    wide: float,
-    frame: float,
+    at: tuple[float, float, float, float],
     tall: float,
     theme: Theme,
     is_large: bool,
 ) -> None:
+    """Draw the frame of a node at (x, y, width, height), with its tiles."""
+    x, y, wide, frame = at
     box(plane, x, y, wide, frame, Ink(theme.panel), edge=theme.line, gid="node")
     if not node.tiles:
         first = (len(facts.nodes) - 2) * facts.per_node
         last = (facts.num_nodes - 1) * facts.per_node - 1
         text = f"… {node.number:,} more {facts.noun}s, ranks {first:,}–{last:,}"
+        text = fitted(text, wide - 0.2, TEXT)
         write(plane, x + wide / 2, y + frame / 2, text, theme, across="center", up="center")
         return
     shared = _shared(node) if not is_large else ()
     title = ", ".join([f"{facts.noun} {node.number:,}", *shared])
     write(plane, x + 0.1, y + frame - 0.24, fitted(title, wide - 0.2), theme, colour=theme.quiet)
-    per_row = min(_PER_ROW, max(len(node.tiles), 1))
-    step = (wide - 0.2) / (per_row if not is_large else min(_PER_ROW, facts.per_node))
-    step = min(step, 2.4)
+    step = _step(facts, wide, num_tiles=len(node.tiles), is_large=is_large)
     for place, tile in enumerate(node.tiles):
         row, col = divmod(place, _PER_ROW)
-        at = (x + 0.1 + col * step, y + frame - 0.36 - (row + 1) * (tall + 0.1) + 0.06)
-        _tile(plane, facts, node, tile, at, (step - 0.08, tall), theme, is_large)
+        corner = (x + 0.1 + col * step, y + frame - 0.36 - (row + 1) * (tall + 0.1) + 0.06)
+        _tile(plane, facts, node, tile, corner, (step - 0.08, tall), theme, is_large)
+
+
+def _step(facts: MeshMap, wide: float, *, num_tiles: int, is_large: bool) -> float:
+    """Return the distance between the left edges of two tiles in inches."""
+    per_row = min(_PER_ROW, facts.per_node if is_large else max(num_tiles, 1))
+    return min((wide - 0.12) / per_row, 2.4)
 
 
 def _shared(node: NodeBox) -> tuple[str, ...]:
@@ -332,34 +349,74 @@ def _tile(
             plane, middle, y + down, fitted(line, wide, size), theme, size=size,
             colour=colour, weight="bold" if number == 0 and is_large else "normal",
             across="center", up="baseline" if is_large else "center",
-            bbox={"facecolor": ink.colour, "edgecolor": "none", "pad": 0.6} if ink.hatch else None,
+            bbox=behind(ink),
         )  # fmt: skip
 
 
-def _lanes(plane: Plane, lanes: Sequence[Lane], y: float, theme: Theme) -> None:
-    """Write a line of text for each lane, with the letter that marks its arrow."""
-    for number, lane in enumerate(lanes):
-        y -= 0.3 if number else 0.0
-        _badge(plane, EDGE + 0.14, y + 0.05, number, lane, theme)
-        colour = theme.bad if lane.crosses else theme.ink
-        room, is_bold = WIDTH - 2 * EDGE - 0.4, bool(lane.crosses)
-        text = lane_in_words(lane)
-        size = TEXT if width_of(text, TEXT, bold=is_bold) <= room else SMALL
-        write(
-            plane, EDGE + 0.36, y, fitted(text, room, size, bold=is_bold), theme, size=size,
-            colour=colour, weight="bold" if is_bold else "normal", gid="lane",
-        )  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class _LaneTable:
+    """The list of lanes: the lines of text of each lane, all in one size, and its height."""
+
+    lines: tuple[tuple[str, ...], ...]
+    size: float
+    height: float
 
 
-def _badge(plane: Plane, x: float, y: float, number: int, lane: Lane, theme: Theme) -> None:
-    colour = COLLECTIVES.get(lane.kind, GREY)
+def _lane_table(lanes: Sequence[Lane], room: float) -> _LaneTable:
+    """Return the texts of the lanes, in one size for all: wrapped if that is not large enough."""
+    texts = [lane_in_words(lane) for lane in lanes]
+    bold = [bool(lane.crosses) for lane in lanes]
+    for size in (TEXT, SMALL):
+        widths = [width_of(text, size, bold=b) for text, b in zip(texts, bold, strict=True)]
+        if max(widths, default=0.0) <= room:
+            break
+    lines = [tuple(wrapped(text, room, size, most=3, bold=b))
+             for text, b in zip(texts, bold, strict=True)]  # fmt: skip
+    height = sum(0.14 + 0.17 * len(each) for each in lines) + (0.3 if lanes else 0.0)
+    return _LaneTable(tuple(lines), size, height)
+
+
+def _lanes(
+    plane: Plane,
+    at: tuple[float, float],
+    indent: float,
+    lanes: Sequence[Lane],
+    table: _LaneTable,
+    theme: Theme,
+) -> None:
+    """Write the text of each lane, with the letter that marks its arrow if there are arrows.
+
+    Args:
+        plane: The plane.
+        at: Left end and baseline of the first line.
+        indent: Width of the space for letters; 0.0 for no letters.
+        lanes: The lanes.
+        table: Their texts.
+        theme: Colours of the picture.
+    """
+    edge, y = at
+    for number, (lane, lines) in enumerate(zip(lanes, table.lines, strict=True)):
+        if indent:
+            _badge(plane, edge + 0.14, y + 0.05, number, theme)
+        for line in lines:
+            write(
+                plane, edge + indent, y, line, theme, size=table.size,
+                colour=theme.bad if lane.crosses else theme.ink,
+                weight="bold" if lane.crosses else "normal", gid="lane",
+            )  # fmt: skip
+            y -= 0.17
+        y -= 0.14
+
+
+def _badge(plane: Plane, x: float, y: float, number: int, theme: Theme) -> None:
+    """Draw the letter of a lane in a ring: the colours of the map are those of shards."""
     plane.plot(
-        [x], [y], marker="o", markersize=13, color=colour, markeredgecolor=theme.ink,
-        markeredgewidth=0.6, zorder=6,
+        [x], [y], marker="o", markersize=13, color=theme.paper, markeredgecolor=theme.ink,
+        markeredgewidth=0.9, zorder=6,
     )  # fmt: skip
     write(
         plane, x, y - 0.004, "abcdefgh"[number], theme, size=SMALL, weight="bold", zorder=7,
-        colour=ink_on(colour), across="center", up="center",
+        across="center", up="center",
     )  # fmt: skip
 
 
@@ -369,30 +426,40 @@ def _arrows(
     lanes: Sequence[Lane],
     corners: dict[int, tuple[float, float]],
     wide: float,
-    frame: float,
-    tall: float,
+    *,
+    y_low: float,
     theme: Theme,
 ) -> None:
-    """Draw an arrow below the first node for lanes within nodes, and one for lanes across nodes."""
-    outside = [(n, lane) for n, lane in enumerate(lanes) if lane.crosses]
-    inside = [(n, lane) for n, lane in enumerate(lanes) if not lane.crosses]
+    """Draw an arrow in the first node for lanes within nodes, and one for lanes across nodes.
+
+    Args:
+        plane: The plane.
+        facts: The facts.
+        lanes: The lanes to mark.
+        corners: (left edge, middle of the height) of each node, by its number.
+        wide: Width of a node.
+        y_low: Lower edge of the first node.
+        theme: Colours of the picture.
+    """
+    outside = [n for n, lane in enumerate(lanes) if lane.crosses]
+    inside = [n for n, lane in enumerate(lanes) if not lane.crosses]
     numbers = sorted(corners)
+    x = corners[numbers[0]][0]
     if outside and len(numbers) > 1:
-        x = EDGE + wide + 0.16
-        low, high = corners[numbers[-1]][1] + frame / 2, corners[numbers[0]][1] + frame / 2
+        at = x + wide + 0.16
+        low, high = corners[numbers[-1]][1], corners[numbers[0]][1]
         style = {"arrowstyle": "<->", "color": theme.bad, "lw": 2.0}
-        plane.annotate("", (x, low), (x, high), arrowprops=style, gid="across")
+        plane.annotate("", (at, low), (at, high), arrowprops=style, gid="across")
         step = min(0.32, (high - low - 0.3) / max(len(outside), 1))
         top = (low + high) / 2 + step * (len(outside) - 1) / 2
-        for place, (number, lane) in enumerate(outside):
-            _badge(plane, x + 0.28, top - place * step, number, lane, theme)
-    x, y = corners[numbers[0]]
-    step = min((wide - 0.2) / min(_PER_ROW, facts.per_node), 2.4)
+        for place, number in enumerate(outside):
+            _badge(plane, at + 0.28, top - place * step, number, theme)
     if inside and facts.per_node > 1:
-        end = x + 0.1 + step * (facts.per_node - 1) + step / 2
+        step = _step(facts, wide, num_tiles=facts.per_node, is_large=True)
+        first, y = x + 0.1 + (step - 0.08) / 2, y_low + 0.2
+        end = first + step * (facts.per_node - 1)
         style = {"arrowstyle": "<->", "color": theme.quiet, "lw": 1.6}
-        plane.annotate("", (x + 0.1 + step / 2, y + 0.15), (end, y + 0.15), arrowprops=style)
-        middle = (x + 0.1 + step / 2 + end) / 2
-        left = middle - 0.28 * (len(inside) - 1) / 2
-        for place, (number, lane) in enumerate(inside):
-            _badge(plane, left + place * 0.28, y + 0.15, number, lane, theme)
+        plane.annotate("", (first, y), (end, y), arrowprops=style)
+        left = (first + end) / 2 - 0.28 * (len(inside) - 1) / 2
+        for place, number in enumerate(inside):
+            _badge(plane, left + place * 0.28, y, number, theme)

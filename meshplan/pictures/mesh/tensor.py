@@ -14,14 +14,16 @@ from meshplan.layout.layout import Layout
 from meshplan.layout.mesh import SHARD_AXES, Mesh
 from meshplan.model.graph import is_inside
 from meshplan.pictures.base.page import (
-    EDGE,
     SMALL,
     TEXT,
     WIDTH,
     Plane,
     Sheet,
+    behind,
     box,
     fitted,
+    is_narrow,
+    room_of,
     width_of,
     write,
 )
@@ -297,14 +299,23 @@ def _in_order(axes: Sequence[str], mesh: Mesh) -> list[str]:
     return out
 
 
-def draw_layout(facts: TensorLayout, theme: Theme) -> Picture:
-    """Draw a rectangle for each layout, side by side."""
-    sheet = Sheet(theme, facts.title, _TALL + 1.15, notes=_notes(facts))
+def draw_layout(facts: TensorLayout, theme: Theme, width: float = WIDTH) -> Picture:
+    """Draw a rectangle for each layout: side by side, or below each other in a narrow picture."""
+    narrow, faces = is_narrow(width), facts.faces
+    tall = 2.4 if narrow else _TALL
+    # Space of the lines above a rectangle.
+    above = 0.62 + 0.2 * max(sum(s is not None for s in (f.rows, f.columns)) for f in faces)
+    each = tall + above + 0.25
+    sheet = Sheet(theme, facts.title, each * (len(faces) if narrow else 1) + 0.1,
+                  notes=_notes(facts), width=width)  # fmt: skip
     plane = sheet.plane()
     gap = 0.35
-    wide = (WIDTH - 2 * EDGE - gap * (len(facts.faces) - 1)) / len(facts.faces)
-    for number, face in enumerate(facts.faces):
-        _panel(plane, facts, face, EDGE + number * (wide + gap), wide, sheet.height, theme)
+    across = 1 if narrow else len(faces)
+    wide = (room_of(width) - gap * (across - 1)) / across
+    for number, face in enumerate(faces):
+        x = sheet.edge + (0.0 if narrow else number * (wide + gap))
+        top = sheet.height - (number * each if narrow else 0.0)
+        _panel(plane, face, (x, top), (wide, tall), above, theme)
     return Picture("layout", facts.title, facts.alt, sheet.figure)
 
 
@@ -321,42 +332,48 @@ def _notes(facts: TensorLayout) -> list[str]:
 
 def _panel(
     plane: Plane,
-    facts: TensorLayout,
     face: Face,
-    x: float,
-    wide: float,
-    top: float,
+    corner: tuple[float, float],
+    room: tuple[float, float],
+    above: float,
     theme: Theme,
 ) -> None:
+    """Draw one layout.
+
+    Args:
+        plane: The plane.
+        face: The layout.
+        corner: Upper left corner of the panel.
+        room: Width of the panel, and height of the rectangle in it.
+        above: Height of the lines of text above the rectangle.
+        theme: Colours of the picture.
+    """
+    (x, top), (wide, whole) = corner, room
     head = f"{face.when}: {face.spelled}"
     write(plane, x, top - 0.22, fitted(head, wide, TEXT, bold=True), theme, weight="bold")
     rows = face.rows.pieces if face.rows else (None,)
     columns = face.columns.pieces if face.columns else (None,)
-    across = face.columns.words if face.columns else "no dims"
-    write(plane, x, top - 0.47, fitted(across, wide, SMALL), theme, size=SMALL, colour=theme.quiet)
-    labels = [span_in_words(row, "rows") for row in rows if row is not None]
+    named = [("rows", face.rows), ("columns" if face.rows else "elements", face.columns)]
+    said = [f"{noun}: {side.words}" for noun, side in named if side] or ["no dims"]
+    for number, line in enumerate(said):
+        write(plane, x, top - 0.44 - 0.2 * number, fitted(line, wide, SMALL), theme, size=SMALL,
+              colour=theme.quiet)  # fmt: skip
+    # The lines above say which side has the rows, so that its labels need not.
+    labels = [_bare(span_in_words(row, "rows")) for row in rows if row is not None]
     left = 0.0
     if face.rows is not None:
-        left = min(max(width_of(label, SMALL) for label in labels), wide * 0.3) + 0.35
-        write(
-            plane, x + 0.1, top - 0.78 - _TALL / 2, fitted(face.rows.words, _TALL, SMALL), theme,
-            size=SMALL, colour=theme.quiet, across="center", up="center", rotation=90,
-        )  # fmt: skip
-    tall, broad = _TALL / len(rows), (wide - left) / len(columns)
-    base = top - 0.78
+        left = min(max(width_of(label, SMALL) for label in labels), wide * 0.3) + 0.1
+    tall, broad = whole / len(rows), (wide - left) / len(columns)
+    base = top - above
     for number, column in enumerate(columns):
         if column is not None:
-            text = span_in_words(column, "columns" if face.rows else "elements")
-            if width_of(text, SMALL) > broad - 0.06:
-                text = fitted(_bare(text), broad - 0.06, SMALL)
+            text = fitted(_bare(span_in_words(column, "columns")), broad - 0.06, SMALL)
             middle = x + left + (number + 0.5) * broad
             write(plane, middle, base + 0.07, text, theme, size=SMALL, across="center")
     for place, row in enumerate(rows):
         y = base - (place + 1) * tall
         if row is not None:
-            label = span_in_words(row, "rows")
-            if width_of(label, SMALL) > left - 0.3:
-                label = fitted(_bare(label), left - 0.3, SMALL)
+            label = fitted(labels[place], left - 0.06, SMALL)
             write(plane, x + left - 0.06, y + tall / 2, label, theme, size=SMALL, across="right",
                   up="center")  # fmt: skip
         for number, column in enumerate(columns):
@@ -398,12 +415,14 @@ def _cell(
         write(
             plane, *middle, text, theme, size=size, colour=ink_on(ink.colour), across="center",
             up="center",
-            bbox={"facecolor": ink.colour, "edgecolor": "none", "pad": 1.0} if ink.hatch else None,
+            bbox=behind(ink),
         )  # fmt: skip
 
 
 def _bare(span: str) -> str:
-    """Return a text of `span_in_words` without its noun, for narrow cells: "0–511"."""
+    """Return a text of `span_in_words` without its noun, such as "0–511"."""
+    if " " not in span:
+        return span
     return "none" if span.startswith("no ") else span.partition(" ")[2]
 
 

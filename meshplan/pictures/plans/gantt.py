@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from meshplan.cost.simulate import SimulatedStep, simulate
+from meshplan.cost.stages import StepParts
 from meshplan.errors import PlanError, Problem
 from meshplan.layout.schedules import SCHEDULES
-from meshplan.pictures.base.page import SMALL, Item, Sheet, box, fitted, width_of, write
-from meshplan.pictures.base.palette import PASSES, STAGES, Ink, Theme, ink_on
-from meshplan.pictures.base.types import Picture
 from meshplan.pictures.base.words import counted
 from meshplan.plan.plan import Plan
 from meshplan.units import format_seconds
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-_NAMES: Final = {
-    "F": "forward",
-    "B": "backward",
-    "I": "backward, gradients of inputs",
-    "W": "backward, gradients of weights",
-}
-_MOST_RANKS: Final = 16
-_MOST_SINGLE: Final = 500
+ENDS: Final = "first gathers and last reductions"
+OPTIMIZER: Final = "optimizer"
 _MOST_BLOCKS: Final = 20_000
-_MOST_LINES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +57,8 @@ class Gantt:
         is_seconds: If True, times are in seconds; if False, the unit is the time that the forward
             of all stages of one rank takes.
         assumed: The assumption behind the times, as a sentence.
+        parts: Without a pipeline, what the seconds of a step are spent on, as pairs (name,
+            seconds); () if times are not in seconds.
     """
 
     schedule: str
@@ -81,6 +71,12 @@ class Gantt:
     step: float
     is_seconds: bool
     assumed: str
+    parts: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def whole_step(self) -> float:
+        """Duration of the step with the last reductions and the optimizer, if these are known."""
+        return sum(seconds for _, seconds in self.parts) or self.step
 
     @property
     def most_kept(self) -> tuple[int, ...]:
@@ -96,6 +92,13 @@ class Gantt:
         """The picture's title: the answer in one sentence."""
         if not self.schedule:
             many = counted(self.microbatches, "microbatch", "microbatches")
+            if self.parts:
+                (first, most), *rest = self.parts
+                name = max(rest, key=lambda part: part[1])[0]
+                return (
+                    f"No pipeline: {most / self.whole_step:.0%} of a step of "
+                    f"{self.time(self.whole_step)} is {first}; most of the rest: {name}"
+                )
             return f"No pipeline: every rank computes {many} in turn, and waits for no stage"
         stages = f"{self.ranks * self.virtual} stages on {self.ranks} ranks"
         whole = f"a step of {self.time(self.step)}" if self.is_seconds else "the time"
@@ -109,9 +112,11 @@ class Gantt:
         """The picture's alt text, for readers who cannot see it."""
         most = self.most_kept
         if not self.schedule:
+            parts = "; ".join(f"{name} {self.time(part)}" for name, part in self.parts)
             return (
                 f"One row, since all ranks do the same: {counted(self.microbatches, 'forward')}, "
                 "each followed by its backward."
+                + (f" A bar for each use of the time: {parts}." if parts else "")
             )
         return (
             f"A row for each rank along pp, its forwards and backwards on a time axis of "
@@ -127,6 +132,7 @@ def gantt(
     backward_s: Sequence[float] = (),
     *,
     crossing_s: float = 0.0,
+    parts: StepParts | None = None,
     assumed: str = "",
 ) -> Gantt:
     """Simulate the pipeline schedule of a plan, and return the facts of the picture.
@@ -137,6 +143,7 @@ def gantt(
             together take 1, and the facts have no seconds.
         backward_s: Seconds of the backward of one microbatch, by stage; () for twice the forward.
         crossing_s: Seconds to send the activations or gradients of one microbatch to another rank.
+        parts: Without a pipeline, what the seconds of a step are spent on; None if not known.
         assumed: A sentence that explains these times; "" for the default assumption.
 
     Raises:
@@ -174,7 +181,22 @@ def gantt(
         is_seconds=is_known,
         assumed=assumed
         or "Assumed: stages are equal, and a backward takes twice as long as its forward.",
+        parts=() if parts is None else _named(parts),
     )
+
+
+def _named(parts: StepParts) -> tuple[tuple[str, float], ...]:
+    """Return the parts of a step that take time, with their names; the computation is first."""
+    pairs = (
+        ("computation", parts.compute_s),
+        ("recomputation", parts.recompute_s),
+        ("communication of tp, ep and cp", parts.model_parallel_s),
+        ("waits for data parallelism", parts.data_parallel_s),
+        (ENDS, parts.ends_s),
+        (OPTIMIZER, parts.update_s),
+    )
+    return tuple((name, max(part, 0.0)) for name, part in pairs
+                 if part > 0 or name == "computation")  # fmt: skip
 
 
 def _kept(run: SimulatedStep, rank: int) -> tuple[tuple[float, int], ...]:
@@ -196,149 +218,3 @@ def _kept(run: SimulatedStep, rank: int) -> tuple[tuple[float, int], ...]:
         else:
             out.append((when, held))
     return tuple(out)
-
-
-def draw_gantt(facts: Gantt, theme: Theme) -> Picture:
-    """Draw a row per rank, and below these the number of kept forwards, on one time axis."""
-    shown = _some(facts.ranks)
-    kinds = [kind for kind in PASSES if any(block.kind == kind for block in facts.blocks)]
-    legend: list[Item] = [(_NAMES[kind], PASSES[kind]) for kind in kinds]
-    legend.append(("waiting (the bubble)", Ink(theme.forbidden)))
-    row = 0.42 if len(shown) <= 8 else 0.3
-    tall, low = row * len(shown) + 0.1, 1.5
-    sheet = Sheet(theme, facts.title, tall + low + 0.75, legend=legend, notes=_notes(facts, shown))
-    labels = [_label(facts, rank) for rank in shown]
-    left = max(max(width_of(label, SMALL) for label in labels) + 0.45, 0.95)
-    right = 1.25
-    above = sheet.axes(left=left, right=right, top=0.05, bottom=low + 0.75)
-    above.set_xlim(0, facts.step)
-    above.set_ylim(len(shown), 0)
-    above.set_facecolor(theme.forbidden)
-    above.tick_params(bottom=False, labelbottom=False)
-    above.set_yticks([place + 0.5 for place in range(len(shown))])
-    above.set_yticklabels(labels)
-    per_inch = facts.step / (sheet.width - left - right)
-    place_of = {rank: place for place, rank in enumerate(shown) if rank is not None}
-    drawn = [block for block in facts.blocks if block.rank in place_of]
-    if len(drawn) <= _MOST_SINGLE:
-        for block in drawn:
-            room = (block.end - block.begin) / per_inch
-            _draw_block(above, facts, block, place_of[block.rank], room, theme)
-    else:
-        _draw_many(above, drawn, place_of, theme)
-    for place, rank in enumerate(shown):
-        if rank is None:
-            box(above, 0, place, facts.step, 1, Ink(theme.panel))
-            more = f"… {facts.ranks - len(shown) + 1} more ranks"
-            write(above, facts.step / 2, place + 0.5, more, theme, size=SMALL, across="center",
-                  up="center")  # fmt: skip
-    below = sheet.axes(left=left, right=right, top=tall + 0.15, bottom=0.55)
-    _draw_kept(below, facts, theme, right)
-    unit = "seconds" if facts.is_seconds else "1 = the forward of one rank's stages"
-    below.set_xlabel(f"time in a step ({unit})")
-    return Picture("gantt", facts.title, facts.alt, sheet.figure)
-
-
-def _draw_block(
-    above: Axes, facts: Gantt, block: GanttBar, y: int, room: float, theme: Theme
-) -> None:
-    ink = PASSES[block.kind]
-    name = f"{block.kind} stage {block.stage} microbatch {block.microbatch}"
-    box(above, block.begin, y + 0.08, block.end - block.begin, 0.84, ink, edge=theme.paper,
-        line=0.5, gid=name)  # fmt: skip
-    if text := _inside(facts, block, room):
-        write(
-            above, (block.begin + block.end) / 2, y + 0.5, text, theme, size=8.0,
-            colour=ink_on(ink.colour), across="center", up="center",
-        )  # fmt: skip
-
-
-def _draw_many(
-    above: Axes, blocks: Sequence[GanttBar], place_of: Mapping[int, int], theme: Theme
-) -> None:
-    """Draw blocks that are too small for text; one matplotlib collection per rank and kind."""
-    rows: dict[tuple[int, str], list[tuple[float, float]]] = {}
-    for block in blocks:
-        span = (block.begin, block.end - block.begin)
-        rows.setdefault((block.rank, block.kind), []).append(span)
-    for (rank, kind), spans in rows.items():
-        above.broken_barh(
-            spans, (place_of[rank] + 0.08, 0.84), facecolor=PASSES[kind].colour,
-            edgecolor=theme.paper, linewidth=0.2, gid=f"{kind} on pp {rank}: {len(spans)}",
-        )  # fmt: skip
-
-
-def _draw_kept(below: Axes, facts: Gantt, theme: Theme, right: float) -> None:
-    """Draw the number of forwards kept for backward, one line per rank."""
-    from matplotlib.ticker import MaxNLocator
-
-    most = max(facts.most_kept, default=1)
-    below.set_xlim(0, facts.step)
-    below.set_ylim(0, most * 1.12 + 0.2)
-    below.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
-    below.set_ylabel("forwards\nkept", fontsize=SMALL)
-    ranks = _spread(facts.ranks, _MOST_LINES)
-    ends: list[float] = []
-    for number, rank in enumerate(ranks):
-        times = [when for when, _ in facts.kept[rank]] + [facts.step]
-        counts = [count for _, count in facts.kept[rank]]
-        ink = STAGES[number % len(STAGES)]
-        style = ("-", "--", "-.", ":")[number % 4]
-        below.plot(
-            times, [*counts, counts[-1]], drawstyle="steps-post", color=ink.colour, lw=1.7,
-            ls=style, gid=f"kept on pp {rank}",
-        )  # fmt: skip
-        at = 1 - (number + 0.5) / len(ranks)
-        ends.append(at)
-        below.plot([1.015, 1.05], [at, at], transform=below.transAxes, color=ink.colour, lw=2.2,
-                   ls=style, clip_on=False)  # fmt: skip
-        name = "all ranks" if not facts.schedule else f"pp {rank}: {facts.most_kept[rank]:,}"
-        write(below, 1.06, at, fitted(name, right - 0.35, 8.0), theme, size=8.0, up="center",
-              transform=below.transAxes)  # fmt: skip
-
-
-def _label(facts: Gantt, rank: int | None) -> str:
-    if rank is None:
-        return ""
-    if not facts.schedule:
-        return "every rank"
-    stages = sorted({block.stage for block in facts.blocks if block.rank == rank})
-    words = ", ".join(map(str, stages[:3])) + (", …" if len(stages) > 3 else "")
-    return f"pp {rank}: stage{'s' if len(stages) > 1 else ''} {words}"
-
-
-def _inside(facts: Gantt, block: GanttBar, room: float) -> str:
-    """Return the text in a block, such as "F3", or "F3/5" if ranks have several stages."""
-    long = f"{block.kind}{block.microbatch}"
-    if facts.virtual > 1 and width_of(f"{long}/{block.stage}", 8.0) < room - 0.04:
-        return f"{long}/{block.stage}"
-    if width_of(long, 8.0) < room - 0.04:
-        return long
-    short = str(block.microbatch)
-    return short if width_of(short, 8.0) < room - 0.03 else ""
-
-
-def _notes(facts: Gantt, shown: Sequence[int | None]) -> list[str]:
-    notes = [facts.assumed]
-    if facts.virtual > 1:
-        notes.insert(
-            0, "F3/5 is the forward of microbatch 3 in stage 5; 3 alone is its microbatch."
-        )
-    else:
-        notes.insert(0, "F3 is the forward of microbatch 3; a number alone is a microbatch.")
-    if facts.ranks > _MOST_LINES:
-        notes.append("Kept forwards are drawn for some ranks only.")
-    return notes
-
-
-def _some(ranks: int) -> list[int | None]:
-    if ranks <= _MOST_RANKS:
-        return list(range(ranks))
-    return [*range(_MOST_RANKS - 3), None, ranks - 1]
-
-
-def _spread(ranks: int, most: int) -> list[int]:
-    """Return at most `most` ranks at equal distances, including the first and the last."""
-    if ranks <= most:
-        return list(range(ranks))
-    return [round(place * (ranks - 1) / (most - 1)) for place in range(most)]

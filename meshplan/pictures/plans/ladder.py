@@ -9,16 +9,17 @@ from meshplan.errors import PlanError, Problem
 from meshplan.pictures.base.page import (
     SMALL,
     TEXT,
+    WIDTH,
     Sheet,
     box,
     fitted,
-    ticks_up_to,
+    is_narrow,
     width_of,
     write,
 )
 from meshplan.pictures.base.palette import BLUE, GREEN, GREY, SKY, Ink, Theme
 from meshplan.pictures.base.types import Picture
-from meshplan.pictures.base.words import counted
+from meshplan.pictures.base.words import counted, time_scale
 from meshplan.units import format_seconds
 
 if TYPE_CHECKING:
@@ -106,33 +107,45 @@ def ladder(decision: Decision) -> LadderFacts:
     return LadderFacts(rungs=tuple(rungs), num_configs=decision.num_configs)
 
 
-def draw_ladder(facts: LadderFacts, theme: Theme) -> Picture:
+def draw_ladder(facts: LadderFacts, theme: Theme, width: float = WIDTH) -> Picture:
     """Draw a bar for each rung."""
     inks = [Ink(GREY), Ink(SKY, "//"), Ink(SKY), Ink(BLUE), Ink(GREEN)]
     notes = [
         "Each bar is the fastest step in the search space on such a machine, in seconds of the "
-        "cost model."
+        "cost model. The dashed line is the physical limit."
     ]
-    sheet = Sheet(theme, facts.title, 0.62 * len(facts.rungs) + 0.75, notes=notes)
-    left = max(width_of(rung.name, TEXT) for rung in facts.rungs) + 0.45
-    axes = sheet.axes(left=left, right=0.35, top=0.05, bottom=0.6)
-    room = sheet.width - left - 0.35
-    words = [f"{format_seconds(rung.seconds)}: {rung.why}" for rung in facts.rungs]
-    words = [fitted(text, room * 0.6, TEXT) for text in words]
-    most = max(rung.seconds for rung in facts.rungs)
-    # Make the longest bar and its text as wide as the axes; shorter bars leave space for theirs.
-    scale = most / (room - max(width_of(text, TEXT) for text in words) - 0.2)
-    axes.set_xlim(0, room * scale)
-    axes.set_ylim(len(facts.rungs) - 0.4, -0.6)
-    for place, (rung, ink) in enumerate(zip(facts.rungs, inks, strict=True)):
+    narrow, rows = is_narrow(width), facts.rungs
+    tall, low, high = (0.56, 0.05, 0.6) if narrow else (0.62, 0.22, 0.78)
+    sheet = Sheet(theme, facts.title, tall * len(rows) + 0.75, notes=notes, width=width)
+    words = [f"{format_seconds(rung.seconds)}: {rung.why}" for rung in rows]
+    names = max(width_of(rung.name, TEXT) for rung in rows) + 0.15
+    left = sheet.edge + (0.06 if narrow else names)
+    most = max(rung.seconds for rung in rows)
+    room = width - left - sheet.edge - 0.1
+    if not narrow:
+        # The longest bar and its text are as wide as the sheet; others leave space for theirs.
+        words = [fitted(text, room * 0.6, TEXT) for text in words]
+        room -= max(width_of(text, TEXT) for text in words) + 0.2
+    unit, shown = time_scale(most)
+    axes = sheet.plot(left=left, bottom=0.6, units=(most / room, 1 / tall), most=most,
+                      label=f"{unit} of a step", shown=shown)  # fmt: skip
+    texts = sheet.plane()
+    for place, (rung, ink) in enumerate(zip(rows, inks, strict=True)):
+        y = len(rows) - place - 1
         gid = f"rung {rung.name}: {rung.seconds!r} s"
-        box(axes, 0, place - 0.28, rung.seconds, 0.56, ink, edge=theme.quiet, line=0.5, gid=gid)
-        write(axes, rung.seconds + 0.1 * scale, place, words[place], theme, up="center")
-    limit = facts.rungs[0].seconds
-    axes.axvline(limit, color=theme.ink, lw=1.4, ls="--", gid="limit")
-    axes.set_yticks(range(len(facts.rungs)))
-    axes.set_yticklabels([rung.name for rung in facts.rungs], fontsize=TEXT)
-    ticks_up_to(axes, most)
-    axes.set_xlabel("seconds of a step; the dashed line is the physical limit", fontsize=SMALL)
-    axes.xaxis.grid(True, color=theme.line, lw=0.6)
+        box(axes, 0, y + low, rung.seconds, high - low, ink, edge=theme.quiet, line=0.5, gid=gid)
+        at = 0.6 + (y + (0.78 if narrow else 0.5)) * tall
+        if narrow:
+            said = fitted(words[place], width - 2 * left - width_of(rung.name, SMALL) - 0.15, SMALL)
+            write(texts, left, at, rung.name, theme, size=SMALL, up="center")
+            write(texts, width - left, at, said, theme, size=SMALL, up="center", across="right")
+        else:
+            end = left + rung.seconds / most * room + 0.1
+            write(texts, left - 0.1, at, rung.name, theme, across="right", up="center")
+            # Grid lines do not run through the text.
+            write(texts, end, at, words[place], theme, up="center",
+                  bbox={"facecolor": theme.paper, "edgecolor": "none", "pad": 1.5})  # fmt: skip
+        limit = rows[0].seconds
+        axes.plot([limit] * 2, [y + low - (0 if narrow else low), y + high if narrow else y + 1],
+                  color=theme.ink, lw=1.4, ls="--", gid="limit")  # fmt: skip
     return Picture("ladder", facts.title, facts.alt, sheet.figure)
