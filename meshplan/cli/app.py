@@ -321,6 +321,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         _parser().print_help()
         raise SystemExit(COULD_NOT)
     args, unknown = _parser().parse_known_args(argv)
+    if hasattr(args, "words"):
+        # argparse takes the words of `explain` only up to the first flag.
+        args.words += [word for word in unknown if not word.startswith("-")]
+        unknown = [word for word in unknown if word.startswith("-")]
     if not unknown:
         return args
     word = unknown[0].partition("=")[0]

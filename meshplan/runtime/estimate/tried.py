@@ -29,7 +29,12 @@ from meshplan.runtime.torch_private.fakes import untraceable
 from meshplan.runtime.trace.constants import MOST_NUMBERS
 from meshplan.runtime.trace.entry import model_of_entry
 from meshplan.runtime.trace.sample import TOKENS, call, sample_inputs
-from meshplan.runtime.trace.trace_errors import StyledWidths, alone_problem, sharded_problem
+from meshplan.runtime.trace.trace_errors import (
+    STATE_INPUT,
+    StyledWidths,
+    alone_problem,
+    sharded_problem,
+)
 from meshplan.runtime.train.one_process import in_dtype_of
 from meshplan.spec.spec import Spec
 
@@ -111,8 +116,7 @@ def _try(
         # If the plan does not state the inputs, the error may be due to assumed inputs.
         problem = alone_problem(error, model, origin, inputs)
         if plan.spec.input is None or untraceable(error) is not None:
-            fix = "state the model's input in the plan: input: {shape: [2, 16], dtype: int64}"
-            return None, f"{problem.what}; {fix}"
+            return None, f"{problem.what}; {STATE_INPUT}"
         return problem, ""
     return sharded_problem(sharded, model, plan, StyledWidths(found, whole), origin), ""
 

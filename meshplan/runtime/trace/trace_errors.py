@@ -51,6 +51,13 @@ def refused(error: Exception, model: nn.Module, origin: Origin | None) -> PlanEr
     return UnknownShapeError(problem) if is_shape else PlanError(problem)
 
 
+STATE_INPUT: Final = (
+    "state the inputs that the model takes: input: {shape: [2, 16], dtype: int64} for tokens, "
+    "{shape: [2, 3, 224, 224], dtype: float32} for images"
+)
+"""Fix for a forward that fails on the inputs that the plan states, or that were assumed."""
+
+
 def problem_of(error: Exception, model: nn.Module, origin: Origin | None) -> Problem:
     """Explain an error that a step on fake tensors raised.
 
@@ -70,8 +77,7 @@ def problem_of(error: Exception, model: nn.Module, origin: Origin | None) -> Pro
             )
         text = f"{type(error).__name__}: {error}".partition("\n")[0]
         what = f"the step cannot run on fake tensors, {place}: {text}"
-        fix = "state the inputs that the model takes: input: {shape: [2, 16], dtype: int64}"
-        return Problem(what, origin, fix)
+        return Problem(what, origin, STATE_INPUT)
     op, why = found
     says, fix = _WHY[why]
     fix = fix.format(module=module or "the module that calls the operator")
@@ -118,8 +124,7 @@ def alone_problem(
     shapes = [f"{list(t.shape)} {str(t.dtype)[6:]}" for _, t in tensors_in(inputs)]
     what = f"the forward of {type(model).__name__} fails at {place}, in one process too, on inputs "
     what += f"{', '.join(shapes)}: {_said(error)}"
-    fix = f"fix {place}, or state the model's input: input: {{shape: [2, 16], dtype: int64}}"
-    return Problem(what, origin, fix)
+    return Problem(what, origin, f"fix {place}, or {STATE_INPUT}")
 
 
 def sharded_problem(
